@@ -25,23 +25,39 @@ from torch_py_backend.errors import BackendError
 _COMMAND = "from torch_py_backend.cli import app; app()"
 # Each candidate is twice as fast as the one before it. After ENDS of them, one never ends.
 _SIMULATED = """
-import itertools, os, time
+import contextlib, itertools, os, time
 from torch_py_backend.cli import app
 from torch_py_backend.processes import child_process
+from torch_py_backend.tools import tuning
 
 numbers = itertools.count()
 
-def run_together(model, task, arguments, seconds):
-    if task.endswith(":prepare"):
-        return [{"kind": "TORCHSCRIPT", "inputs": "made-up values"}]
-    number = next(numbers)
-    if number == int(os.environ.get("ENDS", -1)):
-        time.sleep(600)
-    speed, error = 2.0**number, float(os.environ.get("ERROR", 0))
-    measured = {"p99_ms": 1, "memory_mb": 1, "device_memory_mb": 0, "error": error, "load_s": 1}
-    return [{"latency_ms": 1 / speed, "throughput": {"1": speed}, **measured} for _ in arguments]
+class Workers:
+    alive = True
 
-child_process.run_together = run_together
+    def __init__(self, model, task, count):
+        self.number = next(numbers)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def ask(self, messages, seconds):
+        if self.number == int(os.environ.get("ENDS", -1)):
+            time.sleep(600)
+        if "arguments" in messages[0]:
+            error = float(os.environ.get("ERROR", 0))
+            memory = {"memory_mb": 1, "private_mb": 1, "device_memory_mb": 0, "device_free_mb": 0}
+            return [{"error": error, "load_s": 1, **memory}] * len(messages)
+        speed = 2.0**self.number
+        return [{"latency_ms": 1 / speed, "throughput": speed}] * len(messages)
+
+def run(model, task, arguments, seconds, quiet):
+    return {"kind": "TORCHSCRIPT", "inputs": "made-up values", "batch": 2}
+
+child_process.run, tuning.Workers = run, Workers
 app()
 """
 _ENVIRONMENT = os.environ | {"COLUMNS": "200", "TERM": "dumb"}
@@ -95,25 +111,41 @@ def _choice(model: Path) -> dict[str, str] | None:
 def test_measured(tmp_path: Path) -> None:
     """A table, the results and a plot; the choice in config.pbtxt, whose rest stays as it was."""
     model = _model(tmp_path)
-    done = _tune(model, "--quick", "--json", tmp_path / "run.json", code=_COMMAND)
+    limits = ("--quick", "--threads=1", "--instances=1")
+    done = _tune(model, *limits, "--json", tmp_path / "run.json", code=_COMMAND)
     assert done.returncode == 0, done.stderr
     assert "TorchScript" in done.stdout
-    assert "chosen" in done.stdout
-    assert "inputs: made-up values; tolerance 0.0001; by throughput" in done.stdout
-    assert "1/" in done.stderr
-    assert (model / "config.pbtxt").read_text().startswith(_CONFIG)
+    assert "inputs: made-up values; batches of 2; tolerance 0.0001; chosen for both" in done.stdout
+    assert "rows/s (1.00)  untuned" in done.stderr
     results = json.loads((tmp_path / "run.json").read_text())
-    written = pbtxt.read(model)["parameters"]
+    chosen = results["chosen"]
+    (row,) = (row for row in results["rows"] if row["latency_ms"] == chosen["latency_ms"])
+    assert row["candidate"]["parameters"] == chosen["parameters"]
+    assert f"chosen: {row['candidate']['title']}" in done.stdout
+    for figure in ("latency_gain", "throughput", "throughput_gain"):
+        assert row[figure] == chosen[figure] > 0
+    assert (model / "config.pbtxt").read_text().startswith(_CONFIG)
+    written = pbtxt.read(model).get("parameters", {})
     parameters = {key: entry["string_value"] for key, entry in written.items()}
-    assert parameters == results["chosen"]["parameters"] == _choice(model)
+    assert parameters == chosen["parameters"] == _choice(model)
     (entry,) = json.loads((model / "tuned.json").read_text())["machines"].values()
     assert entry == results
     assert (model / "tuned.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("goal", ["latency", "throughput", "both"])
+def test_goal(tmp_path: Path, goal: str) -> None:
+    """The option says what is chosen by, and the result repeats it."""
+    done = _tune(_model(tmp_path), "--quick", f"--for={goal}", "--json", tmp_path / "run.json")
+    assert done.returncode == 0, done.stderr
+    assert f"chosen for {goal}" in done.stdout
+    assert json.loads((tmp_path / "run.json").read_text())["conditions"]["for"] == goal
+
+
 @pytest.mark.slow
-def test_interrupted(tmp_path: Path) -> None:
-    """Ctrl-C ends the children; what was measured is printed and saved, and the best is kept."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+    """A signal ends the children; what was measured is printed and saved, and the best is kept."""
     model = _model(tmp_path)
     process = subprocess.Popen(
         [sys.executable, "-c", _COMMAND, "tune", str(model), "--rounds=9"],
@@ -123,10 +155,10 @@ def test_interrupted(tmp_path: Path) -> None:
         env=_ENVIRONMENT,
     )
     assert process.stderr is not None
-    while not process.stderr.readline().startswith("2/"):
+    while "untuned" not in process.stderr.readline():
         assert process.poll() is None
     children = living.descendants(process.pid)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Traceback" not in stderr
@@ -134,7 +166,7 @@ def test_interrupted(tmp_path: Path) -> None:
     assert _BEST_SO_FAR in stdout
     assert (model / "config.pbtxt").read_text() == _CONFIG
     (entry,) = json.loads((model / "tuned.json").read_text())["machines"].values()
-    assert entry["chosen"] == {"parameters": {}, "instances": 1}
+    assert (entry["chosen"]["parameters"], entry["chosen"]["instances"]) == ({}, 1)
     assert len(entry["rows"]) == 1
     # What they have started is killed with them, and takes a moment to be gone.
     assert living.all_end(children)
@@ -146,11 +178,11 @@ def test_deadline(tmp_path: Path) -> None:
     whole = {"parameters": {"NUM_THREADS": "7"}, "instances": 1}
     machine = tuned_settings.machine_facts()
     tuned_settings.save(model, {"machine": machine, "chosen": whole})
-    done = _tune(model, "--deadline=2", ENDS="2")
+    done = _tune(model, "--deadline=5", ENDS="2")
     assert done.returncode == 0, done.stderr
     assert _BEST_SO_FAR in done.stdout
     assert "keeps its earlier choice" in done.stdout
-    assert pbtxt.read(model)["parameters"].keys() == {"NUM_THREADS"}
+    assert pbtxt.read(model)["parameters"].keys() == {"OPTIMIZE", "NUM_THREADS"}
     assert _choice(model) == {"NUM_THREADS": "7"}
 
 
@@ -178,7 +210,7 @@ def test_automatic(tmp_path: Path, arguments: list[str]) -> None:
 
 
 def test_dry_run_on_a_terminal(tmp_path: Path) -> None:
-    """--dry-run writes nothing. The bar shows no number before the candidates are counted."""
+    """--dry-run writes nothing. The terminal shows what is measured, and what was found."""
     model = _model(tmp_path)
     before = _tree(model)
     ours, theirs = os.openpty()
@@ -199,6 +231,7 @@ def test_dry_run_on_a_terminal(tmp_path: Path) -> None:
     text = b"".join(shown).decode()
     assert done.returncode == 0, text
     assert "the reference, in eager" in text
+    assert "best so far" in text
     assert "None" not in text
     assert b"chosen" in done.stdout
     assert b"+parameters" in done.stdout
@@ -249,7 +282,6 @@ def _refusal(*arguments: Any) -> str:
         (["--threads=0"], "--threads is '0'; expected counts"),
         (["--threads=1,two"], "--threads is '1,two'"),
         (["--instances=-1"], "--instances is '-1'"),
-        (["--quick", "--threads=1"], "leave out one of them"),
         (["--max-error=-1"], "--max-error is -1; expected a number"),
         (["--max-error=nan"], "--max-error is nan"),
         (["--inputs=/no/such/file"], "/no/such/file is not a file"),

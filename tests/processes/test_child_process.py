@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 
 from torch_py_backend.errors import LoadError
 from torch_py_backend.processes import child_process
+from torch_py_backend.processes.child_process import Workers
 
 # Functions that a child runs; none imports torch, so that a child costs a tenth of a second.
 _TASKS = r"""
@@ -142,7 +145,19 @@ def meets(folder, number, fails):
     while len(os.listdir(folder)) < 3:
         time.sleep(0.01)
     print("met")
-    return number
+    message = yield number
+    while message != "fail":
+        message = yield [number, message]
+    raise ConfigError("digits", f"number {number} fails later")
+
+
+def echoes(value):
+    yield value
+
+
+def hangs():
+    time.sleep(600)
+    yield
 """
 
 
@@ -305,37 +320,48 @@ def _ends(pid: int) -> bool:
         return True
 
 
-# --- together --------------------------------------------------------------------------------
+# --- workers ---------------------------------------------------------------------------------
 
 
-def _meet(folder: Path, fails: list[int], seconds: float = 60) -> list[Any]:
+@contextlib.contextmanager
+def _meeting(folder: Path, fails: list[int]) -> Iterator[Workers]:
     (folder / "met").mkdir()
-    arguments = [
-        {"folder": str(folder / "met"), "number": number, "fails": fails} for number in range(3)
-    ]
-    return child_process.run_together("digits", "tasks:meets", arguments, seconds)
+    before = _children()
+    with Workers("digits", "tasks:meets", 3) as workers:
+        arguments = {"folder": str(folder / "met"), "fails": fails}
+        assert workers.ask([arguments | {"number": n} for n in range(3)], 60) == [0, 1, 2]
+        yield workers
+    assert _children() <= before
 
 
-def test_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Children run at the same time; results are in order; output is discarded."""
-    assert _meet(tmp_path, []) == [0, 1, 2]
+def test_workers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Workers run at the same time; answers are in order; output is discarded."""
+    with _meeting(tmp_path, []) as workers:
+        assert workers.ask(["a", "b", "c"], 60) == [[0, "a"], [1, "b"], [2, "c"]]
+        assert workers.ask([None], 60) == [[0, None]]
+        with pytest.raises(LoadError, match="number 1 fails later"):
+            workers.ask(["d", "fail"], 60)
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("fails", [[0], [2]])
-def test_together_one_fails(tmp_path: Path, fails: list[int]) -> None:
-    """The error is that of the child that failed, not of those that wait for it."""
-    before = _children()
-    with pytest.raises(LoadError, match=f"number {fails[0]} fails"):
-        _meet(tmp_path, fails)
-    assert _children() <= before
+def test_worker_that_fails(tmp_path: Path, fails: list[int]) -> None:
+    """The error is that of the worker that failed, not of those that wait for it."""
+    with (
+        pytest.raises(LoadError, match=f"number {fails[0]} fails"),
+        _meeting(tmp_path, fails),
+    ):
+        pytest.fail("it has an answer")
 
 
-def test_together_without_a_result() -> None:
+def test_workers_without_an_answer() -> None:
     """A hang is an error, and no process is left."""
     before = _children()
-    with pytest.raises(LoadError, match="longer than 1 seconds"):
-        child_process.run_together("digits", "tasks:ignores_signals", [{}, {}], 1)
+    with (
+        pytest.raises(LoadError, match="longer than 1 seconds"),
+        Workers("digits", "tasks:hangs", 2) as workers,
+    ):
+        workers.ask([{}, {}], 1)
     assert _children() <= before
 
 
@@ -344,15 +370,13 @@ def _children() -> set[psutil.Process]:
     return {*living.left(psutil.Process().children())}
 
 
-def test_together_larger_than_a_pipe() -> None:
-    """Large arguments reach every child; a child may end without reading them."""
+def test_messages_larger_than_a_pipe() -> None:
+    """Large messages reach every worker; a worker may end without reading them."""
     value = "x" * 1_000_000
-    assert (
-        child_process.run_together("digits", "tasks:echo", [{"value": value}] * 2, 60)
-        == [value] * 2
-    )
-    with pytest.raises(LoadError):
-        child_process.run_together("digits", "nowhere:nothing", [{"value": value}] * 2, 60)
+    with Workers("digits", "tasks:echoes", 2) as workers:
+        assert workers.ask([{"value": value}] * 2, 60) == [value] * 2
+    with Workers("digits", "nowhere:nothing", 2) as workers, pytest.raises(LoadError):
+        workers.ask([{"value": value}] * 2, 60)
 
 
 def test_a_child_does_not_outlive_its_parent(tmp_path: Path) -> None:

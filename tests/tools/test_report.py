@@ -168,15 +168,16 @@ def test_a_sound_measurement_has_no_notes() -> None:
 _MEASURED: dict[str, Any] = {
     "rounds": 3,
     "latency_ms": 1.234,
-    "p99_ms": 2.5,
     "batch": 8,
     "throughput": 12345.6,
-    "throughput_spread": 0.07,
     "memory_mb": 321.0,
     "load_s": 4.0,
 }
-_EAGER = Row(Candidate("eager", {"NUM_THREADS": "2"}), **_MEASURED, by_batch={1: 9.0, 8: 10.0})
-_FROZEN = Row(Candidate("freeze", {}, 3), **(_MEASURED | {"latency_ms": 0.5, "throughput": 150.0}))
+_EAGER = Row(Candidate("eager", {"NUM_THREADS": "2"}), **_MEASURED)
+_GAINS = {"latency_gain": 2.468, "throughput_gain": 0.0121, "throughput_spread": 0.07}
+_FROZEN = Row(
+    Candidate("freeze", {}, 3), **(_MEASURED | _GAINS | {"latency_ms": 0.5, "throughput": 150.0})
+)
 _WRONG = Row(Candidate("[bold]bf16", {}), **_MEASURED, error=0.2)
 _FAILED = Row(Candidate("compile", {}), failure="model 'digits': it hangs [/].")
 _ROWS = [_EAGER, _FROZEN, _WRONG, _FAILED]
@@ -188,13 +189,21 @@ def _rows(*arguments: Any) -> list[str]:
 
 
 def test_tuning_table() -> None:
-    """The table has each candidate's settings, figures and result."""
-    lines = _rows(_ROWS, 0.1, _EAGER)
-    assert "eager 2 x 1 1.23 12,346 8 7% 321 0 4.0 chosen" in lines
-    assert "freeze auto x 3 0.50 150 8 7% 321 0 4.0" in lines
-    assert "[bold]bf16 auto x 1 1.23 12,346 8 7% 321 2e-01 4.0 inexact" in lines
+    """The table has each candidate's settings, figures, gains and result."""
+    lines = _rows(_ROWS, 0.1, _FROZEN)
+    assert "eager 2 x 1 1.23 1.00 12,346 1.00 321 0 4.0 untuned" in lines
+    assert "freeze auto x 3 0.50 2.47 150 0.01 7% 321 0 4.0 chosen" in lines
+    assert "[bold]bf16 auto x 1 1.23 1.00 12,346 1.00 0% 321 2e-01 4.0 inexact" in lines
     assert "compile auto x 1 failed" in lines
     assert "GPU MB" not in " ".join(lines)
+
+
+def test_tuning_line() -> None:
+    """A line has both figures and both gains, or the failure."""
+    assert (
+        report.tuning_line(_FROZEN) == "freeze, auto threads x 3: 0.50 ms (2.47), 150 rows/s (0.01)"
+    )
+    assert report.tuning_line(_FAILED).endswith(": model 'digits': it hangs [/].")
 
 
 def test_memory_of_a_gpu() -> None:
@@ -209,7 +218,14 @@ def test_tuning_entry() -> None:
     entry = report.tuning_entry({"cores": 2}, _ROWS, _FROZEN, {"rounds": 3})
     document = json.loads(json.dumps(entry, allow_nan=False))
     assert document["machine"] == {"cores": 2}
-    assert document["chosen"] == {"parameters": {}, "instances": 3}
+    assert document["chosen"] == {
+        "parameters": {},
+        "instances": 3,
+        "latency_ms": 0.5,
+        "latency_gain": 2.468,
+        "throughput": 150.0,
+        "throughput_gain": 0.0121,
+    }
     assert [row["candidate"]["title"] for row in document["rows"]] == [
         "eager",
         "freeze",
@@ -217,7 +233,6 @@ def test_tuning_entry() -> None:
         "compile",
     ]
     assert document["rows"][0]["candidate"]["parameters"] == {"NUM_THREADS": "2"}
-    assert document["rows"][0]["by_batch"] == {"1": 9.0, "8": 10.0}
     assert report.tuning_entry({}, _ROWS, None, {})["chosen"] is None
 
 

@@ -67,23 +67,34 @@ def _prepare(folder: Path, given: dict[str, str], inputs: str | None = None) -> 
     return trial.prepare(given, str(folder / "exchange"), inputs)
 
 
-def _measure(folder: Path, given: dict[str, str], watched: tuple[str, ...] = ()) -> dict[str, Any]:
-    return trial.measure(given, str(folder / "exchange"), 0.01, watched, (0, 1, "0-0"))
+def _load(
+    folder: Path, given: dict[str, str], batch: int = 8, watched: tuple[str, ...] = ()
+) -> dict[str, float]:
+    return next(trial.measure(given, str(folder / "exchange"), batch, watched))
 
 
-@pytest.mark.parametrize(("size", "sizes"), [(6, [1, 2, 4, 6]), (0, [1])])
-def test_same_model(tmp_path: Path, size: int, sizes: list[int]) -> None:
-    """The reference has no error; every batch size is measured."""
+@pytest.mark.parametrize(("size", "batch"), [(6, 6), (0, 1)])
+def test_same_model(tmp_path: Path, size: int, batch: int) -> None:
+    """The reference has no error; one row and full batches are measured, as often as asked."""
     given = _arguments(tmp_path, max_batch_size=size)
     prepared = _prepare(tmp_path, given)
-    assert prepared == {"kind": "MODULE", "inputs": "made-up values"}
-    measured = _measure(tmp_path, given)
-    assert measured["error"] == 0
-    assert list(measured["throughput"]) == sizes
-    assert all(value > 0 for value in measured["throughput"].values())
-    assert 0 < measured["latency_ms"] <= measured["p99_ms"]
-    assert measured["memory_mb"] > 0
-    assert json.loads(json.dumps(measured))
+    assert prepared == {"kind": "MODULE", "inputs": "made-up values", "batch": batch}
+    measurement = trial.measure(given, str(tmp_path / "exchange"), batch, ())
+    load = next(measurement)
+    assert load["error"] == 0
+    assert load["memory_mb"] > 0
+    for rows in (1, batch, 1):
+        figures = measurement.send({"rows": rows, "seconds": 0.01})
+        assert figures["latency_ms"] > 0
+        assert figures["throughput"] > 0
+        assert json.loads(json.dumps([load, figures]))
+
+
+def test_batch_that_takes_long(tmp_path: Path) -> None:
+    """A full batch has fewer rows than max_batch_size if calls with more of them take long."""
+    source = _DOUBLE.replace("return", "time.sleep(x.shape[0] > 2); return")
+    given = _arguments(tmp_path, "import time\n" + source, max_batch_size=64)
+    assert _prepare(tmp_path, given)["batch"] == 2
 
 
 def test_ragged_batches(tmp_path: Path) -> None:
@@ -94,18 +105,16 @@ def test_ragged_batches(tmp_path: Path) -> None:
     x = {"name": "x", "data_type": "TYPE_FP32", "dims": [4], "allow_ragged_batch": True}
     made = {"target_name": ["n"], "data_type": "TYPE_INT32", "source_input": ["x"]}
     given = _arguments(tmp_path, source, max_batch_size=4, input=[x], batch_input=[made])
-    _prepare(tmp_path, given)
-    measured = _measure(tmp_path, given)
-    assert measured["error"] == 0
-    assert list(measured["throughput"]) == [1, 2, 4]
+    assert _prepare(tmp_path, given)["batch"] == 4
+    assert _load(tmp_path, given, 4)["error"] == 0
 
 
 def test_another_result_is_an_error(tmp_path: Path) -> None:
     """A candidate that differs by a tenth has half of that as error for typical values."""
     given = _arguments(tmp_path)
     _prepare(tmp_path, given)
-    measured = _measure(tmp_path, _arguments(tmp_path, _DOUBLE.replace("2 *", "2.2 *")))
-    assert 0.05 <= measured["error"] < 0.1
+    load = _load(tmp_path, _arguments(tmp_path, _DOUBLE.replace("2 *", "2.2 *")))
+    assert 0.05 <= load["error"] < 0.1
 
 
 @pytest.mark.parametrize(
@@ -116,8 +125,8 @@ def test_setting_without_effect(tmp_path: Path, parameter: str, value: str) -> N
     _prepare(tmp_path, _arguments(tmp_path))
     given = _arguments(tmp_path, parameters={parameter: {"string_value": value}})
     with pytest.raises(LoadError, match=parameter):
-        _measure(tmp_path, given, (parameter,))
-    assert _measure(tmp_path, given)["error"] == 0
+        _load(tmp_path, given, watched=(parameter,))
+    assert _load(tmp_path, given)["error"] == 0
 
 
 # --- inputs ------------------------------------------------------------------------------------
@@ -181,7 +190,7 @@ def test_strings(tmp_path: Path) -> None:
         max_batch_size=2,
     )
     _prepare(tmp_path, given)
-    assert _measure(tmp_path, given)["error"] == 0
+    assert _load(tmp_path, given, 2)["error"] == 0
 
 
 # --- comparison --------------------------------------------------------------------------------

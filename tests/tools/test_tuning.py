@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import Self
 
 from torch_py_backend.config import pbtxt, threads
 from torch_py_backend.errors import LoadError, TuneError
 from torch_py_backend.processes import child_process
 from torch_py_backend.tools import tuning
 from torch_py_backend.tools.candidates import Allowed, Candidate
-from torch_py_backend.tools.tuning import Measured, Plan, Prefer, Row, Tuning
+from torch_py_backend.tools.tuning import Figures, Goal, Plan, Row, Tuning
 
 _CONFIG = """
 backend: "pytorch_py"
@@ -35,7 +36,7 @@ def _plan(folder: Path, text: str = _CONFIG, **changes: Any) -> Plan:
         "document": pbtxt.read(folder / "digits"),
         "allowed": Allowed(),
         "max_error": 1e-4,
-        "prefer": Prefer.THROUGHPUT,
+        "goal": Goal.THROUGHPUT,
         "inputs": None,
         "rounds": 2,
         "seconds": 0.1,
@@ -44,93 +45,155 @@ def _plan(folder: Path, text: str = _CONFIG, **changes: Any) -> Plan:
     return Plan(**(plain | changes))
 
 
-class _Children:
-    """A substitute of child processes that records its calls."""
+_LOAD = {
+    "error": 0.0,
+    "load_s": 1.0,
+    "memory_mb": 3.0,
+    "private_mb": 1.0,
+    "device_memory_mb": 0.0,
+    "device_free_mb": 0.0,
+}
 
-    def __init__(self, kind: str = "MODULE") -> None:
-        self.kind = kind
-        self.calls: list[tuple[dict[str, str], int]] = []
-        self.arguments: list[Sequence[Mapping[str, Any]]] = []
+
+class _Children:
+    """A substitute of child processes that records what was loaded and measured."""
+
+    def __init__(self) -> None:
+        self.kind = "TORCHSCRIPT"
+        # Settings and instances of each load, and the name of what each message was sent to.
+        self.loads: list[tuple[dict[str, str], int]] = []
+        self.measured: list[str] = []
+        self.alive: list[str] = []
+        self.report = dict(_LOAD)
         self.throughput: dict[str, float] = {}
         self.fails: dict[str, BaseException] = {}
 
-    def __call__(
-        self, model: str, task: str, arguments: Sequence[Mapping[str, Any]], seconds: float
-    ) -> list[Any]:
-        self.arguments.append(arguments)
-        document = json.loads(arguments[0]["arguments"]["model_config"])
-        settings = {key: value["string_value"] for key, value in document["parameters"].items()}
-        if task.endswith(":prepare"):
-            return [{"kind": self.kind, "inputs": "made-up values"}]
-        self.calls.append((settings, len(arguments)))
-        name = settings.get("OPTIMIZE", "none")
-        if name in self.fails:
-            raise self.fails[name]
-        speed = self.throughput.get(name, 10.0) * int(settings["NUM_THREADS"])
-        return [
-            {
-                "latency_ms": 1.0 + number,
-                "p99_ms": 2.0 + number,
-                "throughput": {"1": speed, "2": 2 * speed},
-                "memory_mb": 1.0,
-                "device_memory_mb": 0.0,
-                "error": 0.0,
-                "load_s": 1.0,
-            }
-            for number in range(len(arguments))
-        ]
+    def run(self, model: str, task: str, arguments: Any, seconds: float, *, quiet: bool) -> Any:
+        assert task.endswith(":prepare")
+        return {"kind": self.kind, "inputs": "made-up values", "batch": 2}
+
+    def start(self, model: str, task: str, count: int) -> _Workers:
+        return _Workers(self)
+
+
+class _Workers:
+    """A candidate, named by its OPTIMIZE, threads and instances."""
+
+    def __init__(self, children: _Children) -> None:
+        self._children = children
+        self._name = ""
+        self._runtime = ""
+        self._threads = 0
+        self.alive = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._children.alive.remove(self._name)
+
+    def ask(self, messages: Sequence[Mapping[str, Any]], seconds: float) -> list[Any]:
+        children = self._children
+        if "arguments" in messages[0]:
+            document = json.loads(messages[0]["arguments"]["model_config"])
+            settings = {key: value["string_value"] for key, value in document["parameters"].items()}
+            self._runtime, self._threads = (
+                settings.get("OPTIMIZE", "none"),
+                int(settings["NUM_THREADS"]),
+            )
+            self._name = f"{self._runtime} {self._threads}x{len(messages)}"
+            children.loads.append((settings, len(messages)))
+            children.alive.append(self._name)
+            if self._runtime in children.fails:
+                raise children.fails[self._runtime]
+            return [children.report] * len(messages)
+        children.measured.append(f"{self._name} {messages[0]['rows']}*{len(messages)}")
+        speed = children.throughput.get(self._runtime, 10.0) * self._threads
+        return [{"latency_ms": 10 / speed, "throughput": speed * messages[0]["rows"]}] * len(
+            messages
+        )
 
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> _Children:
-    children = _Children("TORCHSCRIPT")
-    monkeypatch.setattr(child_process, "run_together", children)
+    children = _Children()
+    monkeypatch.setattr(child_process, "run", children.run)
+    monkeypatch.setattr(tuning, "Workers", children.start)
     monkeypatch.setattr(threads, "available_cores", lambda: 2)
     return children
 
 
-def _quiet(candidate: Candidate, done: int, total: int) -> None:
-    assert 0 <= done < total
-    assert candidate.instances >= 1
+def _run(run: Tuning) -> list[str]:
+    """Return the candidates in the order in which they were measured."""
+    begun: list[str] = []
+    ended: list[str] = []
+    run.run(
+        lambda candidate: begun.append(str(candidate)), lambda row: ended.append(str(row.candidate))
+    )
+    assert begun == ended == [str(row.candidate) for row in run.rows]
+    return begun
 
 
-def test_candidates_take_turns(tmp_path: Path, children: _Children) -> None:
-    """Candidates are measured A B A B, so that a drift of the machine affects all of them."""
-    Tuning(_plan(tmp_path, allowed=Allowed(quick=True))).run(_quiet)
-    order = [(settings.get("OPTIMIZE"), settings["NUM_THREADS"]) for settings, _ in children.calls]
-    assert order == [(None, "2"), (None, "1"), ("freeze", "1")] * 2
+def test_in_turn_with_the_untuned(tmp_path: Path, children: _Children) -> None:
+    """A candidate and the untuned configuration are measured A B B A, while both are loaded."""
+    _run(Tuning(_plan(tmp_path, allowed=Allowed(quick=True))))
+    untuned, frozen = (["none 2x1 1*1", "none 2x1 2*1"], ["freeze 2x1 1*1", "freeze 2x1 2*1"])
+    assert children.measured[:12] == [*untuned * 2, *untuned, *frozen, *frozen, *untuned]
+    assert children.alive == []
 
 
-def test_best_are_spread(tmp_path: Path, children: _Children) -> None:
-    """After the screening, threads and instances vary; known candidates get more rounds."""
+def test_without_memory_for_two(tmp_path: Path, children: _Children) -> None:
+    """Where memory does not suffice for two, the untuned configuration is measured before."""
+    children.report |= {"device_memory_mb": 50.0, "device_free_mb": 20.0}
+    run = Tuning(_plan(tmp_path, allowed=Allowed(quick=True)))
+    _run(run)
+    assert all(name.startswith("none 2x1") for name in children.measured[:4])
+    assert not any(name.startswith("none 2x1") for name in children.measured[4:])
+    assert run.rows[1].latency_gain == 1.0
+
+
+def test_order(tmp_path: Path, children: _Children) -> None:
+    """Runtimes first, then other counts for the best; what compiles comes last."""
+    children.kind = "MODULE"
     children.throughput = {"freeze": 50.0}
     run = Tuning(_plan(tmp_path, rounds=1))
-    run.run(_quiet)
-    tried = [
-        (settings.get("OPTIMIZE"), settings["NUM_THREADS"], count)
-        for settings, count in children.calls
+    assert _run(run) == [
+        "eager, 2 threads x 1",
+        "eager, 1 thread x 1",
+        "eager, 1 thread x 2",
+        "compile + freeze, 2 threads x 1",
+        "compile, 2 threads x 1",
+        "compile, buckets, 2 threads x 1",
+        "compile + freeze, 1 thread x 1",
+        "compile + freeze, 1 thread x 2",
     ]
-    assert tried == [
-        (None, "2", 1),
-        (None, "1", 1),
-        ("freeze", "1", 1),
-        *[("freeze", "2", 1), ("freeze", "1", 1), ("freeze", "1", 2)],
-        *[(None, "2", 1), (None, "1", 1), (None, "1", 2)],
-    ]
-    assert [row.rounds for row in run.rows] == [2, 2, 2, 1, 1, 1]
     assert run.screened
 
 
+def test_latency_keeps_the_instances(tmp_path: Path, children: _Children) -> None:
+    """The latency of one request in flight does not depend on the count of instances."""
+    text = _CONFIG + "instance_group [{ count: 3 }]"
+    _run(Tuning(_plan(tmp_path, text, goal=Goal.LATENCY)))
+    assert {count for _, count in children.loads} == {3}
+
+
+def test_clearly_behind(tmp_path: Path, children: _Children) -> None:
+    """A candidate that is clearly behind is dropped after three rounds; the untuned one is, too."""
+    children.throughput = {"freeze": 5.0}
+    run = Tuning(_plan(tmp_path, rounds=9, allowed=Allowed(quick=True)))
+    _run(run)
+    assert [row.rounds for row in run.rows] == [3, 3, 3, 9]
+
+
 def test_instances_together(tmp_path: Path, children: _Children) -> None:
-    """Throughput and memory of instances add up; latency is the median, p99 the largest."""
+    """Throughput and memory of instances add up; latency is that of one of them."""
     run = Tuning(_plan(tmp_path, allowed=Allowed(threads=(1,), instances=(2,))))
-    run.run(_quiet)
+    _run(run)
     row = run.rows[-1]
     assert (row.candidate.instances, row.batch, row.throughput) == (2, 2, 40.0)
-    assert (row.memory_mb, row.latency_ms, row.p99_ms) == (2.0, 1.5, 3.0)
-    places = [one["place"] for one in children.arguments[-1]]
-    assert [place[:2] for place in places] == [(0, 2), (1, 2)]
-    assert len({place[2] for place in places}) == 1
+    assert (row.latency_ms, row.latency_gain, row.throughput_gain) == (1.0, 0.5, 1.0)
+    assert row.memory_mb == 2 * 1.0 + (1 + 2) * 2.0  # private, and shared with the untuned one
+    assert {"freeze 1x2 1*1", "freeze 1x2 2*2"} <= {*children.measured}
 
 
 def test_arguments(tmp_path: Path) -> None:
@@ -147,11 +210,12 @@ def test_arguments(tmp_path: Path) -> None:
 
 def test_compilers_may_not_give_up(tmp_path: Path, children: _Children) -> None:
     """A candidate must compile, and not into the model's cache."""
-    Tuning(_plan(tmp_path, allowed=Allowed(quick=True), rounds=1)).run(_quiet)
-    current, *others = (settings for settings, _ in children.calls)
+    _run(Tuning(_plan(tmp_path, allowed=Allowed(quick=True), rounds=1)))
+    current, *others = (settings for settings, _ in children.loads)
     assert "COMPILE_REQUIRED" not in current
-    assert all(one["COMPILE_REQUIRED"] == "true" for one in others)
-    assert not any(one["COMPILE_CACHE_DIR"].startswith(str(tmp_path)) for one in (current, *others))
+    assert all(settings["COMPILE_REQUIRED"] == "true" for settings in others)
+    for settings in (current, *others):
+        assert not settings["COMPILE_CACHE_DIR"].startswith(str(tmp_path))
 
 
 def test_current(tmp_path: Path) -> None:
@@ -161,31 +225,32 @@ def test_current(tmp_path: Path) -> None:
 
 
 def test_failure_is_a_row(tmp_path: Path, children: _Children) -> None:
-    """A candidate that crashes is a row and is not tried again."""
+    """A candidate that crashes is a row; the others are measured."""
     children.fails = {"freeze": LoadError("digits", "it crashed")}
     run = Tuning(_plan(tmp_path, allowed=Allowed(quick=True)))
-    run.run(_quiet)
-    assert [row.failure for row in run.rows] == ["", "", "model 'digits': it crashed."]
-    assert [row.rounds for row in run.rows] == [2, 2, 0]
-    assert len(children.calls) == 5
+    _run(run)
+    assert [row.failure for row in run.rows] == ["", "model 'digits': it crashed.", "", ""]
+    assert [row.rounds for row in run.rows] == [2, 0, 2, 2]
+    assert children.alive == []
 
 
 def test_interrupted(tmp_path: Path, children: _Children) -> None:
-    """The measurements before an interrupt stay in the rows."""
+    """The candidates that were measured before an interrupt stay in the rows."""
     children.fails = {"freeze": KeyboardInterrupt()}
     run = Tuning(_plan(tmp_path))
     with pytest.raises(KeyboardInterrupt):
-        run.run(_quiet)
-    assert [row.rounds for row in run.rows] == [1, 1]
+        _run(run)
+    assert [row.rounds for row in run.rows] == [2]
     assert not run.screened
+    assert children.alive == []
 
 
 def test_nothing_to_try(tmp_path: Path, children: _Children) -> None:
     """Limits that leave nothing to try are refused before the measurements."""
     run = Tuning(_plan(tmp_path, allowed=Allowed(threads=(2,), instances=(2,))))
     with pytest.raises(TuneError, match="ask for more than the 2 cores"):
-        run.run(_quiet)
-    assert children.calls == []
+        _run(run)
+    assert children.loads == []
 
 
 @pytest.mark.parametrize(
@@ -201,120 +266,118 @@ def test_nothing_to_try(tmp_path: Path, children: _Children) -> None:
 def test_images(tmp_path: Path, children: _Children, tensor: str, images: bool) -> None:
     """channels_last is tried for models with batches of images."""
     text = _CONFIG.replace("data_type: TYPE_FP32 dims: [ 4 ]", tensor, 1)
-    Tuning(_plan(tmp_path, text, allowed=Allowed(quick=True))).run(_quiet)
-    tried = [one.get("OPTIMIZE", "") for one, _ in children.calls]
-    assert any("channels_last" in one for one in tried) == images
+    tried = _run(Tuning(_plan(tmp_path, text, allowed=Allowed(quick=True))))
+    assert any("channels_last" in candidate for candidate in tried) == images
 
 
 # --- rows and the choice ---------------------------------------------------------------------
 
 
-def _measured(latency: float = 1.0, **changes: Any) -> Measured:
-    plain: dict[str, Any] = {
-        "p99_ms": 2.0,
-        "throughput": {1: 10.0, 8: 40.0},
-        "memory_mb": 100.0,
-        "device_memory_mb": 0.0,
-        "error": 0.0,
-        "load_s": 1.0,
-    }
-    return Measured(latency, **(plain | changes))
-
-
 def _row(name: str, latency: float, throughput: float, **changes: Any) -> Row:
+    """A row with these gains."""
     parameters = {"OPTIMIZE": changes.pop("optimize")} if "optimize" in changes else {}
-    return Row(
-        Candidate(name, parameters),
-        **({"rounds": 3, "latency_ms": latency, "throughput": throughput} | changes),
-    )
+    gains = {"latency_gain": latency, "throughput_gain": throughput}
+    return Row(Candidate(name, parameters), **({"rounds": 3} | gains | changes))
 
 
-def test_row() -> None:
-    """A row has the medians, the spread, the largest error and the first load time."""
-    row = tuning.summarize(
-        Candidate("eager", {}),
-        [
-            _measured(1.0, error=1e-6, load_s=9.0),
-            _measured(3.0, throughput={1: 10.0, 8: 60.0}),
-            _measured(2.0, throughput={1: 90.0, 8: 50.0}),
-        ],
-    )
-    assert (row.latency_ms, row.latency_spread) == (2.0, 0.5)
-    assert (row.batch, row.throughput, row.throughput_spread) == (8, 50.0, 0.2)
-    assert (row.error, row.load_s, row.rounds) == (1e-6, 9.0, 3)
+def test_summary() -> None:
+    """A row has medians of the rounds, and gains by the ratios of each round."""
+    load = _LOAD | {"error": 1e-6}
+    rounds = [
+        (Figures(2.0, 10.0), Figures(1.0, 20.0)),
+        (Figures(8.0, 40.0), Figures(4.0, 80.0)),  # the machine is four times slower
+        (Figures(2.0, 10.0), Figures(1.0, 21.0)),
+    ]
+    row = tuning.summarize(Candidate("eager", {}), 8, [_LOAD, load], rounds, 0)
+    assert (row.rounds, row.batch, row.latency_ms, row.throughput) == (3, 8, 1.0, 21.0)
+    assert (row.latency_gain, row.latency_spread) == (2.0, 0.0)
+    assert (row.throughput_gain, row.throughput_spread) == (2.0, 0.0)
+    assert (row.memory_mb, row.error, row.load_s) == (6.0, 1e-6, 1.0)
 
 
-def test_failed_once() -> None:
-    """A candidate that failed in one round is not chosen."""
-    row = tuning.summarize(Candidate("eager", {}), [_measured()], "it crashed")
-    assert (row.rounds, row.failure) == (0, "it crashed")
-    assert not tuning.fits(row, 1.0)
-
-
-_SLOW_AND_QUICK = [_row("throughput", 5.0, 100.0), _row("latency", 1.0, 50.0)]
+_UNTUNED = _row("untuned", 1.0, 1.0)
+_FAST = {
+    "latency": _row("latency", 3.0, 0.9),
+    "throughput": _row("throughput", 0.92, 4.0),
+    "balanced": _row("balanced", 1.1, 1.6),
+}
 
 
 @pytest.mark.parametrize(
-    ("rows", "prefer", "choice"),
+    ("candidates", "choices"),
     [
-        pytest.param([], Prefer.THROUGHPUT, None, id="nothing"),
-        pytest.param([_row("a", 1, 1, error=0.2)], Prefer.THROUGHPUT, None, id="inexact"),
+        pytest.param([], ("untuned",) * 3, id="nothing-else"),
+        pytest.param([*_FAST.values()], ("latency", "throughput", "balanced"), id="each"),
+        pytest.param([_FAST["throughput"]], ("untuned", "throughput", "untuned"), id="loses"),
         pytest.param(
-            [_row("a", 1, 99, error=0.2), _row("b", 1, 1)], Prefer.THROUGHPUT, "b", id="exact"
+            [_row("a", 0.97, 2.0, latency_spread=0.04)], ("untuned", "a", "a"), id="within-spread"
         ),
         pytest.param(
-            [_row("a", 1, 99, failure="x"), _row("b", 1, 1)], Prefer.THROUGHPUT, "b", id="failed"
+            [_row("a", 0.92, 2.0, latency_spread=0.5)],
+            ("untuned", "a", "untuned"),
+            id="loses-in-spite-of-a-wide-spread",
         ),
-        pytest.param(_SLOW_AND_QUICK, Prefer.THROUGHPUT, "throughput", id="by-throughput"),
-        pytest.param(_SLOW_AND_QUICK, Prefer.LATENCY, "latency", id="by-latency"),
+        pytest.param([_row("a", 2.0, 2.0, error=0.2)], ("untuned",) * 3, id="inexact"),
+        pytest.param([_row("a", 2.0, 2.0, failure="x")], ("untuned",) * 3, id="failed"),
         pytest.param(
-            [_row("better", 1, 102, optimize="freeze"), _row("simpler", 1, 100)],
-            Prefer.THROUGHPUT,
-            "simpler",
+            [_row("better", 1.21, 1.21, optimize="freeze"), _row("simpler", 1.2, 1.2)],
+            ("simpler",) * 3,
             id="within-the-noise",
         ),
         pytest.param(
-            [_row("better", 1, 120, optimize="freeze"), _row("simpler", 1, 100)],
-            Prefer.THROUGHPUT,
-            "better",
+            [_row("better", 1.4, 1.4, optimize="freeze"), _row("simpler", 1.2, 1.2)],
+            ("better",) * 3,
             id="beyond-the-noise",
         ),
         pytest.param(
-            [
-                _row("better", 1, 108, optimize="freeze", throughput_spread=0.2),
-                _row("simpler", 1, 100),
-            ],
-            Prefer.THROUGHPUT,
-            "simpler",
-            id="within-its-spread",
+            [_row("b", 1.20, 1.2), _row("a", 1.21, 1.21)], ("a",) * 3, id="equally-simple"
         ),
-        pytest.param(
-            [
-                _row("better", 1, 120, optimize="freeze"),
-                _row("simpler", 1, 100, throughput_spread=0.9),
-            ],
-            Prefer.THROUGHPUT,
-            "better",
-            id="a-disturbed-round",
-        ),
-        pytest.param(
-            [_row("b", 1, 100), _row("a", 1, 101)], Prefer.THROUGHPUT, "a", id="equally-simple"
-        ),
+        pytest.param([_row("a", 1.01, 1.01)], ("untuned",) * 3, id="equal"),
     ],
 )
-def test_choice(rows: list[Row], prefer: Prefer, choice: str | None) -> None:
-    """The best row within the tolerance is chosen; of those that differ by noise, the simplest."""
-    chosen = tuning.choose(rows, 0.1, prefer)
-    assert (chosen.candidate.title if chosen else None) == choice
+def test_choice(candidates: list[Row], choices: tuple[str, str, str]) -> None:
+    """The choice for latency, for throughput, and for both, which may lose in neither."""
+    rows = [_UNTUNED, *candidates]
+    chosen = [tuning.choose(rows, 0.1, goal) for goal in Goal]
+    assert tuple(row.candidate.title for row in chosen if row) == choices
+
+
+@pytest.mark.parametrize("untuned", [{"error": 0.2}, {"rounds": 0, "failure": "it crashed"}])
+def test_choice_without_the_untuned(untuned: dict[str, Any]) -> None:
+    """An untuned configuration that may not be chosen is no bar; without candidates nothing is."""
+    first = _row("untuned", 1.0, 1.0, **untuned)
+    for goal in Goal:
+        chosen = tuning.choose([first, _row("a", 0.5, 0.5)], 0.1, goal)
+        assert chosen is not None
+        assert chosen.candidate.title == "a"
+        assert tuning.choose([first], 0.1, goal) is None
+
+
+@pytest.mark.parametrize(
+    ("row", "behind"),
+    [
+        (_row("a", 1.5, 1.5), set()),
+        (_row("a", 1.9, 1.9), set()),
+        (_row("a", 0.8, 3.0), {Goal.LATENCY, Goal.BOTH}),
+        (_row("a", 3.0, 1.0), {Goal.THROUGHPUT}),
+    ],
+)
+def test_behind(row: Row, behind: set[Goal]) -> None:
+    """A row is dropped if it is far behind the best, or loses clearly where it may not."""
+    best = _row("best", 1.55, 1.55)
+    assert {goal for goal in Goal if tuning.is_behind(row, best, goal)} == behind
 
 
 def test_front() -> None:
     """A row is on the front unless another is better in one figure and no worse in the other."""
     rows = [
-        _row("slow", 9.0, 90.0),
-        _row("beaten", 9.0, 80.0),
-        _row("quick", 1.0, 10.0),
-        _row("middle", 5.0, 50.0),
-        _row("beaten too", 6.0, 50.0),
+        Row(Candidate(name, {}), latency_ms=latency, throughput=throughput)
+        for name, latency, throughput in (
+            ("slow", 9.0, 90.0),
+            ("beaten", 9.0, 80.0),
+            ("quick", 1.0, 10.0),
+            ("middle", 5.0, 50.0),
+            ("beaten too", 6.0, 50.0),
+        )
     ]
     assert [row.candidate.title for row in tuning.front(rows)] == ["quick", "middle", "slow"]

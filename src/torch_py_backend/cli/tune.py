@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from torch_py_backend.cli import interruption
 from torch_py_backend.cli.interruption import DeadlineReached, Stopped
@@ -19,11 +19,13 @@ from torch_py_backend.config import pbtxt, tuned_settings
 from torch_py_backend.errors import TuneError
 from torch_py_backend.tools import config_editor, model_folder, report
 from torch_py_backend.tools.candidates import TUNED, Allowed, Candidate
-from torch_py_backend.tools.tuning import Plan, Prefer, Row, Tuning
+from torch_py_backend.tools.tuning import Goal, Plan, Row, Tuning
 
 # Rounding of float32 with another order of sums; 16-bit types keep two or three digits.
 _MAX_ERROR = 1e-4
 _MAX_ERROR_REDUCED = 3e-2
+# The deadline of --quick; loading the command and a config's completion take some seconds more.
+_QUICK_S = 50.0
 _INTERRUPTED = 130  # the exit code of a command that Ctrl-C stopped
 _OUT = Console(highlight=False, emoji=False, soft_wrap=True)
 _ERR = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
@@ -33,9 +35,15 @@ _WIDTH = 100
 
 def tune(
     model: Annotated[Path, typer.Argument(help="The model's folder.")],
-    prefer: Annotated[
-        Prefer, typer.Option(help="The quantity that the choice maximizes or minimizes.")
-    ] = Prefer.THROUGHPUT,
+    goal: Annotated[
+        Goal,
+        typer.Option(
+            "--for",
+            "--prefer",
+            help="What to choose by: the latency of one request in flight, rows per second with"
+            " full batches, or both: the best mean of the two without a loss in either.",
+        ),
+    ] = Goal.BOTH,
     max_error: Annotated[
         float | None,
         typer.Option(
@@ -61,14 +69,16 @@ def tune(
     ] = "",
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="Try the runtimes only, with one instance, once."),
+        typer.Option(
+            "--quick", help="Try fewer counts, measure less, and choose within about a minute."
+        ),
     ] = False,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="Measurements of each candidate.")
+        int | None, typer.Option(min=1, help="The most measurements of each candidate.")
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Time limit of a candidate in a round, in seconds.")
-    ] = 600.0,
+        float, typer.Option(min=1, help="Time limit of a candidate's load, in seconds.")
+    ] = 300.0,
     deadline: Annotated[
         float | None,
         typer.Option(min=1, help="Seconds for all measurements; then the best so far is chosen."),
@@ -90,11 +100,16 @@ def tune(
     """Measure runtimes, threads and instances for a model; write the best into its config."""
     if not model.is_dir():
         raise TuneError(f"{model} is not a folder; expected a model's folder.")
+    if max_error is None:
+        max_error = _MAX_ERROR_REDUCED if reduced_precision else _MAX_ERROR
+    if not (math.isfinite(max_error) and max_error >= 0):
+        raise TuneError(f"--max-error is {max_error:g}; expected a number of at least 0, as 1e-4.")
     allowed = Allowed(
-        reduced_precision, _counts("--threads", threads), _counts("--instances", instances), quick
+        reduced_precision=reduced_precision,
+        threads=_counts("--threads", threads),
+        instances=_counts("--instances", instances),
+        quick=quick,
     )
-    if quick and (allowed.threads or allowed.instances):
-        raise TuneError("--quick tries one count of threads and instances; leave out one of them.")
     folder = model.resolve()
     version, document = model_folder.completed(folder)
     if document.get("model_transaction_policy", {}).get("decoupled"):
@@ -106,22 +121,21 @@ def tune(
         version=version,
         document=document,
         allowed=allowed,
-        max_error=_tolerance(max_error, allowed),
-        prefer=prefer,
+        max_error=max_error,
+        goal=goal,
         inputs=inputs,
-        rounds=rounds or (1 if quick else 3),
-        seconds=0.2 if quick else 0.5,
+        rounds=rounds or (5 if quick else 9),
+        seconds=0.1,
         timeout_s=timeout,
     )
     output = output or (None if dry_run else folder)
     _check(plan, output, json_path, dry_run=dry_run)
     tuning = Tuning(plan)
-    stopped = _measure(tuning, deadline)
+    stopped = _measure(tuning, deadline or (_QUICK_S if quick else None))
     choice = tuning.choice()
     saved = False
     if tuning.rows:
-        _print(tuning, choice)
-        saved = _save(tuning, choice, output, json_path)
+        saved = _report(tuning, choice, output, json_path)
     if choice is not None:
         _write_config(plan, choice, saved=saved, dry_run=dry_run)
     elif stopped is None:
@@ -138,14 +152,6 @@ def _counts(option: str, text: str) -> tuple[int, ...]:
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise TuneError(f"{option} is '{text}'; expected counts of at least 1, as 1,2,4.")
     return tuple(sorted({int(word) for word in words}))
-
-
-def _tolerance(max_error: float | None, allowed: Allowed) -> float:
-    if max_error is None:
-        return _MAX_ERROR_REDUCED if allowed.reduced_precision else _MAX_ERROR
-    if not (math.isfinite(max_error) and max_error >= 0):
-        raise TuneError(f"--max-error is {max_error:g}; expected a number of at least 0, as 1e-4.")
-    return max_error
 
 
 def _check(plan: Plan, output: Path | None, json_path: Path | None, *, dry_run: bool) -> None:
@@ -170,26 +176,27 @@ def _check(plan: Plan, output: Path | None, json_path: Path | None, *, dry_run: 
 
 
 def _measure(tuning: Tuning, deadline: float | None) -> Stopped | None:
-    """Measure until the end; return what stopped it earlier."""
+    """Measure and print each candidate until the end; return what stopped it earlier."""
     columns = (
-        TextColumn("{task.fields[step]}"),
-        BarColumn(),
+        SpinnerColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.description}", markup=False),
     )
-    visible = _ERR.is_terminal
-    with Progress(*columns, console=_ERR, transient=True, disable=not visible) as progress:
-        bar = progress.add_task("the reference, in eager", total=None, step="")
+    with Progress(*columns, console=_ERR, transient=True, disable=not _ERR.is_terminal) as progress:
+        task = progress.add_task("the reference, in eager", total=None)
 
-        def show(candidate: Candidate, done: int, total: int) -> None:
-            step = f"{done + 1}/{total}"
-            progress.update(bar, description=str(candidate), completed=done, total=total, step=step)
-            if not visible:
-                _ERR.print(f"{step} {candidate}", markup=False)
+        def begin(candidate: Candidate) -> None:
+            progress.update(task, description=str(candidate))
+
+        def end(row: Row) -> None:
+            remark = "untuned" if row is tuning.rows[0] else ""
+            if row is tuning.choice() and not remark:
+                remark = "best so far"
+            _ERR.print(f"{report.tuning_line(row)}  {remark}".rstrip(), markup=False)
 
         interruption.raise_at_signals(deadline)
         try:
-            tuning.run(show)
+            tuning.run(begin, end)
         except Stopped as stopped:
             return stopped
         finally:
@@ -197,7 +204,13 @@ def _measure(tuning: Tuning, deadline: float | None) -> Stopped | None:
     return None
 
 
-def _print(tuning: Tuning, choice: Row | None) -> None:
+def _report(
+    tuning: Tuning, choice: Row | None, output: Path | None, json_path: Path | None
+) -> bool:
+    """Print the results and write them; return whether tuned.json has the choice.
+
+    An earlier choice is not replaced by none, nor by one from a part of the runtimes.
+    """
     plan = tuning.plan
     if not _OUT.is_terminal:
         _OUT.width = max(_OUT.width, _WIDTH)
@@ -205,20 +218,18 @@ def _print(tuning: Tuning, choice: Row | None) -> None:
     for row in tuning.rows:
         if row.failure:
             _OUT.print(f"{row.candidate}: {row.failure}", markup=False)
-    _OUT.print(f"inputs: {tuning.inputs}; tolerance {plan.max_error:g}; by {plan.prefer.value}")
-
-
-def _save(tuning: Tuning, choice: Row | None, output: Path | None, json_path: Path | None) -> bool:
-    """Write the results; return whether tuned.json has the choice.
-
-    An earlier choice is not replaced by none, nor by one from a part of the runtimes.
-    """
-    plan = tuning.plan
+    _OUT.print(
+        f"inputs: {tuning.inputs}; batches of {tuning.batch}; tolerance {plan.max_error:g}; chosen"
+        f" for {plan.goal.value}"
+    )
+    if choice is not None:
+        _OUT.print(f"chosen: {report.tuning_line(choice)}", markup=False)
     machine = tuned_settings.machine_facts()
     conditions = {
         "inputs": tuning.inputs,
+        "batch": tuning.batch,
         "max_error": plan.max_error,
-        "prefer": plan.prefer.value,
+        "for": plan.goal.value,
         "rounds": plan.rounds,
         "seconds": plan.seconds,
         "allowed": asdict(plan.allowed),

@@ -18,12 +18,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from torch_py_backend.errors import BackendError, LoadError, summarize
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _START = (
     # Replaces the current folder, whose files must not shadow other modules.
@@ -37,7 +40,14 @@ _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 
 
-def run(model: str, task: str, arguments: Mapping[str, object], seconds: float) -> Any:
+def run(
+    model: str,
+    task: str,
+    arguments: Mapping[str, object],
+    seconds: float,
+    *,
+    quiet: bool = False,
+) -> Any:
     """Run a function in a child process, and return its result.
 
     Args:
@@ -45,49 +55,79 @@ def run(model: str, task: str, arguments: Mapping[str, object], seconds: float) 
         task: the function, as `module:function`.
         arguments: its keyword arguments; they and the result must be JSON.
         seconds: the time limit.
+        quiet: whether the child's output is discarded.
 
     Raises:
         LoadError: the function raised, the child died, or it took too long.
     """
-    (result,) = run_together(model, task, [arguments], seconds, quiet=False)
-    return result
-
-
-def run_together(
-    model: str,
-    task: str,
-    arguments: Sequence[Mapping[str, object]],
-    seconds: float,
-    *,
-    quiet: bool = True,
-) -> list[Any]:
-    """Run a function in several child processes at the same time, and return the results.
-
-    There is one child for each set of arguments. With `quiet`, their output is discarded. See
-    `run`.
-
-    Raises:
-        LoadError: a child failed; the others, which may wait for it, are killed.
-    """
     deadline = time.monotonic() + seconds
-    with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(_child(task, quiet=quiet)) for _ in arguments]
-        for child, child_arguments in zip(children, arguments, strict=True):
-            # The pipe is broken if the child died; `result` reports that.
-            with (
-                contextlib.suppress(BrokenPipeError),
-                cast("IO[bytes]", child.process.stdin) as pipe,
-            ):
-                pipe.write(json.dumps(child_arguments).encode())
+    with _child(task, quiet=quiet) as child:
+        child.send(arguments)
+        with contextlib.suppress(BrokenPipeError):
+            child.messages.close()
+        while time.monotonic() < deadline and child.process.poll() is None:
+            time.sleep(_POLL_S)
+        return child.result(model, seconds)
+
+
+class Workers:
+    """Child processes that each run a generator function and answer messages at the same time.
+
+    The first message to a child has the keyword arguments of the function; its answer is what the
+    generator yields first. Each further message is sent to the generator. Output is discarded.
+    Used as a context manager, which kills the children at its end.
+    """
+
+    def __init__(self, model: str, task: str, count: int) -> None:
+        """Start the children.
+
+        Args:
+            model: the model's name, for error messages.
+            task: the generator function, as `module:function`.
+            count: the number of children.
+        """
+        self._model = model
+        with contextlib.ExitStack() as stack:
+            self._children = [stack.enter_context(_child(task, quiet=True)) for _ in range(count)]
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether every child runs."""
+        return all(child.process.poll() is None for child in self._children)
+
+    def close(self) -> None:
+        """Kill the children. May be called twice."""
+        self._stack.close()
+
+    def ask(self, messages: Sequence[object], seconds: float) -> list[Any]:
+        """Send a message to each of the first children, and return their answers, all JSON.
+
+        Raises:
+            LoadError: a child failed or took too long.
+        """
+        deadline = time.monotonic() + seconds
+        children = self._children[: len(messages)]
+        for child, message in zip(children, messages, strict=True):
+            child.result_file.unlink(missing_ok=True)
+            child.send(message)
         while time.monotonic() < deadline:
-            ended = [child for child in children if child.process.poll() is not None]
-            if len(ended) == len(children) or any(child.failed() for child in ended):
+            if all(child.result_file.is_file() for child in children):
+                break
+            if any(child.failed() for child in children):
                 break
             time.sleep(_POLL_S)
-        # The children that failed by themselves come before those that waited for them.
+        # A child that failed comes before those that took too long.
         for child in sorted(children, key=lambda child: not child.failed()):
-            child.result(model, seconds)
-        return [child.result(model, seconds) for child in children]
+            if child.failed() or not child.result_file.is_file():
+                child.result(self._model, seconds)
+        return [json.loads(child.result_file.read_bytes())["result"] for child in children]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +137,22 @@ class _Child:
     process: subprocess.Popen[bytes]
     result_file: Path
 
+    @property
+    def messages(self) -> IO[bytes]:
+        return cast("IO[bytes]", self.process.stdin)
+
+    def send(self, message: object) -> None:
+        # The pipe is broken if the child died; `result` reports that.
+        with contextlib.suppress(BrokenPipeError):
+            self.messages.write(json.dumps(message).encode() + b"\n")
+            self.messages.flush()
+
     def failed(self) -> bool:
-        """Return whether the process has ended without a result."""
-        if self.process.poll() is None:
-            return False
-        file = self.result_file
-        return not file.is_file() or "error" in json.loads(file.read_bytes())
+        """Return whether the function raised, or the process ended without a result."""
+        ended = self.process.poll() is not None
+        if self.result_file.is_file():
+            return "error" in json.loads(self.result_file.read_bytes())
+        return ended
 
     def result(self, model: str, seconds: float) -> Any:
         """Return the result of the task; a child that still runs is killed.
@@ -127,7 +177,7 @@ class _Child:
 
 
 @contextlib.contextmanager
-def _child(task: str, *, quiet: bool = False) -> Iterator[_Child]:
+def _child(task: str, *, quiet: bool) -> Iterator[_Child]:
     with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
         result_file = Path(folder) / "result.json"
         process = subprocess.Popen(  # noqa: S603  this Python, this package
@@ -142,6 +192,8 @@ def _child(task: str, *, quiet: bool = False) -> Iterator[_Child]:
             yield _Child(process, result_file)
         finally:
             _kill_tree(process)
+            with contextlib.suppress(BrokenPipeError):
+                cast("IO[bytes]", process.stdin).close()
 
 
 def _kill_tree(child: subprocess.Popen[bytes]) -> int | None:
@@ -181,16 +233,21 @@ def _kill(pids: Iterable[int]) -> None:
 
 
 def main() -> None:
-    """Run the task that the command line names, and write its result; called in the child."""
+    """Run the task that the command line names, and write its results; called in the child."""
     _, _, task, path = sys.argv
     child = os.getpid()
     # A model's call may not return: the kernel kills this process when its parent dies.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
-    arguments = json.load(sys.stdin)
+    arguments = json.loads(sys.stdin.readline())
     module, _, function = task.partition(":")
     try:
         result = getattr(importlib.import_module(module), function)(**arguments)
+        if isinstance(result, Generator):
+            _write(path, {"result": next(result)})
+            for message in sys.stdin:
+                _write(path, {"result": result.send(json.loads(message))})
+            result = None
         outcome = {"result": result}
     except BackendError as error:
         text = error.traceback or traceback.format_exc()
@@ -200,9 +257,7 @@ def main() -> None:
             traceback.print_exc()
         outcome = {"error": summarize(error), "traceback": traceback.format_exc()}
     if os.getpid() == child:  # not a process that the model forked
-        temporary = Path(f"{path}.part")
-        temporary.write_text(json.dumps(outcome), encoding="utf-8")
-        temporary.rename(path)
+        _write(path, outcome)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError, AttributeError):
             stream.flush()
@@ -210,3 +265,9 @@ def main() -> None:
         _kill(_descendants(child))
     # Threads of the model must not delay the exit.
     os._exit(0)
+
+
+def _write(path: str, outcome: Mapping[str, object]) -> None:
+    temporary = Path(f"{path}.part")
+    temporary.write_text(json.dumps(outcome), encoding="utf-8")
+    temporary.rename(path)

@@ -41,13 +41,14 @@ _REPORT_S = 10.0
 _Call: TypeAlias = "Callable[[Sequence[Item]], Sequence[Outcome]]"
 
 
-def run(engine: Engine, *, serving: bool = False) -> None:
+def run(engine: Engine, *, serving: bool = False, row_counts: Sequence[int | None] = ()) -> None:
     """Call the engine with a sample of every kind of batch.
 
     Args:
         engine: the model.
         serving: whether the model is served next. Then a made-up sample that fails is a warning,
             where `_may_fail` allows it.
+        row_counts: the only row counts that are going to be called; empty: any.
 
     Raises:
         LoadError: the outputs of the config do not fit the result of forward().
@@ -60,7 +61,7 @@ def run(engine: Engine, *, serving: bool = False) -> None:
     first: LoadError | None = None
     with engine.preparing():
         try:
-            for sample in log_progress(model, batches(engine)):
+            for sample in log_progress(model, batches(engine, row_counts)):
                 failed = _run_sample(engine, call, sample)
                 if failed is None:
                     continue
@@ -165,8 +166,8 @@ def _may_fail(engine: Engine, error: BackendError) -> bool:
     )
 
 
-def batches(engine: Engine) -> Iterator[Item]:
-    """Yield an item for each kind of batch whose first call may be slow."""
+def batches(engine: Engine, row_counts: Sequence[int | None] = ()) -> Iterator[Item]:
+    """Yield an item for each kind of batch whose first call may be slow; see `run`."""
     config = engine.config
     example = _fitting_example(config, example_inputs.find(config, engine.artifact) or {})
     # Hooks may not take smaller examples, such as a part of the bytes of a file.
@@ -175,7 +176,7 @@ def batches(engine: Engine) -> Iterator[Item]:
         -1 in spec.dims for spec in config.inputs if spec.origin is not Origin.STATE
     )
     for rows, shrunk, without in itertools.product(
-        _row_counts(engine), (False, True) if varies else (False,), engine.patterns
+        row_counts or _row_counts(engine), (False, True) if varies else (False,), engine.patterns
     ):
         item = example_inputs.item(config, rows, shrunk=shrunk, without=without, example=example)
         if item or rows is None:  # an item without inputs has no row count

@@ -13,8 +13,6 @@ from torch_py_backend.artifacts.discovery import ArtifactType
 _COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 TUNED = ("OPTIMIZE", _COMPILE, "BATCH_BUCKETS", "NUM_THREADS")
 AS_CONFIGURED = "as configured"
-# How many runtimes are tried with other counts of threads and instances.
-_FINALISTS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +25,7 @@ class Facts:
         gpu: whether the model runs on a GPU.
         batched: whether the model has a batch dimension.
         cores: cores that each process of an instance may use.
+        threads: threads of an instance as configured.
         memory_mb: free memory of the machine.
         divided: whether an instance is spread over several devices.
     """
@@ -36,6 +35,7 @@ class Facts:
     gpu: bool
     batched: bool
     cores: int
+    threads: int
     memory_mb: float
     divided: bool = False
 
@@ -48,12 +48,14 @@ class Allowed:
         reduced_precision: whether 16-bit types are tried.
         threads: numbers of intra-op threads of an instance; empty for the default.
         instances: instance counts; empty for the default.
-        quick: whether only the runtimes are tried, each with one instance.
+        keep_instances: the only instance count, in spite of the cores; 0 for any.
+        quick: whether fewer counts of threads and fewer runtimes are tried with other counts.
     """
 
     reduced_precision: bool = False
     threads: tuple[int, ...] = ()
     instances: tuple[int, ...] = ()
+    keep_instances: int = 0
     quick: bool = False
 
 
@@ -73,11 +75,6 @@ class Candidate:
     def runtime(self) -> dict[str, str]:
         """The parameters without the number of threads."""
         return {key: value for key, value in self.parameters.items() if key != "NUM_THREADS"}
-
-    @property
-    def settings(self) -> tuple[str, int]:
-        """A key that is equal for candidates of equal settings."""
-        return json.dumps(self.parameters, sort_keys=True), self.instances
 
     @property
     def complexity(self) -> tuple[int, int]:
@@ -107,6 +104,13 @@ class _Runtime(NamedTuple):
     needs: str = ""
     divisible: bool = False
 
+    def suits(self, facts: Facts) -> bool:
+        return (
+            facts.kind in self.kinds
+            and (not self.needs or getattr(facts, self.needs))
+            and (self.divisible or not facts.divided)
+        )
+
 
 _EAGER = (ArtifactType.MODULE, ArtifactType.FACTORY, ArtifactType.EXPORTED)
 _SCRIPT = (ArtifactType.TORCHSCRIPT,)
@@ -115,7 +119,7 @@ _AUTOCAST = [kind for kind in ArtifactType if kind is not ArtifactType.AOTI]
 _COMPILED = {_COMPILE: "{}"}
 _GRAPHS = {"OPTIMIZE": "cuda_graphs", "BATCH_BUCKETS": "auto"}
 _BUCKETS = {_COMPILE: '{"dynamic": false}', "BATCH_BUCKETS": "auto"}
-# Simple ones first, so that an interrupted run has measured them.
+# Those that often are the fastest come first: a run may end before all are measured.
 _FULL_PRECISION = (
     _Runtime("eager", _EAGER, {}, divisible=True),
     _Runtime("TorchScript", _SCRIPT, {}, divisible=True),
@@ -130,44 +134,52 @@ _FULL_PRECISION = (
         divisible=True,
     ),
     _Runtime("cuda_graphs", _EAGER, _GRAPHS, "gpu"),
-    _Runtime("compile", _EAGER, _COMPILED),
+    _Runtime("compile + cuda_graphs", _EAGER, _GRAPHS | _COMPILED, "gpu"),
     _Runtime("compile + freeze", _EAGER, {"OPTIMIZE": "freeze"} | _COMPILED),
+    _Runtime("compile", _EAGER, _COMPILED),
     _Runtime(
         "compile + channels_last", _EAGER, {"OPTIMIZE": "channels_last"} | _COMPILED, "images"
     ),
     _Runtime("compile, buckets", _EAGER, _BUCKETS, "batched"),
-    _Runtime("compile + cuda_graphs", _EAGER, _GRAPHS | _COMPILED, "gpu"),
 )
 _REDUCED_PRECISION = (
     _Runtime("bf16", _AUTOCAST, {"OPTIMIZE": "bf16"}),
     _Runtime("freeze + bf16", _SCRIPT, {"OPTIMIZE": "freeze,bf16"}, divisible=True),
     _Runtime("fp16", _AUTOCAST, {"OPTIMIZE": "fp16"}, "gpu"),
-    _Runtime("compile + bf16", _EAGER, {"OPTIMIZE": "bf16"} | _COMPILED),
-    _Runtime("compile + freeze + bf16", _EAGER, {"OPTIMIZE": "freeze,bf16"} | _COMPILED),
     _Runtime("compile + fp16", _EAGER, {"OPTIMIZE": "fp16"} | _COMPILED, "gpu"),
+    _Runtime("compile + freeze + bf16", _EAGER, {"OPTIMIZE": "freeze,bf16"} | _COMPILED),
+    _Runtime("compile + bf16", _EAGER, {"OPTIMIZE": "bf16"} | _COMPILED),
 )
 
 
-def screen(facts: Facts, allowed: Allowed, current: Candidate) -> list[Candidate]:
-    """Return every runtime that suits the model, with one number of threads and one instance.
+def configured(facts: Facts, parameters: Mapping[str, str], instances: int) -> Candidate:
+    """Return the settings in config.pbtxt as a candidate, with the title of their runtime."""
+    candidate = Candidate(AS_CONFIGURED, parameters, instances)
+    for runtime in _FULL_PRECISION + _REDUCED_PRECISION:
+        if facts.kind in runtime.kinds and runtime.parameters == candidate.runtime:
+            return Candidate(runtime.title, parameters, instances)
+    return candidate
+
+
+def screen(facts: Facts, allowed: Allowed, base: Candidate, *, compiled: bool) -> list[Candidate]:
+    """Return the runtimes that suit the model, with one count of threads and instances.
 
     Args:
         facts: the model and the machine.
         allowed: the user's limits.
-        current: the settings in config.pbtxt; they come first.
+        base: the candidate whose counts are used, if they are allowed.
+        compiled: whether to return the runtimes that compile, or the others.
     """
-    # Not all cores: any other load on the machine would make that the slowest choice.
-    counts = allowed.threads or (max(1, facts.cores // 2),)
-    threads = {"NUM_THREADS": str(counts[len(counts) // 2])}
-    instances = min(allowed.instances, default=1)
-    suitable = [
-        Candidate(runtime.title, {**runtime.parameters, **threads}, instances)
+    threads, instances = int(base.parameters.get("NUM_THREADS", facts.threads)), base.instances
+    if allowed.threads and threads not in allowed.threads:
+        threads = allowed.threads[len(allowed.threads) // 2]
+    if allowed.instances and instances not in allowed.instances:
+        instances = min(allowed.instances)
+    return [
+        Candidate(runtime.title, {**runtime.parameters, "NUM_THREADS": str(threads)}, instances)
         for runtime in _FULL_PRECISION + _REDUCED_PRECISION * allowed.reduced_precision
-        if facts.kind in runtime.kinds
-        and (not runtime.needs or getattr(facts, runtime.needs))
-        and (runtime.divisible or not facts.divided)
+        if runtime.suits(facts) and compiled == (_COMPILE in runtime.parameters)
     ]
-    return _distinct([current, *suitable])
 
 
 def spread(
@@ -178,39 +190,48 @@ def spread(
     Args:
         facts: the model and the machine.
         allowed: the user's limits.
-        best: the screened candidates, the best first.
+        best: the measured candidates, the best first.
         memory_mb: memory of one instance of each, by title; what does not fit is left out.
     """
     finalists: list[Candidate] = []
     for candidate in best:
         if all(candidate.runtime != finalist.runtime for finalist in finalists):
             finalists.append(candidate)
-    return _distinct(
+    return [
         Candidate(finalist.title, finalist.runtime | {"NUM_THREADS": str(threads)}, instances)
-        for finalist in finalists[:_FINALISTS]
+        for finalist in finalists[: 1 if allowed.quick else 2]
         for threads, instances in shares(facts, allowed)
         if memory_mb.get(finalist.title, 0) * instances <= facts.memory_mb
-    )
+    ]
+
+
+def unmeasured(
+    facts: Facts, candidates: Iterable[Candidate], measured: Iterable[Candidate]
+) -> list[Candidate]:
+    """Return the candidates whose settings equal those of no other, nor of a measured one."""
+
+    def settings(candidate: Candidate) -> str:
+        parameters = {"NUM_THREADS": str(facts.threads), **candidate.parameters}
+        return json.dumps([parameters, candidate.instances], sort_keys=True)
+
+    known = {settings(candidate) for candidate in measured}
+    distinct = {settings(candidate): candidate for candidate in candidates}
+    return [candidate for key, candidate in distinct.items() if key not in known]
 
 
 def shares(facts: Facts, allowed: Allowed) -> Iterator[tuple[int, int]]:
     """Yield numbers of threads and instances that need no more cores than there are."""
     # By default all cores, half of them, and so on, down to one.
-    halves = (facts.cores >> power for power in range(facts.cores.bit_length()))
+    halves = [facts.cores >> power for power in range(facts.cores.bit_length())]
+    if allowed.quick:
+        halves = sorted({facts.cores, max(1, facts.cores // 2), 1}, reverse=True)
     for threads in allowed.threads or halves:
         fitting = {1, max(1, facts.cores // threads)}
         if facts.gpu and not allowed.threads:
             fitting = {1, 2}  # cores hardly matter; two instances overlap on the GPU
-        for instances in allowed.instances or sorted(fitting):
-            if threads * instances <= facts.cores:
-                yield threads, instances
-
-
-def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Drop repeated settings; a runtime's title replaces "as configured"."""
-    by_settings: dict[tuple[str, int], Candidate] = {}
-    for candidate in candidates:
-        earlier = by_settings.setdefault(candidate.settings, candidate)
-        if earlier.title == AS_CONFIGURED:
-            by_settings[candidate.settings] = candidate
-    return list(by_settings.values())
+        if allowed.keep_instances:
+            yield threads, allowed.keep_instances
+        else:
+            for instances in allowed.instances or sorted(fitting):
+                if threads * instances <= facts.cores:
+                    yield threads, instances

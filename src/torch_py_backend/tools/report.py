@@ -272,25 +272,39 @@ def _notes(point: Point, seconds: float) -> list[str]:
 # --- tune ------------------------------------------------------------------------------------
 
 
+def tuning_line(row: Row) -> str:
+    """Return a candidate's two figures, and how many times better than untuned they are."""
+    if row.failure:
+        return f"{row.candidate}: {row.failure}"
+    latency, throughput = three_digits(row.latency_ms), three_digits(row.throughput)
+    return (
+        f"{row.candidate}: {latency} ms ({row.latency_gain:.2f}),"
+        f" {throughput} rows/s ({row.throughput_gain:.2f})"
+    )
+
+
 def tuning_table(rows: Sequence[Row], max_error: float, choice: Row | None) -> Table:
     """Return the rows in the order in which they were tried; the choice is marked.
 
-    Latency is of one row, throughput of the best batch size. ± is half the distance of the extremes
-    of all rounds, divided by their median, of latency or throughput, whichever is larger.
+    Latency is of one row with one request in flight, throughput of full batches. Beside each is the
+    gain over the first row, the untuned configuration. ± is the larger standard error of the two.
     """
     on_gpu = any(row.device_memory_mb for row in rows)
-    figures = ("ms", "rows/s", "batch", "±", "MB", *["GPU MB"] * on_gpu, "error", "load s")
+    figures = ("ms", "gain", "rows/s", "gain", "±", "MB", *["GPU MB"] * on_gpu, "error", "load s")
     result = table(("candidate", "threads\nx inst.", *figures, ""))
-    for row in rows:
-        remark = "" if tuning.fits(row, max_error) else "failed" if row.failure else "inexact"
+    for number, row in enumerate(rows):
+        remark = "untuned" if number == 0 else ""
+        if not tuning.fits(row, max_error):
+            remark = "failed" if row.failure else "inexact"
         remark = "chosen" if row == choice else remark
         cells = [""] * len(figures)
         if row.rounds:
             cells = [
                 three_digits(row.latency_ms),
+                f"{row.latency_gain:.2f}",
                 three_digits(row.throughput),
-                str(row.batch),
-                f"{max(row.latency_spread, row.throughput_spread):.0%}" if row.rounds > 1 else "",
+                f"{row.throughput_gain:.2f}",
+                f"{max(row.latency_spread, row.throughput_spread):.0%}" if number else "",
                 f"{row.memory_mb:,.0f}",
                 *[f"{row.device_memory_mb:,.0f}"] * on_gpu,
                 f"{row.error:.0e}" if row.error else "0",
@@ -301,7 +315,7 @@ def tuning_table(rows: Sequence[Row], max_error: float, choice: Row | None) -> T
             f"{row.candidate.threads} x {row.candidate.instances}",
             *cells,
             f" {remark}",
-            style={"chosen": "bold green", "": ""}.get(remark, "dim"),
+            style={"chosen": "bold green", "inexact": "dim", "failed": "dim"}.get(remark, ""),
         )
     return result
 
@@ -323,6 +337,10 @@ def tuning_entry(
     chosen = choice and {
         "parameters": dict(choice.candidate.parameters),
         "instances": choice.candidate.instances,
+        "latency_ms": choice.latency_ms,
+        "latency_gain": choice.latency_gain,
+        "throughput": choice.throughput,
+        "throughput_gain": choice.throughput_gain,
     }
     return {
         "machine": dict(machine),
@@ -352,7 +370,7 @@ def plot(path: Path, title: str, rows: Sequence[Row], max_error: float, choice: 
     axes = figure.add_subplot(
         title=title,
         xlabel="latency of one row, ms (median)",
-        ylabel="rows per second at the best batch",
+        ylabel="rows per second with full batches",
         xscale="log",
         yscale="log",
     )

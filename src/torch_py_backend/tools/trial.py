@@ -3,7 +3,7 @@
 To be run in a child process, because it runs the model's code.
 
 The reference is the same model as loaded, without any optimization. The error of an output is the
-largest |value - reference| / (|reference| + typical) over all batch sizes, where typical is the
+largest |value - reference| / (|reference| + typical) over several batch sizes, where typical is the
 median of |reference| without zeros. Neither values close to zero nor a mask of -1e9 distort this
 measure. The error of integers, booleans and strings is the share of values that differ.
 """
@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -45,9 +44,12 @@ from torch_py_backend.loading import example_inputs
 from torch_py_backend.signature import binding
 from torch_py_backend.startup import builder, warmup
 
+# Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
+_FIRST_CALLS = 3
 # The least number of calls of a measurement, however long they take.
-_FEWEST_CALLS = 3
-_POLL_S = 0.001
+_FEWEST_CALLS = 2
+# The longest call with a full batch, unless it takes less than twice as long as one row.
+_LONGEST_BATCH_S = 0.25
 _INPUTS = "inputs.pt"
 
 
@@ -64,11 +66,11 @@ class _Warnings(logging.Handler):
         self.sentences.append(record.getMessage())
 
 
-def warm_up(engine: Engine) -> None:
-    """Warm up a model as a server would."""
+def warm_up(engine: Engine, row_counts: Sequence[int] = ()) -> None:
+    """Warm up a model as a server would, or for some row counts only."""
     if engine.config.options.warmup is not False:
         with runtime.mode(engine.config.options):
-            warmup.run(engine)
+            warmup.run(engine, row_counts=row_counts if engine.config.max_batch_size else ())
 
 
 # --- the description -----------------------------------------------------------------------------
@@ -132,7 +134,7 @@ def _described(spec: TensorSpec) -> str:
 # --- the reference -------------------------------------------------------------------------------
 
 
-def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> dict[str, str]:
+def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> dict[str, Any]:
     """Write the inputs and the reference's outputs, for `measure`.
 
     Args:
@@ -141,7 +143,8 @@ def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> di
         inputs: a safetensors file with inputs by name; None for examples, else made-up values.
 
     Returns:
-        The artifact's kind and the source of the inputs.
+        The artifact's kind, the source of the inputs, and the number of rows of a full batch:
+        max_batch_size, or less if such a batch takes long.
 
     Raises:
         LoadError: the model cannot be run, or the inputs do not fit it.
@@ -149,19 +152,27 @@ def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> di
     settings = model_config.parse(arguments)
     engine = builder.build(settings, threads.budget(settings))
     settings = engine.config  # with the sequence controls that the model takes
-    warm_up(engine)
+    warm_up(engine, [1])
     item, source = find_inputs(settings, inputs)
     torch.save(item, Path(folder) / _INPUTS)
-    for rows in sizes(settings):
-        torch.save(_run(engine, tile(settings, item, rows)), Path(folder) / _reference(rows))
-    return {"kind": engine.kind.name, "inputs": source}
-
-
-def sizes(settings: ModelConfig) -> list[int]:
-    """Return the batch sizes to measure: powers of two and the largest; 1 without batching."""
+    full, longest = 1, _LONGEST_BATCH_S
     largest = max(1, settings.max_batch_size)
-    powers = [1 << power for power in range(largest.bit_length())]
-    return sorted({*powers, largest})
+    for rows in sorted({*(1 << power for power in range(largest.bit_length())), largest}):
+        seconds = min(_durations(engine, tile(settings, item, rows)))
+        if rows == 1:
+            longest = max(longest, 2 * seconds)
+        if seconds > longest:
+            break
+        full = rows
+    for rows in compared_sizes(full):
+        outputs = _run(engine, tile(settings, item, rows))
+        torch.save(outputs, Path(folder) / _reference(rows))
+    return {"kind": engine.kind.name, "inputs": source, "batch": full}
+
+
+def compared_sizes(full: int) -> list[int]:
+    """Return the batch sizes whose outputs are compared; one is not a power of two."""
+    return sorted({1, max(1, full - 1), full})
 
 
 def _reference(rows: int) -> str:
@@ -251,21 +262,21 @@ def _run(engine: Engine, item: Item) -> dict[str, Value]:
 
 
 def measure(
-    arguments: Mapping[str, str],
-    folder: str,
-    seconds: float,
-    watched: Sequence[str],
-    place: tuple[int, int, str],
-) -> dict[str, Any]:
-    """Load a candidate, compare its outputs with the reference, and time it.
+    arguments: Mapping[str, str], folder: str, batch: int, watched: Sequence[str]
+) -> Generator[dict[str, float], Mapping[str, Any], None]:
+    """Load a candidate, compare its outputs with the reference, and time it at each message.
+
+    A message has `rows`, 1 or `batch`, and `seconds`, the duration of the measurement.
 
     Args:
         arguments: Triton's arguments of `initialize`, with the candidate's settings.
         folder: the folder into which `prepare` wrote.
-        seconds: duration of the measurement of each batch size.
+        batch: the number of rows of a full batch.
         watched: parameters that must have an effect.
-        place: this instance's number, the number of instances, and a name that they share. They
-            measure each batch size at the same time.
+
+    Yields:
+        First error, load time and memory, then for each message the median `latency_ms` of a call
+        and the `throughput` in rows per second.
 
     Raises:
         LoadError: the candidate cannot be loaded or run.
@@ -281,62 +292,47 @@ def measure(
     for sentence in warnings.sentences:
         if not set(watched).isdisjoint(sentence.split()):
             raise ConfigError.from_message(sentence)
+    sizes = compared_sizes(batch)
     with runtime.mode(settings.options):
-        warm_up(engine)
+        warm_up(engine, sizes[::-1])
         item = read_values(Path(folder) / _INPUTS)
-        batches = {rows: tile(settings, item, rows) for rows in sizes(settings)}
-        errors = [
-            _error(engine, batch, read_values(Path(folder) / _reference(rows)))
-            for rows, batch in batches.items()
-        ]
-        load_s = time.perf_counter() - started
-        times = {}
-        for rows, batch in batches.items():
-            _wait_for_all(Path(folder), rows, place)
-            times[rows] = list(_timed(partial(_run, engine, batch), seconds))
-    return {
-        "latency_ms": 1e3 * median(times[1]),
-        "p99_ms": 1e3 * float(np.quantile(times[1], 0.99)),
-        "throughput": {rows: rows * len(calls) / sum(calls) for rows, calls in times.items()},
-        "memory_mb": psutil.Process().memory_full_info().pss / (1 << 20),
-        "device_memory_mb": torch.cuda.memory_reserved() / (1 << 20)
-        if torch.cuda.is_available()
-        else 0.0,
-        "error": max(errors),
-        "load_s": load_s,
-    }
+        batches = {rows: tile(settings, item, rows) for rows in sizes}
+        error = 0.0
+        for rows, inputs in batches.items():
+            for _ in range(_FIRST_CALLS):
+                outputs = _run(engine, inputs)
+            for name, expected in read_values(Path(folder) / _reference(rows)).items():
+                error = max(error, difference(settings.name, name, outputs[name], expected))
+        memory = psutil.Process().memory_full_info()
+        on_gpu = torch.cuda.is_available()
+        message = yield {
+            "error": error,
+            "load_s": time.perf_counter() - started,
+            "memory_mb": memory.pss / (1 << 20),
+            "private_mb": memory.uss / (1 << 20),
+            "device_memory_mb": torch.cuda.memory_reserved() / (1 << 20) if on_gpu else 0.0,
+            "device_free_mb": torch.cuda.mem_get_info()[0] / (1 << 20) if on_gpu else 0.0,
+        }
+        while True:
+            durations = _durations(engine, batches[message["rows"]], message["seconds"])
+            message = yield {
+                "latency_ms": 1e3 * median(durations),
+                "throughput": message["rows"] / mean(durations),
+            }
 
 
-def _timed(call: Callable[[], object], seconds: float) -> Iterator[float]:
+def _durations(engine: Engine, batch: Item, seconds: float = 0.0) -> list[float]:
+    """Return the duration of each call in so many seconds."""
+    durations: list[float] = []
     until = time.perf_counter() + seconds
-    calls = 0
-    while calls < _FEWEST_CALLS or time.perf_counter() < until:
+    while len(durations) < _FEWEST_CALLS or time.perf_counter() < until:
         before = time.perf_counter()
-        call()
-        yield time.perf_counter() - before
-        calls += 1
-
-
-def _wait_for_all(folder: Path, rows: int, place: tuple[int, int, str]) -> None:
-    """Wait until all instances reach this batch size; the parent enforces the time limit."""
-    number, count, name = place
-    (folder / f"{name}-{rows}-{number}").touch()
-    while any(not (folder / f"{name}-{rows}-{other}").exists() for other in range(count)):
-        time.sleep(_POLL_S)
+        _run(engine, batch)
+        durations.append(time.perf_counter() - before)
+    return durations
 
 
 # --- comparison --------------------------------------------------------------------------------
-
-
-def _error(engine: Engine, batch: Item, reference: Mapping[str, Value]) -> float:
-    """Return the largest error of a batch's outputs."""
-    # The first calls of a shape may differ from later ones: TorchScript optimizes at the third.
-    for _ in range(_FEWEST_CALLS):
-        outputs = _run(engine, batch)
-    return max(
-        difference(engine.config.name, name, outputs[name], expected)
-        for name, expected in reference.items()
-    )
 
 
 def difference(model: str, name: str, actual: Value, expected: Value) -> float:
@@ -358,14 +354,7 @@ def difference(model: str, name: str, actual: Value, expected: Value) -> float:
         return float(np.mean([text != wanted for text, wanted in pairs]))
     if not expected.is_floating_point():
         return (actual != expected).double().mean().item()
-    return _relative(model, name, actual.double(), expected.double())
-
-
-def _encoded(strings: Value) -> list[bytes]:
-    return [text if isinstance(text, bytes) else text.encode() for text in np.ravel(strings)]
-
-
-def _relative(model: str, name: str, actual: Tensor, expected: Tensor) -> float:
+    actual, expected = actual.double(), expected.double()
     finite = expected.isfinite()
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     if not torch.where(finite, actual.isfinite(), same).all():
@@ -380,3 +369,7 @@ def _relative(model: str, name: str, actual: Tensor, expected: Tensor) -> float:
     size = expected.abs()
     typical = size[size > 0].median() if size.any() else torch.tensor(1.0)
     return ((actual - expected).abs() / (size + typical)).max().item()
+
+
+def _encoded(strings: Value) -> list[bytes]:
+    return [text if isinstance(text, bytes) else text.encode() for text in np.ravel(strings)]

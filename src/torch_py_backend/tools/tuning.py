@@ -1,79 +1,90 @@
-"""Measure settings for a model in turn, each in processes of its own, and choose the best.
+"""Measure settings for a model beside the untuned ones, and choose the best.
 
-The speed of a machine drifts within minutes. So candidates are measured in turn (A B C A B C), once
-in each round and in fresh processes, and a row has the medians of its rounds and their spread. The
-instances of a candidate run at the same time and wait for each other before each batch size: their
-throughput is summed over the same span of time, and their latency is that under the load of the
-others. A candidate that crashes or hangs is a row with its failure.
+The speed of a machine drifts within minutes. So the untuned configuration stays loaded while each
+candidate is measured, and the two are measured in turn (A B B A): a row's gains are medians of the
+ratios of such rounds. What compiles comes last, and a candidate that is clearly behind is dropped
+after a few rounds. Each instance of a candidate is a process of its own. A candidate that crashes
+or hangs is a row with its failure.
 """
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import enum
+import math
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import psutil
 
 from torch_py_backend.artifacts.discovery import ArtifactType
-from torch_py_backend.config import options, pbtxt, threads
+from torch_py_backend.config import model_config, options, pbtxt, threads
 from torch_py_backend.config.options import TABLE
-from torch_py_backend.errors import BackendError, TuneError
+from torch_py_backend.errors import LoadError, TuneError
 from torch_py_backend.processes import child_process
+from torch_py_backend.processes.child_process import Workers
 from torch_py_backend.tools import candidates
 from torch_py_backend.tools.candidates import AS_CONFIGURED, TUNED, Allowed, Candidate, Facts
 
-Progress: TypeAlias = Callable[[Candidate, int, int], None]
 # The tuned parameters by each of their keys.
 _KEYS = {key: key for key in TUNED} | {
     other: row.key for row in TABLE if row.key in TUNED for other in row.also
 }
 # The reference runs without PyTorch's own optimization of TorchScript, too.
 _REFERENCE = {"DISABLE_OPTIMIZED_EXECUTION": "true"}
-# The share of the free memory that all instances of a candidate may take together.
+# The share of the free memory that all processes may take together.
 _MEMORY = 0.8
+# The memory of a candidate with as many instances as the untuned configuration, divided by that of
+# the untuned configuration: compilers copy weights.
+_GROWTH = 1.5
 # Rows, channels, height and width.
 _IMAGE_RANK = 4
 # A difference below the first share is always noise, whatever the spread of a few rounds; one above
-# the second never is, because a single disturbed round can make the spread arbitrarily wide.
-_NOISE, _MOST_NOISE = 0.03, 0.1
+# the second never is, because disturbed rounds can make the spread arbitrarily wide.
+_NOISE, _MOST_NOISE = 0.02, 0.05
+# The rounds of a candidate that is clearly behind.
+_FEWEST_ROUNDS = 3
+_MEASURE = "torch_py_backend.tools.trial:measure"
 
 
 # --- rows and the choice ---------------------------------------------------------------------
 
 
-class Prefer(enum.Enum):
-    """The quantity by which candidates are chosen."""
+class Goal(enum.Enum):
+    """What candidates are chosen by."""
 
-    THROUGHPUT = "throughput"
     LATENCY = "latency"
+    THROUGHPUT = "throughput"
+    BOTH = "both"
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One round of a candidate with all its instances.
+class Figures(NamedTuple):
+    """A measurement of a candidate.
 
     Attributes:
-        latency_ms: median of calls with one row.
-        p99_ms: 99th percentile of calls with one row.
-        throughput: rows per second by batch size.
-        memory_mb: proportional set size of the processes.
-        device_memory_mb: reserved memory on the GPU.
-        error: the largest difference from eager, see `trial`.
-        load_s: seconds from the start of the load to the end of the warm-up.
+        latency_ms: duration of a call with one row, while no other request is in flight.
+        throughput: rows per second of all instances together, with full batches.
     """
 
     latency_ms: float
-    p99_ms: float
-    throughput: Mapping[int, float]
-    memory_mb: float
-    device_memory_mb: float
-    error: float
-    load_s: float
+    throughput: float
+
+
+class Gain(NamedTuple):
+    """How many times better than the untuned configuration; its standard error."""
+
+    value: float
+    spread: float
+
+    @property
+    def noise(self) -> float:
+        """The difference that may be due to noise."""
+        return min(max(_NOISE, self.spread), _MOST_NOISE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,68 +92,98 @@ class Row:
     """The medians of a candidate's rounds, as in tuned.json.
 
     Attributes:
-        latency_spread: half the distance of the extremes, divided by the median.
-        batch: the batch size of the highest throughput.
-        throughput: rows per second at that batch size.
-        throughput_spread: as `latency_spread`.
-        by_batch: throughput by batch size.
-        error: the largest error of the rounds.
-        load_s: seconds of the first round, in which caches are empty.
-        failure: message of the round that failed.
+        latency_gain: latency of the untuned configuration, divided by the candidate's.
+        throughput_gain: throughput, divided by that of the untuned configuration.
+        latency_spread: standard error of `latency_gain`.
+        throughput_spread: standard error of `throughput_gain`.
+        batch: rows of a full batch.
+        memory_mb: memory of all processes; what they share counts once.
+        device_memory_mb: reserved memory on the GPU.
+        error: the largest difference from eager, see `trial`.
+        load_s: seconds until the candidate was loaded, compiled and warmed up.
+        failure: why it could not be measured.
     """
 
     candidate: Candidate
     rounds: int = 0
     latency_ms: float = 0.0
-    p99_ms: float = 0.0
+    latency_gain: float = 1.0
     latency_spread: float = 0.0
     batch: int = 0
     throughput: float = 0.0
+    throughput_gain: float = 1.0
     throughput_spread: float = 0.0
-    by_batch: Mapping[int, float] = field(default_factory=dict)
     memory_mb: float = 0.0
     device_memory_mb: float = 0.0
     error: float = 0.0
     load_s: float = 0.0
     failure: str = ""
 
-    def score(self, prefer: Prefer) -> tuple[float, float]:
-        """Return the score, of which more is better, and its spread."""
-        if prefer is Prefer.THROUGHPUT:
-            return self.throughput, self.throughput_spread
-        return 1 / self.latency_ms if self.latency_ms else 0.0, self.latency_spread
+    def gain(self, goal: Goal) -> Gain:
+        """Return the gain by which the row is chosen; for both figures their geometric mean."""
+        latency = Gain(self.latency_gain, self.latency_spread)
+        throughput = Gain(self.throughput_gain, self.throughput_spread)
+        if goal is Goal.LATENCY:
+            return latency
+        if goal is Goal.THROUGHPUT:
+            return throughput
+        return Gain(
+            math.sqrt(latency.value * throughput.value),
+            math.hypot(latency.spread, throughput.spread) / 2,
+        )
+
+    def loses(self) -> bool:
+        """Return whether the untuned configuration is better in latency or in throughput."""
+        gains = self.gain(Goal.LATENCY), self.gain(Goal.THROUGHPUT)
+        return any(gain.value < 1 - gain.noise for gain in gains)
 
 
-def summarize(candidate: Candidate, rounds: Sequence[Measured], failure: str = "") -> Row:
-    """Return a candidate's rounds as one row; one failed round makes it a failure."""
-    if failure or not rounds:
-        return Row(candidate, failure=failure)
-    by_batch = {
-        size: median(measured.throughput[size] for measured in rounds)
-        for size in rounds[0].throughput
-    }
-    best = max(by_batch, key=lambda size: by_batch[size])
-    latencies = [measured.latency_ms for measured in rounds]
+def summarize(
+    candidate: Candidate,
+    batch: int,
+    loads: Sequence[Mapping[str, float]],
+    rounds: Sequence[tuple[Figures, Figures]],
+    beside: int,
+) -> Row:
+    """Return a candidate's measurements as one row.
+
+    Args:
+        candidate: its settings.
+        batch: the number of rows of a full batch.
+        loads: the first answer of each instance, see `trial.measure`.
+        rounds: the figures of the untuned configuration and of the candidate.
+        beside: the number of processes of the untuned configuration at that time.
+    """
+    # Pages that several processes map, such as libraries, are divided among all of them.
+    share = (beside + len(loads)) / len(loads)
+    latency = _gain([untuned.latency_ms / own.latency_ms for untuned, own in rounds])
+    throughput = _gain([own.throughput / untuned.throughput for untuned, own in rounds])
     return Row(
         candidate,
         rounds=len(rounds),
-        latency_ms=median(latencies),
-        p99_ms=median(measured.p99_ms for measured in rounds),
-        latency_spread=_relative_spread(latencies),
-        batch=best,
-        throughput=by_batch[best],
-        throughput_spread=_relative_spread([measured.throughput[best] for measured in rounds]),
-        by_batch=by_batch,
-        memory_mb=median(measured.memory_mb for measured in rounds),
-        device_memory_mb=median(measured.device_memory_mb for measured in rounds),
-        error=max(measured.error for measured in rounds),
-        load_s=rounds[0].load_s,
+        latency_ms=median(own.latency_ms for _, own in rounds),
+        latency_gain=latency.value,
+        latency_spread=latency.spread,
+        batch=batch,
+        throughput=median(own.throughput for _, own in rounds),
+        throughput_gain=throughput.value,
+        throughput_spread=throughput.spread,
+        memory_mb=sum(
+            load["private_mb"] + share * (load["memory_mb"] - load["private_mb"]) for load in loads
+        ),
+        device_memory_mb=sum(load["device_memory_mb"] for load in loads),
+        error=max(load["error"] for load in loads),
+        load_s=max(load["load_s"] for load in loads),
     )
 
 
-def _relative_spread(values: Sequence[float]) -> float:
-    middle = median(values)
-    return (max(values) - min(values)) / 2 / middle if middle else 0.0
+def _gain(ratios: Sequence[float]) -> Gain:
+    """Return the median of the rounds' ratios, and the standard error of that median."""
+    middle = median(ratios)
+    # 1.4826 times the median absolute deviation is the standard deviation of a normal
+    # distribution; the standard error of a median is 1.2533 times that of a mean.
+    deviation = 1.4826 * median(abs(ratio - middle) for ratio in ratios)
+    return Gain(middle, 1.2533 * deviation / math.sqrt(len(ratios)))
 
 
 def fits(row: Row, max_error: float) -> bool:
@@ -150,25 +191,47 @@ def fits(row: Row, max_error: float) -> bool:
     return row.rounds > 0 and not row.failure and row.error <= max_error
 
 
-def ranked(rows: Sequence[Row], max_error: float, prefer: Prefer) -> list[Row]:
+def ranked(rows: Sequence[Row], max_error: float, goal: Goal) -> list[Row]:
     """Return the rows within the tolerance, the best first."""
     fitting = [row for row in rows if fits(row, max_error)]
-    return sorted(fitting, key=lambda row: -row.score(prefer)[0])
+    return sorted(fitting, key=lambda row: -row.gain(goal).value)
 
 
-def choose(rows: Sequence[Row], max_error: float, prefer: Prefer) -> Row | None:
-    """Return the simplest of the rows within the tolerance whose score is near the best."""
-    fitting = ranked(rows, max_error, prefer)
+def choose(rows: Sequence[Row], max_error: float, goal: Goal) -> Row | None:
+    """Return the simplest of the rows whose gain is near the best.
+
+    For both figures, only rows that lose in neither may be chosen, unless the untuned configuration
+    is outside the tolerance.
+
+    Args:
+        rows: the untuned configuration, then the candidates.
+        max_error: the tolerance.
+        goal: what the row is chosen by.
+    """
+    fitting = ranked(rows, max_error, goal)
+    if goal is Goal.BOTH and rows and rows[0] in fitting:
+        fitting = [row for row in fitting if not row.loses()]
     if not fitting:
         return None
-    best, best_spread = fitting[0].score(prefer)
+    best = fitting[0].gain(goal)
     close = []
     for row in fitting:
-        score, row_spread = row.score(prefer)
-        noise = min(max(_NOISE, best_spread, row_spread), _MOST_NOISE)
-        if score >= best * (1 - noise):
+        own = row.gain(goal)
+        if own.value >= best.value * (1 - max(best.noise, own.noise)):
             close.append(row)
-    return min(close, key=lambda row: (row.candidate.complexity, -row.score(prefer)[0]))
+    # Of equals, the untuned configuration stays.
+    return min(
+        close,
+        key=lambda row: (row.candidate.complexity, row is not rows[0], -row.gain(goal).value),
+    )
+
+
+def is_behind(row: Row, best: Row, goal: Goal) -> bool:
+    """Return whether more rounds are unlikely to make a row better than another one."""
+    own, other = row.gain(goal), best.gain(goal)
+    if goal is Goal.BOTH and min(row.latency_gain, row.throughput_gain) < 1 - 2 * _MOST_NOISE:
+        return True
+    return own.value * (1 + 2 * own.noise) < other.value * (1 - other.noise)
 
 
 def front(rows: Sequence[Row]) -> list[Row]:
@@ -193,11 +256,11 @@ class Plan:
         document: the complete config as Triton's JSON.
         allowed: the user's limits.
         max_error: the largest error of a row that may be chosen.
-        prefer: the quantity by which a row is chosen.
+        goal: what a row is chosen by.
         inputs: a safetensors file; None for the model's examples, else made-up values.
-        rounds: measurements of each candidate.
-        seconds: duration of the measurement of each batch size.
-        timeout_s: time limit of a candidate in a round.
+        rounds: the most measurements of each candidate.
+        seconds: duration of each measurement of one figure.
+        timeout_s: time limit of a candidate's load, and of each of its measurements.
     """
 
     folder: Path
@@ -205,7 +268,7 @@ class Plan:
     document: Mapping[str, Any]
     allowed: Allowed
     max_error: float
-    prefer: Prefer
+    goal: Goal
     inputs: Path | None
     rounds: int
     seconds: float
@@ -247,94 +310,124 @@ class Plan:
         return arguments | {"model_instance_name": name}
 
 
-@dataclass(slots=True)
-class _Trial:
-    """A candidate and its measurements so far."""
+class _Loaded(NamedTuple):
+    """A candidate whose instances are loaded."""
 
-    candidate: Candidate
-    rounds: list[Measured] = field(default_factory=list)
-    failure: str = ""
+    workers: Workers
+    instances: int
+
+    def measure(self, batch: int, plan: Plan) -> Figures:
+        """Measure one instance with one request in flight, then all instances with full batches."""
+        single = {"rows": 1, "seconds": plan.seconds}
+        (latency,) = self.workers.ask([single], plan.timeout_s)
+        full = {"rows": batch, "seconds": plan.seconds}
+        answers = self.workers.ask([full] * self.instances, plan.timeout_s)
+        return Figures(latency["latency_ms"], sum(answer["throughput"] for answer in answers))
 
 
 class Tuning:
     """The measurements of a plan; an exception leaves those made so far in `rows`.
 
     Attributes:
+        rows: the untuned configuration, then the measured candidates in their order.
         inputs: the source of the inputs.
+        batch: the number of rows of a full batch.
         screened: whether every runtime has been measured.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
+        self.rows: list[Row] = []
         self.inputs = ""
+        self.batch = 1
         self.screened = False
-        self._trials: list[_Trial] = []
-        self._steps = 0
-
-    @property
-    def rows(self) -> list[Row]:
-        """The measured candidates, in their order."""
-        return [
-            summarize(trial.candidate, trial.rounds, trial.failure)
-            for trial in self._trials
-            if trial.rounds or trial.failure
-        ]
+        self._folder = ""
+        # The untuned configuration, if it is loaded beside the candidates, and its figures alone.
+        self._untuned: _Loaded | None = None
+        self._untuned_figures: list[Figures] = []
+        self._kept = contextlib.ExitStack()
 
     def choice(self) -> Row | None:
         """Return the best row so far; None if no measured candidate is within the tolerance."""
-        return choose(self.rows, self.plan.max_error, self.plan.prefer)
+        return choose(self.rows, self.plan.max_error, self.plan.goal)
 
-    def run(self, progress: Progress) -> None:
+    def run(self, begin: Callable[[Candidate], None], end: Callable[[Row], None]) -> None:
         """Measure everything.
 
         Args:
-            progress: called with the next candidate, the steps done and their known total.
+            begin: called with each candidate before it is loaded.
+            end: called with each candidate's row.
 
         Raises:
             LoadError: the model cannot be run even without optimization.
             TuneError: the user's limits leave nothing to try.
         """
         plan, allowed = self.plan, self.plan.allowed
-        with tempfile.TemporaryDirectory(prefix="torch-py-backend-tune-") as folder:
-            facts = self._prepare(folder)
+        with (
+            tempfile.TemporaryDirectory(prefix="torch-py-backend-tune-") as self._folder,
+            self._kept,
+        ):
+            facts = self._prepare()
             if not any(True for _ in candidates.shares(facts, allowed)):
                 raise TuneError(
                     f"--threads {','.join(map(str, allowed.threads)) or 'any'} and --instances"
                     f" {','.join(map(str, allowed.instances)) or 'any'} ask for more than the"
                     f" {facts.cores} cores that there are."
                 )
-            self._measure_in_turn(
-                folder, progress, candidates.screen(facts, allowed, plan.current())
-            )
-            if not allowed.quick:
-                rows = ranked(self.rows, plan.max_error, plan.prefer)
-                memory = {
-                    row.candidate.title: row.memory_mb / row.candidate.instances for row in rows
-                }
-                best = [row.candidate for row in rows]
-                self._measure_in_turn(
-                    folder, progress, candidates.spread(facts, allowed, best, memory)
-                )
 
-    def _prepare(self, folder: str) -> Facts:
-        """Run the reference, and return the facts of the model and the machine."""
-        cores = threads.available_cores()
-        # Not all cores, as in `candidates.screen`.
-        settings = _REFERENCE | {"NUM_THREADS": str(max(1, cores // 2))}
-        (prepared,) = child_process.run_together(
-            self.plan.document["name"],
-            "torch_py_backend.tools.trial:prepare",
-            [
-                {
-                    "arguments": self.plan.arguments(settings, 1),
-                    "folder": folder,
-                    "inputs": self.plan.inputs and str(self.plan.inputs.absolute()),
+            def measure(group: Iterable[Candidate]) -> None:
+                measured = [row.candidate for row in self.rows]
+                for candidate in candidates.unmeasured(facts, group, measured):
+                    begin(candidate)
+                    self.rows.append(self._measure(candidate, facts.memory_mb))
+                    end(self.rows[-1])
+
+            def best() -> list[Candidate]:
+                return [row.candidate for row in ranked(self.rows, plan.max_error, plan.goal)]
+
+            def spread() -> list[Candidate]:
+                memory = {
+                    row.candidate.title: row.memory_mb / row.candidate.instances
+                    for row in self.rows
                 }
-            ],
-            self.plan.timeout_s,
+                return candidates.spread(facts, allowed, best(), memory)
+
+            current = plan.current()
+            untuned = candidates.configured(facts, current.parameters, current.instances)
+            if plan.goal is Goal.LATENCY and not allowed.instances:
+                # One request in flight needs one instance: the configured count stays.
+                allowed = dataclasses.replace(allowed, keep_instances=current.instances)
+            measure([untuned])
+            if self._untuned is not None:
+                free = facts.memory_mb - self.rows[0].memory_mb
+                facts = dataclasses.replace(facts, memory_mb=free)
+            measure(candidates.screen(facts, allowed, untuned, compiled=False))
+            measure(spread())
+            base = (best() or [untuned])[0]
+            measure(candidates.screen(facts, allowed, base, compiled=True))
+            self.screened = True
+            measure(spread())
+
+    def _prepare(self) -> Facts:
+        """Run the reference, and return the facts of the model and the machine."""
+        plan, cores = self.plan, threads.available_cores()
+        # Not all cores: any other load on the machine would slow it down.
+        settings = _REFERENCE | {"NUM_THREADS": str(max(1, cores // 2))}
+        prepared = child_process.run(
+            plan.document["name"],
+            "torch_py_backend.tools.trial:prepare",
+            {
+                "arguments": plan.arguments(settings, 1),
+                "folder": self._folder,
+                "inputs": plan.inputs and str(plan.inputs.absolute()),
+            },
+            plan.timeout_s,
+            quiet=True,
         )
-        self.inputs = prepared["inputs"]
-        document = self.plan.document
+        self.inputs, self.batch = prepared["inputs"], prepared["batch"]
+        # Without the tuned parameters, which may be invalid.
+        untuned = model_config.parse(plan.arguments({}, plan.current().instances))
+        document = plan.document
         configured = options.parse(document["name"], document.get("parameters", {}))
         batched = document["max_batch_size"] > 0
         ranks = [
@@ -348,71 +441,80 @@ class Tuning:
             gpu=document["instance_group"][0]["kind"] == "KIND_GPU",
             batched=batched,
             cores=cores,
+            threads=threads.budget(untuned).intra_op,
             memory_mb=_MEMORY * psutil.virtual_memory().available / (1 << 20),
             divided=configured.device_map is not None,
         )
 
-    def _measure_in_turn(self, folder: str, progress: Progress, group: Sequence[Candidate]) -> None:
-        # Screened candidates are measured again: only measurements of the same minutes compare.
-        known = {trial.candidate.settings: trial for trial in self._trials}
-        trials = [known.get(candidate.settings) or _Trial(candidate) for candidate in group]
-        self._trials += [trial for trial in trials if trial.candidate.settings not in known]
-        total = self._steps + self.plan.rounds * len(trials)
-        for _ in range(self.plan.rounds):
-            for trial in trials:
-                if not trial.failure:
-                    progress(trial.candidate, self._steps, total)
-                    self._measure(folder, trial)
-                self._steps += 1
-            self.screened = True
+    def _measure(self, candidate: Candidate, memory_mb: float) -> Row:
+        """Measure a candidate; the first one that can be measured stays loaded beside the others.
 
-    def _measure(self, folder: str, trial: _Trial) -> None:
-        candidate = trial.candidate
+        Args:
+            candidate: the settings to measure.
+            memory_mb: memory for the untuned configuration and a candidate together.
+        """
+        plan = self.plan
         # The compiled code of candidates stays out of the model's folder.
-        settings = {**candidate.parameters, "COMPILE_CACHE_DIR": str(Path(folder) / "compiled")}
+        settings = {**candidate.parameters, "COMPILE_CACHE_DIR": f"{self._folder}/compiled"}
         watched: list[str] = []
         # The current settings are measured even if some of them have no effect.
-        if candidate.title != AS_CONFIGURED:
+        if self.rows:
             settings["COMPILE_REQUIRED"] = "true"
             watched = sorted(candidate.runtime)
         arguments = [
             {
-                "arguments": self.plan.arguments(settings, candidate.instances, number),
-                "folder": folder,
-                "seconds": self.plan.seconds,
+                "arguments": plan.arguments(settings, candidate.instances, number),
+                "folder": self._folder,
+                "batch": self.batch,
                 "watched": watched,
-                "place": (number, candidate.instances, f"step{self._steps}"),
             }
             for number in range(candidate.instances)
         ]
-        try:
-            instances = child_process.run_together(
-                self.plan.document["name"],
-                "torch_py_backend.tools.trial:measure",
-                arguments,
-                self.plan.timeout_s,
+        with contextlib.ExitStack() as stack:
+            try:
+                workers = stack.enter_context(
+                    Workers(plan.document["name"], _MEASURE, candidate.instances)
+                )
+                loads = workers.ask(arguments, plan.timeout_s)
+                loaded = _Loaded(workers, candidate.instances)
+                first = not self._untuned_figures
+                row = self._compare(candidate, loaded, loads)
+            except LoadError as error:
+                if self._untuned is not None and not self._untuned.workers.alive:
+                    self._untuned = None  # the memory did not suffice for both
+                return Row(candidate, failure=str(error))
+            fits_twice = row.memory_mb * (1 + _GROWTH) <= memory_mb and all(
+                load["device_memory_mb"] * _GROWTH <= load["device_free_mb"] for load in loads
             )
-        except BackendError as error:
-            trial.failure = str(error)
-        else:
-            trial.rounds.append(_combined(instances))
+            if first and fits_twice:
+                self._untuned = loaded
+                self._kept.enter_context(stack.pop_all())
+            return row
 
-
-def _combined(instances: Sequence[Mapping[str, Any]]) -> Measured:
-    """Return one measurement of instances that ran at the same time."""
-
-    def values(key: str) -> list[float]:
-        return [instance[key] for instance in instances]
-
-    return Measured(
-        latency_ms=median(values("latency_ms")),
-        p99_ms=max(values("p99_ms")),
-        throughput={
-            int(rows): sum(instance["throughput"][rows] for instance in instances)
-            for rows in instances[0]["throughput"]
-        },
-        memory_mb=sum(values("memory_mb")),
-        device_memory_mb=sum(values("device_memory_mb")),
-        error=max(values("error")),
-        load_s=max(values("load_s")),
-    )
+    def _compare(
+        self, candidate: Candidate, loaded: _Loaded, loads: Sequence[Mapping[str, float]]
+    ) -> Row:
+        """Measure a candidate and the untuned configuration in turn."""
+        plan, best = self.plan, self.choice()
+        alone, untuned = self._untuned_figures, self._untuned
+        beside = untuned.instances if untuned is not None else 0
+        rounds: list[tuple[Figures, Figures]] = []
+        for number in range(plan.rounds):
+            if untuned is None:
+                own = loaded.measure(self.batch, plan)
+                rounds.append((alone[number % len(alone)] if alone else own, own))
+            elif number % 2:
+                own = loaded.measure(self.batch, plan)
+                rounds.append((untuned.measure(self.batch, plan), own))
+            else:
+                first = untuned.measure(self.batch, plan)
+                rounds.append((first, loaded.measure(self.batch, plan)))
+            row = summarize(candidate, self.batch, loads, rounds, beside)
+            if number + 1 < _FEWEST_ROUNDS:
+                continue
+            behind = best is not None and is_behind(row, best, plan.goal)
+            if behind or row.error > plan.max_error or not alone:
+                break
+        if not alone:
+            self._untuned_figures = [own for _, own in rounds]
+        return row
