@@ -16,7 +16,7 @@ import selectors
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -127,10 +127,10 @@ class ServerWork:
         batches: calls of the model by their number of rows.
     """
 
-    requests: int
-    failures: int
-    stages: dict[str, float]
-    batches: dict[int, int]
+    requests: int = 0
+    failures: int = 0
+    stages: dict[str, float] = field(default_factory=dict)
+    batches: dict[int, int] = field(default_factory=dict)
 
     @property
     def calls(self) -> int:
