@@ -26,10 +26,11 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import tritonserver
 from torch_py_backend.server.tritonserver import ModelState
-from torch_py_backend.tools.load_generator import JsonObject, Send
+from torch_py_backend.tools.load_generator import Send
 from torch_py_backend.tools.payloads import Payload
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ _INSTALL = "pip install 'torch-py-backend[bench]'"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server's host and port, and their protocol."""
+    """A server's protocol, host and port."""
 
     protocol: str
     host: str
@@ -73,7 +74,7 @@ class Client(abc.ABC):
     """A client of one address, to be used and closed in one event loop."""
 
     def __init__(self, to: Address, **options: object) -> None:
-        """`options` are those of each call of tritonclient, which asks about models."""
+        """`options` are arguments of each call of tritonclient."""
         self._address = to
         self._options = options
         module = importlib.import_module(f"tritonclient.{to.protocol}.aio")
@@ -129,9 +130,18 @@ class _GrpcClient(Client):
         self._error = grpc.RpcError
 
     def sender(self, model: str, payloads: Sequence[Payload]) -> Send:
+        from tritonclient.grpc import service_pb2  # noqa: PLC0415  in an extra
+
+        messages = []
+        for payload in payloads:
+            message = service_pb2.ModelInferRequest(model_name=model)
+            for name, tensor in payload.items():
+                message.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.array.shape)
+                message.raw_input_contents.append(tensor.encoded())
+            messages.append(message.SerializeToString())
+        requests = itertools.cycle(messages)
         # Without a serializer, the channel sends and returns bytes.
         infer = self._channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-        requests = itertools.cycle([_grpc_request(model, payload) for payload in payloads])
         rpc_error = self._error
 
         async def send() -> None:
@@ -154,7 +164,7 @@ class _HttpClient(Client):
 
     def sender(self, model: str, payloads: Sequence[Payload]) -> Send:
         url = f"http://{self._address.host}/v2/models/{model}/infer"
-        return http_sender(self._session, url, list(map(_http_request, payloads)))
+        return http_sender(self._session, url, list(map(http_request, payloads)))
 
     async def aclose(self) -> None:
         await self._session.close()
@@ -190,17 +200,6 @@ async def require_ready(client: Client, model: str) -> None:
         raise ServerError(f"model '{model}' is not ready on the server: {reason.rstrip('.')}.")
 
 
-def _grpc_request(model: str, payload: Payload) -> bytes:
-    from tritonclient.grpc import service_pb2  # noqa: PLC0415  in an extra
-
-    message = service_pb2.ModelInferRequest(model_name=model)
-    for name, tensor in payload.items():
-        message.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.array.shape)
-        message.raw_input_contents.append(tensor.encoded())
-    encoded: bytes = message.SerializeToString()
-    return encoded
-
-
 def session() -> aiohttp.ClientSession:
     """Return an HTTP session without aiohttp's limits (100 connections, five minutes)."""
     import aiohttp  # noqa: PLC0415  in an extra
@@ -219,12 +218,16 @@ def http_sender(session: aiohttp.ClientSession, url: str, requests: Sequence[Htt
         async with session.post(url, data=body, headers=headers) as response:
             content = await response.read()
         if response.status != HTTPStatus.OK:
-            raise ServerError(_http_error(response.status, content))
+            try:
+                message = json.loads(content)["error"]  # of Triton
+            except (ValueError, KeyError, TypeError):
+                message = f"HTTP status {response.status}: {content[:200]!r}"
+            raise ServerError(message)
 
     return send
 
 
-def _http_request(payload: Payload) -> HttpRequest:
+def http_request(payload: Payload) -> HttpRequest:
     """Return a request of Triton's binary protocol: JSON, followed by the tensors' bytes."""
     encoded = [tensor.encoded() for tensor in payload.values()]
     header = {
@@ -245,12 +248,3 @@ def _http_request(payload: Payload) -> HttpRequest:
         "Content-Type": "application/octet-stream",
     }
     return headers, start + b"".join(encoded)
-
-
-def _http_error(status: int, body: bytes) -> str:
-    """Return the message of an error response, which Triton sends as JSON."""
-    try:
-        message: str = json.loads(body)["error"]
-    except (ValueError, KeyError, TypeError):
-        message = f"HTTP status {status}: {body[:200]!r}"
-    return message

@@ -22,11 +22,11 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import BackendError, BenchError, summarize
 
 Send: TypeAlias = Callable[[], Awaitable[object]]
 """A function that sends one request and waits for its response, or raises."""
-JsonObject: TypeAlias = dict[str, Any]
 ReadStatistics: TypeAlias = Callable[[], Awaitable[JsonObject]]
 """A function that returns Triton's statistics of a model since the server's start."""
 
@@ -173,23 +173,23 @@ async def measure(
     expected = 0
     if warmup:
         if statistics:
-            expected = server_work({}, await _stable(statistics)).requests
+            expected = server_work({}, await _stable_statistics(statistics)).requests
         other_times = replace(load, seed=load.seed + 1) if isinstance(load, Open) else load
         warm = await run(send, other_times, warmup, stop=stop)
-        _check(load, warm)
+        _require_answers(load, warm)
         expected += len(warm.latencies)
     if stop is not None and stop.is_set():
         return None
-    before = await _stable(statistics, expected) if statistics else {}
+    before = await _stable_statistics(statistics, expected) if statistics else {}
     result = await run(send, load, seconds, stop=stop)
-    _check(load, result)
+    _require_answers(load, result)
     if statistics is None:
         return Point(load, result, None)
     expected = server_work({}, before).requests + len(result.latencies)
-    return Point(load, result, server_work(before, await _stable(statistics, expected)))
+    return Point(load, result, server_work(before, await _stable_statistics(statistics, expected)))
 
 
-async def _stable(statistics: ReadStatistics, least: int = 0) -> JsonObject:
+async def _stable_statistics(statistics: ReadStatistics, least: int = 0) -> JsonObject:
     """Return Triton's statistics once they no longer change and count `least` requests.
 
     Triton counts a request after it has answered it, on a busy machine much later.
@@ -204,15 +204,15 @@ async def _stable(statistics: ReadStatistics, least: int = 0) -> JsonObject:
     return current
 
 
-def _check(load: Load, result: Result) -> None:
-    if result.latencies.size or not (result.errors or result.unanswered.size):
+def _require_answers(load: Load, result: Result) -> None:
+    """Raise if requests were sent and none of them was answered."""
+    if result.latencies.size:
         return
-    reason = f"none of {result.unanswered.size} requests was answered in time."
     if result.errors:
-        reason = (
-            f"all {result.errors} requests failed; the first: {result.first_error.rstrip('.')}."
-        )
-    raise BenchError(f"{load}: {reason}")
+        reason = result.first_error.rstrip(".")
+        raise BenchError(f"{load}: all {result.errors} requests failed; the first: {reason}.")
+    if count := result.unanswered.size:
+        raise BenchError(f"{load}: none of {count} requests was answered in time.")
 
 
 def server_work(before: JsonObject, after: JsonObject) -> ServerWork:
@@ -271,7 +271,11 @@ async def run(
     clock = asyncio.get_running_loop().time
     start, cpu = clock(), time.process_time()
     record = _Record(send, clock, end=start + seconds)
-    driver = _closed(record, load) if isinstance(load, Closed) else _open(record, load, seconds)
+    driver = (
+        _closed_loop(record, load)
+        if isinstance(load, Closed)
+        else _open_loop(record, load, seconds)
+    )
     work = asyncio.ensure_future(driver)
     stopped = asyncio.ensure_future((stop or asyncio.Event()).wait())
     futures: set[asyncio.Future[Any]] = {work, stopped}
@@ -335,7 +339,7 @@ class _Record:
         return [now - due for due in waiting if due <= self.end]
 
 
-async def _closed(record: _Record, load: Closed) -> None:
+async def _closed_loop(record: _Record, load: Closed) -> None:
     async def send_in_turn() -> None:
         while (now := record.clock()) < record.end:
             await record.request(now)
@@ -343,7 +347,7 @@ async def _closed(record: _Record, load: Closed) -> None:
     await asyncio.gather(*(send_in_turn() for _ in range(load.concurrency)))
 
 
-async def _open(record: _Record, load: Open, seconds: float) -> None:
+async def _open_loop(record: _Record, load: Open, seconds: float) -> None:
     start = record.clock()
     record.scheduled.extend(start + due for due in load.schedule(seconds))
     free = asyncio.Semaphore(load.outstanding)

@@ -18,9 +18,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from torch_py_backend.config import tuned_settings
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import BenchError
 from torch_py_backend.tools import tuning
-from torch_py_backend.tools.load_generator import STAGES, JsonObject, Open, Point, ServerWork
+from torch_py_backend.tools.load_generator import STAGES, Open, Point, ServerWork
 from torch_py_backend.tools.tuning import Row
 
 PLOT = "tuned.png"
