@@ -29,7 +29,6 @@ from torch_py_backend.torchserve import mar_archive, migration
 from torch_py_backend.torchserve.mar_archive import Limits
 from torch_py_backend.torchserve.migration import Migration, MigrationOptions
 
-_NAME = re.compile(r"[\w-][\w.\- ]*")
 # An example is a file with the name of an input.
 _INPUT = re.compile(r"[A-Za-z_]\w*")
 _DEFAULT = Limits()
@@ -76,7 +75,7 @@ def import_mar(
         raise ArchiveError(
             "--input", f"it is {', '.join(inputs or ())}", expected="names, each once"
         )
-    wishes = MigrationOptions(tuple(inputs or ()), content_type, example is not None)
+    options = MigrationOptions(tuple(inputs or ()), content_type, example is not None)
     parent = (output.absolute().parent if output is not None else Path.cwd()).resolve()
     if output is not None:  # checked before gigabytes are unpacked
         _refuse_name(output.absolute().name, parent)
@@ -92,7 +91,7 @@ def import_mar(
             manifest = mar_archive.read_manifest(unpacked, archive.name)
             name = output.absolute().name if output is not None else manifest.model_name
             _refuse_name(name, parent)
-            result = migration.migrate(archive.name, name, unpacked, manifest, wishes)
+            result = migration.migrate(archive.name, name, unpacked, manifest, options)
             version = Path(scratch) / name / "1"
             version.mkdir(parents=True)
             unpacked.rename(version / ARCHIVE)
@@ -104,7 +103,7 @@ def import_mar(
             version.parent.rename(parent / name)
     except OSError as error:
         raise InstallError(f"cannot import {archive.name} into {parent}: {error}") from error
-    _print(parent / name, result)
+    _report(parent / name, result)
 
 
 @contextlib.contextmanager
@@ -122,7 +121,7 @@ def _temporary_parents(folder: Path) -> Iterator[None]:
 
 
 def _refuse_name(name: str, parent: Path) -> None:
-    if not _NAME.fullmatch(name):
+    if not model_folder.NAME.fullmatch(name):
         raise InstallError(
             f"the model's name is '{printable(name)}'; expected letters, digits, _, -, . and"
             " blanks. Give another one with --output."
@@ -131,7 +130,7 @@ def _refuse_name(name: str, parent: Path) -> None:
         raise InstallError(f"{parent / name} exists already; give another folder with --output.")
 
 
-def _print(folder: Path, result: Migration) -> None:
+def _report(folder: Path, result: Migration) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print(f"made {folder}")
     for line in result.taken:

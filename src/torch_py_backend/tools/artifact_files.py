@@ -52,6 +52,11 @@ class ArtifactFiles:
             name.startswith("model.") and name != "model.py" for name in self.files
         )
 
+    @property
+    def weights_name(self) -> str:
+        """The name of the weights file that belongs to a Python source."""
+        return Path(self.title).with_suffix(".pt").name
+
 
 def find(model: str, path: Path, example: Path | None) -> ArtifactFiles:
     """Return the files to serve for an artifact.
