@@ -152,7 +152,18 @@ def inspect(folder: Path) -> Environment:
         PackError: the folder is not an environment, or its Python does not run.
     """
     folder = folder.absolute()
-    kind = _kind(folder)
+    if (folder / "conda-meta").is_dir():
+        kind = Kind.CONDA
+    else:
+        try:
+            config = (folder / "pyvenv.cfg").read_text(encoding="utf-8")
+        except OSError:
+            raise PackError(
+                f"{folder} is no environment: it has neither pyvenv.cfg nor conda-meta. Name the"
+                " folder of a virtual or conda environment."
+            ) from None
+        layer = re.search(r"^include-system-site-packages\s*=\s*true", config, re.MULTILINE)
+        kind = Kind.LAYER if layer else Kind.VENV
     python = folder / "bin" / "python"
     try:
         # Isolated as the stub: without PYTHONPATH and the user's site-packages.
@@ -171,20 +182,6 @@ def inspect(folder: Path) -> Environment:
         last = (error.stderr.strip().splitlines() or ["it says nothing"])[-1]
         raise PackError(f"{python} does not run: {last}") from None
     return Environment(folder, kind, **json.loads(done.stdout))
-
-
-def _kind(folder: Path) -> Kind:
-    if (folder / "conda-meta").is_dir():
-        return Kind.CONDA
-    try:
-        config = (folder / "pyvenv.cfg").read_text(encoding="utf-8")
-    except OSError:
-        raise PackError(
-            f"{folder} is no environment: it has neither pyvenv.cfg nor conda-meta. Name the"
-            " folder of a virtual or conda environment."
-        ) from None
-    layer = re.search(r"^include-system-site-packages\s*=\s*true", config, re.MULTILINE)
-    return Kind.LAYER if layer else Kind.VENV
 
 
 def check(environment: Environment, stub: str, *, numpy_1: bool) -> None:
@@ -329,6 +326,7 @@ def _add_tree(
     Scripts start the Python beside them. Links that lead out of the environment are replaced by
     their files, except in a layer.
     """
+    root = environment.folder.resolve()
     shebang = f"#!{environment.folder}/bin/python".encode()
     for parent, folders, files in os.walk(folder):
         within = Path(parent).relative_to(folder)
@@ -339,26 +337,22 @@ def _add_tree(
             if excluded.fullmatch(str(within / child)):
                 continue
             if path.is_symlink():
-                leads_out = environment.kind is not Kind.LAYER and _leads_out(environment, path)
-                _add(archive, path.resolve() if leads_out else path, target)
+                resolved = path.resolve()
+                inside = resolved.is_relative_to(root) and not path.readlink().is_absolute()
+                if inside or environment.kind is Kind.LAYER:
+                    _add(archive, path, target)
+                elif path.is_file():
+                    _add(archive, resolved, target)
+                else:
+                    raise PackError(
+                        f"{path} is a link to {resolved}, outside the environment. Replace it by"
+                        " what it leads to."
+                    )
             elif target.startswith("bin/") and path.read_bytes().startswith(shebang):
                 _, _, rest = path.read_bytes().partition(b"\n")
                 _add_script(archive, target, b"#!/usr/bin/env python3\n" + rest)
             else:
                 _add(archive, path, target)
-
-
-def _leads_out(environment: Environment, link: Path) -> bool:
-    """Return whether a link leads to a file outside the environment; raise for a folder."""
-    inside = link.resolve().is_relative_to(environment.folder.resolve())
-    if inside and not link.readlink().is_absolute():
-        return False
-    if not link.is_file():
-        raise PackError(
-            f"{link} is a link to {link.resolve()}, outside the environment. Replace it by what"
-            " it leads to."
-        )
-    return True
 
 
 def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
