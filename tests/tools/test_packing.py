@@ -82,7 +82,7 @@ def test_inspect(tmp_path: Path) -> None:
         (None, "is no environment: it has neither pyvenv.cfg nor conda-meta"),
         ((), "bin/python does not run: No such file"),
         (("echo no module named os >&2", "exit 1"), "does not run: no module named os"),
-        (("exit 3",), "does not run: it says nothing"),
+        (("exit 3",), "does not run: it printed no error"),
     ],
     ids=["no-environment", "no-python", "complains", "silent"],
 )

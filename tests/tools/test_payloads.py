@@ -173,7 +173,7 @@ def _x(shape: list[int], datatype: str = "FP32", data: Any = None) -> bytes:
 @pytest.mark.parametrize(
     ("name", "content", "rows", "says"),
     [
-        ("x.txt", b"", None, "is no file of inputs; expected .safetensors or .json"),
+        ("x.txt", b"", None, "is not a file of inputs; expected .safetensors or .json"),
         ("x.json", None, None, "cannot read .*x.json: No such file or directory"),
         ("x.json", b"{", None, "cannot understand .*: JSONDecodeError: Expecting property name"),
         ("x.json", b"[1]", None, "cannot understand .*; expected safetensors, or JSON"),

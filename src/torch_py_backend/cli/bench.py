@@ -76,8 +76,8 @@ def bench(
     """Put load on a model; report throughput, latencies, Triton's split and batch sizes."""
     if concurrency and rate:
         raise BenchError(
-            "--concurrency and --rate are both given; a load is closed (so many requests"
-            " outstanding) or open (so many sent a second). Give one of them."
+            "--concurrency and --rate are both given; a load is closed (a number of"
+            " outstanding requests) or open (requests per second). Give one of them."
         )
     loads: Sequence[Load]
     if rate:
@@ -153,7 +153,7 @@ def _served(target: str, model: str, protocol: str) -> Iterator[tuple[Address, P
         address = load_client.address(target)
         if protocol not in ("", address.protocol):
             raise BenchError(
-                f"--protocol is {protocol}, and {target} says {address.protocol}. Leave it out."
+                f"--protocol is {protocol}, and {target} names {address.protocol}. Omit --protocol."
             )
         yield address, None
         return

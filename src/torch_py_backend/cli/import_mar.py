@@ -40,7 +40,9 @@ def import_mar(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(help="The model folder to make; by default the archive's model name, here."),
+        typer.Option(
+            help="The model folder to make; by default the archive's model name, in this folder."
+        ),
     ] = None,
     inputs: Annotated[
         list[str] | None,
@@ -56,13 +58,13 @@ def import_mar(
     ] = "",
     example: Annotated[
         Path | None,
-        typer.Option(help="A file with a request's body, to try and to warm up the model with."),
+        typer.Option(help="A file with a request's body, to try and warm up the model."),
     ] = None,
     max_gigabytes: Annotated[
-        float, typer.Option(min=0.001, help="How large the archive may be, unpacked.")
+        float, typer.Option(min=0.001, help="Largest size of the unpacked archive.")
     ] = _DEFAULT.gigabytes,
     max_files: Annotated[
-        int, typer.Option(min=1, help="How many files it may hold.")
+        int, typer.Option(min=1, help="Largest number of files in it.")
     ] = _DEFAULT.files,
 ) -> None:
     """Make a model folder from a TorchServe archive, and load it once, which runs its handler."""

@@ -42,8 +42,8 @@ def init(
         typer.Option(
             "--input",
             metavar="NAME:TYPE:DIMS",
-            help="What a request holds, such as x:FP32:3x224x224: dims without the batch dimension,"
-            " -1 for any size. Repeat it for each input.",
+            help="An input, such as x:FP32:3x224x224: dims without the batch dimension, -1 for any"
+            " size. Repeat it for each input.",
         ),
     ] = None,
     example: Annotated[
@@ -62,7 +62,7 @@ def init(
     if example is not None and not example.is_file():
         raise InstallError(f"--example is {example}; expected a file of safetensors.")
     if example is not None and inputs:
-        raise InstallError("--input and --example both say what the inputs are; give one of them.")
+        raise InstallError("--input and --example both define the inputs; give one of them.")
     entries = [_parse_input(text) for text in inputs or ()]
     absolute = model_file.absolute()
     default_name = absolute.name if absolute.is_dir() else absolute.stem
@@ -116,7 +116,7 @@ def _next_steps(
         file = model_file.with_name(report.weights)
         yield f"next: save the weights as {file}: torch.save(module.state_dict(), {str(file)!r})"
     elif not report.missing:
-        yield "next: correct that"
+        yield "next: correct this"
     options = []
     for argument in report.missing:
         data_type = argument.get("data_type", "TYPE_FP32").removeprefix("TYPE_")

@@ -1,4 +1,4 @@
-"""`torch-py-backend pack`: pack a Python environment that one model is served with."""
+"""`torch-py-backend pack`: pack a Python environment for one model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MEGABYTE = 1 << 20
 
 
 def pack(
-    env: Annotated[Path, typer.Argument(help="A virtual environment, or one of conda.")],
+    env: Annotated[Path, typer.Argument(help="A virtual environment or a conda environment.")],
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The archive; by default ENV's name and .tar.gz."),
@@ -27,7 +27,8 @@ def pack(
     python: Annotated[
         str,
         typer.Option(
-            help="The Python of the server's stub, such as 3.12; else that of the server here."
+            help="Python version of the server's stub, such as 3.12; by default that of the server"
+            " here."
         ),
     ] = "",
 ) -> None:
@@ -61,6 +62,6 @@ def pack(
     )
     if environment.kind is Kind.LAYER:
         console.print(
-            f"It is a layer: where it is served, {environment.executable} and the packages"
-            " installed there must be the same."
+            f"It is a layer: the server's machine must have the same {environment.executable} with"
+            " the same packages."
         )

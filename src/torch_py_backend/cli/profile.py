@@ -23,7 +23,7 @@ _WIDTH = 100
 
 def profile(
     model: Annotated[Path, typer.Argument(help="The model's folder.")],
-    batches: Annotated[int, typer.Option(min=1, help="How many batches are recorded.")] = 10,
+    batches: Annotated[int, typer.Option(min=1, help="Number of batches to record.")] = 10,
     batch_size: Annotated[
         int | None,
         typer.Option(
@@ -40,13 +40,11 @@ def profile(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Where the trace goes: a .json or .json.gz; by default MODEL.trace.json.gz, here."
+            help="Path of the trace, a .json or .json.gz; by default MODEL.trace.json.gz."
         ),
     ] = None,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Also record what is allocated and freed.")
-    ] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 600.0,
+    memory: Annotated[bool, typer.Option("--memory", help="Also record allocations.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Time limit in seconds.")] = 600.0,
 ) -> None:
     """Load a model without a server, and write a trace of some batches, with each stage."""
     if not model.is_dir():
@@ -85,7 +83,7 @@ def profile(
         trace.replace(path)  # a complete trace, or none
     _print_summary(summary, batches, memory=memory)
     _OUT.print(f"wrote {path}", markup=False, soft_wrap=True)
-    _OUT.print("to see it: open https://ui.perfetto.dev, and drop the file there", soft_wrap=True)
+    _OUT.print("to view it, open it on https://ui.perfetto.dev", soft_wrap=True)
 
 
 def _print_summary(summary: Mapping[str, Any], batches: int, *, memory: bool) -> None:
@@ -118,8 +116,8 @@ def _print_summary(summary: Mapping[str, Any], batches: int, *, memory: bool) ->
     requests = f"{summary['requests']} request{'s' * (summary['requests'] != 1)}"
     _OUT.print(
         f"{batches} batches of {requests}, each {total_ms / batches:.3g} ms, on"
-        f" {summary['device']}; inputs: {summary['inputs']}. The profiler itself takes time, the"
-        " more the shorter an operator is.",
+        f" {summary['device']}; inputs: {summary['inputs']}. The profiler adds overhead, most"
+        " to short operators.",
         markup=False,
         soft_wrap=True,
     )

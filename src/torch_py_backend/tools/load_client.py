@@ -66,7 +66,9 @@ def address(url: str) -> Address:
     except ValueError:  # the port is not a number
         complete = False
     if not complete or parts.scheme not in PROTOCOLS or parts.query:
-        raise ServerError(f"'{url}' is no address; expected grpc://host:port or http://host:port.")
+        raise ServerError(
+            f"'{url}' is not an address; expected grpc://host:port or http://host:port."
+        )
     return Address(parts.scheme, parts.netloc)
 
 
@@ -82,7 +84,7 @@ class Client(abc.ABC):
 
     @abc.abstractmethod
     def sender(self, model: str, payloads: Sequence[Payload]) -> Send:
-        """Return a function that sends these requests in turn, starting over at the end."""
+        """Return a function that sends the next of these requests, in a cycle."""
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -193,8 +195,8 @@ async def require_ready(client: Client, model: str) -> None:
     states = await client.states()
     versions = [state for state in states if state.name == model]
     if not versions:
-        known = ", ".join(sorted({state.name for state in states})) or "none"
-        raise ServerError(f"the server has no model '{model}'; its models: {known}.")
+        names = ", ".join(sorted({state.name for state in states})) or "none"
+        raise ServerError(f"the server has no model '{model}'; its models: {names}.")
     if not any(state.ready for state in versions):
         reason = versions[-1].reason.split("\n\nAt:")[0].strip() or "it was not loaded"
         raise ServerError(f"model '{model}' is not ready on the server: {reason.rstrip('.')}.")
@@ -210,7 +212,7 @@ def session() -> aiohttp.ClientSession:
 
 
 def http_sender(session: aiohttp.ClientSession, url: str, requests: Sequence[HttpRequest]) -> Send:
-    """Return a function that posts these requests in turn, starting over at the end."""
+    """Return a function that posts the next of these requests, in a cycle."""
     cycle = itertools.cycle(requests)
 
     async def send() -> None:

@@ -270,7 +270,7 @@ async def run(
     """
     clock = asyncio.get_running_loop().time
     start, cpu = clock(), time.process_time()
-    record = _Record(send, clock, end=start + seconds)
+    record = _Record(send, clock, end_time=start + seconds)
     driver = (
         _closed_loop(record, load)
         if isinstance(load, Closed)
@@ -282,7 +282,7 @@ async def run(
     await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if not work.done():
-        record.end = min(record.end, clock())
+        record.end_time = min(record.end_time, clock())
         await asyncio.wait({work}, timeout=patience)
     used, elapsed = time.process_time() - cpu, clock() - start
     unanswered = record.ages()
@@ -291,7 +291,7 @@ async def run(
     if not work.cancelled():
         work.result()
     return Result(
-        seconds=max(record.end, record.last) - start,
+        seconds=max(record.end_time, record.last_response) - start,
         latencies=np.array(record.latencies, dtype=np.float64),
         unanswered=np.array(unanswered, dtype=np.float64),
         errors=record.errors,
@@ -301,15 +301,15 @@ async def run(
 
 
 class _Record:
-    """The requests of one run; no requests are sent after the time `end`."""
+    """The requests of one run; no requests are sent after `end_time`."""
 
-    def __init__(self, send: Send, clock: Callable[[], float], end: float) -> None:
+    def __init__(self, send: Send, clock: Callable[[], float], end_time: float) -> None:
         self.clock = clock
-        self.end = end
+        self.end_time = end_time
         self.latencies: list[float] = []
         self.errors = 0
         self.first_error = ""
-        self.last = 0.0
+        self.last_response = 0.0
         self.scheduled: deque[float] = deque()
         self._send = send
         self._outstanding: dict[int, float] = {}
@@ -327,8 +327,8 @@ class _Record:
             self.first_error = self.first_error or message
             await asyncio.sleep(0)  # lets other tasks run if requests fail immediately
         else:
-            self.last = self.clock()
-            self.latencies.append(self.last - due)
+            self.last_response = self.clock()
+            self.latencies.append(self.last_response - due)
         finally:
             del self._outstanding[number]
 
@@ -336,12 +336,12 @@ class _Record:
         """Return the ages of the unanswered requests that were due."""
         now = self.clock()
         waiting = (*self._outstanding.values(), *self.scheduled)
-        return [now - due for due in waiting if due <= self.end]
+        return [now - due for due in waiting if due <= self.end_time]
 
 
 async def _closed_loop(record: _Record, load: Closed) -> None:
     async def send_in_turn() -> None:
-        while (now := record.clock()) < record.end:
+        while (now := record.clock()) < record.end_time:
             await record.request(now)
 
     await asyncio.gather(*(send_in_turn() for _ in range(load.concurrency)))
@@ -358,7 +358,7 @@ async def _open_loop(record: _Record, load: Open, seconds: float) -> None:
         free.release()
 
     try:
-        while record.scheduled and record.scheduled[0] < record.end:
+        while record.scheduled and record.scheduled[0] < record.end_time:
             if (delay := record.scheduled[0] - record.clock()) > 0:
                 await asyncio.sleep(delay)
                 continue  # the load may have ended

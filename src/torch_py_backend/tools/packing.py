@@ -179,7 +179,7 @@ def inspect(folder: Path) -> Environment:
     except subprocess.TimeoutExpired:
         raise PackError(f"{python} did not answer within {_SECONDS} seconds.") from None
     except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        last = (error.stderr.strip().splitlines() or ["it printed no error"])[-1]
         raise PackError(f"{python} does not run: {last}") from None
     return Environment(folder, kind, **json.loads(done.stdout))
 
@@ -200,7 +200,7 @@ def check(environment: Environment, stub: str, *, numpy_1: bool) -> None:
         raise PackError(
             f"{folder} has Python {python}, and the server's stub runs Python {stub}. Make the"
             f" environment with python{stub}; or put a stub for Python {python}, named"
-            f" triton_python_backend_stub, into the model's folder, and say --python {python}."
+            f" triton_python_backend_stub, into the model's folder, and pass --python {python}."
         )
     for name, least in NEEDED.items():
         version = environment.packages.get(name)
@@ -216,7 +216,7 @@ def check(environment: Environment, stub: str, *, numpy_1: bool) -> None:
     if numpy_1 and _numbers(numpy) >= (2,):
         raise PackError(
             f"{folder} has numpy {numpy}, and the stub of this server garbles tensors of numpy 2:"
-            f" {folder}/bin/python -m pip install 'numpy<2', or take a server of 24.11 or newer."
+            f" {folder}/bin/python -m pip install 'numpy<2', or use a server of 24.11 or newer."
         )
     if environment.kind is Kind.LAYER:
         return
@@ -228,7 +228,7 @@ def check(environment: Environment, stub: str, *, numpy_1: bool) -> None:
     if environment.outside:
         raise PackError(
             f"{folder} imports from folders outside itself:"
-            f" {join_names(environment.outside)}. Install what is in them, or take out the .pth"
+            f" {join_names(environment.outside)}. Install what is in them, or remove the .pth"
             " files that name them."
         )
 

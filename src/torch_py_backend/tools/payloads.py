@@ -77,7 +77,7 @@ def model(name: str, config: Mapping[str, Any]) -> Model:
         )
     if "sequence_batching" in config:
         raise BenchError(
-            f"model '{name}' takes sequences; expected one whose requests stand for themselves."
+            f"model '{name}' takes sequences; expected a model whose requests are independent."
         )
     inputs = []
     for entry in config.get("input", ()):
@@ -133,7 +133,7 @@ def read(path: Path, target: Model, rows: int | None) -> list[Payload]:
     """
     reader = {".safetensors": _from_safetensors, ".json": _from_json}.get(path.suffix)
     if reader is None:
-        raise BenchError(f"{path} is no file of inputs; expected .safetensors or .json.")
+        raise BenchError(f"{path} is not a file of inputs; expected .safetensors or .json.")
     try:
         payload = reader(path.read_bytes())
     except OSError as error:
