@@ -231,7 +231,7 @@ def test_a_stub_for_another_python_is_reported(
         assert f"names an environment for Python {PYTHON}, and {stub} is built" in done.stderr
 
 
-# --- written whole, or not at all ------------------------------------------------------------
+# --- atomic writes ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("problem", ["link", "library"])

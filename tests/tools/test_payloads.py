@@ -27,9 +27,9 @@ _OPTIONAL = Model(
 _BF16 = Model("m", 0, (Input("x", "BF16", (2,), optional=False),))
 
 
-def _config(**more: Any) -> dict[str, Any]:
+def _config(**fields: Any) -> dict[str, Any]:
     entry = {"name": "x", "data_type": "TYPE_FP32", "dims": [2]}
-    return {"max_batch_size": 4, "input": [entry], **more}
+    return {"max_batch_size": 4, "input": [entry], **fields}
 
 
 def test_model() -> None:
@@ -114,10 +114,10 @@ def test_bytes_on_the_wire() -> None:
 
 def test_safetensors_of_every_type(tmp_path: Path) -> None:
     """The bytes of the file are what is sent."""
-    known = {kind.triton: getattr(torch, kind.torch) for kind in dtypes.TABLE if kind.torch}
-    tensors = {name: torch.ones(2, 3).to(dtype) for name, dtype in known.items()}
+    torch_types = {kind.triton: getattr(torch, kind.torch) for kind in dtypes.TABLE if kind.torch}
+    tensors = {name: torch.ones(2, 3).to(dtype) for name, dtype in torch_types.items()}
     safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
-    inputs = tuple(Input(name, name, (3,), optional=False) for name in known)
+    inputs = tuple(Input(name, name, (3,), optional=False) for name in torch_types)
     (payload,) = payloads.read(tmp_path / "x.safetensors", Model("m", 8, inputs), None)
     for name, tensor in tensors.items():
         assert payload[name].encoded() == tensor.view(torch.uint8).numpy().tobytes(), name
@@ -160,8 +160,8 @@ def test_rows_of_a_file(rows: int, sent: list[list[int]], tmp_path: Path) -> Non
     """A file's rows are sent in order, and the last request is filled from the start."""
     path = tmp_path / "x.json"
     path.write_bytes(_x([3, 2], data=[[number, 0] for number in (1, 2, 3)]))
-    found = payloads.read(path, _BATCHED, rows)
-    assert [payload["x"].array[:, 0].tolist() for payload in found] == sent
+    requests = payloads.read(path, _BATCHED, rows)
+    assert [payload["x"].array[:, 0].tolist() for payload in requests] == sent
 
 
 def _x(shape: list[int], datatype: str = "FP32", data: Any = None) -> bytes:
