@@ -121,7 +121,7 @@ def _next_steps(
     for argument in report.missing:
         data_type = argument.get("data_type", "TYPE_FP32").removeprefix("TYPE_")
         dims = pbtxt.model_dims(argument) if "dims" in argument else (3, 224, 224)
-        command += ["--input", f"{argument['name']}:{data_type}:{'x'.join(map(str, dims))}"]
+        options += ["--input", f"{argument['name']}:{data_type}:{'x'.join(map(str, dims))}"]
     first = "next:" if report.missing and not report.weights else "then:"
     yield f"{first} {shlex.join([*command, *options])}"
     if report.missing:

@@ -6,6 +6,7 @@ expected document from it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -61,18 +62,14 @@ def edit(model: str, text: str, parameters: Mapping[str, str | None], instances:
             del expected.parameters[key]
             edited = _remove_parameter(edited, key)
     if instances is not None and instances != count(model, before):
-        group = (
-            expected.instance_group[0] if before.instance_group else expected.instance_group.add()
-        )
-        group.count = instances
+        groups = expected.instance_group
+        (groups[0] if groups else groups.add()).count = instances
         edited = _set_count(edited, instances)
     if expected == before:
         return text
-    try:
+    with contextlib.suppress(ConfigError):  # the text cannot be parsed any more
         if pbtxt.parse(model, edited) == expected:
             return edited
-    except ConfigError:  # no config.pbtxt any more
-        pass
     lines = [
         f"no {key}" if value is None else _parameter(key, value)
         for key, value in parameters.items()
