@@ -102,14 +102,10 @@ def test_rows_that_are_refused(target: Model, rows: int, says: str) -> None:
         payloads.generate(target, rows)
 
 
-def test_bytes_on_the_wire() -> None:
-    """Strings carry their length; bfloat16 is the upper half of float32."""
+def test_strings_on_the_wire() -> None:
+    """Strings follow their length."""
     text = Tensor("BYTES", np.array([b"ab", b""], dtype=np.object_))
     assert text.encoded() == b"\x02\0\0\0ab\0\0\0\0"
-    half = payloads._cast("BF16", np.array([1.0, -2.0]))
-    assert (
-        half.encoded() == torch.tensor([1.0, -2.0]).bfloat16().view(torch.uint8).numpy().tobytes()
-    )
 
 
 def test_safetensors_of_every_type(tmp_path: Path) -> None:
@@ -130,7 +126,7 @@ def test_safetensors_of_every_type(tmp_path: Path) -> None:
         (_PLAIN, "x", [1, 2], [[1, 2]], [[1, 2]]),
         (_TEXT, "t", [1, 1], ["ä"], [["ä".encode()]]),
         (_OPTIONAL, "x", [1, 2], [1, 2], [[1, 2]]),
-        (_BF16, "x", [2], [1, 2], [0x3F80, 0x4000]),
+        (_BF16, "x", [2], [1, -2], [0x3F80, 0xC000]),
     ],
     ids=["flat", "nested", "text", "optional-left-out", "bfloat16-bits"],
 )
