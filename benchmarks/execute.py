@@ -21,7 +21,7 @@ from benchmarks import clients, harness, repositories
 from benchmarks.clients import Endpoint
 from benchmarks.contenders import check
 from benchmarks.models import MODELS
-from torch_py_backend.tools.report import markdown
+from benchmarks.tables import markdown
 
 COLUMNS = (
     "model", "requests in a call", "path", "calls",

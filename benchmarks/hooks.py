@@ -30,9 +30,9 @@ from PIL import Image
 
 from benchmarks import harness
 from benchmarks.harness import Pair
+from benchmarks.tables import markdown, spread
 from torch_py_backend.errors import BenchError
 from torch_py_backend.tools.payloads import Tensor
-from torch_py_backend.tools.report import markdown, spread
 
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "model_repository" / "digits_png"
 _IMAGES = 64

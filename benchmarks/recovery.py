@@ -30,7 +30,7 @@ from rich.console import Console
 from tritonclient.utils import InferenceServerException
 
 from benchmarks import harness
-from torch_py_backend.tools.report import markdown, spread
+from benchmarks.tables import markdown, spread
 
 _CODE = """\
 from torch import Tensor, nn

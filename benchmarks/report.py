@@ -11,8 +11,8 @@ from benchmarks import harness
 from benchmarks.contenders import PEERS
 from benchmarks.harness import Pair
 from benchmarks.models import MAX_BATCH_SIZE, MODELS
+from benchmarks.tables import Spread, spread
 from torch_py_backend.tools.load_generator import Point
-from torch_py_backend.tools.report import Spread, spread
 
 FLOOR, PLAIN, HTTP = "floor", "plain", "http"
 _OURSELVES = {FLOOR: "no-op floor", PLAIN: "written by hand", HTTP: "ours over HTTP"}

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from benchmarks import harness
+from benchmarks.tables import markdown, spread
 from torch_py_backend.errors import BenchError
 from torch_py_backend.tools import load_generator
-from torch_py_backend.tools.report import markdown, spread
 
 _WIDTH = 128
 _MODULE = """

@@ -26,9 +26,9 @@ import tritonclient.grpc
 from torch import nn
 
 from benchmarks import harness
+from benchmarks.tables import markdown, spread
 from torch_py_backend.server import Server
 from torch_py_backend.tools.payloads import Payload, Tensor
-from torch_py_backend.tools.report import markdown, spread
 
 _NAME = "large"
 _WIDTH = 4096

@@ -27,8 +27,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from benchmarks import harness
 from benchmarks.served import tokens
+from benchmarks.tables import markdown, spread
 from torch_py_backend.server import Server
-from torch_py_backend.tools.report import markdown, spread
 
 _CONFIG = """\
 backend: "pytorch_py"

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import repositories
 from benchmarks.models import MODELS
-from torch_py_backend.tools.report import markdown
+from benchmarks.tables import markdown
 
 _COMMAND_LINE = "from torch_py_backend.cli import app; app()"
 _TOLERANCES = {"fp32": (), "16 bits allowed": ("--reduced-precision",)}

@@ -16,7 +16,16 @@ import pytest
 import torch
 from aiohttp import web
 
-from benchmarks import clients, contenders, execute, harness, report, repositories, serving
+from benchmarks import (
+    clients,
+    contenders,
+    execute,
+    harness,
+    report,
+    repositories,
+    serving,
+    tables,
+)
 from benchmarks.clients import Endpoint
 from benchmarks.contenders import PEERS
 from benchmarks.harness import Pair
@@ -288,6 +297,11 @@ def _row(model: str, against: str, concurrency: int, ratios: list[float], p99: f
     other = _point(50.0, min(0.004, p99), p99, 0.25, None)
     pairs = tuple((_point(50.0 * ratio, 0.001, 0.002, 0.5, 4), other) for ratio in ratios)
     return Row(model, against, concurrency, pairs)
+
+
+def test_spread() -> None:
+    """A spread is the median with the extremes."""
+    assert tables.spread([3.0, 1.0, 2.0]).text(1) == "2.0 (1.0..3.0)"
 
 
 def test_markdown() -> None:

@@ -74,11 +74,11 @@ def test_install_beside_the_python_backend_and_uninstall(tmp_path: Path) -> None
     assert (done.returncode, "nothing to remove" in done.stdout) == (0, True)
 
 
-@pytest.mark.parametrize("given", [True, False], ids=["given", "from the server's stub"])
-def test_pack(given: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", [True, False], ids=["option", "from the server's stub"])
+def test_pack(option: bool, tmp_path: Path) -> None:
     """The archive, its packages and the line for config.pbtxt are printed."""
     packed.make(tmp_path / "env", layer=True)
-    python = [f"--python={packed.PYTHON}"] if given else []
+    python = [f"--python={packed.PYTHON}"] if option else []
     done = run("pack", "env", *python, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     archive, versions, _, line, layer = done.stdout.splitlines()

@@ -26,7 +26,7 @@ _ODD = "größe 2.0 -x_y"
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with artifacts, and a repository that `init` made of them."""
     folder = tmp_path_factory.mktemp("init")
     (folder / "script").mkdir()
@@ -47,20 +47,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-_MADE = {
+_FOLDERS = {
     "script": ({"model.pt", "example_inputs.safetensors"}, 8),
     "classifier.v1": ({"model.py", "model.safetensors"}, 8),
     _ODD: ({"model.pt2"}, 64),
 }
 
 
-@pytest.mark.parametrize("name", _MADE, ids=["torchscript", "module", "exported"])
-def test_init_makes_a_model_folder(made: Path, name: str) -> None:
+@pytest.mark.parametrize("name", _FOLDERS, ids=["torchscript", "module", "exported"])
+def test_init_makes_a_model_folder(workspace: Path, name: str) -> None:
     """The files have the names that are served; the config is complete, and all can read it."""
-    files, size = _MADE[name]
-    folder = made / "new" / "models" / name
-    assert {path.name for path in folder.parent.iterdir()} == _MADE.keys()
-    assert folder.stat().st_mode == (made / "script").stat().st_mode
+    files, size = _FOLDERS[name]
+    folder = workspace / "new" / "models" / name
+    assert {path.name for path in folder.parent.iterdir()} == _FOLDERS.keys()
+    assert folder.stat().st_mode == (workspace / "script").stat().st_mode
     assert {path.name for path in folder.iterdir()} == {"1", "config.pbtxt"}
     assert {path.name for path in (folder / "1").iterdir()} == files
     document = pbtxt.read(folder)
@@ -76,18 +76,18 @@ def test_init_makes_a_model_folder(made: Path, name: str) -> None:
     assert "FORCE_CPU_ONLY_INPUT_TENSORS" in (folder / "config.pbtxt").read_text()
 
 
-def test_init_links_or_copies(made: Path) -> None:
+def test_init_links_or_copies(workspace: Path) -> None:
     """--link links to the file by an absolute path; without it, files are copied."""
-    linked = made / "new" / "models" / _ODD / "1" / "model.pt2"
-    assert linked.readlink() == made / "program.pt2"
-    copied = made / "new" / "models" / "script" / "1" / "model.pt"
+    linked = workspace / "new" / "models" / _ODD / "1" / "model.pt2"
+    assert linked.readlink() == workspace / "program.pt2"
+    copied = workspace / "new" / "models" / "script" / "1" / "model.pt"
     assert not copied.is_symlink()
-    assert copied.read_bytes() == (made / "script" / "script.pt").read_bytes()
+    assert copied.read_bytes() == (workspace / "script" / "script.pt").read_bytes()
 
 
-def test_check_of_what_init_made(made: Path) -> None:
+def test_check_of_what_init_made(workspace: Path) -> None:
     """What `init` makes passes `check`, without a note."""
-    done = run("check", "--json", "new/models/classifier.v1", cwd=made)
+    done = run("check", "--json", "new/models/classifier.v1", cwd=workspace)
     (report,) = json.loads(done.stdout)["models"]
     assert report["model"] == "classifier.v1"
     assert "error" not in report, done.stdout

@@ -173,7 +173,7 @@ def test_a_failed_request_has_tritons_message() -> None:
 
 def test_an_encoded_request() -> None:
     """In Triton's binary protocol, a header has the length of the JSON before the tensors."""
-    headers, body = load_client._http_request({"x": Tensor("FP32", np.ones((1, 2), np.float32))})
+    headers, body = load_client.http_request({"x": Tensor("FP32", np.ones((1, 2), np.float32))})
     start = int(headers["Inference-Header-Content-Length"])
     assert json.loads(body[:start])["inputs"] == [
         {"name": "x", "datatype": "FP32", "shape": [1, 2], "parameters": {"binary_data_size": 8}}

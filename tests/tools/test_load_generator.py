@@ -112,7 +112,7 @@ def test_latency_counts_from_when_a_request_was_due(outstanding: int) -> None:
         now = max(now, time) + 0.02
         ends.append(now)
 
-    async def played() -> Result:
+    async def run() -> Result:
         lock = asyncio.Lock()
 
         async def send() -> None:
@@ -121,7 +121,7 @@ def test_latency_counts_from_when_a_request_was_due(outstanding: int) -> None:
 
         return await load_generator.run(send, load, 1.0)
 
-    result = _play(played())
+    result = _play(run())
     assert result.latencies == pytest.approx(np.array(ends) - due)
     assert result.throughput == pytest.approx(len(due) / ends[-1])
 
@@ -198,12 +198,12 @@ def test_immediate_failures() -> None:
 def test_a_stop_keeps_what_was_measured(load: Load) -> None:
     """A stopped run has the requests and the duration until the stop."""
 
-    async def played() -> Result:
+    async def run() -> Result:
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(1.0, stop.set)
         return await load_generator.run(_takes(0.25), load, 100.0, stop=stop)
 
-    result = _play(played())
+    result = _play(run())
     assert 1.0 <= result.seconds <= 1.25
     assert len(result.latencies) > 0
     assert result.unanswered.size == 0
@@ -347,8 +347,8 @@ def test_server_work(convert: Any) -> None:
 
 def test_versions_are_added_up() -> None:
     """Versions are added up, including new ones."""
-    more = {"model_stats": [*_AFTER["model_stats"], _version(5, 10_000_000, {4: 1})]}
-    work = load_generator.server_work(_BEFORE, more)
+    statistics = {"model_stats": [*_AFTER["model_stats"], _version(5, 10_000_000, {4: 1})]}
+    work = load_generator.server_work(_BEFORE, statistics)
     assert work.requests == 25
     assert work.batches == {2: 2, 4: 5}
 

@@ -82,7 +82,7 @@ def test_inspect(tmp_path: Path) -> None:
         (None, "is no environment: it has neither pyvenv.cfg nor conda-meta"),
         ((), "bin/python does not run: No such file"),
         (("echo no module named os >&2", "exit 1"), "does not run: no module named os"),
-        (("exit 3",), "does not run: it says nothing"),
+        (("exit 3",), "does not run: it printed no error"),
     ],
     ids=["no-environment", "no-python", "complains", "silent"],
 )
@@ -231,7 +231,7 @@ def test_a_stub_for_another_python_is_reported(
         assert f"names an environment for Python {PYTHON}, and {stub} is built" in done.stderr
 
 
-# --- written whole, or not at all ------------------------------------------------------------
+# --- atomic writes ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("problem", ["link", "library"])

@@ -67,8 +67,8 @@ def test_stages(process: None, tmp_path: Path) -> None:
     rows = [(row["stage"], row["depth"], row["calls"]) for row in summary["stages"]]
     depths = [1, 1, *[2] * 7]
     assert rows == [("batch", 0, 3), *((n, d, 3) for n, d in zip(names, depths, strict=True))]
-    whole, *parts = summary["stages"]
-    assert sum(row["ms"] for row in parts if row["depth"] == 1) <= whole["ms"]
+    total, *parts = summary["stages"]
+    assert sum(row["ms"] for row in parts if row["depth"] == 1) <= total["ms"]
     (negate,) = [row for row in summary["operators"] if row["operator"] == "aten::neg"]
     assert negate["calls"] == 3
     assert (summary["requests"], summary["device"]) == (4, "cpu")

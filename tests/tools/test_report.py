@@ -54,11 +54,6 @@ def test_three_digits(value: float, text: str) -> None:
     assert report.three_digits(value) == text
 
 
-def test_spread() -> None:
-    """A spread is the median with the extremes."""
-    assert report.spread([3.0, 1.0, 2.0]).text(1) == "2.0 (1.0..3.0)"
-
-
 def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     """A file that cannot be written is an error, and nothing is left of it."""
     report.write_json(tmp_path / "a.json", {"a": 1})

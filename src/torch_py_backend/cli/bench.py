@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import IO, Annotated, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias, TypeVar
 
 import typer
 from rich.console import Console
@@ -20,7 +20,7 @@ from torch_py_backend.cli import interruption
 from torch_py_backend.cli.interruption import Stopped
 from torch_py_backend.errors import BenchError, ServerError
 from torch_py_backend.server.tritonserver import Server
-from torch_py_backend.tools import load_client, load_generator, payloads, report
+from torch_py_backend.tools import artifact_files, load_client, load_generator, payloads, report
 from torch_py_backend.tools.load_client import Address
 from torch_py_backend.tools.load_generator import Closed, Load, Open
 from torch_py_backend.tools.payloads import Model, Payload
@@ -62,7 +62,7 @@ def bench(
         Path | None,
         typer.Option(
             help="The inputs to send: safetensors, or JSON as Triton reads it. By default the"
-            f" model's {payloads.EXAMPLE}, else made-up values."
+            f" model's {artifact_files.EXAMPLE}, else made-up values."
         ),
     ] = None,
     protocol: Annotated[
@@ -74,7 +74,17 @@ def bench(
     seed: Annotated[int, typer.Option(help="Seed of made-up values and sending times.", min=0)] = 0,
 ) -> None:
     """Put load on a model; report throughput, latencies, Triton's split and batch sizes."""
-    loads = _loads(concurrency, rate, seed)
+    if concurrency and rate:
+        raise BenchError(
+            "--concurrency and --rate are both given; a load is closed (a number of"
+            " outstanding requests) or open (requests per second). Give one of them."
+        )
+    loads: Sequence[Load]
+    if rate:
+        loads = [Open(number, seed) for number in _numbers("--rate", rate, float)]
+    else:
+        counts = _numbers("--concurrency", concurrency or _CONCURRENCY, int)
+        loads = [Closed(number) for number in counts]
     results = Report(
         model,
         _seconds("--duration", duration),
@@ -86,7 +96,15 @@ def bench(
     interruption.raise_at_signals()
     try:
         with _served(target, model, protocol) as (address, folder):
-            _measure(results, loads, address, partial(_requests, folder, inputs, rows, seed))
+            loop = load_generator.event_loop()
+            make_requests = partial(_requests, folder, inputs, rows, seed)
+            try:
+                loop.run_until_complete(_measure(results, loads, address, make_requests))
+            finally:
+                loop.close()
+                # A further signal must not interrupt the shutdown of the server. close() resets
+                # handlers.
+                interruption.ignore_signals()
     except Stopped:
         results.interrupted = True
     finally:
@@ -101,18 +119,6 @@ def bench(
 
 
 # --- options ---------------------------------------------------------------------------------
-
-
-def _loads(concurrency: str, rate: str, seed: int) -> tuple[Load, ...]:
-    if concurrency and rate:
-        raise BenchError(
-            "--concurrency and --rate are both given; a load is closed (so many requests"
-            " outstanding) or open (so many sent a second). Give one of them."
-        )
-    if rate:
-        return tuple(Open(number, seed) for number in _numbers("--rate", rate, float))
-    concurrency = concurrency or _CONCURRENCY
-    return tuple(Closed(number) for number in _numbers("--concurrency", concurrency, int))
 
 
 def _numbers(option: str, text: str, kind: Callable[[str], _Number]) -> list[_Number]:
@@ -147,7 +153,7 @@ def _served(target: str, model: str, protocol: str) -> Iterator[tuple[Address, P
         address = load_client.address(target)
         if protocol not in ("", address.protocol):
             raise BenchError(
-                f"--protocol is {protocol}, and {target} says {address.protocol}. Leave it out."
+                f"--protocol is {protocol}, and {target} names {address.protocol}. Omit --protocol."
             )
         yield address, None
         return
@@ -165,38 +171,22 @@ def _served(target: str, model: str, protocol: str) -> Iterator[tuple[Address, P
         Server(path, http_port=0, grpc_port=0, metrics_port=0, arguments=only, log=log) as server,
     ):
         with _STDERR.status(f"starting a server for {escape(model)}"):
-            _wait_loaded(server, log)
+            try:
+                server.wait_loaded()
+            except ServerError:
+                log.seek(0)
+                for line in log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]:
+                    _STDERR.print(escape(line))
+                raise
         host = server.http_address if protocol == "http" else server.grpc_address
         yield Address(protocol or "grpc", host), folder
-
-
-def _wait_loaded(server: Server, log: IO[bytes]) -> None:
-    try:
-        server.wait_loaded()
-    except ServerError:
-        log.seek(0)
-        for line in log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]:
-            _STDERR.print(escape(line))
-        raise
 
 
 # --- the measurement -------------------------------------------------------------------------
 
 
-def _measure(
-    results: Report, loads: tuple[Load, ...], address: Address, requests: _MakeRequests
-) -> None:
-    loop = load_generator.event_loop()
-    try:
-        loop.run_until_complete(_sweep(results, loads, address, requests))
-    finally:
-        loop.close()
-        # A further signal must not interrupt the shutdown of the server. close() resets handlers.
-        interruption.ignore_signals()
-
-
-async def _sweep(
-    results: Report, loads: tuple[Load, ...], address: Address, requests: _MakeRequests
+async def _measure(
+    results: Report, loads: Sequence[Load], address: Address, make_requests: _MakeRequests
 ) -> None:
     """Add one point for each load to the report; a signal ends the load and keeps its point."""
     stop = asyncio.Event()
@@ -206,11 +196,11 @@ async def _sweep(
         await load_client.require_ready(client, results.model)
         target = payloads.model(results.model, await client.config(results.model))
         results.server = str(address)
-        results.inputs, sent = requests(target)
+        results.inputs, requests = make_requests(target)
         if target.max_batch_size:
-            counts = [len(next(iter(payload.values())).array) for payload in sent]
+            counts = [len(next(iter(payload.values())).array) for payload in requests]
             results.rows = sum(counts) / len(counts)
-        send = client.sender(results.model, sent)
+        send = client.sender(results.model, requests)
         for position, load in enumerate(loads, start=1):
             if _STDERR.is_terminal:
                 _STDERR.print(f"{load} ({position} of {len(loads)})")
@@ -236,7 +226,7 @@ def _requests(
     if inputs is not None:
         return str(inputs), payloads.read(inputs, target, rows)
     if folder is not None:
-        example = folder / repository.latest(folder) / payloads.EXAMPLE
+        example = folder / repository.latest(folder) / artifact_files.EXAMPLE
         if example.is_file():
             return example.name, payloads.read(example, target, rows)
     return "made up", payloads.generate(target, rows, seed)

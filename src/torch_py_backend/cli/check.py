@@ -42,7 +42,7 @@ def check(
     with console.status("") as status:
         for number, folder in enumerate(folders, 1):
             status.update(f"trying {escape(folder.name)} ({number} of {len(folders)})")
-            reports.append(_report(folder, timeout, traceback=traceback))
+            reports.append(_check_model(folder, timeout, traceback=traceback))
             if not as_json:
                 _print_model(console, reports[-1])
     problems = list(preflight.machine_problems())
@@ -59,7 +59,7 @@ def check(
     raise typer.Exit(1 if failed else 0)
 
 
-def _report(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
+def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
     """Load a model in a child process, and return what `check --json` prints for it."""
     notes = list(preflight.folder_problems(folder))
     deadline = time.monotonic() + timeout
@@ -75,33 +75,21 @@ def _report(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
                 expected="the folder's name; Triton refuses another",
             )
         preflight.check_execution_environment(folder, document)
-        version = repository.latest(folder)
         incomplete = completion.is_incomplete(document)
-        if incomplete:
-            arguments = pbtxt.arguments(folder, version, document)
-            completion.complete(arguments, document, timeout)
-        else:
-            completion.set_decoupled(document, folder / version)
+        version, document = model_folder.completed(folder, timeout)
         remaining = max(0.0, round(deadline - time.monotonic(), 1))
         report = model_folder.inspect(folder, version, document, remaining)
     except BackendError as error:
-        report = {"model": folder.name, "error": str(error), "notes": notes}
-        report["at"] = _own_frame(folder, error.traceback)
+        report = {"model": folder.name, "error": str(error), "notes": notes, "at": ""}
+        for file, line, function, source in _FRAME.findall(error.traceback):
+            if Path(file).is_relative_to(folder):  # the innermost such frame is the last one
+                report["at"] = f"{file}:{line} in {function}" + (f": {source}" if source else "")
         return report | ({"traceback": error.traceback} if traceback else {})
     if incomplete:
         notes.append("config.pbtxt leaves out inputs or outputs; they come from the model.")
     if report["hooks"]:
         notes.extend(preflight.idle_gpu_notes(document))
     return {"model": folder.name, "version": version, "notes": notes, **report}
-
-
-def _own_frame(folder: Path, traceback: str) -> str:
-    """Return the innermost frame in a file of the model's folder, or an empty string."""
-    frames = [frame for frame in _FRAME.findall(traceback) if Path(frame[0]).is_relative_to(folder)]
-    if not frames:
-        return ""
-    file, line, function, source = frames[-1]
-    return f"{file}:{line} in {function}" + (f": {source}" if source else "")
 
 
 def _print_model(console: Console, report: Mapping[str, Any]) -> None:

@@ -29,7 +29,6 @@ from torch_py_backend.torchserve import mar_archive, migration
 from torch_py_backend.torchserve.mar_archive import Limits
 from torch_py_backend.torchserve.migration import Migration, MigrationOptions
 
-_NAME = re.compile(r"[\w-][\w.\- ]*")
 # An example is a file with the name of an input.
 _INPUT = re.compile(r"[A-Za-z_]\w*")
 _DEFAULT = Limits()
@@ -41,7 +40,9 @@ def import_mar(
     ],
     output: Annotated[
         Path | None,
-        typer.Option(help="The model folder to make; by default the archive's model name, here."),
+        typer.Option(
+            help="The model folder to make; by default the archive's model name, in this folder."
+        ),
     ] = None,
     inputs: Annotated[
         list[str] | None,
@@ -57,13 +58,13 @@ def import_mar(
     ] = "",
     example: Annotated[
         Path | None,
-        typer.Option(help="A file with a request's body, to try and to warm up the model with."),
+        typer.Option(help="A file with a request's body, to try and warm up the model."),
     ] = None,
     max_gigabytes: Annotated[
-        float, typer.Option(min=0.001, help="How large the archive may be, unpacked.")
+        float, typer.Option(min=0.001, help="Largest size of the unpacked archive.")
     ] = _DEFAULT.gigabytes,
     max_files: Annotated[
-        int, typer.Option(min=1, help="How many files it may hold.")
+        int, typer.Option(min=1, help="Largest number of files in it.")
     ] = _DEFAULT.files,
 ) -> None:
     """Make a model folder from a TorchServe archive, and load it once, which runs its handler."""
@@ -76,7 +77,7 @@ def import_mar(
         raise ArchiveError(
             "--input", f"it is {', '.join(inputs or ())}", expected="names, each once"
         )
-    wishes = MigrationOptions(tuple(inputs or ()), content_type, example is not None)
+    options = MigrationOptions(tuple(inputs or ()), content_type, example is not None)
     parent = (output.absolute().parent if output is not None else Path.cwd()).resolve()
     if output is not None:  # checked before gigabytes are unpacked
         _refuse_name(output.absolute().name, parent)
@@ -92,7 +93,7 @@ def import_mar(
             manifest = mar_archive.read_manifest(unpacked, archive.name)
             name = output.absolute().name if output is not None else manifest.model_name
             _refuse_name(name, parent)
-            result = migration.migrate(archive.name, name, unpacked, manifest, wishes)
+            result = migration.migrate(archive.name, name, unpacked, manifest, options)
             version = Path(scratch) / name / "1"
             version.mkdir(parents=True)
             unpacked.rename(version / ARCHIVE)
@@ -104,7 +105,7 @@ def import_mar(
             version.parent.rename(parent / name)
     except OSError as error:
         raise InstallError(f"cannot import {archive.name} into {parent}: {error}") from error
-    _print(parent / name, result)
+    _report(parent / name, result)
 
 
 @contextlib.contextmanager
@@ -122,7 +123,7 @@ def _temporary_parents(folder: Path) -> Iterator[None]:
 
 
 def _refuse_name(name: str, parent: Path) -> None:
-    if not _NAME.fullmatch(name):
+    if not model_folder.NAME.fullmatch(name):
         raise InstallError(
             f"the model's name is '{printable(name)}'; expected letters, digits, _, -, . and"
             " blanks. Give another one with --output."
@@ -131,7 +132,7 @@ def _refuse_name(name: str, parent: Path) -> None:
         raise InstallError(f"{parent / name} exists already; give another folder with --output.")
 
 
-def _print(folder: Path, result: Migration) -> None:
+def _report(folder: Path, result: Migration) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print(f"made {folder}")
     for line in result.taken:

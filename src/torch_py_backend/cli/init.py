@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from torch_py_backend.config import dtypes
+from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.errors import InstallError
 from torch_py_backend.tools import artifact_files, model_folder
 from torch_py_backend.tools.model_folder import FolderReport
 
-_NAME = re.compile(r"[\w-][\w.\- ]*")
 # NAME:TYPE:DIMS; DIMS are numbers separated by x.
 _INPUT = re.compile(r"(?P<name>.+):(?:TYPE_)?(?P<type>\w+):(?P<dims>(?:-1|\d+)(?:x(?:-1|\d+))*)?")
 
@@ -43,8 +42,8 @@ def init(
         typer.Option(
             "--input",
             metavar="NAME:TYPE:DIMS",
-            help="What a request holds, such as x:FP32:3x224x224: dims without the batch dimension,"
-            " -1 for any size. Repeat it for each input.",
+            help="An input, such as x:FP32:3x224x224: dims without the batch dimension, -1 for any"
+            " size. Repeat it for each input.",
         ),
     ] = None,
     example: Annotated[
@@ -63,11 +62,13 @@ def init(
     if example is not None and not example.is_file():
         raise InstallError(f"--example is {example}; expected a file of safetensors.")
     if example is not None and inputs:
-        raise InstallError("--input and --example both say what the inputs are; give one of them.")
-    entries = [_input(text) for text in inputs or ()]
-    name = name or _default_name(model_file)
-    artifact = artifact_files.find(name, model_file.absolute(), example)
-    if not _NAME.fullmatch(name):
+        raise InstallError("--input and --example both define the inputs; give one of them.")
+    entries = [_parse_input(text) for text in inputs or ()]
+    absolute = model_file.absolute()
+    default_name = absolute.name if absolute.is_dir() else absolute.stem
+    name = name or default_name
+    artifact = artifact_files.find(name, absolute, example)
+    if not model_folder.NAME.fullmatch(name):
         raise InstallError(f"--name is '{name}'; expected letters, digits, _, -, . and blanks.")
     parent = repository or Path("models" if model_file.is_dir() else "")
     target = parent.absolute() / name
@@ -77,68 +78,53 @@ def init(
     console.print(f"made {target}")
     for line in report.lines:
         console.print(f"  {line}")
-    command = _init_command(model_file, parent, name, inputs or (), example)
-    for line in _next_commands(report, command, parent / name):
+    if report.loads:
+        console.print(f"next: {shlex.join(['torch-py-backend', 'serve', str(parent)])}")
+        return
+    command = ["torch-py-backend", "init", str(model_file), "--force"]
+    command += ["--name", name] if name != default_name else []
+    command += ["--repository", str(parent)] if parent != Path() else []
+    command += [word for text in inputs or () for word in ("--input", text)]
+    command += ["--example", str(example)] if example is not None else []
+    for line in _next_steps(report, model_file, parent / name, command):
         console.print(line)
-    if not report.loads:
-        raise typer.Exit(1)
+    raise typer.Exit(1)
 
 
-def _default_name(path: Path) -> str:
-    return path.absolute().name if path.is_dir() else path.absolute().stem
-
-
-def _input(text: str) -> dict[str, Any]:
+def _parse_input(text: str) -> dict[str, Any]:
     """Return the entry of config.pbtxt for NAME:TYPE:DIMS."""
     match = _INPUT.fullmatch(text)
     data_type = match["type"].upper() if match else ""
-    known = {dtype.config.removeprefix("TYPE_"): dtype for dtype in dtypes.TABLE}
-    known |= {dtype.triton: dtype for dtype in dtypes.TABLE}
-    if match is None or data_type not in known:
+    by_name = {dtype.config.removeprefix("TYPE_"): dtype for dtype in dtypes.TABLE}
+    by_name |= {dtype.triton: dtype for dtype in dtypes.TABLE}
+    if match is None or data_type not in by_name:
         raise InstallError(
             f"--input is '{text}'; expected NAME:TYPE:DIMS such as x:FP32:3x224x224, with one of"
             f" the types {', '.join(dtype.triton for dtype in dtypes.TABLE)}."
         )
     dims = [int(size) for size in match["dims"].split("x")] if match["dims"] else []
-    entry = {"name": match["name"], "data_type": known[data_type].config, "dims": dims}
+    entry = {"name": match["name"], "data_type": by_name[data_type].config, "dims": dims}
     # Triton requires one dimension at least; `reshape` removes it before the model's call.
     return entry if dims else entry | {"dims": [1], "reshape": {"shape": []}}
 
 
-def _init_command(
-    model_file: Path, parent: Path, name: str, inputs: Sequence[str], example: Path | None
-) -> list[str]:
-    """Return the command that makes the folder again."""
-    words = ["torch-py-backend", "init", str(model_file), "--force"]
-    words += ["--name", name] if name != _default_name(model_file) else []
-    words += ["--repository", str(parent)] if parent != Path() else []
-    words += [word for text in inputs for word in ("--input", text)]
-    return [*words, "--example", str(example)] if example is not None else words
-
-
-def _next_commands(report: FolderReport, command: Sequence[str], folder: Path) -> Iterator[str]:
-    """Yield the next steps, as commands."""
-    if report.loads:
-        yield f"next: {shlex.join(['torch-py-backend', 'serve', str(folder.parent)])}"
-        return
+def _next_steps(
+    report: FolderReport, model_file: Path, folder: Path, command: list[str]
+) -> Iterator[str]:
+    """Yield the steps after which a model may load; `command` replaces its folder."""
     if report.weights:
-        file = Path(command[2]).with_name(report.weights)
+        file = model_file.with_name(report.weights)
         yield f"next: save the weights as {file}: torch.save(module.state_dict(), {str(file)!r})"
     elif not report.missing:
-        yield "next: correct that"
-    options = [word for entry in report.missing for word in ("--input", _sample_option(entry))]
+        yield "next: correct this"
+    options = []
+    for argument in report.missing:
+        data_type = argument.get("data_type", "TYPE_FP32").removeprefix("TYPE_")
+        dims = pbtxt.model_dims(argument) if "dims" in argument else (3, 224, 224)
+        options += ["--input", f"{argument['name']}:{data_type}:{'x'.join(map(str, dims))}"]
     first = "next:" if report.missing and not report.weights else "then:"
     yield f"{first} {shlex.join([*command, *options])}"
     if report.missing:
         yield "      (types and sizes are examples; without the batch dimension; or --example FILE)"
     check = shlex.join(["torch-py-backend", "check", str(folder)])
     yield f"or:   edit {folder / 'config.pbtxt'}, then {check}"
-
-
-def _sample_option(argument: Mapping[str, Any]) -> str:
-    """Return a sample value of --input for an argument."""
-    if "data_type" not in argument:
-        return f"{argument['name']}:FP32:3x224x224"
-    dims = [] if "reshape" in argument else argument["dims"]
-    data_type = argument["data_type"].removeprefix("TYPE_")
-    return f"{argument['name']}:{data_type}:{'x'.join(map(str, dims))}"

@@ -9,15 +9,15 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
-    """The end of a measurement. asyncio lets no other exception of a signal handler through."""
+    """A measurement was stopped. asyncio propagates no other exceptions of signal handlers."""
 
 
 class DeadlineReached(Stopped):
-    """The end of a measurement by its own deadline."""
+    """A measurement was stopped by its own deadline."""
 
 
 def raise_at_signals(deadline_s: float | None = None) -> None:
-    """Raise Stopped at the first signal, or DeadlineReached in so many seconds.
+    """Raise Stopped at the first signal, or DeadlineReached at the deadline.
 
     Further signals are ignored: they must not interrupt the clean-up and the writing of results.
     """

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +23,7 @@ _WIDTH = 100
 
 def profile(
     model: Annotated[Path, typer.Argument(help="The model's folder.")],
-    batches: Annotated[int, typer.Option(min=1, help="How many batches are recorded.")] = 10,
+    batches: Annotated[int, typer.Option(min=1, help="Number of batches to record.")] = 10,
     batch_size: Annotated[
         int | None,
         typer.Option(
@@ -41,13 +40,11 @@ def profile(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Where the trace goes: a .json or .json.gz; by default MODEL.trace.json.gz, here."
+            help="Path of the trace, a .json or .json.gz; by default MODEL.trace.json.gz."
         ),
     ] = None,
-    memory: Annotated[
-        bool, typer.Option("--memory", help="Also record what is allocated and freed.")
-    ] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="Seconds that it may take.")] = 600.0,
+    memory: Annotated[bool, typer.Option("--memory", help="Also record allocations.")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="Time limit in seconds.")] = 600.0,
 ) -> None:
     """Load a model without a server, and write a trace of some batches, with each stage."""
     if not model.is_dir():
@@ -60,7 +57,15 @@ def profile(
         raise ProfileError(
             f"--output is {path}; expected a file whose name ends in {' or '.join(_SUFFIXES)}."
         )
-    with _beside(path) as scratch:
+    try:
+        temporary = tempfile.TemporaryDirectory(dir=path.parent, prefix=".profile-")
+    except OSError as error:
+        raise ProfileError(
+            f"cannot write into {path.parent}: {error.strerror or error}; --output names another"
+            " place for the trace."
+        ) from None
+    with temporary as name:
+        trace = Path(name) / path.name
         version, document = model_folder.completed(folder, timeout)
         summary: dict[str, Any] = child_process.run(
             folder.name,
@@ -70,42 +75,28 @@ def profile(
                 "batches": batches,
                 "requests": batch_size,
                 "inputs": None if inputs is None else str(inputs.absolute()),
-                "output": str(scratch),
+                "output": str(trace),
                 "memory": memory,
             },
             timeout,
         )
-        scratch.replace(path)
-    _print(summary, batches, memory=memory)
+        trace.replace(path)  # a complete trace, or none
+    _print_summary(summary, batches, memory=memory)
     _OUT.print(f"wrote {path}", markup=False, soft_wrap=True)
-    _OUT.print("to see it: open https://ui.perfetto.dev, and drop the file there", soft_wrap=True)
+    _OUT.print("to view it, open it on https://ui.perfetto.dev", soft_wrap=True)
 
 
-@contextlib.contextmanager
-def _beside(path: Path) -> Iterator[Path]:
-    """Yield a path in a temporary folder beside a file, from which it is then moved."""
-    try:
-        folder = tempfile.TemporaryDirectory(dir=path.parent, prefix=".profile-")
-    except OSError as error:
-        raise ProfileError(
-            f"cannot write into {path.parent}: {error.strerror or error}; --output names another"
-            " place for the trace."
-        ) from None
-    with folder as name:
-        yield Path(name) / path.name
-
-
-def _print(summary: Mapping[str, Any], batches: int, *, memory: bool) -> None:
+def _print_summary(summary: Mapping[str, Any], batches: int, *, memory: bool) -> None:
     if not _OUT.is_terminal:
         _OUT.width = max(_OUT.width, _WIDTH)
-    whole = sum(stage["ms"] for stage in summary["stages"] if stage["depth"] == 0)
+    total_ms = sum(stage["ms"] for stage in summary["stages"] if stage["depth"] == 0)
     stages = report.table(("stage", "calls", "ms a batch", "share"), title="stages")
     for stage in summary["stages"]:
         stages.add_row(
             "  " * stage["depth"] + stage["stage"],
             str(stage["calls"]),
             f"{stage['ms'] / batches:.3g}",
-            f"{stage['ms'] / whole:.0%}",
+            f"{stage['ms'] / total_ms:.0%}",
         )
     _OUT.print(stages)
     on_device = any(operator["device_ms"] for operator in summary["operators"])
@@ -117,16 +108,16 @@ def _print(summary: Mapping[str, Any], batches: int, *, memory: bool) -> None:
             operator["operator"],
             str(operator["calls"]),
             f"{operator['self_ms']:.3g}",
-            f"{operator['self_ms'] / whole:.0%}",
+            f"{operator['self_ms'] / total_ms:.0%}",
             *[f"{operator['device_ms']:.3g}"] * on_device,
             *[f"{operator['memory_mb']:.3g}"] * memory,
         )
     _OUT.print(operators)
     requests = f"{summary['requests']} request{'s' * (summary['requests'] != 1)}"
     _OUT.print(
-        f"{batches} batches of {requests}, each {whole / batches:.3g} ms, on {summary['device']};"
-        f" inputs: {summary['inputs']}. The profiler itself takes time, the more the shorter an"
-        " operator is.",
+        f"{batches} batches of {requests}, each {total_ms / batches:.3g} ms, on"
+        f" {summary['device']}; inputs: {summary['inputs']}. The profiler adds overhead, most"
+        " to short operators.",
         markup=False,
         soft_wrap=True,
     )

@@ -48,9 +48,13 @@ class ArtifactFiles:
     @property
     def lacks_weights(self) -> bool:
         """Whether this is a Python source without a file of weights."""
-        return self.description == _SOURCE and not any(
-            name.startswith("model.") and name != "model.py" for name in self.files
-        )
+        model_file, *others = self.files
+        return model_file == "model.py" and not any(name.startswith("model.") for name in others)
+
+    @property
+    def weights_name(self) -> str:
+        """The name of the weights file that belongs to a Python source."""
+        return Path(self.title).with_suffix(".pt").name
 
 
 def find(model: str, path: Path, example: Path | None) -> ArtifactFiles:

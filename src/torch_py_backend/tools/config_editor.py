@@ -6,6 +6,7 @@ expected document from it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -50,25 +51,36 @@ def edit(model: str, text: str, parameters: Mapping[str, str | None], instances:
     removed = {alias: None for key in parameters for alias in aliases.get(key, ())}
     changes: dict[str, str | None] = {**removed, **parameters}
     before = pbtxt.parse(model, text)
-    expected = _expected(model, before, changes, instances)
-    if expected == before:
-        return text
+    expected = type(before)()
+    expected.CopyFrom(before)
     edited = text
     for key, value in changes.items():
-        edited = _remove(edited, key) if value is None else _set(edited, key, value)
+        if value is not None:
+            expected.parameters[key].string_value = value
+            edited = _set_parameter(edited, key, value)
+        elif key in expected.parameters:
+            del expected.parameters[key]
+            edited = _remove_parameter(edited, key)
     if instances is not None and instances != count(model, before):
+        groups = expected.instance_group
+        (groups[0] if groups else groups.add()).count = instances
         edited = _set_count(edited, instances)
-    try:
-        accepted = pbtxt.parse(model, edited) == expected
-    except ConfigError:
-        accepted = False
-    if not accepted:
-        raise ConfigError(
-            model,
-            "config.pbtxt is written in a way that cannot be edited without changing more",
-            cure=f"Write this into it yourself: {_manual_change(parameters, instances)}",
-        )
-    return edited
+    if expected == before:
+        return text
+    with contextlib.suppress(ConfigError):  # the text cannot be parsed any more
+        if pbtxt.parse(model, edited) == expected:
+            return edited
+    lines = [
+        f"no {key}" if value is None else _parameter(key, value)
+        for key, value in parameters.items()
+    ]
+    if instances is not None:
+        lines.append(f"instance_group count: {instances}")
+    raise ConfigError(
+        model,
+        "config.pbtxt is written in a way that cannot be edited without changing more",
+        cure=f"Write this into it yourself: {'; '.join(lines)}",
+    )
 
 
 def count(model: str, config: Any) -> int:
@@ -85,33 +97,6 @@ def count(model: str, config: Any) -> int:
             cure="Leave one of them, or set the counts yourself.",
         )
     return (config.instance_group[0].count if config.instance_group else 0) or 1
-
-
-def _expected(
-    model: str, before: Any, parameters: Mapping[str, str | None], instances: int | None
-) -> Any:
-    """Return the document that the edited text must parse to."""
-    after = type(before)()
-    after.CopyFrom(before)
-    for key, value in parameters.items():
-        if value is not None:
-            after.parameters[key].string_value = value
-        elif key in after.parameters:
-            del after.parameters[key]
-    if instances is not None and instances != count(model, before):
-        group = after.instance_group[0] if after.instance_group else after.instance_group.add()
-        group.count = instances
-    return after
-
-
-def _manual_change(parameters: Mapping[str, str | None], instances: int | None) -> str:
-    lines = [
-        _parameter(key, value) if value is not None else f"no {key}"
-        for key, value in parameters.items()
-    ]
-    if instances is not None:
-        lines.append(f"instance_group count: {instances}")
-    return "; ".join(lines)
 
 
 def _parameter(key: str, value: str) -> str:
@@ -132,7 +117,7 @@ def _entries(text: str, key: str) -> list[re.Match[str]]:
     return [match for match in _ENTRY.finditer(_blanked(text)) if match["key"][1:-1] == key]
 
 
-def _set(text: str, key: str, value: str) -> str:
+def _set_parameter(text: str, key: str, value: str) -> str:
     entries = _entries(text, key)
     for entry in reversed(entries):
         if entry["value"] is None:
@@ -143,7 +128,7 @@ def _set(text: str, key: str, value: str) -> str:
     return text if entries else _append(text, _parameter(key, value))
 
 
-def _remove(text: str, key: str) -> str:
+def _remove_parameter(text: str, key: str) -> str:
     while entries := _entries(text, key):
         start, end = entries[0].span()
         blanked = _blanked(text)

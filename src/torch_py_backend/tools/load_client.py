@@ -26,10 +26,11 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import tritonserver
 from torch_py_backend.server.tritonserver import ModelState
-from torch_py_backend.tools.load_generator import JsonObject, Send
+from torch_py_backend.tools.load_generator import Send
 from torch_py_backend.tools.payloads import Payload
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ _INSTALL = "pip install 'torch-py-backend[bench]'"
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A server's host and port, and their protocol."""
+    """A server's protocol, host and port."""
 
     protocol: str
     host: str
@@ -65,7 +66,9 @@ def address(url: str) -> Address:
     except ValueError:  # the port is not a number
         complete = False
     if not complete or parts.scheme not in PROTOCOLS or parts.query:
-        raise ServerError(f"'{url}' is no address; expected grpc://host:port or http://host:port.")
+        raise ServerError(
+            f"'{url}' is not an address; expected grpc://host:port or http://host:port."
+        )
     return Address(parts.scheme, parts.netloc)
 
 
@@ -73,7 +76,7 @@ class Client(abc.ABC):
     """A client of one address, to be used and closed in one event loop."""
 
     def __init__(self, to: Address, **options: object) -> None:
-        """`options` are those of each call of tritonclient, which asks about models."""
+        """`options` are arguments of each call of tritonclient."""
         self._address = to
         self._options = options
         module = importlib.import_module(f"tritonclient.{to.protocol}.aio")
@@ -81,7 +84,7 @@ class Client(abc.ABC):
 
     @abc.abstractmethod
     def sender(self, model: str, payloads: Sequence[Payload]) -> Send:
-        """Return a function that sends these requests in turn, starting over at the end."""
+        """Return a function that sends the next of these requests, in a cycle."""
 
     async def aclose(self) -> None:
         """Close the connections."""
@@ -129,9 +132,18 @@ class _GrpcClient(Client):
         self._error = grpc.RpcError
 
     def sender(self, model: str, payloads: Sequence[Payload]) -> Send:
+        from tritonclient.grpc import service_pb2  # noqa: PLC0415  in an extra
+
+        messages = []
+        for payload in payloads:
+            message = service_pb2.ModelInferRequest(model_name=model)
+            for name, tensor in payload.items():
+                message.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.array.shape)
+                message.raw_input_contents.append(tensor.encoded())
+            messages.append(message.SerializeToString())
+        requests = itertools.cycle(messages)
         # Without a serializer, the channel sends and returns bytes.
         infer = self._channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-        requests = itertools.cycle([_grpc_request(model, payload) for payload in payloads])
         rpc_error = self._error
 
         async def send() -> None:
@@ -154,7 +166,7 @@ class _HttpClient(Client):
 
     def sender(self, model: str, payloads: Sequence[Payload]) -> Send:
         url = f"http://{self._address.host}/v2/models/{model}/infer"
-        return http_sender(self._session, url, list(map(_http_request, payloads)))
+        return http_sender(self._session, url, list(map(http_request, payloads)))
 
     async def aclose(self) -> None:
         await self._session.close()
@@ -183,22 +195,11 @@ async def require_ready(client: Client, model: str) -> None:
     states = await client.states()
     versions = [state for state in states if state.name == model]
     if not versions:
-        known = ", ".join(sorted({state.name for state in states})) or "none"
-        raise ServerError(f"the server has no model '{model}'; its models: {known}.")
+        names = ", ".join(sorted({state.name for state in states})) or "none"
+        raise ServerError(f"the server has no model '{model}'; its models: {names}.")
     if not any(state.ready for state in versions):
         reason = versions[-1].reason.split("\n\nAt:")[0].strip() or "it was not loaded"
         raise ServerError(f"model '{model}' is not ready on the server: {reason.rstrip('.')}.")
-
-
-def _grpc_request(model: str, payload: Payload) -> bytes:
-    from tritonclient.grpc import service_pb2  # noqa: PLC0415  in an extra
-
-    message = service_pb2.ModelInferRequest(model_name=model)
-    for name, tensor in payload.items():
-        message.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.array.shape)
-        message.raw_input_contents.append(tensor.encoded())
-    encoded: bytes = message.SerializeToString()
-    return encoded
 
 
 def session() -> aiohttp.ClientSession:
@@ -211,7 +212,7 @@ def session() -> aiohttp.ClientSession:
 
 
 def http_sender(session: aiohttp.ClientSession, url: str, requests: Sequence[HttpRequest]) -> Send:
-    """Return a function that posts these requests in turn, starting over at the end."""
+    """Return a function that posts the next of these requests, in a cycle."""
     cycle = itertools.cycle(requests)
 
     async def send() -> None:
@@ -219,12 +220,16 @@ def http_sender(session: aiohttp.ClientSession, url: str, requests: Sequence[Htt
         async with session.post(url, data=body, headers=headers) as response:
             content = await response.read()
         if response.status != HTTPStatus.OK:
-            raise ServerError(_http_error(response.status, content))
+            try:
+                message = json.loads(content)["error"]  # of Triton
+            except (ValueError, KeyError, TypeError):
+                message = f"HTTP status {response.status}: {content[:200]!r}"
+            raise ServerError(message)
 
     return send
 
 
-def _http_request(payload: Payload) -> HttpRequest:
+def http_request(payload: Payload) -> HttpRequest:
     """Return a request of Triton's binary protocol: JSON, followed by the tensors' bytes."""
     encoded = [tensor.encoded() for tensor in payload.values()]
     header = {
@@ -245,12 +250,3 @@ def _http_request(payload: Payload) -> HttpRequest:
         "Content-Type": "application/octet-stream",
     }
     return headers, start + b"".join(encoded)
-
-
-def _http_error(status: int, body: bytes) -> str:
-    """Return the message of an error response, which Triton sends as JSON."""
-    try:
-        message: str = json.loads(body)["error"]
-    except (ValueError, KeyError, TypeError):
-        message = f"HTTP status {status}: {body[:200]!r}"
-    return message

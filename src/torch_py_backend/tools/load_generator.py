@@ -16,17 +16,17 @@ import selectors
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import BackendError, BenchError, summarize
 
 Send: TypeAlias = Callable[[], Awaitable[object]]
 """A function that sends one request and waits for its response, or raises."""
-JsonObject: TypeAlias = dict[str, Any]
 ReadStatistics: TypeAlias = Callable[[], Awaitable[JsonObject]]
 """A function that returns Triton's statistics of a model since the server's start."""
 
@@ -127,10 +127,10 @@ class ServerWork:
         batches: calls of the model by their number of rows.
     """
 
-    requests: int
-    failures: int
-    stages: dict[str, float]
-    batches: dict[int, int]
+    requests: int = 0
+    failures: int = 0
+    stages: dict[str, float] = field(default_factory=dict)
+    batches: dict[int, int] = field(default_factory=dict)
 
     @property
     def calls(self) -> int:
@@ -173,23 +173,23 @@ async def measure(
     expected = 0
     if warmup:
         if statistics:
-            expected = server_work({}, await _stable(statistics)).requests
+            expected = server_work({}, await _stable_statistics(statistics)).requests
         other_times = replace(load, seed=load.seed + 1) if isinstance(load, Open) else load
         warm = await run(send, other_times, warmup, stop=stop)
-        _check(load, warm)
+        _require_answers(load, warm)
         expected += len(warm.latencies)
     if stop is not None and stop.is_set():
         return None
-    before = await _stable(statistics, expected) if statistics else {}
+    before = await _stable_statistics(statistics, expected) if statistics else {}
     result = await run(send, load, seconds, stop=stop)
-    _check(load, result)
+    _require_answers(load, result)
     if statistics is None:
         return Point(load, result, None)
     expected = server_work({}, before).requests + len(result.latencies)
-    return Point(load, result, server_work(before, await _stable(statistics, expected)))
+    return Point(load, result, server_work(before, await _stable_statistics(statistics, expected)))
 
 
-async def _stable(statistics: ReadStatistics, least: int = 0) -> JsonObject:
+async def _stable_statistics(statistics: ReadStatistics, least: int = 0) -> JsonObject:
     """Return Triton's statistics once they no longer change and count `least` requests.
 
     Triton counts a request after it has answered it, on a busy machine much later.
@@ -204,15 +204,15 @@ async def _stable(statistics: ReadStatistics, least: int = 0) -> JsonObject:
     return current
 
 
-def _check(load: Load, result: Result) -> None:
-    if result.latencies.size or not (result.errors or result.unanswered.size):
+def _require_answers(load: Load, result: Result) -> None:
+    """Raise if requests were sent and none of them was answered."""
+    if result.latencies.size:
         return
-    reason = f"none of {result.unanswered.size} requests was answered in time."
     if result.errors:
-        reason = (
-            f"all {result.errors} requests failed; the first: {result.first_error.rstrip('.')}."
-        )
-    raise BenchError(f"{load}: {reason}")
+        reason = result.first_error.rstrip(".")
+        raise BenchError(f"{load}: all {result.errors} requests failed; the first: {reason}.")
+    if count := result.unanswered.size:
+        raise BenchError(f"{load}: none of {count} requests was answered in time.")
 
 
 def server_work(before: JsonObject, after: JsonObject) -> ServerWork:
@@ -270,15 +270,19 @@ async def run(
     """
     clock = asyncio.get_running_loop().time
     start, cpu = clock(), time.process_time()
-    record = _Record(send, clock, end=start + seconds)
-    driver = _closed(record, load) if isinstance(load, Closed) else _open(record, load, seconds)
+    record = _Record(send, clock, end_time=start + seconds)
+    driver = (
+        _closed_loop(record, load)
+        if isinstance(load, Closed)
+        else _open_loop(record, load, seconds)
+    )
     work = asyncio.ensure_future(driver)
     stopped = asyncio.ensure_future((stop or asyncio.Event()).wait())
     futures: set[asyncio.Future[Any]] = {work, stopped}
     await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
     if not work.done():
-        record.end = min(record.end, clock())
+        record.end_time = min(record.end_time, clock())
         await asyncio.wait({work}, timeout=patience)
     used, elapsed = time.process_time() - cpu, clock() - start
     unanswered = record.ages()
@@ -287,7 +291,7 @@ async def run(
     if not work.cancelled():
         work.result()
     return Result(
-        seconds=max(record.end, record.last) - start,
+        seconds=max(record.end_time, record.last_response) - start,
         latencies=np.array(record.latencies, dtype=np.float64),
         unanswered=np.array(unanswered, dtype=np.float64),
         errors=record.errors,
@@ -297,15 +301,15 @@ async def run(
 
 
 class _Record:
-    """The requests of one run; no requests are sent after the time `end`."""
+    """The requests of one run; no requests are sent after `end_time`."""
 
-    def __init__(self, send: Send, clock: Callable[[], float], end: float) -> None:
+    def __init__(self, send: Send, clock: Callable[[], float], end_time: float) -> None:
         self.clock = clock
-        self.end = end
+        self.end_time = end_time
         self.latencies: list[float] = []
         self.errors = 0
         self.first_error = ""
-        self.last = 0.0
+        self.last_response = 0.0
         self.scheduled: deque[float] = deque()
         self._send = send
         self._outstanding: dict[int, float] = {}
@@ -323,8 +327,8 @@ class _Record:
             self.first_error = self.first_error or message
             await asyncio.sleep(0)  # lets other tasks run if requests fail immediately
         else:
-            self.last = self.clock()
-            self.latencies.append(self.last - due)
+            self.last_response = self.clock()
+            self.latencies.append(self.last_response - due)
         finally:
             del self._outstanding[number]
 
@@ -332,18 +336,18 @@ class _Record:
         """Return the ages of the unanswered requests that were due."""
         now = self.clock()
         waiting = (*self._outstanding.values(), *self.scheduled)
-        return [now - due for due in waiting if due <= self.end]
+        return [now - due for due in waiting if due <= self.end_time]
 
 
-async def _closed(record: _Record, load: Closed) -> None:
+async def _closed_loop(record: _Record, load: Closed) -> None:
     async def send_in_turn() -> None:
-        while (now := record.clock()) < record.end:
+        while (now := record.clock()) < record.end_time:
             await record.request(now)
 
     await asyncio.gather(*(send_in_turn() for _ in range(load.concurrency)))
 
 
-async def _open(record: _Record, load: Open, seconds: float) -> None:
+async def _open_loop(record: _Record, load: Open, seconds: float) -> None:
     start = record.clock()
     record.scheduled.extend(start + due for due in load.schedule(seconds))
     free = asyncio.Semaphore(load.outstanding)
@@ -354,7 +358,7 @@ async def _open(record: _Record, load: Open, seconds: float) -> None:
         free.release()
 
     try:
-        while record.scheduled and record.scheduled[0] < record.end:
+        while record.scheduled and record.scheduled[0] < record.end_time:
             if (delay := record.scheduled[0] - record.clock()) > 0:
                 await asyncio.sleep(delay)
                 continue  # the load may have ended

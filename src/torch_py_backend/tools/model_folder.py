@@ -9,34 +9,31 @@ import contextlib
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
 
 from torch_py_backend.artifacts import file_types, repository
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import dtypes, pbtxt
+from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import BackendError, InstallError, LoadError, join_names
 from torch_py_backend.processes import child_process
 from torch_py_backend.tools import artifact_files
 from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles
 
-JsonObject: TypeAlias = dict[str, Any]
-Document: TypeAlias = Mapping[str, Any]
-"""A config as Triton's JSON, or a part of it."""
-
-# A part of the error of a module whose weights file is missing.
-_MISSING_WEIGHTS = "there is no weights file beside"
+NAME = re.compile(r"[\w-][\w.\- ]*")
+"""Names that a model folder may have."""
 _TIMEOUT_S = 600.0
 # The number of rows in the call that shows whether the model takes batches.
 _BATCH_SIZE = 8
 _INPUTS_ON_GPU = 'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }'
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FolderReport:
     """The state of a model folder that was written.
 
@@ -47,7 +44,7 @@ class FolderReport:
         weights: the name of the weights file that is missing; empty: weights are not the problem.
     """
 
-    lines: Sequence[str]
+    lines: list[str]
     loads: bool = False
     missing: Sequence[Document] = ()
     weights: str = ""
@@ -101,7 +98,13 @@ def create(
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
             folder = Path(scratch) / target.name
-            _place_files(folder / "1", artifact.files, link=link)
+            for name, source in artifact.files.items():
+                path = folder / "1" / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if link:
+                    path.symlink_to(source)
+                else:
+                    shutil.copyfile(source, path)
             report = _write_config(folder, artifact, inputs)
             if os.path.lexists(target):
                 target.rename(Path(scratch) / "replaced")
@@ -143,17 +146,6 @@ def inspect(
     return report
 
 
-def _place_files(version_folder: Path, files: Mapping[str, Path], *, link: bool) -> None:
-    version_folder.mkdir(parents=True)
-    for name, source in files.items():
-        path = version_folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if link:
-            path.symlink_to(source)
-        else:
-            shutil.copyfile(source, path)
-
-
 def _write_config(
     folder: Path, artifact: ArtifactFiles, inputs: Sequence[Document]
 ) -> FolderReport:
@@ -163,42 +155,35 @@ def _write_config(
     document["parameters"] = {
         key: {"string_value": value} for key, value in artifact.parameters.items()
     }
-    if artifact.pretrained_config:
-        _configure_pretrained(folder, artifact, document)
+    report = FolderReport([f"{artifact.title} is {artifact.description}"])
     others = list(artifact.files)[1:]
-    lines = [f"{artifact.title} is {artifact.description}"]
-    lines += [f"with {join_names(others)}"] if others and not artifact.pretrained_config else []
+    if artifact.pretrained_config:
+        arguments: Sequence[str] = ()
+        with contextlib.suppress(LoadError):  # `_complete` raises the same error
+            arguments = _signature(folder, document)["arguments"]
+        if "past_key_values" in arguments:  # an object, which cannot be an output
+            document["parameters"]["MODEL_KWARGS"] = {"string_value": '{"use_cache": false}'}
+        if not document["input"] and EXAMPLE not in artifact.files:
+            document["input"] = artifact_files.pretrained_inputs(
+                artifact.pretrained_config, arguments
+            )
+    elif others:
+        report.lines.append(f"with {join_names(others)}")
     signature: Document = {}
     try:
         _complete(folder, document, _weightless(document) if artifact.lacks_weights else document)
     except BackendError as error:
-        report, signature = _incomplete(folder, artifact, document, error)
+        signature = _report_gaps(folder, artifact, document, error, report)
     else:
         rows = document["max_batch_size"]
         batch = f"at most {rows}" if rows else "none; each request is one call"
-        report = FolderReport(
-            [
-                _tensor_line("inputs", document),
-                _tensor_line("outputs", document),
-                f"batch    {batch}",
-            ]
-        )
+        report.lines += [_tensor_line(role, document) for role in ("input", "output")]
+        report.lines.append(f"batch    {batch}")
     text = "\n".join(_config_lines(folder.name, artifact, document, signature)) + "\n"
     (folder / "config.pbtxt").write_text(text, encoding="utf-8")
     if not completion.is_incomplete(document):
-        report = _loaded(folder, artifact, report)
-    return replace(report, lines=[*lines, *report.lines])
-
-
-def _configure_pretrained(folder: Path, artifact: ArtifactFiles, document: JsonObject) -> None:
-    """Fill in the inputs and options of a transformers model."""
-    arguments: Sequence[str] = ()
-    with contextlib.suppress(LoadError):  # `_complete` raises the same error
-        arguments = _signature(folder, document).get("arguments", ())
-    if "past_key_values" in arguments:  # an object, which cannot be an output
-        document["parameters"]["MODEL_KWARGS"] = {"string_value": '{"use_cache": false}'}
-    if not document["input"] and EXAMPLE not in artifact.files:
-        document["input"] = artifact_files.pretrained_inputs(artifact.pretrained_config, arguments)
+        _load(folder, artifact, report)
+    return report
 
 
 def _signature(folder: Path, document: Document) -> JsonObject:
@@ -256,58 +241,65 @@ def _complete(folder: Path, document: JsonObject, load_document: JsonObject) -> 
     completion.fill(folder.name, document, schema)
 
 
-def _incomplete(
-    folder: Path, artifact: ArtifactFiles, document: Document, error: BackendError
-) -> tuple[FolderReport, Document]:
-    """Return what a config lacks that the model could not complete, and the model's signature."""
-    problem, weights = "", ""
+def _report_gaps(
+    folder: Path,
+    artifact: ArtifactFiles,
+    document: Document,
+    error: BackendError,
+    report: FolderReport,
+) -> Document:
+    """Report the gaps of a config that could not be completed; return the model's signature."""
+    problem = ""
+    signature: Document = {}
     try:
         signature = _signature(folder, document)
     except LoadError as refusal:
-        problem, signature = str(refusal), {}
-        weights = _missing_weights(artifact, refusal)
-        if weights:
+        problem = f"does not load: {refusal}"
+        if artifact.lacks_weights:  # if it loads without weights, they are the problem
             with contextlib.suppress(LoadError):
                 signature = _signature(folder, _weightless(document))
-    if not signature:
-        return FolderReport([f"does not load: {problem}"]), signature
-    source = folder / "1" / "model.py"
-    has_example = (folder / "1" / EXAMPLE).exists() or (
-        source.is_file() and b"def example_inputs" in source.read_bytes()
-    )
-    missing = [] if document["input"] or has_example else signature["inputs"]
-    names = join_names(argument["name"] for argument in missing)
-    reason = f"the types and sizes of {names} are not known" if missing else str(error)
-    lines = [f"takes    {signature['signature']}", f"not complete: {reason}"]
-    lines += [f"does not load: {problem}"] if problem else []
-    return FolderReport(lines, missing=missing, weights=weights), signature
+                report.weights = artifact.weights_name
+    if signature:
+        source = folder / "1" / "model.py"
+        has_example = (folder / "1" / EXAMPLE).exists() or (
+            source.is_file() and b"def example_inputs" in source.read_bytes()
+        )
+        reason = str(error)
+        if not document["input"] and not has_example:
+            report.missing = signature["inputs"]
+            names = join_names(argument["name"] for argument in report.missing)
+            reason = f"the types and sizes of {names} are not known"
+        report.lines += [f"takes    {signature['signature']}", f"not complete: {reason}"]
+    report.lines += [problem] if problem else []
+    return signature
 
 
-def _missing_weights(artifact: ArtifactFiles, error: LoadError) -> str:
-    """Return the name of the missing weights file; empty if the error has another cause."""
-    missing = artifact.lacks_weights and _MISSING_WEIGHTS in str(error)
-    return Path(artifact.title).with_suffix(".pt").name if missing else ""
-
-
-def _loaded(folder: Path, artifact: ArtifactFiles, report: FolderReport) -> FolderReport:
-    """Load the model, and add the result to the report."""
+def _load(folder: Path, artifact: ArtifactFiles, report: FolderReport) -> None:
+    """Load the model, and report the result."""
+    document = pbtxt.read(folder)
     try:
-        inspection = inspect(folder, "1", pbtxt.read(folder))
+        inspection = inspect(folder, "1", document)
     except LoadError as error:
-        lines = [*report.lines, f"does not load: {error}"]
-        return FolderReport(lines, weights=_missing_weights(artifact, error))
-    notes = [f"note     {warning}" for warning in inspection["warnings"]]
-    return FolderReport([*report.lines, *notes, "loads and runs"], loads=True)
+        report.lines.append(f"does not load: {error}")
+        if artifact.lacks_weights:  # the config was completed without them
+            try:
+                completion.describe(pbtxt.arguments(folder, "1", document), document)
+            except LoadError:
+                report.weights = artifact.weights_name
+    else:
+        report.lines += [f"note     {warning}" for warning in inspection["warnings"]]
+        report.lines.append("loads and runs")
+        report.loads = True
 
 
 def _tensor_line(role: str, document: Document) -> str:
     """Return one line with the inputs or outputs, in the format of `check`."""
     tensors = []
-    for entry in document[role.removesuffix("s")]:
-        dtype = dtypes.from_config(entry["data_type"])
-        dims = ", ".join(map(str, entry.get("reshape", {"shape": entry["dims"]})["shape"]))
-        tensors.append(f"{entry['name']} {dtype.triton if dtype else ''} [{dims}]")
-    return f"{role:9}{', '.join(tensors)}"
+    for entry in document[role]:
+        dtype = dtypes.parse(document["name"], entry["name"], entry["data_type"])
+        dims = ", ".join(map(str, pbtxt.model_dims(entry)))
+        tensors.append(f"{entry['name']} {dtype.triton} [{dims}]")
+    return f"{role + 's':9}{', '.join(tensors)}"
 
 
 # --- the text of config.pbtxt ----------------------------------------------------------------
@@ -351,35 +343,32 @@ def _config_lines(
 
 def _tensors(role: str, document: Document, signature: Document) -> Iterator[str]:
     entries = document[role]
-    if not entries:
-        if signature:
-            yield f"# {signature['signature']}"
-        for argument in signature.get("inputs") or [{"name": "…"}]:
-            data_type = argument.get("data_type", "TYPE_FP32")
-            dims = _dims(argument["dims"]) if "dims" in argument else "[ … ]"
-            name = json.dumps(argument["name"], ensure_ascii=False)
-            fields = f"name: {name} data_type: {data_type} dims: {dims}{_reshape(argument)}"
-            yield f"# {role} [{{ {fields} }}]"
+    if entries:
+        yield {
+            "input": "# What a client sends; dims without the batch dimension, -1 is any size.",
+            "output": "# What a client receives.",
+        }[role]
+        yield f"{role} ["
+        yield ",\n".join(f"  {_tensor(entry)}" for entry in entries)
+        yield "]"
         return
-    yield {
-        "input": "# What a client sends; dims without the batch dimension, -1 is any size.",
-        "output": "# What a client receives.",
-    }[role]
-    yield f"{role} ["
-    yield ",\n".join(
-        f"  {{ name: {json.dumps(entry['name'])} data_type: {entry['data_type']}"
-        f" dims: {_dims(entry['dims'])}{_reshape(entry)}"
-        f"{' optional: true' if entry.get('optional') else ''} }}"
-        for entry in entries
-    )
-    yield "]"
+    if signature:
+        yield f"# {signature['signature']}"
+    for argument in signature.get("inputs") or [{"name": "…"}]:
+        yield f"# {role} [{_tensor(argument)}]"
+
+
+def _tensor(entry: Document) -> str:
+    """Return the message of an input or output; unknown fields have a placeholder."""
+    name = json.dumps(entry["name"], ensure_ascii=False)
+    fields = f"name: {name} data_type: {entry.get('data_type', 'TYPE_FP32')}"
+    fields += f" dims: {_dims(entry['dims']) if 'dims' in entry else '[ … ]'}"
+    if "reshape" in entry:
+        fields += f" reshape {{ shape: {_dims(entry['reshape']['shape'])} }}"
+    if entry.get("optional"):
+        fields += " optional: true"
+    return f"{{ {fields} }}"
 
 
 def _dims(sizes: Sequence[int]) -> str:
     return f"[ {', '.join(map(str, sizes))} ]" if sizes else "[ ]"
-
-
-def _reshape(entry: Document) -> str:
-    if "reshape" not in entry:
-        return ""
-    return f" reshape {{ shape: {_dims(entry['reshape']['shape'])} }}"

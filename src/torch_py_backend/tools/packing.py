@@ -152,7 +152,18 @@ def inspect(folder: Path) -> Environment:
         PackError: the folder is not an environment, or its Python does not run.
     """
     folder = folder.absolute()
-    kind = _kind(folder)
+    if (folder / "conda-meta").is_dir():
+        kind = Kind.CONDA
+    else:
+        try:
+            config = (folder / "pyvenv.cfg").read_text(encoding="utf-8")
+        except OSError:
+            raise PackError(
+                f"{folder} is no environment: it has neither pyvenv.cfg nor conda-meta. Name the"
+                " folder of a virtual or conda environment."
+            ) from None
+        layer = re.search(r"^include-system-site-packages\s*=\s*true", config, re.MULTILINE)
+        kind = Kind.LAYER if layer else Kind.VENV
     python = folder / "bin" / "python"
     try:
         # Isolated as the stub: without PYTHONPATH and the user's site-packages.
@@ -168,23 +179,9 @@ def inspect(folder: Path) -> Environment:
     except subprocess.TimeoutExpired:
         raise PackError(f"{python} did not answer within {_SECONDS} seconds.") from None
     except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["it says nothing"])[-1]
+        last = (error.stderr.strip().splitlines() or ["it printed no error"])[-1]
         raise PackError(f"{python} does not run: {last}") from None
     return Environment(folder, kind, **json.loads(done.stdout))
-
-
-def _kind(folder: Path) -> Kind:
-    if (folder / "conda-meta").is_dir():
-        return Kind.CONDA
-    try:
-        config = (folder / "pyvenv.cfg").read_text(encoding="utf-8")
-    except OSError:
-        raise PackError(
-            f"{folder} is no environment: it has neither pyvenv.cfg nor conda-meta. Name the"
-            " folder of a virtual or conda environment."
-        ) from None
-    layer = re.search(r"^include-system-site-packages\s*=\s*true", config, re.MULTILINE)
-    return Kind.LAYER if layer else Kind.VENV
 
 
 def check(environment: Environment, stub: str, *, numpy_1: bool) -> None:
@@ -203,7 +200,7 @@ def check(environment: Environment, stub: str, *, numpy_1: bool) -> None:
         raise PackError(
             f"{folder} has Python {python}, and the server's stub runs Python {stub}. Make the"
             f" environment with python{stub}; or put a stub for Python {python}, named"
-            f" triton_python_backend_stub, into the model's folder, and say --python {python}."
+            f" triton_python_backend_stub, into the model's folder, and pass --python {python}."
         )
     for name, least in NEEDED.items():
         version = environment.packages.get(name)
@@ -219,7 +216,7 @@ def check(environment: Environment, stub: str, *, numpy_1: bool) -> None:
     if numpy_1 and _numbers(numpy) >= (2,):
         raise PackError(
             f"{folder} has numpy {numpy}, and the stub of this server garbles tensors of numpy 2:"
-            f" {folder}/bin/python -m pip install 'numpy<2', or take a server of 24.11 or newer."
+            f" {folder}/bin/python -m pip install 'numpy<2', or use a server of 24.11 or newer."
         )
     if environment.kind is Kind.LAYER:
         return
@@ -231,7 +228,7 @@ def check(environment: Environment, stub: str, *, numpy_1: bool) -> None:
     if environment.outside:
         raise PackError(
             f"{folder} imports from folders outside itself:"
-            f" {join_names(environment.outside)}. Install what is in them, or take out the .pth"
+            f" {join_names(environment.outside)}. Install what is in them, or remove the .pth"
             " files that name them."
         )
 
@@ -329,6 +326,7 @@ def _add_tree(
     Scripts start the Python beside them. Links that lead out of the environment are replaced by
     their files, except in a layer.
     """
+    root = environment.folder.resolve()
     shebang = f"#!{environment.folder}/bin/python".encode()
     for parent, folders, files in os.walk(folder):
         within = Path(parent).relative_to(folder)
@@ -339,26 +337,22 @@ def _add_tree(
             if excluded.fullmatch(str(within / child)):
                 continue
             if path.is_symlink():
-                leads_out = environment.kind is not Kind.LAYER and _leads_out(environment, path)
-                _add(archive, path.resolve() if leads_out else path, target)
+                resolved = path.resolve()
+                inside = resolved.is_relative_to(root) and not path.readlink().is_absolute()
+                if inside or environment.kind is Kind.LAYER:
+                    _add(archive, path, target)
+                elif path.is_file():
+                    _add(archive, resolved, target)
+                else:
+                    raise PackError(
+                        f"{path} is a link to {resolved}, outside the environment. Replace it by"
+                        " what it leads to."
+                    )
             elif target.startswith("bin/") and path.read_bytes().startswith(shebang):
                 _, _, rest = path.read_bytes().partition(b"\n")
                 _add_script(archive, target, b"#!/usr/bin/env python3\n" + rest)
             else:
                 _add(archive, path, target)
-
-
-def _leads_out(environment: Environment, link: Path) -> bool:
-    """Return whether a link leads to a file outside the environment; raise for a folder."""
-    inside = link.resolve().is_relative_to(environment.folder.resolve())
-    if inside and not link.readlink().is_absolute():
-        return False
-    if not link.is_file():
-        raise PackError(
-            f"{link} is a link to {link.resolve()}, outside the environment. Replace it by what"
-            " it leads to."
-        )
-    return True
 
 
 def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ from numpy.typing import NDArray
 from torch_py_backend.config import dtypes
 from torch_py_backend.errors import BenchError, join_names, summarize
 
-EXAMPLE = "example_inputs.safetensors"
 _FORM = 'safetensors, or JSON {"inputs": [{"name", "shape", "datatype", "data"}]}'
 _SAFETENSORS = {
     "BOOL": "BOOL", "F16": "FP16", "BF16": "BF16", "F32": "FP32", "F64": "FP64",
@@ -79,7 +77,7 @@ def model(name: str, config: Mapping[str, Any]) -> Model:
         )
     if "sequence_batching" in config:
         raise BenchError(
-            f"model '{name}' takes sequences; expected one whose requests stand for themselves."
+            f"model '{name}' takes sequences; expected a model whose requests are independent."
         )
     inputs = []
     for entry in config.get("input", ()):
@@ -133,29 +131,9 @@ def read(path: Path, target: Model, rows: int | None) -> list[Payload]:
     Raises:
         BenchError: the file cannot be read, or does not fit the model.
     """
-    payload = _parsed(path)
-    _check(path, payload, target)
-    if rows is None and not target.max_batch_size:
-        return [payload]
-    size = None if rows is None else _checked_rows(target, rows)
-    counts = {len(tensor.array) for tensor in payload.values()}
-    if len(counts) > 1:
-        raise BenchError(f"{path} holds inputs that differ in their number of rows.")
-    (count,) = counts
-    if size is not None and count:
-        return _split(payload, count, size)
-    if not 1 <= count <= target.max_batch_size:
-        raise BenchError(
-            f"{path} holds {count} rows; model '{target.name}' takes 1 to"
-            f" {target.max_batch_size} (its max_batch_size) in a request. Choose with --rows."
-        )
-    return [payload]
-
-
-def _parsed(path: Path) -> Payload:
     reader = {".safetensors": _from_safetensors, ".json": _from_json}.get(path.suffix)
     if reader is None:
-        raise BenchError(f"{path} is no file of inputs; expected .safetensors or .json.")
+        raise BenchError(f"{path} is not a file of inputs; expected .safetensors or .json.")
     try:
         payload = reader(path.read_bytes())
     except OSError as error:
@@ -167,7 +145,28 @@ def _parsed(path: Path) -> Payload:
         raise BenchError(f"cannot understand {path}: {reason}; expected {_FORM}.") from error
     if not payload:
         raise BenchError(f"{path} holds no inputs.")
-    return payload
+    _check_inputs(path, payload, target)
+    if rows is None and not target.max_batch_size:
+        return [payload]
+    size = None if rows is None else _checked_rows(target, rows)
+    counts = {len(tensor.array) for tensor in payload.values()}
+    if len(counts) > 1:
+        raise BenchError(f"{path} holds inputs that differ in their number of rows.")
+    (count,) = counts
+    if size is not None and count:
+        return [
+            {
+                name: Tensor(tensor.datatype, tensor.array[np.arange(start, start + size) % count])
+                for name, tensor in payload.items()
+            }
+            for start in range(0, count, size)
+        ]
+    if not 1 <= count <= target.max_batch_size:
+        raise BenchError(
+            f"{path} holds {count} rows; model '{target.name}' takes 1 to"
+            f" {target.max_batch_size} (its max_batch_size) in a request. Choose with --rows."
+        )
+    return [payload]
 
 
 _deserialized: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = safetensors.deserialize
@@ -185,25 +184,23 @@ def _from_safetensors(content: bytes) -> Payload:
 
 
 def _from_json(content: bytes) -> Payload:
-    return {
-        entry["name"]: _json_tensor(entry["datatype"], entry["data"], entry["shape"])
-        for entry in json.loads(content)["inputs"]
-    }
-
-
-def _json_tensor(datatype: str, data: object, shape: Sequence[int]) -> Tensor:
-    """Return a tensor of JSON values, flat or nested."""
-    if datatype == "BYTES":
-        flat = [str.encode(text) for text in np.array(data, dtype=np.object_).reshape(-1).tolist()]
-        array = np.empty(len(flat), dtype=np.object_)
-        array[:] = flat
-        return Tensor(datatype, array.reshape(shape))
-    if datatype not in {dtype.triton for dtype in dtypes.TABLE}:
-        raise ValueError(f"{datatype} is no type of Triton's")
-    values = np.array(data)
-    if values.dtype.kind not in "biuf":
-        raise ValueError(f"numbers are expected where the type is {datatype}")
-    return _cast(datatype, values.reshape(shape))
+    payload = {}
+    for entry in json.loads(content)["inputs"]:
+        datatype, values = entry["datatype"], entry["data"]  # flat or nested
+        if datatype == "BYTES":
+            flat = np.array(values, dtype=np.object_).reshape(-1).tolist()
+            strings = np.empty(len(flat), dtype=np.object_)
+            strings[:] = [str.encode(text) for text in flat]
+            tensor = Tensor(datatype, strings.reshape(entry["shape"]))
+        elif datatype not in {dtype.triton for dtype in dtypes.TABLE}:
+            raise ValueError(f"{datatype} is no type of Triton's")
+        else:
+            numbers = np.array(values)
+            if numbers.dtype.kind not in "biuf":
+                raise ValueError(f"numbers are expected where the type is {datatype}")
+            tensor = _cast(datatype, numbers.reshape(entry["shape"]))
+        payload[entry["name"]] = tensor
+    return payload
 
 
 def _checked_rows(target: Model, rows: int) -> int:
@@ -220,7 +217,7 @@ def _checked_rows(target: Model, rows: int) -> int:
     return rows
 
 
-def _check(path: Path, payload: Payload, target: Model) -> None:
+def _check_inputs(path: Path, payload: Payload, target: Model) -> None:
     """Raise unless names, types and shapes are those of the model's inputs."""
     specs = {spec.name: spec for spec in target.inputs}
     required = {spec.name for spec in target.inputs if not spec.optional}
@@ -240,13 +237,3 @@ def _check(path: Path, payload: Payload, target: Model) -> None:
                 f"{path} holds {name} as {tensor.datatype} {list(shape)}; model"
                 f" '{target.name}' takes {specs[name].datatype} {list(expected)}."
             )
-
-
-def _split(payload: Payload, count: int, rows: int) -> list[Payload]:
-    return [
-        {
-            name: Tensor(tensor.datatype, tensor.array[np.arange(start, start + rows) % count])
-            for name, tensor in payload.items()
-        }
-        for start in range(0, math.ceil(count / rows) * rows, rows)
-    ]

@@ -124,7 +124,13 @@ def _stages(profiler: profile) -> list[dict[str, Any]]:
         if event.name.startswith(PREFIX) and event.device_type.name == "CPU"
     ]
     for event in sorted(ranges, key=lambda event: event.time_range.start):
-        path = _path(event)
+        names: list[str] = []
+        outer: FunctionEvent | None = event
+        while outer is not None:
+            if outer.name.startswith(PREFIX):
+                names.insert(0, outer.name.removeprefix(PREFIX))
+            outer = outer.cpu_parent
+        path = tuple(names)
         row = rows.setdefault(
             path, {"stage": path[-1], "depth": len(path) - 1, "calls": 0, "ms": 0.0}
         )
@@ -136,16 +142,6 @@ def _stages(profiler: profile) -> list[dict[str, Any]]:
         return [order.index(path[:end]) for end in range(1, len(path) + 1)]
 
     return [rows[path] for path in sorted(order, key=rank)]
-
-
-def _path(event: FunctionEvent | None) -> tuple[str, ...]:
-    """Return the names of the ranges around a range, from the outermost on, and its own."""
-    names: list[str] = []
-    while event is not None:
-        if event.name.startswith(PREFIX):
-            names.append(event.name.removeprefix(PREFIX))
-        event = event.cpu_parent
-    return tuple(reversed(names))
 
 
 def _operators(profiler: profile) -> list[dict[str, Any]]:

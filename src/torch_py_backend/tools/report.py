@@ -1,4 +1,4 @@
-"""Results of bench, tune and `benchmarks/` as tables, JSON, notes and a plot."""
+"""Results of bench and tune as tables, JSON, notes and a plot."""
 
 from __future__ import annotations
 
@@ -7,22 +7,21 @@ import io
 import json
 import math
 import os
-import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
 from torch_py_backend.config import tuned_settings
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import BenchError
 from torch_py_backend.tools import tuning
-from torch_py_backend.tools.load_generator import STAGES, JsonObject, Open, Point, ServerWork
+from torch_py_backend.tools.load_generator import STAGES, Open, Point, ServerWork
 from torch_py_backend.tools.tuning import Row
 
 PLOT = "tuned.png"
@@ -36,25 +35,7 @@ _MILLI = 1e3
 _LABELLED = 6
 
 
-# --- figures and tables ----------------------------------------------------------------------
-
-
-class Spread(NamedTuple):
-    """The median, minimum and maximum of several values."""
-
-    median: float
-    least: float
-    most: float
-
-    def text(self, digits: int) -> str:
-        """Return 1.02 (0.98..1.05)."""
-        median, least, most = (f"{value:.{digits}f}" for value in self)
-        return f"{median} ({least}..{most})"
-
-
-def spread(values: Sequence[float]) -> Spread:
-    """Return the spread of at least one value."""
-    return Spread(statistics.median(values), min(values), max(values))
+# --- tables and files ------------------------------------------------------------------------
 
 
 def three_digits(value: float) -> str:
@@ -64,12 +45,6 @@ def three_digits(value: float) -> str:
     limits = ((3, 0.1), (2, 10), (1, 100))
     digits = next((digits for digits, limit in limits if 0 < value < limit), 0 if value else 2)
     return f"{value:,.{digits}f}"
-
-
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def table(
@@ -163,6 +138,36 @@ class Report:
 
     def as_json(self) -> JsonObject:
         """Return all figures; an unknown figure is null."""
+        points = []
+        for point in self.points:
+            result, server = point.result, point.server or ServerWork()
+            latencies = zip(_PERCENTILES, result.percentiles(*_PERCENTILES.values()), strict=True)
+            stages = server.stages.items()
+            points.append(
+                {
+                    self.kind: _amount(point),
+                    "seconds": result.seconds,
+                    "answered": len(result.latencies),
+                    "failed": result.errors,
+                    "first_error": result.first_error or None,
+                    "unanswered": len(result.unanswered),
+                    "requests_per_second": result.throughput,
+                    "rows_per_second": result.throughput * self.rows,
+                    "latency_ms": {
+                        name: None if math.isnan(value) else value * _MILLI
+                        for name, value in latencies
+                    },
+                    "triton": {
+                        "requests": server.requests,
+                        "failures": server.failures,
+                        "per_request_ms": {stage: value * _MILLI for stage, value in stages},
+                        "calls": server.calls,
+                        "rows_per_call": server.rows / server.calls if server.calls else None,
+                        "batches": {str(size): count for size, count in server.batches.items()},
+                    },
+                    "client_busy": result.busy,
+                }
+            )
         return {
             "model": self.model,
             "server": self.server,
@@ -171,7 +176,7 @@ class Report:
             "seconds": self.seconds,
             "warmup_seconds": self.warmup,
             "interrupted": self.interrupted,
-            "points": [_entry(self, point) for point in self.points],
+            "points": points,
         }
 
     def table(self) -> Table:
@@ -185,7 +190,7 @@ class Report:
             caption="p50 to max: latency; queue to output: means of Triton's own; all in ms",
         )
         for point in self.points:
-            throughput, server = point.result.throughput, _work(point)
+            throughput, server = point.result.throughput, point.server or ServerWork()
             times = [
                 *point.result.percentiles(*_PERCENTILES.values()),
                 *(server.stages.get(stage, math.nan) for stage in STAGES),
@@ -204,69 +209,38 @@ class Report:
 
     def notes(self) -> list[str]:
         """Return a sentence for each reason to doubt the figures."""
-        sentences = [note for point in self.points for note in _notes(point, self.seconds)]
+        sentences = []
+        for point in self.points:
+            load, result = point.load, point.result
+            unanswered = result.unanswered.size
+            total = len(result.latencies) + result.errors + unanswered
+            if result.errors:
+                sentences.append(
+                    f"{load}: {result.errors} of {total} requests failed; the first:"
+                    f" {result.first_error}"
+                )
+            if unanswered:
+                sentences.append(
+                    f"{load}: {unanswered} of {total} requests had no answer when the measurement"
+                    " ended; they count with their age."
+                )
+            if isinstance(load, Open) and result.seconds > self.seconds * _LATE:
+                sentences.append(
+                    f"{load}: the server did not keep up; what was due in {self.seconds:g} s took"
+                    f" {result.seconds:.1f} s."
+                )
+            if result.busy > _BUSY:
+                sentences.append(
+                    f"{load}: the client used {result.busy:.0%} of a core; it may be what limits"
+                    " the figures."
+                )
         if self.interrupted:
             sentences.append("Interrupted: points are missing or cut short.")
         return sentences
 
 
-def _entry(report: Report, point: Point) -> JsonObject:
-    result, server = point.result, _work(point)
-    latencies = zip(_PERCENTILES, result.percentiles(*_PERCENTILES.values()), strict=True)
-    return {
-        report.kind: _amount(point),
-        "seconds": result.seconds,
-        "answered": len(result.latencies),
-        "failed": result.errors,
-        "first_error": result.first_error or None,
-        "unanswered": len(result.unanswered),
-        "requests_per_second": result.throughput,
-        "rows_per_second": result.throughput * report.rows,
-        "latency_ms": {
-            name: None if math.isnan(value) else value * _MILLI for name, value in latencies
-        },
-        "triton": {
-            "requests": server.requests,
-            "failures": server.failures,
-            "per_request_ms": {stage: value * _MILLI for stage, value in server.stages.items()},
-            "calls": server.calls,
-            "rows_per_call": server.rows / server.calls if server.calls else None,
-            "batches": {str(size): count for size, count in server.batches.items()},
-        },
-        "client_busy": result.busy,
-    }
-
-
-def _work(point: Point) -> ServerWork:
-    return point.server or ServerWork(0, 0, {}, {})
-
-
 def _amount(point: Point) -> float:
     return point.load.rate if isinstance(point.load, Open) else point.load.concurrency
-
-
-def _notes(point: Point, seconds: float) -> list[str]:
-    result, sentences = point.result, []
-    total = len(result.latencies) + result.errors + result.unanswered.size
-    if result.errors:
-        sentences.append(
-            f"{result.errors} of {total} requests failed; the first: {result.first_error}"
-        )
-    if result.unanswered.size:
-        sentences.append(
-            f"{result.unanswered.size} of {total} requests had no answer when the measurement"
-            " ended; they count with their age."
-        )
-    if isinstance(point.load, Open) and result.seconds > seconds * _LATE:
-        sentences.append(
-            f"the server did not keep up; what was due in {seconds:g} s took"
-            f" {result.seconds:.1f} s."
-        )
-    if result.busy > _BUSY:
-        sentences.append(
-            f"the client used {result.busy:.0%} of a core; it may be what limits the figures."
-        )
-    return [f"{point.load}: {sentence}" for sentence in sentences]
 
 
 # --- tune ------------------------------------------------------------------------------------
