@@ -81,21 +81,17 @@ def write(profiler: profile, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".profile-") as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
-        # The profiler does not report a full disk.
-        if not trace.is_file() or not _is_complete(trace):
-            raise OSError(None, "the trace was not written to its end")
+        # The profiler does not report a full disk; it may leave no file at all.
+        with trace.open("a+b") as file:
+            file.seek(max(0, file.tell() - 16))
+            if not file.read().rstrip().endswith(b"}"):
+                raise OSError(None, "the trace was not written to its end")
         if path.suffix == ".gz":
             compressed = Path(folder) / "trace.json.gz"
             with trace.open("rb") as source, gzip.open(compressed, "wb") as target:
                 shutil.copyfileobj(source, target)
             trace = compressed
         trace.replace(path)
-
-
-def _is_complete(trace: Path) -> bool:
-    with trace.open("rb") as file:
-        file.seek(max(0, trace.stat().st_size - 16))
-        return file.read().rstrip().endswith(b"}")
 
 
 # --- an instance that serves -----------------------------------------------------------------
