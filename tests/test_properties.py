@@ -247,7 +247,9 @@ def test_any_names_bind_or_are_refused(names: list[str], count: int, rest: bool)
         for index in range(count)
     ]
     if rest:
-        arguments.append(Argument("more", False, Passing.REST, ArgumentType.TENSOR, "*more"))
+        arguments.append(
+            Argument("more", False, Passing.VAR_POSITIONAL, ArgumentType.TENSOR, "*more")
+        )
     result = _result(lambda: binding.bind_inputs("m", names, Signature(tuple(arguments))))
     if isinstance(result, LoadError):
         assert str(result).startswith("model 'm'")

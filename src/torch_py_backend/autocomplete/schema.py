@@ -127,7 +127,7 @@ def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
     required = [argument for argument in named if argument.required] or named
     inputs: list[JsonObject] = []
     for argument in (leaf for owner in required for leaf in owner.keys or (owner,)):
-        data_type, dims = _ANNOTATED.get(argument.takes, ("", ()))
+        data_type, dims = _ANNOTATED.get(argument.type, ("", ()))
         if data_type:
             inputs.append(_entry(TensorSpec(argument.name, dtypes.from_triton(data_type), dims)))
         else:
@@ -330,7 +330,7 @@ def _annotated(config: ModelConfig, hooks: Hooks) -> tuple[TensorSpec, ...]:
     """Return the inputs of one row, from the annotations of the first hook."""
     stage = hooks.preprocess or hooks.preprocess_batch
     arguments = stage.signature().arguments if stage is not None else ()
-    annotated = [_ANNOTATED.get(argument.takes) for argument in arguments if argument.named]
+    annotated = [_ANNOTATED.get(argument.type) for argument in arguments if argument.named]
     if not annotated or None in annotated:
         raise _no_example(
             config,

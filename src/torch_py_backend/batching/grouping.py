@@ -74,10 +74,10 @@ class Grouping:
             spec.name for spec in config.inputs if spec.origin is not Origin.CLIENT
         )
         names = [*self._names, *self._batch_inputs]
-        self._whole = bind_inputs(config.name, names, signature, kept=self._kept)
+        self._whole = bind_inputs(config.name, names, signature, sequence_inputs=self._kept)
         self._special = {
             name: takes
-            for name, takes in zip(self._whole.names, self._whole.takes, strict=True)
+            for name, takes in zip(self._whole.names, self._whole.types, strict=True)
             if takes.scalar or takes in _LISTS
         }
         _check_types(config, signature.name, self._special)
@@ -282,7 +282,9 @@ class Grouping:
         inputs = self._partial.get(left_out)
         if inputs is None:
             names = [*self._names, *self._batch_inputs]
-            inputs = bind_inputs(self._model, names, self._signature, left_out, kept=self._kept)
+            inputs = bind_inputs(
+                self._model, names, self._signature, left_out, sequence_inputs=self._kept
+            )
             self._partial[left_out] = inputs
         return inputs
 
@@ -292,7 +294,7 @@ class Grouping:
             return columns
         return [
             column if name in self._batch_inputs else self._convert(column, takes)
-            for name, column, takes in zip(inputs.names, columns, inputs.takes, strict=True)
+            for name, column, takes in zip(inputs.names, columns, inputs.types, strict=True)
         ]
 
     def _convert(self, column: Value, takes: ArgumentType) -> object:

@@ -182,7 +182,15 @@ def parse_device_map(text: str) -> dict[str, str]:
     value = json.loads(text, object_pairs_hook=_distinct)
     if not isinstance(value, dict) or not value:
         raise TypeError(text)
-    return {module: _device(device) for module, device in value.items()}
+    device_map = {}
+    for module, device in value.items():
+        if type(device) is int and device >= 0:
+            device_map[module] = f"cuda:{device}"  # the ordinal of a GPU
+        elif isinstance(device, str) and _DEVICE.fullmatch(device):
+            device_map[module] = "cuda:0" if device == "cuda" else device
+        else:
+            raise ValueError(device)
+    return device_map
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -191,15 +199,6 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(entries) < len(pairs):
         raise ValueError(pairs)
     return entries
-
-
-def _device(value: object) -> str:
-    """Return a device as torch names it; a number is the ordinal of a GPU."""
-    if type(value) is int and value >= 0:
-        return f"cuda:{value}"
-    if not isinstance(value, str) or not _DEVICE.fullmatch(value):
-        raise ValueError(value)
-    return "cuda:0" if value == "cuda" else value
 
 
 def _option(
@@ -481,7 +480,7 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
                 "model '%s': the parameter %s is unknown and ignored.%s", model, key, question
             )
             continue
-        value = _value(model, key, _LIBTORCH_PARSERS.get(key, row.parser), entry)
+        value = _parse_value(model, key, _LIBTORCH_PARSERS.get(key, row.parser), entry)
         if value is None:
             continue
         if row.inert and value:
@@ -496,7 +495,7 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
     return Options(**values)
 
 
-def _value(model: str, key: str, parser: Parser[object], entry: object) -> object:
+def _parse_value(model: str, key: str, parser: Parser[object], entry: object) -> object:
     # Triton's entries are always strings; entries of other files may be anything.
     text = entry.get("string_value", "") if isinstance(entry, Mapping) else entry
     if not isinstance(text, str) or text is entry:

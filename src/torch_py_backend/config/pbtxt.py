@@ -13,6 +13,8 @@ from torch_py_backend.errors import ConfigError, PlatformError
 JsonObject: TypeAlias = dict[str, Any]
 # config.pbtxt as Triton passes it to backends, or a part of it.
 Document: TypeAlias = Mapping[str, Any]
+# The data_type of an input or output that has none.
+NO_TYPE = "TYPE_INVALID"
 # Triton's default without an instance_group, on a machine without a GPU.
 _ONE_INSTANCE = {"kind": "KIND_CPU", "count": 1, "gpus": []}
 
@@ -48,6 +50,11 @@ def model_dims(entry: Document) -> list[int]:
     reshape = entry.get("reshape")
     dims: list[int] = entry["dims"] if reshape is None else reshape.get("shape", [])
     return dims
+
+
+def is_complete(entry: Document) -> bool:
+    """Return whether an input or output has its type and dims."""
+    return entry.get("data_type", NO_TYPE) != NO_TYPE and bool(entry.get("dims"))
 
 
 def text(folder: Path) -> str:
