@@ -163,12 +163,12 @@ _CONTROL: dict[str, Any] = {
         ({"state": [block(input_name="")]}, "called '' as input and 'present' as output"),
         ({"state": [block(output_name="")]}, "expected input_name and output_name"),
         ({"state": [block(data_type="TYPE_INVALID")]}, "'past' has data_type TYPE_INVALID"),
-        ({"state": [block(), block()]}, "the input 'past' is there twice"),
-        ({"state": [block(input_name="x")]}, "the input 'x' is there twice"),
-        ({"control_input": [_CONTROL]}, "the input 'x' is there twice"),
+        ({"state": [block(), block()]}, "the input 'past' is defined twice"),
+        ({"state": [block(input_name="x")]}, "the input 'x' is defined twice"),
+        ({"control_input": [_CONTROL]}, "the input 'x' is defined twice"),
         (
             {"state": [block(), block(input_name="other")]},
-            "the state output 'present' is there twice",
+            "the state output 'present' is defined twice",
         ),
         (
             {"state": [block(initial_state=[{}, {}])]},

@@ -390,7 +390,7 @@ TWO = tree((0, 0), names=["x", "y"])
         (TREE, "i__4, i__3, i__2, i__1, i__0", "(i__0, {z: i__1, a: [i__2, i__3]}) {scale: i__4}"),
         (tree((0, 0, 0), names=["x", "n", "y"], constants={1: 7}), "y, x", "(x, 7, y) {}"),
         (tree((0, 0, 0), constants={1: None}), "i__1, i__0", "(i__0, None, i__1) {}"),
-        # a key that is there twice; an argument before a key, and before a number
+        # a key that occurs twice; an argument before a key, and before a number
         (
             tree(({"a": 0, "b": 0}, {"b": 0}), names=["d", "e"]),
             "ARGS[1][b], a, ARGS[0][b]",

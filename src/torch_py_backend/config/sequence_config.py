@@ -205,6 +205,6 @@ def _check_names(model: str, document: Document, sequencing: SequenceConfig) -> 
         if duplicates:
             raise ConfigError(
                 model,
-                f"the {role} '{duplicates[0]}' is there twice among inputs, controls and states",
-                expected="a name of its own for each",
+                f"the {role} '{duplicates[0]}' is defined twice among inputs, controls and states",
+                expected="unique names",
             )
