@@ -63,7 +63,7 @@ _TEXTS = (
     | _PADS.map(json.dumps)
     | st.integers(1, 3).map(lambda power: "[" * 10 ** (power + 2))  # deeper than any parser
 )
-_KEYS = st.sampled_from([key for row in options.TABLE for key in (row.key, *row.also)])
+_KEYS = st.sampled_from([key for row in options.TABLE for key in (row.key, *row.aliases)])
 _ENTRIES = st.builds(lambda text: {"string_value": text}, _TEXTS)
 
 

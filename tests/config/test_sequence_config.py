@@ -129,7 +129,7 @@ def test_states_are_inputs_and_outputs() -> None:
         ("y", Origin.CLIENT),
         ("present", Origin.STATE),
     ]
-    assert config.carried == ()
+    assert config.untyped_states == ()
 
 
 def test_state_that_is_a_listed_output() -> None:
@@ -146,7 +146,7 @@ def test_state_by_option() -> None:
     """STATE names states without types."""
     config = model_config_of({}, parameters={"STATE": {"string_value": '{"hidden": "RESULT[1]"}'}})
 
-    assert config.states == config.carried == (State("hidden", "RESULT[1]"),)
+    assert config.states == config.untyped_states == (State("hidden", "RESULT[1]"),)
     assert [spec.name for spec in config.inputs] == ["x"]
 
 

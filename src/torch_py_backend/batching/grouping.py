@@ -53,9 +53,9 @@ class Grouping:
         self._batched = config.max_batch_size > 0
         self._signature = signature
         # States of any type and shape, left out together.
-        self._carried = frozenset(state.input for state in config.carried)
+        self._carried = frozenset(state.input for state in config.untyped_states)
         self._names = [spec.name for spec in config.inputs]
-        self._names += [state.input for state in config.carried]
+        self._names += [state.input for state in config.untyped_states]
         # Created from the batch, not sent by requests.
         self._batch_inputs = [batch_input.name for batch_input in config.batch_inputs]
         self._flattened = frozenset(

@@ -101,7 +101,7 @@ class ModelConfig:
         return self.sequencing.states if self.sequencing is not None else ()
 
     @property
-    def carried(self) -> tuple[State, ...]:
+    def untyped_states(self) -> tuple[State, ...]:
         """The states that config.pbtxt only names, without type and dims (option STATE)."""
         return tuple(state for state in self.states if state.dtype is None)
 

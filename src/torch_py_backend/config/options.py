@@ -206,7 +206,7 @@ def _option(
     doc: str,
     *,
     default: object = None,
-    also: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
     inert: str = "",
 ) -> Any:
     """Return a field of Options.
@@ -215,11 +215,11 @@ def _option(
         parser: the parser of the value.
         doc: the text in docs/options.md.
         default: the value if the parameter is not set.
-        also: other keys of the same option.
+        aliases: other keys of the same option.
         inert: why the option has no effect.
     """
     return field(
-        default=default, metadata={"parser": parser, "doc": doc, "also": also, "inert": inert}
+        default=default, metadata={"parser": parser, "doc": doc, "aliases": aliases, "inert": inert}
     )
 
 
@@ -277,13 +277,13 @@ class Options:
         "Intra-op threads of each instance. Unset, or INTRA_OP_THREAD_COUNT of 0 or less:"
         " OMP_NUM_THREADS, else the cores that this process may use, divided by the number of"
         " instances.",
-        also=("INTRA_OP_THREAD_COUNT",),
+        aliases=("INTRA_OP_THREAD_COUNT",),
     )
     num_interop_threads: int | None = _option(
         positive,
         "Inter-op threads of each instance. Unset, or INTER_OP_THREAD_COUNT of 0 or less: the"
         " cores that this process may use, divided by the number of instances.",
-        also=("INTER_OP_THREAD_COUNT",),
+        aliases=("INTER_OP_THREAD_COUNT",),
     )
     torch_compile_optional_parameters: JsonObject | None = _option(
         compile_parameters,
@@ -449,7 +449,7 @@ class OptionRow:
     default: object
     parser: Parser[object]
     doc: str
-    also: tuple[str, ...]
+    aliases: tuple[str, ...]
     inert: str
 
 
@@ -470,7 +470,7 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
     """
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
-    rows = {key: row for row in TABLE for key in (row.key, *row.also)}
+    rows = {key: row for row in TABLE for key in (row.key, *row.aliases)}
     for key, entry in parameters.items():
         row = rows.get(key)
         if row is None:

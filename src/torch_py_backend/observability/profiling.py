@@ -129,7 +129,7 @@ class LiveProfiler:
         self._engine = engine
         self._folder = Path(options.profile_dir)
         self._batches = options.profile_batches or _DEFAULT_BATCHES
-        self._left = 0
+        self._remaining = 0
         self._recording: Recording | None = None
         self._disarm: Callable[[], None] | None = None
         # The watcher's thread instruments the batches, the model's thread restores them.
@@ -175,7 +175,7 @@ class LiveProfiler:
     def _arm(self) -> None:
         """Record the next batches."""
         with self._lock:
-            self._left = self._batches
+            self._remaining = self._batches
             self._disarm = self._engine.instrument(self._recorded)
 
     def _recorded(self, stage: str, function: Callable[..., Any]) -> Callable[..., object]:
@@ -196,14 +196,14 @@ class LiveProfiler:
             try:
                 self._recording = Recording(self._engine)
             except Exception as error:  # the model's code uses the profiler itself, for example
-                self._left = 1
+                self._remaining = 1
                 self._log_error("cannot be started", error)
         try:
             with batch():
                 yield
         finally:
-            self._left -= 1
-            if self._left == 0:
+            self._remaining -= 1
+            if self._remaining == 0:
                 self._finish()
 
     def _finish(self) -> None:

@@ -486,10 +486,21 @@ def _bind_places(
         declared[argument.name, ()] = argument.type
         declared |= {(argument.name, (key.name,)): key.type for key in argument.keys}
     types = [declared.get(places[name], ArgumentType.TENSOR) for name in names]
+    positional = [builders[slot] for slot in leading]
+    keywords = {slot: builders[slot] for slot in trailing}
+
+    def call(module: Forward, columns: Sequence[object]) -> object:
+        args = [build(columns) for build in positional]
+        return module(*args, **{name: build(columns) for name, build in keywords.items()})
+
+    def call_by_position(module: Forward, columns: Sequence[object]) -> object:
+        return module(*columns)  # they are in the order of the arguments
+
+    by_position = not keywords and all(isinstance(b, operator.itemgetter) for b in positional)
     return InputBinding(
         tuple(names),
         tuple(ArgumentType.TENSOR if kind in _CONTAINERS else kind for kind in types),
-        _caller([builders[slot] for slot in leading], {slot: builders[slot] for slot in trailing}),
+        call_by_position if by_position else call,
         tuple(path_text(*places[name]) for name in names),
     )
 
@@ -578,17 +589,3 @@ def _builder(
     subtrees |= {str(key): branch for key, branch in branches.items()}
     entries = {key: _builder(model, subtree, names) for key, subtree in subtrees.items()}
     return lambda columns: {key: build(columns) for key, build in entries.items()}
-
-
-def _caller(
-    positional: Sequence[Builder], keywords: Mapping[str, Builder]
-) -> Callable[[Forward, Sequence[object]], object]:
-    """Return a function that calls a module with arguments built from columns."""
-    if not keywords and all(isinstance(build, operator.itemgetter) for build in positional):
-        return lambda module, columns: module(*columns)  # names are in the order of arguments
-
-    def call(module: Forward, columns: Sequence[object]) -> object:
-        args = [build(columns) for build in positional]
-        return module(*args, **{name: build(columns) for name, build in keywords.items()})
-
-    return call

@@ -50,7 +50,12 @@ def from_function(function: Callable[..., object]) -> Signature:
     Raises:
         TypeError, ValueError: Python cannot inspect it.
     """
-    scope = _scope(function)
+    unwrapped = inspect.unwrap(function)
+    while isinstance(unwrapped, functools.partial):
+        unwrapped = inspect.unwrap(unwrapped.func)
+    if not hasattr(unwrapped, "__globals__"):  # an object with a __call__
+        unwrapped = type(unwrapped).__call__
+    scope: dict[str, object] = getattr(unwrapped, "__globals__", {})
     parameters = inspect.signature(function).parameters
     annotations = {name: _resolved(entry.annotation, scope) for name, entry in parameters.items()}
     arguments = []
@@ -82,17 +87,6 @@ def is_generator(function: Callable[..., object]) -> bool:
     return any(map(inspect.isgeneratorfunction, callables)) or any(
         map(inspect.isasyncgenfunction, callables)
     )
-
-
-def _scope(function: Callable[..., object]) -> dict[str, object]:
-    """Return the global names that the annotations of a function may use."""
-    function = inspect.unwrap(function)
-    while isinstance(function, functools.partial):
-        function = inspect.unwrap(function.func)
-    if not hasattr(function, "__globals__"):  # an object with a __call__
-        function = type(function).__call__
-    scope: dict[str, object] = getattr(function, "__globals__", {})
-    return scope
 
 
 def _resolved(annotation: object, scope: dict[str, object]) -> object:

@@ -54,7 +54,12 @@ def bind_outputs(
     """
     leaves = list(_leaves(result))
     fields = _names(result)
-    aliases = _aliases(fields, leaves)
+    # Keys and fields come before paths.
+    keys = [_field_name(leaf, fields) for leaf in leaves]
+    aliases = {key: index for index, key in enumerate(keys) if key is not None}
+    for paths in ([leaf.path for leaf in leaves], [leaf.labels for leaf in leaves]):
+        for index, path in enumerate(paths):
+            aliases.setdefault(path_text("RESULT", path), index)
     positions = [aliases.get(name, ordinal(name)) for name in names]
     indices = [index for index in positions if index is not None and index < len(leaves)]
     unknown = [index is None for index in positions]
@@ -151,16 +156,6 @@ def _field_name(leaf: _Leaf, fields: Sequence[str]) -> str | None:
     """Return the key or field of a leaf at the top level."""
     name = str(leaf.labels[0]) if len(leaf.labels) == 1 else ""
     return name if name in fields else None
-
-
-def _aliases(fields: Sequence[str], leaves: Sequence[_Leaf]) -> dict[str, int]:
-    """Return the names of each leaf: keys and fields first, then paths."""
-    keys = [_field_name(leaf, fields) for leaf in leaves]
-    aliases = {key: index for index, key in enumerate(keys) if key is not None}
-    for paths in ([leaf.path for leaf in leaves], [leaf.labels for leaf in leaves]):
-        for index, path in enumerate(paths):
-            aliases.setdefault(path_text("RESULT", path), index)
-    return aliases
 
 
 def _selector(leaves: Sequence[_Leaf], result: object) -> OutputBinding:
