@@ -72,7 +72,7 @@ def text(folder: Path) -> str:
         raise _unreadable(folder.name, error) from None
 
 
-def parse(model: str, written: str) -> Any:
+def parse(model: str, content: str) -> Any:
     """Parse the text of a config.pbtxt into Triton's message `ModelConfig`.
 
     Raises:
@@ -82,7 +82,7 @@ def parse(model: str, written: str) -> Any:
     protobuf, text_format, _ = _protobuf(model)
     message = protobuf.ModelConfig()
     try:
-        text_format.Parse(written, message)
+        text_format.Parse(content, message)
     except text_format.ParseError as error:
         raise _unreadable(model, error) from None
     return message

@@ -81,10 +81,12 @@ class SequenceConfig:
     states: tuple[State, ...]
 
 
-def parse(model: str, document: Document, pairs: Mapping[str, str] | None) -> SequenceConfig | None:
+def parse(
+    model: str, document: Document, state_paths: Mapping[str, str] | None
+) -> SequenceConfig | None:
     """Return the sequence settings of a model; None: its requests are independent of each other.
 
-    `pairs` is the option STATE.
+    `state_paths` is the option STATE.
 
     Raises:
         ConfigError: `sequence_batching` is invalid, or uses what is not supported.
@@ -108,7 +110,7 @@ def parse(model: str, document: Document, pairs: Mapping[str, str] | None) -> Se
         delay_s=int((oldest or direct).get("max_queue_delay_microseconds", 0)) / 1e6,
         controls=tuple(_parse_control(model, entry) for entry in batching.get("control_input", ())),
         states=tuple(_parse_state(model, entry) for entry in batching.get("state", ()))
-        or tuple(State(name, path) for name, path in (pairs or {}).items()),
+        or tuple(State(name, path) for name, path in (state_paths or {}).items()),
     )
     _check_names(model, document, sequencing)
     return sequencing
