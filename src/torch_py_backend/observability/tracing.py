@@ -183,8 +183,12 @@ class Tracing:
 
     def _traced(self, stage: str, function: Callable[..., object]) -> Callable[..., object]:
         """Return a stage with its contexts and spans."""
-        wrapper = {"run": self._run, "hook": self._hook, "call": self._call}.get(stage)
-        return function if wrapper is None else partial(wrapper, function)
+        wrappers: Mapping[str, Callable[..., object]] = {
+            "run": self._run,
+            "hook": self._hook,
+            "call": self._call,
+        }
+        return partial(wrappers[stage], function) if stage in wrappers else function
 
     def _run(self, function: Callable[..., object], items: Sequence[Item]) -> object:
         contexts: list[Context | None] = [getattr(item, "context", None) for item in items]
