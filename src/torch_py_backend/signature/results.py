@@ -67,12 +67,12 @@ def bind_outputs(
     if unmatched and len(names) <= len(leaves) and (all(unknown) or (any(unknown) and not fields)):
         if fields or not all(unknown):
             log.warning(
-                "model '%s': the output names %s are not %s; they are taken in the result's order.",
+                "model '%s': the output names %s %s; they are taken in the result's order.",
                 model,
                 ", ".join(names),
-                f"among the result's {join_names(fields)}"
+                f"are not among the result's {join_names(fields)}"
                 if fields
-                else "all numbers (OUTPUT__0, OUTPUT__1, …)",
+                else "are not all numbers (OUTPUT__0, OUTPUT__1, …)",
             )
         indices = list(range(len(names)))
     if len(indices) < len(names) or len(set(indices)) < len(indices):
