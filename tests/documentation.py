@@ -110,7 +110,7 @@ def table_in_page() -> str:
 
 
 def _row(row: OptionRow) -> str:
-    keys = ", ".join(f"`{key}`" for key in (row.key, *row.also))
+    keys = ", ".join(f"`{key}`" for key in (row.key, *row.aliases))
     defaults: dict[object, str] = {None: "unset", (): "`none`"}
     default = defaults.get(row.default, f"`{str(row.default).lower()}`")
     if row.parser is yes_no:

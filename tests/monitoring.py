@@ -102,10 +102,7 @@ def _selectors(node: Any) -> Iterator[promql_parser.VectorSelector]:
 
 def known() -> dict[str, Family | None]:
     """The series of this backend with their rows, and Prometheus' own."""
-    ours: dict[str, Family | None] = {
-        series: row for row in metric_families.TABLE for series in row.series
-    }
-    return {**ours, _UP: None}
+    return {**metric_families.BY_SERIES, _UP: None}
 
 
 # --- what is made ----------------------------------------------------------------------------

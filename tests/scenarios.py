@@ -1718,7 +1718,7 @@ LOAD_ERRORS = (
         "state_twice_named",
         python(models.Accumulate),
         _accumulates(sequencing(state(("total", "sum")), state(("total", "y")))),
-        "the input 'total' is there twice",
+        "the input 'total' is defined twice",
     ),
     refused(
         "state_file_missing",

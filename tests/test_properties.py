@@ -63,7 +63,7 @@ _TEXTS = (
     | _PADS.map(json.dumps)
     | st.integers(1, 3).map(lambda power: "[" * 10 ** (power + 2))  # deeper than any parser
 )
-_KEYS = st.sampled_from([key for row in options.TABLE for key in (row.key, *row.also)])
+_KEYS = st.sampled_from([key for row in options.TABLE for key in (row.key, *row.aliases)])
 _ENTRIES = st.builds(lambda text: {"string_value": text}, _TEXTS)
 
 
@@ -247,7 +247,9 @@ def test_any_names_bind_or_are_refused(names: list[str], count: int, rest: bool)
         for index in range(count)
     ]
     if rest:
-        arguments.append(Argument("more", False, Passing.REST, ArgumentType.TENSOR, "*more"))
+        arguments.append(
+            Argument("more", False, Passing.VAR_POSITIONAL, ArgumentType.TENSOR, "*more")
+        )
     result = _result(lambda: binding.bind_inputs("m", names, Signature(tuple(arguments))))
     if isinstance(result, LoadError):
         assert str(result).startswith("model 'm'")

@@ -55,6 +55,10 @@ def told(name: str, label: str = "") -> dict[str, float]:
     }
 
 
+_BRANCHES = (
+    "from torch import nn\n\n\nclass Net(nn.Module):\n    def forward(self, x):\n"
+    "        return x * 2 if x.shape[1] > 9 else x * 2.0\n"
+)
 _KINDS = {
     "plain": judge(),
     "buckets": judge(BATCH_BUCKETS="1,4,8"),
@@ -65,6 +69,26 @@ _KINDS = {
         streamed.config({"start": "FP32", "count": "INT32"}, {"y": "FP32"}),
     ),
     "sequences": next(one for one in scenarios.SEQUENCES if one.name == "state_begins_anew"),
+    "compiled": Scenario(
+        "compiled",
+        scenarios.text(_BRANCHES),
+        scenarios.config(
+            {"x": [-1]},
+            {"y": [-1]},
+            max_batch_size=2,
+            parameters={
+                "TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "eager"}',
+                "WEIGHTS": "none",
+            },
+        ),
+    ),
+    "watched": Scenario(
+        "watched",
+        scenarios.both(
+            scenarios.python(models.Affine), scenarios.saved(scenarios.affine().state_dict())
+        ),
+        scenarios.x_to_y(3, WATCH_WEIGHTS="true"),
+    ),
 }
 
 
@@ -229,13 +253,7 @@ def test_sequences_of_slots(tmp_path: Path, process: None) -> None:
 
 def test_compilation(tmp_path: Path, process: None) -> None:
     """Graphs of the warm-up, a cache miss, and a call that would need another graph are counted."""
-    parameters = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "eager"}', "WEIGHTS": "none"}
-    text = scenarios.config({"x": [-1]}, {"y": [-1]}, max_batch_size=2, parameters=parameters)
-    code = (
-        "from torch import nn\n\n\nclass Net(nn.Module):\n    def forward(self, x):\n"
-        "        return x * 2 if x.shape[1] > 9 else x * 2.0\n"
-    )
-    model = load(tmp_path, Scenario("compiled", scenarios.text(code), text))
+    model = load(tmp_path, _KINDS["compiled"])
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     document = {"input": [{"name": "x", "dims": [-1]}]}
     x = np.ones((1, 12), dtype=np.float32)
@@ -393,18 +411,22 @@ def test_a_refusal_does_not_prevent_an_unload(
 # --- at load ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", _KINDS)
-def test_everything_is_in_the_table(kind: str, tmp_path: Path, process: None) -> None:
-    """Each series is in the table, with its kind and labels."""
-    load(tmp_path, _KINDS[kind])
-    rows = {name: row for row in metric_families.TABLE for name in row.series}
+def test_published_series_are_those_of_the_table(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models of all kinds publish each row of the table, with its kind and labels, and no other."""
+    monkeypatch.setattr(runtime, "memory", lambda: [(0, 10, 20)])
+    instances = {kind: load(tmp_path / kind, scenario) for kind, scenario in _KINDS.items()}
+    _await(lambda: bool(instances["watched"]._watch.digest))
+    for model in instances.values():
+        model._publisher.publish()
 
-    assert MetricFamily.made
-    for name, made in MetricFamily.made.items():
-        row = rows[name]
+    assert MetricFamily.made.keys() == metric_families.BY_SERIES.keys()
+    for name, series in MetricFamily.made.items():
+        row = metric_families.BY_SERIES[name]
         assert (MetricFamily.kinds[name] == MetricFamily.GAUGE) == (row.kind is MetricKind.GAUGE)
         labels = set(row.labels) - ({"le"} if not name.endswith("_bucket") else set())
-        assert all(one.labels.keys() == labels for one in made)
+        assert all(metric.labels.keys() == labels for metric in series)
 
 
 @pytest.mark.parametrize(

@@ -372,7 +372,7 @@ def test_file_of_examples(tmp_path: Path, file: str) -> None:
     assert _describe(tmp_path) == (_ONE, _THREE, 8)
 
 
-_SEEN = """
+_RECORDING = """
 from pathlib import Path
 
 def example_inputs():
@@ -384,13 +384,13 @@ class Net(nn.Module):
         self.linear = nn.Linear(3, 4)
 
     def forward(self, x):
-        with Path(__file__).with_suffix(".seen").open("a") as seen:
-            print(x.device.type, file=seen)
+        with Path(__file__).with_suffix(".devices").open("a") as file:
+            print(x.device.type, file=file)
 """
 
 
 @pytest.mark.parametrize(
-    ("body", "seen"),
+    ("body", "devices"),
     [
         pytest.param("return self.linear(x) + torch.zeros(4)", ["meta"] * 2, id="shapes_only"),
         pytest.param(
@@ -403,15 +403,15 @@ class Net(nn.Module):
         ),
     ],
 )
-def test_meta_tensors_before_real_ones(tmp_path: Path, body: str, seen: list[str]) -> None:
+def test_meta_tensors_before_real_ones(tmp_path: Path, body: str, devices: list[str]) -> None:
     """forward() runs on meta tensors, and on real ones only if it reads values."""
-    build.write(tmp_path, "model.py", f"{_HEADER}{_SEEN}        {body}\n")
+    build.write(tmp_path, "model.py", f"{_HEADER}{_RECORDING}        {body}\n")
 
     described = _describe(tmp_path, **_option("WEIGHTS", "none"))
 
     assert described == ("x FP32 [3]", "OUTPUT__0 FP32 [4]", 8)
-    devices = (tmp_path / "1" / "model.seen").read_text(encoding="utf-8").split()
-    assert devices == seen
+    recorded = (tmp_path / "1" / "model.devices").read_text(encoding="utf-8")
+    assert recorded.split() == devices
 
 
 @pytest.mark.parametrize(

@@ -21,22 +21,22 @@ def parsed(**document: Any) -> ModelConfig:
 
 
 def batch_input(**entry: Any) -> dict[str, Any]:
-    whole = {
+    valid = {
         "kind": "BATCH_ELEMENT_COUNT",
         "target_name": ["n"],
         "data_type": "TYPE_INT32",
         "source_input": ["x"],
     }
-    return {"batch_input": [whole | entry]}
+    return {"batch_input": [valid | entry]}
 
 
 def batch_output(**entry: Any) -> dict[str, Any]:
-    whole = {
+    valid = {
         "kind": "BATCH_SCATTER_WITH_INPUT_SHAPE",
         "target_name": ["y"],
         "source_input": ["x"],
     }
-    return {"batch_output": [whole | entry]}
+    return {"batch_output": [valid | entry]}
 
 
 @pytest.mark.parametrize("kind", [kind.value for kind in BatchInputKind])

@@ -74,8 +74,8 @@ def test_environment_for_another_python(name: str, tmp_path: Path) -> None:
 )
 def test_invalid_environment(name: str, message: str, tmp_path: Path) -> None:
     """A path that is unreadable or contains no Python is rejected."""
-    whole = _archive(tmp_path / "empty.tar.gz", "bin/activate", "library/python3.12/os.py")
-    (tmp_path / "half.tar.gz").write_bytes(whole.read_bytes()[:40])
+    archive = _archive(tmp_path / "empty.tar.gz", "bin/activate", "library/python3.12/os.py")
+    (tmp_path / "half.tar.gz").write_bytes(archive.read_bytes()[:40])
     (tmp_path / "folder").mkdir()
     with pytest.raises(PlatformError) as refusal:
         execution_env.check(tmp_path, _document(f"{execution_env.MODEL_FOLDER}/{name}"), "3.12")

@@ -47,7 +47,7 @@ def test_option_is_not_empty(row: OptionRow) -> None:
 
 def test_keys() -> None:
     """No key names two options, and all keys of Triton's LibTorch backend are accepted."""
-    keys = [key for row in options.TABLE for key in (row.key, *row.also)]
+    keys = [key for row in options.TABLE for key in (row.key, *row.aliases)]
 
     assert len(keys) == len(set(keys))
     assert set(keys) >= LIBTORCH_KEYS

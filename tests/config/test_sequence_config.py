@@ -31,7 +31,7 @@ def block(**changes: Any) -> dict[str, Any]:
     }
 
 
-def begins(**changes: Any) -> dict[str, Any]:
+def with_initial(**changes: Any) -> dict[str, Any]:
     """Return a state block with an initial_state."""
     initial = {"name": "b", "data_type": "TYPE_FP32", "dims": [2, 3], "zero_data": True}
     return block(initial_state=[{**initial, **changes}])
@@ -44,7 +44,7 @@ def parsed(batching: dict[str, Any], max_batch_size: int = 8) -> SequenceConfig:
     return config
 
 
-def whole(batching: dict[str, Any], **document: Any) -> ModelConfig:
+def model_config_of(batching: dict[str, Any], **document: Any) -> ModelConfig:
     return model_config.parse(build.arguments(sequence_batching=batching, **document))
 
 
@@ -99,8 +99,8 @@ def test_controls(control: dict[str, Any], dtype: str) -> None:
     ("entry", "initial"),
     [
         pytest.param(block(), InitialState((2, 1)), id="by chance in Triton, zeros here"),
-        pytest.param(begins(), InitialState((2, 3)), id="zeros"),
-        pytest.param(begins(dims=["2", "0"]), InitialState((2, 0)), id="empty"),
+        pytest.param(with_initial(), InitialState((2, 3)), id="zeros"),
+        pytest.param(with_initial(dims=["2", "0"]), InitialState((2, 0)), id="empty"),
         pytest.param(
             block(
                 initial_state=[
@@ -119,7 +119,7 @@ def test_states(entry: dict[str, Any], initial: InitialState) -> None:
 
 def test_states_are_inputs_and_outputs() -> None:
     """States are added to the inputs and outputs of the config."""
-    config = whole({"state": [block()]})
+    config = model_config_of({"state": [block()]})
 
     assert [(spec.name, spec.origin) for spec in config.inputs] == [
         ("x", Origin.CLIENT),
@@ -129,24 +129,24 @@ def test_states_are_inputs_and_outputs() -> None:
         ("y", Origin.CLIENT),
         ("present", Origin.STATE),
     ]
-    assert config.carried == ()
+    assert config.untyped_states == ()
 
 
 def test_state_that_is_a_listed_output() -> None:
     """A state that the config lists as an output is not added again, and must have its type."""
     listed = {"name": "present", "data_type": "TYPE_FP32", "dims": [2, -1]}
-    config = whole({"state": [block()]}, output=[listed])
+    config = model_config_of({"state": [block()]}, output=[listed])
 
     assert [(spec.name, spec.origin) for spec in config.outputs] == [("present", Origin.CLIENT)]
     with pytest.raises(ConfigError, match=r"the output present FP32 \[2\] is a state, too"):
-        whole({"state": [block()]}, output=[listed | {"dims": [2]}])
+        model_config_of({"state": [block()]}, output=[listed | {"dims": [2]}])
 
 
 def test_state_by_option() -> None:
     """STATE names states without types."""
-    config = whole({}, parameters={"STATE": {"string_value": '{"hidden": "RESULT[1]"}'}})
+    config = model_config_of({}, parameters={"STATE": {"string_value": '{"hidden": "RESULT[1]"}'}})
 
-    assert config.states == config.carried == (State("hidden", "RESULT[1]"),)
+    assert config.states == config.untyped_states == (State("hidden", "RESULT[1]"),)
     assert [spec.name for spec in config.inputs] == ["x"]
 
 
@@ -163,24 +163,32 @@ _CONTROL: dict[str, Any] = {
         ({"state": [block(input_name="")]}, "called '' as input and 'present' as output"),
         ({"state": [block(output_name="")]}, "expected input_name and output_name"),
         ({"state": [block(data_type="TYPE_INVALID")]}, "'past' has data_type TYPE_INVALID"),
-        ({"state": [block(), block()]}, "the input 'past' is there twice"),
-        ({"state": [block(input_name="x")]}, "the input 'x' is there twice"),
-        ({"control_input": [_CONTROL]}, "the input 'x' is there twice"),
+        ({"state": [block(), block()]}, "the input 'past' is defined twice"),
+        ({"state": [block(input_name="x")]}, "the input 'x' is defined twice"),
+        ({"control_input": [_CONTROL]}, "the input 'x' is defined twice"),
         (
             {"state": [block(), block(input_name="other")]},
-            "the state output 'present' is there twice",
+            "the state output 'present' is defined twice",
         ),
         (
             {"state": [block(initial_state=[{}, {}])]},
             "'past' has 2 entries of initial_state; expected one",
         ),
-        ({"state": [begins(data_type="TYPE_FP64")]}, "has data_type TYPE_FP64; expected TYPE_FP32"),
-        ({"state": [begins(dims=[2])]}, "has dims [2]; expected fixed sizes that fit [2, -1]"),
-        ({"state": [begins(dims=[2, -1])]}, "has dims [2, -1]"),
+        (
+            {"state": [with_initial(data_type="TYPE_FP64")]},
+            "has data_type TYPE_FP64; expected TYPE_FP32",
+        ),
+        (
+            {"state": [with_initial(dims=[2])]},
+            "has dims [2]; expected fixed sizes that fit [2, -1]",
+        ),
+        ({"state": [with_initial(dims=[2, -1])]}, "has dims [2, -1]"),
         (
             {
                 "state": [
-                    block(initial_state=[begins()["initial_state"][0] | {"data_file": "../f"}])
+                    block(
+                        initial_state=[with_initial()["initial_state"][0] | {"data_file": "../f"}]
+                    )
                 ]
             },
             "is '../f'; expected a file in the folder initial_state",
@@ -195,6 +203,6 @@ _CONTROL: dict[str, Any] = {
 def test_invalid_settings(batching: dict[str, Any], message: str) -> None:
     """Invalid settings are rejected by name."""
     with pytest.raises(ConfigError) as refusal:
-        whole(batching)
+        model_config_of(batching)
 
     assert message in str(refusal.value)

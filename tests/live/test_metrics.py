@@ -264,11 +264,10 @@ def test_streams(server: Server) -> None:
 def test_names_and_kinds(server: Server) -> None:
     """What is scraped has the names, labels, kinds and HELP of the table."""
     text = page(server)
-    rows = {name: row for row in metric_families.TABLE for name in row.series}
     seen = set()
     for sample in scrape(server):
         if sample.name.startswith("pytorch_py_"):
-            row = rows[sample.name]
+            row = metric_families.BY_SERIES[sample.name]
             left_out = {"le"} if not sample.name.endswith("_bucket") else set()
             assert sample.labels.keys() == set(row.labels) - left_out
             kind = "gauge" if row.kind is MetricKind.GAUGE else "counter"

@@ -116,7 +116,7 @@ def test_the_last_batch_ends_while_the_stages_are_instrumented(
     def instrumenting(around: Any) -> Callable[[], None]:
         restore = instrument(around)
         sending.start()
-        _wait(lambda: around.__self__._left == 0)
+        _wait(lambda: around.__self__._remaining == 0)
         return restore
 
     engine.instrument = instrumenting  # type: ignore[method-assign]

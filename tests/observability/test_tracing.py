@@ -188,12 +188,12 @@ def test_failure(tmp_path: Path, spans: InMemorySpanExporter) -> None:
     bad = served.request(*_SECOND, value=-1.0)
     good, refused = served.model.execute([served.request(*_FIRST), bad])
     assert refused.error() is not None
-    whole, *parts = spans.get_finished_spans()
-    assert [span.status.is_ok for span in (whole, *parts)].count(True) == 1
+    failed, *parts = spans.get_finished_spans()
+    assert [span.status.is_ok for span in (failed, *parts)].count(True) == 1
     (succeeded,) = [span for span in parts if span.status.is_ok]
     assert _values(good) == _ids(succeeded)
     assert {_parent(span) for span in parts} == {_FIRST, _SECOND}
-    assert len(whole.links) == 1
+    assert len(failed.links) == 1
 
 
 def test_call_of_another_model(

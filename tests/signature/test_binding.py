@@ -46,7 +46,7 @@ def called(parameters: str, names: str) -> str:
     """Return the arguments of forward() as text, without quotes; a column is its tensor's name."""
     inputs = bound(parameters, names)
     assert sorted(inputs.names) == sorted(n for n in names.split(", ") if not n.endswith("?"))
-    assert len(inputs.takes) == len(inputs.places) == len(inputs.names)
+    assert len(inputs.types) == len(inputs.places) == len(inputs.names)
     return str(inputs.call(function(parameters), inputs.names)).replace("'", "")
 
 
@@ -240,7 +240,7 @@ def test_types_and_places_of_columns() -> None:
 
     inputs = bound(parameters, names)
 
-    columns = dict(zip(inputs.names, zip(inputs.takes, inputs.places, strict=True), strict=True))
+    columns = dict(zip(inputs.names, zip(inputs.types, inputs.places, strict=True), strict=True))
     assert columns == {
         "n": (ArgumentType.INT, "n"),
         "ss": (ArgumentType.STRINGS, "ss"),
@@ -285,7 +285,7 @@ def scripted(module: nn.Module) -> Signature:
         (Difference, "INPUT__1, image", "INPUT0, INPUT1", BindingRule.ORDER),
         (Difference, "INPUT__1, INPUT0", "INPUT0, INPUT1", BindingRule.ORDER),
         (Difference, "INPUT1, image", "INPUT0, INPUT1", BindingRule.ORDER),
-        (Difference, "ARGS[1], INPUT0", "INPUT1, INPUT0", BindingRule.OWN),
+        (Difference, "ARGS[1], INPUT0", "INPUT1, INPUT0", BindingRule.INDIVIDUAL),
         (Numbered, "b, a__1", "b, a__1", BindingRule.ARGUMENTS),
         (Numbered, "a__1, c__0", "b, a__1", BindingRule.NUMBERS),
         (OfDict, "y, x__1", "tensors[y], tensors[x__1]", BindingRule.KEYS),
@@ -304,7 +304,7 @@ def test_scripted_arguments_get_their_tensors_by_one_rule(
 
 
 @pytest.mark.parametrize(
-    ("names", "kept", "places"),
+    ("names", "state", "places"),
     [
         (["image", "i__1"], "i__1", ["INPUT0", "INPUT1"]),
         (["image", "i__0"], "i__0", ["INPUT1", "INPUT0"]),
@@ -313,9 +313,11 @@ def test_scripted_arguments_get_their_tensors_by_one_rule(
         (["START", "INPUT"], "START", ["INPUT1", "INPUT0"]),
     ],
 )
-def test_states_are_bound_separately(names: list[str], kept: str, places: list[str]) -> None:
+def test_states_are_bound_separately(names: list[str], state: str, places: list[str]) -> None:
     """States and controls are bound by their own names; other inputs follow the rule."""
-    inputs = binding.bind_inputs(build.MODEL, names, scripted(Difference()), kept=[kept])
+    inputs = binding.bind_inputs(
+        build.MODEL, names, scripted(Difference()), sequence_inputs=[state]
+    )
 
     place = dict(zip(inputs.names, inputs.places, strict=True))
     assert [place[name] for name in names] == places
@@ -342,8 +344,8 @@ def test_names_that_no_rule_binds(names: list[str], message: str) -> None:
     [
         ("x, y", ["y", "x"], BindingRule.ARGUMENTS),
         ("x, y", ["i__1", "i__0"], BindingRule.NUMBERS),
-        ("x, y", ["x", "i__1"], BindingRule.OWN),
-        ("x, y", ["x", "ARGS[1]"], BindingRule.OWN),
+        ("x, y", ["x", "i__1"], BindingRule.INDIVIDUAL),
+        ("x, y", ["x", "ARGS[1]"], BindingRule.INDIVIDUAL),
         ("x, y", ["image", "mask"], BindingRule.ORDER),
         ("x: dict", ["a", "b"], BindingRule.KEYS),
         ("x: list", ["a", "b"], BindingRule.KEYS),
@@ -388,7 +390,7 @@ TWO = tree((0, 0), names=["x", "y"])
         (TREE, "i__4, i__3, i__2, i__1, i__0", "(i__0, {z: i__1, a: [i__2, i__3]}) {scale: i__4}"),
         (tree((0, 0, 0), names=["x", "n", "y"], constants={1: 7}), "y, x", "(x, 7, y) {}"),
         (tree((0, 0, 0), constants={1: None}), "i__1, i__0", "(i__0, None, i__1) {}"),
-        # a key that is there twice; an argument before a key, and before a number
+        # a key that occurs twice; an argument before a key, and before a number
         (
             tree(({"a": 0, "b": 0}, {"b": 0}), names=["d", "e"]),
             "ARGS[1][b], a, ARGS[0][b]",
@@ -406,7 +408,7 @@ def test_program_gets_its_own_tree(signature: Signature, names: str, arguments: 
         lambda *args, **kwargs: f"({', '.join(map(str, args))}) {kwargs}", inputs.names
     )
     assert str(called).replace("'", "") == arguments
-    assert set(inputs.takes) == {ArgumentType.TENSOR}
+    assert set(inputs.types) == {ArgumentType.TENSOR}
     assert inputs.places == signature.leaves
 
 

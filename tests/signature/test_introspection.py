@@ -52,8 +52,8 @@ def only(signature: str, before: str = "") -> Argument:
             [("x", True, Passing.POSITIONAL, "x"), ("y", False, Passing.POSITIONAL, "y=None")],
         ),
         ("x, /, *, y", [("x", True, Passing.POSITIONAL, "x"), ("y", True, Passing.KEYWORD, "y")]),
-        ("*xs", [("xs", False, Passing.REST, "*xs")]),
-        ("**xs", [("xs", False, Passing.REST_BY_NAME, "**xs")]),
+        ("*xs", [("xs", False, Passing.VAR_POSITIONAL, "*xs")]),
+        ("**xs", [("xs", False, Passing.VAR_KEYWORD, "**xs")]),
         ("", []),
     ],
 )
@@ -64,7 +64,7 @@ def test_arguments_are_those_of_the_signature(
     read = introspection.from_function(function(signature)).arguments
 
     assert [(entry.name, entry.required, entry.passing, entry.text) for entry in read] == arguments
-    assert {entry.takes for entry in read} <= {ArgumentType.TENSOR}
+    assert {entry.type for entry in read} <= {ArgumentType.TENSOR}
 
 
 FUTURE = pytest.mark.parametrize(
@@ -101,14 +101,14 @@ def test_type_of_an_argument(annotation: str, takes: ArgumentType, future: str) 
     """Types are recognized in all spellings, within Optional, too."""
     argument = only(f"x: {annotation}", future)
 
-    assert argument.takes is takes
+    assert argument.type is takes
     assert argument.nullable is ("None" in annotation or "Optional" in annotation)
     assert argument.required
 
 
 @FUTURE
 @pytest.mark.parametrize(
-    ("signature", "by_name"),
+    ("signature", "keyword_types"),
     [
         ("x, **rest: Unpack[Rest]", {"steps": ArgumentType.INT, "y": ArgumentType.TENSOR}),
         (
@@ -120,7 +120,7 @@ def test_type_of_an_argument(annotation: str, takes: ArgumentType, future: str) 
     ],
 )
 def test_names_of_keyword_arguments(
-    signature: str, by_name: dict[str, ArgumentType], future: str
+    signature: str, keyword_types: dict[str, ArgumentType], future: str
 ) -> None:
     """The names of `**` are read from a TypedDict, and for generate() of transformers."""
     before = f"""{future}
@@ -132,7 +132,7 @@ class GenerationConfig:
     def __init__(self):
         self.max_new_tokens = self.temperature = None
 """
-    assert introspection.from_function(function(signature, before)).by_name == by_name
+    assert introspection.from_function(function(signature, before)).keyword_types == keyword_types
 
 
 _KEYS = """
@@ -178,7 +178,7 @@ def test_keys_of_a_typed_dict(
     first, second, rest = introspection.from_function(module.forward).arguments
 
     def keys(argument: Argument) -> list[tuple[str, ArgumentType, bool, bool]]:
-        return [(key.name, key.takes, key.required, key.nullable) for key in argument.keys]
+        return [(key.name, key.type, key.required, key.nullable) for key in argument.keys]
 
     assert keys(first) == [
         ("image", ArgumentType.TENSOR, True, False),
@@ -194,7 +194,7 @@ def test_keys_of_a_typed_dict(
 @pytest.mark.parametrize("signature", ["*x: dict", "**x: list[str]"])
 def test_annotation_of_star_args(signature: str) -> None:
     """An annotation of *args applies to each item."""
-    assert only(signature).takes is ArgumentType.TENSOR
+    assert only(signature).type is ArgumentType.TENSOR
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_unresolvable_annotation(annotation: str, takes: ArgumentType) -> None:
     source = function(f"x: {annotation}, y: list[str]", "from __future__ import annotations")
     x, y = introspection.from_function(source).arguments
 
-    assert (x.takes, y.takes) == (takes, ArgumentType.STRINGS)
+    assert (x.type, y.type) == (takes, ArgumentType.STRINGS)
 
 
 class Net(nn.Module):
@@ -224,7 +224,7 @@ def test_bound_arguments(served: Any) -> None:
     signature = introspection.from_function(served)
 
     assert str(signature) == "forward(x: 'Tensor', *, n: 'int' = 3)"
-    assert [entry.takes for entry in signature.arguments] == [
+    assert [entry.type for entry in signature.arguments] == [
         ArgumentType.TENSOR,
         ArgumentType.INT,
     ]
@@ -239,7 +239,7 @@ def test_annotations_of_an_object_are_resolved(wrap: Any) -> None:
 
     (argument,) = introspection.from_function(served).arguments
 
-    assert (argument.takes, argument.nullable) == (ArgumentType.INT, True)
+    assert (argument.type, argument.nullable) == (ArgumentType.INT, True)
 
 
 def test_function_without_a_signature() -> None:
@@ -291,7 +291,7 @@ def test_schema() -> None:
     signature = introspection.from_schema(scripted.forward.schema)
 
     read = signature.arguments
-    assert [(entry.name, entry.takes, entry.required, entry.nullable) for entry in read] == [
+    assert [(entry.name, entry.type, entry.required, entry.nullable) for entry in read] == [
         ("x", ArgumentType.TENSOR, True, False),
         ("d", ArgumentType.DICT, True, False),
         ("tensors", ArgumentType.LIST, True, False),
@@ -315,7 +315,7 @@ def test_traced_module_has_its_arguments() -> None:
 
     read = introspection.from_schema(traced.forward.schema).arguments
 
-    assert [(entry.name, entry.takes) for entry in read] == [("x", ArgumentType.TENSOR)]
+    assert [(entry.name, entry.type) for entry in read] == [("x", ArgumentType.TENSOR)]
 
 
 # --- call trees ------------------------------------------------------------------------------

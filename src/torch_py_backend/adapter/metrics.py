@@ -61,7 +61,7 @@ class Metric:
     def __init__(
         self, config: ModelConfig, name: str, more: tuple[tuple[str, str], ...] = ()
     ) -> None:
-        row = metric_families.BY_NAME.get(name) or metric_families.BY_NAME[name.rpartition("_")[0]]
+        row = metric_families.BY_SERIES[name]
         known = {
             "model": config.name,
             "version": config.version,

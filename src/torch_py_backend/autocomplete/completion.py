@@ -7,22 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torch_py_backend.artifacts import stream_detection
-from torch_py_backend.config import options
+from torch_py_backend.config import options, pbtxt
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import ConfigError, join_names
 from torch_py_backend.processes import child_process
-
-_NO_TYPE = "TYPE_INVALID"
 
 
 def is_incomplete(document: Document) -> bool:
     """Return whether a config lacks inputs or outputs, or one of them lacks its type or dims."""
     tensors = document.get("input", []), document.get("output", [])
-    return not all(entries and all(map(_is_complete, entries)) for entries in tensors)
-
-
-def _is_complete(entry: Document) -> bool:
-    return entry.get("data_type", _NO_TYPE) != _NO_TYPE and bool(entry.get("dims"))
+    return not all(entries and all(map(pbtxt.is_complete, entries)) for entries in tensors)
 
 
 def set_decoupled(document: JsonObject, version_folder: Path) -> bool:
@@ -106,37 +100,32 @@ def fill(model: str, document: JsonObject, schema: JsonObject) -> None:
     if not max_batch_size and not document.get("input"):
         document["max_batch_size"] = schema["max_batch_size"]
     elif bool(max_batch_size) != bool(schema["max_batch_size"]):
-        _change_batch_dimension(schema, batched=bool(max_batch_size))
+        for entry in (*schema["input"], *schema["output"]):
+            shape = entry.pop("reshape", {"shape": entry["dims"]})["shape"]
+            shape = shape[1:] if max_batch_size else [-1, *shape]
+            entry.update({"dims": shape} if shape else {"dims": [1], "reshape": {"shape": []}})
     if schema["decoupled"]:
         document.setdefault("model_transaction_policy", {"decoupled": True})
     # sequence_batching lists the states and controls; Triton refuses them as inputs and outputs.
     hidden = schema.get("sequence_tensors", ())
     for role in ("input", "output"):
-        written = document.get(role, [])
-        if written:
-            _fill_entries(model, role, written, schema[role])
+        listed = document.get(role, [])
+        if listed:
+            _fill_entries(model, role, listed, schema[role])
         else:
             document[role] = [entry for entry in schema[role] if entry["name"] not in hidden]
 
 
-def _change_batch_dimension(schema: JsonObject, *, batched: bool) -> None:
-    """Remove the batch dimension from a schema's dims if `batched`, else add it."""
-    for entry in (*schema["input"], *schema["output"]):
-        shape = entry.pop("reshape", {"shape": entry["dims"]})["shape"]
-        shape = shape[1:] if batched else [-1, *shape]
-        entry.update({"dims": shape} if shape else {"dims": [1], "reshape": {"shape": []}})
-
-
 def _fill_entries(
-    model: str, role: str, written: list[JsonObject], inferred: list[JsonObject]
+    model: str, role: str, listed: list[JsonObject], inferred: list[JsonObject]
 ) -> None:
     """Fill in the types and dims that a config's inputs or outputs lack, by name or number."""
     by_name = {entry["name"]: entry for entry in inferred}
     for number, entry in enumerate(inferred):
         by_name.setdefault(f"{role.upper()}__{number}", entry)
         by_name.setdefault(f"{role}__{number}", entry)
-    for entry in written:
-        if _is_complete(entry):
+    for entry in listed:
+        if pbtxt.is_complete(entry):
             continue  # compared with the model when it is loaded
         match = by_name.get(entry["name"])
         if match is None:
@@ -146,8 +135,8 @@ def _fill_entries(
                 f" {role}",
                 expected=f"names among {join_names(by_name)}",
             )
-        data_type = entry.get("data_type", _NO_TYPE)
-        if data_type not in (_NO_TYPE, match["data_type"]):
+        data_type = entry.get("data_type", pbtxt.NO_TYPE)
+        if data_type not in (pbtxt.NO_TYPE, match["data_type"]):
             raise ConfigError(
                 model,
                 f"{role} '{entry['name']}' is {data_type} in config.pbtxt",

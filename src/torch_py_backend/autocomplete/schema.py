@@ -92,7 +92,7 @@ def describe(arguments: Mapping[str, str]) -> JsonObject:
     """
     undecided = "model_transaction_policy" not in json.loads(arguments["model_config"])
     config = model_config.parse(arguments, complete=False)
-    schema = _infer(config, undecided=undecided, written=model_config.listed_inputs(arguments))
+    schema = _infer(config, model_config.listed_inputs(arguments), undecided=undecided)
     return {
         "input": [_entry(spec) for spec in schema.inputs],
         "output": [_entry(spec) for spec in schema.outputs],
@@ -127,7 +127,7 @@ def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
     required = [argument for argument in named if argument.required] or named
     inputs: list[JsonObject] = []
     for argument in (leaf for owner in required for leaf in owner.keys or (owner,)):
-        data_type, dims = _ANNOTATED.get(argument.takes, ("", ()))
+        data_type, dims = _ANNOTATED.get(argument.type, ("", ()))
         if data_type:
             inputs.append(_entry(TensorSpec(argument.name, dtypes.from_triton(data_type), dims)))
         else:
@@ -151,18 +151,18 @@ def _entry(spec: TensorSpec) -> JsonObject:
     return entry if spec.dims else entry | {"dims": [1], "reshape": {"shape": []}}
 
 
-def _infer(config: ModelConfig, *, undecided: bool, written: Sequence[TensorSpec]) -> Schema:
+def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, undecided: bool) -> Schema:
     """Return the schema of the artifact in a model's version folder.
 
-    `written` are the inputs in config.pbtxt, if all are complete. Without an example, their values
-    are made up.
+    `listed` are the inputs in config.pbtxt, if all are complete. Without an example, their values
+    are made up. `undecided`: config.pbtxt does not say whether the model is decoupled.
     """
     artifact = discovery.find(config)
     # The batch dimension is not known yet; hooks for batches need one.
     batched = dataclasses.replace(config, max_batch_size=config.max_batch_size or 1)
     hooks = user_hooks.load(batched, artifact)
     if hooks is not None:
-        return _from_hooks(config, artifact, hooks, written)
+        return _from_hooks(config, artifact, hooks, listed)
     if undecided and artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY):
         # Otherwise, a model that makes streams would be refused.
         config = dataclasses.replace(config, decoupled=True)
@@ -171,15 +171,15 @@ def _infer(config: ModelConfig, *, undecided: bool, written: Sequence[TensorSpec
     # Compiled code reads memory, which meta tensors lack.
     if artifact.kind is not ArtifactType.AOTI:
         try:
-            return _from_runs(config, artifact, _META, written)
+            return _from_runs(config, artifact, _META, listed)
         except LoadError:
             raise
         except Exception as error:  # the model reads values, or the device
             log.debug("model '%s' does not run on meta tensors: %s", config.name, error)
     try:
-        return _from_runs(config, artifact, _device(artifact), written)
+        return _from_runs(config, artifact, _device(artifact), listed)
     except ForwardError as error:
-        if not written or example_inputs.find(config, artifact) is not None:
+        if not listed or example_inputs.find(config, artifact) is not None:
             raise
         raise ConfigError(
             config.name,
@@ -214,8 +214,8 @@ def _dtype(config: ModelConfig, name: str, dtype: torch.dtype) -> dtypes.DType:
         ) from None
 
 
-def _whole_specs(config: ModelConfig, values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
-    """Return specs with the whole shapes of values."""
+def _specs(config: ModelConfig, values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
+    """Return the specs of values, with all dims."""
     strings = dtypes.from_triton("BYTES")
     return tuple(
         TensorSpec(
@@ -266,8 +266,8 @@ def _from_program(config: ModelConfig, described: exported_program.Description) 
         for tensors in (described.inputs, described.outputs)
     )
     hidden = [
-        *_resolve(_sequence_inputs(config), [spec.name for spec in inputs]),
-        *_resolve([state.output for state in config.states], [spec.name for spec in outputs]),
+        *_names_of(_sequence_inputs(config), inputs),
+        *_names_of([state.output for state in config.states], outputs),
     ]
     max_batch_size = _batch_size(described.rows.most) if batched else 0
     return Schema(inputs, outputs, max_batch_size, frozenset(hidden))
@@ -279,8 +279,9 @@ def _sequence_inputs(config: ModelConfig) -> list[str]:
     return [*(state.input for state in config.states), *(control.name for control in controls)]
 
 
-def _resolve(references: Iterable[str], names: Sequence[str]) -> Iterator[str]:
+def _names_of(references: Iterable[str], specs: Sequence[TensorSpec]) -> Iterator[str]:
     """Yield the program's names for a config's references: names, or ordinals like INPUT__0."""
+    names = [spec.name for spec in specs]
     for reference in references:
         number = ordinal(reference)
         if reference in names:
@@ -293,7 +294,7 @@ def _resolve(references: Iterable[str], names: Sequence[str]) -> Iterator[str]:
 
 
 def _from_hooks(
-    config: ModelConfig, artifact: Artifact, hooks: Hooks, written: Sequence[TensorSpec]
+    config: ModelConfig, artifact: Artifact, hooks: Hooks, listed: Sequence[TensorSpec]
 ) -> Schema:
     """Return inputs from an example, the config or annotations, and outputs from a trial run.
 
@@ -301,15 +302,15 @@ def _from_hooks(
         ConfigError: the inputs cannot be inferred, or the hooks cannot be run with them.
     """
     example = example_inputs.find(config, artifact)
-    specs = written if written or example is not None else _annotated(config, hooks)
+    specs = listed if listed or example is not None else _annotated(config, hooks)
     device = _device(artifact)
     loaded = registry.load(artifact, config, device)
     if example is None:
-        size = config.max_batch_size if written else _DEFAULT_BATCH_SIZE
+        size = config.max_batch_size if listed else _DEFAULT_BATCH_SIZE
         config = dataclasses.replace(config, inputs=tuple(specs), max_batch_size=size)
         item = example_inputs.item(config, 2 if size else None)
         return _run_hooks(config, loaded, hooks, item, device)
-    specs = _whole_specs(config, example)
+    specs = _specs(config, example)
     if len({spec.dims[:1] for spec in specs}) == 1 and all(spec.dims for spec in specs):
         batched = dataclasses.replace(
             config,
@@ -330,7 +331,7 @@ def _annotated(config: ModelConfig, hooks: Hooks) -> tuple[TensorSpec, ...]:
     """Return the inputs of one row, from the annotations of the first hook."""
     stage = hooks.preprocess or hooks.preprocess_batch
     arguments = stage.signature().arguments if stage is not None else ()
-    annotated = [_ANNOTATED.get(argument.takes) for argument in arguments if argument.named]
+    annotated = [_ANNOTATED.get(argument.type) for argument in arguments if argument.named]
     if not annotated or None in annotated:
         raise _no_example(
             config,
@@ -353,11 +354,11 @@ def _run_hooks(
     config: ModelConfig, loaded: Loaded, hooks: Hooks, example: Item, device: torch.device
 ) -> Schema:
     """Run the hooks and the model with an example and return the schema."""
-    surroundings = runtime.create(config.options, device, ())
+    device_runtime = runtime.create(config.options, device, ())
     without_outputs = dataclasses.replace(config, outputs=())
-    pipeline = HookedPipeline(without_outputs, loaded.signature, hooks, surroundings)
+    pipeline = HookedPipeline(without_outputs, loaded.signature, hooks, device_runtime)
     try:
-        with surroundings.guard():
+        with device_runtime.guard():
             result, of_row = pipeline.tried(loaded.module, example)
     except Exception as error:  # the model's own code runs here
         failure = (
@@ -370,7 +371,7 @@ def _run_hooks(
             cure=f"Put valid inputs beside the model, in a function {example_inputs.NAME}() or"
             f" {example_inputs.NAME}.safetensors, or write the outputs into config.pbtxt.",
         ) from error
-    outputs = _whole_specs(config, _plain(config, _named_parts(config, result, "postprocess()")))
+    outputs = _specs(config, _plain(config, _named_parts(config, result, "postprocess()")))
     batched = config.max_batch_size > 0
     if not (batched and of_row):
         outputs = _row_specs(outputs, batched=batched)
@@ -399,17 +400,17 @@ def _from_runs(
     config: ModelConfig,
     artifact: Artifact,
     device: torch.device,
-    written: Sequence[TensorSpec],
+    listed: Sequence[TensorSpec],
 ) -> Schema:
-    """Run the model with the example, or with made-up values for written inputs.
+    """Run the model with the example, or with made-up values for listed inputs.
 
     Raises:
         ForwardError: forward() fails with the example; on meta tensors, with twice its rows, too.
     """
     trial = _Trial(config, registry.load(artifact, config, device), device)
     example = example_inputs.find(config, artifact)
-    if written:
-        return trial.schema_of_written(written, example or {})
+    if listed:
+        return trial.schema_of_listed(listed, example or {})
     if example is None:
         raise _no_example(
             config,
@@ -426,23 +427,23 @@ class _Trial:
     loaded: Loaded
     device: torch.device
 
-    def schema_of_written(self, written: Sequence[TensorSpec], example: Item) -> Schema:
+    def schema_of_listed(self, listed: Sequence[TensorSpec], example: Item) -> Schema:
         """Return the schema for the inputs in the config, with the values that the warm-up uses.
 
         Inputs with dims of -1 are run in two sizes: output dims that differ between them are -1.
         """
-        listed = dataclasses.replace(self.config, inputs=tuple(written))
+        config = dataclasses.replace(self.config, inputs=tuple(listed))
         rows = 2 if self.config.max_batch_size else None
         valid = {
             spec.name: example[spec.name]
-            for spec in written
-            if spec.name in example and example_inputs.fits(listed, spec, example[spec.name])
+            for spec in listed
+            if spec.name in example and example_inputs.fits(config, spec, example[spec.name])
         }
-        schema = self.schema(example_inputs.item(listed, rows, example=valid))
-        if all(-1 not in spec.dims for spec in written):
+        schema = self.schema(example_inputs.item(config, rows, example=valid))
+        if all(-1 not in spec.dims for spec in listed):
             return schema
         try:
-            smaller = self.schema(example_inputs.item(listed, rows, shrunk=True, example=valid))
+            smaller = self.schema(example_inputs.item(config, rows, shrunk=True, example=valid))
         except ForwardError:
             if self.device is _META:
                 raise
@@ -460,8 +461,8 @@ class _Trial:
                 cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
             )
         outputs = []
-        for spec, less in zip(schema.outputs, smaller.outputs, strict=True):
-            sizes = zip(spec.dims, less.dims, strict=True)
+        for spec, smaller_spec in zip(schema.outputs, smaller.outputs, strict=True):
+            sizes = zip(spec.dims, smaller_spec.dims, strict=True)
             dims = tuple(size if size == smaller_size else -1 for size, smaller_size in sizes)
             outputs.append(dataclasses.replace(spec, dims=dims))
         return dataclasses.replace(schema, outputs=tuple(outputs))
@@ -476,9 +477,13 @@ class _Trial:
         max_batch_size = 0
         first_dims = {tuple(value.shape[:1]) for value in example.values()}
         if len(first_dims) == 1 and first_dims != {()} and self._grows(example, outputs):
-            max_batch_size = _batch_size(self._most_rows(example))
+            max_batch_size = _batch_size(
+                self._probe_rows(example)
+                if self.loaded.kind is ArtifactType.AOTI
+                else self.loaded.rows.most
+            )
         input_specs, output_specs = (
-            _row_specs(_whole_specs(self.config, values), batched=max_batch_size > 0)
+            _row_specs(_specs(self.config, values), batched=max_batch_size > 0)
             for values in (example, outputs)
         )
         hidden = states.union(_sequence_inputs(self.config))
@@ -490,7 +495,7 @@ class _Trial:
             return example
         rows = {value.shape[0] for value in example.values() if value.ndim}
         count = rows.pop() if self.config.max_batch_size and len(rows) == 1 else None
-        config = dataclasses.replace(self.config, inputs=_whole_specs(self.config, example))
+        config = dataclasses.replace(self.config, inputs=_specs(self.config, example))
         bound = state_store.with_controls(config, self.loaded.signature)
         return {
             **initial_states.find(self.config, count),
@@ -500,7 +505,7 @@ class _Trial:
     def _call(self, item: Item) -> tuple[dict[str, Value], frozenset[str]]:
         """Return all outputs by name, and the names of those that are states of a sequence."""
         config = dataclasses.replace(
-            self.config, max_batch_size=0, inputs=_whole_specs(self.config, item)
+            self.config, max_batch_size=0, inputs=_specs(self.config, item)
         )
         grouping = Grouping(config, self.loaded.signature)
         admitted = grouping.admit(item)
@@ -549,9 +554,8 @@ class _Trial:
             for name, value in outputs.items()
         )
 
-    def _most_rows(self, example: Item) -> int | None:
-        if self.loaded.kind is not ArtifactType.AOTI:
-            return self.loaded.rows.most
+    def _probe_rows(self, example: Item) -> int | None:
+        """Return the largest number of rows of a compiled package; None: no limit."""
         inputs = bind_inputs(self.config.name, list(example), self.loaded.signature)
         values = [example[name] for name in inputs.names]
         columns = [value.to(self.device) for value in values if isinstance(value, Tensor)]

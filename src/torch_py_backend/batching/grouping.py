@@ -53,9 +53,9 @@ class Grouping:
         self._batched = config.max_batch_size > 0
         self._signature = signature
         # States of any type and shape, left out together.
-        self._carried = frozenset(state.input for state in config.carried)
+        self._carried = frozenset(state.input for state in config.untyped_states)
         self._names = [spec.name for spec in config.inputs]
-        self._names += [state.input for state in config.carried]
+        self._names += [state.input for state in config.untyped_states]
         # Created from the batch, not sent by requests.
         self._batch_inputs = [batch_input.name for batch_input in config.batch_inputs]
         self._flattened = frozenset(
@@ -74,10 +74,10 @@ class Grouping:
             spec.name for spec in config.inputs if spec.origin is not Origin.CLIENT
         )
         names = [*self._names, *self._batch_inputs]
-        self._binding = bind_inputs(config.name, names, signature, kept=self._kept)
+        self._binding = bind_inputs(config.name, names, signature, sequence_inputs=self._kept)
         self._special = {
             name: takes
-            for name, takes in zip(self._binding.names, self._binding.takes, strict=True)
+            for name, takes in zip(self._binding.names, self._binding.types, strict=True)
             if takes.scalar or takes in _LISTS
         }
         _check_types(config, signature.name, self._special)
@@ -271,7 +271,9 @@ class Grouping:
         inputs = self._partial.get(left_out)
         if inputs is None:
             names = [*self._names, *self._batch_inputs]
-            inputs = bind_inputs(self._model, names, self._signature, left_out, kept=self._kept)
+            inputs = bind_inputs(
+                self._model, names, self._signature, left_out, sequence_inputs=self._kept
+            )
             self._partial[left_out] = inputs
         return inputs
 
@@ -280,7 +282,7 @@ class Grouping:
         if self._cast is None and not self._special:
             return columns
         arguments: list[object] = []
-        for name, column, takes in zip(inputs.names, columns, inputs.takes, strict=True):
+        for name, column, takes in zip(inputs.names, columns, inputs.types, strict=True):
             argument: object = column
             if takes.scalar:
                 argument = _SCALARS[takes](_flat(column)[0])

@@ -35,7 +35,7 @@ class OutputExtractor:
         self._of = of
         self._specs = config.outputs
         self._names = tuple(spec.name for spec in config.outputs)
-        self._carried = tuple(state.output for state in config.carried)
+        self._carried = tuple(state.output for state in config.untyped_states)
         self._verify = verifiers(config)
         # Bound to the structure of the first result.
         self._outputs: results.OutputBinding | None = None
@@ -145,7 +145,7 @@ def verifiers(config: ModelConfig) -> tuple[Verify, ...]:
     batched = config.max_batch_size > 0
     return (
         *(_verifier(config, spec) for spec in config.outputs),
-        *(_State(config.name, state.output, (), batched).verify for state in config.carried),
+        *(_State(config.name, state.output, (), batched).verify for state in config.untyped_states),
     )
 
 

@@ -65,7 +65,7 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
         compile_parameters.get("disable")
     )
     gpu_sharing = bool(options.enable_weight_sharing) and config.kind != "CPU"
-    mapped = options.device_map is not None
+    has_device_map = options.device_map is not None
     single_device = [name for name in options.optimize if name != "channels_last"]
     state_outputs = {state.output for state in config.states}
     ragged = "batch_input" if config.batch_inputs else "batch_output"
@@ -183,13 +183,13 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
         ),
         # --- several devices ---
         (
-            mapped and config.kind != "MODEL",
+            has_device_map and config.kind != "MODEL",
             f"DEVICE_MAP is set, and the instance is KIND_{config.kind}",
             "Use KIND_MODEL, or remove DEVICE_MAP.",
         ),
         *(
             (
-                mapped and is_set,
+                has_device_map and is_set,
                 f"DEVICE_MAP is set, and so is {setting}",
                 "They cannot be combined: remove one of them.",
             )

@@ -70,8 +70,8 @@ def parse(model: str, subject: str, name: str) -> DType:
     """
     dtype = from_config(name)
     if dtype is None:
-        known = ", ".join(row.config for row in TABLE)
-        raise ConfigError(model, f"{subject} has data_type {name}", expected=f"one of {known}")
+        names = ", ".join(_BY_CONFIG)
+        raise ConfigError(model, f"{subject} has data_type {name}", expected=f"one of {names}")
     return dtype
 
 

@@ -37,7 +37,7 @@ def check_running_python(model: str, environment: str) -> None:
     if not environment:
         return
     # Every bin/activate, also conda's, puts its folder first.
-    versions = _in_folder(Path(os.environ.get("PATH", "").partition(os.pathsep)[0]).parent)
+    versions = _library_versions(Path(os.environ.get("PATH", "").partition(os.pathsep)[0]).parent)
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     if versions and running not in versions:
         raise _wrong_python(model, min(versions), running)
@@ -60,7 +60,14 @@ def check(folder: Path, document: Document, stub: str) -> None:
         return
     path = Path(environment.replace(MODEL_FOLDER, str(folder)))
     try:
-        versions = _in_folder(path) if path.is_dir() else _in_archive(path)
+        if path.is_dir():
+            versions = _library_versions(path)
+        else:
+            # An archive that `pack` makes has one version, and reading all of it takes long.
+            with tarfile.open(path, "r|gz") as archive:
+                matches = (_LIBRARY.match(member.name) for member in archive)
+                first = next(filter(None, matches), None)
+            versions = {first[1]} if first else set()
     except (OSError, EOFError, tarfile.TarError) as error:
         raise _invalid(document["name"], f"cannot be read: {error}") from None
     if not versions:
@@ -69,23 +76,10 @@ def check(folder: Path, document: Document, stub: str) -> None:
         raise _wrong_python(document["name"], min(versions), stub)
 
 
-def _in_folder(folder: Path) -> set[str]:
+def _library_versions(folder: Path) -> set[str]:
     """Return the versions of Python for which a folder has libraries."""
     names = (f"{path.parent.name}/{path.name}/." for path in folder.glob("lib*/python3.*"))
     return {match[1] for name in names if (match := _LIBRARY.match(name))}
-
-
-def _in_archive(path: Path) -> set[str]:
-    """Return the first version of Python for which an archive has libraries.
-
-    An archive that `pack` makes has one version, and reading all of it takes long.
-    """
-    with tarfile.open(path, "r|gz") as archive:
-        for member in archive:
-            match = _LIBRARY.match(member.name)
-            if match:
-                return {match[1]}
-    return set()
 
 
 def _invalid(model: str, problem: str) -> PlatformError:

@@ -101,7 +101,7 @@ class ModelConfig:
         return self.sequencing.states if self.sequencing is not None else ()
 
     @property
-    def carried(self) -> tuple[State, ...]:
+    def untyped_states(self) -> tuple[State, ...]:
         """The states that config.pbtxt only names, without type and dims (option STATE)."""
         return tuple(state for state in self.states if state.dtype is None)
 
@@ -174,11 +174,9 @@ def listed_inputs(args: Mapping[str, str]) -> tuple[TensorSpec, ...]:
         ConfigError: an input has an unknown type.
     """
     entries = json.loads(args["model_config"]).get("input", [])
-    complete = all(
-        entry.get("data_type", "TYPE_INVALID") != "TYPE_INVALID" and entry.get("dims")
-        for entry in entries
-    )
-    return tuple(_spec(args["model_name"], "input", entry) for entry in entries) if complete else ()
+    if not all(map(pbtxt.is_complete, entries)):
+        return ()
+    return tuple(_spec(args["model_name"], "input", entry) for entry in entries)
 
 
 def _specs(model: str, role: str, document: Document) -> tuple[TensorSpec, ...]:
@@ -211,17 +209,17 @@ def _state_outputs(
     Raises:
         ConfigError: a listed output differs from the state of the same name.
     """
-    known = {spec.name: spec for spec in listed}
+    listed_by_name = {spec.name: spec for spec in listed}
     for state in states:
         if state.dtype is None:
             continue
         spec = TensorSpec(state.output, state.dtype, state.dims, origin=Origin.STATE)
-        if state.output not in known:
+        if state.output not in listed_by_name:
             yield spec
-        elif str(known[state.output]) != str(spec):
+        elif str(listed_by_name[state.output]) != str(spec):
             raise ConfigError(
                 model,
-                f"the output {known[state.output]} is a state, too",
+                f"the output {listed_by_name[state.output]} is a state, too",
                 expected=f"{spec}, as in sequence_batching",
             )
 

@@ -182,7 +182,15 @@ def parse_device_map(text: str) -> dict[str, str]:
     value = json.loads(text, object_pairs_hook=_distinct)
     if not isinstance(value, dict) or not value:
         raise TypeError(text)
-    return {module: _device(device) for module, device in value.items()}
+    device_map = {}
+    for module, device in value.items():
+        if type(device) is int and device >= 0:
+            device_map[module] = f"cuda:{device}"  # the ordinal of a GPU
+        elif isinstance(device, str) and _DEVICE.fullmatch(device):
+            device_map[module] = "cuda:0" if device == "cuda" else device
+        else:
+            raise ValueError(device)
+    return device_map
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -193,21 +201,12 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return entries
 
 
-def _device(value: object) -> str:
-    """Return a device as torch names it; a number is the ordinal of a GPU."""
-    if type(value) is int and value >= 0:
-        return f"cuda:{value}"
-    if not isinstance(value, str) or not _DEVICE.fullmatch(value):
-        raise ValueError(value)
-    return "cuda:0" if value == "cuda" else value
-
-
 def _option(
     parser: Parser[object],
     doc: str,
     *,
     default: object = None,
-    also: tuple[str, ...] = (),
+    aliases: tuple[str, ...] = (),
     inert: str = "",
 ) -> Any:
     """Return a field of Options.
@@ -216,11 +215,11 @@ def _option(
         parser: the parser of the value.
         doc: the text in docs/options.md.
         default: the value if the parameter is not set.
-        also: other keys of the same option.
+        aliases: other keys of the same option.
         inert: why the option has no effect.
     """
     return field(
-        default=default, metadata={"parser": parser, "doc": doc, "also": also, "inert": inert}
+        default=default, metadata={"parser": parser, "doc": doc, "aliases": aliases, "inert": inert}
     )
 
 
@@ -278,13 +277,13 @@ class Options:
         "Intra-op threads of each instance. Unset, or INTRA_OP_THREAD_COUNT of 0 or less:"
         " OMP_NUM_THREADS, else the cores that this process may use, divided by the number of"
         " instances.",
-        also=("INTRA_OP_THREAD_COUNT",),
+        aliases=("INTRA_OP_THREAD_COUNT",),
     )
     num_interop_threads: int | None = _option(
         positive,
         "Inter-op threads of each instance. Unset, or INTER_OP_THREAD_COUNT of 0 or less: the"
         " cores that this process may use, divided by the number of instances.",
-        also=("INTER_OP_THREAD_COUNT",),
+        aliases=("INTER_OP_THREAD_COUNT",),
     )
     torch_compile_optional_parameters: JsonObject | None = _option(
         compile_parameters,
@@ -450,7 +449,7 @@ class OptionRow:
     default: object
     parser: Parser[object]
     doc: str
-    also: tuple[str, ...]
+    aliases: tuple[str, ...]
     inert: str
 
 
@@ -471,7 +470,7 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
     """
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
-    rows = {key: row for row in TABLE for key in (row.key, *row.also)}
+    rows = {key: row for row in TABLE for key in (row.key, *row.aliases)}
     for key, entry in parameters.items():
         row = rows.get(key)
         if row is None:
@@ -481,7 +480,7 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
                 "model '%s': the parameter %s is unknown and ignored.%s", model, key, question
             )
             continue
-        value = _value(model, key, _LIBTORCH_PARSERS.get(key, row.parser), entry)
+        value = _parse_value(model, key, _LIBTORCH_PARSERS.get(key, row.parser), entry)
         if value is None:
             continue
         if row.inert and value:
@@ -496,7 +495,7 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
     return Options(**values)
 
 
-def _value(model: str, key: str, parser: Parser[object], entry: object) -> object:
+def _parse_value(model: str, key: str, parser: Parser[object], entry: object) -> object:
     # Triton's entries are always strings; entries of other files may be anything.
     text = entry.get("string_value", "") if isinstance(entry, Mapping) else entry
     if not isinstance(text, str) or text is entry:

@@ -13,6 +13,8 @@ from torch_py_backend.errors import ConfigError, PlatformError
 JsonObject: TypeAlias = dict[str, Any]
 # config.pbtxt as Triton passes it to backends, or a part of it.
 Document: TypeAlias = Mapping[str, Any]
+# The data_type of an input or output that has none.
+NO_TYPE = "TYPE_INVALID"
 # Triton's default without an instance_group, on a machine without a GPU.
 _ONE_INSTANCE = {"kind": "KIND_CPU", "count": 1, "gpus": []}
 
@@ -50,6 +52,11 @@ def model_dims(entry: Document) -> list[int]:
     return dims
 
 
+def is_complete(entry: Document) -> bool:
+    """Return whether an input or output has its type and dims."""
+    return entry.get("data_type", NO_TYPE) != NO_TYPE and bool(entry.get("dims"))
+
+
 def text(folder: Path) -> str:
     """Return the text of config.pbtxt; empty if the file does not exist.
 
@@ -65,7 +72,7 @@ def text(folder: Path) -> str:
         raise _unreadable(folder.name, error) from None
 
 
-def parse(model: str, written: str) -> Any:
+def parse(model: str, content: str) -> Any:
     """Parse the text of a config.pbtxt into Triton's message `ModelConfig`.
 
     Raises:
@@ -75,7 +82,7 @@ def parse(model: str, written: str) -> Any:
     protobuf, text_format, _ = _protobuf(model)
     message = protobuf.ModelConfig()
     try:
-        text_format.Parse(written, message)
+        text_format.Parse(content, message)
     except text_format.ParseError as error:
         raise _unreadable(model, error) from None
     return message

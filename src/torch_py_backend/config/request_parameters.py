@@ -41,13 +41,13 @@ def column(values: Iterable[object]) -> np.ndarray[Any, np.dtype[np.object_]]:
     return array
 
 
-def values(held: Iterable[Opaque]) -> list[Any]:
+def values(rows: Iterable[Opaque]) -> list[Any]:
     """Return the values of a column."""
-    return [row.value for row in held]
+    return [row.value for row in rows]
 
 
 def pop(item: dict[str, Any]) -> Parameters:
     """Remove the parameters from an item and return them."""
-    held = item.pop(KEY, None)
-    parameters: Parameters = _NONE if held is None else held[0].value
+    rows = item.pop(KEY, None)
+    parameters: Parameters = _NONE if rows is None else rows[0].value
     return parameters

@@ -12,7 +12,7 @@ from torch_py_backend.config.dtypes import DType
 from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import ConfigError
 
-# Triton's own default.
+# Triton's default.
 _IDLE_MICROSECONDS = 1_000_000
 _BOOLEANS = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false_true": "BOOL"}
 
@@ -81,10 +81,12 @@ class SequenceConfig:
     states: tuple[State, ...]
 
 
-def parse(model: str, document: Document, pairs: Mapping[str, str] | None) -> SequenceConfig | None:
+def parse(
+    model: str, document: Document, state_paths: Mapping[str, str] | None
+) -> SequenceConfig | None:
     """Return the sequence settings of a model; None: its requests are independent of each other.
 
-    `pairs` is the option STATE.
+    `state_paths` is the option STATE.
 
     Raises:
         ConfigError: `sequence_batching` is invalid, or uses what is not supported.
@@ -106,15 +108,15 @@ def parse(model: str, document: Document, pairs: Mapping[str, str] | None) -> Se
         slots=slots or max(1, int(document.get("max_batch_size", 0))),
         idle_s=int(batching.get("max_sequence_idle_microseconds") or _IDLE_MICROSECONDS) / 1e6,
         delay_s=int((oldest or direct).get("max_queue_delay_microseconds", 0)) / 1e6,
-        controls=tuple(_control(model, entry) for entry in batching.get("control_input", ())),
-        states=tuple(_state(model, entry) for entry in batching.get("state", ()))
-        or tuple(State(name, path) for name, path in (pairs or {}).items()),
+        controls=tuple(_parse_control(model, entry) for entry in batching.get("control_input", ())),
+        states=tuple(_parse_state(model, entry) for entry in batching.get("state", ()))
+        or tuple(State(name, path) for name, path in (state_paths or {}).items()),
     )
     _check_names(model, document, sequencing)
     return sequencing
 
 
-def _control(model: str, entry: Document) -> ControlInput:
+def _parse_control(model: str, entry: Document) -> ControlInput:
     controls = entry.get("control") or [{}]
     boolean = next((dtype for key, dtype in _BOOLEANS.items() if controls[0].get(key)), None)
     if boolean:
@@ -130,7 +132,7 @@ def _control(model: str, entry: Document) -> ControlInput:
     return ControlInput(entry["name"], dtype)
 
 
-def _state(model: str, entry: Document) -> State:
+def _parse_state(model: str, entry: Document) -> State:
     names = entry.get("input_name", ""), entry.get("output_name", "")
     if not all(names):
         raise ConfigError(
@@ -141,7 +143,7 @@ def _state(model: str, entry: Document) -> State:
         )
     dtype = dtypes.parse(model, f"the state '{names[0]}'", entry.get("data_type", "unset"))
     dims = _dims(entry)
-    return State(*names, dtype, dims, _initial(model, names[0], dims, entry))
+    return State(*names, dtype, dims, _parse_initial(model, names[0], dims, entry))
 
 
 def _dims(entry: Document) -> tuple[int, ...]:
@@ -149,7 +151,7 @@ def _dims(entry: Document) -> tuple[int, ...]:
     return tuple(int(size) for size in entry.get("dims", ()))
 
 
-def _initial(model: str, name: str, dims: Sequence[int], entry: Document) -> InitialState:
+def _parse_initial(model: str, name: str, dims: Sequence[int], entry: Document) -> InitialState:
     blocks = entry.get("initial_state", ())
     if not blocks:
         # Triton leaves the values undefined then, and uses 1 for sizes of -1.
@@ -205,6 +207,6 @@ def _check_names(model: str, document: Document, sequencing: SequenceConfig) -> 
         if duplicates:
             raise ConfigError(
                 model,
-                f"the {role} '{duplicates[0]}' is there twice among inputs, controls and states",
-                expected="a name of its own for each",
+                f"the {role} '{duplicates[0]}' is defined twice among inputs, controls and states",
+                expected="unique names",
             )

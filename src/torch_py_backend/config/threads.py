@@ -42,14 +42,10 @@ def available_cores(cgroup: Path = _CGROUP) -> int:
     # cgroup v2 has "<quota> <period>" in one file, v1 two files; no quota is "max", or -1.
     quota, period = 0, 1
     for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
-        words = [word for file in files for word in _words(cgroup / file)]
+        try:
+            words = " ".join((cgroup / file).read_text(encoding="ascii") for file in files).split()
+        except OSError:
+            continue
         if quota <= 0 and len(words) == 2 and words[0] != "max":  # noqa: PLR2004
             quota, period = map(int, words)
     return max(1, min(allowed, quota // period)) if quota > 0 else allowed
-
-
-def _words(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="ascii").split()
-    except OSError:
-        return []

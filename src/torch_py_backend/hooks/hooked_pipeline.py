@@ -147,7 +147,7 @@ class HookedPipeline:
         for inputs, _, positions in self._preprocessor.group(without_parameters):
             binding = InputBinding(
                 (*inputs.names, *extra),
-                (*inputs.takes, *extra_takes),
+                (*inputs.types, *extra_takes),
                 partial(self._call, inputs),
                 inputs.places,
             )

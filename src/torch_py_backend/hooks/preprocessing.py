@@ -284,7 +284,7 @@ def _refuse_vague(config: ModelConfig, signature: Signature) -> None:
     names = [spec.name for spec in config.inputs]
     strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
     inputs = bind_inputs(config.name, names, signature)
-    for name, takes in zip(inputs.names, inputs.takes, strict=True):
+    for name, takes in zip(inputs.names, inputs.types, strict=True):
         if name in strings and takes is ArgumentType.TENSOR:
             raise BindingError(
                 config.name,

@@ -77,7 +77,7 @@ def freeze(config: ModelConfig, loaded: Loaded) -> Forward:
 
 def accept_bytes(loaded: Loaded, called: Forward) -> Forward:
     """Return a callable that accepts strings that are not UTF-8, if the model takes strings."""
-    takes_text = any(argument.takes in _TEXTS for argument in loaded.signature.arguments)
+    takes_text = any(argument.type in _TEXTS for argument in loaded.signature.arguments)
     if not loaded.signature.torchscript or not takes_text:
         return called
     return _AcceptBytes(called, loaded.owner, loaded.signature.name)

@@ -2,7 +2,7 @@
 
 The adapter registers its rows, docs/metrics.md shows it, and the dashboard and the alerts use only
 metrics of it. The kind of a metric must never change: Triton remembers a family until the server
-ends, even if a newer version of this package is installed meanwhile, and may crash when it refuses
+exits, even if a newer version of this package is installed meanwhile, and may crash when it refuses
 a family with another kind.
 """
 
@@ -61,7 +61,7 @@ _STEPPED = "decoupled models with `step()`"
 _CUDA = "instances on CUDA devices"
 _STATES = "models with states"
 
-# The code of a request that was answered without an error.
+# The code of a request without an error.
 OK = "OK"
 # These exist from the beginning, so that Prometheus sees the first count as an increase.
 CODES = (OK, "INVALID_ARG", "INTERNAL", "UNAVAILABLE", "CANCELLED")
@@ -109,7 +109,7 @@ TABLE = (
         "rows",
         _FILLING,
         "Rows in calls of the model, including rows that fill a bucket",
-        "The denominator of the next metric.",
+        "The denominator of filled_rows_total.",
     ),
     Family(
         "pytorch_py_filled_rows_total",
@@ -118,7 +118,7 @@ TABLE = (
         "rows",
         _FILLING,
         "Rows that only fill a bucket",
-        "Above a quarter of the rows: choose other buckets, see batch_rows.",
+        "Above a quarter of rows_total: choose other buckets, see batch_rows.",
     ),
     Family(
         "pytorch_py_values_total",
@@ -127,7 +127,7 @@ TABLE = (
         "values",
         _FILLING,
         "Values of padded inputs in calls of the model",
-        "The denominator of the next metric.",
+        "The denominator of padded_values_total.",
     ),
     Family(
         "pytorch_py_padded_values_total",
@@ -136,7 +136,7 @@ TABLE = (
         "values",
         _FILLING,
         "Values that are padding",
-        "Above half of the values: lengths differ too much within a batch; smaller batches, or a"
+        "Above half of values_total: lengths differ too much within a batch; smaller batches, or a"
         " second model for long inputs, may be faster.",
     ),
     Family(
@@ -209,7 +209,7 @@ TABLE = (
         "calls",
         _STEPPED,
         "Calls of step()",
-        "The denominator of the next metric.",
+        "The denominator of stepped_streams_total.",
     ),
     Family(
         "pytorch_py_stepped_streams_total",
@@ -218,7 +218,7 @@ TABLE = (
         "streams",
         _STEPPED,
         "Streams in calls of step()",
-        "Divided by the calls: the mean number of streams that share a step; more is better.",
+        "Divided by steps_total: the mean number of streams that share a step; more is better.",
     ),
     Family(
         "pytorch_py_sequences",
@@ -235,7 +235,7 @@ TABLE = (
         _INSTANCE,
         "bytes",
         _STATES,
-        "Bytes of the states of these sequences",
+        "Bytes of the states of sequences that have begun and not ended",
         "Near SEQUENCE_MEMORY_MB, steps are refused with UNAVAILABLE.",
     ),
     Family(
@@ -280,8 +280,8 @@ TABLE = (
         _INSTANCE,
         "seconds since 1970",
         _ALL,
-        "When an instance became ready; 0 after an orderly end",
-        "It changes repeatedly: the instance crashes and is loaded again, see the server's log.",
+        "When an instance became ready; 0 after a graceful shutdown",
+        "It changes repeatedly: the instance crashes and is reloaded, see the server's log.",
     ),
     Family(
         "pytorch_py_heartbeat_timestamp_seconds",
@@ -289,7 +289,7 @@ TABLE = (
         _INSTANCE,
         "seconds since 1970",
         _ALL,
-        "When an instance was last alive, updated every second; 0 after an orderly end",
+        "When an instance was last alive, updated every second; 0 after a graceful shutdown",
         "It does not change: the process has ended, or its Python hangs, whatever Triton reports. A"
         " model can hang while the heartbeat continues: see running_call_seconds.",
     ),
@@ -305,7 +305,7 @@ TABLE = (
     ),
 )
 
-BY_NAME = {row.name: row for row in TABLE}
+BY_SERIES = {series: row for row in TABLE for series in row.series}
 
 
 def buckets(most: int) -> tuple[int, ...]:

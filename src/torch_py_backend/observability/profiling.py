@@ -81,21 +81,17 @@ def write(profiler: profile, path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".profile-") as folder:
         trace = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(trace))
-        # The profiler does not report a full disk.
-        if not trace.is_file() or not _is_complete(trace):
-            raise OSError(None, "the trace was not written to its end")
+        # The profiler does not report a full disk; it may leave no file at all.
+        with trace.open("a+b") as file:
+            file.seek(max(0, file.tell() - 16))
+            if not file.read().rstrip().endswith(b"}"):
+                raise OSError(None, "the trace was not written to its end")
         if path.suffix == ".gz":
             compressed = Path(folder) / "trace.json.gz"
             with trace.open("rb") as source, gzip.open(compressed, "wb") as target:
                 shutil.copyfileobj(source, target)
             trace = compressed
         trace.replace(path)
-
-
-def _is_complete(trace: Path) -> bool:
-    with trace.open("rb") as file:
-        file.seek(max(0, trace.stat().st_size - 16))
-        return file.read().rstrip().endswith(b"}")
 
 
 # --- an instance that serves -----------------------------------------------------------------
@@ -133,7 +129,7 @@ class LiveProfiler:
         self._engine = engine
         self._folder = Path(options.profile_dir)
         self._batches = options.profile_batches or _DEFAULT_BATCHES
-        self._left = 0
+        self._remaining = 0
         self._recording: Recording | None = None
         self._disarm: Callable[[], None] | None = None
         # The watcher's thread instruments the batches, the model's thread restores them.
@@ -179,7 +175,7 @@ class LiveProfiler:
     def _arm(self) -> None:
         """Record the next batches."""
         with self._lock:
-            self._left = self._batches
+            self._remaining = self._batches
             self._disarm = self._engine.instrument(self._recorded)
 
     def _recorded(self, stage: str, function: Callable[..., Any]) -> Callable[..., object]:
@@ -200,14 +196,14 @@ class LiveProfiler:
             try:
                 self._recording = Recording(self._engine)
             except Exception as error:  # the model's code uses the profiler itself, for example
-                self._left = 1
+                self._remaining = 1
                 self._log_error("cannot be started", error)
         try:
             with batch():
                 yield
         finally:
-            self._left -= 1
-            if self._left == 0:
+            self._remaining -= 1
+            if self._remaining == 0:
                 self._finish()
 
     def _finish(self) -> None:

@@ -66,14 +66,16 @@ def check_available(config: ModelConfig, *, traced: bool) -> None:
     Raises:
         PlatformError: the server is too old, or opentelemetry-sdk is not installed.
     """
-    if config.options.tracing and not traced:
+    if not config.options.tracing:
+        return
+    if not traced:
         raise PlatformError(
             config.name,
             "TRACING is set, and this server does not pass traces to models",
             expected="Triton 24.04 or later",
             cure="Remove TRACING.",
         )
-    if config.options.tracing and not _installed():
+    if not _installed():
         raise PlatformError(
             config.name, "TRACING is set, and opentelemetry-sdk is not installed", cure=_CURE
         )
@@ -117,7 +119,7 @@ class Tracing:
         from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
 
         self._model = engine.config.name
-        self._provider = _provide(engine.config)
+        self._provider = _create_provider(engine.config)
         self._api, self._context = trace, context
         self._extract = tracecontext.TraceContextTextMapPropagator().extract
         self._tracer = trace.get_tracer(_NAME)
@@ -168,73 +170,64 @@ class Tracing:
             yield lambda _: None
             return
         span = self._tracer.start_span("stream", context, attributes=self._attributes)
-        with self._attached(self._api.set_span_in_context(span, context)):
-            yield partial(self._end, span)
 
-    def _end(self, span: Any, error: BackendError | None) -> None:
-        if error is not None:
-            span.set_status(self._api.Status(self._api.StatusCode.ERROR, str(error)))
-        span.end()
+        def end(error: BackendError | None) -> None:
+            if error is not None:
+                span.set_status(self._api.Status(self._api.StatusCode.ERROR, str(error)))
+            span.end()
+
+        with self._attached(self._api.set_span_in_context(span, context)):
+            yield end
 
     # --- stages of the engine ------------------------------------------------------------------
 
     def _traced(self, stage: str, function: Callable[..., object]) -> Callable[..., object]:
         """Return a stage with its contexts and spans."""
-        wrap = {"run": self._run, "hook": self._hook, "call": self._call}.get(stage)
-        return function if wrap is None else wrap(function)
+        wrappers: Mapping[str, Callable[..., object]] = {
+            "run": self._run,
+            "hook": self._hook,
+            "call": self._call,
+        }
+        return partial(wrappers[stage], function) if stage in wrappers else function
 
-    def _run(self, function: Callable[..., object]) -> Callable[..., object]:
-        def run(items: Sequence[Item]) -> Any:
-            contexts: list[Context | None] = [getattr(item, "context", None) for item in items]
-            if not any(contexts):
-                return function(items)
-            self._contexts = contexts
-            try:
-                return function(items)
-            finally:
-                self._contexts = ()
+    def _run(self, function: Callable[..., object], items: Sequence[Item]) -> object:
+        contexts: list[Context | None] = [getattr(item, "context", None) for item in items]
+        if not any(contexts):
+            return function(items)
+        self._contexts = contexts
+        try:
+            return function(items)
+        finally:
+            self._contexts = ()
 
-        return run
-
-    def _hook(self, function: Callable[..., object]) -> Callable[..., object]:
+    def _hook(self, function: Callable[..., object], position: int, *args: object) -> object:
         """Run a hook in the context of its request."""
+        context = self._contexts[position] if self._contexts else None
+        if context is None:
+            return function(position, *args)
+        with self._attached(context):
+            return function(position, *args)
 
-        def hook(position: int, *args: Any) -> Any:
-            context = self._contexts[position] if self._contexts else None
-            if context is None:
-                return function(position, *args)
-            with self._attached(context):
-                return function(position, *args)
-
-        return hook
-
-    def _call(self, function: Callable[..., object]) -> Callable[..., object]:
+    def _call(self, function: Callable[..., object], group: Group, *, more: bool) -> object:
         """Run the call of a group in a span."""
-
-        def call(group: Group, *, more: bool) -> Any:
-            contexts = [
-                context
-                for position in (group.positions if self._contexts else ())
-                if (context := self._contexts[position]) is not None
-            ]
-            if not contexts:
-                return function(group, more=more)
-            first, *others = contexts
-            spans = (self._api.get_current_span(context) for context in others)
-            with (
-                self._attached(first),
-                self._tracer.start_as_current_span(
-                    "forward",
-                    links=[self._api.Link(span.get_span_context()) for span in spans],
-                    attributes={
-                        **self._attributes,
-                        "torch_py_backend.requests": len(group.items),
-                    },
-                ),
-            ):
-                return function(group, more=more)
-
-        return call
+        contexts = [
+            context
+            for position in (group.positions if self._contexts else ())
+            if (context := self._contexts[position]) is not None
+        ]
+        if not contexts:
+            return function(group, more=more)
+        first, *others = contexts
+        spans = (self._api.get_current_span(context) for context in others)
+        with (
+            self._attached(first),
+            self._tracer.start_as_current_span(
+                "forward",
+                links=[self._api.Link(span.get_span_context()) for span in spans],
+                attributes={**self._attributes, "torch_py_backend.requests": len(group.items)},
+            ),
+        ):
+            return function(group, more=more)
 
     @contextlib.contextmanager
     def _attached(self, context: Context) -> Iterator[None]:
@@ -248,7 +241,7 @@ class Tracing:
 # --- exporters ---------------------------------------------------------------------------------
 
 
-def _provide(config: ModelConfig) -> Any:
+def _create_provider(config: ModelConfig) -> Any:
     """Set a tracer provider for the exporters that OTEL_* variables name, and return it.
 
     Returns:
@@ -262,7 +255,7 @@ def _provide(config: ModelConfig) -> Any:
 
     if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return None
-    exporters = [_exporter(config, name) for name in _exporter_names()]
+    exporters = [_create_exporter(config, name) for name in _exporter_names()]
     if not exporters:
         return None
     provider = TracerProvider(shutdown_on_exit=False)
@@ -280,17 +273,17 @@ def _exporter_names() -> list[str]:
     return [name for name in names if name not in ("", "none")]
 
 
-def _exporter(config: ModelConfig, name: str) -> Any:
+def _create_exporter(config: ModelConfig, name: str) -> Any:
     if name == "otlp":
         protocol = next(filter(None, map(os.environ.get, _PROTOCOLS)), "http/protobuf")
         name = _OTLP.get(protocol, protocol)
     points = list(entry_points(group=_ENTRY_POINTS, name=name))
     if not points:
-        known = sorted({point.name for point in entry_points(group=_ENTRY_POINTS)})
+        installed = sorted({point.name for point in entry_points(group=_ENTRY_POINTS)})
         raise PlatformError(
             config.name,
             f"OTEL_* variables name the exporter {name}, which is not installed",
-            expected=f"one of {', '.join(known)}",
+            expected=f"one of {', '.join(installed)}",
             cure=_CURE,
         )
     try:

@@ -21,7 +21,7 @@ class StateColumns:
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        names, carried = [spec.name for spec in config.outputs], config.carried
+        names, carried = [spec.name for spec in config.outputs], config.untyped_states
         self.inputs = frozenset(state.input for state in config.states)
         self.outputs = (*names, *(state.output for state in carried))
         self._places = (

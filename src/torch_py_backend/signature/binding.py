@@ -46,8 +46,8 @@ class Passing(enum.Enum):
 
     POSITIONAL = "positional"
     KEYWORD = "keyword"
-    REST = "*"
-    REST_BY_NAME = "**"
+    VAR_POSITIONAL = "*"
+    VAR_KEYWORD = "**"
 
 
 class ArgumentType(enum.Enum):
@@ -97,20 +97,20 @@ class Argument:
 
     Attributes:
         required: it has no default.
-        takes: its type; a tensor if it has no annotation.
+        type: its type; a tensor if it has no annotation.
         text: its declaration, for messages.
         nullable: its annotation allows None.
-        unnamed: it is positional-only.
-        keys: the keys of a TypedDict; each is bound to an input of its own.
+        positional_only: it cannot be passed by keyword.
+        keys: the keys of a TypedDict; each is bound to a separate input.
     """
 
     name: str
     required: bool
     passing: Passing
-    takes: ArgumentType
+    type: ArgumentType
     text: str
     nullable: bool = False
-    unnamed: bool = False
+    positional_only: bool = False
     keys: tuple[Argument, ...] = ()
 
     @property
@@ -129,7 +129,7 @@ class Signature:
         unflatten: a function that builds (args, kwargs) of such a tree from its leaves.
         name: the name of the function, for messages.
         torchscript: it is TorchScript: names follow LibTorch's rule, strings may be any bytes.
-        by_name: the types of the known names that `**` accepts.
+        keyword_types: the types of the known names that `**` accepts.
     """
 
     arguments: tuple[Argument, ...]
@@ -137,15 +137,81 @@ class Signature:
     unflatten: Unflatten | None = None
     name: str = "forward"
     torchscript: bool = False
-    by_name: Mapping[str, ArgumentType] = field(default_factory=dict)
+    keyword_types: Mapping[str, ArgumentType] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return the declaration of the function."""
         texts = [argument.text for argument in self.arguments]
         kinds = [argument.passing for argument in self.arguments]
-        if Passing.KEYWORD in kinds and Passing.REST not in kinds:
+        if Passing.KEYWORD in kinds and Passing.VAR_POSITIONAL not in kinds:
             texts.insert(kinds.index(Passing.KEYWORD), "*")
         return f"{self.name}({', '.join(texts)})"
+
+    def leaf_aliases(self) -> dict[str, int]:
+        """Return the names of each leaf: its path, its argument, its last key; not its number."""
+        leaves = self.leaves or ()
+        aliases = {leaf: index for index, leaf in enumerate(leaves)}
+        for index, argument in enumerate(self.arguments):
+            if f"ARGS[{index}]" in aliases and argument.passing is Passing.POSITIONAL:
+                aliases.setdefault(argument.name, aliases[f"ARGS[{index}]"])
+        keys = [leaf.rpartition("[")[2].rstrip("]") for leaf in leaves]
+        for index, key in enumerate(keys):
+            if not key.isdecimal() and keys.count(key) == 1:
+                aliases.setdefault(key, index)
+        return aliases
+
+    def leaf_indices(self, names: Sequence[str]) -> list[int | None]:
+        """Return the leaf of each name; None for a name that no leaf has."""
+        aliases, count = self.leaf_aliases(), len(self.leaves or ())
+        indices = [aliases.get(name, ordinal(name)) for name in names]
+        return [index if index is not None and index < count else None for index in indices]
+
+    def main_argument(self) -> Argument | None:
+        """Return the only argument, or the only one without a default; None: there are several."""
+        required = [argument for argument in self.arguments if argument.required] or self.arguments
+        return required[0] if len(required) == 1 else None
+
+    def container_argument(self, names: Sequence[str]) -> Argument | None:
+        """Return the argument that contains all inputs as its parts, or None."""
+        main = self.main_argument()
+        if main is None or main.type not in _CONTAINERS:
+            return None
+        others = {argument.name for argument in self.arguments} - {main.name}
+        return None if any(name in others or is_path(name) for name in names) else main
+
+    def slots(self, count: int) -> list[str]:
+        """Return the numbered slots for `count` names: positional arguments, items of `*args`."""
+        slots = [entry.name for entry in self.arguments if entry.passing is Passing.POSITIONAL]
+        if any(argument.passing is Passing.VAR_POSITIONAL for argument in self.arguments):
+            slots += [f"*{index}" for index in range(len(slots), count)]
+        return slots
+
+    def place(self, name: str, slots: Sequence[str]) -> Place | None:
+        """Return the leaf that a name stands for, whatever the other names are; None: no leaf."""
+        named = {argument.name for argument in self.arguments if argument.named}
+        any_name = any(argument.passing is Passing.VAR_KEYWORD for argument in self.arguments)
+        if name in named:
+            return name, ()
+        path = _PATH.fullmatch(name)
+        if path is not None:
+            keys = re.findall(r"\[([^\[\]]+)\]", path[2])
+            first = keys[0] if keys else ""
+            below = tuple(int(key) if key.isdecimal() else key for key in keys[1:])
+            if path[1] == "ARGS" and first.isdecimal() and int(first) < len(slots):
+                return slots[int(first)], below
+            by_keyword = path[1] == "KWARGS" and first and (any_name or first in named)
+            return (first, below) if by_keyword else None
+        owners = [
+            argument.name
+            for argument in self.arguments
+            if name in [key.name for key in argument.keys]
+        ]
+        if len(owners) == 1:
+            return owners[0], (name,)
+        number = ordinal(name)
+        if number is not None and number < len(slots):
+            return slots[number], ()
+        return (name, ()) if any_name else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,13 +220,13 @@ class InputBinding:
 
     Attributes:
         names: tensor names, in the order in which `call` expects their columns.
-        takes: the type that each column is converted to.
+        types: the type that each column is converted to.
         call: a function that calls a module with the columns.
         places: the argument or path that each column is bound to, for reports.
     """
 
     names: tuple[str, ...]
-    takes: tuple[ArgumentType, ...]
+    types: tuple[ArgumentType, ...]
     call: Callable[[Forward, Sequence[object]], object]
     places: tuple[str, ...] = ()
 
@@ -172,23 +238,23 @@ class BindingRule(enum.Enum):
     NUMBERS = "by number"
     KEYS = "as the parts of one argument"
     ORDER = "in the config's order"
-    OWN = "each name by itself"
+    INDIVIDUAL = "each name by itself"
 
 
 def rule(names: Sequence[str], signature: Signature) -> BindingRule:
     """Return the rule that binds input names, without states and controls of sequences."""
-    if signature.leaves is None and _container_argument(names, signature) is not None:
+    if signature.leaves is None and signature.container_argument(names) is not None:
         return BindingRule.KEYS
     if {argument.name for argument in signature.arguments if argument.named}.issuperset(names):
         return BindingRule.ARGUMENTS
     if all(ordinal(name) is not None for name in names):
         return BindingRule.NUMBERS
     if signature.leaves is not None or any(map(is_path, names)):
-        return BindingRule.OWN
-    slots = _slots(len(names), signature)
-    if signature.torchscript or not any(_place(name, slots, signature) for name in names):
+        return BindingRule.INDIVIDUAL
+    slots = signature.slots(len(names))
+    if signature.torchscript or not any(signature.place(name, slots) for name in names):
         return BindingRule.ORDER
-    return BindingRule.OWN
+    return BindingRule.INDIVIDUAL
 
 
 def ordinal(name: str) -> int | None:
@@ -214,7 +280,7 @@ def bind_inputs(
     left_out: Collection[str] = (),
     *,
     ordered: bool = True,
-    kept: Collection[str] = (),
+    sequence_inputs: Collection[str] = (),
 ) -> InputBinding:
     """Bind input names to the leaves of forward()'s call tree.
 
@@ -224,8 +290,8 @@ def bind_inputs(
         signature: the signature of the artifact.
         left_out: names of optional inputs that are missing in this batch.
         ordered: bind in the config's order if no name matches.
-        kept: names of states and controls of sequences, which are not inputs of requests. Each is
-            bound separately, independent of the rule for the others.
+        sequence_inputs: names of states and controls of sequences, which are not inputs of
+            requests. Each is bound separately, independent of the rule for the others.
 
     Raises:
         BindingError: a name matches no leaf, or a leaf has no input or two.
@@ -234,11 +300,11 @@ def bind_inputs(
         raise BindingError(model, f"the inputs {join_names(names)} carry the same name twice")
     if signature.leaves is not None:
         return _bind_leaves(model, names, signature, left_out)
-    container = _container_argument(names, signature)
+    container = signature.container_argument(names)
     if container is not None:
         places = _part_places(model, names, container, signature)
     else:
-        places = _places(model, names, signature, ordered=ordered, kept=kept)
+        places = _places(model, names, signature, ordered=ordered, sequence_inputs=sequence_inputs)
     if len(set(places.values())) < len(places):
         raise BindingError(
             model,
@@ -248,32 +314,34 @@ def bind_inputs(
     return _bind_places(model, places, signature, left_out)
 
 
-def accepted_names(names: Sequence[str], more: Sequence[str], signature: Signature) -> list[str]:
-    """Return the names in `more` that forward() accepts in addition to the inputs `names`."""
+def accepted_names(
+    names: Sequence[str], candidates: Sequence[str], signature: Signature
+) -> list[str]:
+    """Return the candidates that forward() accepts in addition to the inputs `names`."""
     if signature.leaves is not None:
-        indices = _leaf_indices(more, signature)
-        return [name for name, index in zip(more, indices, strict=True) if index is not None]
-    single = _single_argument(signature)
-    if single is not None and single.takes is ArgumentType.DICT:
-        return list(more)
-    slots = _slots(len(names) + len(more), signature)
-    return [name for name in more if _place(name, slots, signature) is not None]
-
-
-# --- artifacts with their own call tree --------------------------------------------------------
+        indices = signature.leaf_indices(candidates)
+        return [name for name, index in zip(candidates, indices, strict=True) if index is not None]
+    main = signature.main_argument()
+    if main is not None and main.type is ArgumentType.DICT:
+        return list(candidates)
+    slots = signature.slots(len(names) + len(candidates))
+    return [name for name in candidates if signature.place(name, slots) is not None]
 
 
 def leaf_name(number: int, signature: Signature) -> str:
     """Return the shortest name of a leaf: its argument, its key, else its path."""
-    aliases = _leaf_aliases(signature)
+    aliases = signature.leaf_aliases()
     return min((name for name, index in aliases.items() if index == number), key=len)
+
+
+# --- artifacts with their own call tree --------------------------------------------------------
 
 
 def _bind_leaves(
     model: str, names: Sequence[str], signature: Signature, left_out: Collection[str]
 ) -> InputBinding:
     leaves, unflatten = signature.leaves or (), signature.unflatten
-    indices = _leaf_indices(names, signature)
+    indices = signature.leaf_indices(names)
     if len(names) == len(leaves) == 1 and indices == [None]:
         indices = [0]  # unambiguous
     chosen = dict(zip(indices, names, strict=True))
@@ -299,43 +367,7 @@ def _bind_leaves(
     return InputBinding(in_order, (ArgumentType.TENSOR,) * len(leaves), call, leaves)
 
 
-def _leaf_aliases(signature: Signature) -> dict[str, int]:
-    """Return the names of each leaf, except its number: its path, its argument, its last key."""
-    leaves = signature.leaves or ()
-    aliases = {leaf: index for index, leaf in enumerate(leaves)}
-    for index, argument in enumerate(signature.arguments):
-        if f"ARGS[{index}]" in aliases and argument.passing is Passing.POSITIONAL:
-            aliases.setdefault(argument.name, aliases[f"ARGS[{index}]"])
-    keys = [leaf.rpartition("[")[2].rstrip("]") for leaf in leaves]
-    for index, key in enumerate(keys):
-        if not key.isdecimal() and keys.count(key) == 1:
-            aliases.setdefault(key, index)
-    return aliases
-
-
-def _leaf_indices(names: Sequence[str], signature: Signature) -> list[int | None]:
-    aliases, count = _leaf_aliases(signature), len(signature.leaves or ())
-    indices = [aliases.get(name, ordinal(name)) for name in names]
-    return [index if index is not None and index < count else None for index in indices]
-
-
 # --- places in other call trees ----------------------------------------------------------------
-
-
-def _single_argument(signature: Signature) -> Argument | None:
-    """Return the only argument, or the only one without a default; None if there are several."""
-    arguments = signature.arguments
-    required = [argument for argument in arguments if argument.required] or arguments
-    return required[0] if len(required) == 1 else None
-
-
-def _container_argument(names: Sequence[str], signature: Signature) -> Argument | None:
-    """Return the argument that contains all inputs as its parts, or None."""
-    single = _single_argument(signature)
-    if single is None or single.takes not in _CONTAINERS:
-        return None
-    others = {argument.name for argument in signature.arguments} - {single.name}
-    return None if any(name in others or is_path(name) for name in names) else single
 
 
 def _part_places(
@@ -343,7 +375,7 @@ def _part_places(
 ) -> dict[str, Place]:
     """Return the places in an argument that contains all inputs, by keys or by numbers."""
     numbers = [number for number in map(ordinal, names) if number is not None]
-    if container.takes is not ArgumentType.DICT:
+    if container.type is not ArgumentType.DICT:
         order = numbers if len(numbers) == len(names) else range(len(names))
         return {name: (container.name, (index,)) for name, index in zip(names, order, strict=True)}
     keys = [key.name for key in container.keys] or list(names)
@@ -368,24 +400,44 @@ def _places(
     signature: Signature,
     *,
     ordered: bool,
-    kept: Collection[str],
+    sequence_inputs: Collection[str],
 ) -> dict[str, Place]:
-    """Return the places of names: each by itself, else all in the config's order."""
-    slots = _slots(len(names), signature)
-    places = {name: _place(name, slots, signature) for name in names}
+    """Return the places of names: each separately, else all in the config's order.
+
+    In the config's order, states and controls whose own name has no place come last.
+    """
+    slots = signature.slots(len(names))
+    places = {name: signature.place(name, slots) for name in names}
+    requested = [name for name in names if name not in sequence_inputs]
     follows_grammar = any(ordinal(name) is not None or is_path(name) for name in names)
     in_order = not any(places.values()) and not follows_grammar
     if signature.torchscript and ordered:
-        own = [name for name in names if name not in kept]
-        chosen = rule(own, signature)
-        in_order |= chosen is BindingRule.ORDER
-        if chosen is BindingRule.NUMBERS:  # also for a number that is the name of an argument
-            for name in own:
+        binding_rule = rule(requested, signature)
+        in_order |= binding_rule is BindingRule.ORDER
+        if binding_rule is BindingRule.NUMBERS:  # also for a number that is the name of an argument
+            for name in requested:
                 number = ordinal(name) or 0
                 places[name] = (slots[number], ()) if number < len(slots) else None
     if ordered and in_order:
-        fixed = {name: places[name] for name in names if name in kept}
-        return _ordered_places(model, names, fixed, slots, signature)
+        log.warning(
+            "model '%s': the input names %s are not all arguments of %s, nor all numbers"
+            " (INPUT__0, INPUT__1, …); they are passed in the config's order.",
+            model,
+            ", ".join(requested or names),
+            signature,
+        )
+        for name in requested:
+            places[name] = None
+        used = {place[0] for place in places.values() if place is not None}
+        free = [slot for slot in slots if slot not in used]
+        unplaced = sorted((n for n in names if places[n] is None), key=sequence_inputs.__contains__)
+        if len(unplaced) > len(free):
+            raise BindingError(
+                model,
+                f"{len(unplaced)} inputs do not fit {signature}",
+                expected=f"at most {len(free)} inputs",
+            )
+        places |= {name: (slot, ()) for name, slot in zip(unplaced, free, strict=False)}
     unknown = [name for name, place in places.items() if place is None]
     if unknown:
         valid = [argument.name for argument in signature.arguments if argument.named]
@@ -398,75 +450,6 @@ def _places(
             expected=f"names among {join_names(valid)}",
         )
     return {name: place for name, place in places.items() if place is not None}
-
-
-def _ordered_places(
-    model: str,
-    names: Sequence[str],
-    kept: Mapping[str, Place | None],
-    slots: Sequence[str],
-    signature: Signature,
-) -> dict[str, Place]:
-    """Assign names in the config's order to the slots that states and controls do not use.
-
-    States and controls whose own name has no slot come last.
-    """
-    own = [name for name in names if name not in kept]
-    log.warning(
-        "model '%s': the input names %s are not all arguments of %s, nor all numbers"
-        " (INPUT__0, INPUT__1, …); they are passed in the config's order.",
-        model,
-        ", ".join(own or names),
-        signature,
-    )
-    placed = {name: place for name, place in kept.items() if place is not None}
-    used = {slot for slot, _ in placed.values()}
-    free = [slot for slot in slots if slot not in used]
-    ordered = [*own, *(name for name in kept if name not in placed)]
-    if len(ordered) > len(free):
-        raise BindingError(
-            model,
-            f"{len(ordered)} inputs do not fit {signature}",
-            expected=f"at most {len(free)} inputs",
-        )
-    return {name: (slot, ()) for name, slot in zip(ordered, free, strict=False)} | placed
-
-
-def _slots(count: int, signature: Signature) -> list[str]:
-    """Return the numbered slots: positional arguments, and items of `*args` for `count` names."""
-    arguments = signature.arguments
-    slots = [argument.name for argument in arguments if argument.passing is Passing.POSITIONAL]
-    if any(argument.passing is Passing.REST for argument in arguments):
-        slots += [f"*{index}" for index in range(len(slots), count)]
-    return slots
-
-
-def _place(name: str, slots: Sequence[str], signature: Signature) -> Place | None:
-    """Return the place of a name by itself; None if it has none."""
-    named = {argument.name for argument in signature.arguments if argument.named}
-    any_name = any(argument.passing is Passing.REST_BY_NAME for argument in signature.arguments)
-    if name in named:
-        return name, ()
-    path = _PATH.fullmatch(name)
-    if path is not None:
-        keys = re.findall(r"\[([^\[\]]+)\]", path[2])
-        first = keys[0] if keys else ""
-        below = tuple(int(key) if key.isdecimal() else key for key in keys[1:])
-        if path[1] == "ARGS" and first.isdecimal() and int(first) < len(slots):
-            return slots[int(first)], below
-        by_keyword = path[1] == "KWARGS" and first and (any_name or first in named)
-        return (first, below) if by_keyword else None
-    owners = [
-        argument.name
-        for argument in signature.arguments
-        if name in [key.name for key in argument.keys]
-    ]
-    if len(owners) == 1:
-        return owners[0], (name,)
-    number = ordinal(name)
-    if number is not None and number < len(slots):
-        return slots[number], ()
-    return (name, ()) if any_name else None
 
 
 # --- from places to a call ---------------------------------------------------------------------
@@ -485,10 +468,10 @@ def _bind_places(
         _check_argument(model, argument, feeds.get(argument.name, {}), parts, left_out, signature)
         if argument.required:
             feeds.setdefault(argument.name, {})  # it allows None
-    leading = list(itertools.takewhile(feeds.__contains__, _slots(len(places), signature)))
+    leading = list(itertools.takewhile(feeds.__contains__, signature.slots(len(places))))
     trailing = [slot for slot in feeds if slot not in leading]
-    unnamed = {argument.name for argument in signature.arguments if argument.unnamed}
-    if any(slot in unnamed or slot.startswith("*") for slot in trailing):
+    positional_only = {entry.name for entry in signature.arguments if entry.positional_only}
+    if any(slot in positional_only or slot.startswith("*") for slot in trailing):
         raise BindingError(model, f"inputs for * of {signature} leave a gap before them")
     arguments = {argument.name: argument for argument in signature.arguments}
     names: list[str] = []
@@ -496,15 +479,28 @@ def _bind_places(
         slot: _builder(model, feeds[slot], names, arguments.get(slot))
         for slot in (*leading, *trailing)
     }
-    types: dict[Place, ArgumentType] = {(n, ()): kind for n, kind in signature.by_name.items()}
+    declared: dict[Place, ArgumentType] = {
+        (name, ()): kind for name, kind in signature.keyword_types.items()
+    }
     for argument in signature.arguments:
-        types[argument.name, ()] = argument.takes
-        types |= {(argument.name, (key.name,)): key.takes for key in argument.keys}
-    takes = [types.get(places[name], ArgumentType.TENSOR) for name in names]
+        declared[argument.name, ()] = argument.type
+        declared |= {(argument.name, (key.name,)): key.type for key in argument.keys}
+    types = [declared.get(places[name], ArgumentType.TENSOR) for name in names]
+    positional = [builders[slot] for slot in leading]
+    keywords = {slot: builders[slot] for slot in trailing}
+
+    def call(module: Forward, columns: Sequence[object]) -> object:
+        args = [build(columns) for build in positional]
+        return module(*args, **{name: build(columns) for name, build in keywords.items()})
+
+    def call_by_position(module: Forward, columns: Sequence[object]) -> object:
+        return module(*columns)  # they are in the order of the arguments
+
+    by_position = not keywords and all(isinstance(b, operator.itemgetter) for b in positional)
     return InputBinding(
         tuple(names),
-        tuple(ArgumentType.TENSOR if kind in _CONTAINERS else kind for kind in takes),
-        _caller([builders[slot] for slot in leading], {slot: builders[slot] for slot in trailing}),
+        tuple(ArgumentType.TENSOR if kind in _CONTAINERS else kind for kind in types),
+        call_by_position if by_position else call,
         tuple(path_text(*places[name]) for name in names),
     )
 
@@ -540,7 +536,7 @@ def _check_argument(
                 expected=f"inputs for its keys {join_names(key.name for key in argument.keys)}",
             )
     optional = argument.nullable or not argument.required
-    if optional and argument.takes is ArgumentType.TUPLE and 0 < len(feeds) < len(parts):
+    if optional and argument.type is ArgumentType.TUPLE and 0 < len(feeds) < len(parts):
         missing = [name for name in parts if name in left_out]
         raise BindingError(
             model,
@@ -562,7 +558,7 @@ def _builder(
         argument: the argument whose tree it is, if its type is known.
     """
     if not feeds:
-        return _none
+        return lambda _: None
     if () in feeds:
         if len(feeds) > 1:
             raise BindingError(
@@ -570,10 +566,10 @@ def _builder(
             )
         names.append(feeds[()])
         return operator.itemgetter(len(names) - 1)
-    takes = argument.takes if argument is not None else ArgumentType.TENSOR
+    kind = argument.type if argument is not None else ArgumentType.TENSOR
     branches: dict[int | str, dict[Path, str]] = {}
     for path, name in feeds.items():
-        key = str(path[0]) if takes is ArgumentType.DICT else path[0]
+        key = str(path[0]) if kind is ArgumentType.DICT else path[0]
         branches.setdefault(key, {})[path[1:]] = name
     if all(isinstance(key, int) for key in branches):
         if branches.keys() != set(range(len(branches))):
@@ -583,30 +579,13 @@ def _builder(
                 expected=f"items 0 to {len(branches) - 1}",
             )
         items = [_builder(model, branches[index], names) for index in range(len(branches))]
-        if takes is ArgumentType.TUPLE:
+        if kind is ArgumentType.TUPLE:
             return lambda columns: tuple([build(columns) for build in items])
         return lambda columns: [build(columns) for build in items]
     keys = argument.keys if argument is not None else ()
-    entries: dict[str, Builder] = {k.name: _none for k in keys if k.required and k.nullable}
-    entries |= {str(key): _builder(model, branch, names) for key, branch in branches.items()}
+    subtrees: dict[str, Mapping[Path, str]] = {
+        k.name: {} for k in keys if k.required and k.nullable
+    }
+    subtrees |= {str(key): branch for key, branch in branches.items()}
+    entries = {key: _builder(model, subtree, names) for key, subtree in subtrees.items()}
     return lambda columns: {key: build(columns) for key, build in entries.items()}
-
-
-def _none(columns: Sequence[object]) -> None:
-    """Build an argument or a key that allows None."""
-
-
-def _caller(
-    positional: Sequence[Builder], keywords: Mapping[str, Builder]
-) -> Callable[[Forward, Sequence[object]], object]:
-    """Return a function that calls a module with arguments built from columns."""
-    if not keywords and all(isinstance(build, operator.itemgetter) for build in positional):
-        return lambda module, columns: module(*columns)  # names are in the order of arguments
-    if not keywords:
-        return lambda module, columns: module(*[build(columns) for build in positional])
-
-    def call(module: Forward, columns: Sequence[object]) -> object:
-        args = [build(columns) for build in positional]
-        return module(*args, **{name: build(columns) for name, build in keywords.items()})
-
-    return call

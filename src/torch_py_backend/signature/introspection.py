@@ -19,10 +19,10 @@ _PASSING = {
     inspect.Parameter.POSITIONAL_ONLY: Passing.POSITIONAL,
     inspect.Parameter.POSITIONAL_OR_KEYWORD: Passing.POSITIONAL,
     inspect.Parameter.KEYWORD_ONLY: Passing.KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL: Passing.REST,
-    inspect.Parameter.VAR_KEYWORD: Passing.REST_BY_NAME,
+    inspect.Parameter.VAR_POSITIONAL: Passing.VAR_POSITIONAL,
+    inspect.Parameter.VAR_KEYWORD: Passing.VAR_KEYWORD,
 }
-_REST = (Passing.REST, Passing.REST_BY_NAME)
+_VARIADIC = (Passing.VAR_POSITIONAL, Passing.VAR_KEYWORD)
 _TYPES: Mapping[object, ArgumentType] = {
     int: ArgumentType.INT,
     float: ArgumentType.FLOAT,
@@ -50,29 +50,34 @@ def from_function(function: Callable[..., object]) -> Signature:
     Raises:
         TypeError, ValueError: Python cannot inspect it.
     """
-    scope = _scope(function)
+    unwrapped = inspect.unwrap(function)
+    while isinstance(unwrapped, functools.partial):
+        unwrapped = inspect.unwrap(unwrapped.func)
+    if not hasattr(unwrapped, "__globals__"):  # an object with a __call__
+        unwrapped = type(unwrapped).__call__
+    scope: dict[str, object] = getattr(unwrapped, "__globals__", {})
     parameters = inspect.signature(function).parameters
     annotations = {name: _resolved(entry.annotation, scope) for name, entry in parameters.items()}
     arguments = []
-    by_name: dict[str, ArgumentType] = {}
+    keyword_types: dict[str, ArgumentType] = {}
     for name, parameter in parameters.items():
         passing = _PASSING[parameter.kind]
-        rest = passing in _REST
+        variadic = passing in _VARIADIC
         nullable, kind = _without_none(annotations[name])
-        if passing is Passing.REST_BY_NAME:
-            by_name = _by_name(annotations[name], annotations.get("generation_config"))
+        if passing is Passing.VAR_KEYWORD:
+            keyword_types = _keyword_types(annotations[name], annotations.get("generation_config"))
         argument = Argument(
             name=name,
-            required=parameter.default is inspect.Parameter.empty and not rest,
+            required=parameter.default is inspect.Parameter.empty and not variadic,
             passing=passing,
-            takes=ArgumentType.TENSOR if rest else _takes(kind),
+            type=ArgumentType.TENSOR if variadic else _argument_type(kind),
             text=str(parameter),
             nullable=nullable,
-            unnamed=parameter.kind is inspect.Parameter.POSITIONAL_ONLY,
-            keys=() if rest else _keys(kind),
+            positional_only=parameter.kind is inspect.Parameter.POSITIONAL_ONLY,
+            keys=() if variadic else _keys(kind),
         )
         arguments.append(argument)
-    return Signature(tuple(arguments), by_name=by_name)
+    return Signature(tuple(arguments), keyword_types=keyword_types)
 
 
 def is_generator(function: Callable[..., object]) -> bool:
@@ -82,17 +87,6 @@ def is_generator(function: Callable[..., object]) -> bool:
     return any(map(inspect.isgeneratorfunction, callables)) or any(
         map(inspect.isasyncgenfunction, callables)
     )
-
-
-def _scope(function: Callable[..., object]) -> dict[str, object]:
-    """Return the global names that the annotations of a function may use."""
-    function = inspect.unwrap(function)
-    while isinstance(function, functools.partial):
-        function = inspect.unwrap(function.func)
-    if not hasattr(function, "__globals__"):  # an object with a __call__
-        function = type(function).__call__
-    scope: dict[str, object] = getattr(function, "__globals__", {})
-    return scope
 
 
 def _resolved(annotation: object, scope: dict[str, object]) -> object:
@@ -107,19 +101,19 @@ def _resolved(annotation: object, scope: dict[str, object]) -> object:
     return annotation
 
 
-def _by_name(annotation: object, generation_config: object) -> dict[str, ArgumentType]:
+def _keyword_types(annotation: object, generation_config: object) -> dict[str, ArgumentType]:
     """Return the types of the known names that `**` accepts.
 
     These are the keys of `Unpack[SomeTypedDict]`, and the attributes of GenerationConfig for
     `generate()` of transformers. The latter have no annotations; the config's type decides.
     """
     _, settings = _without_none(generation_config)
-    known: dict[str, ArgumentType] = {}
+    keyword_types: dict[str, ArgumentType] = {}
     if isinstance(settings, type) and settings.__name__ == "GenerationConfig":
-        known |= dict.fromkeys(vars(settings()), ArgumentType.VALUE)
+        keyword_types |= dict.fromkeys(vars(settings()), ArgumentType.VALUE)
     if _name(get_origin(annotation)) == "Unpack":
-        known |= {key.name: key.takes for key in _keys(get_args(annotation)[0])}
-    return known
+        keyword_types |= {key.name: key.type for key in _keys(get_args(annotation)[0])}
+    return keyword_types
 
 
 def _without_none(annotation: object) -> tuple[bool, object]:
@@ -172,11 +166,11 @@ def _keys(annotation: object) -> tuple[Argument, ...]:
         # Python ignores qualifiers in annotations that are text.
         qualified = {"Required": True, "NotRequired": False}.get(_name(get_origin(annotated)))
         required = name in required_keys if qualified is None else qualified
-        keys.append(Argument(name, required, Passing.KEYWORD, _takes(kind), name, nullable))
+        keys.append(Argument(name, required, Passing.KEYWORD, _argument_type(kind), name, nullable))
     return tuple(keys)
 
 
-def _takes(annotation: object) -> ArgumentType:
+def _argument_type(annotation: object) -> ArgumentType:
     if isinstance(annotation, str):  # not resolvable
         outer = annotation.partition("[")[0].rpartition(".")[2].strip()
         is_dict = outer in ("dict", "Dict", "Mapping")
@@ -184,9 +178,9 @@ def _takes(annotation: object) -> ArgumentType:
     origin = get_origin(annotation) or annotation
     if _required_keys(origin) is not None:
         return ArgumentType.DICT
-    takes = _TYPES.get(origin, ArgumentType.TENSOR) if isinstance(origin, type) else None
-    if takes is not ArgumentType.LIST or not get_args(annotation):
-        return takes or ArgumentType.TENSOR
+    outermost = _TYPES.get(origin) if isinstance(origin, type) else None
+    if outermost is not ArgumentType.LIST or not get_args(annotation):
+        return outermost or ArgumentType.TENSOR
     item: object = get_args(annotation)[0]
     nested = get_origin(item) is list
     while get_origin(item) is list:
@@ -195,7 +189,7 @@ def _takes(annotation: object) -> ArgumentType:
         return ArgumentType.NESTED_STRINGS if nested else ArgumentType.STRINGS
     if item is bytes:
         return ArgumentType.NESTED_BYTES if nested else ArgumentType.BYTES
-    return takes
+    return ArgumentType.LIST
 
 
 # --- TorchScript -----------------------------------------------------------------------------
@@ -217,17 +211,17 @@ def from_schema(schema: torch._C.FunctionSchema) -> Signature:
     arguments = []
     for entry in schema.arguments[1:]:
         declared: str = entry.type.str()  # type: ignore[attr-defined]  # missing in torch's stubs
-        kind = declared.removesuffix("?")
-        takes = _SCHEMA_TYPES.get(kind, ArgumentType.TENSOR)
-        if kind.startswith("Dict("):
-            takes = ArgumentType.DICT
-        elif kind.startswith("("):  # the schema's syntax for a tuple
-            takes = ArgumentType.TUPLE
+        schema_type = declared.removesuffix("?")
+        argument_type = _SCHEMA_TYPES.get(schema_type, ArgumentType.TENSOR)
+        if schema_type.startswith("Dict("):
+            argument_type = ArgumentType.DICT
+        elif schema_type.startswith("("):  # the schema's syntax for a tuple
+            argument_type = ArgumentType.TUPLE
         argument = Argument(
             name=entry.name,
             required=not entry.has_default_value(),
             passing=Passing.KEYWORD if entry.kwarg_only else Passing.POSITIONAL,
-            takes=takes,
+            type=argument_type,
             text=f"{declared} {entry.name}",
             nullable=declared.endswith("?"),
         )
@@ -254,15 +248,18 @@ def from_tree(
     passing = [(name, Passing.POSITIONAL) for name in positional]
     passing += [(name, Passing.KEYWORD) for name in kwargs]
     arguments = tuple(
-        Argument(name, required=True, passing=kind, takes=ArgumentType.TENSOR, text=name)
+        Argument(name, required=True, passing=kind, type=ArgumentType.TENSOR, text=name)
         for name, kind in passing
     )
     paths, _ = pytree.tree_flatten_with_path((args, kwargs))
-    leaves = tuple(_path(path) for path, number in paths if number not in constants)
+    tensor_paths = (map(_key, path) for path, number in paths if number not in constants)
+    leaves = tuple(
+        path_text("ARGS" if root == 0 else "KWARGS", tuple(keys)) for root, *keys in tensor_paths
+    )
 
     def unflatten(columns: Sequence[object]) -> tuple[Sequence[object], Mapping[str, object]]:
-        rest = iter(columns)
-        values = [constants[n] if n in constants else next(rest) for n in numbers]
+        remaining = iter(columns)
+        values = [constants[n] if n in constants else next(remaining) for n in numbers]
         args, kwargs = pytree.tree_unflatten(values, spec)
         return args, kwargs
 
@@ -271,11 +268,6 @@ def from_tree(
 
     is_flat = not constants and not kwargs and list(args) == list(numbers)
     return Signature(arguments, leaves, flat if is_flat else unflatten)
-
-
-def _path(keys: Sequence[object]) -> str:
-    root, *rest = [_key(key) for key in keys]
-    return path_text("ARGS" if root == 0 else "KWARGS", tuple(rest))
 
 
 def _key(key: object) -> int | str:

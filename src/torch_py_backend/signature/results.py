@@ -53,14 +53,27 @@ def bind_outputs(
         BindingError: a name matches no leaf, or there are more names than leaves.
     """
     leaves = list(_leaves(result))
-    own = _names(result)
-    aliases = _aliases(own, leaves)
+    fields = _names(result)
+    # Keys and fields come before paths.
+    keys = [_field_name(leaf, fields) for leaf in leaves]
+    aliases = {key: index for index, key in enumerate(keys) if key is not None}
+    for paths in ([leaf.path for leaf in leaves], [leaf.labels for leaf in leaves]):
+        for index, path in enumerate(paths):
+            aliases.setdefault(path_text("RESULT", path), index)
     positions = [aliases.get(name, ordinal(name)) for name in names]
     indices = [index for index in positions if index is not None and index < len(leaves)]
     unknown = [index is None for index in positions]
-    free = not any(is_path(name) or name in own for name in names)
-    if free and len(names) <= len(leaves) and (all(unknown) or (any(unknown) and not own)):
-        _warn_result_order(model, names, own, mixed=not all(unknown))
+    unmatched = not any(is_path(name) or name in fields for name in names)
+    if unmatched and len(names) <= len(leaves) and (all(unknown) or (any(unknown) and not fields)):
+        if fields or not all(unknown):
+            log.warning(
+                "model '%s': the output names %s %s; they are taken in the result's order.",
+                model,
+                ", ".join(names),
+                f"are not among the result's {join_names(fields)}"
+                if fields
+                else "are not all numbers (OUTPUT__0, OUTPUT__1, …)",
+            )
         indices = list(range(len(names)))
     if len(indices) < len(names) or len(set(indices)) < len(indices):
         valid = [*aliases, *(f"OUTPUT__{index}" for index in range(len(leaves)))]
@@ -74,9 +87,10 @@ def bind_outputs(
 
 def leaf_names(result: object) -> list[str]:
     """Return a name for each leaf of a result: its key or field, else `OUTPUT__<number>`."""
-    own = _names(result)
+    fields = _names(result)
     return [
-        _own_name(leaf, own) or f"OUTPUT__{number}" for number, leaf in enumerate(_leaves(result))
+        _field_name(leaf, fields) or f"OUTPUT__{number}"
+        for number, leaf in enumerate(_leaves(result))
     ]
 
 
@@ -138,40 +152,10 @@ def _names(result: object) -> list[str]:
     return [str(key) for key, _, _ in _children(result) or ()]
 
 
-def _own_name(leaf: _Leaf, own: Sequence[str]) -> str | None:
+def _field_name(leaf: _Leaf, fields: Sequence[str]) -> str | None:
     """Return the key or field of a leaf at the top level."""
     name = str(leaf.labels[0]) if len(leaf.labels) == 1 else ""
-    return name if name in own else None
-
-
-def _aliases(own: Sequence[str], leaves: Sequence[_Leaf]) -> dict[str, int]:
-    """Return the names of each leaf: keys and fields first, then paths."""
-    keys = [_own_name(leaf, own) for leaf in leaves]
-    aliases = {key: index for index, key in enumerate(keys) if key is not None}
-    for paths in ([leaf.path for leaf in leaves], [leaf.labels for leaf in leaves]):
-        for index, path in enumerate(paths):
-            aliases.setdefault(path_text("RESULT", path), index)
-    return aliases
-
-
-def _warn_result_order(
-    model: str, names: Sequence[str], own: Sequence[str], *, mixed: bool
-) -> None:
-    if mixed:
-        log.warning(
-            "model '%s': the output names %s are not all numbers (OUTPUT__0, OUTPUT__1, …); they"
-            " are taken in the result's order.",
-            model,
-            ", ".join(names),
-        )
-    elif own:
-        log.warning(
-            "model '%s': the output names %s are not among the result's %s; they are taken in the"
-            " result's order.",
-            model,
-            ", ".join(names),
-            join_names(own),
-        )
+    return name if name in fields else None
 
 
 def _selector(leaves: Sequence[_Leaf], result: object) -> OutputBinding:
@@ -179,19 +163,18 @@ def _selector(leaves: Sequence[_Leaf], result: object) -> OutputBinding:
         return lambda result: (result,)
     if isinstance(result, tuple | list):
         count = len(result)
+
+        def checked(result: object) -> Sequence[object]:
+            if not isinstance(result, tuple | list) or len(result) != count:
+                raise TypeError(type(result).__name__)
+            return result
+
         if [leaf.path for leaf in leaves] == [(index,) for index in range(count)]:
-            return lambda result: _whole(result, count)
+            return checked
     if all(len(leaf.steps) == 1 for leaf in leaves):
         steps = [leaf.steps[0] for leaf in leaves]
         return lambda result: [step(result) for step in steps]
     return lambda result: [leaf.get(result) for leaf in leaves]
-
-
-def _whole(result: object, count: int) -> Sequence[object]:
-    """Return a result with one part per output, after a check of its structure."""
-    if not isinstance(result, tuple | list) or len(result) != count:
-        raise TypeError(type(result).__name__)
-    return result
 
 
 def _describe(result: object) -> str:

@@ -47,7 +47,7 @@ def edit(model: str, text: str, parameters: Mapping[str, str | None], instances:
     Raises:
         ConfigError: the text is not a config.pbtxt, or is written in a way that cannot be edited.
     """
-    aliases = {row.key: row.also for row in TABLE}
+    aliases = {row.key: row.aliases for row in TABLE}
     removed = {alias: None for key in parameters for alias in aliases.get(key, ())}
     changes: dict[str, str | None] = {**removed, **parameters}
     before = pbtxt.parse(model, text)

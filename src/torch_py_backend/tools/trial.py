@@ -103,7 +103,7 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
     if artifact.fallback is not None and engine.kind is not artifact.kind:
         artifact = artifact.fallback  # the package is for another machine
     inputs = {spec.name: _described(spec) for spec in engine.config.inputs}
-    inputs |= {state.input: f"{state.input} (state)" for state in settings.carried}
+    inputs |= {state.input: f"{state.input} (state)" for state in settings.untyped_states}
     inputs |= {spec.name: str(spec) for spec in settings.batch_inputs}
     return {
         "artifact": f"{artifact.path.name}: {artifact.kind.value}",
@@ -114,7 +114,7 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
         "inputs": [f"{text} → {engine.places[name]}" for name, text in inputs.items()],
         "outputs": [
             *map(_described, settings.outputs),
-            *(f"{state.output} (state)" for state in settings.carried),
+            *(f"{state.output} (state)" for state in settings.untyped_states),
         ],
         "max_batch_size": settings.max_batch_size,
         "threads": {"intra_op": share.intra_op, "inter_op": share.inter_op},

@@ -33,7 +33,7 @@ from torch_py_backend.tools.candidates import AS_CONFIGURED, TUNED, Allowed, Can
 
 # The tuned parameters by each of their keys.
 _KEYS = {key: key for key in TUNED} | {
-    other: row.key for row in TABLE if row.key in TUNED for other in row.also
+    other: row.key for row in TABLE if row.key in TUNED for other in row.aliases
 }
 # The reference runs without PyTorch's own optimization of TorchScript, too.
 _REFERENCE = {"DISABLE_OPTIMIZED_EXECUTION": "true"}
