@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from torch_py_backend.errors import BackendError, LoadError, summarize
+from torch_py_backend.processes import procfs
 
 _START = (
     # Replaces the current folder, whose files must not shadow other modules.
@@ -84,9 +85,9 @@ def run_together(
             if len(ended) == len(children) or any(child.failed() for child in ended):
                 break
             time.sleep(_POLL_S)
-        # The children that failed by themselves come before those that waited for them.
-        for child in sorted(children, key=lambda child: not child.failed()):
-            child.result(model, seconds)
+        for child in children:
+            if child.failed():  # by itself; others may have waited for it
+                child.result(model, seconds)
         return [child.result(model, seconds) for child in children]
 
 
@@ -148,30 +149,12 @@ def _kill_tree(child: subprocess.Popen[bytes]) -> int | None:
     """Kill a child and its descendants; return its exit code, or None if it was still running."""
     code = child.poll()
     # If the child has ended, its process ID may belong to another process.
-    descendants = _descendants(child.pid) if code is None else []
+    descendants = procfs.descendants(child.pid) if code is None else []
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     _kill(descendants)
     child.wait()
     return code
-
-
-def _descendants(ancestor: int) -> list[int]:
-    """Return the IDs of all descendants of a running process, in any process group.
-
-    Does not use psutil, which may be missing in the Python of a server.
-    """
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process has ended
-            _, parent = stat.read_text(errors="replace").rpartition(")")[2].split()[:2]
-            children.setdefault(int(parent), []).append(int(stat.parent.name))
-    descendants, pending = [], [ancestor]
-    while pending:
-        started = children.get(pending.pop(), [])
-        descendants += started
-        pending += started
-    return descendants
 
 
 def _kill(pids: Iterable[int]) -> None:
@@ -207,6 +190,6 @@ def main() -> None:
         with contextlib.suppress(ValueError, OSError, AttributeError):
             stream.flush()
     if os.getpid() == child:
-        _kill(_descendants(child))
+        _kill(procfs.descendants(child))
     # Threads of the model must not delay the exit.
     os._exit(0)

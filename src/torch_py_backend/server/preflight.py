@@ -30,7 +30,19 @@ _SIMILARITY = 0.85
 
 def machine_problems() -> Iterator[str]:
     """Yield the problems of this machine, one sentence each, with their cure."""
-    yield from _server_problems()
+    try:
+        triton = tritonserver.find()
+        tritonserver.environment(triton)
+        numpy = metadata.version("numpy")
+    except ServerError as error:
+        yield str(error)
+    except metadata.PackageNotFoundError:
+        pass  # reported below
+    else:
+        if corrupts_numpy_2(triton) and int(numpy.partition(".")[0]) >= 2:  # noqa: PLR2004
+            yield (
+                f"numpy {numpy} garbles tensors in the wheel's tritonserver; pip install 'numpy<2'."
+            )
     for name in ("torch", "numpy", "safetensors"):
         if importlib.util.find_spec(name) is None:
             yield f"{name} is not installed in this Python; pip install {name}."
@@ -44,24 +56,6 @@ def machine_problems() -> Iterator[str]:
         yield (
             "model.py in this folder shadows the backend's when a tritonserver is started here;"
             " start it from another folder (`torch-py-backend serve` does)."
-        )
-
-
-def _server_problems() -> Iterator[str]:
-    try:
-        triton = tritonserver.find()
-        tritonserver.environment(triton)
-    except ServerError as error:
-        yield str(error)
-        return
-    try:
-        major = int(metadata.version("numpy").partition(".")[0])
-    except metadata.PackageNotFoundError:
-        major = 0
-    if corrupts_numpy_2(triton) and major >= 2:  # noqa: PLR2004
-        yield (
-            f"numpy {metadata.version('numpy')} garbles tensors in the wheel's tritonserver;"
-            " pip install 'numpy<2'."
         )
 
 

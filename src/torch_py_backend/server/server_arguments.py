@@ -47,6 +47,12 @@ def without(arguments: Sequence[str], name: str) -> list[str]:
     return kept
 
 
+def configures(arguments: Sequence[str], service: str) -> bool:
+    """Return whether the arguments set where a service listens, or disable it."""
+    names = (f"{service}-port", f"{service}-address", f"allow-{service}", f"reuse-{service}-port")
+    return any(values(arguments, name) for name in names)
+
+
 # --- restrictions ----------------------------------------------------------------------------
 
 

@@ -29,7 +29,7 @@ import psutil
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes import instance_status, orphan_cleanup
-from torch_py_backend.processes.orphan_cleanup import Ownership
+from torch_py_backend.processes.orphan_cleanup import ResourceOwner
 from torch_py_backend.server import installation, server_arguments
 
 if TYPE_CHECKING:
@@ -236,6 +236,10 @@ class Server:
         arguments: more arguments for tritonserver; they override others.
         log: the file for the server's log; None: the output of this process. The attribute can be
             set until the server is started.
+
+    Attributes:
+        http_address, grpc_address, metrics_address: host and port of each service.
+        keys: the keys of restricted endpoints.
     """
 
     def __init__(
@@ -255,29 +259,17 @@ class Server:
         self._repository = repository.absolute()
         self._ports = ports(http_port, grpc_port, metrics_port)
         self._address = address
+        host = "127.0.0.1" if address == "0.0.0.0" else address  # noqa: S104
+        self.http_address, self.grpc_address, self.metrics_address = (
+            f"{host}:{port}" for port in self._ports
+        )
         self._triton = find(executable)
         self._arguments = tuple(arguments)
         self._exit_seconds = exit_seconds(arguments)
         self.log = log
         self.keys = server_arguments.required_keys(arguments)
-        self._ownership: Ownership | None = None
+        self._resource_owner: ResourceOwner | None = None
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def http_address(self) -> str:
-        return self._reachable(self._ports[0])
-
-    @property
-    def grpc_address(self) -> str:
-        return self._reachable(self._ports[1])
-
-    @property
-    def metrics_address(self) -> str:
-        return self._reachable(self._ports[2])
-
-    def _reachable(self, port: int) -> str:
-        host = "127.0.0.1" if self._address == "0.0.0.0" else self._address  # noqa: S104
-        return f"{host}:{port}"
 
     @property
     def log_name(self) -> str:
@@ -292,9 +284,9 @@ class Server:
         Raises:
             ServerError: the server was not started.
         """
-        if self._ownership is None:
+        if self._resource_owner is None:
             raise ServerError("the server was not started; call start() first.")
-        return self._ownership.owned.status_folder
+        return self._resource_owner.resources.status_folder
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -313,28 +305,28 @@ class Server:
         Raises:
             ServerError: the server cannot run on this machine; the message says why.
         """
-        values = environment(self._triton)
+        variables = environment(self._triton)
         orphan_cleanup.sweep()
         try:
-            self._ownership = Ownership()
+            self._resource_owner = ResourceOwner()
         except OSError as error:
             raise ServerError(
                 f"cannot write to {orphan_cleanup.SHARED_MEMORY}, as Triton must: {error.strerror}."
             ) from None
-        owned = self._ownership.owned
-        values[orphan_cleanup.VARIABLE] = str(owned.status_folder)
+        resources = self._resource_owner.resources
+        variables[orphan_cleanup.VARIABLE] = str(resources.status_folder)
         try:
-            self._ownership.start_guard()
-            populate_backends(self._triton, owned.backends)
+            self._resource_owner.start_guard()
+            populate_backends(self._triton, resources.backends)
             # A session of its own: Ctrl-C reaches this process, which then stops the server. A
             # folder of its own: Triton's stub would import a model.py from the current folder.
             self._process = subprocess.Popen(  # noqa: S603  the executable found above
                 [
                     str(self._triton.executable),
                     f"--model-repository={self._repository}",
-                    f"--backend-directory={owned.backends}",
+                    f"--backend-directory={resources.backends}",
                     # Distinguishes its shared memory from that of other servers.
-                    f"--backend-config=python,shm-region-prefix-name={owned.prefix}",
+                    f"--backend-config=python,shm-region-prefix-name={resources.prefix}",
                     f"--{_EXIT_OPTION}={_EXIT_SECONDS}",
                     # A model that does not load must not stop the server.
                     "--exit-on-error=false",
@@ -345,8 +337,8 @@ class Server:
                     ),
                     *self._arguments,
                 ],
-                env=values,
-                cwd=owned.folder,
+                env=variables,
+                cwd=resources.folder,
                 stdout=self.log,
                 stderr=self.log,
                 start_new_session=True,
@@ -401,11 +393,11 @@ class Server:
     def _computes_in_children(self) -> bool:
         """Return whether all models run in child processes, and none in tritonserver itself."""
         try:
-            own = {
+            monitored = {
                 instance_status.Reader(path).identity.model
                 for path in instance_status.files(self.status_folder)
             }
-            for name in {state.name for state in self.models() if state.ready} - own:
+            for name in {state.name for state in self.models() if state.ready} - monitored:
                 with self._request(f"models/{urllib.parse.quote(name, safe='')}") as response:
                     if json.load(response).get("platform") not in _CHILD_PLATFORMS:
                         return False
@@ -420,10 +412,10 @@ class Server:
             with _interrupts_deferred():
                 in_children = process.poll() is None and self._computes_in_children()
                 self._process = None
-                _terminate(process, self._exit_seconds, in_children=in_children)
-        ownership, self._ownership = self._ownership, None
-        if ownership is not None:
-            ownership.close()
+                terminate(process, self._exit_seconds, in_children=in_children)
+        resource_owner, self._resource_owner = self._resource_owner, None
+        if resource_owner is not None:
+            resource_owner.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -449,7 +441,7 @@ def exit_seconds(arguments: Sequence[str]) -> int:
     return int(seconds[-1]) if seconds and seconds[-1].isdecimal() else _EXIT_SECONDS
 
 
-def _terminate(process: subprocess.Popen[bytes], seconds: float, *, in_children: bool) -> None:
+def terminate(process: subprocess.Popen[bytes], seconds: float, *, in_children: bool) -> None:
     """Terminate the server; after its own time limit, kill it and its descendants.
 
     Triton 24.10 waits for the whole limit for an instance that it has lost: of a model whose
