@@ -10,14 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import living
-import psutil
 import pytest
 from processes import instance
 
 from torch_py_backend.processes import orphan_cleanup, procfs
 from torch_py_backend.processes.orphan_cleanup import ResourceOwner
 
-_OWN = """
+_OWNER = """
 import os, subprocess, sys, time
 from pathlib import Path
 from torch_py_backend.processes import orphan_cleanup
@@ -49,21 +48,14 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shm"
 
 
-def _own(shared: Path, how: str) -> tuple[subprocess.Popen[str], str, Path, int, int]:
+def _start_owner(shared: Path, how: str) -> tuple[subprocess.Popen[str], str, Path, int, int]:
     """Start a process that owns a server; return its prefix, folder, child and guard."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _OWN, str(shared), how], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _OWNER, str(shared), how], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     prefix, folder, child, guard = process.stdout.readline().split()
     return process, prefix, Path(folder), int(child), int(guard)
-
-
-def _gone(pid: int) -> bool:
-    try:
-        return living.all_end([psutil.Process(pid)])
-    except psutil.NoSuchProcess:
-        return True
 
 
 def test_an_owner_cleans_up(shared: Path) -> None:
@@ -94,36 +86,36 @@ def test_shared_memory_that_cannot_be_written(
 
 def test_the_guard_cleans_up_after_its_owner() -> None:
     """After kill -9 of the owner, no process, region or folder is left."""
-    process, prefix, folder, child, guard = _own(orphan_cleanup.SHARED_MEMORY, "guarded")
+    process, prefix, folder, child, guard = _start_owner(orphan_cleanup.SHARED_MEMORY, "guarded")
     regions = orphan_cleanup.SHARED_MEMORY
     (regions / "another").unlink(missing_ok=True)  # other tests may run
     assert list(regions.glob(f"{prefix}*"))
     process.kill()
     process.communicate()
-    assert _gone(guard)
-    assert _gone(child)
+    assert living.pid_ends(guard)
+    assert living.pid_ends(child)
     assert list(regions.glob(f"{prefix}*")) == []
     assert not folder.exists()
 
 
 def test_a_sweep_cleans_up_without_guard(shared: Path) -> None:
     """If the guard was killed as well, the next server cleans up; live servers are kept."""
-    dead, prefix, folder, child, _ = _own(shared, "alone")
-    living, other, kept, sleeper, _ = _own(shared, "alone")
+    dead, prefix, folder, child, _ = _start_owner(shared, "alone")
+    alive, other, kept, sleeper, _ = _start_owner(shared, "alone")
     dead.kill()
     dead.communicate()
     assert orphan_cleanup.sweep() == [prefix]
-    assert _gone(child)
+    assert living.pid_ends(child)
     assert not folder.exists()
     assert kept.exists()
     assert sorted(path.name for path in shared.iterdir()) == sorted(
         ["another", f"{other}owner", f"{other}region"]
     )
     assert orphan_cleanup.sweep() == []
-    living.kill()
-    living.communicate()
+    alive.kill()
+    alive.communicate()
     assert orphan_cleanup.sweep() == [other]
-    assert _gone(sleeper)
+    assert living.pid_ends(sleeper)
 
 
 def _names_another_folder(path: Path) -> None:
@@ -174,7 +166,7 @@ def test_only_processes_of_the_server_are_killed(tmp_path: Path) -> None:
 
 
 def test_a_process_during_exec_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel does not show its environment for a moment: processes are listed again."""
+    """The kernel does not show its environment for a moment: the list of processes is repeated."""
     with instance(tmp_path, "status.ready()") as ours:
         lists = iter([[], [ours.pid]])
         monkeypatch.setattr(procfs, "process_ids", lambda: next(lists, []))

@@ -18,10 +18,10 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from torch_py_backend.errors import BackendError, LoadError, summarize
 from torch_py_backend.processes import procfs
@@ -71,15 +71,24 @@ def run_together(
         LoadError: a child failed; the others, which may wait for it, are killed.
     """
     deadline = time.monotonic() + seconds
+    package = str(Path(__file__).parents[2])
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(_child(task, quiet=quiet)) for _ in arguments]
-        for child, child_arguments in zip(children, arguments, strict=True):
-            # The pipe is broken if the child died; `result` reports that.
-            with (
-                contextlib.suppress(BrokenPipeError),
-                cast("IO[bytes]", child.process.stdin) as pipe,
-            ):
-                pipe.write(json.dumps(child_arguments).encode())
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="torch-py-backend-"))
+        children: list[_Child] = []
+        for number, child_arguments in enumerate(arguments):
+            arguments_file = Path(folder, f"{number}.arguments")
+            arguments_file.write_text(json.dumps(child_arguments), encoding="utf-8")
+            result_file = Path(folder, f"{number}.result")
+            process = subprocess.Popen(  # noqa: S603  this Python, this package
+                [sys.executable, "-c", _START, package, task, arguments_file, result_file],
+                stdin=subprocess.DEVNULL,
+                # The model's output must not mix with the command's output.
+                stdout=subprocess.DEVNULL if quiet else 2,
+                stderr=subprocess.DEVNULL if quiet else None,
+                start_new_session=True,
+            )
+            stack.callback(_kill_tree, process)
+            children.append(_Child(process, result_file))
         while time.monotonic() < deadline:
             ended = [child for child in children if child.process.poll() is not None]
             if len(ended) == len(children) or any(child.failed() for child in ended):
@@ -106,12 +115,12 @@ class _Child:
         return not file.is_file() or "error" in json.loads(file.read_bytes())
 
     def result(self, model: str, seconds: float) -> Any:
-        """Return the result of the task; a child that still runs is killed.
+        """Return the result of the task.
 
         Raises:
-            LoadError: there is no result.
+            LoadError: there is none.
         """
-        code = _kill_tree(self.process)
+        code = self.process.poll()
         if not self.result_file.is_file():
             if code is None:
                 reason = f"trying the model took longer than {seconds:g} seconds"
@@ -127,34 +136,14 @@ class _Child:
         return outcome["result"]
 
 
-@contextlib.contextmanager
-def _child(task: str, *, quiet: bool = False) -> Iterator[_Child]:
-    with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
-        result_file = Path(folder) / "result.json"
-        process = subprocess.Popen(  # noqa: S603  this Python, this package
-            [sys.executable, "-c", _START, str(Path(__file__).parents[2]), task, str(result_file)],
-            stdin=subprocess.PIPE,
-            # The model's output must not mix with the command's output.
-            stdout=subprocess.DEVNULL if quiet else 2,
-            stderr=subprocess.DEVNULL if quiet else None,
-            start_new_session=True,
-        )
-        try:
-            yield _Child(process, result_file)
-        finally:
-            _kill_tree(process)
-
-
-def _kill_tree(child: subprocess.Popen[bytes]) -> int | None:
-    """Kill a child and its descendants; return its exit code, or None if it was still running."""
-    code = child.poll()
+def _kill_tree(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child and its descendants."""
     # If the child has ended, its process ID may belong to another process.
-    descendants = procfs.descendants(child.pid) if code is None else []
+    descendants = procfs.descendants(child.pid) if child.poll() is None else []
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     _kill(descendants)
     child.wait()
-    return code
 
 
 def _kill(pids: Iterable[int]) -> None:
@@ -165,12 +154,12 @@ def _kill(pids: Iterable[int]) -> None:
 
 def main() -> None:
     """Run the task that the command line names, and write its result; called in the child."""
-    _, _, task, path = sys.argv
+    _, _, task, arguments_file, result_file = sys.argv
     child = os.getpid()
     # A model's call may not return: the kernel kills this process when its parent dies.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
-    arguments = json.load(sys.stdin)
+    arguments = json.loads(Path(arguments_file).read_bytes())
     module, _, function = task.partition(":")
     try:
         result = getattr(importlib.import_module(module), function)(**arguments)
@@ -183,9 +172,9 @@ def main() -> None:
             traceback.print_exc()
         outcome = {"error": summarize(error), "traceback": traceback.format_exc()}
     if os.getpid() == child:  # not a process that the model forked
-        temporary = Path(f"{path}.part")
+        temporary = Path(f"{result_file}.part")
         temporary.write_text(json.dumps(outcome), encoding="utf-8")
-        temporary.rename(path)
+        temporary.rename(result_file)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError, AttributeError):
             stream.flush()

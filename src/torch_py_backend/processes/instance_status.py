@@ -46,9 +46,6 @@ class Identity:
     """The identity of an instance.
 
     Attributes:
-        pid: the process ID.
-        model: the model's name.
-        version: the model's version.
         instance: the instance's name.
         limit_ms: the time limit of one call of the model; None: no limit.
         region: the name of the shared memory between Triton and the instance; empty: unknown.
@@ -67,7 +64,6 @@ class Status:
     """The status of an instance at one moment.
 
     Attributes:
-        state: the state.
         since: the start of this state, in nanoseconds of CLOCK_MONOTONIC.
         reason: why the instance is poisoned.
     """
@@ -172,10 +168,6 @@ def files(folder: Path) -> list[Path]:
 
 class Reader:
     """Reads the status file of one instance.
-
-    Attributes:
-        path: the file.
-        identity: the instance.
 
     Raises:
         OSError: the file cannot be opened.

@@ -28,7 +28,6 @@ class InstanceFailure:
     """An instance that cannot serve any more.
 
     Attributes:
-        identity: the instance.
         reason: what happened, as a sentence without full stop.
         state: the last state. While it was COMPLETING, Triton never stops waiting for it; while it
             was LOADING, other instances of the model may serve.
@@ -43,7 +42,6 @@ class InstanceMonitor:
     """Monitors the processes that have a status file in a folder. For use in one thread.
 
     Args:
-        folder: the folder with the status files.
         load_seconds: the time limit for loading an instance, by `serve` or through Triton's API.
     """
 

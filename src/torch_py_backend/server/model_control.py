@@ -55,11 +55,7 @@ class RepositoryClient:
         self._call("RepositoryModelLoad", model, seconds)
 
     def unload(self, model: str) -> None:
-        """Unload a model; its instances end soon after.
-
-        Raises:
-            ServerError: the server refused.
-        """
+        """Unload a model; its instances end soon after. Raise a ServerError if Triton refuses."""
         self._call("RepositoryModelUnload", model, _UNLOAD_S)
 
     def _call(self, method: str, model: str, seconds: float) -> None:
@@ -188,16 +184,7 @@ def load(
     *,
     again: bool,
 ) -> None:
-    """Load a model, and the ensembles that Triton unloaded with it.
-
-    Args:
-        states: returns Triton's states of the models.
-        control: loads and unloads models.
-        model: the model's name.
-        seconds: the time limit for Triton.
-        dependents: the ensembles.
-        again: whether the model was loaded before.
-    """
+    """Load a model, and the ensembles that Triton unloaded with it: its dependents."""
     # Triton does not load a model that is READY, even if all its instances are dead.
     if again and model in _ready(states):
         control.unload(model)

@@ -37,7 +37,6 @@ class ReadinessServer(ThreadingHTTPServer):
     """The HTTP server of these endpoints, as a context manager.
 
     Args:
-        address: the address to listen on.
         port: the port; 0 takes a free one.
         snapshot: returns the readiness of the models.
         lives: returns whether tritonserver answers.

@@ -101,12 +101,9 @@ def unrestricted(arguments: Sequence[str]) -> list[str]:
 
 
 def restriction_arguments(apis: str, key: str, secret: str) -> list[str]:
-    """Return the arguments that restrict endpoints, over both protocols.
+    """Return the arguments that restrict endpoints, separated by commas, over both protocols.
 
-    Args:
-        apis: the names of the endpoints, separated by commas.
-        key: the name of the header.
-        secret: its value.
+    A client must then send the header `key` with the value `secret`.
 
     Raises:
         ServerError: Triton has no endpoint of such a name.

@@ -58,7 +58,6 @@ class TritonInstallation:
     """The paths of an installed tritonserver.
 
     Attributes:
-        executable: the server.
         python_backend: the folder with libtriton_python.so and Triton's utilities.
         stub: the executable that runs Python models, built for this version of Python.
         libraries: the folders with its shared libraries.
@@ -75,7 +74,6 @@ class ModelState:
     """The state of one version of a model in Triton's repository index.
 
     Attributes:
-        name: the model's name.
         version: the version; empty if Triton does not report one.
         ready: whether it serves.
         reason: why it does not.
@@ -196,11 +194,7 @@ def ports(*requested: int) -> list[int]:
 
 
 def check_ports(address: str, requested: Mapping[str, int]) -> None:
-    """Listen on each port for a moment, as the server will; 0 is any free port.
-
-    Args:
-        address: the address to listen on.
-        requested: the ports by the names of their options.
+    """Listen for a moment on each port, named by its option, as the server will; 0 is any port.
 
     Raises:
         ServerError: a port is out of range, taken, named twice or not allowed for this user.
@@ -227,11 +221,8 @@ class Server:
     """A tritonserver on a model repository, with this backend, as a context manager.
 
     Args:
-        repository: the model repository.
         http_port: the HTTP port; 0 takes a free one, here and below.
-        grpc_port: the gRPC port.
         metrics_port: the port of the Prometheus metrics.
-        address: the address to listen on.
         executable: the tritonserver to use; None: search for one.
         arguments: more arguments for tritonserver; they override others.
         log: the file for the server's log; None: the output of this process. The attribute can be
@@ -279,22 +270,14 @@ class Server:
 
     @property
     def status_folder(self) -> Path:
-        """The folder with the status files of the instances.
-
-        Raises:
-            ServerError: the server was not started.
-        """
+        """The folder with the status files of the instances of the running server."""
         if self._resource_owner is None:
             raise ServerError("the server was not started; call start() first.")
         return self._resource_owner.resources.status_folder
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The process of the running tritonserver.
-
-        Raises:
-            ServerError: the server was not started.
-        """
+        """The process of the running tritonserver."""
         if self._process is None:
             raise ServerError("the server was not started; call start() first.")
         return self._process
@@ -347,16 +330,16 @@ class Server:
             self.stop()
             raise
 
-    def wait_loaded(self, timeout: float | None = None) -> list[ModelState]:
+    def wait_loaded(self, timeout: float = math.inf) -> list[ModelState]:
         """Wait until the server has tried to load every model, and return their states.
 
         Args:
-            timeout: the time limit in seconds; None: no limit.
+            timeout: the time limit in seconds.
 
         Raises:
             ServerError: the server ended, or took too long.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while True:
             code = self.process.poll()
             if code is not None:
@@ -365,7 +348,7 @@ class Server:
                 )
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
                 return self.models()
-            if deadline is not None and time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise ServerError(f"tritonserver was not ready within {timeout:g} seconds.")
             time.sleep(_POLL_SECONDS)
 
