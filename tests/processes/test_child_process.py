@@ -240,7 +240,7 @@ def test_backend_errors_keep_their_message() -> None:
             "crashes_after_a_fork",
             "model 'digits': trying the model ended the process with exit code 7",
         ),
-        ("crashes", "model 'digits': trying the model ended with signal SIGSEGV"),
+        ("crashes", "model 'digits': trying the model ended with SIGSEGV"),
         ("real_time_signal", "model 'digits': trying the model ended with signal 40"),
         ("no_such_function", "no_such_function"),
     ],

@@ -20,7 +20,7 @@ from torch_py_backend.artifacts import repository as repositories
 from torch_py_backend.cli import interruption
 from torch_py_backend.cli.interruption import Stopped
 from torch_py_backend.errors import ServerError
-from torch_py_backend.processes import orphan_cleanup
+from torch_py_backend.processes import orphan_cleanup, procfs
 from torch_py_backend.server import server_arguments
 from torch_py_backend.server.healing import EventKind
 from torch_py_backend.server.instances import InstanceMonitor
@@ -222,7 +222,7 @@ def _supervise(
                 f" readiness on http://{readiness.address}/ready; Ctrl-C stops"
             )
     code: int = server.process.returncode
-    how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+    how = f"with exit code {code}" if code >= 0 else f"by {procfs.signal_name(-code)}"
     console.print(f"[red]tritonserver ended {how}[/]; its log says why{escape(server.log_name)}.")
     return code if code >= 0 else 128 - code
 

@@ -125,8 +125,7 @@ class _Child:
             if code is None:
                 reason = f"trying the model took longer than {seconds:g} seconds"
             elif code < 0:
-                names = {number.value: number.name for number in signal.Signals}
-                reason = f"trying the model ended with signal {names.get(-code, -code)}"
+                reason = f"trying the model ended with {procfs.signal_name(-code)}"
             else:
                 reason = f"trying the model ended the process with exit code {code}"
             raise LoadError(model, reason, cure="The server's log may say more.")

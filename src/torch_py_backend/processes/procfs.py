@@ -61,9 +61,15 @@ def cause_of_death(pid: int) -> str:
     code = int(fields[-1]) if fields[:1] == [_ZOMBIE] else 0
     if os.WIFSIGNALED(code):
         number = os.WTERMSIG(code)
-        names = {value.value: value.name for value in signal.Signals}
-        return f"was ended by {names.get(number, f'signal {number}')}{_HINTS.get(number, '')}"
+        return f"was ended by {signal_name(number)}{_HINTS.get(number, '')}"
     return f"ended with exit code {os.WEXITSTATUS(code)}" if code else "died"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as SIGKILL; real-time signals have no names."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
 
 
 def descendants(ancestor: int) -> list[int]:

@@ -126,13 +126,13 @@ class _Instance:
         with contextlib.suppress(OSError):
             self.pidfd = os.pidfd_open(self.identity.pid)
         # The process ended before the pidfd was opened, and its ID belongs to another process.
-        self._replaced = orphan_cleanup.belongs_to_server(self.identity.pid, folder) is False
+        self._pid_reused = orphan_cleanup.belongs_to_server(self.identity.pid, folder) is False
         self.ended = False
         self._reported = False
         self._stopped_since = math.inf
 
     def has_ended(self) -> bool:
-        if self._replaced:
+        if self._pid_reused:
             return True
         if self.pidfd is not None:
             poll = select.poll()
@@ -148,7 +148,7 @@ class _Instance:
         elif not self.reader.path.exists():  # it ended normally
             reason = ""
         else:
-            reason = "died" if self._replaced else procfs.cause_of_death(self.identity.pid)
+            reason = "died" if self._pid_reused else procfs.cause_of_death(self.identity.pid)
         if not reason or self._reported:
             return None
         self._reported = True

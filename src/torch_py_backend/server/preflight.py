@@ -20,7 +20,7 @@ from torch_py_backend.server.tritonserver import TritonInstallation
 # Each instance needs a region of 1 MB, and more for larger tensors.
 _SHARED_MEMORY_BYTES = 256 << 20
 # Names of this backend in a config: `pytorch` if it is installed under that name.
-_OWN_NAMES = {
+_BACKEND_NAMES = {
     "backend": ("pytorch_py", "pytorch"),
     "platform": ("pytorch_libtorch", "pytorch", "torch_aoti"),
 }
@@ -108,11 +108,11 @@ def other_backend(path: Path, document: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: the config names neither, or a misspelling of this backend.
     """
-    for key, own_names in _OWN_NAMES.items():
+    for key, names in _BACKEND_NAMES.items():
         name = document[key]
-        if not name or name in own_names:
+        if not name or name in names:
             continue
-        similar = difflib.get_close_matches(name.lower(), own_names, n=1, cutoff=_SIMILARITY)
+        similar = difflib.get_close_matches(name.lower(), names, n=1, cutoff=_SIMILARITY)
         if similar:
             raise ConfigError(
                 path.name,
