@@ -170,7 +170,7 @@ def _run(task: str, seconds: float = 60, **arguments: Any) -> Any:
     "value",
     [
         pytest.param({"input": [{"größe → \U0001f600\n\x00\udcff": [-1, None]}]}, id="nested"),
-        pytest.param("x" * 3_000_000, id="larger-than-a-pipe"),
+        pytest.param("x" * 3_000_000, id="large"),
         pytest.param({"error": "only a value"}, id="looks-like-an-error"),
     ],
 )
@@ -335,17 +335,6 @@ def test_together_without_a_result() -> None:
 def _children() -> set[psutil.Process]:
     """Return the children of this process."""
     return {*living.left(psutil.Process().children())}
-
-
-def test_together_larger_than_a_pipe() -> None:
-    """Large arguments reach every child; a child may end without reading them."""
-    value = "x" * 1_000_000
-    assert (
-        child_process.run_together("digits", "tasks:echo", [{"value": value}] * 2, 60)
-        == [value] * 2
-    )
-    with pytest.raises(LoadError):
-        child_process.run_together("digits", "nowhere:nothing", [{"value": value}] * 2, 60)
 
 
 def test_a_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
