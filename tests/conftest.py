@@ -59,10 +59,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 
 @pytest.fixture(scope="session", autouse=True)
 def server_of_its_own() -> Iterator[None]:
-    """Engines that run here meet nobody: all processes of a run have the same parent."""
-    told = server_folder._server
+    """Give each process its own server folder: all processes of a run have the same parent."""
+    name = server_folder.server_name
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_folder, "_server", lambda _parent: f"{told(os.getpid())}-itself")
+        patch.setattr(server_folder, "server_name", lambda _parent: f"{name(os.getpid())}-itself")
         yield
 
 

@@ -37,6 +37,14 @@ def all_end(processes: Iterable[psutil.Process], seconds: float = 120.0) -> bool
     return True
 
 
+def pid_ends(pid: int) -> bool:
+    """Return whether a process ends soon, or has ended."""
+    try:
+        return all_end([psutil.Process(pid)])
+    except psutil.NoSuchProcess:
+        return True
+
+
 def descendants(pid: int) -> list[psutil.Process]:
     """The processes that live below one; none, where it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):

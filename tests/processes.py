@@ -15,10 +15,11 @@ _PUBLISH = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
 from torch_py_backend.processes import instance_status
-from torch_py_backend.processes.instance_status import Identity, InstanceState, SharedStatus
+from torch_py_backend.processes.instance_status import Identity, InstanceState, InstanceStatus
 folder, model, limit = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) or None
 identity = Identity(os.getpid(), model, "1", model + "_0_0", limit)
-status = SharedStatus(folder, identity, InstanceState.LOADING)
+status = InstanceStatus()
+status.publish(folder, identity)
 {what}
 print("published", flush=True)
 {then}

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import os
-import signal
 from pathlib import Path
 
 import pytest
 from command_line import refuse
-from rich.console import Console
 
 from torch_py_backend.server import server_arguments
 from torch_py_backend.server.healing import EventKind
@@ -34,23 +31,6 @@ def test_a_folder_that_is_no_repository(folder: str, text: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "services"),
-    [
-        (["--http-thread-count=2", "--allow-gpu-metrics=false"], []),
-        (
-            ["--http-port", "80", "--allow-metrics=0", "--reuse-grpc-port=1"],
-            ["http", "grpc", "metrics"],
-        ),
-    ],
-)
-def test_ports_configured_for_tritonserver_are_not_checked(
-    arguments: list[str], services: list[str]
-) -> None:
-    configured = [name for name in serve._SERVICES if serve._configures(arguments, name)]
-    assert configured == services
-
-
-@pytest.mark.parametrize(
     ("event", "line"),
     [
         (Event(EventKind.READY, "m 1"), "[green]READY[/]   m 1"),
@@ -62,7 +42,7 @@ def test_ports_configured_for_tritonserver_are_not_checked(
     ],
 )
 def test_an_event_is_one_line_without_stack_trace(event: Event, line: str) -> None:
-    assert serve._line(event) == line
+    assert serve.format_event(event) == line
 
 
 @pytest.mark.parametrize(
@@ -76,27 +56,10 @@ def test_an_event_is_one_line_without_stack_trace(event: Event, line: str) -> No
     ids=["loopback", "all", "some", "none"],
 )
 def test_endpoints_open_to_the_network_are_noted(
-    address: str, restricted: str, exposed: str, capsys: pytest.CaptureFixture[str]
+    address: str, restricted: str, exposed: str
 ) -> None:
     """The note names the sensitive endpoints that require no key."""
     arguments = server_arguments.restriction_arguments(restricted, "k", "v") if restricted else []
-    serve._warn(Console(width=300), address, arguments)
-    note = capsys.readouterr().out
+    note = serve.exposure_note(address, arguments)
     assert bool(note) == bool(exposed)
     assert exposed in note
-
-
-def test_orphans_in_a_container_are_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As process 1, serve reaps processes whose parents died, but not the server."""
-    monkeypatch.setattr(os, "getpid", lambda: 1)
-    server = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
-    orphan = os.spawnlp(os.P_NOWAIT, "true", "true")
-    os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)
-    serve._reap_orphans(server)
-    with pytest.raises(ChildProcessError):
-        os.waitpid(orphan, 0)
-    os.kill(server, signal.SIGKILL)
-    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
-    serve._reap_orphans(server)
-    assert os.waitpid(server, 0) == (server, signal.SIGKILL)
-    serve._reap_orphans(server)

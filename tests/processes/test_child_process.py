@@ -119,7 +119,7 @@ def ignores_signals():
 
 def leaves_a_thread():
     threading.Thread(target=time.sleep, args=[600]).start()
-    return "answered"
+    return "finished"
 
 
 def leaves_a_process(note, hang, apart):
@@ -127,7 +127,7 @@ def leaves_a_process(note, hang, apart):
     Path(note).write_text(str(other.pid))
     if hang:
         time.sleep(600)
-    return "answered"
+    return "finished"
 
 
 def forks_apart(note):
@@ -185,7 +185,7 @@ def _run(task: str, seconds: float = 60, **arguments: Any) -> Any:
     "value",
     [
         pytest.param({"input": [{"größe → \U0001f600\n\x00\udcff": [-1, None]}]}, id="nested"),
-        pytest.param("x" * 3_000_000, id="larger-than-a-pipe"),
+        pytest.param("x" * 3_000_000, id="large"),
         pytest.param({"error": "only a value"}, id="looks-like-an-error"),
     ],
 )
@@ -200,7 +200,7 @@ def test_result(value: Any) -> None:
         ("closes", "closed"),
         ("reads", ""),
         ("forks_and_goes_on", "of the child"),
-        ("leaves_a_thread", "answered"),
+        ("leaves_a_thread", "finished"),
     ],
 )
 def test_functions_that_misbehave(task: str, result: str) -> None:
@@ -210,9 +210,9 @@ def test_functions_that_misbehave(task: str, result: str) -> None:
 
 def test_changes_directory(tmp_path: Path) -> None:
     """A function may change and remove its working directory."""
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    assert _run("changes_directory", folder=str(gone)) == "moved"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    assert _run("changes_directory", folder=str(folder)) == "moved"
     assert Path.cwd().is_dir()
 
 
@@ -235,8 +235,8 @@ def test_folder_shadows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # --- errors ----------------------------------------------------------------------------------
 
 
-def test_our_error_passes_through() -> None:
-    """An error of this package keeps its message."""
+def test_backend_errors_keep_their_message() -> None:
+    """The parent raises them as a LoadError."""
     with pytest.raises(LoadError) as refusal:
         _run("ours")
     assert str(refusal.value) == (
@@ -255,7 +255,7 @@ def test_our_error_passes_through() -> None:
             "crashes_after_a_fork",
             "model 'digits': trying the model ended the process with exit code 7",
         ),
-        ("crashes", "model 'digits': trying the model ended with signal SIGSEGV"),
+        ("crashes", "model 'digits': trying the model ended with SIGSEGV"),
         ("real_time_signal", "model 'digits': trying the model ended with signal 40"),
         ("no_such_function", "no_such_function"),
     ],
@@ -283,41 +283,34 @@ def test_time_limit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hang", "apart"), [(True, True), (False, False)], ids=["time-is-over", "answered"]
+    ("hang", "apart"), [(True, True), (False, False)], ids=["times out", "finishes"]
 )
 def test_grandchildren_are_killed(tmp_path: Path, hang: bool, apart: bool) -> None:
     """Processes that the function started end with it, in any session."""
     note = tmp_path / "pid"
     if hang:
-        text = _hangs("leaves_a_process", note, hang=True, apart=apart)
+        text = _run_until_timeout("leaves_a_process", note, hang=True, apart=apart)
     else:
-        assert _run("leaves_a_process", note=str(note), hang=False, apart=apart) == "answered"
+        assert _run("leaves_a_process", note=str(note), hang=False, apart=apart) == "finished"
         text = note.read_text()
-    assert _ends(int(text))
+    assert living.pid_ends(int(text))
 
 
 def test_a_fork_in_its_own_session_is_killed(tmp_path: Path) -> None:
     """The processes that it started are killed, too."""
-    leader, its_child = map(int, _hangs("forks_apart", tmp_path / "pid").split())
-    assert _ends(leader)
-    assert _ends(its_child)
+    leader, its_child = map(int, _run_until_timeout("forks_apart", tmp_path / "pid").split())
+    assert living.pid_ends(leader)
+    assert living.pid_ends(its_child)
 
 
-def _hangs(task: str, note: Path, **more: Any) -> str:
-    """Return what a task wrote that hangs, once it had the time to begin."""
+def _run_until_timeout(task: str, note: Path, **arguments: Any) -> str:
+    """Return the note of a task that hangs, with a time limit in which it can write one."""
     for seconds in (1, 5, 25, 125):
         with pytest.raises(LoadError, match="took longer"):
-            _run(task, seconds=seconds, note=str(note), **more)
+            _run(task, seconds=seconds, note=str(note), **arguments)
         if note.is_file() and note.read_text():
             return note.read_text()
-    raise AssertionError("it did not begin")
-
-
-def _ends(pid: int) -> bool:
-    try:
-        return living.all_end([psutil.Process(pid)])
-    except psutil.NoSuchProcess:
-        return True
+    raise AssertionError("the task wrote no note")
 
 
 # --- workers ---------------------------------------------------------------------------------

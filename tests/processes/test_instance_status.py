@@ -72,14 +72,14 @@ def test_seconds_of_the_current_call(
         monkeypatch.delenv(orphan_cleanup.VARIABLE)
     status = instance_status.start(_config())
     status.ready()
-    assert status.under_way() == 0
+    assert status.running_seconds() == 0
     status.busy()
-    seconds = [status.under_way(), status.under_way()]
+    seconds = [status.running_seconds(), status.running_seconds()]
     assert 0 < seconds[0] < seconds[1] < 60
     status.busy()  # the next try
-    assert status.under_way() > 0
+    assert status.running_seconds() > 0
     status.idle()
-    assert status.under_way() == 0
+    assert status.running_seconds() == 0
 
 
 @pytest.mark.parametrize(
@@ -183,10 +183,21 @@ def _identity(**changed: object) -> Callable[[Path], None]:
         _identity(pid=1),
         _identity(model=3),
         _identity(limit_ms="soon"),
-        _identity(more=1),
+        _identity(unknown=1),
         Path.unlink,
     ],
-    ids=["short", "name", "link", "garbage", "pid", "other", "model", "limit", "more", "gone"],
+    ids=[
+        "short",
+        "name",
+        "link",
+        "garbage",
+        "pid",
+        "other",
+        "model",
+        "limit",
+        "unknown",
+        "missing",
+    ],
 )
 def test_a_file_that_is_not_an_instance_s(damage: Callable[[Path], None], folder: Path) -> None:
     """A forged or damaged file is an error: its process might be killed."""

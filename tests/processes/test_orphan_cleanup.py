@@ -10,31 +10,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 import living
-import psutil
 import pytest
 from processes import instance
 
-from torch_py_backend.processes import orphan_cleanup
-from torch_py_backend.processes.orphan_cleanup import Ownership
+from torch_py_backend.processes import orphan_cleanup, procfs
+from torch_py_backend.processes.orphan_cleanup import ResourceOwner
 
-_OWN = """
+_OWNER = """
 import os, subprocess, sys, time
 from pathlib import Path
 from torch_py_backend.processes import orphan_cleanup
 orphan_cleanup.SHARED_MEMORY = Path(sys.argv[1])
-own = orphan_cleanup.Ownership()
+owner = orphan_cleanup.ResourceOwner()
 if sys.argv[2] == "guarded":
-    own.start_guard()
-environment = os.environ | {orphan_cleanup.VARIABLE: str(own.owned.status_folder)}
+    owner.start_guard()
+environment = os.environ | {orphan_cleanup.VARIABLE: str(owner.resources.status_folder)}
 code = "import time; print(flush=True); time.sleep(1000)"
 sleeper = subprocess.Popen(
     [sys.executable, "-c", code], env=environment, start_new_session=True, stdout=subprocess.PIPE
 )
 sleeper.stdout.readline()
-(orphan_cleanup.SHARED_MEMORY / (own.owned.prefix + "region")).write_bytes(b"?")
+(orphan_cleanup.SHARED_MEMORY / (owner.resources.prefix + "region")).write_bytes(b"?")
 (orphan_cleanup.SHARED_MEMORY / "another").write_bytes(b"?")
-guard = own._guard.pid if own._guard else 0
-print(own.owned.prefix, own.owned.folder, sleeper.pid, guard, flush=True)
+guard = owner._guard.pid if owner._guard else 0
+print(owner.resources.prefix, owner.resources.folder, sleeper.pid, guard, flush=True)
 time.sleep(1000)
 """
 
@@ -49,36 +48,29 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shm"
 
 
-def _own(shared: Path, how: str) -> tuple[subprocess.Popen[str], str, Path, int, int]:
+def _start_owner(shared: Path, how: str) -> tuple[subprocess.Popen[str], str, Path, int, int]:
     """Start a process that owns a server; return its prefix, folder, child and guard."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _OWN, str(shared), how], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _OWNER, str(shared), how], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
     prefix, folder, child, guard = process.stdout.readline().split()
     return process, prefix, Path(folder), int(child), int(guard)
 
 
-def _gone(pid: int) -> bool:
-    try:
-        return living.all_end([psutil.Process(pid)])
-    except psutil.NoSuchProcess:
-        return True
-
-
 def test_an_owner_cleans_up(shared: Path) -> None:
     """Processes, regions and the private folder are removed; `close` may be called twice."""
-    own = Ownership()
-    own.start_guard()
-    for folder in (own.owned.status_folder, own.owned.folder):
+    owner = ResourceOwner()
+    owner.start_guard()
+    for folder in (owner.resources.status_folder, owner.resources.folder):
         assert folder.stat().st_mode & 0o777 == 0o700
-    (shared / f"{own.owned.prefix}region").write_bytes(b"?")
-    with instance(own.owned.status_folder, "status.ready()") as process:
-        own.close()
+    (shared / f"{owner.resources.prefix}region").write_bytes(b"?")
+    with instance(owner.resources.status_folder, "status.ready()") as process:
+        owner.close()
         assert process.wait(30) == -signal.SIGKILL
-    own.close()
+    owner.close()
     assert list(shared.iterdir()) == []
-    assert not own.owned.folder.exists()
+    assert not owner.resources.folder.exists()
 
 
 def test_shared_memory_that_cannot_be_written(
@@ -88,42 +80,42 @@ def test_shared_memory_that_cannot_be_written(
     monkeypatch.setattr(orphan_cleanup, "SHARED_MEMORY", tmp_path / "none")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     with pytest.raises(FileNotFoundError):
-        Ownership()
+        ResourceOwner()
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
 def test_the_guard_cleans_up_after_its_owner() -> None:
     """After kill -9 of the owner, no process, region or folder is left."""
-    process, prefix, folder, child, guard = _own(orphan_cleanup.SHARED_MEMORY, "guarded")
+    process, prefix, folder, child, guard = _start_owner(orphan_cleanup.SHARED_MEMORY, "guarded")
     regions = orphan_cleanup.SHARED_MEMORY
     (regions / "another").unlink(missing_ok=True)  # other tests may run
     assert list(regions.glob(f"{prefix}*"))
     process.kill()
     process.communicate()
-    assert _gone(guard)
-    assert _gone(child)
+    assert living.pid_ends(guard)
+    assert living.pid_ends(child)
     assert list(regions.glob(f"{prefix}*")) == []
     assert not folder.exists()
 
 
 def test_a_sweep_cleans_up_without_guard(shared: Path) -> None:
     """If the guard was killed as well, the next server cleans up; live servers are kept."""
-    dead, prefix, folder, child, _ = _own(shared, "alone")
-    living, other, kept, sleeper, _ = _own(shared, "alone")
+    dead, prefix, folder, child, _ = _start_owner(shared, "alone")
+    alive, other, kept, sleeper, _ = _start_owner(shared, "alone")
     dead.kill()
     dead.communicate()
     assert orphan_cleanup.sweep() == [prefix]
-    assert _gone(child)
+    assert living.pid_ends(child)
     assert not folder.exists()
     assert kept.exists()
-    assert sorted(one.name for one in shared.iterdir()) == sorted(
+    assert sorted(path.name for path in shared.iterdir()) == sorted(
         ["another", f"{other}owner", f"{other}region"]
     )
     assert orphan_cleanup.sweep() == []
-    living.kill()
-    living.communicate()
+    alive.kill()
+    alive.communicate()
     assert orphan_cleanup.sweep() == [other]
-    assert _gone(sleeper)
+    assert living.pid_ends(sleeper)
 
 
 def _names_another_folder(path: Path) -> None:
@@ -145,7 +137,7 @@ def _is_a_link(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "forge", [_names_another_folder, _names_a_link, _is_empty, _is_a_link, Path.mkdir]
+    "forge", [_names_another_folder, _names_a_link, _is_empty, _is_a_link, Path.mkdir, os.mkfifo]
 )
 def test_a_forged_file_removes_nothing(forge: Callable[[Path], None], shared: Path) -> None:
     """Other users, who can write to /dev/shm, cannot make us remove files."""
@@ -163,22 +155,22 @@ def test_only_processes_of_the_server_are_killed(tmp_path: Path) -> None:
     ):
         assert not orphan_cleanup.kill(other.pid, tmp_path)
         assert not orphan_cleanup.kill(ours.pid, tmp_path / "other")
-        assert orphan_cleanup.is_foreign(other.pid, tmp_path)
-        assert not orphan_cleanup.is_foreign(ours.pid, tmp_path)
+        assert orphan_cleanup.belongs_to_server(other.pid, tmp_path) is False
+        assert orphan_cleanup.belongs_to_server(ours.pid, tmp_path)
         assert other.poll() is None
         assert ours.poll() is None
         assert orphan_cleanup.kill(ours.pid, tmp_path)
         assert ours.wait(30) == -signal.SIGKILL
         assert not orphan_cleanup.kill(ours.pid, tmp_path)
-    assert not orphan_cleanup.is_marked(os.getpid(), tmp_path)
+    assert orphan_cleanup.belongs_to_server(os.getpid(), tmp_path) is False
 
 
 def test_a_process_during_exec_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel does not show its environment for a moment: processes are listed again."""
+    """The kernel does not show its environment for a moment: the list of processes is repeated."""
     with instance(tmp_path, "status.ready()") as ours:
-        looks = iter([[], [ours.pid]])
-        monkeypatch.setattr(orphan_cleanup, "_processes", lambda: next(looks, []))
-        orphan_cleanup._kill_marked(tmp_path)
+        lists = iter([[], [ours.pid]])
+        monkeypatch.setattr(procfs, "process_ids", lambda: next(lists, []))
+        orphan_cleanup.kill_all(tmp_path)
         assert ours.wait(60) == -signal.SIGKILL
 
 
@@ -192,7 +184,7 @@ def test_a_process_during_exec_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
         (["model.py", "triton_python_backend_shm_region_5f-e"], ""),
         ([], ""),
     ],
-    ids=["ours", "Triton's own name", "none"],
+    ids=["ours", "Triton's owner name", "none"],
 )
 def test_region_of_this_process(words: list[str], name: str) -> None:
     """It is on the command line of Triton's stub."""
@@ -201,3 +193,19 @@ def test_region_of_this_process(words: list[str], name: str) -> None:
         [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
     )
     assert ran.stdout.strip() == name
+
+
+def test_orphans_in_a_container_are_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As process 1, serve reaps processes whose parents died, but not the server."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    server = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
+    orphan = os.spawnlp(os.P_NOWAIT, "true", "true")
+    os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)
+    orphan_cleanup.reap_orphans(server)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(orphan, 0)
+    os.kill(server, signal.SIGKILL)
+    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+    orphan_cleanup.reap_orphans(server)
+    assert os.waitpid(server, 0) == (server, signal.SIGKILL)
+    orphan_cleanup.reap_orphans(server)

@@ -110,22 +110,22 @@ def test_instances_share_the_user_s_folder(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "take", [lambda path: path.mkdir() or path.chmod(0o777), _link_to_a_folder, Path.touch]
+    "occupy", [lambda path: path.mkdir() or path.chmod(0o777), _link_to_a_folder, Path.touch]
 )
 def test_folder_of_another_user_is_not_used(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    take: Callable[[Path], object],
+    occupy: Callable[[Path], object],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A shared folder, a link or a file of that name is replaced by a new folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    taken = tmp_path / f"torch-py-backend-{_ME}"
-    take(taken)
+    occupied = tmp_path / f"torch-py-backend-{_ME}"
+    occupy(occupied)
 
     folder = private_files.user_folder()
 
-    assert folder != taken
+    assert folder != occupied
     assert folder.parent == tmp_path
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert "is not used" in caplog.text

@@ -14,7 +14,7 @@ import pytest
 from processes import ended, instance
 
 from torch_py_backend.processes import orphan_cleanup
-from torch_py_backend.processes.instance_status import Identity, InstanceState, SharedStatus
+from torch_py_backend.processes.instance_status import Identity, InstanceState, InstanceStatus
 from torch_py_backend.server import instances
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
 
@@ -112,7 +112,7 @@ def test_shared_memory_of_a_dead_instance(
     region.write_bytes(b"?")
     what = (
         f"identity = Identity(os.getpid(), model, '', '', None, {name!r});"
-        " status = SharedStatus(folder, identity, InstanceState.IDLE)"
+        " status = InstanceStatus(InstanceState.IDLE); status.publish(folder, identity)"
     )
     with instance(tmp_path, f"{what}; {status}") as process:
         assert monitor.check() == []
@@ -204,41 +204,6 @@ def test_a_short_stop_is_no_failure(monitor: InstanceMonitor, tmp_path: Path) ->
         assert process.poll() is None
 
 
-@pytest.mark.parametrize(
-    ("membership", "file", "contents", "frozen"),
-    [
-        ("0::/a/b\n", "a/b/cgroup.events", "populated 1\nfrozen 1\n", True),
-        ("0::/a/b\n", "unified/a/b/cgroup.events", "populated 1\nfrozen 1\n", True),
-        ("0::/a/b\n", "a/b/cgroup.events", "populated 1\nfrozen 0\n", False),
-        ("6:freezer:/a\n0::/\n", "freezer/a/freezer.state", "FROZEN\n", True),
-        ("6:freezer:/a\n0::/\n", "freezer/a/freezer.state", "THAWED\n", False),
-        ("7:name=systemd:/x:y\n", "unknown", "", False),
-        ("", "unknown", "", False),
-    ],
-    ids=["v2", "v2 beside v1", "v2, runs", "v1", "v1, runs", "no freezer", "gone"],
-)
-def test_frozen_cgroups(
-    membership: str,
-    file: str,
-    contents: str,
-    frozen: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A frozen process is stopped, though its state is "sleeping"; the files are the kernel's."""
-    path = tmp_path / file
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(contents)
-    read = instances._read_text
-    monkeypatch.setattr(instances, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(
-        instances,
-        "_read_text",
-        lambda path: membership if path == Path("/proc/17/cgroup") else read(path),
-    )
-    assert instances._is_frozen(17) is frozen
-
-
 def test_a_load_that_takes_too_long(tmp_path: Path) -> None:
     """The limit holds for loads through Triton's API, too, and not for instances that serve."""
     monitor = InstanceMonitor(tmp_path, load_seconds=0.2)
@@ -248,7 +213,7 @@ def test_a_load_that_takes_too_long(tmp_path: Path) -> None:
     ):
         failure = _until(monitor)
         assert failure.identity.pid == loading.pid
-        assert failure.loading
+        assert failure.state is InstanceState.LOADING
         assert failure.reason == (
             "instance m_0_0 took longer than 0.2 s (--load-timeout) while it was loaded"
         )
@@ -275,12 +240,12 @@ def test_a_process_that_completes_a_config(monitor: InstanceMonitor, tmp_path: P
     """Triton never stops waiting for it: its failure is marked."""
     what = (
         "identity = Identity(os.getpid(), model, '', '', None);"
-        " status = SharedStatus(folder, identity, InstanceState.COMPLETING)"
+        " status = InstanceStatus(InstanceState.COMPLETING); status.publish(folder, identity)"
     )
     with instance(tmp_path, what, then="os._exit(1)") as process:
         ended(process)
         failure = _until(monitor)
-        assert failure.completing
+        assert failure.state is InstanceState.COMPLETING
         assert failure.reason == "the process that completes its config ended with exit code 1"
 
 
@@ -319,7 +284,8 @@ def test_a_process_id_that_was_used_again(monitor: InstanceMonitor, tmp_path: Pa
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as stranger:
         assert stranger.stdout is not None
         stranger.stdout.readline()  # until it runs, its environment cannot be read
-        SharedStatus(tmp_path, Identity(stranger.pid, "m", "1", "m_0_0", 1), InstanceState.BUSY)
+        identity = Identity(stranger.pid, "m", "1", "m_0_0", 1)
+        InstanceStatus(InstanceState.BUSY).publish(tmp_path, identity)
         assert _until(monitor).reason == "instance m_0_0 died"
         assert stranger.poll() is None
         stranger.kill()

@@ -92,7 +92,7 @@ def test_numpy(machine: _Machine, executable: Path, version: str, count: int) ->
     machine.versions(numpy=version)
     problems = _problems()
     assert len(problems) == count
-    assert all(f"numpy {version}" in one and "'numpy<2'" in one for one in problems)
+    assert all(f"numpy {version}" in text and "'numpy<2'" in text for text in problems)
 
 
 @pytest.mark.parametrize("name", ["torch", "numpy", "safetensors"])

@@ -30,6 +30,22 @@ def test_values_in_both_spellings(arguments: list[str], values: list[str], rest:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "services"),
+    [
+        (["--http-thread-count=2", "--allow-gpu-metrics=false"], []),
+        (
+            ["--http-port", "80", "--allow-metrics=0", "--reuse-grpc-port=1"],
+            ["http", "grpc", "metrics"],
+        ),
+    ],
+)
+def test_services_that_are_configured(arguments: list[str], services: list[str]) -> None:
+    """`serve` does not check the ports that are configured for tritonserver."""
+    names = ("http", "grpc", "metrics", "health")
+    assert [name for name in names if server_arguments.configures(arguments, name)] == services
+
+
+@pytest.mark.parametrize(
     ("arguments", "keys"),
     [
         ([], Keys()),

@@ -116,12 +116,13 @@ class FakeServer:
     def die(self, model: str, reason: str = "was killed", *, completing: bool = False) -> None:
         """End an instance; Triton still reports the model as READY."""
         identity = Identity(self.pids.pop(model, 1), model, "1", f"{model}_0", None)
-        self.failures.append(InstanceFailure(identity, reason, completing))
+        state = InstanceState.COMPLETING if completing else InstanceState.IDLE
+        self.failures.append(InstanceFailure(identity, reason, state))
 
     def die_loading(self, model: str, reason: str = _TIMEOUT) -> None:
         """End an instance that was being loaded, and not one that serves."""
         identity = Identity(1, model, "1", f"{model}_0", None)
-        self.failures.append(InstanceFailure(identity, reason, loading=True))
+        self.failures.append(InstanceFailure(identity, reason, InstanceState.LOADING))
 
     # --- for tests ---
 

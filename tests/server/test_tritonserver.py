@@ -201,7 +201,7 @@ def test_an_end_while_a_process_is_reaped(monkeypatch: pytest.MonkeyPatch) -> No
         return opened(pid, flags)
 
     monkeypatch.setattr(os, "pidfd_open", pidfd_open)
-    tritonserver._terminate(process, 60, in_children=False)
+    tritonserver.terminate(process, 60, in_children=False)
     assert process.poll() is not None
     assert living.all_end([child])
 
@@ -224,7 +224,7 @@ def test_a_server_without_instances_is_not_waited_for(monkeypatch: pytest.Monkey
     """Triton waits for instances that it has lost; all models ran in processes that have ended."""
     monkeypatch.setattr(tritonserver, "_IDLE_SECONDS", 0.2)
     with _stopping("exit", on_sigterm="None") as process:
-        tritonserver._terminate(process, 10_000, in_children=True)
+        tritonserver.terminate(process, 10_000, in_children=True)
         assert process.returncode == -signal.SIGKILL
 
 
@@ -237,7 +237,7 @@ def test_a_server_that_may_be_busy_ends_by_itself(
     """While an instance runs, or a model may run in tritonserver itself, it is not killed."""
     monkeypatch.setattr(tritonserver, "_IDLE_SECONDS", 0.0)
     with _stopping(child, on_sigterm="time.sleep(0.5) or os._exit(3)") as process:
-        tritonserver._terminate(process, 10_000, in_children=in_children)
+        tritonserver.terminate(process, 10_000, in_children=in_children)
         assert process.returncode == 3
 
 

@@ -256,7 +256,7 @@ class Publisher:
         yield ("pytorch_py_poisoned", ()), self._poisoned
         yield ("pytorch_py_ready_timestamp_seconds", ()), self._ready_at
         yield ("pytorch_py_heartbeat_timestamp_seconds", ()), time.time()
-        yield ("pytorch_py_running_call_seconds", ()), self._status.under_way()
+        yield ("pytorch_py_running_call_seconds", ()), self._status.running_seconds()
         if self._streams is not None:
             yield ("pytorch_py_live_streams", ()), self._streams.live
         if self._sequences is not None:

@@ -1,4 +1,4 @@
-"""End a measurement at SIGTERM, Ctrl-C or a deadline, and keep its results."""
+"""End a command at SIGTERM, Ctrl-C or a deadline, and let it clean up."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(KeyboardInterrupt):
-    """A measurement was stopped. asyncio propagates no other exceptions of signal handlers."""
+    """The end of a command. asyncio lets no other exception of a signal handler through."""
 
 
 class DeadlineReached(Stopped):
-    """A measurement was stopped by its own deadline."""
+    """The end of a command by its own deadline."""
 
 
 def raise_at_signals(deadline_s: float | None = None) -> None:

@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import IO, Annotated
 
 import typer
@@ -18,7 +17,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from torch_py_backend.artifacts import repository as repositories
+from torch_py_backend.cli import interruption
+from torch_py_backend.cli.interruption import Stopped
 from torch_py_backend.errors import ServerError
+from torch_py_backend.processes import orphan_cleanup, procfs
 from torch_py_backend.server import server_arguments
 from torch_py_backend.server.healing import EventKind
 from torch_py_backend.server.instances import InstanceMonitor
@@ -27,7 +29,6 @@ from torch_py_backend.server.readiness import ReadinessServer
 from torch_py_backend.server.supervision import Event, Supervisor
 from torch_py_backend.server.tritonserver import Server, check_ports, ports
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _KEY_VARIABLE = "TORCH_PY_BACKEND_ADMIN_KEY"
 _KEY_HEADER = "admin-key"
 _SERVICES = ("http", "grpc", "metrics", "health")
@@ -39,10 +40,6 @@ _COLOURS = {
     EventKind.GIVEN_UP: "bold red",
     EventKind.RELEASED: "cyan",
 }
-
-
-class _Stopped(Exception):  # noqa: N818  not an error: the user stops the server
-    """SIGTERM or SIGINT was received."""
 
 
 def serve(
@@ -58,7 +55,7 @@ def serve(
         int,
         typer.Option(
             min=0,
-            help="How often a model that died is loaded again, until it has served for a minute.",
+            help="How often a model that died is reloaded, until it has served for a minute.",
         ),
     ] = 8,
     load_timeout: Annotated[
@@ -99,7 +96,7 @@ def serve(
         list[str] | None, typer.Argument(help="After --: arguments for tritonserver itself.")
     ] = None,
 ) -> None:
-    """Serve a model repository until Ctrl-C or SIGTERM, and load models again that die."""
+    """Serve a model repository until Ctrl-C or SIGTERM, and reload models that die."""
     console = Console(soft_wrap=True, highlight=False, emoji=False)
     mode, models, triton_arguments = _triton_arguments(arguments or (), restrict)
     options = (http_port, grpc_port, metrics_port, health_port)
@@ -127,12 +124,11 @@ def serve(
         {
             f"--{service}-port": port
             for service, port in zip(_SERVICES, options, strict=True)
-            if not _configures(triton_arguments, service)
+            if not server_arguments.configures(triton_arguments, service)
         },
     )
-    server.log = _log(console, verbose=verbose)
-    for number in _SIGNALS:
-        signal.signal(number, _stop)
+    server.log = None if verbose else _open_log(console)
+    interruption.raise_at_signals()
     code = 0
     try:
         server.start()
@@ -141,7 +137,7 @@ def serve(
                 server.models,
                 InstanceMonitor(server.status_folder, load_timeout),
                 client if mode == "explicit" else None,
-                lambda event: console.print(_line(event)),
+                lambda event: console.print(format_event(event)),
                 restarts=restarts,
                 load_seconds=load_timeout,
             )
@@ -149,7 +145,8 @@ def serve(
                 address, health, lambda: supervisor.snapshot, server.lives
             ) as readiness:
                 try:
-                    _warn(console, address, triton_arguments)
+                    if note := exposure_note(address, triton_arguments):
+                        console.print(f"[yellow]note[/]    {note}")
                     states = server.wait_loaded()
                     if mode == "explicit":
                         supervisor.load(models or sorted({state.name for state in states}))
@@ -158,9 +155,11 @@ def serve(
                     # In this order, both the requests that a load balancer still sends and those
                     # in progress when Triton stops are answered.
                     readiness.set_stopping()
-                    _drain(server, supervisor, drain)
+                    deadline = time.monotonic() + drain
+                    while server.process.poll() is None and time.monotonic() < deadline:
+                        supervisor.step()
                     server.stop()
-    except _Stopped:
+    except Stopped:
         console.print("stopped")
     finally:
         server.stop()  # also if a signal arrived during start()
@@ -184,22 +183,14 @@ def _triton_arguments(arguments: Sequence[str], restrict: str) -> tuple[str, lis
     return mode, models, [f"--model-control-mode={mode}", *kept]
 
 
-def _configures(arguments: Sequence[str], service: str) -> bool:
-    """Return whether tritonserver's arguments set where a service listens, or disable it."""
-    names = (f"{service}-port", f"{service}-address", f"allow-{service}", f"reuse-{service}-port")
-    return any(server_arguments.values(arguments, name) for name in names)
-
-
-def _log(console: Console, *, verbose: bool) -> IO[bytes] | None:
-    """Open a file for Triton's log, which is kept, and print its name; None with --verbose."""
-    if verbose:
-        return None
+def _open_log(console: Console) -> IO[bytes]:
+    """Open a file for Triton's log, which is kept, and print its name."""
     try:
         # No `with`: the file stays open until this process ends, and is kept.
         file = tempfile.NamedTemporaryFile(prefix="tritonserver-", suffix=".log", delete=False)  # noqa: SIM115
     except OSError as error:
         raise ServerError(
-            f"a file for Triton's log cannot be made: {error.strerror}. --verbose needs none."
+            f"a file for Triton's log cannot be created: {error.strerror}. --verbose needs none."
         ) from None
     console.print(f"log     {escape(file.name)} is Triton's log; --verbose prints it here")
     return file
@@ -214,15 +205,15 @@ def _supervise(
     """Supervise the models until the server ends; return the exit code.
 
     Raises:
-        _Stopped: a signal was received. This includes signals whose exception was lost: Python
+        Stopped: a signal was received. This includes signals whose exception was lost: Python
             drops exceptions in destructors, and while another one propagates.
     """
     announced = False
     while server.process.poll() is None:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
-            raise _Stopped
+            raise Stopped
         supervisor.step()
-        _reap_orphans(server.process.pid)
+        orphan_cleanup.reap_orphans(server.process.pid)
         if supervisor.initial_loads_done and not announced:
             announced = True
             console.print(
@@ -231,48 +222,24 @@ def _supervise(
                 f" readiness on http://{readiness.address}/ready; Ctrl-C stops"
             )
     code: int = server.process.returncode
-    how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
-    why = f"its log says why{escape(server.log_name)}"
-    console.print(f"[red]tritonserver ended {how}[/]; {why}. Nothing of it is left.")
+    how = f"with exit code {code}" if code >= 0 else f"by {procfs.signal_name(-code)}"
+    console.print(f"[red]tritonserver ended {how}[/]; its log says why{escape(server.log_name)}.")
     return code if code >= 0 else 128 - code
 
 
-def _drain(server: Server, supervisor: Supervisor, seconds: float) -> None:
-    """Continue to serve for some seconds, while load balancers notice that /ready fails."""
-    deadline = time.monotonic() + seconds
-    while server.process.poll() is None and time.monotonic() < deadline:
-        supervisor.step()
-
-
-def _reap_orphans(server: int) -> None:
-    """Reap orphaned processes if this is the first process of a container."""
-    with contextlib.suppress(ChildProcessError):  # no child processes
-        while os.getpid() == 1:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            # The server itself is waited for elsewhere.
-            if ended is None or ended.si_pid == server:
-                return
-            os.waitpid(ended.si_pid, os.WNOHANG)
-
-
-def _warn(console: Console, address: str, arguments: Sequence[str]) -> None:
+def exposure_note(address: str, arguments: Sequence[str]) -> str:
+    """Return a note on the sensitive endpoints that every client can use; empty: there are none."""
     exposed = server_arguments.unrestricted(arguments)
-    if address not in _LOCAL and exposed:
-        console.print(
-            f"[yellow]note[/]    every client that reaches {address} may use Triton's endpoints"
-            f" {', '.join(exposed)};"
-            f" --restrict={','.join(server_arguments.SENSITIVE)} closes them"
-        )
+    if address in _LOCAL or not exposed:
+        return ""
+    return (
+        f"every client that reaches {address} may use Triton's endpoints {', '.join(exposed)};"
+        f" --restrict={','.join(server_arguments.SENSITIVE)} closes them"
+    )
 
 
-def _stop(_number: int, _frame: FrameType | None) -> None:
-    # A second signal must not interrupt the shutdown: the server would keep running.
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    raise _Stopped
-
-
-def _line(event: Event) -> str:
+def format_event(event: Event) -> str:
+    """Return an event as one line with markup of rich."""
     # Triton appends the Python source lines of the error; its log has them too.
     text = event.text.split("\n\nAt:")[0].strip()
     label = f"[{_COLOURS[event.kind]}]{event.kind.value}[/]"

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, cast
 
 from torch_py_backend.errors import BackendError, LoadError, summarize
+from torch_py_backend.processes import procfs
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -155,18 +156,17 @@ class _Child:
         return ended
 
     def result(self, model: str, seconds: float) -> Any:
-        """Return the result of the task; a child that still runs is killed.
+        """Return the result of the task.
 
         Raises:
-            LoadError: there is no result.
+            LoadError: there is none.
         """
-        code = _kill_tree(self.process)
+        code = self.process.poll()
         if not self.result_file.is_file():
             if code is None:
                 reason = f"trying the model took longer than {seconds:g} seconds"
             elif code < 0:
-                names = {number.value: number.name for number in signal.Signals}
-                reason = f"trying the model ended with signal {names.get(-code, -code)}"
+                reason = f"trying the model ended with {procfs.signal_name(-code)}"
             else:
                 reason = f"trying the model ended the process with exit code {code}"
             raise LoadError(model, reason, cure="The server's log may say more.")
@@ -196,34 +196,14 @@ def _child(task: str, *, quiet: bool) -> Iterator[_Child]:
                 cast("IO[bytes]", process.stdin).close()
 
 
-def _kill_tree(child: subprocess.Popen[bytes]) -> int | None:
-    """Kill a child and its descendants; return its exit code, or None if it was still running."""
-    code = child.poll()
+def _kill_tree(child: subprocess.Popen[bytes]) -> None:
+    """Kill a child and its descendants."""
     # If the child has ended, its process ID may belong to another process.
-    descendants = _descendants(child.pid) if code is None else []
+    descendants = procfs.descendants(child.pid) if child.poll() is None else []
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     _kill(descendants)
     child.wait()
-    return code
-
-
-def _descendants(ancestor: int) -> list[int]:
-    """Return the IDs of all descendants of a running process, in any process group.
-
-    Does not use psutil, which may be missing in the Python of a server.
-    """
-    children: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process has ended
-            _, parent = stat.read_text(errors="replace").rpartition(")")[2].split()[:2]
-            children.setdefault(int(parent), []).append(int(stat.parent.name))
-    descendants, pending = [], [ancestor]
-    while pending:
-        started = children.get(pending.pop(), [])
-        descendants += started
-        pending += started
-    return descendants
 
 
 def _kill(pids: Iterable[int]) -> None:
@@ -262,7 +242,7 @@ def main() -> None:
         with contextlib.suppress(ValueError, OSError, AttributeError):
             stream.flush()
     if os.getpid() == child:
-        _kill(_descendants(child))
+        _kill(procfs.descendants(child))
     # Threads of the model must not delay the exit.
     os._exit(0)
 

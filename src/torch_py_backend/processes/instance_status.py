@@ -46,9 +46,6 @@ class Identity:
     """The identity of an instance.
 
     Attributes:
-        pid: the process ID.
-        model: the model's name.
-        version: the model's version.
         instance: the instance's name.
         limit_ms: the time limit of one call of the model; None: no limit.
         region: the name of the shared memory between Triton and the instance; empty: unknown.
@@ -67,7 +64,6 @@ class Status:
     """The status of an instance at one moment.
 
     Attributes:
-        state: the state.
         since: the start of this state, in nanoseconds of CLOCK_MONOTONIC.
         reason: why the instance is poisoned.
     """
@@ -78,106 +74,89 @@ class Status:
 
 
 class InstanceStatus:
-    """The status of this instance, for its metrics only: there is no supervisor."""
+    """The status of this instance, for its metrics and, once published, for the supervisor."""
 
-    def __init__(self) -> None:
-        self._began = 0.0
+    def __init__(self, state: InstanceState = InstanceState.LOADING) -> None:
+        self._path: Path | None = None
+        self._poisoned = False
+        self._map = mmap.mmap(-1, _SIZE)
+        # Reads and writes of an aligned word are atomic.
+        self._word = memoryview(self._map).cast("Q")
+        self._set(state)
 
-    def ready(self) -> None:
-        """Report that the instance is loaded and waits for requests."""
-
-    def busy(self) -> None:
-        """Report the start of a call."""
-        self._began = time.monotonic()
-
-    def idle(self) -> None:
-        """Report the end of a call. A poisoned instance stays poisoned."""
-        self._began = 0.0
-
-    def under_way(self) -> float:
-        """Return the seconds since the start of the current call; 0 if there is none."""
-        began = self._began
-        return time.monotonic() - began if began else 0.0
-
-    def poisoned(self, reason: str) -> None:
-        """Report that the instance cannot compute any more and must be replaced."""
-
-    def ended(self) -> None:
-        """Report a normal end, after which the model is not loaded again. May be called twice."""
-
-
-def start(config: ModelConfig) -> InstanceStatus:
-    """Publish the status of this instance from now on, if the server is supervised."""
-    limit = config.options.execution_timeout_ms
-    region = orphan_cleanup.region()
-    return _publish(
-        Identity(os.getpid(), config.name, config.version, config.instance, limit, region),
-        InstanceState.LOADING,
-    )
-
-
-def start_completing(model: str) -> InstanceStatus:
-    """Publish the status of a process that completes a model's config and then ends."""
-    identity = Identity(os.getpid(), model, "", "", None, orphan_cleanup.region())
-    return _publish(identity, InstanceState.COMPLETING)
-
-
-def _publish(identity: Identity, state: InstanceState) -> InstanceStatus:
-    folder = os.environ.get(VARIABLE)
-    if not folder or not Path(folder).is_dir():
-        return InstanceStatus()
-    return SharedStatus(Path(folder), identity, state)
-
-
-class SharedStatus(InstanceStatus):
-    """The status of this instance in a file that the supervisor reads."""
-
-    def __init__(self, folder: Path, identity: Identity, state: InstanceState) -> None:
+    def publish(self, folder: Path, identity: Identity) -> None:
+        """Move the status to a file that the supervisor reads."""
         self._path = folder / f"{identity.pid}{SUFFIX}"
         text = json.dumps(asdict(identity), ensure_ascii=False).encode()
+        self._map[_IDENTITY] = text.ljust(_SIZE - _IDENTITY.start, b"\0")
         # Written under another name first, so that readers see complete files only. mkstemp
         # creates a new file with mode 0600.
         handle, part = tempfile.mkstemp(dir=folder)
-        with open(handle, "r+b") as file:  # noqa: PTH123  a descriptor
-            file.truncate(_SIZE)
+        with open(handle, "r+b", buffering=0) as file:  # noqa: PTH123  a descriptor
+            file.write(self._map)
             self._map = mmap.mmap(file.fileno(), _SIZE)
-        self._map[_IDENTITY] = text.ljust(_SIZE - _IDENTITY.start, b"\0")
-        # Reads and writes of an aligned word are atomic.
         self._word = memoryview(self._map).cast("Q")
-        self._poisoned = False
-        self._set(state)
         Path(part).rename(self._path)
 
     def ready(self) -> None:
+        """Report that the instance is loaded and waits for requests."""
         self.idle()
 
     def busy(self) -> None:
+        """Report the start of a call."""
         if not self._poisoned:
             self._word[0] = time.monotonic_ns() << _STATE_BITS | InstanceState.BUSY
 
     def idle(self) -> None:
+        """Report the end of a call. A poisoned instance stays poisoned."""
         if not self._poisoned:
             self._word[0] = time.monotonic_ns() << _STATE_BITS | InstanceState.IDLE
 
-    def under_way(self) -> float:
+    def running_seconds(self) -> float:
+        """Return the seconds since the start of the current call; 0 if there is none."""
         word = self._word[0]
         if word & _STATES != InstanceState.BUSY:
             return 0.0
         return (time.monotonic_ns() - (word >> _STATE_BITS)) * 1e-9
 
     def poisoned(self, reason: str) -> None:
+        """Report that the instance cannot compute any more and must be replaced."""
         size = _REASON.stop - _REASON.start
         self._map[_REASON] = reason.encode(errors="replace")[:size].ljust(size, b"\0")
         self._poisoned = True
         self._set(InstanceState.POISONED)
 
     def ended(self) -> None:
-        # A poisoned instance keeps its file, so that the model is loaded again.
-        if not self._poisoned:
+        """Report a normal end, after which the model is not reloaded. May be called twice."""
+        # A poisoned instance keeps its file, so that the model is reloaded.
+        if self._path is not None and not self._poisoned:
             self._path.unlink(missing_ok=True)
 
     def _set(self, state: InstanceState) -> None:
         self._word[0] = time.monotonic_ns() << _STATE_BITS | state
+
+
+def start(config: ModelConfig) -> InstanceStatus:
+    """Return the status of this instance, published if the server is supervised."""
+    limit = config.options.execution_timeout_ms
+    return _start(InstanceState.LOADING, config.name, config.version, config.instance, limit)
+
+
+def start_completing(model: str) -> InstanceStatus:
+    """Return the status of a process that completes a model's config and then ends."""
+    return _start(InstanceState.COMPLETING, model, "", "", None)
+
+
+def _start(
+    state: InstanceState, model: str, version: str, instance: str, limit_ms: int | None
+) -> InstanceStatus:
+    status = InstanceStatus(state)
+    folder = os.environ.get(VARIABLE)
+    if folder and Path(folder).is_dir():
+        region = orphan_cleanup.region()
+        identity = Identity(os.getpid(), model, version, instance, limit_ms, region)
+        status.publish(Path(folder), identity)
+    return status
 
 
 def files(folder: Path) -> list[Path]:
@@ -190,10 +169,6 @@ def files(folder: Path) -> list[Path]:
 class Reader:
     """Reads the status file of one instance.
 
-    Attributes:
-        path: the file.
-        identity: the instance.
-
     Raises:
         OSError: the file cannot be opened.
         ValueError: it is not a status file.
@@ -205,9 +180,17 @@ class Reader:
             if os.fstat(file.fileno()).st_size != _SIZE:
                 raise ValueError(path.name)
             self._map = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
-        self.identity = _parse_identity(self._map[_IDENTITY].rstrip(b"\0"))
-        if path.name != f"{self.identity.pid}{SUFFIX}":
+        try:
+            identity = Identity(**json.loads(self._map[_IDENTITY].rstrip(b"\0")))
+        except TypeError:
+            raise ValueError(path.name) from None
+        texts = (identity.model, identity.version, identity.instance, identity.region)
+        # `type`: a bool is no number here.
+        is_number = type(identity.pid) is int and type(identity.limit_ms) in (int, type(None))
+        is_text = all(isinstance(text, str) for text in texts)
+        if not is_number or not is_text or path.name != f"{identity.pid}{SUFFIX}":
             raise ValueError(path.name)
+        self.identity = identity
 
     def read(self) -> Status:
         """Return the current status."""
@@ -215,16 +198,3 @@ class Reader:
         state = InstanceState(word & _STATES)
         reason = self._map[_REASON].rstrip(b"\0").decode(errors="ignore")
         return Status(state, word >> _STATE_BITS, reason)
-
-
-def _parse_identity(text: bytes) -> Identity:
-    try:
-        identity = Identity(**json.loads(text))
-    except TypeError:
-        raise ValueError(text) from None
-    texts = (identity.model, identity.version, identity.instance, identity.region)
-    # `type`: a bool is no number here.
-    is_number = type(identity.pid) is int and type(identity.limit_ms) in (int, type(None))
-    if not is_number or not all(isinstance(value, str) for value in texts):
-        raise ValueError(text)
-    return identity

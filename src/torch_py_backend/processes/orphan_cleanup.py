@@ -18,16 +18,17 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from torch_py_backend.processes import procfs
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Triton keeps its regions
 # Every process of a server inherits this variable; it names the server's status folder.
 VARIABLE = "TORCH_PY_BACKEND_STATUS"
 _NAME = "torch_py_backend_"
 _FOLDER = "torch-py-backend-"
-# The prefix that Ownership passes to Triton, and the suffix that Triton appends.
+# The prefix that ResourceOwner passes to Triton, and the suffix that Triton appends.
 _REGION = re.compile(rb"torch_py_backend_[0-9a-f]{12}_(?!owner$)[0-9A-Za-z-]+")
 _OWNER = "owner"
 _ROUNDS = 20
@@ -40,7 +41,7 @@ _START = (
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
+class ServerResources:
     """The resources of one server.
 
     Attributes:
@@ -63,35 +64,35 @@ class Owned:
 
     def remove(self) -> None:
         """Kill the remaining processes, then remove the regions and the folder."""
-        _kill_marked(self.status_folder)
+        kill_all(self.status_folder)
         for region in SHARED_MEMORY.glob(f"{self.prefix}*"):
             with contextlib.suppress(OSError):  # owned by another user, or removed already
                 region.unlink()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-class Ownership:
-    """The resources of the server of this process, until `close` or the end of the process.
+class ResourceOwner:
+    """Creates the resources of a server, and removes them when it is closed.
 
-    A file lock marks the ownership, and not a process ID, which means nothing in other containers.
+    A locked file marks the owner, and not a process ID, which means nothing in other containers.
 
     Raises:
         OSError: /dev/shm is full, or cannot be written.
     """
 
     def __init__(self) -> None:
-        self.owned = Owned(
+        self.resources = ServerResources(
             f"{_NAME}{uuid.uuid4().hex[:12]}_", Path(tempfile.mkdtemp(prefix=_FOLDER))
         )
-        self.owned.status_folder.mkdir(mode=0o700)
+        self.resources.status_folder.mkdir(mode=0o700)
         self._guard: subprocess.Popen[bytes] | None = None
         self._file = -1
-        path = SHARED_MEMORY / f"{self.owned.prefix}{_OWNER}"
+        path = SHARED_MEMORY / f"{self.resources.prefix}{_OWNER}"
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             # Locked before it is written: `sweep` ignores an empty file.
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            os.write(self._file, os.fsencode(self.owned.folder))
+            os.write(self._file, os.fsencode(self.resources.folder))
         except BaseException:
             self.close()
             raise
@@ -101,7 +102,7 @@ class Ownership:
         package = Path(__file__).parents[2]
         command = [sys.executable, "-I", "-S", "-c", _START, str(package)]
         self._guard = subprocess.Popen(  # noqa: S603  this Python, this package
-            [*command, self.owned.prefix, str(self.owned.folder)],
+            [*command, self.resources.prefix, str(self.resources.folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             # Signals to this process group, such as Ctrl-C or `kill -9 -group`, must not reach it.
@@ -111,7 +112,7 @@ class Ownership:
 
     def close(self) -> None:
         """Remove the resources, and release the lock. May be called twice."""
-        self.owned.remove()
+        self.resources.remove()
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.kill()
@@ -128,44 +129,33 @@ def guard(prefix: str, folder: str) -> None:
     # Nothing is written to this pipe: it is closed when the owner ends.
     while os.read(0, 1):
         pass
-    Owned(prefix, Path(folder)).remove()
+    ServerResources(prefix, Path(folder)).remove()
 
 
 def sweep() -> list[str]:
     """Clean up after servers whose owners and guards were killed; return their prefixes."""
     prefixes = []
     for path in sorted(SHARED_MEMORY.glob(f"{_NAME}*_{_OWNER}")):
-        with contextlib.suppress(OSError), _abandoned(path) as owned:
-            owned.remove()
-            prefixes.append(owned.prefix)
+        # OSError: it is no file of this user, or another process holds the lock.
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
+        with contextlib.suppress(OSError), open(os.open(path, flags), "r+b") as file:  # noqa: PTH123
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            folder = Path(os.fsdecode(os.read(file.fileno(), 4096)))
+            users = {os.fstat(file.fileno()).st_uid}
+            with contextlib.suppress(FileNotFoundError):
+                users.add(folder.lstat().st_uid)
+            is_ours = users == {os.getuid()} and folder.name.startswith(_FOLDER)
+            if is_ours and not folder.is_symlink():
+                resources = ServerResources(path.name.removesuffix(_OWNER), folder)
+                resources.remove()
+                prefixes.append(resources.prefix)
     return prefixes
-
-
-@contextlib.contextmanager
-def _abandoned(path: Path) -> Iterator[Owned]:
-    """Lock an owner's file, and yield the resources of the dead owner.
-
-    Raises:
-        OSError: another process holds the lock, or no `Ownership` of this user wrote the file.
-    """
-    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        folder = Path(os.fsdecode(os.read(file, 4096)))
-        users = {os.fstat(file).st_uid}
-        with contextlib.suppress(FileNotFoundError):
-            users.add(folder.lstat().st_uid)
-        if users != {os.getuid()} or not folder.name.startswith(_FOLDER) or folder.is_symlink():
-            raise PermissionError(path)
-        yield Owned(path.name.removesuffix(_OWNER), folder)
-    finally:
-        os.close(file)
 
 
 def region() -> str:
     """Return the name of the shared memory between Triton and this process; empty if unknown.
 
-    Triton passes it on the command line of its stub. Only names of `Ownership` are recognized.
+    Triton passes it on the command line of its stub. Only names of `ResourceOwner` are recognized.
     """
     with contextlib.suppress(OSError):
         words = Path("/proc/self/cmdline").read_bytes().split(b"\0")
@@ -183,18 +173,17 @@ def remove_region(name: str) -> None:
             (SHARED_MEMORY / name).unlink()
 
 
-def _kill_marked(status_folder: Path) -> None:
-    """Kill every process of a server, which is identified by its status folder."""
+def kill_all(status_folder: Path) -> None:
+    """Kill every process of the server with this status folder."""
     # Until two rounds in a row find none: a process may start another meanwhile, and the kernel
     # does not show the environment of a process during exec().
     was_empty = False
     for _ in range(_ROUNDS):
-        marked = [pid for pid in _processes() if is_marked(pid, status_folder)]
-        for pid in marked:
-            kill(pid, status_folder)
-        if was_empty and not marked:
+        pids = [pid for pid in procfs.process_ids() if pid != os.getpid()]
+        is_empty = not [pid for pid in pids if kill(pid, status_folder)]
+        if was_empty and is_empty:
             return
-        was_empty = not marked
+        was_empty = is_empty
         time.sleep(_PAUSE_S)
 
 
@@ -206,7 +195,7 @@ def kill(pid: int, status_folder: Path) -> bool:
         handle = -1
     try:
         # Checked after the pidfd is open: from then on, its process ID is not used again.
-        if not is_marked(pid, status_folder):
+        if not belongs_to_server(pid, status_folder):
             return False
         with contextlib.suppress(ProcessLookupError):
             if handle >= 0:
@@ -219,32 +208,27 @@ def kill(pid: int, status_folder: Path) -> bool:
             os.close(handle)
 
 
-def is_marked(pid: int, status_folder: Path) -> bool:
-    """Return whether a process runs that the server with this status folder has started.
+def belongs_to_server(pid: int, status_folder: Path) -> bool | None:
+    """Return whether the server with this status folder has started a process.
 
-    False for processes of other users, whose environment cannot be read.
+    None: unknown. The process has ended or belongs to another user, or the kernel does not show
+    its environment during exec().
     """
-    return _mark(status_folder) in _environment(pid)
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return None
+    if not variables:
+        return None
+    return os.fsencode(f"{VARIABLE}={status_folder}") in variables.split(b"\0")
 
 
-def is_foreign(pid: int, status_folder: Path) -> bool:
-    """Return whether a process runs that this server certainly has not started."""
-    variables = _environment(pid)
-    return variables != [b""] and _mark(status_folder) not in variables
-
-
-def _environment(pid: int) -> list[bytes]:
-    """Return the variables of a process; one empty string if they cannot be read."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return [b""]
-
-
-def _processes() -> list[int]:
-    """Return the IDs of all other processes."""
-    names = {path.name for path in Path("/proc").iterdir()} - {str(os.getpid())}
-    return [int(name) for name in names if name.isdecimal()]
-
-
-def _mark(status_folder: Path) -> bytes:
-    return os.fsencode(f"{VARIABLE}={status_folder}")
+def reap_orphans(server: int) -> None:
+    """Reap orphaned processes, but not the server, if this is the first process of a container."""
+    with contextlib.suppress(ChildProcessError):  # no child processes
+        while os.getpid() == 1:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            # The server is waited for elsewhere.
+            if ended is None or ended.si_pid == server:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)

@@ -19,6 +19,7 @@ import tempfile
 from pathlib import Path
 
 from torch_py_backend.errors import PlatformError, summarize
+from torch_py_backend.processes import procfs
 
 # Another process may remove a folder between its creation and its locking: then try again.
 _ATTEMPTS = 100
@@ -33,11 +34,21 @@ def enter(model: str) -> ServerFolder:
     try:
         base = Path(tempfile.gettempdir()) / f"torch-py-backend-{os.geteuid()}"
         base.mkdir(mode=0o700, exist_ok=True)
-        _refuse_shared(model, base)
+        _check_private(model, base)
         servers = base / "servers"
         servers.mkdir(mode=0o700, exist_ok=True)
         _remove_abandoned(servers)
-        return _lock_folder(servers / _server(os.getppid()))
+        path = servers / server_name(os.getppid())
+        for _ in range(_ATTEMPTS):
+            path.mkdir(mode=0o700, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                descriptor = _open_folder(path)
+                # Blocks only while another process removes the folder.
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+                if _is_same(path, descriptor):
+                    return ServerFolder(path, descriptor)
+                os.close(descriptor)
+        raise OSError(errno.EAGAIN, "it is removed as often as it is created", str(path))
     except OSError as error:
         raise PlatformError(
             model,
@@ -129,8 +140,8 @@ os.register_at_fork(after_in_child=_close_inherited)
 # --- folders ---------------------------------------------------------------------------------
 
 
-def _refuse_shared(model: str, base: Path) -> None:
-    """Raise an error if other users can access the folder, and so read or change the exchange."""
+def _check_private(model: str, base: Path) -> None:
+    """Raise an error if other users can access the folder."""
     status = base.lstat()
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode):
@@ -149,25 +160,10 @@ def _refuse_shared(model: str, base: Path) -> None:
     )
 
 
-def _server(process: int) -> str:
+def server_name(pid: int) -> str:
     """Return the unique name of a server: process ID, start time and PID namespace."""
-    text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    # The process name, in brackets, may hold any text; the start time is field 22, see proc(5).
-    started = text.rpartition(")")[2].split()[19]
-    return f"{process}-{started}-{Path('/proc/self/ns/pid').stat().st_ino}"
-
-
-def _lock_folder(path: Path) -> ServerFolder:
-    for _ in range(_ATTEMPTS):
-        path.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            descriptor = _open_folder(path)
-            # Blocks only while another process removes the folder.
-            fcntl.flock(descriptor, fcntl.LOCK_SH)
-            if _is_same(path, descriptor):
-                return ServerFolder(path, descriptor)
-            os.close(descriptor)
-    raise OSError(errno.EAGAIN, "it is removed as often as it is made", str(path))
+    start_time = procfs.stat(pid)[19]  # field 22, see proc(5)
+    return f"{pid}-{start_time}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def _remove_abandoned(base: Path) -> None:

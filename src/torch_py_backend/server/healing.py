@@ -1,4 +1,4 @@
-"""When a failed model is loaded again: one table of transitions, without clocks or processes."""
+"""When a failed model is reloaded: a table of transitions, without clocks or processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum
 
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 60.0
-# A model that has served for this long may be loaded again as often as at first.
+# A model that has served for this long may be reloaded as often as at first.
 _STABLE_AFTER_S = 60.0
 
 
@@ -53,20 +53,20 @@ class Transition:
 
 
 _NEW, _LOADING, _SERVING, _DOWN, _GIVEN_UP, _UNLOADED = Phase
-_READY, _FAILED, _IS_DOWN, _ENDED, _RELEASED = EventKind
+_READY, _FAILED, _IS_DOWN, _IS_GIVEN_UP, _RELEASED = EventKind
 _AGAIN = "{reason}; loading it again {when} (attempt {attempts} of {restarts})"
 _NO_RESTARTS = (
     "{reason}; loaded again {times} without success, stays down until it is loaded through"
     " Triton's API"
 )
 
-# The first load, or the next one after a delay, is due. It succeeded.
+# A first load, or a reload after a delay, is due. A first load succeeded; a reload succeeded.
 DUE = Transition((_NEW, _DOWN), _LOADING, action=Action.LOAD)
 LOADED = Transition((_LOADING,), _SERVING, _READY)
 RELOADED = Transition((_LOADING,), _SERVING, _READY, "serves again after {seconds:.1f} s")
 
 # Triton reports that a model serves, or does not serve any more, without the supervisor's doing.
-FOUND = Transition((_NEW,), _SERVING, _READY)
+ALREADY_LOADED = Transition((_NEW,), _SERVING, _READY)
 USER_LOADED = Transition(
     (_DOWN, _GIVEN_UP, _UNLOADED), _SERVING, _READY, "loaded through Triton's API"
 )
@@ -74,18 +74,18 @@ USER_UNLOADED = Transition(
     (_SERVING,), _UNLOADED, _RELEASED, "unloaded through Triton's API; not loaded again"
 )
 
-# An instance died, hangs or is poisoned; the same where the supervisor must not load models.
+# An instance died, hangs or is poisoned; the same if the supervisor must not load models.
 DIED = Transition((_LOADING, _SERVING, _UNLOADED), _DOWN, _IS_DOWN, _AGAIN, Action.UNLOAD)
 DIED_UNCONTROLLED = Transition(
-    (_SERVING, _UNLOADED), _GIVEN_UP, _ENDED, "{reason}; Triton alone controls its models"
+    (_SERVING, _UNLOADED), _GIVEN_UP, _IS_GIVEN_UP, "{reason}; Triton alone controls its models"
 )
 
-# A load failed: another one may succeed; would fail in the same way; failed by a death that was
-# reported already; never ends in Triton.
+# A load failed: another load may succeed; would fail in the same way; failed because of a death
+# that was reported already; never ends in Triton.
 LOAD_FAILED = Transition((_LOADING,), _DOWN, _IS_DOWN, _AGAIN)
 REFUSED = Transition((_NEW, _LOADING, _SERVING), _GIVEN_UP, _FAILED, "{reason}")
 RELOAD_DIED = Transition((_NEW, _SERVING), _GIVEN_UP)
-STUCK = Transition((_LOADING,), _GIVEN_UP, _ENDED, "{reason}")
+STUCK = Transition((_LOADING,), _GIVEN_UP, _IS_GIVEN_UP, "{reason}")
 
 
 @dataclass(slots=True)
@@ -93,12 +93,12 @@ class Lifecycle:
     """The phase of one model. Times are seconds of a monotonic clock.
 
     Attributes:
-        restarts: how often the model is loaded again, until it has served for a minute.
+        restarts: how often the model is reloaded, until it has served for a minute.
         phase: the phase.
-        since: when it began to serve, or ceased to.
+        since: when it last started or stopped to serve.
         reason: why it does not serve.
-        attempts: how often it was loaded again since it last served for a minute.
-        due: when it is loaded again, in the phase DOWN.
+        attempts: how often it was reloaded since it last served for a minute.
+        due: when it is reloaded, in the phase DOWN.
     """
 
     restarts: int
@@ -112,7 +112,7 @@ class Lifecycle:
         """Make a transition. Without restarts left, a model is given up instead of being DOWN.
 
         Returns:
-            The transition made, with the text of its event; None: it has no effect in this phase.
+            The transition, with the text of its event; None: it has no effect in this phase.
         """
         if self.phase not in transition.before:
             return None
@@ -121,7 +121,7 @@ class Lifecycle:
         if was_stable or self.phase in (Phase.GIVEN_UP, Phase.UNLOADED):
             self.attempts = 0
         if transition.after is Phase.DOWN and self.attempts >= self.restarts:
-            transition = replace(transition, after=_GIVEN_UP, event=_ENDED, text=_NO_RESTARTS)
+            transition = replace(transition, after=_GIVEN_UP, event=_IS_GIVEN_UP, text=_NO_RESTARTS)
         elif transition.after is Phase.DOWN:
             self.attempts += 1
             self.due = now + delay(self.attempts)

@@ -44,12 +44,21 @@ def install(backends: Path, name: str) -> Path:
     target = _target(backends, name)
     with _as_install_error(f"cannot install into {backends}"):
         backends.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=backends))
-        try:
-            _write(staging / name)
-            _replace(staging / name, target, retired=staging / "retired")
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
+        with tempfile.TemporaryDirectory(
+            prefix=f".{name}-", dir=backends, ignore_cleanup_errors=True
+        ) as temporary:
+            staged = Path(temporary, name)
+            # Ignores the temporary files of other Python processes that compile the package.
+            ignored = shutil.ignore_patterns("*.pyc.*")
+            shutil.copytree(PACKAGE, staged / PACKAGE.name, ignore=ignored)
+            (staged / "model.py").write_text(SHIM, encoding="utf-8")
+            # A server that cannot write to its backends, or runs with PYTHONDONTWRITEBYTECODE,
+            # would otherwise compile the package for each instance.
+            compileall.compile_dir(staged, quiet=_QUIET)
+            # The server may run as another user. The umask of this process must not matter.
+            for path in (staged, *staged.rglob("*")):
+                path.chmod(0o755 if path.is_dir() else 0o644)
+            _replace(staged, target, retired=Path(temporary, "retired"))
     return target
 
 
@@ -107,18 +116,6 @@ def _target(backends: Path, name: str) -> Path:
             " remove it first."
         )
     return target
-
-
-def _write(folder: Path) -> None:
-    # Ignores the temporary files of other Python processes that compile the package.
-    shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("*.pyc.*"))
-    (folder / "model.py").write_text(SHIM, encoding="utf-8")
-    # A server that cannot write to its backends, or runs with PYTHONDONTWRITEBYTECODE, would
-    # otherwise compile the package for each instance.
-    compileall.compile_dir(folder, quiet=_QUIET)
-    # The server may run as another user. The umask of this process must not matter.
-    for path in (folder, *folder.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _replace(staged: Path, target: Path, retired: Path) -> None:

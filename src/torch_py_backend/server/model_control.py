@@ -55,19 +55,21 @@ class RepositoryClient:
         self._call("RepositoryModelLoad", model, seconds)
 
     def unload(self, model: str) -> None:
-        """Unload a model; its instances end soon after.
-
-        Raises:
-            ServerError: the server refused.
-        """
+        """Unload a model; its instances end soon after. Raise a ServerError if Triton refuses."""
         self._call("RepositoryModelUnload", model, _UNLOAD_S)
 
     def _call(self, method: str, model: str, seconds: float) -> None:
         # Without serializers, the channel sends bytes. tritonclient, which has Triton's protobuf
         # messages, is not a requirement of `serve`.
         call = self._channel.unary_unary(f"{_SERVICE}/{method}")
+        name = model.encode()
+        # Field 2 of both messages is `model_name`. Its length has seven bits a byte; the eighth
+        # marks that another byte follows.
+        size = len(name)
+        length = bytes([size] if size <= 0x7F else [size & 0x7F | 0x80, size >> 7])  # noqa: PLR2004
+        message = b"\x12" + length + name
         try:
-            call(_message(model), timeout=seconds, metadata=self._metadata, wait_for_ready=True)
+            call(message, timeout=seconds, metadata=self._metadata, wait_for_ready=True)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise LoadTimeoutError(f"it took longer than {seconds:g} s") from None
@@ -78,16 +80,6 @@ class RepositoryClient:
     def close(self) -> None:
         """Close the connection; pending calls fail."""
         self._channel.close()
-
-
-def _message(model: str) -> bytes:
-    """Return the protobuf message of both calls: field 2, `model_name`."""
-    name = model.encode()
-    size, length = len(name), b""
-    while size > 0x7F:  # noqa: PLR2004  seven bits a byte; the eighth marks that more follow
-        length += bytes([size & 0x7F | 0x80])
-        size >>= 7
-    return b"\x12" + length + bytes([size]) + name
 
 
 # --- status --------------------------------------------------------------------------------------
@@ -122,19 +114,18 @@ def by_model(states: Sequence[ModelState]) -> dict[str, ModelStatus]:
     grouped: dict[str, list[ModelState]] = {}
     for state in states:
         grouped.setdefault(state.name, []).append(state)
-    return {name: _merge(versions) for name, versions in grouped.items()}
-
-
-def _merge(states: Sequence[ModelState]) -> ModelStatus:
-    serving = [state.version for state in states if state.ready]
-    reasons = [state.reason for state in states if state.reason and not state.unloaded]
-    return ModelStatus(
-        unloaded=all(state.unloaded for state in states),
-        reason=reasons[0] if reasons else "",
-        versions=",".join(serving or [state.version for state in states if state.version]),
-        serving=frozenset(serving),
-        withdrawn=frozenset(state.version for state in states if state.unloaded),
-    )
+    statuses = {}
+    for name, versions in grouped.items():
+        serving = [state.version for state in versions if state.ready]
+        reasons = [state.reason for state in versions if state.reason and not state.unloaded]
+        statuses[name] = ModelStatus(
+            unloaded=all(state.unloaded for state in versions),
+            reason=reasons[0] if reasons else "",
+            versions=",".join(serving or [state.version for state in versions if state.version]),
+            serving=frozenset(serving),
+            withdrawn=frozenset(state.version for state in versions if state.unloaded),
+        )
+    return statuses
 
 
 def public_reason(reason: str) -> str:
@@ -193,21 +184,12 @@ def load(
     *,
     again: bool,
 ) -> None:
-    """Load a model, and the ensembles that Triton unloaded with it.
-
-    Args:
-        states: returns Triton's states of the models.
-        control: loads and unloads models.
-        model: the model's name.
-        seconds: the time limit for Triton.
-        dependents: the ensembles.
-        again: whether the model was loaded before.
-    """
+    """Load a model, and the ensembles that Triton unloaded with it: its dependents."""
     # Triton does not load a model that is READY, even if all its instances are dead.
     if again and model in _ready(states):
         control.unload(model)
     control.load(model, seconds)
-    # Triton usually loads an ensemble again when the last of its models is loaded.
+    # Triton usually reloads an ensemble when the last of its models is loaded.
     for dependent in dependents:
         if not by_model(states())[dependent].ready:
             control.load(dependent, seconds)

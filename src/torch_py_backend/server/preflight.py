@@ -20,7 +20,7 @@ from torch_py_backend.server.tritonserver import TritonInstallation
 # Each instance needs a region of 1 MB, and more for larger tensors.
 _SHARED_MEMORY_BYTES = 256 << 20
 # Names of this backend in a config: `pytorch` if it is installed under that name.
-_OWN_NAMES = {
+_BACKEND_NAMES = {
     "backend": ("pytorch_py", "pytorch"),
     "platform": ("pytorch_libtorch", "pytorch", "torch_aoti"),
 }
@@ -30,7 +30,19 @@ _SIMILARITY = 0.85
 
 def machine_problems() -> Iterator[str]:
     """Yield the problems of this machine, one sentence each, with their cure."""
-    yield from _server_problems()
+    try:
+        triton = tritonserver.find()
+        tritonserver.environment(triton)
+        numpy = metadata.version("numpy")
+    except ServerError as error:
+        yield str(error)
+    except metadata.PackageNotFoundError:
+        pass  # reported below
+    else:
+        if corrupts_numpy_2(triton) and int(numpy.partition(".")[0]) >= 2:  # noqa: PLR2004
+            yield (
+                f"numpy {numpy} garbles tensors in the wheel's tritonserver; pip install 'numpy<2'."
+            )
     for name in ("torch", "numpy", "safetensors"):
         if importlib.util.find_spec(name) is None:
             yield f"{name} is not installed in this Python; pip install {name}."
@@ -44,24 +56,6 @@ def machine_problems() -> Iterator[str]:
         yield (
             "model.py in this folder shadows the backend's when a tritonserver is started here;"
             " start it from another folder (`torch-py-backend serve` does)."
-        )
-
-
-def _server_problems() -> Iterator[str]:
-    try:
-        triton = tritonserver.find()
-        tritonserver.environment(triton)
-    except ServerError as error:
-        yield str(error)
-        return
-    try:
-        major = int(metadata.version("numpy").partition(".")[0])
-    except metadata.PackageNotFoundError:
-        major = 0
-    if corrupts_numpy_2(triton) and major >= 2:  # noqa: PLR2004
-        yield (
-            f"numpy {metadata.version('numpy')} garbles tensors in the wheel's tritonserver;"
-            " pip install 'numpy<2'."
         )
 
 
@@ -114,11 +108,11 @@ def other_backend(path: Path, document: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: the config names neither, or a misspelling of this backend.
     """
-    for key, own_names in _OWN_NAMES.items():
+    for key, names in _BACKEND_NAMES.items():
         name = document[key]
-        if not name or name in own_names:
+        if not name or name in names:
             continue
-        similar = difflib.get_close_matches(name.lower(), own_names, n=1, cutoff=_SIMILARITY)
+        similar = difflib.get_close_matches(name.lower(), names, n=1, cutoff=_SIMILARITY)
         if similar:
             raise ConfigError(
                 path.name,

@@ -33,11 +33,10 @@ _CONNECTIONS = 64
 Response = tuple[HTTPStatus, dict[str, object]]
 
 
-class ReadinessServer:
+class ReadinessServer(ThreadingHTTPServer):
     """The HTTP server of these endpoints, as a context manager.
 
     Args:
-        address: the address to listen on.
         port: the port; 0 takes a free one.
         snapshot: returns the readiness of the models.
         lives: returns whether tritonserver answers.
@@ -46,6 +45,8 @@ class ReadinessServer:
         ServerError: the port is taken.
     """
 
+    daemon_threads = True
+
     def __init__(
         self,
         address: str,
@@ -53,18 +54,18 @@ class ReadinessServer:
         snapshot: Callable[[], Snapshot],
         lives: Callable[[], bool],
     ) -> None:
-        self._snapshot, self._lives = snapshot, lives
-        self._stopping = False
         try:
-            self._server = _Server((address, port), _Handler)
+            super().__init__((address, port), _Handler)
         except OSError as error:
             raise ServerError(
                 f"--health-port {port} on {address} cannot be listened on: {error.strerror}."
             ) from None
-        self._server.answer = self.answer
+        self._snapshot, self._lives = snapshot, lives
+        self._stopping = False
+        self._connections: list[socket.socket] = []
+        self._lock = threading.Lock()
         host = "127.0.0.1" if address == "0.0.0.0" else address  # noqa: S104
-        self.address = f"{host}:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self.address = f"{host}:{self.server_port}"
 
     def set_stopping(self) -> None:
         """Report from now on that nothing is ready."""
@@ -97,30 +98,20 @@ class ReadinessServer:
         return HTTPStatus.NOT_FOUND, {"error": "expected /live, /ready or /ready/MODEL"}
 
     def __enter__(self) -> Self:
-        self._thread.start()
+        threading.Thread(target=self.serve_forever, daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    answer: Callable[[str], Response]
-
-    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
-        super().__init__(address, handler)
-        self._open: list[socket.socket] = []
-        self._lock = threading.Lock()
+        self.shutdown()
+        self.server_close()
 
     def process_request(self, request: Any, client_address: object) -> None:
         """Serve a connection in a thread of its own, unless there are too many."""
         with self._lock:
-            full = len(self._open) >= 2 * _CONNECTIONS
+            full = len(self._connections) >= 2 * _CONNECTIONS
             if not full:
-                self._open.append(request)
-            for oldest in self._open[:-_CONNECTIONS]:
+                self._connections.append(request)
+            for oldest in self._connections[:-_CONNECTIONS]:
                 with contextlib.suppress(OSError):  # the client has closed it
                     oldest.shutdown(socket.SHUT_RDWR)
         if full:
@@ -131,8 +122,8 @@ class _Server(ThreadingHTTPServer):
     def shutdown_request(self, request: Any) -> None:
         """Close a connection; called at the end of its thread."""
         with self._lock:
-            if request in self._open:
-                self._open.remove(request)
+            if request in self._connections:
+                self._connections.remove(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
@@ -140,7 +131,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: _Server
+    server: ReadinessServer
     server_version = "torch-py-backend"
     sys_version = ""
     timeout = _IDLE_S

@@ -47,6 +47,12 @@ def without(arguments: Sequence[str], name: str) -> list[str]:
     return kept
 
 
+def configures(arguments: Sequence[str], service: str) -> bool:
+    """Return whether the arguments set where a service listens, or disable it."""
+    names = (f"{service}-port", f"{service}-address", f"allow-{service}", f"reuse-{service}-port")
+    return any(values(arguments, name) for name in names)
+
+
 # --- restrictions ----------------------------------------------------------------------------
 
 
@@ -95,12 +101,9 @@ def unrestricted(arguments: Sequence[str]) -> list[str]:
 
 
 def restriction_arguments(apis: str, key: str, secret: str) -> list[str]:
-    """Return the arguments that restrict endpoints, over both protocols.
+    """Return the arguments that restrict endpoints, separated by commas, over both protocols.
 
-    Args:
-        apis: the names of the endpoints, separated by commas.
-        key: the name of the header.
-        secret: its value.
+    A client must then send the header `key` with the value `secret`.
 
     Raises:
         ServerError: Triton has no endpoint of such a name.

@@ -79,13 +79,13 @@ class Monitor(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class _Model(Lifecycle):
-    """The lifecycle of one model, and what was observed of it.
+    """The lifecycle of one model, and the observations of it.
 
     Attributes:
         name: the model's name.
         operation: the load (in the phase LOADING) or unload in progress.
         processes: the live processes when the model failed, or its last load began.
-        failure: why the load in progress, or the last one, is of no use.
+        failure: why the load in progress, or the last one, failed.
         dependents: the ensembles that Triton unloaded with the model.
         versions: the versions that served last.
     """
@@ -115,7 +115,7 @@ class Supervisor:
         monitor: detects failed instances.
         control: loads and unloads models; None: Triton alone does, and no model is reloaded.
         on_event: is called with each event.
-        restarts: how often a model is loaded again, until it has served for a minute.
+        restarts: how often a model is reloaded, until it has served for a minute.
         load_seconds: the time limit of one load.
         clock: returns the seconds of a monotonic clock.
         spawn: runs a function in a thread of its own.
@@ -166,8 +166,14 @@ class Supervisor:
             for model in self._models.values()
             if model.operation is not None and model.operation.done
         ]
+        problem = ""
         # Requested last: states from before a load or unload completed are outdated.
-        problem = self._refresh(force=bool(failures or completed))
+        if failures or completed or self._clock() >= self._index_due:
+            try:
+                self._statuses = model_control.by_model(self._states())
+                self._index_due = self._clock() + _INDEX_S
+            except OSError:
+                problem = "tritonserver does not answer"
         for failure in failures:
             self._handle_failure(failure)
         for model in completed:
@@ -176,9 +182,13 @@ class Supervisor:
             for name in sorted(self._statuses.keys() | self._models.keys()):
                 self._compare(self._model(name))
         for model in self._models.values():
-            self._start_if_due(model)
-            self._stop_if_overdue(model)
-        self._publish(problem)
+            self._check_deadlines(model)
+        readiness = {
+            name: self._why_not_ready(model)
+            for name, model in sorted(self._models.items())
+            if model.phase not in (Phase.NEW, Phase.UNLOADED)
+        }
+        self.snapshot = Snapshot(readiness, problem, self._clock())
         # After the snapshot: a client that sees the event must not get the previous readiness.
         events, self._events = self._events, []
         for event in events:
@@ -194,20 +204,20 @@ class Supervisor:
 
     def _apply(self, model: _Model, transition: Transition, reason: str = "") -> bool:
         """Make a transition, report it and start its action; return whether it had an effect."""
-        made = model.handle(transition, self._clock(), reason)
-        if made is None:
+        applied = model.handle(transition, self._clock(), reason)
+        if applied is None:
             return False
         if transition not in (healing.REFUSED, healing.RELOAD_DIED):
-            # After a death, only new processes show that Triton has loaded the model again.
+            # After a death, only new processes show that Triton has reloaded the model.
             model.failure = reason
             model.processes = self._monitor.live_processes(model.name)
-        if made.event is not None:
-            has_label = made.event in (EventKind.READY, EventKind.FAILED)
+        if applied.event is not None:
+            has_label = applied.event in (EventKind.READY, EventKind.FAILED)
             status = self._statuses.get(model.name) if has_label else None
             label = f"{model.name} {status.versions}".strip() if status else model.name
-            self._events.append(Event(made.event, label, made.text))
-        if made.action is not None:
-            self._start(model, made.action)
+            self._events.append(Event(applied.event, label, applied.text))
+        if applied.action is not None:
+            self._start(model, applied.action)
         return True
 
     def _start(self, model: _Model, action: Action) -> None:
@@ -230,16 +240,6 @@ class Supervisor:
 
     # --- observations ------------------------------------------------------------------------
 
-    def _refresh(self, *, force: bool) -> str:
-        """Request the states of the models if this is due; return the problem if that fails."""
-        if force or self._clock() >= self._index_due:
-            try:
-                self._statuses = model_control.by_model(self._states())
-            except OSError:
-                return "tritonserver does not answer"
-            self._index_due = self._clock() + _INDEX_S
-        return ""
-
     def _compare(self, model: _Model) -> None:
         """Detect that a model was loaded or unloaded through Triton's API."""
         status = self._statuses.get(model.name)
@@ -250,7 +250,7 @@ class Supervisor:
             model.versions = status.serving
             is_replaced = self._monitor.live_processes(model.name) - model.processes
             if is_replaced or not model.failure or is_new or model.phase is Phase.UNLOADED:
-                self._apply(model, healing.FOUND if is_new else healing.USER_LOADED)
+                self._apply(model, healing.ALREADY_LOADED if is_new else healing.USER_LOADED)
         elif status is None or model.is_unloaded(status):
             self._apply(model, healing.USER_UNLOADED)
         elif status.reason and not (is_new and self._control is not None):
@@ -264,12 +264,12 @@ class Supervisor:
         if model.phase is Phase.NEW:
             self._compare(model)  # it may serve already
         if model.operation is not None:
-            # Processes that lived before a load were to end anyway.
+            # Processes from before a load had to end anyway.
             if model.phase is Phase.LOADING and failure.identity.pid not in model.processes:
                 model.failure = model.failure or failure.reason
-                if failure.completing:
+                if failure.state is InstanceState.COMPLETING:
                     self._abandon_load(model, model.failure)
-        elif failure.loading:
+        elif failure.state is InstanceState.LOADING:
             # A load through Triton's API: Triton reports its failure, and keeps what serves.
             model.failure = failure.reason
             self._events.append(Event(EventKind.FAILED, model.name, failure.reason))
@@ -307,38 +307,23 @@ class Supervisor:
         model.operation = None
         self._apply(model, healing.STUCK, f"{reason}; {_STUCK}")
 
-    def _start_if_due(self, model: _Model) -> None:
-        if model.phase is not Phase.DOWN or model.operation is not None:
-            return
-        now = self._clock()
-        survivors = self._monitor.live_processes(model.name)
-        if survivors and now >= model.since + _IDLE_S:
-            self._monitor.kill(model.name, InstanceState.IDLE)
-        if now >= model.due and (not survivors or now >= model.since + _SURVIVORS_S):
-            self._apply(model, healing.DUE)
-
-    def _stop_if_overdue(self, model: _Model) -> None:
-        """Kill the processes of a load that takes too long; it then fails in Triton."""
-        operation, limit = model.operation, self._load_seconds
-        if operation is None or model.phase is not Phase.LOADING:
-            return
-        if self._clock() - operation.started > limit:
-            # In every step: other instances of the model may still load, or start to load.
+    def _check_deadlines(self, model: _Model) -> None:
+        """Start a load that is due, and kill the processes of one that takes too long."""
+        now, operation, limit = self._clock(), model.operation, self._load_seconds
+        if model.phase is Phase.DOWN and operation is None:
+            survivors = self._monitor.live_processes(model.name)
+            if survivors and now >= model.since + _IDLE_S:
+                self._monitor.kill(model.name, InstanceState.IDLE)
+            if now >= model.due and (not survivors or now >= model.since + _SURVIVORS_S):
+                self._apply(model, healing.DUE)
+        elif model.phase is Phase.LOADING and operation and now - operation.started > limit:
+            # In every step: other instances of the model may still load, or start to load. The
+            # load fails in Triton once they are dead.
             killed = self._monitor.kill(model.name, InstanceState.LOADING)
             if not model.failure:
                 model.failure = f"its load took longer than {limit:g} s (--load-timeout)"
                 if not killed:
                     self._abandon_load(model, model.failure)
-
-    # --- readiness -----------------------------------------------------------------------------
-
-    def _publish(self, problem: str) -> None:
-        models = {
-            name: self._why_not_ready(model)
-            for name, model in sorted(self._models.items())
-            if model.phase not in (Phase.NEW, Phase.UNLOADED)
-        }
-        self.snapshot = Snapshot(models, problem, self._clock())
 
     def _why_not_ready(self, model: _Model) -> str:
         """Return why a model does not serve; empty if it does."""

@@ -29,7 +29,7 @@ import psutil
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes import instance_status, orphan_cleanup
-from torch_py_backend.processes.orphan_cleanup import Ownership
+from torch_py_backend.processes.orphan_cleanup import ResourceOwner
 from torch_py_backend.server import installation, server_arguments
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ class TritonInstallation:
     """The paths of an installed tritonserver.
 
     Attributes:
-        executable: the server.
         python_backend: the folder with libtriton_python.so and Triton's utilities.
         stub: the executable that runs Python models, built for this version of Python.
         libraries: the folders with its shared libraries.
@@ -75,7 +74,6 @@ class ModelState:
     """The state of one version of a model in Triton's repository index.
 
     Attributes:
-        name: the model's name.
         version: the version; empty if Triton does not report one.
         ready: whether it serves.
         reason: why it does not.
@@ -196,11 +194,7 @@ def ports(*requested: int) -> list[int]:
 
 
 def check_ports(address: str, requested: Mapping[str, int]) -> None:
-    """Listen on each port for a moment, as the server will; 0 is any free port.
-
-    Args:
-        address: the address to listen on.
-        requested: the ports by the names of their options.
+    """Listen for a moment on each port, named by its option, as the server will; 0 is any port.
 
     Raises:
         ServerError: a port is out of range, taken, named twice or not allowed for this user.
@@ -227,15 +221,16 @@ class Server:
     """A tritonserver on a model repository, with this backend, as a context manager.
 
     Args:
-        repository: the model repository.
         http_port: the HTTP port; 0 takes a free one, here and below.
-        grpc_port: the gRPC port.
         metrics_port: the port of the Prometheus metrics.
-        address: the address to listen on.
         executable: the tritonserver to use; None: search for one.
         arguments: more arguments for tritonserver; they override others.
         log: the file for the server's log; None: the output of this process. The attribute can be
             set until the server is started.
+
+    Attributes:
+        http_address, grpc_address, metrics_address: host and port of each service.
+        keys: the keys of restricted endpoints.
     """
 
     def __init__(
@@ -255,29 +250,17 @@ class Server:
         self._repository = repository.absolute()
         self._ports = ports(http_port, grpc_port, metrics_port)
         self._address = address
+        host = "127.0.0.1" if address == "0.0.0.0" else address  # noqa: S104
+        self.http_address, self.grpc_address, self.metrics_address = (
+            f"{host}:{port}" for port in self._ports
+        )
         self._triton = find(executable)
         self._arguments = tuple(arguments)
         self._exit_seconds = exit_seconds(arguments)
         self.log = log
         self.keys = server_arguments.required_keys(arguments)
-        self._ownership: Ownership | None = None
+        self._resource_owner: ResourceOwner | None = None
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def http_address(self) -> str:
-        return self._reachable(self._ports[0])
-
-    @property
-    def grpc_address(self) -> str:
-        return self._reachable(self._ports[1])
-
-    @property
-    def metrics_address(self) -> str:
-        return self._reachable(self._ports[2])
-
-    def _reachable(self, port: int) -> str:
-        host = "127.0.0.1" if self._address == "0.0.0.0" else self._address  # noqa: S104
-        return f"{host}:{port}"
 
     @property
     def log_name(self) -> str:
@@ -287,22 +270,14 @@ class Server:
 
     @property
     def status_folder(self) -> Path:
-        """The folder with the status files of the instances.
-
-        Raises:
-            ServerError: the server was not started.
-        """
-        if self._ownership is None:
+        """The folder with the status files of the instances of the running server."""
+        if self._resource_owner is None:
             raise ServerError("the server was not started; call start() first.")
-        return self._ownership.owned.status_folder
+        return self._resource_owner.resources.status_folder
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The process of the running tritonserver.
-
-        Raises:
-            ServerError: the server was not started.
-        """
+        """The process of the running tritonserver."""
         if self._process is None:
             raise ServerError("the server was not started; call start() first.")
         return self._process
@@ -313,28 +288,28 @@ class Server:
         Raises:
             ServerError: the server cannot run on this machine; the message says why.
         """
-        values = environment(self._triton)
+        variables = environment(self._triton)
         orphan_cleanup.sweep()
         try:
-            self._ownership = Ownership()
+            self._resource_owner = ResourceOwner()
         except OSError as error:
             raise ServerError(
                 f"cannot write to {orphan_cleanup.SHARED_MEMORY}, as Triton must: {error.strerror}."
             ) from None
-        owned = self._ownership.owned
-        values[orphan_cleanup.VARIABLE] = str(owned.status_folder)
+        resources = self._resource_owner.resources
+        variables[orphan_cleanup.VARIABLE] = str(resources.status_folder)
         try:
-            self._ownership.start_guard()
-            populate_backends(self._triton, owned.backends)
+            self._resource_owner.start_guard()
+            populate_backends(self._triton, resources.backends)
             # A session of its own: Ctrl-C reaches this process, which then stops the server. A
             # folder of its own: Triton's stub would import a model.py from the current folder.
             self._process = subprocess.Popen(  # noqa: S603  the executable found above
                 [
                     str(self._triton.executable),
                     f"--model-repository={self._repository}",
-                    f"--backend-directory={owned.backends}",
+                    f"--backend-directory={resources.backends}",
                     # Distinguishes its shared memory from that of other servers.
-                    f"--backend-config=python,shm-region-prefix-name={owned.prefix}",
+                    f"--backend-config=python,shm-region-prefix-name={resources.prefix}",
                     f"--{_EXIT_OPTION}={_EXIT_SECONDS}",
                     # A model that does not load must not stop the server.
                     "--exit-on-error=false",
@@ -345,8 +320,8 @@ class Server:
                     ),
                     *self._arguments,
                 ],
-                env=values,
-                cwd=owned.folder,
+                env=variables,
+                cwd=resources.folder,
                 stdout=self.log,
                 stderr=self.log,
                 start_new_session=True,
@@ -355,16 +330,16 @@ class Server:
             self.stop()
             raise
 
-    def wait_loaded(self, timeout: float | None = None) -> list[ModelState]:
+    def wait_loaded(self, timeout: float = math.inf) -> list[ModelState]:
         """Wait until the server has tried to load every model, and return their states.
 
         Args:
-            timeout: the time limit in seconds; None: no limit.
+            timeout: the time limit in seconds.
 
         Raises:
             ServerError: the server ended, or took too long.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
         while True:
             code = self.process.poll()
             if code is not None:
@@ -373,7 +348,7 @@ class Server:
                 )
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
                 return self.models()
-            if deadline is not None and time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 raise ServerError(f"tritonserver was not ready within {timeout:g} seconds.")
             time.sleep(_POLL_SECONDS)
 
@@ -401,11 +376,11 @@ class Server:
     def _computes_in_children(self) -> bool:
         """Return whether all models run in child processes, and none in tritonserver itself."""
         try:
-            own = {
+            monitored = {
                 instance_status.Reader(path).identity.model
                 for path in instance_status.files(self.status_folder)
             }
-            for name in {state.name for state in self.models() if state.ready} - own:
+            for name in {state.name for state in self.models() if state.ready} - monitored:
                 with self._request(f"models/{urllib.parse.quote(name, safe='')}") as response:
                     if json.load(response).get("platform") not in _CHILD_PLATFORMS:
                         return False
@@ -420,10 +395,10 @@ class Server:
             with _interrupts_deferred():
                 in_children = process.poll() is None and self._computes_in_children()
                 self._process = None
-                _terminate(process, self._exit_seconds, in_children=in_children)
-        ownership, self._ownership = self._ownership, None
-        if ownership is not None:
-            ownership.close()
+                terminate(process, self._exit_seconds, in_children=in_children)
+        resource_owner, self._resource_owner = self._resource_owner, None
+        if resource_owner is not None:
+            resource_owner.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -449,7 +424,7 @@ def exit_seconds(arguments: Sequence[str]) -> int:
     return int(seconds[-1]) if seconds and seconds[-1].isdecimal() else _EXIT_SECONDS
 
 
-def _terminate(process: subprocess.Popen[bytes], seconds: float, *, in_children: bool) -> None:
+def terminate(process: subprocess.Popen[bytes], seconds: float, *, in_children: bool) -> None:
     """Terminate the server; after its own time limit, kill it and its descendants.
 
     Triton 24.10 waits for the whole limit for an instance that it has lost: of a model whose

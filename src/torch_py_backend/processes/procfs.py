@@ -1,0 +1,94 @@
+"""What /proc and the cgroups report about processes.
+
+Does not use psutil, which may be missing in the Python of a server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+_ZOMBIE = "Z"
+# The states of a process that was stopped: by SIGSTOP, and by a debugger.
+_STOPPED = (["T"], ["t"])
+# Where cgroups of version 2 are mounted: alone, or beside those of version 1.
+_CGROUPS = Path("/sys/fs/cgroup")
+_HINTS: dict[int, str] = {
+    signal.SIGBUS: " (is /dev/shm full?)",
+    signal.SIGKILL: " (a kill, or the kernel was out of memory)",
+}
+
+
+def process_ids() -> list[int]:
+    """Return the IDs of all processes."""
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+
+
+def stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on; empty if the process is gone."""
+    # The process name, in brackets before the state, may hold any text.
+    return _read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+
+
+def has_ended(pid: int) -> bool:
+    """Return whether a process is gone, or a zombie."""
+    return stat(pid)[:1] in ([], [_ZOMBIE])
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped: by SIGSTOP, a debugger or a frozen cgroup."""
+    if stat(pid)[:1] in _STOPPED:
+        return True
+    # In a frozen cgroup, the state of a process is "sleeping".
+    for line in _read_text(Path(f"/proc/{pid}/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        folder = path.lstrip("/")
+        if controllers == "freezer":
+            if _read_text(_CGROUPS / "freezer" / folder / "freezer.state").strip() == "FROZEN":
+                return True
+        elif not controllers:  # version 2
+            for root in (_CGROUPS, _CGROUPS / "unified"):
+                if "frozen 1" in _read_text(root / folder / "cgroup.events").splitlines():
+                    return True
+    return False
+
+
+def cause_of_death(pid: int) -> str:
+    """Return how a process ended; its exit code is known until its parent reaps it."""
+    fields = stat(pid)
+    code = int(fields[-1]) if fields[:1] == [_ZOMBIE] else 0
+    if os.WIFSIGNALED(code):
+        number = os.WTERMSIG(code)
+        return f"was ended by {signal_name(number)}{_HINTS.get(number, '')}"
+    return f"ended with exit code {os.WEXITSTATUS(code)}" if code else "died"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as SIGKILL; real-time signals have no names."""
+    with contextlib.suppress(ValueError):
+        return signal.Signals(number).name
+    return f"signal {number}"
+
+
+def descendants(ancestor: int) -> list[int]:
+    """Return the IDs of all descendants of a running process, in any process group."""
+    children: dict[str, list[int]] = {}
+    for pid in process_ids():
+        fields = stat(pid)
+        if fields:
+            children.setdefault(fields[1], []).append(pid)
+    pids, pending = [], [ancestor]
+    while pending:
+        started = children.get(str(pending.pop()), [])
+        pids += started
+        pending += started
+    return pids
+
+
+def _read_text(path: Path) -> str:
+    """Return the contents of a file; empty if it cannot be read."""
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
