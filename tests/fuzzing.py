@@ -118,9 +118,7 @@ def handler(folder: Path, data: bytes) -> None:
 
 def _migrated(folder: Path) -> str:
     contents = mar_archive.read_manifest(folder, "net.mar")
-    return migration.migrate(
-        "net.mar", "net", folder, contents, migration.MigrationOptions()
-    ).config
+    return migration.migrate("net.mar", "net", folder, contents).config
 
 
 _TARGETS = (content, artifact, index, source, option, config, tuned)
