@@ -138,7 +138,7 @@ class Numbers(BaseHandler):
             if row == "broken":
                 raise PredictionException("out of order", 500)
             if row == "crash":
-                raise ValueError("nobody expected this")
+                raise ValueError("unexpected value")
         return torch.tensor(rows, dtype=torch.float32, device=self.device)
 
     def postprocess(self, data):

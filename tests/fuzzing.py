@@ -92,7 +92,10 @@ def archive(folder: Path, data: bytes) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         with contextlib.suppress(ArchiveError):
             mar_archive.unpack(path, Path(scratch) / "model.mar", Limits(gigabytes=0.01, files=20))
-        assert {path.name for path in Path(scratch).iterdir()} <= {"model.mar", "model.mar-whole"}
+        assert {path.name for path in Path(scratch).iterdir()} <= {
+            "model.mar",
+            "model.mar-unpacked",
+        }
 
 
 def manifest(folder: Path, data: bytes) -> None:
@@ -104,8 +107,8 @@ def manifest(folder: Path, data: bytes) -> None:
 
 def settings(folder: Path, data: bytes) -> None:
     """A model-config.yaml: its migration is a config that Triton reads."""
-    known = archives.manifest(configFile="c.yaml").encode()
-    archives.write_folder(folder, {"handler.py": b"", "c.yaml": data, archives.MANIFEST: known})
+    document = archives.manifest(configFile="c.yaml").encode()
+    archives.write_folder(folder, {"handler.py": b"", "c.yaml": data, archives.MANIFEST: document})
     with contextlib.suppress(ArchiveError):
         pbtxt.parse("net", _migrated(folder))
 
@@ -118,9 +121,7 @@ def handler(folder: Path, data: bytes) -> None:
 
 def _migrated(folder: Path) -> str:
     contents = mar_archive.read_manifest(folder, "net.mar")
-    return migration.migrate(
-        "net.mar", "net", folder, contents, migration.MigrationOptions()
-    ).config
+    return migration.migrate("net.mar", "net", folder, contents).config
 
 
 _TARGETS = (content, artifact, index, source, option, config, tuned)

@@ -62,9 +62,9 @@ def engine(
     """Return an engine around a function: input x and output y, both FP32 [-1] by default."""
     settings = build.config(**{"inputs": (_X,), "outputs": (_Y,), **overrides})
     loaded = Loaded(ArtifactType.MODULE, module, introspection.from_function(module), None, rows)
-    surroundings = runtime.create(Options(), torch.device("cpu"), ())
+    device_runtime = runtime.create(Options(), torch.device("cpu"), ())
     loaded_hooks = Hooks(**{name: hook(name, function) for name, function in hooks.items()})
-    return Engine(settings, loaded, surroundings, build.artifact(), loaded_hooks)
+    return Engine(settings, loaded, device_runtime, build.artifact(), loaded_hooks)
 
 
 def item(*rows: Any, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -396,8 +396,8 @@ def test_rows_are_prepared_at_the_same_time() -> None:
     def preprocess(x: Tensor, parameters: Any) -> Tensor:
         all_four.wait()
         modes.append(torch.is_inference_mode_enabled())
-        more: Tensor = x + parameters.get("n", 0)
-        return more
+        shifted: Tensor = x + parameters.get("n", 0)
+        return shifted
 
     model = engine(doubled, {"preprocess": preprocess}, preprocess_threads=4)
     sent = [item([1.0], [2.0], parameters={"n": 1}), item([3.0]), item([4.0])]

@@ -258,7 +258,9 @@ def script(folder: Path, name: str = "model.pt") -> None:
         pytest.param(_NET + _HOOKS, "model.py", ArtifactType.MODULE, id="named"),
     ],
 )
-def test_lent(code: str, named: str | None, kind: ArtifactType, tmp_path: Path) -> None:
+def test_hooks_beside_a_model(
+    code: str, named: str | None, kind: ArtifactType, tmp_path: Path
+) -> None:
     """A model.py with hooks adds them to a complete model beside it; one without changes nothing.
 
     A TorchScript model.pt beside a module in model.py is its weights, which their loader refuses.

@@ -142,7 +142,7 @@ def test_an_image(imported: Imported, protocol: str) -> None:
     [
         ("bad", "400", "the handler answered 422: a number, please"),
         ("busy", "503", "the handler answered 503: come back later"),
-        ("crash", "500", "handle() raised ValueError: nobody expected this"),
+        ("crash", "500", "handle() raised ValueError: unexpected value"),
     ],
 )
 def test_refusals(imported: Imported, protocol: str, sent: str, status: str, says: str) -> None:

@@ -21,11 +21,11 @@ from torch_py_backend.torchserve import handler_lint
         (None, "body"),
     ],
 )
-def test_body(tmp_path: Path, source: str | None, name: str | None) -> None:
-    """`body` returns the key in the handler's source; TorchServe's own handlers use `body`."""
+def test_body_field(tmp_path: Path, source: str | None, name: str | None) -> None:
+    """The field is the key in the handler's source; TorchServe's own handlers read `body`."""
     files = {} if source is None else {"handler.py": source}
     archives.write_folder(tmp_path, files)
-    assert handler_lint.body(tmp_path, "handler") == name
+    assert handler_lint.body_field(tmp_path, "handler") == name
 
 
 @pytest.mark.parametrize(

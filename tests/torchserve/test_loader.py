@@ -21,7 +21,6 @@ from torch import nn
 from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.torchserve import handlers, mar_archive, migration, stand_in, text
 from torch_py_backend.torchserve.handler_lint import PROVIDED
-from torch_py_backend.torchserve.migration import MigrationOptions
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -48,9 +47,9 @@ class Served:
         folder: Path,
         files: archives.Files,
         settings: Mapping[str, Any] | None = None,
-        options: MigrationOptions = MigrationOptions(),  # noqa: B008
         parameters: Mapping[str, str] | None = None,
         example: bytes | None = None,
+        **options: Any,
     ) -> None:
         version = folder / "net" / "1"
         unpacked = archives.write_folder(version / "model.mar", files)
@@ -61,9 +60,12 @@ class Served:
             (unpacked / archives.MANIFEST).write_text(json.dumps(document))
             (unpacked / "c.yaml").write_text(json.dumps(settings))  # which is YAML, too
             manifest = mar_archive.read_manifest(unpacked, "net.mar")
-        migrated = migration.migrate("net.mar", "net", unpacked, manifest, options)
+        migrated = migration.migrate(
+            "net.mar", "net", unpacked, manifest, example=example is not None, **options
+        )
         for key, value in (parameters or {}).items():
-            migrated.config += migration._parameter(key, value) + "\n"
+            entry = f"value {{ string_value: {json.dumps(value)} }}"
+            migrated.config += f'parameters {{ key: "{key}" {entry} }}\n'
         (folder / "net" / "config.pbtxt").write_text(migrated.config)
         if example is not None:
             bodies = version / "example_inputs"
@@ -154,8 +156,7 @@ def test_a_handler_with_a_class_and_weights(tmp_path: Path) -> None:
 def test_built_in_handlers(tmp_path: Path, handler: str) -> None:
     """TorchServe's own handlers answer with the model of the archive's model.py."""
     built_in = archives.BUILT_IN[handler]
-    options = MigrationOptions(content_type=built_in.content_type)
-    served = Served(tmp_path, built_in.archive(handler), options=options)
+    served = Served(tmp_path, built_in.archive(handler), content_type=built_in.content_type)
     (answer,) = served.answer(built_in.body())
     assert built_in.answers(json.loads(answer)), answer[:200]
 
@@ -182,9 +183,7 @@ def test_a_function(tmp_path: Path) -> None:
 def test_context_and_requests(tmp_path: Path) -> None:
     """The context, the fields of requests and the working directory are those of TorchServe."""
     files = {"handler.py": archives.TELLS, archives.MANIFEST: archives.manifest()}
-    served = Served(
-        tmp_path, files, {"batchSize": 4, "mine": [1]}, MigrationOptions(("body", "data"))
-    )
+    served = Served(tmp_path, files, {"batchSize": 4, "mine": [1]}, inputs=("body", "data"))
     first, second = map(json.loads, served.answer({"body": b"x"}, {"body": b"y"}))
     assert first == {
         "properties": {
@@ -219,7 +218,7 @@ def test_context_and_requests(tmp_path: Path) -> None:
 def test_bodies(tmp_path: Path, content_type: str, kinds: list[str]) -> None:
     """JSON is parsed and text is decoded; a body that is neither stays bytes."""
     files = _function("return [type(row).__name__ for row in rows]")
-    served = Served(tmp_path, files, _BATCHES, MigrationOptions(content_type=content_type))
+    served = Served(tmp_path, files, _BATCHES, content_type=content_type)
     assert served.answer(b'{"a": 1}', b"{", b"\xff") == [kind.encode() for kind in kinds]
 
 
@@ -295,7 +294,7 @@ def test_failing_requests_of_a_batch(tmp_path: Path) -> None:
             f"{_INVALID} model 'net': the handler answered 422: a number, please.",
             f"{_UNAVAILABLE} model 'net': the handler answered 503: come back later.",
             f"{_INTERNAL} model 'net': handle() raised PredictionException: out of order",
-            f"{_INTERNAL} model 'net': handle() raised ValueError: nobody expected this.",
+            f"{_INTERNAL} model 'net': handle() raised ValueError: unexpected value.",
         ),
         strict=True,
     ):
@@ -323,8 +322,8 @@ def test_retries(tmp_path: Path, parameters: dict[str, str], calls: list[int]) -
     [
         ("return rows[1:]", "returned a list of 1 for 2 requests; expected a list"),
         ("return {'a': 1}", "the handler returned a dict for 2 requests"),
-        ("return [object()] * len(rows)", "the handler returned a object that is no JSON"),
-        ("return ['\\ud800'] * len(rows)", "the handler returned a str that is no JSON"),
+        ("return [object()] * len(rows)", "the handler returned a object that is not JSON"),
+        ("return ['\\ud800'] * len(rows)", "the handler returned a str that is not JSON"),
         ("context.set_all_response_status(500, 'ill')\n    return rows", "answered 500: ill"),
         (
             "import ts.handler_utils.utils as u; u.send_intermediate_predict_response(rows)",
@@ -412,7 +411,7 @@ def test_weights_are_shared(tmp_path: Path) -> None:
             "base_handler", serializedFile="model.pt", modelFile="model.py"
         ),
     }
-    served = Served(tmp_path, files, _BATCHES, MigrationOptions(content_type="application/json"))
+    served = Served(tmp_path, files, _BATCHES, content_type="application/json")
     assert served.model._engine.sharing.mapped.shared == 4 * (512 * 512 + 512)
     sent = torch.rand(512)
     (answer,) = served.answer(json.dumps(sent.tolist()).encode())
@@ -431,23 +430,21 @@ def test_an_exported_program(tmp_path: Path) -> None:
         "m.pt2": file.getvalue(),
         archives.MANIFEST: archives.manifest("base_handler", serializedFile="m.pt2"),
     }
-    served = Served(tmp_path, files, _BATCHES, MigrationOptions(content_type="application/json"))
+    served = Served(tmp_path, files, _BATCHES, content_type="application/json")
     assert served.answer(b"2.5", b"0") == [b"2.5", b"0.0"]
 
 
 def test_an_example_warms_up(tmp_path: Path) -> None:
     """With an example, the handler is warmed up in batches of several sizes."""
     body = "with open('sizes.txt', 'a') as f: print(*map(bytes, rows), file=f)\n    return rows"
-    options = MigrationOptions(example=True)
-    Served(tmp_path, _function(body), {"batchSize": 4}, options, example=b"xyz")
+    Served(tmp_path, _function(body), {"batchSize": 4}, example=b"xyz")
     lines = (tmp_path / "net/1/model.mar/sizes.txt").read_text().splitlines()
     assert {line.count("b'xyz'") for line in lines} == {1, 3, 4}
 
 
 def test_a_failing_example(tmp_path: Path) -> None:
     """An example that the handler refuses fails the load with the handler's message."""
-    options = MigrationOptions(example=True)
-    message = _load_error(tmp_path, archives.eager(), options=options, example=b'"bad"')
+    message = _load_error(tmp_path, archives.eager(), example=b'"bad"')
     assert "a number, please" in message
 
 
@@ -552,7 +549,7 @@ def test_image_with_too_many_pixels(
 
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", loads)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-    monkeypatch.setattr(handlers, "_MOST_PIXELS_AS_FLOATS", 90_000)
+    monkeypatch.setattr(handlers, "_MAX_FLOAT_PIXELS", 90_000)
     served = Served(tmp_path, archives.BUILT_IN[handler].archive(handler))
     (answer,) = served.answer(archives.image(300, height))
     if most is None:
@@ -598,9 +595,7 @@ def test_images_as_numbers_and_base64(tmp_path: Path) -> None:
     """An image may be text in base64, or the values of the model's input."""
     import base64
 
-    served = Served(
-        tmp_path, archives.classifier(), _BATCHES, MigrationOptions(content_type="application/json")
-    )
+    served = Served(tmp_path, archives.classifier(), _BATCHES, content_type="application/json")
     picture = archives.image()
     numbers = json.dumps(handlers.ImageNetTransform()(_opened(picture)).tolist()).encode()
     encoded = json.dumps(base64.b64encode(picture).decode()).encode()
@@ -636,9 +631,16 @@ def test_tokens() -> None:
 
 def test_a_vocabulary_of_torchtext(tmp_path: Path) -> None:
     """Objects of torchtext are not unpickled; the error says what to save instead."""
-    archives.write_folder(tmp_path, {"v.pt": archives.saved(Path("torchtext"))})
-    with pytest.raises(Exception, match=r"cannot be read.*get_stoi\(\)"):
-        text._vocabulary(tmp_path / "v.pt")
+    handler = "from ts.torch_handler.text_handler import TextHandler\nclass Texts(TextHandler): ..."
+    files: archives.Files = {
+        "handler.py": handler,
+        "m.pt": archives.scripted(archives.Scale()),
+        "v.pt": archives.saved(Path("torchtext")),
+        archives.MANIFEST: archives.manifest(serializedFile="m.pt", sourceVocab="v.pt"),
+    }
+    message = _load_error(tmp_path, files)
+    assert "the vocabulary v.pt cannot be read" in message
+    assert "get_stoi()" in message
 
 
 # --- modules ---------------------------------------------------------------------------------
@@ -664,18 +666,30 @@ def without_replacements() -> None:
 
 @pytest.mark.usefixtures("without_replacements")
 def test_installed_torchserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If TorchServe is installed, it is used."""
+    """If TorchServe is installed, its own handlers are used."""
     archives.write_folder(
         tmp_path,
         {
             "ts/__init__.py": "",
             "ts/torch_handler/__init__.py": "",
-            "ts/torch_handler/base_handler.py": "real = True",
+            "ts/torch_handler/base_handler.py": "class BaseHandler:\n    def handle(self): ...",
+            "ts/torch_handler/image_classifier.py": """
+from ts.torch_handler.base_handler import BaseHandler
+
+
+class ImageClassifier(BaseHandler):
+    def initialize(self, context): ...
+
+    def handle(self, data, context):
+        return ["real"] * len(data)
+""",
+            "ts/utils/__init__.py": "",
+            "ts/utils/util.py": "class PredictionException(Exception): ...",
         },
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert not stand_in.install()
-    assert importlib.import_module("ts.torch_handler.base_handler").real
+    assert Served(tmp_path, archives.classifier()).answer(b"") == [b"real"]
 
 
 @pytest.mark.usefixtures("without_replacements")

@@ -323,8 +323,8 @@ def test_handler_names(tmp_path: Path, handler: str, module: str, function: str)
 @pytest.mark.parametrize(
     ("manifest", "message"),
     [
-        ("[" * 100_000, "is no JSON"),
-        ("[]", "is no JSON object"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "is not a JSON object"),
         (" " * (2 << 20), "larger than a manifest"),
         ('{"workflow": {"workflowName": "w"}}', "it is a workflow; expected a model. Import"),
         ('{"runtime": "LSP", "model": {}}', "its runtime is 'LSP'; expected a handler written"),
@@ -361,9 +361,9 @@ def _references(doubled: str) -> str:
         ("a: !!python/object/apply:os.system ['true']", "cannot be read: could not determine"),
         ("a: " + "[" * 2000, "model-config.yaml cannot be read"),
         ("#" * (2 << 20), "larger than settings are"),
-        (_references("[*a{0}, *a{0}]"), "stands for more than 100000 values"),
-        (_references("{{<<: [*a{0}, *a{0}]}}"), "stands for more than 100000 values"),
-        ("a: &a [*a, *a]", "stands for more than 100000 values"),
+        (_references("[*a{0}, *a{0}]"), "expands to more than 100000 values"),
+        (_references("{{<<: [*a{0}, *a{0}]}}"), "expands to more than 100000 values"),
+        ("a: &a [*a, *a]", "expands to more than 100000 values"),
     ],
 )
 def test_invalid_settings(tmp_path: Path, written: str, message: str) -> None:

@@ -15,7 +15,7 @@ import yaml
 from torch_py_backend.config import model_config, pbtxt
 from torch_py_backend.errors import ArchiveError
 from torch_py_backend.torchserve import mar_archive, migration
-from torch_py_backend.torchserve.migration import Migration, MigrationOptions
+from torch_py_backend.torchserve.migration import Migration
 
 _HANDLER = "def handle(data, context):\n    return [row['body'] for row in data]\n"
 
@@ -24,8 +24,8 @@ def _migrate(
     tmp_path: Path,
     settings: Any = None,
     handler: str = "handler.py",
-    options: MigrationOptions = MigrationOptions(),  # noqa: B008
     files: archives.Files | None = None,
+    options: dict[str, Any] | None = None,
     **more: str,
 ) -> Migration:
     if settings is not None:
@@ -38,7 +38,7 @@ def _migrate(
     }
     folder = archives.write_folder(tmp_path / "archive", written)
     manifest = mar_archive.read_manifest(folder, "net.mar")
-    return migration.migrate("net.mar", "net", folder, manifest, options)
+    return migration.migrate("net.mar", "net", folder, manifest, **(options or {}))
 
 
 def _read(tmp_path: Path, migrated: Migration) -> dict[str, Any]:
@@ -68,8 +68,8 @@ def test_without_settings(tmp_path: Path) -> None:
         (entry,) = document[role]
         assert (entry["name"], entry["data_type"], entry["dims"]) == (name, "TYPE_STRING", [1])
     assert _parameters(document) == {"WARMUP": "false"}
-    assert len(migrated.left) == 1
-    assert "batchSize is not in the archive" in migrated.left[0]
+    assert len(migrated.not_converted) == 1
+    assert "batchSize is not in the archive" in migrated.not_converted[0]
 
 
 def test_all_settings(tmp_path: Path) -> None:
@@ -99,9 +99,9 @@ def test_all_settings(tmp_path: Path) -> None:
         "backend": "inductor",
         "mode": "reduce-overhead",
     }
-    assert migrated.left == []
-    taken = "\n".join(migrated.taken)
-    assert all(key in taken for key in settings if key != "maxWorkers"), taken
+    assert migrated.not_converted == []
+    converted = "\n".join(migrated.converted)
+    assert all(key in converted for key in settings if key != "maxWorkers"), converted
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_pt2(tmp_path: Path, pt2: Any, compiled: dict[str, Any] | None) -> None:
     migrated = _migrate(tmp_path, {"pt2": pt2, "batchSize": 2})
     value = _parameters(_read(tmp_path, migrated)).get("TORCH_COMPILE_OPTIONAL_PARAMETERS")
     assert (None if value is None else json.loads(value)) == compiled
-    ignored = [line for line in migrated.left if line.startswith("pt2's")]
+    ignored = [line for line in migrated.not_converted if line.startswith("pt2's")]
     assert bool(ignored) == ("odd" in str(pt2) or "export" in str(pt2))
 
 
@@ -160,7 +160,7 @@ def test_settings_without_a_counterpart(
 ) -> None:
     """They are listed in the report and in config.pbtxt."""
     migrated = _migrate(tmp_path, {"batchSize": 1, **settings})
-    (line,) = migrated.left
+    (line,) = migrated.not_converted
     assert line.startswith(message)
     assert f"# - {line}" in migrated.config
 
@@ -218,7 +218,7 @@ _NO_DICT = archives.saved(Path("torchtext.vocab"))
         (
             "text_classifier",
             {"m.pt": _SCRIPT, "source_vocab.pt": _NO_DICT},
-            "source_vocab.pt is no dict of tokens (torchtext",
+            "source_vocab.pt is not a dict of tokens (torchtext",
         ),
         ("image_classifier", {}, "names neither a serializedFile nor a modelFile"),
     ],
@@ -258,12 +258,16 @@ def test_text_classifier_takes_one_at_a_time(tmp_path: Path) -> None:
         tmp_path, {"batchSize": 4}, "text_classifier", files=files, serializedFile="m.pt"
     )
     assert _read(tmp_path, migrated)["max_batch_size"] == 1
-    assert migrated.left == ["batchSize 4: text_classifier answers one request at a time"]
+    assert migrated.not_converted == ["batchSize 4: text_classifier answers one request at a time"]
 
 
 def test_options(tmp_path: Path) -> None:
     """The user's choices: input names, the content type of bodies, and an example."""
-    options = MigrationOptions(("question", "context"), "application/json", example=True)
+    options = {
+        "inputs": ("question", "context"),
+        "content_type": "application/json",
+        "example": True,
+    }
     document = _read(tmp_path, _migrate(tmp_path, {"batchSize": 4}, options=options))
     assert [(spec["name"], spec["optional"]) for spec in document["input"]] == [
         ("question", True),
@@ -279,7 +283,9 @@ def test_unknown_fields(tmp_path: Path) -> None:
     files = {"handler.py": "def handle(data, context):\n    return data\n"}
     migrated = _migrate(tmp_path, {"batchSize": 2}, files=files)
     assert migrated.inputs == ("body",)
-    assert migrated.left[0].startswith("the names of a request's fields: handler.py does not say")
+    assert migrated.not_converted[0].startswith(
+        "the names of a request's fields: handler.py does not say"
+    )
 
 
 def test_requirements(tmp_path: Path) -> None:
@@ -288,7 +294,7 @@ def test_requirements(tmp_path: Path) -> None:
     migrated = _migrate(
         tmp_path, {"batchSize": 2}, files=files, requirementsFile="requirements.txt"
     )
-    (line,) = migrated.left
+    (line,) = migrated.not_converted
     assert "pip install -r 1/model.mar/requirements.txt" in line
 
 

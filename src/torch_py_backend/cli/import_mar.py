@@ -27,7 +27,7 @@ from torch_py_backend.errors import (
 from torch_py_backend.tools import model_folder
 from torch_py_backend.torchserve import mar_archive, migration
 from torch_py_backend.torchserve.mar_archive import Limits
-from torch_py_backend.torchserve.migration import Migration, MigrationOptions
+from torch_py_backend.torchserve.migration import Migration
 
 # An example is a file with the name of an input.
 _INPUT = re.compile(r"[A-Za-z_]\w*")
@@ -77,7 +77,6 @@ def import_mar(
         raise ArchiveError(
             "--input", f"it is {', '.join(inputs or ())}", expected="names, each once"
         )
-    options = MigrationOptions(tuple(inputs or ()), content_type, example is not None)
     parent = (output.absolute().parent if output is not None else Path.cwd()).resolve()
     if output is not None:  # checked before gigabytes are unpacked
         _refuse_name(output.absolute().name, parent)
@@ -93,7 +92,15 @@ def import_mar(
             manifest = mar_archive.read_manifest(unpacked, archive.name)
             name = output.absolute().name if output is not None else manifest.model_name
             _refuse_name(name, parent)
-            result = migration.migrate(archive.name, name, unpacked, manifest, options)
+            result = migration.migrate(
+                archive.name,
+                name,
+                unpacked,
+                manifest,
+                inputs=tuple(inputs or ()),
+                content_type=content_type,
+                example=example is not None,
+            )
             version = Path(scratch) / name / "1"
             version.mkdir(parents=True)
             unpacked.rename(version / ARCHIVE)
@@ -135,11 +142,11 @@ def _refuse_name(name: str, parent: Path) -> None:
 def _report(folder: Path, result: Migration) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print(f"made {folder}")
-    for line in result.taken:
+    for line in result.converted:
         console.print(f"  {printable(line)}")
-    if result.left:
+    if result.not_converted:
         console.print("not taken over, and noted in config.pbtxt:")
-    for line in result.left:
+    for line in result.not_converted:
         console.print(f"  {printable(line)}")
     try:
         model_folder.inspect(folder, "1", pbtxt.read(folder))

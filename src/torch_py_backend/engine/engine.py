@@ -105,9 +105,9 @@ class Engine:
         else:
             self._grouping = HookedPipeline(config, loaded.signature, hooks, device_runtime)
             self._run = partial(self._run_hooked, self._grouping)
-            if self._grouping.finishes:  # after scatter
-                self._names, take = hooked_pipeline.UNREAD, self._grouping.split
-                self._own, self._finite = hooked_pipeline.own_rows, None
+            if self._grouping.postprocesses:  # after scatter
+                self._names, take = hooked_pipeline.UNPROCESSED, self._grouping.split
+                self._own, self._finite = hooked_pipeline.copy_rows, None
         self.places = self._grouping.places
         self.patterns = self._grouping.patterns
         self.runner = ModelRunner(config, loaded, self._grouping, take, self.counts, own=self._own)
@@ -292,10 +292,10 @@ class Engine:
     def _run_hooked(self, pipeline: HookedPipeline, items: Sequence[Item]) -> Sequence[Outcome]:
         """Return the outcomes; hooks run before and after the engine's own stages."""
         # The result of a hook for one item is in use until all items are prepared and sent.
-        more = len(items) > 1
+        copies = len(items) > 1
         with self.guard():
             began = time.perf_counter()
-            begin = partial(pipeline.begin, more=more)
+            begin = partial(pipeline.begin, copies=copies)
             begun = [self._call_hook(place, begin, item) for place, item in enumerate(items)]
             prepared = [
                 prepare if isinstance(prepare, BackendError) else self._call_hook(place, prepare)
@@ -303,9 +303,9 @@ class Engine:
             ]
             self.counts.preprocess_seconds += time.perf_counter() - began
             outcomes: Sequence[Outcome] = self._run_admitted(list(prepared))
-            if pipeline.finishes:
+            if pipeline.postprocesses:
                 ran = time.perf_counter()
-                finish = partial(pipeline.finish, more=more)
+                finish = partial(pipeline.finish, copies=copies)
                 outcomes = [
                     outcome
                     if isinstance(outcome, BackendError)

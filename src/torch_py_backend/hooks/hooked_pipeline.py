@@ -42,10 +42,10 @@ from torch_py_backend.signature.binding import (
 Module: TypeAlias = "Callable[..., Tree]"
 
 # The name of an outcome's only column before postprocess().
-UNREAD = (ROWS,)
+UNPROCESSED = (ROWS,)
 
 
-def own_rows(column: Value) -> Value:
+def copy_rows(column: Value) -> Value:
     """Copy the results of rows that `HookedPipeline.split` returned, including their tensors."""
     return request_parameters.column(map(trees.clone, request_parameters.values(column)))
 
@@ -84,7 +84,7 @@ class HookedPipeline:
         self.places = self._preprocessor.places
         self.patterns = self._preprocessor.patterns
         # Request parameters stay with the rows for hooks after preprocess() that take them.
-        self._carries = any(
+        self._passes_parameters = any(
             hook.takes_parameters for hook in hooks.defined if hook.name != "preprocess"
         )
         self._bound: dict[tuple[str, ...], InputBinding] = {}
@@ -98,22 +98,23 @@ class HookedPipeline:
         """Return the stages: each one's name, owner and attribute."""
         return [
             ("prepare", self, "begin"),
-            ("prepare", self, "_prepared"),
+            ("prepare", self, "_prepare"),
             ("group", self, "group"),
-            ("forward", self, "_pass"),
+            ("forward", self, "_forward"),
             ("finish", self, "finish"),
             *((hook.name, hook, "function") for hook in self.hooks.defined),
         ]
 
     # --- before the module ---------------------------------------------------------------------
 
-    def begin(self, item: Item, *, more: bool = False) -> Callable[[], Item | InputError]:
+    def begin(self, item: Item, *, copies: bool = False) -> Callable[[], Item | InputError]:
         """Begin to prepare a request's item.
 
         Args:
             item: the request's item.
-            more: whether other items are prepared before this one is used. Results of hooks are
-                copied then: a hook may return views of memory that its next call overwrites.
+            copies: whether results of hooks are copied. They must be if other items are prepared
+                before this one is used: a hook may return views of memory that its next call
+                overwrites.
 
         Returns:
             A function that returns the prepared item or its refusal; it raises a hook's exception.
@@ -121,14 +122,14 @@ class HookedPipeline:
         item = dict(item)
         parameters = request_parameters.pop(item)
         return partial(
-            self._prepared, self._preprocessor.begin(item, parameters, more=more), parameters
+            self._prepare, self._preprocessor.begin(item, parameters, copies=copies), parameters
         )
 
-    def _prepared(
+    def _prepare(
         self, prepare: Callable[[], Item | InputError], parameters: Parameters
     ) -> Item | InputError:
         prepared = prepare()
-        if isinstance(prepared, InputError) or not self._carries:
+        if isinstance(prepared, InputError) or not self._passes_parameters:
             return prepared
         first = next(iter(prepared.values()), None)
         rows = first.shape[0] if self._batched and first is not None else 1
@@ -138,10 +139,13 @@ class HookedPipeline:
         """Group items that can share a call."""
         by_position = dict(items)
         without_parameters = [
-            (at, {name: value for name, value in item.items() if name != request_parameters.KEY})
-            for at, item in items
+            (
+                position,
+                {name: value for name, value in item.items() if name != request_parameters.KEY},
+            )
+            for position, item in items
         ]
-        extra = (request_parameters.KEY,) if self._carries else ()
+        extra = (request_parameters.KEY,) if self._passes_parameters else ()
         extra_takes = (ArgumentType.TENSOR,) * len(extra)
         groups = []
         for inputs, _, positions in self._preprocessor.group(without_parameters):
@@ -151,7 +155,7 @@ class HookedPipeline:
                 partial(self._call, inputs),
                 inputs.places,
             )
-            groups.append(Group(binding, [by_position[at] for at in positions], positions))
+            groups.append(Group(binding, [by_position[place] for place in positions], positions))
         return groups
 
     def convert(self, _: InputBinding, columns: Sequence[Value]) -> Sequence[Value]:
@@ -163,19 +167,19 @@ class HookedPipeline:
     def _call(self, inputs: InputBinding, module: Module, columns: Sequence[Value]) -> Tree:
         """Return the module's result for a batch, after postprocess_batch() if there is one."""
         parameters: RowParameters = ()
-        if self._carries:
+        if self._passes_parameters:
             *columns, last = columns
             parameters = request_parameters.values(last)
         batch = trees.to_device(self._preprocessor.batch(inputs, columns, parameters), self._device)
         if self.hooks.inference is not None:
             result = self.hooks.inference.with_parameters(parameters)(module, batch)
         else:
-            result = self._pass(module, batch)
+            result = self._forward(module, batch)
         if self.hooks.postprocess_batch is not None:
             result = self.hooks.postprocess_batch.with_parameters(parameters)(result)
         return result
 
-    def _pass(self, module: Module, batch: Tree) -> Tree:
+    def _forward(self, module: Module, batch: Tree) -> Tree:
         """Call the module with a dict of named arguments, a tuple of arguments, or one argument."""
         if isinstance(batch, Mapping):
             named = {str(name): value for name, value in batch.items()}
@@ -206,81 +210,85 @@ class HookedPipeline:
         return [request_parameters.column(parts)]
 
     @property
-    def finishes(self) -> bool:
+    def postprocesses(self) -> bool:
         """Whether outcomes hold results of `split`, which `finish` converts to outputs."""
         return self.hooks.postprocess is not None
 
     def finish(
-        self, outcome: Mapping[str, Value], item: Item, *, more: bool = False
+        self, outcome: Mapping[str, Value], item: Item, *, copies: bool = False
     ) -> dict[str, Value]:
         """Return one request's outputs: call postprocess() for each of its rows.
 
         Args:
             outcome: the request's part of the column from `split`.
             item: the prepared item.
-            more: as for `begin`.
+            copies: as for `begin`.
 
         Raises:
             BackendError: postprocess() fails, or its result contradicts the config.
         """
         results = request_parameters.values(outcome[ROWS])
         parameters: Sequence[Parameters] = [{}] * len(results)
-        if self._carries:
+        if self._passes_parameters:
             parameters = request_parameters.values(item[request_parameters.KEY])
-        more = more or len(results) > 1
+        copies = copies or len(results) > 1
         rows = []
         for result, row_parameters in zip(results, parameters, strict=True):
             finished = self._postprocess(result, row_parameters)
-            row = self._extractor.extract(self._converted(finished), 1)
-            rows.append([gather_scatter.clone(value) for value in row] if more else row)
-        columns = list(zip(*rows, strict=True))
-        outputs = {
-            name: self._stacked(name, column) if self._batched else column[0]
-            for name, column in zip(self._names, columns, strict=True)
-        }
+            row = self._extractor.extract(self._convert_outputs(finished), 1)
+            rows.append([gather_scatter.clone(value) for value in row] if copies else row)
+        outputs: dict[str, Value] = {}
+        for name, column in zip(self._names, zip(*rows, strict=True), strict=True):
+            stack: Callable[..., Value] = torch.stack if isinstance(column[0], Tensor) else np.stack
+            try:
+                outputs[name] = stack(column) if self._batched else column[0]
+            except (RuntimeError, ValueError):
+                shapes = [list(value.shape) for value in column]
+                raise OutputError(
+                    self._model,
+                    f"postprocess() gives output '{name}' other shapes for other rows of one"
+                    f" request: {shapes[:3]}",
+                    expected="one shape for all",
+                ) from None
         refusal = self._finite.refusal(outputs) if self._finite is not None else None
         if refusal is not None:
             raise refusal
         return outputs
 
     def _postprocess(self, result: Tree, parameters: Parameters) -> Tree:
-        assert self.hooks.postprocess is not None  # noqa: S101  checked by `finishes`
+        assert self.hooks.postprocess is not None  # noqa: S101  checked by `postprocesses`
         return self.hooks.postprocess.with_parameters(parameters)(result)
 
-    def _converted(self, result: Tree) -> Tree:
+    def _convert_outputs(self, result: Tree) -> Tree:
         """Convert lists and arrays in the result of postprocess() to the types of the outputs."""
         if isinstance(result, Mapping):
-            self._refuse_other_names(result)
-            return {name: self._part(self._specs.get(name), part) for name, part in result.items()}
+            named = not any(is_path(name) or ordinal(name) is not None for name in self._names)
+            if named and self._specs and result.keys().isdisjoint(self._specs):
+                # The order of a dict without the name of any output must not be relied on.
+                keys = join_names(map(str, result)) or "nothing"
+                raise OutputError(
+                    self._model,
+                    f"postprocess() returned a dict with {keys}",
+                    expected=f"the outputs {', '.join(self._names)}",
+                )
+            return {
+                name: self._convert_output(self._specs.get(name), part)
+                for name, part in result.items()
+            }
         if len(self._specs) == 1 and not isinstance(result, tuple):
             (spec,) = self._specs.values()
-            return self._part(spec, result)
+            return self._convert_output(spec, result)
         return result
 
-    def _refuse_other_names(self, result: Mapping[str, Tree]) -> None:
-        """Refuse a dict without the name of any output: its order must not be relied on."""
-        named = not any(is_path(name) or ordinal(name) is not None for name in self._names)
-        if named and self._specs and result.keys().isdisjoint(self._specs):
-            raise OutputError(
-                self._model,
-                f"postprocess() returned a dict with {join_names(map(str, result)) or 'nothing'}",
-                expected=f"the outputs {', '.join(self._names)}",
-            )
-
-    def _part(self, spec: TensorSpec | None, part: Tree) -> Tree:
-        if spec is None or isinstance(part, Tensor | str | bytes):
-            return part
+    def _convert_output(self, spec: TensorSpec | None, part: Tree) -> Tree:
+        """Convert a list or an array to the output's type without loss."""
         if isinstance(part, np.ndarray) and part.dtype.kind not in "OUS":
-            return torch.from_numpy(part)
-        if not isinstance(part, list | tuple):
+            return torch.from_numpy(part) if spec is not None else part
+        if spec is None or not isinstance(part, list | tuple):
             return part
         if spec.dtype.torch is None:
             return np.array(part, dtype=np.object_)
-        return self._numbers(spec, part)
-
-    def _numbers(self, spec: TensorSpec, part: Sequence[Tree]) -> Tensor:
-        """Convert numbers to the output's type without loss."""
-        dtype: torch.dtype = getattr(torch, spec.dtype.torch or "")
+        dtype: torch.dtype = getattr(torch, spec.dtype.torch)
         try:
             tensor = torch.as_tensor(part)
             if not part:
@@ -300,19 +308,6 @@ class HookedPipeline:
             f"postprocess() gives a {type(part).__name__} for output '{spec.name}': {problem}",
             expected=str(spec),
         )
-
-    def _stacked(self, name: str, column: Sequence[Value]) -> Value:
-        stack: Callable[..., Value] = torch.stack if isinstance(column[0], Tensor) else np.stack
-        try:
-            return stack(list(column))
-        except (RuntimeError, ValueError):
-            shapes = [list(value.shape) for value in column]
-            raise OutputError(
-                self._model,
-                f"postprocess() gives output '{name}' other shapes for other rows of one request:"
-                f" {shapes[:3]}",
-                expected="one shape for all",
-            ) from None
 
     # --- without a config ----------------------------------------------------------------------
 

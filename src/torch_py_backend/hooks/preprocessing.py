@@ -64,7 +64,7 @@ class BatchPreprocessor:
         item: Item,
         _: Parameters,
         *,
-        more: bool = False,  # noqa: ARG002  the interface of `RowPreprocessor.begin`
+        copies: bool = False,  # noqa: ARG002  the interface of `RowPreprocessor.begin`
     ) -> Callable[[], Item | InputError]:
         return partial(self._grouping.admit, item)
 
@@ -86,29 +86,29 @@ class _PreparedRow:
 
     Args:
         row: the result of preprocess().
-        again: runs preprocess() once more, in this thread.
+        prepare: runs preprocess() once more, in this thread.
     """
 
-    __slots__ = ("_again", "_row", "_taken")
+    __slots__ = ("_is_used", "_prepare", "_row")
 
-    def __init__(self, row: Tree, again: Prepare) -> None:
+    def __init__(self, row: Tree, prepare: Prepare) -> None:
         self._row = row
-        self._again = again
-        self._taken = False
+        self._prepare = prepare
+        self._is_used = False
 
-    def take(self) -> Tree:
-        """Return the row. Prepare it again if it was taken before, by a batch that failed."""
-        if self._taken:
-            self._row = self._again()
-        self._taken = True
+    def use(self) -> Tree:
+        """Return the row. Prepare it again if a batch that failed has used it."""
+        if self._is_used:
+            self._row = self._prepare()
+        self._is_used = True
         return self._row
 
-    def copied(self) -> Tree:
-        """Return a copy of the row that `take` has just returned."""
+    def copy(self) -> Tree:
+        """Return a copy of the row that `use` has just returned."""
         try:
             return copy.deepcopy(self._row)
         except Exception:  # of any class: preprocess() may return anything
-            return self._again()
+            return self._prepare()
 
 
 class RowPreprocessor:
@@ -139,7 +139,7 @@ class RowPreprocessor:
         self.patterns = self._grouping.patterns
 
     def begin(
-        self, item: Item, parameters: Parameters, *, more: bool = False
+        self, item: Item, parameters: Parameters, *, copies: bool = False
     ) -> Callable[[], Item | InputError]:
         count = count_rows(self._model, item, self._axes) if self._batched else 1
         if count == 0:
@@ -150,32 +150,24 @@ class RowPreprocessor:
         rows = [item]
         if self._batched:
             rows = [{name: value[row, ...] for name, value in item.items()} for row in range(count)]
-        copies = (more or count > 1) and self._preprocess is not None
-        prepares = [partial(self._prepare, row, parameters, copies=copies) for row in rows]
+        copies = (copies or count > 1) and self._preprocess is not None
+        prepares = [partial(self._prepare_row, row, parameters, copies=copies) for row in rows]
         results: Sequence[Prepare] = prepares
         if self._threads is not None:
             # Context variables of this request, such as a trace's context, apply to its rows.
             results = [
-                self._threads.submit(contextvars.copy_context().run, self._guarded, prepare).result
+                self._threads.submit(
+                    contextvars.copy_context().run, self._run_guarded, prepare
+                ).result
                 for prepare in prepares
             ]
-        return partial(self._joined, results, prepares)
+        return partial(self._join, results, prepares)
 
-    def _guarded(self, prepare: Prepare) -> Tree:
+    def _run_guarded(self, prepare: Prepare) -> Tree:
         with self._guard():  # thread-local
             return prepare()
 
-    def _joined(self, results: Sequence[Prepare], prepares: Sequence[Prepare]) -> Item | InputError:
-        """Return the item of these rows, or the refusal of one of them."""
-        rows = [result() for result in results]
-        refused = next((row for row in rows if isinstance(row, InputError)), None)
-        if refused is not None:
-            return refused
-        if self._collate is None:
-            return self._stack(rows)
-        return {ROWS: request_parameters.column(map(_PreparedRow, rows, prepares))}
-
-    def _prepare(self, row: Item, parameters: Parameters, *, copies: bool) -> Tree:
+    def _prepare_row(self, row: Item, parameters: Parameters, *, copies: bool) -> Tree:
         """Return the result of preprocess() for one row, or its refusal."""
         admitted = self._grouping.admit(row)
         if isinstance(admitted, InputError):
@@ -186,8 +178,14 @@ class RowPreprocessor:
         prepared = inputs.call(call, self._grouping.convert(inputs, columns))
         return trees.clone(prepared) if copies else prepared
 
-    def _stack(self, rows: Sequence[Tree]) -> Item:
-        """Stack one request's rows."""
+    def _join(self, results: Sequence[Prepare], prepares: Sequence[Prepare]) -> Item | InputError:
+        """Return the item of a request's rows, or the refusal of one of them."""
+        rows = [result() for result in results]
+        refusal = next((row for row in rows if isinstance(row, InputError)), None)
+        if refusal is not None:
+            return refusal
+        if self._collate is not None:
+            return {ROWS: request_parameters.column(map(_PreparedRow, rows, prepares))}
         tensors = [self._tensors(row) for row in rows]
         if not self._batched:
             return {**tensors[0]}
@@ -206,24 +204,23 @@ class RowPreprocessor:
 
     def _tensors(self, row: Tree) -> dict[str, Tensor]:
         """Return the tensors of a row by name, or by number if they have no names."""
-        if isinstance(row, Mapping):
-            return {str(name): self._tensor(value) for name, value in row.items()}
-        parts = row if isinstance(row, tuple) else (row,)
-        return {f"{NUMBERED}{number}": self._tensor(part) for number, part in enumerate(parts)}
-
-    def _tensor(self, value: Tree) -> Tensor:
-        if isinstance(value, Tensor):
-            return value
-        try:
-            return torch.as_tensor(value)
-        except Exception:  # of any class
-            raise OutputError(
-                self._model,
-                f"preprocess() returned a {type(value).__name__}, which cannot be batched",
-                expected="a tensor or numbers; a tuple of these, or a dict by the names of"
-                " forward()'s arguments",
-                cure="Or write collate(), which makes a batch of anything.",
-            ) from None
+        if not isinstance(row, Mapping):
+            parts = row if isinstance(row, tuple) else (row,)
+            row = {f"{NUMBERED}{number}": part for number, part in enumerate(parts)}
+        tensors = {}
+        for name, value in row.items():
+            key = str(name)
+            try:
+                tensors[key] = torch.as_tensor(value)
+            except Exception:  # of any class
+                raise OutputError(
+                    self._model,
+                    f"preprocess() returned a {type(value).__name__}, which cannot be batched",
+                    expected="a tensor or numbers; a tuple of these, or a dict by the names of"
+                    " forward()'s arguments",
+                    cure="Or write collate(), which makes a batch of anything.",
+                ) from None
+        return tensors
 
     def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
         """Group items that can share a batch."""
@@ -240,7 +237,16 @@ class RowPreprocessor:
                 )
             groups.setdefault(key, []).append((position, item))
         return [
-            Group(_columns(members[0][1]), [item for _, item in members], [at for at, _ in members])
+            Group(
+                # Inputs that are known only by their names.
+                InputBinding(
+                    tuple(members[0][1]),
+                    (ArgumentType.TENSOR,) * len(members[0][1]),
+                    lambda *_: None,
+                ),
+                [item for _, item in members],
+                [position for position, _ in members],
+            )
             for members in groups.values()
         ]
 
@@ -255,17 +261,12 @@ class RowPreprocessor:
             prepared: list[_PreparedRow] = request_parameters.values(column)
             for row in prepared:
                 # A batch is filled up with its last row, which collate() gets as copies.
-                rows.append(row.copied() if row is last else row.take())
+                rows.append(row.copy() if row is last else row.use())
                 last = row
             return self._collate.with_parameters(parameters)(rows)
         if not inputs.names or not inputs.names[0].startswith(NUMBERED):
             return dict(zip(inputs.names, columns, strict=True))
         return columns[0] if len(columns) == 1 else tuple(columns)
-
-
-def _columns(item: Item) -> InputBinding:
-    """Return inputs that are known only by their names."""
-    return InputBinding(tuple(item), (ArgumentType.TENSOR,) * len(item), lambda *_: None)
 
 
 def by_name(config: ModelConfig, *, of_row: bool) -> Signature:

@@ -12,7 +12,6 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch_py_backend.artifacts.discovery import HOOK_METHODS, Artifact, ArtifactType
@@ -35,7 +34,7 @@ from torch_py_backend.signature.binding import Passing, Signature
 Tree: TypeAlias = Any
 
 # The arguments of the hooks that do not take the inputs by name.
-_TAKES = {
+_ARGUMENTS = {
     "collate": ("items",),
     "inference": ("module", "batch"),
     "forward": ("module", "batch"),
@@ -44,7 +43,7 @@ _TAKES = {
 }
 _PER_BATCH = ("collate", "preprocess_batch", "postprocess_batch")
 # Methods that exclude each other.
-_RIVALS = (
+_EXCLUSIVE = (
     ("preprocess", "preprocess_batch"),
     ("preprocess_batch", "collate"),
     ("inference", "forward"),
@@ -163,44 +162,35 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
     instance: object = None if file is None else python_source.construct_hooks(config, file)
     hooks: dict[str, Hook] = {}
     if file is not None and instance is not None:
-        _refuse_two_models(config, artifact, file)
+        named = config.default_model_filename not in (None, "model.pt")
+        is_module = artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY)
+        modules = [] if named or is_module else python_source.module_names(config.name, file)
+        if modules:
+            raise ConfigError(
+                config.name,
+                f"{file.name} defines the module {modules[0]} and hooks, and"
+                f" {artifact.path.name} beside it is {artifact.kind.value}",
+                expected="one model",
+                cure="Say which with default_model_filename.",
+            )
         for name in HOOK_METHODS:
-            hook = _hook(config, file.name, instance, name)
-            if hook is not None:
-                hooks[name] = hook
-        _refuse_contradictions(config, type(instance).__name__, hooks)
+            if getattr(instance, name, None) is not None:
+                hooks[name] = _create_hook(config, file.name, instance, name)
+        _check_conflicts(config, type(instance).__name__, hooks)
     if config.options.preprocess_threads is not None and "preprocess" not in hooks:
         raise ConfigError(
             config.name,
             "PREPROCESS_THREADS is set, and there is no preprocess()",
-            cure="Take it out, or write a class Hooks with that method.",
+            cure="Remove it, or write a class Hooks with that method.",
         )
     if "forward" in hooks:
         hooks["inference"] = hooks.pop("forward")
     return Hooks(**hooks) if hooks else None
 
 
-def _refuse_two_models(config: ModelConfig, artifact: Artifact, file: Path) -> None:
-    """Refuse a module in the hooks' source beside another model that the config does not name."""
-    named = config.default_model_filename not in (None, "model.pt")
-    if named or artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY):
-        return
-    modules = python_source.module_names(config.name, file)
-    if modules:
-        raise ConfigError(
-            config.name,
-            f"{file.name} defines the module {modules[0]} and hooks, and"
-            f" {artifact.path.name} beside it is {artifact.kind.value}",
-            expected="one model",
-            cure="Say which with default_model_filename.",
-        )
-
-
-def _hook(config: ModelConfig, file: str, instance: object, name: str) -> Hook | None:
-    """Return the hook of this name after checking its arguments; None: it is not defined."""
-    method = getattr(instance, name, None)
-    if method is None:
-        return None
+def _create_hook(config: ModelConfig, file: str, instance: object, name: str) -> Hook:
+    """Return the hook of this name after checking its arguments."""
+    method = getattr(instance, name)
     place = f"{type(instance).__name__}.{name}"
     if not callable(method):
         raise SourceError(
@@ -223,31 +213,30 @@ def _hook(config: ModelConfig, file: str, instance: object, name: str) -> Hook |
             config.name, f"the arguments of {place}() in {file} cannot be read: {error}"
         ) from error
     takes_parameters = request_parameters.ARGUMENT in signature.parameters
-    takes = _TAKES.get(name)
-    try:
-        if takes is not None:
-            signature.bind(
-                *takes, **({request_parameters.ARGUMENT: None} if takes_parameters else {})
-            )
-    except TypeError as error:
-        raise SourceError(
-            config.name,
-            f"{place}{signature} in {file} cannot be called: {error}",
-            expected=f"{name}(self, {', '.join(takes or ())}), and after that"
-            f" {request_parameters.ARGUMENT} where it wants them",
-        ) from None
+    arguments = _ARGUMENTS.get(name)
+    if arguments is not None:
+        parameters = {request_parameters.ARGUMENT: None} if takes_parameters else {}
+        try:
+            signature.bind(*arguments, **parameters)
+        except TypeError as error:
+            raise SourceError(
+                config.name,
+                f"{place}{signature} in {file} cannot be called: {error}",
+                expected=f"{name}(self, {', '.join(arguments)}), and after that"
+                f" {request_parameters.ARGUMENT} where it wants them",
+            ) from None
     client_errors = name.startswith("preprocess")
     return Hook(config.name, name, method, f"{name}{signature}", takes_parameters, client_errors)
 
 
-def _refuse_contradictions(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) -> None:
+def _check_conflicts(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) -> None:
     if not hooks:
         raise SourceError(
             config.name,
             f"the class {name}, which is to run around forward(), has no hooks",
             expected="some of the methods " + ", ".join(HOOK_METHODS),
         )
-    for first, second in _RIVALS:
+    for first, second in _EXCLUSIVE:
         if first in hooks and second in hooks:
             raise SourceError(
                 config.name,
@@ -256,22 +245,22 @@ def _refuse_contradictions(config: ModelConfig, name: str, hooks: Mapping[str, H
             )
     batches = [hook for hook in _PER_BATCH if hook in hooks]
     named = any(spec.name == request_parameters.ARGUMENT for spec in config.inputs)
-    in_forward = "Do in forward() what the hooks do, or take them out."
-    contradictions = (
+    in_forward = "Do in forward() what the hooks do, or remove them."
+    conflicts = (
         (
             bool(batches) and not config.max_batch_size,
             f"{name} has {', '.join(batches)}(), and max_batch_size is 0",
-            "Set max_batch_size, or take them out: each request is then one item.",
+            "Set max_batch_size, or remove them: each request is then one item.",
         ),
         (
             config.options.pad is not None,
             f"PAD is set, and {name} has hooks",
-            "Pad in collate() or preprocess_batch(), and take PAD out.",
+            "Pad in collate() or preprocess_batch(), and remove PAD.",
         ),
         (
             "cuda_graphs" in config.options.optimize,
             f"OPTIMIZE asks for cuda_graphs, and {name} has hooks",
-            "Take cuda_graphs out.",
+            "Remove cuda_graphs.",
         ),
         (
             config.sequencing is not None,
@@ -294,6 +283,6 @@ def _refuse_contradictions(config: ModelConfig, name: str, hooks: Mapping[str, H
             "Rename the input.",
         ),
     )
-    for contradicts, problem, cure in contradictions:
-        if contradicts:
+    for applies, problem, cure in conflicts:
+        if applies:
             raise ConfigError(config.name, problem, cure=cure)

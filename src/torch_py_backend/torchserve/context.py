@@ -20,7 +20,7 @@ VERSION = "0.12.0"
 _OK = 200
 
 # The config of the model that this process serves, for handlers, which load weights themselves.
-settings: ContextVar[ModelConfig] = ContextVar("settings")
+current_config: ContextVar[ModelConfig] = ContextVar("current_config")
 
 
 class Dimension:

@@ -45,26 +45,26 @@ PROVIDED: Mapping[str, Sequence[str]] = {
 _PACKAGES = {name.rpartition(".")[0] for name in PROVIDED} - {""}
 # The names that `curl -T` and `--data` give to the body of a request.
 BODY = "body"
-_BODIES = (BODY, "data")
+_BODY_FIELDS = (BODY, "data")
 # A syntax tree takes a hundred times the memory of its text.
 _SOURCE_BYTES = 1 << 20
 
 
-def body(folder: Path, module: str) -> str | None:
+def body_field(folder: Path, module: str) -> str | None:
     """Return the key under which a handler reads the body of a request; None: not found.
 
     Args:
         folder: the folder of the unpacked archive.
         module: the handler's module; a module of TorchServe if it is not in the folder.
     """
-    tree = _parsed(folder / f"{module}.py")
+    tree = _parse(folder / f"{module}.py")
     if tree is None:
         return BODY
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
-    return next((name for name in _BODIES if name in texts), None)
+    return next((name for name in _BODY_FIELDS if name in texts), None)
 
 
-def _parsed(path: Path) -> ast.Module | None:
+def _parse(path: Path) -> ast.Module | None:
     """Return the syntax tree of a source; None: it is invalid, missing or too large."""
     try:
         if path.stat().st_size > _SOURCE_BYTES:
@@ -97,14 +97,14 @@ def problems(folder: Path) -> list[str]:
     """Return the problems of an archive's sources, each with the files that have it."""
     files: dict[str, list[str]] = {}
     for path in sorted(folder.rglob("*.py")):
-        tree = _parsed(path)
+        tree = _parse(path)
         for node in ast.walk(tree) if tree is not None else ():
-            for problem in _problems(folder, node):
+            for problem in _node_problems(folder, node):
                 files.setdefault(problem, []).append(path.relative_to(folder).as_posix())
     return [f"{problem} ({join_names(dict.fromkeys(names))})" for problem, names in files.items()]
 
 
-def _problems(folder: Path, node: ast.AST) -> Iterator[str]:
+def _node_problems(folder: Path, node: ast.AST) -> Iterator[str]:
     modules: list[str] = []
     if isinstance(node, ast.Attribute):
         names, table = [node.attr], _ATTRIBUTES
@@ -124,12 +124,12 @@ def _problems(folder: Path, node: ast.AST) -> Iterator[str]:
         top = module.partition(".")[0]
         if top == "ts" and module not in PROVIDED:
             yield f"{module} of TorchServe is not provided: its import fails"
-        elif top != "ts" and not _is_present(folder, top):
+        elif top != "ts" and not _is_importable(folder, top):
             yield f"{top} is not installed here: install it where the server's Python runs"
     yield from (table[name] for name in names if name in table)
 
 
-def _is_present(folder: Path, top: str) -> bool:
+def _is_importable(folder: Path, top: str) -> bool:
     """Return whether a module is in the archive, in the standard library or installed."""
     in_archive = mar_archive.holds_module(folder, top) or (folder / top).is_dir()
     if in_archive or top in sys.stdlib_module_names:

@@ -33,7 +33,7 @@ from torch_py_backend.errors import (
     join_names,
 )
 from torch_py_backend.loading import mapped_files, state_dict
-from torch_py_backend.torchserve.context import Context, settings
+from torch_py_backend.torchserve.context import Context, current_config
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -48,7 +48,7 @@ _DEVIATION = (0.229, 0.224, 0.225)
 # Formats that Pillow decodes itself: for EPS it would start Ghostscript on the client's bytes.
 FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 # For images that are not resized: as floats, 12 bytes per pixel or 300 MB in all.
-_MOST_PIXELS_AS_FLOATS = 25_000_000
+_MAX_FLOAT_PIXELS = 25_000_000
 
 
 # --- ts.utils.util ---------------------------------------------------------------------------
@@ -172,29 +172,27 @@ class BaseHandler:
         if model.get("serializedFile"):
             self.model_pt_path = str(folder / model["serializedFile"])
         if model.get("modelFile"):
-            self.model = self._load_pickled_model(
-                str(folder), model["modelFile"], self.model_pt_path
-            )
-            self.model = self.model.to(self.device).eval()
+            module = self._load_pickled_model(str(folder), model["modelFile"], self.model_pt_path)
+            self.model = module.to(self.device).eval()
         elif self.model_pt_path is None:
             raise ArtifactError(
-                settings.get().name, "the manifest names neither a serializedFile nor a modelFile"
+                current_config.get().name,
+                "the manifest names neither a serializedFile nor a modelFile",
             )
         else:
-            self.model = self._load_program(self.model_pt_path)
+            path = self.model_pt_path
+            content = file_types.file_type(Path(path))
+            if content is FileType.AOTI:
+                self.model = torch._inductor.aoti_load_package(path)  # noqa: SLF001  public
+            elif content is FileType.EXPORTED:
+                self.model = torch.export.load(path).module().to(self.device)
+            else:
+                self.model = self._load_torchscript_model(path).eval()
         self.mapping = load_label_mapping(str(folder / "index_to_name.json"))
         self.initialized = True
 
-    def _load_program(self, path: str) -> Any:
-        content = file_types.file_type(Path(path))
-        if content is FileType.AOTI:
-            return torch._inductor.aoti_load_package(path)  # noqa: SLF001  public
-        if content is FileType.EXPORTED:
-            return torch.export.load(path).module().to(self.device)
-        return self._load_torchscript_model(path).eval()
-
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
-        config, path = settings.get(), Path(model_pt_path)
+        config, path = current_config.get(), Path(model_pt_path)
         content = file_types.file_type(path)
         if content is not FileType.TORCHSCRIPT:
             raise ArtifactError(
@@ -212,7 +210,7 @@ class BaseHandler:
         self, model_dir: str, model_file: str, model_pt_path: str | None
     ) -> nn.Module:
         """Return the only module class of a source with its weights; pickled code is not run."""
-        config = settings.get()
+        config = current_config.get()
         source = importlib.import_module(model_file.partition(".")[0])
         classes = list_classes_from_module(source, nn.Module)
         if len(classes) != 1:
@@ -220,21 +218,19 @@ class BaseHandler:
             raise SourceError(
                 config.name, f"{model_file} defines {names}", expected="one nn.Module"
             )
-        module: nn.Module
         if model_pt_path is None:
-            module = classes[0]()
-            return module
-        module = state_dict.build_uninitialized(classes[0])
-        path = Path(model_dir, model_file)
-        state_dict.load_into(
-            config, Artifact(ArtifactType.MODULE, path, Path(model_pt_path)), module
-        )
+            module: nn.Module = classes[0]()
+        else:
+            module = state_dict.build_uninitialized(classes[0])
+            path = Path(model_dir, model_file)
+            artifact = Artifact(ArtifactType.MODULE, path, Path(model_pt_path))
+            state_dict.load_into(config, artifact, module)
         return module
 
     def preprocess(self, data: Data) -> Data:
         """Return requests, each a number or a list of numbers, as a tensor."""
         if isinstance(data, list) and all(isinstance(row, Mapping) for row in data):
-            data = [body(row) for row in data]
+            data = [request_body(row) for row in data]
         return torch.as_tensor(data, device=self.device)
 
     def inference(self, data: Data, *args: Any, **kwargs: Any) -> Data:
@@ -253,7 +249,7 @@ class BaseHandler:
         return self.device
 
 
-def body(row: Mapping[str, object]) -> Data:
+def request_body(row: Mapping[str, object]) -> Data:
     """Return the body of a request: its field `data`, else `body`."""
     value = row.get("data")
     return row.get("body") if value is None else value
@@ -274,24 +270,21 @@ class ImageNetTransform:
     def __call__(self, image: Image) -> Tensor:
         """Return an image as a tensor [3, height, width]."""
         image = image.convert("RGB")  # mean and deviation are of three channels
+        if self.side is not None:
+            width, height = image.size
+            short, long = sorted(image.size)
+            if short != self.side:
+                other = int(self.side * long / short)
+                width, height = (self.side, other) if width <= height else (other, self.side)
+                image = image.resize((width, height), pillow().Resampling.BILINEAR)
+            left, top = round((width - self.crop) / 2), round((height - self.crop) / 2)
+            image = image.crop((left, top, left + self.crop, top + self.crop))
+        pixels = torch.from_numpy(np.array(image, dtype=np.uint8))
+        tensor = pixels.permute(2, 0, 1).contiguous().to(torch.float32).div_(255)
         if self.side is None:
-            return _to_tensor(image)
-        width, height = image.size
-        short, long = sorted(image.size)
-        if short != self.side:
-            other = int(self.side * long / short)
-            width, height = (self.side, other) if width <= height else (other, self.side)
-            image = image.resize((width, height), pillow().Resampling.BILINEAR)
-        left, top = round((width - self.crop) / 2), round((height - self.crop) / 2)
-        image = image.crop((left, top, left + self.crop, top + self.crop))
+            return tensor
         mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _DEVIATION))
-        return (_to_tensor(image) - mean) / deviation
-
-
-def _to_tensor(image: Image) -> Tensor:
-    """Return bytes from 0 to 255 as floats from 0 to 1, channels first."""
-    pixels = torch.from_numpy(np.array(image, dtype=np.uint8))
-    return pixels.permute(2, 0, 1).contiguous().to(torch.float32).div_(255)
+        return (tensor - mean) / deviation
 
 
 def pillow() -> ModuleType:
@@ -303,7 +296,7 @@ def pillow() -> ModuleType:
     try:
         from PIL import Image  # noqa: PLC0415  only models with images need it
     except ImportError as error:
-        config = settings.get(None)
+        config = current_config.get(None)
         raise PlatformError(
             config.name if config is not None else "",
             f"its handler reads images: {error}",
@@ -323,18 +316,10 @@ class VisionHandler(BaseHandler):
         super().initialize(context)
 
     def preprocess(self, data: Data) -> Data:
-        return torch.stack([self._image(body(row)) for row in data]).to(self.device)
+        return torch.stack([self._read_image(request_body(row)) for row in data]).to(self.device)
 
-    def _image(self, content: Data) -> Tensor:
-        if isinstance(content, str):
-            content = base64.b64decode(content)
-        if not isinstance(content, bytes | bytearray):
-            return torch.tensor(content, dtype=torch.float32)
-        image: Tensor = self.image_processing(self._open(content))
-        return image
-
-    def _open(self, file: bytes | bytearray) -> Image:
-        """Return an image that is not decoded yet.
+    def _read_image(self, content: Data) -> Tensor:
+        """Return an image as a tensor: a file as bytes or in base64, or a list of numbers.
 
         Pillow's `Image.MAX_IMAGE_PIXELS` limits its size; handlers may raise it, or set it to None.
 
@@ -342,19 +327,28 @@ class VisionHandler(BaseHandler):
             PIL.UnidentifiedImageError: it has none of FORMATS.
             InputError: it has too many pixels.
         """
-        image: Image = pillow().open(io.BytesIO(file), formats=FORMATS)
-        most = pillow().MAX_IMAGE_PIXELS
+        if isinstance(content, str):
+            content = base64.b64decode(content)
+        if not isinstance(content, bytes | bytearray):
+            return torch.tensor(content, dtype=torch.float32)
+        image: Image = pillow().open(io.BytesIO(content), formats=FORMATS)  # not decoded yet
+        limit = pillow().MAX_IMAGE_PIXELS
         transform = self.image_processing
-        if most is not None and isinstance(transform, ImageNetTransform) and transform.side is None:
-            most = min(most, _MOST_PIXELS_AS_FLOATS)
+        if (
+            limit is not None
+            and isinstance(transform, ImageNetTransform)
+            and transform.side is None
+        ):
+            limit = min(limit, _MAX_FLOAT_PIXELS)
         width, height = image.size
-        if most is not None and width * height > most:
+        if limit is not None and width * height > limit:
             raise InputError(
-                settings.get().name,
+                current_config.get().name,
                 f"the image has {width} x {height} pixels",
-                expected=f"at most {most} pixels in all",
+                expected=f"at most {limit} pixels in all",
             )
-        return image
+        tensor: Tensor = transform(image)
+        return tensor
 
 
 class ImageClassifier(VisionHandler):
@@ -388,12 +382,14 @@ class ObjectDetector(VisionHandler):
     threshold = 0.5
 
     def postprocess(self, data: Data) -> Data:
-        return [self._objects(detection) for detection in data]
-
-    def _objects(self, detection: Mapping[str, Tensor]) -> list[dict[str, object]]:
-        kept = detection["scores"] >= self.threshold
-        columns = [detection[key][kept].tolist() for key in ("boxes", "labels", "scores")]
-        return [
-            map_class_to_label([[box]], self.mapping, [[label]])[0] | {"score": score}
-            for box, label, score in zip(*columns, strict=True)
-        ]
+        answers = []
+        for detection in data:
+            kept = detection["scores"] >= self.threshold
+            columns = [detection[key][kept].tolist() for key in ("boxes", "labels", "scores")]
+            answers.append(
+                [
+                    map_class_to_label([[box]], self.mapping, [[label]])[0] | {"score": score}
+                    for box, label, score in zip(*columns, strict=True)
+                ]
+            )
+        return answers

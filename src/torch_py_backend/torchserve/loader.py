@@ -7,14 +7,15 @@ class is initialized, and called with a list of requests.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import io
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TypeAlias
@@ -44,7 +45,7 @@ from torch_py_backend.loading import python_source
 from torch_py_backend.loading.loaded import Loaded, warn_unused
 from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.torchserve import mar_archive, stand_in
-from torch_py_backend.torchserve.context import Context, settings
+from torch_py_backend.torchserve.context import Context, current_config
 from torch_py_backend.torchserve.mar_archive import Manifest
 
 log = logging.getLogger(__name__)
@@ -77,27 +78,19 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
                 f"{problem}, and {artifact.path.name} is {artifact.kind.value}",
                 cure="A handler sends one response per request and keeps no state; remove it.",
             )
-    warn_unused(config, "method", "model_class", "model_factory", "weights")
-    served = _served(config, artifact.path, device)
-    return Loaded(artifact.kind, served, _signature(config), served)
-
-
-def _signature(config: ModelConfig) -> Signature:
-    """Return the signature of the handler: the inputs of the config.
-
-    Raises:
-        ConfigError: the config has other tensors than strings.
-    """
-    wrong = [spec for spec in (*config.inputs, *config.outputs) if spec.dtype.triton != "BYTES"]
-    wrong += [spec for spec in config.inputs if spec.dims not in ((), (1,))]
-    if wrong or len(config.outputs) != 1:
+    tensors = (*config.inputs, *config.outputs)
+    if (
+        any(spec.dtype.triton != "BYTES" for spec in tensors)
+        or any(spec.dims not in ((), (1,)) for spec in config.inputs)
+        or len(config.outputs) != 1
+    ):
         raise ConfigError(
             config.name,
-            "config.pbtxt has the tensors"
-            f" {join_names(map(str, (*config.inputs, *config.outputs)))}",
+            f"config.pbtxt has the tensors {join_names(map(str, tensors))}",
             expected="inputs and one output of TYPE_STRING with dims: [ 1 ], as a request to"
             " TorchServe has fields and one answer",
         )
+    warn_unused(config, "method", "model_class", "model_factory", "weights")
     arguments = tuple(
         Argument(
             spec.name,
@@ -108,13 +101,11 @@ def _signature(config: ModelConfig) -> Signature:
         )
         for spec in config.inputs
     )
-    return Signature(arguments, name="handle")
+    served = _initialize(config, artifact.path, device)
+    return Loaded(artifact.kind, served, Signature(arguments, name="handle"), served)
 
 
-# --- the handler -----------------------------------------------------------------------------
-
-
-def _served(config: ModelConfig, folder: Path, device: torch.device | None) -> Served:
+def _initialize(config: ModelConfig, folder: Path, device: torch.device | None) -> Served:
     """Import and initialize the handler of an archive.
 
     Args:
@@ -125,7 +116,16 @@ def _served(config: ModelConfig, folder: Path, device: torch.device | None) -> S
     Raises:
         LoadError: it cannot be served.
     """
-    content_type = _content_type(config)
+    kwargs = config.options.model_kwargs or {}
+    content_type = kwargs.get("content_type", "")
+    if kwargs.keys() - {"content_type"} or not isinstance(content_type, str):
+        raise OptionError(
+            config.name,
+            "MODEL_KWARGS",
+            json.dumps(kwargs),
+            '{"content_type": "…"}, which is all that a TorchServe archive takes',
+        )
+    content_type = content_type.partition(";")[0].strip().lower()
     try:
         manifest = mar_archive.read_manifest(folder, folder.name)
         yaml_config = mar_archive.read_settings(folder, manifest, folder.name)
@@ -136,46 +136,15 @@ def _served(config: ModelConfig, folder: Path, device: torch.device | None) -> S
     context = Context(config, folder, manifest, yaml_config, gpu, headers)
     if not stand_in.install():
         log.info("model '%s': TorchServe is installed, and its own handlers are used.", config.name)
-    # Handlers open files of the archive by relative paths.
-    os.chdir(folder)
-    with _initializing(config, manifest), python_source.importing_from(folder):
-        name = manifest.handler_module
-        in_archive = mar_archive.holds_module(folder, name)
-        module = importlib.import_module(name if in_archive else f"ts.torch_handler.{name}")
-        handle, initialize, owners = _entry(config, module, manifest.handler_function)
-        if inspect.iscoroutinefunction(handle):
-            raise SourceError(
-                config.name,
-                f"{handle.__name__}() is a coroutine in the handler {manifest.handler}",
-                expected="a function that returns its answers",
-            )
-        initialize(context)
-    for owner in owners:
-        _compile(config, owner)
-    values = [value for holder in (module, *owners) for value in vars(holder).values()]
-    modules = {id(value): value for value in values if isinstance(value, nn.Module)}
-    return Served(config, handle, context, content_type, [*modules.values()])
-
-
-def _content_type(config: ModelConfig) -> str:
-    """Return the content type of request bodies, from MODEL_KWARGS."""
-    kwargs = config.options.model_kwargs or {}
-    value = kwargs.get("content_type", "")
-    if kwargs.keys() - {"content_type"} or not isinstance(value, str):
-        raise OptionError(
-            config.name,
-            "MODEL_KWARGS",
-            json.dumps(kwargs),
-            '{"content_type": "…"}, which is all that a TorchServe archive takes',
-        )
-    return value.partition(";")[0].strip().lower()
-
-
-@contextmanager
-def _initializing(config: ModelConfig, manifest: Manifest) -> Iterator[None]:
-    settings.set(config)  # not reset: a handler may initialize itself later
+    current_config.set(config)  # not reset: a handler may initialize itself later
+    os.chdir(folder)  # handlers open files of the archive by relative paths
     try:
-        yield
+        with python_source.importing_from(folder):
+            name = manifest.handler_module
+            in_archive = mar_archive.holds_module(folder, name)
+            module = importlib.import_module(name if in_archive else f"ts.torch_handler.{name}")
+            handle, initialize, instances = _entry_point(config, module, manifest)
+            initialize(context)
     except BackendError:
         raise
     except (Exception, SystemExit) as error:  # the handler's own code runs here
@@ -184,42 +153,61 @@ def _initializing(config: ModelConfig, manifest: Manifest) -> Iterator[None]:
             config.name,
             f"the handler {manifest.handler} fails at {python_source.error_location(error, path)}",
         ) from error
+    for instance in instances:
+        _compile(config, instance)
+    values = [value for owner in (module, *instances) for value in vars(owner).values()]
+    modules = {id(value): value for value in values if isinstance(value, nn.Module)}
+    return Served(config, handle, context, content_type, [*modules.values()])
 
 
-def _entry(
-    config: ModelConfig, module: ModuleType, function: str
-) -> tuple[Handle, Callable[[Context], object], list[object]]:
-    """Return the handler's function, its initialization, and the objects that hold its model."""
-    handle: Handle | None = getattr(module, function, None)
+def _entry_point(
+    config: ModelConfig, module: ModuleType, manifest: Manifest
+) -> tuple[Handle, Callable[[Context], object], Sequence[object]]:
+    """Return the handler's function, its initialization, and the objects that may hold its model.
+
+    The handler is the function that the manifest names, or the module's only class.
+    """
+    handle: Handle | None = getattr(module, manifest.handler_function, None)
     if handle is not None:
+        initialize: Callable[[Context], object] = partial(handle, None)
         # The module of a function may hold instances of handlers.
         instances = [value for value in vars(module).values() if hasattr(type(value), "handle")]
-        return handle, lambda context: handle(None, context), instances
-    classes = [
-        value
-        for value in vars(module).values()
-        if isinstance(value, type)
-        and hasattr(value, "handle")
-        and (value.__module__ == module.__name__ or module.__name__.startswith("ts."))
-    ]
-    if len(classes) != 1:
-        names = join_names(cls.__name__ for cls in classes) or "no class with handle()"
+    else:
+        # A module of `stand_in` holds only what it provides, defined elsewhere.
+        provided = module.__spec__ is not None and module.__spec__.loader is None
+        classes = [
+            value
+            for value in vars(module).values()
+            if isinstance(value, type)
+            and hasattr(value, "handle")
+            and (provided or value.__module__ == module.__name__)
+        ]
+        if len(classes) != 1:
+            names = join_names(cls.__name__ for cls in classes) or "no class with handle()"
+            raise SourceError(
+                config.name,
+                f"the handler {module.__name__} defines {names}, and no function"
+                f" {manifest.handler_function}()",
+                expected="one class with initialize() and handle(), or that function",
+            )
+        handler = classes[0]()
+        handle, initialize, instances = handler.handle, handler.initialize, [handler]
+    if inspect.iscoroutinefunction(handle):
         raise SourceError(
             config.name,
-            f"the handler {module.__name__} defines {names}, and no function {function}()",
-            expected="one class with initialize() and handle(), or that function",
+            f"{handle.__name__}() is a coroutine in the handler {manifest.handler}",
+            expected="a function that returns its answers",
         )
-    handler = classes[0]()
-    return handler.handle, handler.initialize, [handler]
+    return handle, initialize, instances
 
 
-def _compile(config: ModelConfig, owner: object) -> None:
-    """Compile the handler's attribute `model`, if the config says so.
+def _compile(config: ModelConfig, instance: object) -> None:
+    """Compile the attribute `model` of a handler, if the config says so.
 
     Raises:
         OptionError: torch.compile does not accept the parameters.
     """
-    model = getattr(owner, "model", None)
+    model = getattr(instance, "model", None)
     compiled_by_handler = hasattr(model, "_orig_mod")
     if not torch_compile.requested(config) or compiled_by_handler:
         return
@@ -267,7 +255,7 @@ class Served(nn.Module):
         self._model = config.name
         self._handle = handle
         self._context = context
-        self._decode = _decoder(content_type)
+        self._content_type = content_type
         # TorchServe's own class, if TorchServe is installed.
         self._prediction_error: type[Exception] = importlib.import_module(
             "ts.utils.util"
@@ -290,8 +278,11 @@ class Served(nn.Module):
         try:
             answers = self._handle(requests, self._context)
         except self._prediction_error as error:
-            self._raise_status(getattr(error, "error_code", None), getattr(error, "message", error))
-            raise
+            status, message = getattr(error, "error_code", None), getattr(error, "message", error)
+            refusal = self._status_error(status, message)
+            if isinstance(refusal, OutputError):  # a server error: the log has its traceback
+                raise
+            raise refusal from error
         if not isinstance(answers, list) or len(answers) != len(requests):
             count = f" of {len(answers)}" if isinstance(answers, list) else ""
             raise OutputError(
@@ -302,24 +293,29 @@ class Served(nn.Module):
             )
         for processor in self._context.request_processor:
             if processor.status >= _CLIENT_ERROR:
-                self._raise_status(processor.status, processor.phrase)
-                raise OutputError(self._model, _message(processor.status, processor.phrase))
+                raise self._status_error(processor.status, processor.phrase)
         encoded: Strings = np.empty(len(answers), dtype=np.object_)
         encoded[:] = [_encode(self._model, answer) for answer in answers]
         return encoded
 
-    def _raise_status(self, status: object, message: object) -> None:
-        """Raise the error for a status; nothing if it is a server error."""
+    def _decode(self, body: bytes) -> Field:
+        """Return a body as its content type says; an invalid body stays bytes."""
+        with contextlib.suppress(ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+            if self._content_type == "application/json":
+                return json.loads(body)
+            if self._content_type.startswith("text/"):
+                return body.decode()
+        return bytearray(body)
+
+    def _status_error(self, status: object, message: object) -> BackendError:
+        """Return the error for a status, without traceback or paths."""
+        text = summarize(Exception(message)).removeprefix("Exception: ") if message else ""
+        problem = f"the handler answered {status}" + (f": {text}" if text else "")
         if status in _UNAVAILABLE:
-            raise UnavailableError(self._model, _message(status, message))
+            return UnavailableError(self._model, problem)
         if isinstance(status, int) and _CLIENT_ERROR <= status < _SERVER_ERROR:
-            raise InputError(self._model, _message(status, message))
-
-
-def _message(status: object, message: object) -> str:
-    """Return an error message with the handler's status and message, without traceback or paths."""
-    text = summarize(Exception(message)).removeprefix("Exception: ") if message else ""
-    return f"the handler answered {status}" + (f": {text}" if text else "")
+            return InputError(self._model, problem)
+        return OutputError(self._model, problem)
 
 
 def _encode(model: str, answer: object) -> bytes:
@@ -336,25 +332,6 @@ def _encode(model: str, answer: object) -> bytes:
     except (TypeError, ValueError, RecursionError) as error:
         raise OutputError(
             model,
-            f"the handler returned a {type(answer).__name__} that is no JSON: {summarize(error)}",
+            f"the handler returned a {type(answer).__name__} that is not JSON: {summarize(error)}",
             expected="bytes, text, a tensor, or what JSON can hold",
         ) from None
-
-
-def _decoder(content_type: str) -> Callable[[bytes], Field]:
-    """Return the decoder of bodies of this type; invalid bodies stay bytes."""
-    decode: Callable[[bytes], Field]
-    if content_type == "application/json":
-        decode = json.loads
-    elif content_type.startswith("text/"):
-        decode = bytes.decode
-    else:
-        return bytearray
-
-    def decoded(body: bytes) -> Field:
-        try:
-            return decode(body)
-        except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
-            return bytearray(body)
-
-    return decoded

@@ -26,6 +26,8 @@ from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.errors import ArchiveError, join_names, summarize
 
 MANIFEST = Path("MAR-INF", "MANIFEST.json")
+# The vocabulary of a text handler, where the manifest names none.
+VOCABULARY = "source_vocab.pt"
 # Handlers of TorchServe that are supported here.
 HANDLERS = (
     "base_handler",
@@ -35,16 +37,37 @@ HANDLERS = (
     "text_classifier",
 )
 
+# What serves the models of other handlers of TorchServe.
+_ALTERNATIVES = {
+    "vllm_handler": "Triton's vLLM backend serves such models.",
+    "trt_llm_handler": "Triton's TensorRT-LLM backend serves such models.",
+    "dali_image_classifier": "Triton's DALI backend reads images on the GPU.",
+}
+
 _CHUNK_BYTES = 1 << 20
 _GIGABYTE = 1 << 30
-# Files that are read whole: the manifest and settings.
-_TEXT_BYTES = 1 << 20
+# The manifest and settings are read at once.
+_MAX_TEXT_BYTES = 1 << 20
 # The most values in settings.
-_VALUES = 100_000
-_LONGEST_NAME = 255
+_MAX_VALUES = 100_000
+_MAX_NAME_BYTES = 255
 # The deepest path: code that walks through folders is recursive.
-_DEEPEST = 32
+_MAX_DEPTH = 32
 _RUNTIMES = ("python", "python3")
+# Models with their code, which need no source of a class.
+PROGRAMS = (FileType.TORCHSCRIPT, FileType.EXPORTED, FileType.AOTI)
+# Exceptions for damaged files, beside OSError. RecursionError: tarfile is recursive for chains of
+# headers.
+_DAMAGE_ERRORS = (
+    zipfile.BadZipFile,
+    tarfile.TarError,
+    gzip.BadGzipFile,
+    zlib.error,
+    EOFError,
+    NotImplementedError,
+    RecursionError,
+    ValueError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,14 +97,6 @@ _Members = Generator[_Member, None, None]
 
 # --- unpacking -------------------------------------------------------------------------------
 
-_MODELS = (FileType.TORCHSCRIPT, FileType.EXPORTED, FileType.AOTI)
-# Exceptions for damaged files, beside OSError. RecursionError: tarfile is recursive for chains of
-# headers.
-_DAMAGE_ERRORS = (
-    *(zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError),
-    *(NotImplementedError, RecursionError, ValueError, UnicodeError),
-)
-
 
 def unpack(archive: Path, folder: Path, limits: Limits) -> None:
     """Unpack an archive into a new folder.
@@ -90,10 +105,10 @@ def unpack(archive: Path, folder: Path, limits: Limits) -> None:
         ArchiveError: it is damaged, malicious or too large, or not a TorchServe archive.
         OSError: the folder cannot be written.
     """
-    scratch = folder.with_name(f"{folder.name}-whole")
+    scratch = folder.with_name(f"{folder.name}-unpacked")
     try:
-        with contextlib.closing(_members(archive)) as members:
-            _write(archive.name, scratch, members, limits)
+        with contextlib.closing(_read_members(archive)) as members:
+            _write_members(archive.name, scratch, members, limits)
     except file_types.DirectoryTooLargeError:
         raise ArchiveError(
             archive.name, "its list of files, or one name in it, is longer than any archive's"
@@ -102,37 +117,48 @@ def unpack(archive: Path, folder: Path, limits: Limits) -> None:
         raise ArchiveError(
             archive.name,
             f"it is damaged: {summarize(error)}",
-            cure="Copy it again, or make it anew.",
+            cure="Copy or create it again.",
         ) from error
-    _root(archive, scratch).rename(folder)
+    # The manifest is at the top, or in the only folder there, as in tar files.
+    entries = list(scratch.iterdir()) if scratch.is_dir() else []
+    roots = [scratch, *entries] if len(entries) == 1 else [scratch]
+    root = next((root for root in roots if (root / MANIFEST).is_file()), None)
+    if root is None:
+        content = file_types.file_type(archive) if archive.is_file() else FileType.UNKNOWN
+        is_model = content in PROGRAMS
+        raise ArchiveError(
+            archive.name,
+            f"it holds no {MANIFEST}" + (f"; it is {content.value}" if is_model else ""),
+            expected="what torch-model-archiver wrote",
+            cure="Make a model folder of it with `torch-py-backend init`." if is_model else "",
+        )
+    root.rename(folder)
     shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _members(archive: Path) -> _Members:
-    """Return the members of an archive; each file is closed when the next one is requested."""
+def _read_members(archive: Path) -> _Members:
+    """Yield the members of an archive; each file is closed when the next one is requested."""
     if archive.is_dir():
-        return _folder_members(archive)
+        for path in sorted(archive.rglob("*")):
+            name = path.relative_to(archive).as_posix()
+            if path.is_symlink() or not (path.is_file() or path.is_dir()):
+                raise _not_a_file(archive, name)
+            if path.is_file():
+                with path.open("rb") as file:
+                    yield _Member(name, path.stat().st_size, file)
+        return
     with archive.open("rb") as file:
-        head = file.read(4)
-    if head.startswith(b"PK"):
-        return _zip_members(archive)
-    if head.startswith(b"\x1f\x8b"):
-        return _tar_members(archive)
-    raise ArchiveError(
-        archive.name,
-        f"it is {file_types.file_type(archive).value}",
-        expected="an archive of torch-model-archiver: .mar, .tar.gz, or a folder",
-    )
-
-
-def _folder_members(folder: Path) -> _Members:
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise _not_a_file(folder, name)
-        if path.is_file():
-            with path.open("rb") as file:
-                yield _Member(name, path.stat().st_size, file)
+        magic = file.read(4)
+    if magic.startswith(b"PK"):
+        yield from _zip_members(archive)
+    elif magic.startswith(b"\x1f\x8b"):
+        yield from _tar_members(archive)
+    else:
+        raise ArchiveError(
+            archive.name,
+            f"it is {file_types.file_type(archive).value}",
+            expected="an archive of torch-model-archiver: .mar, .tar.gz, or a folder",
+        )
 
 
 def _zip_members(path: Path) -> _Members:
@@ -142,7 +168,7 @@ def _zip_members(path: Path) -> _Members:
                 yield _Member(entry.filename)
                 continue
             # zipfile cuts a name at a zero byte, which may hide the rest of it.
-            _safe(path.name, entry.orig_filename)
+            _safe_path(path.name, entry.orig_filename)
             if stat.S_IFMT(entry.external_attr >> 16) not in (0, stat.S_IFREG):
                 raise _not_a_file(path, entry.filename)
             if entry.flag_bits & 1:
@@ -186,29 +212,29 @@ def _tar_members(path: Path) -> _Members:
 def _not_a_file(archive: Path, name: str) -> ArchiveError:
     return ArchiveError(
         archive.name,
-        f"{name[:_LONGEST_NAME]} is a link or a special file",
+        f"{name[:_MAX_NAME_BYTES]} is a link or a special file",
         expected="plain files and folders",
         cure="Put the file itself into the archive.",
     )
 
 
-def _safe(archive: str, name: str) -> PurePosixPath:
+def _safe_path(archive: str, name: str) -> PurePosixPath:
     """Return a name as a path, after checking that it stays within the archive."""
     path = PurePosixPath(name)
     leads_out = path.is_absolute() or ".." in path.parts or not path.parts
     unusual = not name.isprintable() or "\\" in name
-    long = any(len(part.encode()) > _LONGEST_NAME for part in path.parts)
-    if leads_out or unusual or long or len(path.parts) > _DEEPEST:
+    long = any(len(part.encode()) > _MAX_NAME_BYTES for part in path.parts)
+    if leads_out or unusual or long or len(path.parts) > _MAX_DEPTH:
         raise ArchiveError(
             archive,
-            f"it holds the name '{name[:_LONGEST_NAME]}'",
-            expected=f"names that stay within the archive, in at most {_DEEPEST - 1} folders",
+            f"it holds the name '{name[:_MAX_NAME_BYTES]}'",
+            expected=f"names that stay within the archive, in at most {_MAX_DEPTH - 1} folders",
             cure="Nothing of it is kept; do not trust its source.",
         )
     return path
 
 
-def _write(archive: str, folder: Path, members: Iterable[_Member], limits: Limits) -> None:
+def _write_members(archive: str, folder: Path, members: Iterable[_Member], limits: Limits) -> None:
     """Write members into a folder, within the limits. Folders are created for their files only."""
     too_large = ArchiveError(
         archive,
@@ -230,9 +256,9 @@ def _write(archive: str, folder: Path, members: Iterable[_Member], limits: Limit
             )
         if member.file is None:
             continue
-        path = _safe(archive, member.name)
+        path = _safe_path(archive, member.name)
         if path in files or path in folders or not files.isdisjoint(path.parents):
-            raise ArchiveError(archive, f"it holds {path} twice", cure="Make the archive anew.")
+            raise ArchiveError(archive, f"it holds {path} twice", cure="Create the archive again.")
         files.add(path)
         folders.update(path.parents)
         if member.size > bytes_left:
@@ -245,22 +271,6 @@ def _write(archive: str, folder: Path, members: Iterable[_Member], limits: Limit
                 if bytes_left < 0:
                     raise too_large
                 written.write(chunk)
-
-
-def _root(archive: Path, scratch: Path) -> Path:
-    """Return the folder of the manifest: the top, or the only folder there, as in tar files."""
-    tops = list(scratch.iterdir()) if scratch.is_dir() else []
-    for folder in (scratch, *tops) if len(tops) == 1 else (scratch,):
-        if (folder / MANIFEST).is_file():
-            return folder
-    content = file_types.file_type(archive) if archive.is_file() else FileType.UNKNOWN
-    is_model = content in _MODELS
-    raise ArchiveError(
-        archive.name,
-        f"it holds no {MANIFEST}" + (f"; it is {content.value}" if is_model else ""),
-        expected="what torch-model-archiver wrote",
-        cure="Make a model folder of it with `torch-py-backend init`." if is_model else "",
-    )
 
 
 # --- manifest and settings ------------------------------------------------------------------
@@ -279,7 +289,7 @@ class Manifest:
         requirements_file: the required packages.
         config_file: settings in YAML.
         vocabulary: the numbers of tokens, for a text handler.
-        document: the whole JSON object.
+        document: the JSON object.
     """
 
     model_name: str
@@ -312,7 +322,7 @@ def read_manifest(folder: Path, archive: str) -> Manifest:
     Raises:
         ArchiveError: there is no manifest, or its model cannot be served.
     """
-    document = _json(folder / MANIFEST, archive)
+    document = _read_json(folder / MANIFEST, archive)
     if "workflow" in document:
         raise ArchiveError(
             archive,
@@ -328,10 +338,10 @@ def read_manifest(folder: Path, archive: str) -> Manifest:
     model = document.get("model")
     if not isinstance(model, dict):
         raise ArchiveError(archive, f"{MANIFEST} has no object 'model'")
-    file = functools.partial(_file, archive, folder, model)
+    file = functools.partial(_optional_file, archive, folder, model)
     manifest = Manifest(
-        model_name=_text(archive, model, "modelName"),
-        handler=_text(archive, model, "handler"),
+        model_name=_required_text(archive, model, "modelName"),
+        handler=_required_text(archive, model, "handler"),
         serialized_file=file("serializedFile"),
         model_file=file("modelFile"),
         requirements_file=file("requirementsFile"),
@@ -339,58 +349,6 @@ def read_manifest(folder: Path, archive: str) -> Manifest:
         vocabulary=file("sourceVocab"),
         document=document,
     )
-    _check_handler(archive, folder, manifest)
-    return manifest
-
-
-def _json(path: Path, archive: str) -> dict[str, object]:
-    try:
-        if path.stat().st_size > _TEXT_BYTES:
-            raise ArchiveError(archive, f"{MANIFEST} is larger than a manifest")
-        document = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ArchiveError(archive, f"it holds no {MANIFEST}") from None
-    except (ValueError, RecursionError) as error:
-        raise ArchiveError(archive, f"{MANIFEST} is no JSON: {summarize(error)}") from None
-    if not isinstance(document, dict):
-        raise ArchiveError(archive, f"{MANIFEST} is no JSON object")
-    return document
-
-
-def _text(archive: str, model: Mapping[str, object], key: str) -> str:
-    value = model.get(key)
-    if not isinstance(value, str) or not value.strip():
-        raise ArchiveError(archive, f"{MANIFEST} has no text for '{key}'")
-    return value.strip()
-
-
-def _file(archive: str, folder: Path, model: Mapping[str, object], key: str) -> str:
-    """Return the file that a manifest names; empty: it names none."""
-    if model.get(key) in (None, ""):
-        return ""
-    name = _text(archive, model, key)
-    if not (folder / _safe(archive, name)).is_file():
-        raise ArchiveError(
-            archive,
-            f"{MANIFEST} names the {key} {name}, which the archive does not hold",
-            cure="Make the archive anew.",
-        )
-    return name
-
-
-def holds_module(folder: Path, module: str) -> bool:
-    """Return whether the archive contains a module of this name."""
-    return (folder / f"{module}.py").is_file() or (folder / module / "__init__.py").is_file()
-
-
-_CURES = {
-    "vllm_handler": "Triton's vLLM backend serves such models.",
-    "trt_llm_handler": "Triton's TensorRT-LLM backend serves such models.",
-    "dali_image_classifier": "Triton's DALI backend reads images on the GPU.",
-}
-
-
-def _check_handler(archive: str, folder: Path, manifest: Manifest) -> None:
     name = manifest.handler_module
     if not name.isidentifier():
         raise ArchiveError(
@@ -403,8 +361,49 @@ def _check_handler(archive: str, folder: Path, manifest: Manifest) -> None:
             archive,
             f"its handler is {name}, which it does not hold",
             expected=f"a file {name}.py in it, or one of {join_names(HANDLERS)}",
-            cure=_CURES.get(name, ""),
+            cure=_ALTERNATIVES.get(name, ""),
         )
+    return manifest
+
+
+def _read_json(path: Path, archive: str) -> dict[str, object]:
+    try:
+        if path.stat().st_size > _MAX_TEXT_BYTES:
+            raise ArchiveError(archive, f"{MANIFEST} is larger than a manifest")
+        document = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise ArchiveError(archive, f"it holds no {MANIFEST}") from None
+    except (ValueError, RecursionError) as error:
+        raise ArchiveError(archive, f"{MANIFEST} is not JSON: {summarize(error)}") from None
+    if not isinstance(document, dict):
+        raise ArchiveError(archive, f"{MANIFEST} is not a JSON object")
+    return document
+
+
+def _required_text(archive: str, model: Mapping[str, object], key: str) -> str:
+    value = model.get(key)
+    if not isinstance(value, str) or not value.strip():
+        raise ArchiveError(archive, f"{MANIFEST} has no text for '{key}'")
+    return value.strip()
+
+
+def _optional_file(archive: str, folder: Path, model: Mapping[str, object], key: str) -> str:
+    """Return the file that a manifest names; empty: it names none."""
+    if model.get(key) in (None, ""):
+        return ""
+    name = _required_text(archive, model, key)
+    if not (folder / _safe_path(archive, name)).is_file():
+        raise ArchiveError(
+            archive,
+            f"{MANIFEST} names the {key} {name}, which the archive does not hold",
+            cure="Create the archive again.",
+        )
+    return name
+
+
+def holds_module(folder: Path, module: str) -> bool:
+    """Return whether the archive contains a module of this name."""
+    return (folder / f"{module}.py").is_file() or (folder / module / "__init__.py").is_file()
 
 
 def read_settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, object]:
@@ -424,7 +423,7 @@ def read_settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, o
             cure="pip install 'torch-py-backend[torchserve]'.",
         ) from None
     path = folder / manifest.config_file
-    if path.stat().st_size > _TEXT_BYTES:
+    if path.stat().st_size > _MAX_TEXT_BYTES:
         raise ArchiveError(archive, f"{path.name} is larger than settings are")
     try:
         text = path.read_bytes()
@@ -432,7 +431,7 @@ def read_settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, o
         if root is not None and not _is_bounded(root):
             raise ArchiveError(
                 archive,
-                f"{path.name} stands for more than {_VALUES} values",
+                f"{path.name} expands to more than {_MAX_VALUES} values",
                 expected="settings that do not repeat themselves by reference",
             )
         document = yaml.safe_load(text)
@@ -455,14 +454,14 @@ class _Node(Protocol):
 
 
 def _is_bounded(root: _Node) -> bool:
-    """Return whether at most `_VALUES` values would be constructed from PyYAML's nodes.
+    """Return whether at most `_MAX_VALUES` values would be constructed from PyYAML's nodes.
 
     With nested references, a kilobyte of YAML can stand for values that fill any memory.
     """
     pending, count = [root], 0
-    while pending and count + len(pending) <= _VALUES:
+    while pending and count + len(pending) <= _MAX_VALUES:
         value = pending.pop().value
         count += 1
         for node in value if isinstance(value, list) else ():
             pending += node if isinstance(node, tuple) else (node,)
-    return count + len(pending) <= _VALUES
+    return count + len(pending) <= _MAX_VALUES

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
@@ -15,30 +15,13 @@ from typing import TypeGuard
 from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.discovery import ARCHIVE
 from torch_py_backend.artifacts.file_types import FileType
-from torch_py_backend.errors import ArchiveError, join_names
+from torch_py_backend.errors import ArchiveError, join_names, printable
 from torch_py_backend.torchserve import handler_lint, mar_archive
 from torch_py_backend.torchserve.mar_archive import Manifest
 
-VOCABULARY = "source_vocab.pt"
 OUTPUT = "output"
-# The largest integer in Triton's config, and the most characters of a setting in messages.
+# The largest integer in Triton's config.
 _LARGEST = (1 << 31) - 1
-_SHOWN = 80
-
-
-@dataclass(frozen=True, slots=True)
-class MigrationOptions:
-    """Choices of the user.
-
-    Attributes:
-        inputs: the fields of a request; empty: one, with the name in the handler's source.
-        content_type: the Content-Type of clients' requests; empty: bytes.
-        example: whether there is an example body for the warm-up.
-    """
-
-    inputs: tuple[str, ...] = ()
-    content_type: str = ""
-    example: bool = False
 
 
 @dataclass(slots=True)
@@ -48,18 +31,25 @@ class Migration:
     Attributes:
         config: the text of config.pbtxt.
         inputs: the names of its inputs.
-        taken: TorchServe's settings with their counterparts.
-        left: settings without a counterpart, and manual steps.
+        converted: TorchServe's settings with their counterparts.
+        not_converted: settings without a counterpart, and manual steps.
     """
 
     config: str = ""
     inputs: tuple[str, ...] = ()
-    taken: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
+    converted: list[str] = field(default_factory=list)
+    not_converted: list[str] = field(default_factory=list)
 
 
 def migrate(
-    archive: str, name: str, folder: Path, manifest: Manifest, options: MigrationOptions
+    archive: str,
+    name: str,
+    folder: Path,
+    manifest: Manifest,
+    *,
+    inputs: tuple[str, ...] = (),
+    content_type: str = "",
+    example: bool = False,
 ) -> Migration:
     """Return the config for an unpacked archive.
 
@@ -68,7 +58,9 @@ def migrate(
         name: the model's name.
         folder: the folder of the archive.
         manifest: its manifest.
-        options: the choices of the user.
+        inputs: the fields of a request; empty: one, with the name in the handler's source.
+        content_type: the Content-Type of clients' requests; empty: bytes.
+        example: whether there is an example body for the warm-up.
 
     Raises:
         ArchiveError: the archive cannot be served here, or its settings are invalid.
@@ -76,42 +68,33 @@ def migrate(
     settings = _Settings(
         archive, manifest.config_file, mar_archive.read_settings(folder, manifest, archive)
     )
-    problems = [
-        f"{settings.file} asks for {key} ({meaning})"
-        for key, meaning in _REFUSED.items()
-        if settings.document.get(key)
-    ]
-    if not mar_archive.holds_module(folder, manifest.handler_module):
-        problems += _file_problems(folder, manifest)
-    if problems:
-        raise ArchiveError(archive, f"it cannot be served here: {'; '.join(problems)}")
-    migration = Migration()
-    migration.inputs = options.inputs or (_body(folder, manifest, migration),)
+    _check_supported(settings, folder, manifest)
+    migration = Migration(inputs=inputs)
+    if not migration.inputs:
+        field_name = handler_lint.body_field(folder, manifest.handler_module)
+        migration.inputs = (field_name or handler_lint.BODY,)
+        if field_name is None:
+            migration.not_converted.append(
+                f"the names of a request's fields: {manifest.handler} does not say which it reads;"
+                f" {handler_lint.BODY} is the only input. Others are named with --input."
+            )
     lines = [
+        f"# {name}: the TorchServe archive {printable(archive)}, answered by its own handler.",
+        'backend: "pytorch_py"',
+        "",
         *_batching(settings, manifest, migration),
         "",
         *_tensors(migration),
         "",
         *_instances(settings, migration),
-        *_parameters(settings, options, migration),
+        *_parameters(settings, migration, content_type=content_type, example=example),
     ]
-    _report_other_settings(settings, migration)
-    _report_manual_steps(folder, manifest, migration)
-    notes = [f"# - {_one_line(line)}" for line in migration.left]
-    lines = [
-        f"# {name}: the TorchServe archive {_one_line(archive)}, answered by its own handler.",
-        'backend: "pytorch_py"',
-        "",
-        *lines,
-        *(["", "# Not taken over from TorchServe:", *notes] if notes else ()),
-    ]
+    _report_unconverted(settings, folder, manifest, migration)
+    if migration.not_converted:
+        lines += ["", "# Not taken over from TorchServe:"]
+        lines += [f"# - {printable(line)}" for line in migration.not_converted]
     migration.config = "\n".join(lines) + "\n"
     return migration
-
-
-def _one_line(text: str) -> str:
-    """Replace characters that are not printable: a line break would end a comment."""
-    return "".join(char if char.isprintable() else " " for char in text)
 
 
 # --- model-config.yaml -----------------------------------------------------------------------
@@ -136,14 +119,10 @@ class _Settings:
     def error(self, key: str, expected: str) -> ArchiveError:
         return ArchiveError(
             self.archive,
-            f"{self.file} says {key}: {_brief(self.document[key])}",
+            f"{self.file} says {key}: {repr(self.document[key])[:80]}",
             expected=expected,
             cure=f"Correct {self.file}.",
         )
-
-
-def _brief(value: object) -> str:
-    return _one_line(repr(value))[:_SHOWN]
 
 
 def _is_integer(value: object, least: int) -> TypeGuard[int]:
@@ -151,7 +130,7 @@ def _is_integer(value: object, least: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST
 
 
-_REFUSED = {
+_UNSUPPORTED = {
     "parallelType": "one model on several GPUs",
     "torchrun": "workers started by torchrun",
     "continuousBatching": "continuous batches, whose handlers keep requests over several calls",
@@ -163,29 +142,31 @@ _REFUSED = {
 def _batching(settings: _Settings, manifest: Manifest, migration: Migration) -> list[str]:
     size = settings.integer("batchSize")
     if size is None:
-        migration.left.append(
+        migration.not_converted.append(
             "batchSize is not in the archive, and max_batch_size is 1. If it was given when the"
             " model was registered, write it into config.pbtxt."
         )
         size = 1
     elif manifest.handler_module == "text_classifier" and size > 1:
-        migration.left.append(f"batchSize {size}: text_classifier answers one request at a time")
+        migration.not_converted.append(
+            f"batchSize {size}: text_classifier answers one request at a time"
+        )
         size = 1
     else:
-        migration.taken.append(f"batchSize {size}: max_batch_size: {size}")
+        migration.converted.append(f"batchSize {size}: max_batch_size: {size}")
     fields = []
     delay = settings.integer("maxBatchDelay", least=0)
     if delay is not None and size > 1:
         fields.append(f"max_queue_delay_microseconds: {delay * 1000}")
-        migration.taken.append(f"maxBatchDelay {delay} ms: {fields[-1]}")
+        migration.converted.append(f"maxBatchDelay {delay} ms: {fields[-1]}")
     elif delay is not None:
-        migration.left.append(
+        migration.not_converted.append(
             f"maxBatchDelay {delay}: no request waits for others in batches of one"
         )
     queue = settings.integer("jobQueueSize")
     if queue is not None:
         fields.append(f"default_queue_policy {{ max_queue_size: {queue} }}")
-        migration.taken.append(f"jobQueueSize {queue}: {fields[-1]}")
+        migration.converted.append(f"jobQueueSize {queue}: {fields[-1]}")
     lines = ["# Requests in one call of the handler at most.", f"max_batch_size: {size}"]
     if size > 1 or fields:
         lines.append(f"dynamic_batching {{ {''.join(f'{field} ' for field in fields)}}}")
@@ -207,9 +188,9 @@ def _instances(settings: _Settings, migration: Migration) -> list[str]:
     count = least or most or 1
     if least or most:
         key = "minWorkers" if least else "maxWorkers"
-        migration.taken.append(f"{key} {count}: instance_group count")
+        migration.converted.append(f"{key} {count}: instance_group count")
     if least and most is not None and most > least:
-        migration.left.append(
+        migration.not_converted.append(
             f"maxWorkers {most}: Triton starts a fixed number of instances; minWorkers is taken"
         )
     fields = [] if kind is None else [f"kind: {kind}"]
@@ -218,7 +199,7 @@ def _instances(settings: _Settings, migration: Migration) -> list[str]:
         count = math.ceil(count / len(gpus))
         fields = ["kind: KIND_GPU", f"gpus: [ {', '.join(map(str, gpus))} ]"]
     if fields:
-        migration.taken.append(f"deviceType, deviceIds: instance_group {' '.join(fields)}")
+        migration.converted.append(f"deviceType, deviceIds: instance_group {' '.join(fields)}")
     where = "." if fields else "; on each GPU, where there are any."
     return [
         f"# Copies of the handler, each in a process of its own{where}",
@@ -226,29 +207,33 @@ def _instances(settings: _Settings, migration: Migration) -> list[str]:
     ]
 
 
-def _parameters(settings: _Settings, options: MigrationOptions, migration: Migration) -> list[str]:
+def _parameters(
+    settings: _Settings, migration: Migration, *, content_type: str, example: bool
+) -> list[str]:
     lines = []
-    timeout = settings.integer("responseTimeout")
-    if timeout is not None:
-        milliseconds = str(timeout * 1000)
+    seconds = settings.integer("responseTimeout")
+    if seconds is not None:
+        milliseconds = str(seconds * 1000)
         lines += [
             "# Where `torch-py-backend serve` watches, an instance that takes longer is replaced.",
             _parameter("EXECUTION_TIMEOUT_MS", milliseconds),
         ]
-        migration.taken.append(f"responseTimeout {timeout} s: EXECUTION_TIMEOUT_MS {milliseconds}")
+        migration.converted.append(
+            f"responseTimeout {seconds} s: EXECUTION_TIMEOUT_MS {milliseconds}"
+        )
     compiled = _compile_parameters(settings, migration)
     if compiled is not None:
         lines += [
             "# How the handler's model is compiled.",
             _parameter("TORCH_COMPILE_OPTIONAL_PARAMETERS", compiled),
         ]
-        migration.taken.append(f"pt2: TORCH_COMPILE_OPTIONAL_PARAMETERS {compiled}")
-    if options.content_type:
+        migration.converted.append(f"pt2: TORCH_COMPILE_OPTIONAL_PARAMETERS {compiled}")
+    if content_type:
         lines += [
             "# What the handler takes bodies for: JSON is parsed, text decoded, all else bytes.",
-            _parameter("MODEL_KWARGS", json.dumps({"content_type": options.content_type})),
+            _parameter("MODEL_KWARGS", json.dumps({"content_type": content_type})),
         ]
-    if not options.example:
+    if not example:
         lines += [
             "# There is no body to warm up with: `import-mar --example FILE` puts one here.",
             _parameter("WARMUP", "false"),
@@ -273,7 +258,7 @@ def _compile_parameters(settings: _Settings, migration: Migration) -> str | None
     if not isinstance(pt2, dict):
         raise settings.error("pt2", "the name of a compiler, or its settings")
     if "export" in pt2:
-        migration.left.append("pt2's export: the type of a .pt2 package is detected")
+        migration.not_converted.append("pt2's export: the type of a .pt2 package is detected")
         return None
     inner = pt2.get("compile", pt2)
     if not isinstance(inner, dict):
@@ -282,16 +267,18 @@ def _compile_parameters(settings: _Settings, migration: Migration) -> str | None
         return None
     others = [str(key) for key in inner if key not in (*_COMPILE_KEYS, "enable")]
     if others:
-        migration.left.append(f"pt2's {join_names(others)}: torch.compile has no such argument")
+        migration.not_converted.append(
+            f"pt2's {join_names(others)}: torch.compile has no such argument"
+        )
     try:
         return json.dumps({key: value for key, value in inner.items() if key in _COMPILE_KEYS})
     except (TypeError, ValueError, RecursionError):
         raise settings.error("pt2", "values that JSON can hold") from None
 
 
-_TAKEN = {
+_CONVERTED = {
     *("batchSize", "maxBatchDelay", "jobQueueSize", "minWorkers", "maxWorkers", "deviceType"),
-    *("deviceIds", "responseTimeout", "pt2", *_REFUSED),
+    *("deviceIds", "responseTimeout", "pt2", *_UNSUPPORTED),
 }
 # Settings of TorchServe without a counterpart. All other keys are the handler's.
 _WITHOUT_EFFECT = {
@@ -308,76 +295,76 @@ _WITHOUT_EFFECT = {
 }
 
 
-def _report_other_settings(settings: _Settings, migration: Migration) -> None:
-    others = [key for key in settings.document if key not in _TAKEN]
-    migration.left += [
-        f"{key} {_brief(settings.document[key])}: {_WITHOUT_EFFECT[key]}"
+def _report_unconverted(
+    settings: _Settings, folder: Path, manifest: Manifest, migration: Migration
+) -> None:
+    """List the settings without a counterpart, and the user's next steps."""
+    others = [key for key in settings.document if key not in _CONVERTED]
+    migration.not_converted += [
+        f"{key} {repr(settings.document[key])[:80]}: {_WITHOUT_EFFECT[key]}"
         for key in others
         if key in _WITHOUT_EFFECT
     ]
     handler_settings = [str(key) for key in others if key not in _WITHOUT_EFFECT]
     if handler_settings:
-        migration.taken.append(
+        migration.converted.append(
             f"{join_names(handler_settings)}: for the handler, in context.model_yaml_config"
         )
+    if manifest.requirements_file:
+        migration.not_converted.append(
+            f"{manifest.requirements_file}: install it where the server's Python runs: pip install"
+            f" -r 1/{ARCHIVE}/{manifest.requirements_file}"
+        )
+    if manifest.handler_module == "base_handler" and not (folder / "base_handler.py").is_file():
+        migration.not_converted.append(
+            "base_handler takes numbers: import with --content-type application/json, and send"
+            " them as JSON, a list for each request"
+        )
+    migration.not_converted += handler_lint.problems(folder)
 
 
 # --- files -----------------------------------------------------------------------------------
 
 
-_PROGRAMS = (FileType.TORCHSCRIPT, FileType.EXPORTED, FileType.AOTI)
 _WEIGHTS = (FileType.STATE_DICT, FileType.SAFETENSORS)
 
 
-def _file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield the files that a handler of TorchServe cannot load; other handlers load any files."""
+def _check_supported(settings: _Settings, folder: Path, manifest: Manifest) -> None:
+    """Check the settings, and the files that a handler of TorchServe loads.
+
+    Other handlers may load any files.
+
+    Raises:
+        ArchiveError: the archive cannot be served here.
+    """
+    problems = [
+        f"{settings.file} asks for {key} ({meaning})"
+        for key, meaning in _UNSUPPORTED.items()
+        if settings.document.get(key)
+    ]
+    own_handler = mar_archive.holds_module(folder, manifest.handler_module)
     name = manifest.serialized_file
-    if name:
+    if not (own_handler or name or manifest.model_file):
+        problems.append("the manifest names neither a serializedFile nor a modelFile")
+    if name and not own_handler:
         content = file_types.file_type(folder / name)
-        supported = _WEIGHTS if manifest.model_file else _PROGRAMS
-        if content not in supported:
+        if content not in (_WEIGHTS if manifest.model_file else mar_archive.PROGRAMS):
             cure = file_types.advice(content, Path(manifest.model_file or name)).rstrip(".")
-            yield f"{name} is {content.value} ({cure})"
-    elif not manifest.model_file:
-        yield "the manifest names neither a serializedFile nor a modelFile"
-    if manifest.handler_module != "text_classifier":
-        return
-    vocabulary = manifest.vocabulary or VOCABULARY
-    if not (folder / vocabulary).is_file():
-        yield f"it holds no {vocabulary}, which text_classifier needs"
-    elif file_types.file_type(folder / vocabulary) is not FileType.STATE_DICT:
-        yield (
-            f"{vocabulary} is no dict of tokens (torchtext, whose objects it may hold, is not"
-            " maintained: save vocab.get_stoi() with torch.save)"
-        )
-
-
-def _report_manual_steps(folder: Path, manifest: Manifest, migration: Migration) -> None:
-    if manifest.requirements_file:
-        migration.left.append(
-            f"{manifest.requirements_file}: install it where the server's Python runs: pip install"
-            f" -r 1/{ARCHIVE}/{manifest.requirements_file}"
-        )
-    if manifest.handler_module == "base_handler" and not (folder / "base_handler.py").is_file():
-        migration.left.append(
-            "base_handler takes numbers: import with --content-type application/json, and send"
-            " them as JSON, a list for each request"
-        )
-    migration.left += handler_lint.problems(folder)
+            problems.append(f"{name} is {content.value} ({cure})")
+    if manifest.handler_module == "text_classifier" and not own_handler:
+        vocabulary = manifest.vocabulary or mar_archive.VOCABULARY
+        if not (folder / vocabulary).is_file():
+            problems.append(f"it holds no {vocabulary}, which text_classifier needs")
+        elif file_types.file_type(folder / vocabulary) is not FileType.STATE_DICT:
+            problems.append(
+                f"{vocabulary} is not a dict of tokens (torchtext's classes are not supported: save"
+                " vocab.get_stoi() with torch.save)"
+            )
+    if problems:
+        raise ArchiveError(settings.archive, f"it cannot be served here: {'; '.join(problems)}")
 
 
 # --- tensors ----------------------------------------------------------------------------------
-
-
-def _body(folder: Path, manifest: Manifest, migration: Migration) -> str:
-    """Return the name of the only input: the handler's key for the body of a request."""
-    key = handler_lint.body(folder, manifest.handler_module)
-    if key is None:
-        migration.left.append(
-            f"the names of a request's fields: {manifest.handler} does not say which it reads;"
-            f" {handler_lint.BODY} is the only input. Others are named with --input."
-        )
-    return key or handler_lint.BODY
 
 
 def _tensors(migration: Migration) -> list[str]:
@@ -388,7 +375,7 @@ def _tensors(migration: Migration) -> list[str]:
         f"  {{ name: {json.dumps(name)} data_type: TYPE_STRING dims: [ 1 ]{optional} }}"
         for name in inputs
     ]
-    migration.taken.append(
+    migration.converted.append(
         f"a request's {join_names(inputs)}: {'inputs' if several else 'input'} of bytes"
     )
     return [

@@ -12,9 +12,9 @@ from typing import Any, TypeAlias
 import torch
 
 from torch_py_backend.errors import ArtifactError, summarize
-from torch_py_backend.torchserve.context import Context, settings
-from torch_py_backend.torchserve.handlers import BaseHandler, Data, body, map_class_to_label
-from torch_py_backend.torchserve.migration import VOCABULARY
+from torch_py_backend.torchserve.context import Context, current_config
+from torch_py_backend.torchserve.handlers import BaseHandler, Data, map_class_to_label, request_body
+from torch_py_backend.torchserve.mar_archive import VOCABULARY
 
 _MARKUP = re.compile(r"<.*?>|&(?:[a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
 
@@ -109,7 +109,21 @@ class TextHandler(BaseHandler):
         name = self.manifest["model"].get("sourceVocab")
         folder = context.system_properties["model_dir"]
         path = Path(folder, name) if name else Path(self.get_source_vocab_path(context))
-        self.source_vocab = _vocabulary(path)
+        try:
+            vocabulary = torch.load(path, weights_only=True)
+            problem = (
+                "" if isinstance(vocabulary, dict) else f"it holds a {type(vocabulary).__name__}"
+            )
+        except Exception as error:  # a missing or damaged file, or objects of torchtext
+            problem = summarize(error)
+        if problem:
+            raise ArtifactError(
+                current_config.get().name,
+                f"the vocabulary {path.name} cannot be read: {problem}",
+                expected="a dict of numbers by token",
+                cure="Save one with torch.save; of torchtext's Vocab, what get_stoi() returns.",
+            )
+        self.source_vocab = Vocabulary(vocabulary)
         self.initialized = True
 
     def get_source_vocab_path(self, ctx: Context) -> str:
@@ -138,22 +152,6 @@ def _expand(match: re.Match[str]) -> str:
     return words[0].upper() + words[1:] if match[0][0].isupper() else words
 
 
-def _vocabulary(path: Path) -> Vocabulary:
-    try:
-        vocabulary = torch.load(path, weights_only=True)
-        problem = "" if isinstance(vocabulary, dict) else f"it holds a {type(vocabulary).__name__}"
-    except Exception as error:  # a missing or damaged file, or objects of torchtext
-        problem = summarize(error)
-    if problem:
-        raise ArtifactError(
-            settings.get().name,
-            f"the vocabulary {path.name} cannot be read: {problem}",
-            expected="a dict of numbers by token",
-            cure="Save one with torch.save; of torchtext's Vocab, what get_stoi() returns.",
-        )
-    return Vocabulary(vocabulary)
-
-
 class TextClassifier(TextHandler):
     """Returns the probability of each class, for one text at a time."""
 
@@ -161,7 +159,7 @@ class TextClassifier(TextHandler):
 
     def preprocess(self, data: Data) -> Data:
         """Return the numbers of the text's words and n-grams, and its words."""
-        text = body(data[0])
+        text = request_body(data[0])
         if isinstance(text, bytes | bytearray):
             text = text.decode("utf-8")
         text = self._expand_contractions(self._remove_html_tags(text).lower())
