@@ -133,7 +133,7 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
     )
     yield
     for model in started:
-        model.leave()
+        model.close()
     environment, language, threads, cudnn, fuser, path, logger = before
     os.environ.clear()
     os.environ.update(environment)

@@ -367,7 +367,7 @@ with torch.inference_mode():
             free, total = torch.cuda.mem_get_info()
             print(total - free, flush=True)
         elif line == "leave\\n":
-            made.leave()
+            made.close()
             print("left", flush=True)
         else:
             (outcome,) = made.run([{"x": numpy.ones((1, 4096), numpy.float32)}])
@@ -662,7 +662,7 @@ def test_buffers_that_graphs_write_are_seen() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         replay = cuda_graphs.capture(lambda tensors: module(*tensors), [x])
         torch.cuda.current_stream().synchronize()
-        made.settle()
+        made.reset_baseline()
         assert not made.writes_buffers()
         replay([x])
         torch.cuda.current_stream().synchronize()

@@ -189,7 +189,7 @@ def test_responses_and_metrics_have_the_digest_of_the_weights(
     model, folder = _watched(tmp_path)
     (path,) = folder.glob("model.pt*")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    while not model._watch.digest:
+    while not model._watcher.digest:
         time.sleep(0.01)
     bad = fake_triton.InferenceRequest([])
     sent = [*_requests(scenarios.floats(1, 4)), bad]

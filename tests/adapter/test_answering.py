@@ -248,10 +248,10 @@ def test_internal_errors(tmp_path: Path, process: None, monkeypatch: pytest.Monk
     """An exception of the backend is one sentence for clients, and a traceback in the log."""
     model = load(tmp_path)
 
-    def resolve(*args: object, more: bool) -> Any:
+    def retry_or_refuse(*args: object, more: bool) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(model._engine.recovery, "resolve", resolve)
+    monkeypatch.setattr(model._engine.recovery, "retry_or_refuse", retry_or_refuse)
     sent = [request(1, "one"), request(-1, "two")]
     responses = model.execute(sent)
 
@@ -391,7 +391,7 @@ def test_a_poisoned_instance(
     assert "Traceback" in errors()[0]
     assert errors()[1] == (
         "model 'judge': instance judge_0_0 is poisoned and refuses all requests until the model is"
-        " loaded anew."
+        " reloaded."
     )
 
 

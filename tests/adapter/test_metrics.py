@@ -401,7 +401,7 @@ def test_a_refusal_does_not_prevent_an_unload(
     with monkeypatch.context() as patched:
         patched.setattr(fake_triton.Metric, "increment", refuse)
         patched.setattr(fake_triton.Metric, "set", refuse)
-        model._end("the device is gone")
+        model._on_fatal("the device is gone")
         model.finalize()
 
     errors = [text for kind, text in fake_triton.Logger.lines if kind == "error"]
@@ -417,7 +417,7 @@ def test_published_series_are_those_of_the_table(
     """Models of all kinds publish each row of the table, with its kind and labels, and no other."""
     monkeypatch.setattr(runtime, "memory", lambda: [(0, 10, 20)])
     instances = {kind: load(tmp_path / kind, scenario) for kind, scenario in _KINDS.items()}
-    _await(lambda: bool(instances["watched"]._watch.digest))
+    _await(lambda: bool(instances["watched"]._watcher.digest))
     for model in instances.values():
         model._publisher.publish()
 
@@ -446,8 +446,8 @@ def test_a_name_that_is_taken(name: str, kind: int, tmp_path: Path, process: Non
     assert str(refusal.value) == (
         f"model 'judge': Triton refuses the metric {name} (Family name already exists with"
         " different type); expected a server where nothing else has a metric of that name and"
-        " another kind. Rename the metric of the model or backend that has it, and start the server"
-        " anew: Triton forgets no name."
+        " another kind. Rename the metric of the model or backend that has it, and restart the server:"
+        " Triton keeps names until it ends."
     )
     assert not [one for one in threading.enumerate() if one.name == "metrics"]
 

@@ -134,7 +134,7 @@ def test_metrics_of_sequences(
 
     (thread,) = [one for one in threading.enumerate() if one.name == "sequences"]
     loaded.model.finalize()
-    loaded.model.leave()
+    loaded.model.close()
     assert not thread.is_alive()
 
 

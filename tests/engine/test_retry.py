@@ -165,7 +165,7 @@ def test_binding_errors_are_not_retried() -> None:
     """A config that names missing outputs fails every request, so it is not retried."""
     model = Model()
     made = engine(model)
-    made.runner.take = OutputExtractor(build.config(outputs=(build.spec("RESULT[3]"),))).extract
+    made.runner.extract = OutputExtractor(build.config(outputs=(build.spec("RESULT[3]"),))).extract
 
     outcomes = made.run(items([1.0, 2.0, 3.0]))
 
@@ -348,7 +348,7 @@ def test_every_retry_is_announced() -> None:
     model = Model(bad)
     made = engine(model)
     begun: list[int] = []
-    made.recovery.begins = lambda: begun.append(len(model.calls))
+    made.recovery.on_call = lambda: begun.append(len(model.calls))
 
     made.run(items([1.0, BAD, 3.0, 4.0]))
 

@@ -64,7 +64,7 @@ def test_buffers_made_in_inference_mode(value: float, writes: bool) -> None:
     made = SideEffects(model)
     with torch.inference_mode():
         model(torch.ones(1))
-        made.settle()
+        made.reset_baseline()
         assert not made.writes_buffers()
         model(torch.full((1,), value))
     assert made.writes_buffers() == writes
@@ -84,7 +84,7 @@ def test_changes_of_the_warm_up_are_the_baseline() -> None:
     made = SideEffects(model)
     model(torch.ones(1))
 
-    made.settle()
+    made.reset_baseline()
 
     assert not made.writes_buffers()
 
@@ -115,9 +115,9 @@ def test_inputs_that_are_written(value: Any, write: Any) -> None:
     """A model that writes to its inputs is detected."""
     made, item = SideEffects(None), {"x": value}
     before = side_effects.copy_tensors(item)
-    assert not made.known
+    assert not made.observed
     made.compare(before, item)
-    assert made.known
+    assert made.observed
     assert not made.writes_inputs
 
     write(value)

@@ -319,7 +319,7 @@ def test_a_buffer_that_forward_has_replaced(
 
 def _linear(made: Engine) -> Tensor:
     assert made.loaded.owner is not None
-    with torch.no_grad(), made.turn:
+    with torch.no_grad(), made.lock:
         result: Tensor = made.loaded.owner.get_submodule("linear")(X)
         return result
 

@@ -164,7 +164,7 @@ def test_the_engine_is_free_between_steps() -> None:
     acquired = []
 
     def acquire() -> None:
-        acquired.append(model.turn.acquire(blocking=False))
+        acquired.append(model.lock.acquire(blocking=False))
 
     def forward(x: Tensor) -> Iterator[Tensor]:
         for _ in range(2):
@@ -178,7 +178,7 @@ def test_the_engine_is_free_between_steps() -> None:
     class BetweenSteps(Recorder):
         def cancelled(self) -> bool:
             acquire()
-            model.turn.release()
+            model.lock.release()
             return False
 
     run(model, (item(1), BetweenSteps()))
@@ -189,7 +189,7 @@ def test_each_step_reports_its_begin_and_end() -> None:
     """`begins` and `rests` are called around each step."""
     model = engine(_three)
     events: list[str] = []
-    model.recovery.begins = lambda: events.append("busy")
+    model.recovery.on_call = lambda: events.append("busy")
     streams = Streams(model, lambda: events.append("idle"))
     asyncio.run(streams.run(item(1), Recorder()))
     assert events == ["busy", "idle"] * (len(events) // 2)

@@ -265,7 +265,7 @@ def test_invalid_models(tmp_path: Path, change: Mapping[str, bytes | str], messa
 def test_archives_that_were_changed(tmp_path: Path) -> None:
     """The load checks the manifest like the import; for a .mar file it names `import-mar`."""
     served = Served(tmp_path, archives.eager())
-    served.model.leave()
+    served.model.close()
     version = tmp_path / "net" / "1"
     (version / "model.mar" / archives.MANIFEST).write_text("{}")
     with pytest.raises(fake_triton.TritonModelException, match=r"model.mar: .* no object 'model'"):
@@ -382,7 +382,7 @@ def test_options_that_do_not_apply(
 def test_invalid_tensors(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
     """Inputs and outputs other than one string per row fail the load."""
     served = Served(tmp_path, archives.eager())
-    served.model.leave()
+    served.model.close()
     document = served.document
     document["input"][0] |= entry
     with pytest.raises(fake_triton.TritonModelException) as error:

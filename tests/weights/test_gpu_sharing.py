@@ -59,7 +59,7 @@ print("ready", flush=True)
 with torch.inference_mode():
     for line in sys.stdin:
         if line == "leave\\n":
-            engine.leave()
+            engine.close()
             print("left", flush=True)
             continue
         (outcome,) = engine.run([{"x": numpy.ones((1, 4), numpy.float32)}])
@@ -173,7 +173,7 @@ def test_killed_all_together(start: Start, gpu: None, tmp_path: Path) -> None:
     for instance in instances:
         instance.kill()
         assert not any(Path("/dev/shm").glob(f"torch_{instance.pid}_*"))
-    _engine(tmp_path).leave()
+    _engine(tmp_path).close()
     assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
 
 
@@ -197,8 +197,8 @@ def pair(gpu: None, process: None, tmp_path: Path) -> Iterator[tuple[Engine, Eng
     _lay_out(tmp_path)
     owner, sharer = _engine(tmp_path, "owner"), _engine(tmp_path, "sharer")
     yield owner, sharer
-    sharer.leave()
-    owner.leave()
+    sharer.close()
+    owner.close()
 
 
 def test_lost_during_a_batch(pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +245,7 @@ def test_missing_files(pair: tuple[Engine, Engine], tmp_path: Path) -> None:
     """Requests get 503 while the weights cannot be loaded again."""
     owner, sharer = pair
     expected = _answer(sharer)
-    owner.leave()
+    owner.close()
     (tmp_path / "1" / "model.safetensors").rename(tmp_path / "away")
     assert [_answer(sharer), _answer(sharer)] == ["UNAVAILABLE", "UNAVAILABLE"]
     (tmp_path / "away").rename(tmp_path / "1" / "model.safetensors")
@@ -255,8 +255,8 @@ def test_missing_files(pair: tuple[Engine, Engine], tmp_path: Path) -> None:
 def test_closed_instance(pair: tuple[Engine, Engine]) -> None:
     """A closed instance does not compute, and loads nothing."""
     for engine in pair[::-1]:
-        engine.leave()
-        engine.leave()
+        engine.close()
+        engine.close()
     assert _answer(pair[1]) == "UNAVAILABLE"
 
 
@@ -292,7 +292,7 @@ def test_a_model_that_writes(gpu: None, process: None, tmp_path: Path) -> None:
     engine = _engine(tmp_path)
     with pytest.raises(ConfigError, match="writes to its buffers"):
         warmup.run(engine)
-    engine.leave()
+    engine.close()
 
 
 def test_finalize(gpu: None, process: None, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class TritonPythonModel:
         except BaseException as error:
             # The process did not die: Triton reports the exception.
             self._status.ended()
-            self.leave()
+            self.close()
             if isinstance(error, BackendError):
                 raise pb_utils.TritonModelException(str(error)) from error
             raise
@@ -116,11 +116,11 @@ class TritonPythonModel:
 
             profiling.check_writable(settings)
         self._engine = builder.build(settings, share)
-        self._modes.callback(self._engine.leave)
+        self._modes.callback(self._engine.close)
         self._settings = settings
-        self._watch = weight_watcher.WeightWatcher(self._engine)
-        self._modes.callback(self._watch.close)
-        watcher = self._watch if settings.options.watch_weights else None
+        self._watcher = weight_watcher.WeightWatcher(self._engine)
+        self._modes.callback(self._watcher.close)
+        watcher = self._watcher if settings.options.watch_weights else None
         # Triton calls only this thread, so the mode is entered once instead of for each batch.
         self._modes.enter_context(runtime.mode(settings.options))
         if settings.options.warmup is not False:
@@ -140,12 +140,12 @@ class TritonPythonModel:
             calling.ModelCaller(settings.name, traces.handle if traces else lambda: None)
         )
         # Only now: loading has no time limit.
-        self._engine.recovery.begins = self._status.busy
+        self._engine.recovery.on_call = self._status.busy
         if settings.options.profile_dir is not None:
             self._modes.callback(profiling.LiveProfiler(self._engine).close)
         if settings.decoupled:
             self._streaming = streaming.Streaming(
-                self._engine, self._end, self._status.idle, traces
+                self._engine, self._on_fatal, self._status.idle, traces
             )
             self._modes.callback(self._streaming.close)
             self._publisher.follow(streams=self._streaming.streams)
@@ -171,14 +171,14 @@ class TritonPythonModel:
             read = messages.read_with_parameters if takes_parameters else messages.read
             if traces is not None:
                 read = messages.traced(read, traces.carry)
-            return answering.Answering(engine, self._end, read, engine.run, watcher)
+            return answering.Answering(engine, self._on_fatal, read, engine.run, watcher)
         steps = sequencing.SequenceReader(engine)
         self._modes.callback(steps.close)
         self._publisher.follow(sequences=steps.sequences)
         read = steps.read if traces is None else messages.traced(steps.read, traces.carry)
         return answering.Answering(
             engine,
-            self._end,
+            self._on_fatal,
             read,
             steps.run,
             watcher,
@@ -201,7 +201,7 @@ class TritonPythonModel:
         """Return whether requests can be answered; called by servers from 26.03 on."""
         return self._engine.recovery.fatal is None
 
-    def _end(self, reason: str) -> None:
+    def _on_fatal(self, reason: str) -> None:
         """Report once that the process cannot use its device any more; exit if ON_FATAL says so.
 
         `reason` is the cause in a few words.
@@ -216,7 +216,7 @@ class TritonPythonModel:
             "model '%s': instance %s is poisoned and %s.",
             self._settings.name,
             self._settings.instance,
-            "exits" if leaves else "refuses all requests until the model is loaded anew",
+            "exits" if leaves else "refuses all requests until the model is reloaded",
         )
         if leaves:
             # Triton sends this batch's responses after execute() has returned.
@@ -227,9 +227,9 @@ class TritonPythonModel:
     def finalize(self) -> None:
         """Release the model; Triton calls this before a healthy instance ends."""
         self._status.ended()
-        self.leave()
+        self.close()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Release what `initialize` acquired. May be called twice, and after a failure."""
         self._modes.close()
 

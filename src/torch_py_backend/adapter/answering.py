@@ -85,7 +85,7 @@ class Answering(Generic[T]):
         """Return one response for each request, in order."""
         fatal = self._engine.recovery.fatal
         if fatal is not None:  # reading requests could fail: their tensors may be on the device
-            self._counts.answered(fatal.code, self._count_sent(requests))
+            self._counts.count_requests(fatal.code, self._count_sent(requests))
             return [messages.write(fatal) for _ in requests]
         if self._skips_cancelled and self.seconds > len(requests) * CHECK_CANCELLED_S:
             return self.answer_uncancelled(requests)
@@ -104,7 +104,7 @@ class Answering(Generic[T]):
         """
         text, interrupted = "", isinstance(error, KeyboardInterrupt)
         try:
-            failure = self._engine.recovery.judge(error)
+            failure = self._engine.recovery.classify(error)
             text = failure.text
         except BaseException:  # such as no memory for the traceback
             interrupted = True
@@ -148,7 +148,7 @@ class Answering(Generic[T]):
         if self._watcher is None:
             responses = self.respond(requests, self._guarded(run, len(items)))
         else:
-            with self._engine.turn:  # new weights must not be swapped in meanwhile
+            with self._engine.lock:  # new weights must not be swapped in meanwhile
                 outcomes = self._guarded(run, len(items))
                 parameters = {"weights": self._watcher.digest}
             write = partial(messages.write_with_parameters, parameters=parameters)
@@ -170,7 +170,7 @@ class Answering(Generic[T]):
             pairs = [self._write_or_refuse(outcome) for outcome in outcomes]
             responses, outcomes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         if set(map(type, outcomes)) == _RESULTS:
-            self._counts.answered(OK, self._count_sent(requests))
+            self._counts.count_requests(OK, self._count_sent(requests))
         else:
             self._record(requests, outcomes)
         return responses
@@ -179,7 +179,7 @@ class Answering(Generic[T]):
         try:
             return run()
         except BaseException as error:  # Triton would send the traceback to every client
-            failure = self._engine.recovery.judge(error)
+            failure = self._engine.recovery.classify(error)
         internal = self._engine.recovery.fatal or InternalError(self._model)
         return [reported(internal, failure.text)] * count
 
@@ -188,7 +188,7 @@ class Answering(Generic[T]):
         try:
             self._read(request)
         except Exception as error:
-            reason, failure = summarize(error), recovery.judge(error)
+            reason, failure = summarize(error), recovery.classify(error)
         else:
             return None
         if recovery.fatal is not None or failure.memory:
@@ -201,7 +201,7 @@ class Answering(Generic[T]):
         try:
             return messages.write(outcome), outcome
         except Exception as error:
-            reason, failure = summarize(error), recovery.judge(error)
+            reason, failure = summarize(error), recovery.classify(error)
         if recovery.fatal is not None or failure.memory:
             refusal = recovery.refusal(failure)
         else:
@@ -219,10 +219,10 @@ class Answering(Generic[T]):
                 results += sent
                 continue
             if sent:
-                self._counts.answered(outcome.code)
+                self._counts.count_requests(outcome.code)
             if outcome.reported:
                 reports.setdefault((str(outcome), outcome.traceback), []).append(request)
-        self._counts.answered(OK, results)
+        self._counts.count_requests(OK, results)
         for (sentence, text), failed in list(reports.items())[:_MOST_LOGGED]:
             log.error("%s%s%s", sentence, _names(failed), f"\n{text}" if text else "")
         if len(reports) > _MOST_LOGGED:

@@ -115,7 +115,9 @@ def _fast(plain: PlainCall, engine: Engine, general: answering.Answering[Any]) -
             items = [
                 dict(zip(plain.inputs, item, strict=True)) for item in zip(*arrays, strict=True)
             ]
-            responses = general.answer_failed(requests, partial(plain.resolve, items, failure))
+            responses = general.answer_failed(
+                requests, partial(plain.retry_or_refuse, items, failure)
+            )
             general.seconds = clock() - began
             return responses
         counts.gather_seconds += gathered - began

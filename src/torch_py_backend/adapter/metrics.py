@@ -91,8 +91,8 @@ class Metric:
                     f"Triton refuses the metric {name} ({reason})",
                     expected="a server where nothing else has a metric of that name and another"
                     " kind",
-                    cure="Rename the metric of the model or backend that has it, and start the"
-                    " server anew: Triton forgets no name.",
+                    cure="Rename the metric of the model or backend that has it, and restart the"
+                    " server: Triton keeps names until it ends.",
                 ) from error
             Metric.supported = False
             return
@@ -217,7 +217,7 @@ class Publisher:
             seconds: float = getattr(counts, f"{stage}_seconds")
             yield ("pytorch_py_stage_seconds_total", (("stage", stage),)), seconds
         totals = ["retried_rows", "memory_splits"]
-        if self._engine.fills:
+        if self._engine.pads_batches:
             totals += ["rows", "filled_rows", "values", "padded_values"]
         if self._engine.runner.compiles or self._engine.runner.captures:
             totals.append("eager_calls")

@@ -120,14 +120,14 @@ class Streaming:
     def ended(self, code: str) -> None:
         """Count a request that ended with this code."""
         with self._counting:
-            self.engine.counts.answered(code)
+            self.engine.counts.count_requests(code)
 
     def _read(self, request: Request, client: _Client) -> Item | None:
         try:
             return self._read_request(request)
         except Exception as error:  # from Triton's utilities, or because of a lost device
-            with self.engine.turn:
-                reason, failure = summarize(error), self.engine.recovery.judge(error)
+            with self.engine.lock:
+                reason, failure = summarize(error), self.engine.recovery.classify(error)
         if self.engine.recovery.fatal is not None or failure.memory:
             client.end(failure.error, failure.text)
         else:
@@ -186,7 +186,7 @@ class Streaming:
             return
         error = task.exception()
         if error is not None:
-            text = self.engine.recovery.judge(error).text
+            text = self.engine.recovery.classify(error).text
             client.end(self.engine.recovery.fatal or InternalError(self.model), text)
 
     def _schedule_poll(self) -> None:

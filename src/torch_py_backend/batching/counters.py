@@ -48,10 +48,10 @@ class Counts:
     device_to_host_seconds: float = 0.0
     postprocess_seconds: float = 0.0
 
-    def answered(self, code: str, requests: int = 1) -> None:
+    def count_requests(self, code: str, requests: int = 1) -> None:
         """Count answered requests."""
         self.requests[code] = self.requests.get(code, 0) + requests
 
-    def batch(self, rows: int) -> None:
+    def count_batch(self, rows: int) -> None:
         """Count a successful batch."""
         self.batches[rows] = self.batches.get(rows, 0) + 1

@@ -23,7 +23,7 @@ from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import instrumentation, plain_call, side_effects
 from torch_py_backend.engine.instrumentation import Around, Stage
-from torch_py_backend.engine.model_runner import ModelRunner, Take
+from torch_py_backend.engine.model_runner import Extract, ModelRunner
 from torch_py_backend.engine.plain_call import PlainCall
 from torch_py_backend.engine.retry import Failure, RetryPolicy, reported
 from torch_py_backend.engine.side_effects import SideEffects
@@ -54,7 +54,7 @@ class Engine:
     """One loaded model, called from one thread.
 
     Attributes:
-        turn: the lock that each run holds, except the calls of a plain model, whose weights are
+        lock: the lock that each run holds, except the calls of a plain model, whose weights are
             not swapped. Changes of the model hold it, too. It is reentrant:
             a caller may hold it to read the model's state before a run.
         hooks: the model's hooks; None: it has none.
@@ -62,7 +62,7 @@ class Engine:
         patterns: the sets of optional inputs that may be left out together; the empty set is first.
         device: the device that the model runs on.
         guard: the context for work on tensors of the device.
-        fills: whether batches are padded or filled up to a bucket.
+        pads_batches: whether batches are padded or filled up to a bucket.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Engine:
         self.config = config
         self.artifact = artifact
         self.loaded = loaded
-        self.turn = threading.RLock()
+        self.lock = threading.RLock()
         self.kind = loaded.kind
         self.signature = str(loaded.signature)
         self.hooks = hooks
@@ -96,8 +96,8 @@ class Engine:
         self._watched = config.options.watch_weights
         self._finite = Finite(config) if config.options.check_finite else None
         self._extractor = OutputExtractor(config, f"{loaded.returns}()")
-        take: Take = self._extractor.extract
-        self._own: Callable[[Value], Value] = gather_scatter.clone
+        extract: Extract = self._extractor.extract
+        self._clone: Callable[[Value], Value] = gather_scatter.clone
         self._grouping: Grouping | HookedPipeline
         if hooks is None:
             self._grouping = Grouping(config, loaded.signature, self._padding)
@@ -106,13 +106,15 @@ class Engine:
             self._grouping = HookedPipeline(config, loaded.signature, hooks, device_runtime)
             self._run = partial(self._run_hooked, self._grouping)
             if self._grouping.postprocesses:  # after scatter
-                self._names, take = hooked_pipeline.UNPROCESSED, self._grouping.split
-                self._own, self._finite = hooked_pipeline.copy_rows, None
+                self._names, extract = hooked_pipeline.UNPROCESSED, self._grouping.split
+                self._clone, self._finite = hooked_pipeline.copy_rows, None
         self.places = self._grouping.places
         self.patterns = self._grouping.patterns
-        self.runner = ModelRunner(config, loaded, self._grouping, take, self.counts, own=self._own)
+        self.runner = ModelRunner(
+            config, loaded, self._grouping, extract, self.counts, clone=self._clone
+        )
         rows = self.runner.rows
-        self.fills = self._padding is not None or bool(rows.buckets) or rows.least > 1
+        self.pads_batches = self._padding is not None or bool(rows.buckets) or rows.least > 1
         # PAD creates masks on the model's own stream.
         self._admitting = self.guard if self._padding else contextlib.nullcontext
         self._gather = gather_scatter.gather if self._ragged is None else self._ragged.gather
@@ -132,7 +134,7 @@ class Engine:
         self.recovery = RetryPolicy(
             config.name,
             # Looked up late: it may be instrumented.
-            lambda group, *, more: self._attempt(group, more=more),
+            lambda group, *, copy_outputs: self._attempt(group, copy_outputs=copy_outputs),
             called=loaded.signature.name,
             rows=rows if config.max_batch_size else None,
             repeats=self.repeats,
@@ -153,10 +155,10 @@ class Engine:
             ConfigError: the weights cannot be shared.
         """
         shared.share(self.loaded.owner, self.kind)
-        self._shared, self.turn = shared, shared.lock
-        self.side_effects.settle()
+        self._shared, self.lock = shared, shared.lock
+        self.side_effects.reset_baseline()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Release weights that are shared with other processes. May be called twice."""
         if self._shared is not None:
             self._shared.close()
@@ -176,7 +178,7 @@ class Engine:
             raise gpu_sharing.not_shared_error(
                 self.config, "the model writes to its buffers, which other instances share"
             )
-        self.side_effects.settle()
+        self.side_effects.reset_baseline()
 
     def repeats(self, items: int = 2) -> bool:
         """Return whether the model may be called again with items that were passed to it before.
@@ -193,8 +195,8 @@ class Engine:
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
         """The context of each call of the model for a stream."""
-        with self.turn:
-            self.recovery.begins()
+        with self.lock:
+            self.recovery.on_call()
             with self.guard():
                 yield
 
@@ -202,7 +204,7 @@ class Engine:
         """Wrap the stages with `around`; the returned function removes the wrappers."""
         stages: list[Stage] = [
             *((name, self, attribute) for name, attribute in _STAGES.items()),
-            ("outputs", self.runner, "take"),
+            ("outputs", self.runner, "extract"),
             *self.stream_calls.stages(),
             *self._grouping.stages(),
         ]
@@ -224,25 +226,25 @@ class Engine:
             and not self._watched
             and self._shared is None
             and self.runner.takes_any_rows
-            and self.side_effects.known
+            and self.side_effects.observed
         ):
             return None
         binding = self._grouping.binding
         ranks = {spec.name: len(spec.dims) + 1 for spec in self.config.inputs}
 
-        def resolve(items: Sequence[Item], failure: Failure) -> Sequence[Outcome]:
+        def retry_or_refuse(items: Sequence[Item], failure: Failure) -> Sequence[Outcome]:
             group = Group(binding, items, range(len(items)))
-            return self.recovery.resolve(group, failure, more=False)
+            return self.recovery.retry_or_refuse(group, failure, copy_outputs=False)
 
         return PlainCall(
             binding.names,
             tuple(ranks[name] for name in binding.names),
             plain_call.bind(binding, self.runner.module),
-            self.runner.take,
+            self.runner.extract,
             self._runtime.to_host,
             self._names,
             self._extractor.only_tensor(),
-            resolve,
+            retry_or_refuse,
         )
 
     def clean(self) -> None:
@@ -252,7 +254,7 @@ class Engine:
 
     def run(self, items: Sequence[Item]) -> Sequence[Outcome]:
         """Return one outcome for each item, in order."""
-        with self.turn:
+        with self.lock:
             if self._shared is not None:
                 return self._run_shared(self._shared, items)
             outcomes: Sequence[Outcome] = self._run(items)
@@ -267,7 +269,7 @@ class Engine:
             refusal = shared.ready()
             if refusal is None:
                 if not present:  # the weights are at other addresses now
-                    self.side_effects.settle()
+                    self.side_effects.reset_baseline()
                 outcomes: Sequence[Outcome] = self._run(items)
                 refusal = shared.lost()
                 if refusal is None:
@@ -324,7 +326,7 @@ class Engine:
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            failure = self.recovery.judge(error)
+            failure = self.recovery.classify(error)
         return (
             failure.error
             if isinstance(failure.error, InputError)
@@ -341,33 +343,33 @@ class Engine:
         ]
         groups = self._grouping.group(admitted)
         for number, group in enumerate(groups, 1):
-            results = self._run_group(group, more=number < len(groups))
+            results = self._run_group(group, copy_outputs=number < len(groups))
             for position, outcome in zip(group.positions, results, strict=True):
                 outcomes[position] = outcome
         return outcomes
 
-    def _run_group(self, group: Group, *, more: bool = False) -> Sequence[Outcome]:
+    def _run_group(self, group: Group, *, copy_outputs: bool = False) -> Sequence[Outcome]:
         if self._limits or self.recovery.fatal is not None:
-            return self.recovery.run(group, more=more)
+            return self.recovery.run(group, copy_outputs=copy_outputs)
         try:
-            return self._attempt(group, more=more)
+            return self._attempt(group, copy_outputs=copy_outputs)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            failure = self.recovery.judge(error)
-        return self.recovery.resolve(group, failure, more=more)
+            failure = self.recovery.classify(error)
+        return self.recovery.retry_or_refuse(group, failure, copy_outputs=copy_outputs)
 
-    def _attempt(self, group: Group, *, more: bool) -> Sequence[Outcome]:
+    def _attempt(self, group: Group, *, copy_outputs: bool) -> Sequence[Outcome]:
         """Run a group as one batch; raise whatever the model raises. See `retry.Attempt`."""
         with self.guard():
             names = group.inputs.names
             began = time.perf_counter()
-            known = self.side_effects.known
-            copied = self._state_inputs if known else names
+            observed = self.side_effects.observed
+            copied = self._state_inputs if observed else names
             batch = self._gather(group.items, names, self._pads, copied)
             before = (
                 {}
-                if known
+                if observed
                 else side_effects.copy_tensors(dict(zip(names, batch.columns, strict=True)))
             )
             if self._padding is not None:
@@ -378,7 +380,7 @@ class Engine:
             rows = rows_in(columns) if self._ragged is None else sum(batch.sizes)
             raw = self._call(group.inputs, columns, rows)
             called = time.perf_counter()
-            if not known:
+            if not observed:
                 self.side_effects.compare(before, dict(zip(names, batch.columns, strict=True)))
             owned: Sequence[Value | ItemRows] = raw
             inputs = batch.columns
@@ -386,8 +388,8 @@ class Engine:
                 owned = self._states.clone_states(raw, batch)
                 inputs = self._states.sent_columns(names, batch)
             outputs = self._to_host(owned, inputs)
-            if more or self._watched:
-                outputs = self._kept(owned, outputs, more=more)
+            if copy_outputs or self._watched:
+                outputs = self._kept(owned, outputs, copy_outputs=copy_outputs)
             fetched = time.perf_counter()
         outcomes = self._scatter(group, batch, outputs)
         # Inline: a method call would cost more than these additions.
@@ -403,18 +405,22 @@ class Engine:
         return outcomes
 
     def _kept(
-        self, before: Sequence[Value | ItemRows], outputs: Sequence[Value | ItemRows], *, more: bool
+        self,
+        before: Sequence[Value | ItemRows],
+        outputs: Sequence[Value | ItemRows],
+        *,
+        copy_outputs: bool,
     ) -> Sequence[Value | ItemRows]:
         """Copy outputs whose memory a later call or new weights may change.
 
         Outputs that `to_host` has copied are not those that the model returned (`before`).
         """
         kept = [
-            self._own(value)
+            self._clone(value)
             if value is raw
             and not isinstance(value, ItemRows)
             and (
-                more
+                copy_outputs
                 or not (
                     mapped_files.has_plain_storage(value) and mapped_files.has_no_other_views(value)
                 )

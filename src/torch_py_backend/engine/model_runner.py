@@ -24,7 +24,7 @@ from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.binding import InputBinding
 
 # Extracts the config's outputs from a result for a number of rows.
-Take: TypeAlias = "Callable[[object, int], list[Value]]"
+Extract: TypeAlias = "Callable[[object, int], list[Value]]"
 
 
 class ModelRunner:
@@ -32,7 +32,7 @@ class ModelRunner:
 
     Attributes:
         module: the model, compiled, captured and instrumented as configured.
-        take: extracts the outputs from a result.
+        extract: extracts the outputs from a result.
         rows: how many rows one call takes.
         captures: whether calls are replayed from CUDA graphs.
         compiles: whether a new shape may be compiled.
@@ -46,12 +46,12 @@ class ModelRunner:
         config: ModelConfig,
         loaded: Loaded,
         grouping: Grouping | HookedPipeline,
-        take: Take,
+        extract: Extract,
         counts: Counts,
-        own: Callable[[Value], Value],
+        clone: Callable[[Value], Value],
     ) -> None:
         self._config = config
-        self._own = own
+        self._clone = clone
         self._grouping = grouping
         self._counts = counts
         self._eager = loaded.module
@@ -61,7 +61,7 @@ class ModelRunner:
         self.captures = "cuda_graphs" in config.options.optimize
         self._graphs = Graphs(config.name, self.module, counts) if self.captures else None
         self.module = self._graphs or self.module
-        self.take = take
+        self.extract = extract
         fixed = torch_compile.static_shapes(config) or self.captures
         self.rows = batch_buckets.row_counts(config, loaded.rows, fixed=fixed)
 
@@ -96,7 +96,7 @@ class ModelRunner:
         pieces: list[list[Value]] = []
         for piece, present in gather_scatter.fit(columns, self.rows):
             # The model may overwrite the outputs of its previous call.
-            pieces[-1:] = [[self._own(value) for value in last] for last in pieces[-1:]]
+            pieces[-1:] = [[self._clone(value) for value in last] for last in pieces[-1:]]
             outputs = self._call_once(inputs, piece, piece[0].shape[0])
             self._counts.filled_rows += piece[0].shape[0] - present
             pieces.append([value[:present] for value in outputs])
@@ -107,4 +107,4 @@ class ModelRunner:
     ) -> Sequence[Value]:
         passed = self._grouping.convert(inputs, columns)
         self._counts.rows += rows
-        return self.take(inputs.call(self.module, passed), rows)
+        return self.extract(inputs.call(self.module, passed), rows)

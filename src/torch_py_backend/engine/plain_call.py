@@ -29,7 +29,7 @@ class PlainCall(NamedTuple):
         outputs: the names of the outputs, in the order in which `extract` returns them.
         tensor: the type and dims of the only output, if the result itself is that output, with
             fixed dims; None: each result has to be passed to `extract`.
-        resolve: returns the outcomes of items after a failed call: retries or refuses them.
+        retry_or_refuse: returns the outcomes of items after a failed call: retries or refuses them.
     """
 
     inputs: tuple[str, ...]
@@ -39,7 +39,7 @@ class PlainCall(NamedTuple):
     to_host: Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]]
     outputs: tuple[str, ...]
     tensor: tuple[torch.dtype, tuple[int, ...]] | None
-    resolve: Callable[[Sequence[Item], Failure], Sequence[Outcome]]
+    retry_or_refuse: Callable[[Sequence[Item], Failure], Sequence[Outcome]]
 
 
 def bind(binding: InputBinding, module: Callable[..., Any]) -> Callable[..., Any]:

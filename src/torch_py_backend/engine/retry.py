@@ -63,11 +63,11 @@ class Failure:
 class Attempt(Protocol):
     """Runs a group as one batch; raises whatever the model raises."""
 
-    def __call__(self, group: Group, *, more: bool) -> Sequence[Outcome]:
+    def __call__(self, group: Group, *, copy_outputs: bool) -> Sequence[Outcome]:
         """Run the group.
 
-        If the model may be called again before the outcomes are sent (`more`), outcomes are copies:
-        a model may return views of memory that its next call overwrites.
+        With `copy_outputs`, the model may be called again before the outcomes are sent. They are
+        copies: a model may return views of memory that its next call overwrites.
         """
 
 
@@ -82,7 +82,7 @@ class RetryPolicy:
         fatal: the error for every request once the process cannot use its device; else None.
         reason: the cause of `fatal` in a few words.
         capacity: the limits on rows for one call.
-        begins: called before each retry, which then gets a time limit of its own.
+        on_call: called before each retry, which then gets a time limit of its own.
 
     Args:
         model: the model's name.
@@ -113,7 +113,7 @@ class RetryPolicy:
         self.fatal: UnavailableError | None = None
         self.reason = ""
         self.capacity = MemoryLimits(rows or gather_scatter.ANY_ROWS)
-        self.begins: Callable[[], None] = lambda: None
+        self.on_call: Callable[[], None] = lambda: None
         self._model = model
         self._attempt = attempt
         self._called = called
@@ -124,7 +124,7 @@ class RetryPolicy:
         self._probe = probe
         self._counts = counts
 
-    def run(self, group: Group, *, more: bool) -> Sequence[Outcome]:
+    def run(self, group: Group, *, copy_outputs: bool) -> Sequence[Outcome]:
         """Run a group within the limits for its shape; retry if it fails."""
         if self.fatal is not None:
             return [self.fatal] * len(group.items)
@@ -132,20 +132,20 @@ class RetryPolicy:
         most = self.capacity.most(shape) if self._batched else None
         if most is not None and rows > most:
             before = self.capacity.remembered(shape)
-            return self._run_in_parts(group, before, iter(range(_CALLS)), more=more)
-        result = self._try(group, more=more)
+            return self._run_in_parts(group, before, iter(range(_CALLS)), copy_outputs=copy_outputs)
+        result = self._try(group, copy_outputs=copy_outputs)
         if isinstance(result, Failure):
-            return self.resolve(group, result, more=more)
+            return self.retry_or_refuse(group, result, copy_outputs=copy_outputs)
         self.capacity.fitted(shape, rows)
         return result
 
-    def resolve(
+    def retry_or_refuse(
         self,
         group: Group,
         failure: Failure,
         calls: Iterator[object] | None = None,
         *,
-        more: bool,
+        copy_outputs: bool,
     ) -> Sequence[Outcome]:
         """Return the outcomes of a group that failed: retry it or refuse it.
 
@@ -161,7 +161,7 @@ class RetryPolicy:
             before = self.capacity.remembered(shape)
             if self._lower_limit(shape, rows) and self._repeats(len(group.items)):
                 self._counts.retried_rows += rows
-                return self._run_in_parts(group, before, calls, more=more)
+                return self._run_in_parts(group, before, calls, copy_outputs=copy_outputs)
         final = failure.memory or failure.repeats or self.fatal is not None
         if final or len(group.items) == 1 or not self._repeats(len(group.items)):
             return [self.refusal(failure)] * len(group.items)
@@ -176,20 +176,20 @@ class RetryPolicy:
         def attempt(some: Sequence[tuple[Item, int]]) -> Sequence[Outcome] | Failure:
             half = part(some)
             self._counts.retried_rows += sum(self._sizes(half))
-            return self._try(half, more=True)
+            return self._try(half, copy_outputs=True)
 
         results = bisect(
             members, attempt, failure, calls=calls, hopeless=lambda: self.fatal is not None
         )
         return [
-            self.resolve(part([member]), result, calls, more=True)[0]
+            self.retry_or_refuse(part([member]), result, calls, copy_outputs=True)[0]
             if isinstance(result, Failure)
             else result
             for member, result in zip(members, results, strict=True)
         ]
 
     def _run_in_parts(
-        self, group: Group, before: Limit | None, calls: Iterator[object], *, more: bool
+        self, group: Group, before: Limit | None, calls: Iterator[object], *, copy_outputs: bool
     ) -> list[Outcome]:
         """Run a group in calls of as many rows as fit in memory.
 
@@ -203,7 +203,7 @@ class RetryPolicy:
         while pending:
             parts = list(_take(pending, self.capacity.most(shape)))
             subgroup = _of_parts(group, parts, sizes)
-            result = self._try(subgroup, more=more or bool(pending))
+            result = self._try(subgroup, copy_outputs=copy_outputs or bool(pending))
             if isinstance(result, Failure) and result.memory and self.fatal is None:
                 rows = sum(last - first for _, first, last in parts)
                 if self._lower_limit(shape, rows):
@@ -213,7 +213,7 @@ class RetryPolicy:
                 result = [self.refusal(result)] * len(parts)
                 never_fits = True
             elif isinstance(result, Failure):
-                result = self.resolve(subgroup, result, calls, more=True)
+                result = self.retry_or_refuse(subgroup, result, calls, copy_outputs=True)
             for (place, _, _), outcome in zip(parts, result, strict=True):
                 if isinstance(outcome, BackendError):
                     refused[place] = outcome
@@ -253,18 +253,18 @@ class RetryPolicy:
             )
         return dict(zip(names, joined, strict=True))
 
-    def _try(self, group: Group, *, more: bool) -> Sequence[Outcome] | Failure:
+    def _try(self, group: Group, *, copy_outputs: bool) -> Sequence[Outcome] | Failure:
         if self.fatal is not None:
             return Failure(self.fatal, repeats=True)
-        self.begins()
+        self.on_call()
         try:
-            return self._attempt(group, more=more)
+            return self._attempt(group, copy_outputs=copy_outputs)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            return self.judge(error)
+            return self.classify(error)
 
-    def judge(self, error: BaseException, called: str | None = None) -> Failure:
+    def classify(self, error: BaseException, called: str | None = None) -> Failure:
         """Classify an exception and release its frames.
 
         `called` is the name of the model's function that raised it, if not an attempt's.

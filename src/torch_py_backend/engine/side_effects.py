@@ -19,7 +19,7 @@ class SideEffects:
     State in attributes, files or other services is not observed.
 
     Attributes:
-        known: whether a call has been compared; until then the model gets copies of its inputs.
+        observed: whether a call has been compared; until then the model gets copies of its inputs.
         writes_inputs: whether a call has written to its inputs.
 
     Args:
@@ -30,24 +30,24 @@ class SideEffects:
     def __init__(self, owner: nn.Module | None, *, captured: bool = False) -> None:
         self._owner = owner
         self._captured = captured
-        self.known = False
+        self.observed = False
         self.writes_inputs = False
-        self._settled = self._state()
+        self._baseline = self._state()
 
-    def settle(self) -> None:
+    def reset_baseline(self) -> None:
         """Take the present buffers as the baseline: first calls may fill tables or learn sizes."""
-        self._settled = self._state()
+        self._baseline = self._state()
 
     def compare(self, before: Mapping[str, Value], after: Item) -> None:
         """Compare the inputs of a call with copies from before it."""
-        self.known = True
+        self.observed = True
         self.writes_inputs |= any(
             not torch.equal(_bytes(value), _bytes(after[name])) for name, value in before.items()
         )
 
     def writes_buffers(self) -> bool:
-        """Return whether a buffer has changed since `settle`."""
-        return self._state() != self._settled
+        """Return whether a buffer has changed since `reset_baseline`."""
+        return self._state() != self._baseline
 
     def _state(self) -> list[tuple[int, int | bytes]]:
         """Return each buffer's address and version; a hash where torch counts no versions.

@@ -106,7 +106,7 @@ class StreamCalls:
         counts.forward_seconds += time.perf_counter() - sent
         counts.gather_seconds += gathered - began
         counts.host_to_device_seconds += sent - gathered
-        counts.batch(inputs.rows if self._batched else 1)
+        counts.count_batch(inputs.rows if self._batched else 1)
         return result, inputs
 
     def outcomes(self, results: Sequence[tuple[object, StreamInputs]]) -> list[Outcome]:
@@ -135,7 +135,7 @@ class StreamCalls:
 
     def _extract(self, result: object, rows: int) -> list[Value] | OutputError:
         try:
-            return self._runner.take(result, rows)
+            return self._runner.extract(result, rows)
         except OutputError as error:
             return error
 

@@ -105,14 +105,14 @@ class WeightWatcher:
                 return OSError("the file changed again while it was read.")
         except Exception as error:  # damaged files and models may raise any class
             return error
-        with self._engine.turn:
+        with self._engine.lock:
             try:
                 weight_swap.swap(config, artifact, self._engine.loaded, fresh)
                 if self._engine.device.type == "cuda":
                     torch.cuda.synchronize(self._engine.device)
             except Exception as error:  # torch's copy_ may raise any class
                 return error
-            self._engine.side_effects.settle()  # the swap is not a side effect of the model
+            self._engine.side_effects.reset_baseline()  # the swap is not a side effect of the model
             self.digest = digest
         return None
 

@@ -208,7 +208,7 @@ class Tracing:
         with self._attached(context):
             return function(position, *args)
 
-    def _call(self, function: Callable[..., object], group: Group, *, more: bool) -> object:
+    def _call(self, function: Callable[..., object], group: Group, *, copy_outputs: bool) -> object:
         """Run the call of a group in a span."""
         contexts = [
             context
@@ -216,7 +216,7 @@ class Tracing:
             if (context := self._contexts[position]) is not None
         ]
         if not contexts:
-            return function(group, more=more)
+            return function(group, copy_outputs=copy_outputs)
         first, *others = contexts
         spans = (self._api.get_current_span(context) for context in others)
         with (
@@ -227,7 +227,7 @@ class Tracing:
                 attributes={**self._attributes, "torch_py_backend.requests": len(group.items)},
             ),
         ):
-            return function(group, more=more)
+            return function(group, copy_outputs=copy_outputs)
 
     @contextlib.contextmanager
     def _attached(self, context: Context) -> Iterator[None]:

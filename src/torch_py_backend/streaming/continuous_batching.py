@@ -142,7 +142,7 @@ class Stepper:
                 # Context variables, such as a trace's context, are those of the first stream.
                 return batch[0].context.run(self._step, batch)
         except BaseException as error:  # its streams wait for a result, whatever was raised
-            return self._engine.recovery.judge(error, self._engine.loaded.returns)
+            return self._engine.recovery.classify(error, self._engine.loaded.returns)
 
     def _step(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult] | Failure:
         step = self._engine.stream_calls.step

@@ -230,7 +230,7 @@ class Streams:
                 )
             if isinstance(error, asyncio.CancelledError | CancelledError) and consumer.cancelled():
                 return Failure(CancelledError(self._model, "in mid-stream"))
-            return self._engine.recovery.judge(error)
+            return self._engine.recovery.classify(error)
         finally:
             # The future that a task awaits refers to the exception that it raises: a reference
             # cycle, which would keep the request's tensors until the next garbage collection.

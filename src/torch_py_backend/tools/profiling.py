@@ -64,7 +64,7 @@ def run(
             with profiling.batch():
                 _call(config, call, items)
         profiler = recording.stop()
-    engine.leave()
+    engine.close()
     try:
         profiling.write(profiler, Path(output))
     except OSError as error:

@@ -95,7 +95,7 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
     share = threads.budget(settings)
     engine = builder.build(settings, share)
     warm_up(engine)
-    engine.leave()
+    engine.close()
     sent = [spec.name for spec in _sent(engine.config)]
     # Inputs of hooks are bound to the hooks' own methods.
     rule = "" if engine.hooks else binding.rule(sent, engine.loaded.signature).value
