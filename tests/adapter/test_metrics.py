@@ -446,8 +446,8 @@ def test_a_name_that_is_taken(name: str, kind: int, tmp_path: Path, process: Non
     assert str(refusal.value) == (
         f"model 'judge': Triton refuses the metric {name} (Family name already exists with"
         " different type); expected a server where nothing else has a metric of that name and"
-        " another kind. Rename the metric of the model or backend that has it, and restart the server:"
-        " Triton keeps names until it ends."
+        " another kind. Rename the metric of the model or backend that has it, and restart the"
+        " server: Triton keeps names until it ends."
     )
     assert not [one for one in threading.enumerate() if one.name == "metrics"]
 
