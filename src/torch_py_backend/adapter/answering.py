@@ -50,7 +50,7 @@ class Answering(Generic[T]):
 
     Args:
         engine: the model.
-        end: called with the reason when the process cannot use its device any more.
+        on_fatal: called with the reason when the process cannot use its device any more.
         read: reads a request; raises if that fails.
         run: runs the read requests, returns one outcome for each.
         watcher: its digest of the weights is added to responses as a parameter, if the server
@@ -62,7 +62,7 @@ class Answering(Generic[T]):
     def __init__(
         self,
         engine: Engine,
-        end: Callable[[str], None],
+        on_fatal: Callable[[str], None],
         read: Callable[[Request], T],
         run: Callable[[Sequence[T]], Sequence[Outcome]],
         watcher: WeightWatcher | None = None,
@@ -78,7 +78,7 @@ class Answering(Generic[T]):
         self._counts = engine.counts
         self._watcher = watcher if watcher is not None and messages.takes_parameters() else None
         self._model = engine.config.name
-        self._end = end
+        self._on_fatal = on_fatal
         self.seconds = 0.0
 
     def answer(self, requests: Sequence[Request]) -> list[Response]:
@@ -233,7 +233,7 @@ class Answering(Generic[T]):
             )
         recovery = self._engine.recovery
         if recovery.fatal is not None:
-            self._end(recovery.reason)
+            self._on_fatal(recovery.reason)
 
 
 def _names(requests: Sequence[Request]) -> str:

@@ -25,7 +25,6 @@ from torch_py_backend.adapter.messages import Request, Response
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Array, Value
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.plain_call import PlainCall
 from torch_py_backend.engine.retry import Failure
 from torch_py_backend.observability.metric_families import OK
 
@@ -56,10 +55,8 @@ def build(engine: Engine, general: answering.Answering[Any], *, allowed: bool = 
         allowed: whether the fast path may be taken.
     """
     plain = engine.plain_call() if allowed else None
-    return general.answer if plain is None else _fast(plain, engine, general)
-
-
-def _fast(plain: PlainCall, engine: Engine, general: answering.Answering[Any]) -> Answer:
+    if plain is None:
+        return general.answer
     # Locals: each attribute that a call looks up costs time.
     read, write = _reader(plain.inputs, plain.ranks), _writer(plain.outputs)
     forward, extract, to_host = plain.forward, plain.extract, plain.to_host
@@ -74,7 +71,9 @@ def _fast(plain: PlainCall, engine: Engine, general: answering.Answering[Any]) -
         if limits or recovery.fatal is not None or not in_inference_mode():
             return general.answer(requests)
         count = len(requests)
-        if general.seconds > count * answering.CHECK_CANCELLED_S and _any_cancelled(requests):
+        if general.seconds > count * answering.CHECK_CANCELLED_S and any(
+            request.is_cancelled() for request in requests
+        ):
             return general.answer_uncancelled(requests)
         began = clock()
         batch = read(requests)
@@ -132,10 +131,6 @@ def _fast(plain: PlainCall, engine: Engine, general: answering.Answering[Any]) -
         return responses
 
     return answer
-
-
-def _any_cancelled(requests: Sequence[Request]) -> bool:
-    return any(request.is_cancelled() for request in requests)
 
 
 def _reader(

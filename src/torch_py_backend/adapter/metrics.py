@@ -202,9 +202,18 @@ class Publisher:
     def _counters(self) -> _Values:
         for series, value in self._counted():
             yield series, value - self._warmed_up.get(series, 0)
-        yield from self._compiled()
-        if self._streams is not None:
-            yield from self._streamed(self._streams)
+        if self._engine.runner.compiles:  # in the warm-up
+            counts = self._engine.counts
+            yield ("pytorch_py_compiled_graphs_total", ()), counts.compiled_graphs
+            for result in ("hit", "miss"):
+                loads = counts.compile_cache.get(result, 0)
+                yield ("pytorch_py_compile_cache_total", (("result", result),)), loads
+        streams = self._streams
+        if streams is not None:
+            yield ("pytorch_py_stream_responses_total", ()), streams.counts.responses
+            if streams.steps is not None:
+                yield ("pytorch_py_steps_total", ()), streams.steps.calls
+                yield ("pytorch_py_stepped_streams_total", ()), streams.steps.streams
 
     def _counted(self) -> _Values:
         """Yield the totals of series that requests count."""
@@ -234,21 +243,6 @@ class Publisher:
         for bound in reversed(self._bounds):
             below = sum(number for rows, number in batches.items() if rows <= bound)
             yield (f"{name}_bucket", (("le", str(bound)),)), below
-
-    def _compiled(self) -> _Values:
-        """Yield the graphs that were compiled in the warm-up."""
-        counts = self._engine.counts
-        if self._engine.runner.compiles:
-            yield ("pytorch_py_compiled_graphs_total", ()), counts.compiled_graphs
-            for result in ("hit", "miss"):
-                loads = counts.compile_cache.get(result, 0)
-                yield ("pytorch_py_compile_cache_total", (("result", result),)), loads
-
-    def _streamed(self, streams: Streams) -> _Values:
-        yield ("pytorch_py_stream_responses_total", ()), streams.counts.responses
-        if streams.steps is not None:
-            yield ("pytorch_py_steps_total", ()), streams.steps.calls
-            yield ("pytorch_py_stepped_streams_total", ()), streams.steps.streams
 
     # --- gauges ----------------------------------------------------------------------------------
 

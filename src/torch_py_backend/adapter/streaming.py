@@ -54,22 +54,22 @@ class Streaming:
 
     Args:
         engine: the model, warmed up.
-        end: called once, with the reason, when the process cannot use its device any more.
-        rests: called whenever none of the model's code runs any more.
+        on_fatal: called once, with the reason, when the process cannot use its device any more.
+        on_idle: called whenever none of the model's code runs any more.
         traces: passes traces to the model's code; None: requests are not traced.
     """
 
     def __init__(
         self,
         engine: Engine,
-        end: Callable[[str], None],
-        rests: Callable[[], None],
+        on_fatal: Callable[[str], None],
+        on_idle: Callable[[], None],
         traces: Tracing | None = None,
     ) -> None:
         self.engine = engine
         self.model = engine.config.name
-        self._end = end
-        self._ended = False
+        self._on_fatal = on_fatal
+        self._fatal_reported = False
         self._traces = traces
         self._read_request: Callable[[Request], Item] = partial(
             messages.read_kept, guard=engine.guard
@@ -78,7 +78,7 @@ class Streaming:
             self._read_request = messages.traced(self._read_request, traces.carry, kept=True)
         # While `start` waits for it, Triton queues requests or sends them to other instances.
         self._slots = threading.BoundedSemaphore(engine.config.options.max_streams)
-        self.streams = Streams(engine, rests)
+        self.streams = Streams(engine, on_idle)
         # Streams end in the streams' thread, unreadable requests in Triton's.
         self._counting = threading.Lock()
         self._polling = False
@@ -101,8 +101,15 @@ class Streaming:
         for request in requests:
             client = _Client(self, request)
             item = self._read(request, client)
-            if item is not None:
-                self._admit(item, client)
+            if item is None:
+                continue
+            if not self._slots.acquire(blocking=False):
+                self._slots.acquire()
+                if client.cancelled():  # during the wait
+                    self._slots.release()
+                    client.end(CancelledError(self.model))
+                    continue
+            self._loop.call_soon_threadsafe(self._launch, item, client)
 
     def close(self) -> None:
         """End the live streams with an error, in bounded time. May be called twice."""
@@ -113,9 +120,9 @@ class Streaming:
 
     def fatal(self) -> None:
         """Report once that the process cannot use its device any more."""
-        if not self._ended:
-            self._ended = True
-            self._end(self.engine.recovery.reason)
+        if not self._fatal_reported:
+            self._fatal_reported = True
+            self._on_fatal(self.engine.recovery.reason)
 
     def ended(self, code: str) -> None:
         """Count a request that ended with this code."""
@@ -134,37 +141,25 @@ class Streaming:
             client.end(InputError(self.model, f"the request cannot be read: {reason}"))
         return None
 
-    def _admit(self, item: Item, client: _Client) -> None:
-        if not self._slots.acquire(blocking=False):
-            self._slots.acquire()
-            if client.cancelled():  # during the wait
-                self._slots.release()
-                client.end(CancelledError(self.model))
-                return
-        self._loop.call_soon_threadsafe(self._launch, item, client)
-
     # --- in the thread of the streams --------------------------------------------------------
 
     def _drive(self, threads: int) -> None:
+        """Run streams until `close`."""
         torch.set_num_threads(threads)
         with runtime.mode(self.engine.config.options):
-            while not self._run():
-                pass
+            closed = False
+            while not closed:
+                try:
+                    self._loop.run_forever()
+                    closed = True
+                except (KeyboardInterrupt, SystemExit) as error:  # which asyncio lets through
+                    log.warning(
+                        "model '%s': a task or a callback that the model has started raised %s.",
+                        self.model,
+                        summarize(error),
+                    )
             self._loop.run_until_complete(self._finish())
         self._loop.close()
-
-    def _run(self) -> bool:
-        """Run streams until `close`; return False if a callback or task of the model stops them."""
-        try:
-            self._loop.run_forever()
-        except (KeyboardInterrupt, SystemExit) as error:  # which asyncio lets through
-            log.warning(
-                "model '%s': a task or a callback that the model has started raised %s.",
-                self.model,
-                summarize(error),
-            )
-            return False
-        return True
 
     def _launch(self, item: Item, client: _Client) -> None:
         if self._traces is None:

@@ -400,9 +400,13 @@ class Engine:
         counts.device_to_host_seconds += fetched - called
         size = rows if self._batched else 1
         counts.batches[size] = counts.batches.get(size, 0) + 1
-        if self._finite is not None and not self._finite.holds(outputs):
-            return [self._checked(self._finite, outcome) for outcome in outcomes]
-        return outcomes
+        if self._finite is None or self._finite.holds(outputs):
+            return outcomes
+        checked: list[Outcome] = []
+        for outcome in outcomes:
+            refusal = None if isinstance(outcome, BackendError) else self._finite.refusal(outcome)
+            checked.append(outcome if refusal is None else reported(refusal))
+        return checked
 
     def _kept(
         self,
@@ -430,10 +434,6 @@ class Engine:
         ]
         gather_scatter.wait(kept)  # Triton reads GPU outputs without synchronizing with a stream
         return kept
-
-    def _checked(self, finite: Finite, outcome: Outcome) -> Outcome:
-        refusal = None if isinstance(outcome, BackendError) else finite.refusal(outcome)
-        return outcome if refusal is None else reported(refusal)
 
     def _scatter(
         self, group: Group, batch: Batch, outputs: Sequence[Value | ItemRows]

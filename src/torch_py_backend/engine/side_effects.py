@@ -54,17 +54,14 @@ class SideEffects:
 
         Inference tensors (buffers that `forward()` creates in inference mode) have no version.
         """
-        return [
-            (
-                buffer.data_ptr(),
-                _digest(buffer) if self._captured or buffer.is_inference() else buffer._version,  # noqa: SLF001
-            )
-            for buffer in (self._owner.buffers() if self._owner is not None else ())
-        ]
-
-
-def _digest(tensor: Tensor) -> bytes:
-    return hashlib.blake2b(_bytes(tensor.detach()).cpu().numpy().data).digest()
+        state: list[tuple[int, int | bytes]] = []
+        for buffer in self._owner.buffers() if self._owner is not None else ():
+            if self._captured or buffer.is_inference():
+                content = _bytes(buffer.detach()).cpu().numpy().data
+                state.append((buffer.data_ptr(), hashlib.blake2b(content).digest()))
+            else:
+                state.append((buffer.data_ptr(), buffer._version))  # noqa: SLF001
+        return state
 
 
 def copy_tensors(item: Item) -> dict[str, Value]:

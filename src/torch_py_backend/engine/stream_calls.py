@@ -111,7 +111,12 @@ class StreamCalls:
 
     def outcomes(self, results: Sequence[tuple[object, StreamInputs]]) -> list[Outcome]:
         """Return the outcomes for results of streams, checked against the config."""
-        extracted = [self._extract(result, inputs.rows) for result, inputs in results]
+        extracted: list[Sequence[Value] | OutputError] = []
+        for result, inputs in results:
+            try:
+                extracted.append(self._runner.extract(result, inputs.rows))
+            except OutputError as error:
+                extracted.append(error)
         outputs = [
             value for values in extracted if not isinstance(values, OutputError) for value in values
         ]
@@ -126,19 +131,12 @@ class StreamCalls:
             gather_scatter.wait(fetched)
         values_left = iter(fetched)
         self._counts.device_to_host_seconds += time.perf_counter() - began
-        return [
-            values
-            if isinstance(values, OutputError)
-            else self._checked({name: next(values_left) for name in self._names})
-            for values in extracted
-        ]
-
-    def _extract(self, result: object, rows: int) -> list[Value] | OutputError:
-        try:
-            return self._runner.extract(result, rows)
-        except OutputError as error:
-            return error
-
-    def _checked(self, outcome: dict[str, Value]) -> Outcome:
-        refusal = None if self._finite is None else self._finite.refusal(outcome)
-        return outcome if refusal is None else refusal
+        outcomes: list[Outcome] = []
+        for values in extracted:
+            if isinstance(values, OutputError):
+                outcomes.append(values)
+                continue
+            outcome = {name: next(values_left) for name in self._names}
+            refusal = None if self._finite is None else self._finite.refusal(outcome)
+            outcomes.append(outcome if refusal is None else refusal)
+        return outcomes

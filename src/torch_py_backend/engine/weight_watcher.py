@@ -7,7 +7,6 @@ import gc
 import hashlib
 import logging
 import threading
-from pathlib import Path
 
 import torch
 
@@ -80,9 +79,11 @@ class WeightWatcher:
                 self._reload()
 
     def _reload(self) -> None:
-        refusal = self._swap()
-        if refusal is not None:
-            log.error("The new weights are refused, and the old ones stay: %s", refusal)
+        try:
+            self._swap()
+        except Exception as error:  # damaged files, models and torch's copy_ may raise any class
+            # Not with the traceback: the error says what is wrong with the file.
+            log.error("The new weights are refused, and the old ones stay: %s", error)  # noqa: TRY400
             return
         # Reference cycles of the loader would keep the old file open. In a server's instance this
         # collects only objects created after READY: see gc.freeze.
@@ -93,28 +94,21 @@ class WeightWatcher:
         name = self._engine.config.name
         log.info("model '%s': now with the weights of digest %s.", name, self.digest)
 
-    def _swap(self) -> Exception | None:
-        """Read and swap in the new weights; return the reason if they are refused."""
+    def _swap(self) -> None:
+        """Read and swap in the new weights; raise if they are refused."""
         config, artifact = self._engine.config, self._engine.artifact
-        try:
-            before = _identity(artifact)
-            weight_swap.refuse_changed_code(config, artifact, self._code)
-            fresh = weight_swap.read(config, artifact, self._engine.loaded)
-            digest = _digest(artifact)
-            if _identity(artifact) != before:
-                return OSError("the file changed again while it was read.")
-        except Exception as error:  # damaged files and models may raise any class
-            return error
+        before = _identity(artifact)
+        weight_swap.refuse_changed_code(config, artifact, self._code)
+        fresh = weight_swap.read(config, artifact, self._engine.loaded)
+        digest = _digest(artifact)
+        if _identity(artifact) != before:
+            raise OSError("the file changed again while it was read.")
         with self._engine.lock:
-            try:
-                weight_swap.swap(config, artifact, self._engine.loaded, fresh)
-                if self._engine.device.type == "cuda":
-                    torch.cuda.synchronize(self._engine.device)
-            except Exception as error:  # torch's copy_ may raise any class
-                return error
+            weight_swap.swap(config, artifact, self._engine.loaded, fresh)
+            if self._engine.device.type == "cuda":
+                torch.cuda.synchronize(self._engine.device)
             self._engine.side_effects.reset_baseline()  # the swap is not a side effect of the model
             self.digest = digest
-        return None
 
 
 def _warn_of_copies(config: ModelConfig) -> None:
@@ -143,15 +137,13 @@ def _identity(artifact: Artifact) -> list[tuple[int, int, int]]:
 
 
 def _digest(artifact: Artifact) -> str:
-    digests = [_sha256(path) for path in artifact.weight_files()]
+    digests = []
+    for path in artifact.weight_files():
+        digest = hashlib.sha256()
+        with path.open("rb") as file:
+            while part := file.read(_PART):
+                digest.update(part)
+        digests.append(digest.digest())
     if len(digests) > 1:
         return hashlib.sha256(b"".join(digests)).hexdigest()[:_DIGITS]
     return digests[0].hex()[:_DIGITS]
-
-
-def _sha256(path: Path) -> bytes:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(_PART):
-            digest.update(part)
-    return digest.digest()
