@@ -132,7 +132,7 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
         (list(package.handlers), package.propagate, package.level),
     )
     yield
-    for model in started:
+    for model in reversed(started):  # inference modes nest
         model.close()
     environment, language, threads, cudnn, fuser, path, logger = before
     os.environ.clear()
