@@ -128,9 +128,7 @@ OBSTACLES = [
         _state_dict, {"optimize": ("channels_last",)}, "channels_last changes", id="channels_last"
     ),
     pytest.param(_scripted, {"optimize": ("freeze",)}, "freeze makes them constants", id="frozen"),
-    pytest.param(
-        lambda folder: None, {"weights": "none"}, "computed when the module is built", id="none"
-    ),
+    pytest.param(lambda folder: None, {"weights": "none"}, "the module computes them", id="none"),
 ]
 
 

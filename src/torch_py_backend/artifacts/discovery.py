@@ -302,5 +302,5 @@ def mapping_obstacle(config: ModelConfig, artifact: Artifact) -> str:
     if config.options.enable_weight_sharing is False:
         return "ENABLE_WEIGHT_SHARING is false"
     if artifact.weightless:
-        return "WEIGHTS is none: they are computed when the module is built"
+        return "the module computes them when it is built (WEIGHTS is 'none')"
     return "" if artifact.weights is None else file_types.mmap_obstacle(artifact.weights)

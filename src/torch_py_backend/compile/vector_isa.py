@@ -19,7 +19,7 @@ def detect(model: str) -> list[str]:
     try:
         names = _names()
         restore(names)
-    except Exception as error:  # a torch with other internals
+    except Exception as error:  # another version of torch may have other internals
         log.info("model '%s': %s; inductor looks for them itself.", model, summarize(error))
         return []
     return names

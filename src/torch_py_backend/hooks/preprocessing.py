@@ -212,7 +212,7 @@ class RowPreprocessor:
             key = str(name)
             try:
                 tensors[key] = torch.as_tensor(value)
-            except Exception:  # of any class
+            except Exception:  # an object of the user may raise any class
                 raise OutputError(
                     self._model,
                     f"preprocess() returned a {type(value).__name__}, which cannot be batched",

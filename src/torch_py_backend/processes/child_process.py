@@ -159,7 +159,7 @@ class _Child:
         """Return the result of the task.
 
         Raises:
-            LoadError: there is none.
+            LoadError: the task failed, or the child ended without a result.
         """
         code = self.process.poll()
         if not self.result_file.is_file():

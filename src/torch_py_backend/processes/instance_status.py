@@ -113,7 +113,7 @@ class InstanceStatus:
             self._word[0] = time.monotonic_ns() << _STATE_BITS | InstanceState.IDLE
 
     def running_seconds(self) -> float:
-        """Return the seconds since the start of the current call; 0 if there is none."""
+        """Return the seconds since the start of the current call; 0 between calls."""
         word = self._word[0]
         if word & _STATES != InstanceState.BUSY:
             return 0.0

@@ -183,7 +183,7 @@ class BaseHandler:
             path = self.model_pt_path
             content = file_types.file_type(Path(path))
             if content is FileType.AOTI:
-                self.model = torch._inductor.aoti_load_package(path)  # noqa: SLF001  public
+                self.model = torch._inductor.aoti_load_package(path)  # noqa: SLF001  documented
             elif content is FileType.EXPORTED:
                 self.model = torch.export.load(path).module().to(self.device)
             else:
