@@ -69,6 +69,13 @@ def crowded(path: Path) -> None:
     path.write_bytes(b"PK\3\4" + bytes(length) + end)
 
 
+def long_names(path: Path) -> None:
+    """Write a zip of members without content whose names take a regular expression minutes."""
+    with zipfile.ZipFile(path, "w") as file:
+        for number in range(32):
+            file.writestr("/models/" * 4000 + "." * 32000 + str(number), b"")
+
+
 def compressed_in_an_unknown_way(path: Path) -> None:
     """Return a zip archive whose data.pkl has the compression method 99."""
     archive(**{"data.pkl": b"\x80\x02}."})(path)
@@ -205,6 +212,7 @@ CONTENTS = [
     pytest.param(compressed_in_an_unknown_way, FileType.TRUNCATED, id="unknown compression"),
     pytest.param(repacked, FileType.STATE_DICT, id="compressed again"),
     pytest.param(crowded, FileType.CROWDED, id="absurd list of members"),
+    pytest.param(long_names, FileType.UNKNOWN, id="names that take quadratic time to match"),
 ]
 
 

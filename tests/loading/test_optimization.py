@@ -89,7 +89,7 @@ def test_torchscript_is_frozen(module: nn.Module, method: str | None) -> None:
     [
         ("freeze", ArtifactType.EXPORTED, "TORCH_COMPILE_OPTIONAL_PARAMETERS, too"),
         ("freeze", ArtifactType.TORCHSERVE, "Its handler is Python code"),
-        ("bf16", ArtifactType.AOTI, "take OPTIMIZE out"),
+        ("bf16", ArtifactType.AOTI, "remove OPTIMIZE"),
         ("channels_last", ArtifactType.MODULE, "A function has no weights"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,21 @@ def test_in_effect(options: dict[str, Any], parts: str, tmp_path: Path) -> None:
     assert builder.summary(engine, Threads(2, 3)) == (
         "model 'digits': instance digits_0_0 serves model.py (Python source and weights) on cpu;"
         f" threads 2 intra-op, 3 inter-op; {parts}."
+    )
+
+
+@pytest.mark.usefixtures("process")
+def test_fallback(tmp_path: Path) -> None:
+    """An engine whose package does not load has the fallback's files, which are then watched."""
+    build.write(tmp_path, "model.py", _NET)
+    with zipfile.ZipFile(build.write(tmp_path, "model.pt2", ""), "w") as file:
+        file.writestr("model/data/aotinductor/model/abc.wrapper.so", "")
+    options = {"default_model_filename": "model.pt2", "fallback": "model.py"}
+    engine = _build(build.config(tmp_path, **options))
+
+    assert engine.artifact.path.name == "model.py"
+    assert " serves model.py (Python source and weights) on " in builder.summary(
+        engine, Threads(1, 1)
     )
 
 

@@ -326,6 +326,10 @@ def test_retries(tmp_path: Path, parameters: dict[str, str], calls: list[int]) -
         ("return ['\\ud800'] * len(rows)", "the handler returned a str that is not JSON"),
         ("context.set_all_response_status(500, 'ill')\n    return rows", "answered 500: ill"),
         (
+            "import numpy, ts.utils.util as u; raise u.PredictionException(numpy.ones(2), 500)",
+            "handle() raised PredictionException: [1. 1.] : 500",
+        ),
+        (
             "import ts.handler_utils.utils as u; u.send_intermediate_predict_response(rows)",
             "streams an answer, which is not served for TorchServe archives",
         ),

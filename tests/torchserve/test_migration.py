@@ -194,6 +194,13 @@ def test_invalid_and_unsupported_settings(
     assert str(error.value).startswith("net.mar: ")
 
 
+def test_a_number_of_too_many_digits(tmp_path: Path) -> None:
+    """A number that Python does not print is an error like others."""
+    files = {"model-config.yaml": f"batchSize: 0x{'f' * 5000}\nstartupTimeout: 0x{'f' * 5000}"}
+    with pytest.raises(ArchiveError, match="says batchSize: a number of too many digits; expect"):
+        _migrate(tmp_path, files=files, configFile="model-config.yaml")
+
+
 _SCRIPT = archives.scripted(models.Negate())
 _WEIGHTS = archives.saved({"weight": torch.ones(1)})
 _ONNX = b"\x08\x07pytorch"

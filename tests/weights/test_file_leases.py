@@ -118,6 +118,18 @@ def test_file_without_a_lease(
     guard.close()
 
 
+def test_missing_file(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A file that was removed since it was mapped is logged; the others are protected."""
+    guard = file_leases.Guard("digits", [file.parent / "gone.bin", file], ())
+    assert [opened.path for opened in guard._files] == [file]
+    guard.close()
+    (message,) = caplog.messages
+    assert message == (
+        "model 'digits': gone.bin is not protected against being written over in place: No such"
+        " file or directory."
+    )
+
+
 def test_closed_guard(file: Path) -> None:
     """A closed guard has no open files and no thread."""
     before = descriptors()

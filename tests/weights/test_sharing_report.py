@@ -115,9 +115,11 @@ def test_instances_share_the_weights_of_a_file(
     assert (shared.mapped.shared, shared.mapped.total) == (BYTES, BYTES)
     assert str(shared) == "0.0 MB of 0.0 MB shared by the instances"
     build.write(tmp_path, "model.py", SOURCE)
-    copied = report(tmp_path, write, enable_weight_sharing=False)
-    assert copied.mapped.shared == 0
-    assert copied.obstacle == "ENABLE_WEIGHT_SHARING is false"
+    for kind in ("CPU", "GPU"):
+        copied = report(tmp_path, write, enable_weight_sharing=False, kind=kind)
+        assert copied.mapped.shared == 0
+        assert copied.obstacle == "ENABLE_WEIGHT_SHARING is false"
+        build.write(tmp_path, "model.py", SOURCE)
 
 
 OBSTACLES = [
@@ -145,16 +147,10 @@ def test_obstacles(
     assert reason in str(caught.value)
 
 
-def test_obstacle_of_a_fallback(tmp_path: Path) -> None:
-    """For a package whose fallback is served, the reason is that of the fallback."""
-    build.write(tmp_path, "model.py", SOURCE)
-    _compressed(tmp_path / "1")
-    config = build.config(tmp_path)
-    fallback = discovery.find(config)
-    package = Artifact(ArtifactType.AOTI, tmp_path / "1" / "model.pt2", fallback=fallback)
-    loaded = registry.load(fallback, config, torch.device("cpu"))
-    sharing = sharing_report.report(config, package, loaded)
-    assert sharing.obstacle == "the entries of model.pt are compressed"
+def test_copies_on_a_gpu(tmp_path: Path) -> None:
+    """Weights on a GPU are copies by default; no file can be the reason."""
+    sharing = report(tmp_path, _compressed, kind="GPU")
+    assert sharing.obstacle == "each instance has a copy on its device"
 
 
 @pytest.mark.parametrize(("least", "lines"), [(1, 1), (1 << 30, 0)])

@@ -211,7 +211,8 @@ class RowPreprocessor:
         for name, value in row.items():
             key = str(name)
             try:
-                tensors[key] = torch.as_tensor(value)
+                # as_tensor() would move a tensor to torch's default device.
+                tensors[key] = value if isinstance(value, Tensor) else torch.as_tensor(value)
             except Exception:  # an object of the user may raise any class
                 raise OutputError(
                     self._model,

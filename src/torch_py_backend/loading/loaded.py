@@ -81,7 +81,7 @@ def refuse_method(artifact: Artifact, config: ModelConfig) -> None:
         raise ConfigError(
             config.name,
             f"METHOD is set, and {artifact.path.name} is {artifact.kind.value}",
-            cure="It holds one method, the one that was exported; take METHOD out.",
+            cure="It holds one method, the one that was exported; remove METHOD.",
         )
 
 

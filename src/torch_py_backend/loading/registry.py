@@ -72,11 +72,11 @@ def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
     optimizations, kind = config.options.optimize, loaded.kind
     if optimizations and kind is ArtifactType.AOTI:
         raise _refusal(
-            config, optimizations, kind, "The package is compiled already; take OPTIMIZE out."
+            config, optimizations, kind, "The package is compiled already; remove OPTIMIZE."
         )
     of_graphs = tuple(name for name in ("freeze", "cuda_graphs") if name in optimizations)
     if of_graphs and kind is ArtifactType.TORCHSERVE:
-        raise _refusal(config, of_graphs, kind, "Its handler is Python code; take that out.")
+        raise _refusal(config, of_graphs, kind, "Its handler is Python code; remove that.")
     set_memory_format(config, loaded)
     if "freeze" in optimizations and kind is ArtifactType.TORCHSCRIPT:
         return torchscript.freeze(config, loaded)

@@ -58,9 +58,6 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
 def summary(engine: Engine, threads: Threads) -> str:
     """Return a line for the log with the artifact, device, threads and switches of an instance."""
     config, options = engine.config, engine.config.options
-    artifact = engine.artifact
-    if artifact.fallback is not None and engine.kind is not artifact.kind:
-        artifact = artifact.fallback  # the package was built for another machine
     switches = [
         f"{row.key} {'on' if value else 'off'}"
         for row in TABLE
@@ -70,7 +67,7 @@ def summary(engine: Engine, threads: Threads) -> str:
     ]
     compiled = json.dumps(options.torch_compile_optional_parameters or {})
     parts = [
-        f"{artifact.path.name} ({artifact.kind.value}) on {engine.device}",
+        f"{engine.artifact.path.name} ({engine.kind.value}) on {engine.device}",
         f"threads {threads.intra_op} intra-op, {threads.inter_op} inter-op",
         f"inference mode {'on' if options.inference_mode else 'off'}",
         f"JIT switches {', '.join(switches) or 'unset'}",
@@ -89,6 +86,7 @@ def _engine(
 ) -> Engine:
     """Return an engine for a device; its weights are loaded on `weights_device`."""
     loaded = _load(config, artifact, weights_device)
+    artifact = artifact.served_as(loaded.kind)
     config = state_store.with_controls(config, loaded.signature)
     device_runtime = runtime.create(config.options, device, loaded.weights)
     return Engine(config, loaded, device_runtime, artifact, user_hooks.load(config, artifact))

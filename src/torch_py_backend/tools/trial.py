@@ -99,14 +99,11 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
     sent = [spec.name for spec in _sent(engine.config)]
     # Inputs of hooks are bound to the hooks' own methods.
     rule = "" if engine.hooks else binding.rule(sent, engine.loaded.signature).value
-    artifact = discovery.find(settings)
-    if artifact.fallback is not None and engine.kind is not artifact.kind:
-        artifact = artifact.fallback  # the package is for another machine
     inputs = {spec.name: _described(spec) for spec in engine.config.inputs}
     inputs |= {state.input: f"{state.input} (state)" for state in settings.untyped_states}
     inputs |= {spec.name: str(spec) for spec in settings.batch_inputs}
     return {
-        "artifact": f"{artifact.path.name}: {artifact.kind.value}",
+        "artifact": f"{engine.artifact.path.name}: {engine.kind.value}",
         "weights": str(engine.sharing),
         "signature": engine.signature,
         "hooks": str(engine.hooks or ""),

@@ -7,7 +7,6 @@ class is initialized, and called with a list of requests.
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import inspect
 import io
@@ -39,6 +38,7 @@ from torch_py_backend.errors import (
     SourceError,
     UnavailableError,
     join_names,
+    sanitize_line,
     summarize,
 )
 from torch_py_backend.loading import python_source
@@ -255,7 +255,7 @@ class Served(nn.Module):
         self._model = config.name
         self._handle = handle
         self._context = context
-        self._content_type = content_type
+        self._decode = _decoder(content_type)
         # TorchServe's own class, if TorchServe is installed.
         self._prediction_error: type[Exception] = importlib.import_module(
             "ts.utils.util"
@@ -279,8 +279,8 @@ class Served(nn.Module):
             answers = self._handle(requests, self._context)
         except self._prediction_error as error:
             status, message = getattr(error, "error_code", None), getattr(error, "message", error)
-            refusal = self._status_error(status, message)
-            if isinstance(refusal, OutputError):  # a server error: the log has its traceback
+            refusal = self._refusal(status, message)
+            if refusal is None:  # a server error: the log has its traceback
                 raise
             raise refusal from error
         if not isinstance(answers, list) or len(answers) != len(requests):
@@ -292,30 +292,48 @@ class Served(nn.Module):
                 expected="a list with one answer for each request",
             )
         for processor in self._context.request_processor:
-            if processor.status >= _CLIENT_ERROR:
-                raise self._status_error(processor.status, processor.phrase)
+            status, phrase = processor.status, processor.phrase
+            if status >= _CLIENT_ERROR:
+                raise self._refusal(status, phrase) or OutputError(
+                    self._model, _problem(status, phrase)
+                )
         encoded: Strings = np.empty(len(answers), dtype=np.object_)
         encoded[:] = [_encode(self._model, answer) for answer in answers]
         return encoded
 
-    def _decode(self, body: bytes) -> Field:
-        """Return a body as its content type says; an invalid body stays bytes."""
-        with contextlib.suppress(ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
-            if self._content_type == "application/json":
-                return json.loads(body)
-            if self._content_type.startswith("text/"):
-                return body.decode()
-        return bytearray(body)
-
-    def _status_error(self, status: object, message: object) -> BackendError:
-        """Return the error for a status, without traceback or paths."""
-        text = summarize(Exception(message)).removeprefix("Exception: ") if message else ""
-        problem = f"the handler answered {status}" + (f": {text}" if text else "")
+    def _refusal(self, status: object, message: object) -> BackendError | None:
+        """Return the error for a client error, or for a lack of resources; None: another status."""
+        if not isinstance(status, int):
+            return None
         if status in _UNAVAILABLE:
-            return UnavailableError(self._model, problem)
-        if isinstance(status, int) and _CLIENT_ERROR <= status < _SERVER_ERROR:
-            return InputError(self._model, problem)
-        return OutputError(self._model, problem)
+            return UnavailableError(self._model, _problem(status, message))
+        if _CLIENT_ERROR <= status < _SERVER_ERROR:
+            return InputError(self._model, _problem(status, message))
+        return None
+
+
+def _problem(status: object, message: object) -> str:
+    """Return the answer of a handler for an error message."""
+    text = "" if message is None else sanitize_line(str(message))
+    return f"the handler answered {status}" + (f": {text}" if text else "")
+
+
+def _decoder(content_type: str) -> Callable[[bytes], Field]:
+    """Return a function that reads a body of a content type; an invalid body stays bytes."""
+    if content_type == "application/json":
+        read: Callable[[bytes], Field] = json.loads
+    elif content_type.startswith("text/"):
+        read = bytes.decode
+    else:
+        return bytearray
+
+    def decode(body: bytes) -> Field:
+        try:
+            return read(body)
+        except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+            return bytearray(body)
+
+    return decode
 
 
 def _encode(model: str, answer: object) -> bytes:

@@ -116,10 +116,17 @@ class _Settings:
             raise self.error(key, f"an integer of at least {least}")
         return value
 
+    def shown(self, key: str) -> str:
+        """Return a value for a message."""
+        try:
+            return repr(self.document[key])[:80]
+        except ValueError:  # Python does not print an integer of more than 4,300 digits
+            return "a number of too many digits"
+
     def error(self, key: str, expected: str) -> ArchiveError:
         return ArchiveError(
             self.archive,
-            f"{self.file} says {key}: {repr(self.document[key])[:80]}",
+            f"{self.file} says {key}: {self.shown(key)}",
             expected=expected,
             cure=f"Correct {self.file}.",
         )
@@ -301,7 +308,7 @@ def _report_unconverted(
     """List the settings without a counterpart, and the user's next steps."""
     others = [key for key in settings.document if key not in _CONVERTED]
     migration.not_converted += [
-        f"{key} {repr(settings.document[key])[:80]}: {_WITHOUT_EFFECT[key]}"
+        f"{key} {settings.shown(key)}: {_WITHOUT_EFFECT[key]}"
         for key in others
         if key in _WITHOUT_EFFECT
     ]

@@ -70,7 +70,16 @@ class Guard:
 
     def _watch(self, ready: threading.Event) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNAL})
-        self._files = [_lease(path) for path in self._paths]
+        for path in self._paths:
+            try:
+                self._files.append(_lease(path))
+            except OSError as error:  # it was removed since it was mapped
+                log.warning(
+                    "model '%s': %s is not protected against being written over in place: %s.",
+                    self._model,
+                    path.name,
+                    error.strerror,
+                )
         ready.set()
         try:
             while self._files and not self._closed.is_set():
@@ -85,7 +94,7 @@ class Guard:
                 os.close(file.descriptor)
 
     def _released(self, file: _File) -> bool:
-        """Copy the weights and release the file if it is written over; return whether it is."""
+        """Return whether a file was written over; if so, copy its weights and release it."""
         if file.leased:
             # For a lease that is being broken, the kernel returns the type that it changes to.
             if fcntl.fcntl(file.descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK:

@@ -344,7 +344,7 @@ def not_shared_error(config: ModelConfig, reason: str) -> ConfigError:
     return ConfigError(
         config.name,
         f"ENABLE_WEIGHT_SHARING is true, and the weights cannot be shared: {reason}",
-        cure='Set it to "false", or take it out.',
+        cure='Set it to "false", or remove it.',
     )
 
 

@@ -55,7 +55,7 @@ def report(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Sharing:
         raise ConfigError(
             config.name,
             f"ENABLE_WEIGHT_SHARING is true, and only {sharing}",
-            cure="Remove what stands in the way, or take ENABLE_WEIGHT_SHARING out.",
+            cure="Remove what stands in the way, or remove ENABLE_WEIGHT_SHARING.",
         )
     if (
         sharing.obstacle
@@ -83,11 +83,9 @@ def _obstacle(config: ModelConfig, artifact: Artifact, loaded: Loaded, weights: 
         return "OPTIMIZE's freeze makes them constants of a graph"
     if weights.shared == weights.total:
         return ""
-    if config.kind != "CPU":
-        return "each instance has a copy on its device"
-    if artifact.fallback is not None and loaded.kind is not artifact.kind:
-        artifact = artifact.fallback  # the package was built for another machine
     obstacle = discovery.mapping_obstacle(config, artifact)
+    if config.kind != "CPU" and config.options.enable_weight_sharing is not False:
+        return "each instance has a copy on its device"
     if not obstacle and "channels_last" in optimize:
         return "OPTIMIZE's channels_last changes the layout of the weights of convolutions"
     return obstacle or "the module converts or computes the rest, or holds views of it"
