@@ -254,8 +254,9 @@ def entry_point(ports: Sequence[int]) -> list[str]:
 
 
 def stock_server(image: Image, ports: Sequence[int]) -> list[str]:
-    """Triton's own command, which finds the backend in its directory."""
+    """Triton's own command, which finds the backend in its directory, with one model."""
     command = ["tritonserver", f"--model-repository={EXAMPLES}"]
+    command += ["--model-control-mode=explicit", "--load-model=add_sub"]
     command.append(image.place("--backend-directory=/opt/tritonserver/backends"))
     for service, port in zip(("http", "grpc", "metrics"), ports, strict=False):
         command += [f"--{service}-address=127.0.0.1", f"--{service}-port={port}"]

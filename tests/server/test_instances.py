@@ -249,6 +249,20 @@ def test_a_process_that_completes_a_config(monitor: InstanceMonitor, tmp_path: P
         assert failure.reason == "the process that completes its config ended with exit code 1"
 
 
+def test_is_loading(monitor: InstanceMonitor, tmp_path: Path) -> None:
+    """An instance that serves, or has died, is not being loaded."""
+    with instance(tmp_path, "status.ready()"):
+        monitor.check()
+        assert not monitor.is_loading()
+        with instance(tmp_path, "pass") as loading:
+            monitor.check()
+            assert monitor.is_loading()
+            loading.kill()
+            ended(loading)
+            monitor.check()
+            assert not monitor.is_loading()
+
+
 def test_kill_by_model_and_state(monitor: InstanceMonitor, tmp_path: Path) -> None:
     """Other models, and instances in other states, are not killed."""
     with (

@@ -41,6 +41,7 @@ class FakeServer:
         self.now = 0.0
         self.threads: list[Callable[[], None]] | None = None
         self.answers = True
+        self.loading = False
         self._last_pid = 100
         self.supervisor = Supervisor(
             self.index,
@@ -105,6 +106,9 @@ class FakeServer:
         self.now += seconds
 
     def wake(self) -> None: ...
+
+    def is_loading(self) -> bool:
+        return self.loading
 
     def live_processes(self, model: str) -> set[int]:
         return {self.pids[model]} if model in self.pids else set()
@@ -392,6 +396,7 @@ def test_a_load_that_takes_too_long() -> None:
     server.threads = None
     other()
     server.pids["a"] = 5
+    server.loading = True
     server.advance(101)
     assert set(server.killed) == {"a LOADING"}
     assert server.not_ready().keys() == {"a"}
@@ -403,12 +408,38 @@ def test_a_load_that_takes_too_long() -> None:
     assert server.take_events() == ["READY b 1", "DOWN a", "READY a 1"]
 
 
+def test_a_load_that_triton_gave_up() -> None:
+    """Instances that were loaded 30 s ago, while nothing else loads, are killed and replaced."""
+    server = FakeServer("a")
+    server.threads = []
+    server.supervisor.load(["a"])
+    load = server.threads.pop()
+    server.threads = None
+    server.pids["a"] = 5
+    server.loading = True
+    server.advance(40)
+    server.loading = False
+    server.advance(29)
+    assert server.killed == []
+    server.advance(2)
+    assert set(server.killed) == {"a IDLE"}
+    server.refusals["a"] = _DEAD
+    load()
+    server.refusals.clear()
+    server.pids.clear()
+    server.step(3)
+    (down, ready) = server.events
+    assert "did not accept it within 30 s of its load" in down.text
+    assert (down.kind.value, ready.kind.value) == ("DOWN", "READY")
+
+
 def test_a_load_one_of_whose_instances_died() -> None:
     """The time limit holds for the other instances."""
     server = FakeServer("a")
     server.threads = []
     server.supervisor.load(["a"])
     server.pids["a"] = 5
+    server.loading = True
     server.die_loading("a")
     server.advance(99)
     assert server.killed == []

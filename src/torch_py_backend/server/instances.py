@@ -85,6 +85,14 @@ class InstanceMonitor:
                 self._remove(path)
         return failures
 
+    def is_loading(self) -> bool:
+        """Return whether an instance of any model is being loaded, or a config completed."""
+        loading = (InstanceState.LOADING, InstanceState.COMPLETING)
+        return any(
+            not instance.ended and instance.reader.read().state in loading
+            for instance in self._instances.values()
+        )
+
     def live_processes(self, model: str) -> set[int]:
         """Return the IDs of the processes of a model that have not ended."""
         return {

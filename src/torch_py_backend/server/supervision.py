@@ -34,6 +34,10 @@ _SURVIVORS_S = 10.0
 _IDLE_S = 1.0
 # The time for a load to fail in Triton, after its process was killed.
 _FAILING_S = 30.0
+# The time for Triton to accept loaded instances while nothing else loads. Triton 24.10 gives a load
+# up if the process shows no sign of life for a second, as when the machine stalls, and waits for
+# its end without killing it (ReceiveMessageFromStub and WaitForStubProcess in stub_launcher.cc).
+_ACCEPTED_S = 30.0
 # A part of Triton's message for a process that has died.
 _DEAD = "is not healthy"
 _STUCK = "Triton never stops waiting for it: only a new server can load it"
@@ -71,6 +75,8 @@ class Monitor(Protocol):
     def wait(self, seconds: float) -> None: ...
 
     def wake(self) -> None: ...
+
+    def is_loading(self) -> bool: ...
 
     def live_processes(self, model: str) -> set[int]: ...
 
@@ -142,6 +148,7 @@ class Supervisor:
         self._events: list[Event] = []
         self._models: dict[str, _Model] = {}
         self._index_due = 0.0
+        self._loading_at = 0.0  # when an instance of any model was last being loaded
         self._statuses: dict[str, ModelStatus] = {}
         self.snapshot = Snapshot()
 
@@ -161,6 +168,8 @@ class Supervisor:
         """Wait shortly, then process failures, completed operations and due loads."""
         self._monitor.wait(_STEP_S)
         failures = self._monitor.check()
+        if self._monitor.is_loading():
+            self._loading_at = self._clock()
         completed = [
             model
             for model in self._models.values()
@@ -324,6 +333,16 @@ class Supervisor:
                 model.failure = f"its load took longer than {limit:g} s (--load-timeout)"
                 if not killed:
                     self._abandon_load(model, model.failure)
+        elif (
+            model.phase is Phase.LOADING
+            and operation
+            and now - max(operation.started, self._loading_at) > _ACCEPTED_S
+            and self._monitor.kill(model.name, InstanceState.IDLE)
+        ):
+            model.failure = model.failure or (
+                f"Triton did not accept it within {_ACCEPTED_S:g} s of its load, as when the"
+                " machine stalled meanwhile"
+            )
 
     def _why_not_ready(self, model: _Model) -> str:
         """Return why a model does not serve; empty if it does."""

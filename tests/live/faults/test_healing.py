@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import re
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import living
 import psutil
 import pytest
+import serving
 import tritonclient.grpc
 from scenarios import Scenario, text, x_to_y
 from supervised import Steady, Supervised, regions, serve, until
 from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.processes.instance_status import InstanceState
+from torch_py_backend.server import instances, supervision
+from torch_py_backend.server.instances import InstanceMonitor
+from torch_py_backend.server.model_control import RepositoryClient
+from torch_py_backend.server.supervision import Event, Supervisor
 
 pytestmark = pytest.mark.slow
 
@@ -516,3 +523,33 @@ def test_restricted_endpoints(tmp_path: Path) -> None:
             sent = {"triton-grpc-protocol-admin-key": "a secret"}
             client.unload_model("steady", headers=sent)
         until(lambda: served.ask("/ready/steady")[0] == 404, served)
+
+
+def test_a_load_that_triton_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that stalls for seconds while it loads, so that Triton forgets it, is replaced."""
+    # Here, nothing but Triton notices that the process was stopped.
+    monkeypatch.setattr(instances, "_STOPPED_S", math.inf)
+    monkeypatch.setattr(supervision, "_ACCEPTED_S", 2.0)
+    repository = tmp_path / "repository"
+    _model("slow", built="time.sleep(3)").lay_out(repository)
+    events: list[Event] = []
+    with serving.running(tmp_path, "--model-control-mode=explicit") as server:
+        client = RepositoryClient(server.grpc_address, server.keys)
+        monitor = InstanceMonitor(server.status_folder)
+        supervisor = Supervisor(
+            server.models, monitor, client, events.append, restarts=3, load_seconds=200
+        )
+        supervisor.load(["slow"])
+        while not monitor.is_loading():
+            supervisor.step()
+        (process,) = map(psutil.Process, monitor.live_processes("slow"))
+        process.suspend()
+        time.sleep(3)
+        process.resume()
+        while len(events) < 2:
+            supervisor.step()
+        assert not process.is_running()
+        client.close()
+    down, ready = events
+    assert down.text.startswith("Triton did not accept it within 2 s of its load")
+    assert str(ready.kind.value) == "READY"
