@@ -39,9 +39,9 @@ def config(folder: Path = Path("/models/digits"), **overrides: Any) -> ModelConf
     return dataclasses.replace(plain, **overrides)
 
 
-def artifact() -> Artifact:
+def artifact(kind: ArtifactType = ArtifactType.FACTORY) -> Artifact:
     """A model that lies nowhere, for engines whose module is made in the test."""
-    return Artifact(ArtifactType.FACTORY, Path("/models/digits/1"))
+    return Artifact(kind, Path("/models/digits/1"))
 
 
 def write(folder: Path, name: str, content: str | bytes) -> Path:

@@ -25,10 +25,12 @@ from supervised import EXIT
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from torch_py_backend.errors import ServerError
+from torch_py_backend.processes import instance_status
+from torch_py_backend.processes.instance_status import InstanceState
 from torch_py_backend.server.tritonserver import ModelState, Server
 
 # The time limits of a server and of the one that is started in its place.
-_LONGEST_S = (240, 540)
+_LONGEST_S = (240, 300)
 # A port that is free here may be the one that a server of another process will have in a moment.
 _ADDRESS = f"127.0.0.{2 + int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0').removeprefix('gw'))}"
 _GRPC = {
@@ -142,7 +144,7 @@ def _loaded(
     Triton 24.10 never ends a load during which the machine stalled for a second. `serve` notices;
     here, the server is replaced once.
     """
-    for longest in _LONGEST_S:
+    for attempt_number, longest in enumerate(_LONGEST_S):
         with contextlib.ExitStack() as attempt:
             server = Server(
                 repository,
@@ -157,12 +159,20 @@ def _loaded(
             try:
                 states = server.wait_loaded(longest)
             except ServerError:
-                if server.process.poll() is not None or longest == _LONGEST_S[-1]:
+                if attempt_number or not _forgotten(server):
                     raise
+                log_path.rename(log_path.with_suffix(".forgotten"))
             else:
                 stack.push(attempt.pop_all())
                 return server, states
     raise AssertionError
+
+
+def _forgotten(server: Server) -> bool:
+    """Return whether all instances are loaded, and Triton waits for their end."""
+    readers = map(instance_status.Reader, instance_status.files(server.status_folder))
+    states = {reader.read().state for reader in readers}
+    return server.process.poll() is None and states == {InstanceState.IDLE}
 
 
 def _await_metrics(address: str) -> None:

@@ -17,7 +17,6 @@ import scenarios
 import torch
 from scenarios import Arrays, Refused, Scenario
 
-from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.config.options import Options
@@ -40,7 +39,7 @@ def engine(
         decoupled=True,
         **overrides,
     )
-    loaded = Loaded(ArtifactType.MODULE, function, introspection.from_function(function), step=step)
+    loaded = Loaded(build.artifact(), function, introspection.from_function(function), step=step)
     surroundings = runtime.create(Options(), torch.device("cpu"), ())
     return Engine(settings, loaded, surroundings, build.artifact())
 

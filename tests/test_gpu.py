@@ -589,7 +589,7 @@ def test_masks_are_made_on_the_models_stream(monkeypatch: pytest.MonkeyPatch) ->
     def forward(x: Tensor, mask: Tensor) -> Tensor:
         return x * mask
 
-    loaded = Loaded(ArtifactType.MODULE, forward, introspection.from_function(forward))
+    loaded = Loaded(build.artifact(), forward, introspection.from_function(forward))
     made = Engine(settings, loaded, surroundings, build.artifact())
     streams = []
     fill = Padding.fill

@@ -330,7 +330,7 @@ def _padded_engine(pad: Mapping[str, Any], rows: Rows) -> Engine:
         max_batch_size=16,
         pad={"ids": {**pad, "mask": "mask"}},
     )
-    loaded = Loaded(ArtifactType.MODULE, _identity, Signature(_ARGUMENTS), None, rows)
+    loaded = Loaded(build.artifact(), _identity, Signature(_ARGUMENTS), None, rows)
     surroundings = runtime.create(Options(), torch.device("cpu"), ())
     return Engine(settings, loaded, surroundings, build.artifact())
 

@@ -248,7 +248,7 @@ def test_internal_errors(tmp_path: Path, process: None, monkeypatch: pytest.Monk
     """An exception of the backend is one sentence for clients, and a traceback in the log."""
     model = load(tmp_path)
 
-    def retry_or_refuse(*args: object, more: bool) -> Any:
+    def retry_or_refuse(*args: object, copy_outputs: bool) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(model._engine.recovery, "retry_or_refuse", retry_or_refuse)
@@ -258,6 +258,7 @@ def test_internal_errors(tmp_path: Path, process: None, monkeypatch: pytest.Monk
     assert check(sent, responses) == [TritonError.INTERNAL] * 2
     assert "the backend raised an unexpected error" in responses[0].error().message()
     assert "Traceback" in errors()[0]
+    assert "KeyboardInterrupt" in errors()[0]
     assert "(requests one, two)" in errors()[0]
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend.artifacts.discovery import ArtifactType as Artifacts
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
 from torch_py_backend.batching.ragged import Ragged
@@ -53,7 +52,7 @@ def config(**overrides: Any) -> ModelConfig:
 
 def create_engine(forward: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any) -> Engine:
     settings = config(**overrides)
-    loaded = Loaded(Artifacts.MODULE, forward, introspection.from_function(forward), None, rows)
+    loaded = Loaded(build.artifact(), forward, introspection.from_function(forward), None, rows)
     surroundings = runtime.create(Options(), torch.device("cpu"), ())
     return Engine(settings, loaded, surroundings, build.artifact())
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import TensorSpec
@@ -46,7 +45,7 @@ def engine(function: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any
     spec = build.spec("x", dims=(-1,))
     settings = build.config(inputs=(spec,), outputs=(build.spec("y", dims=(-1,)),), **overrides)
     argument = Argument("x", True, Passing.POSITIONAL, ArgumentType.TENSOR, "x")
-    loaded = Loaded(ArtifactType.MODULE, function, Signature((argument,)), None, rows)
+    loaded = Loaded(build.artifact(), function, Signature((argument,)), None, rows)
     surroundings = runtime.create(Options(), torch.device("cpu"), ())
     return Engine(settings, loaded, surroundings, build.artifact())
 
@@ -123,7 +122,7 @@ def whole(
 ) -> Engine:
     """Return an engine for a function as loaded from a source file."""
     settings = build.config(inputs=inputs, outputs=outputs, **overrides)
-    loaded = Loaded(ArtifactType.MODULE, function, introspection.from_function(function))
+    loaded = Loaded(build.artifact(), function, introspection.from_function(function))
     surroundings = runtime.create(Options(), torch.device("cpu"), ())
     return Engine(settings, loaded, surroundings, build.artifact())
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows, clone
@@ -27,7 +26,7 @@ def made(
 ) -> tuple[ModelRunner, Counts, Grouping]:
     """Return a model runner for a function of `x`."""
     settings = build.config(**overrides)
-    loaded = Loaded(ArtifactType.MODULE, function, introspection.from_function(function), rows=rows)
+    loaded = Loaded(build.artifact(), function, introspection.from_function(function), rows=rows)
     grouping, counts = Grouping(settings, loaded.signature), Counts()
     return (
         ModelRunner(settings, loaded, grouping, OutputExtractor(settings).extract, counts, clone),

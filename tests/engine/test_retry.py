@@ -18,7 +18,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
 from torch_py_backend.batching.output_extraction import OutputExtractor
@@ -78,7 +77,7 @@ def engine(
     def forward(x: Tensor) -> Any:
         return model(x)
 
-    loaded = Loaded(ArtifactType.MODULE, forward, introspection.from_function(forward), owner, rows)
+    loaded = Loaded(build.artifact(), forward, introspection.from_function(forward), owner, rows)
     surroundings = runtime.create(Options(), torch.device("cpu"), ())
     return Engine(settings, loaded, surroundings, build.artifact())
 

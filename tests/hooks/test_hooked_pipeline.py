@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config import request_parameters
@@ -61,7 +60,7 @@ def engine(
 ) -> Engine:
     """Return an engine around a function: input x and output y, both FP32 [-1] by default."""
     settings = build.config(**{"inputs": (_X,), "outputs": (_Y,), **overrides})
-    loaded = Loaded(ArtifactType.MODULE, module, introspection.from_function(module), None, rows)
+    loaded = Loaded(build.artifact(), module, introspection.from_function(module), None, rows)
     device_runtime = runtime.create(Options(), torch.device("cpu"), ())
     loaded_hooks = Hooks(**{name: hook(name, function) for name, function in hooks.items()})
     return Engine(settings, loaded, device_runtime, build.artifact(), loaded_hooks)

@@ -209,7 +209,7 @@ def test_new_weights(tmp_path: Path) -> None:
     config, artifact, _ = stored(tmp_path, 0.0)
     loaded = registry.load(artifact, config, None)
     replacement = stored(tmp_path, 1.0)[2]
-    weight_swap.swap(config, artifact, loaded, weight_swap.read(config, artifact, loaded))
+    weight_swap.swap(config, loaded, weight_swap.read(config, loaded))
     x = torch.rand(3, 4)
     with torch.no_grad():
         assert torch.equal(loaded.module(x), replacement(x))

@@ -35,7 +35,7 @@ class Convolved(nn.Module):
 
 def loaded(kind: ArtifactType, owner: nn.Module | None, served: Any = None) -> Loaded:
     called: Any = served or owner
-    return Loaded(kind, called, Signature(()), owner)
+    return Loaded(build.artifact(kind), called, Signature(()), owner)
 
 
 @pytest.fixture

@@ -158,6 +158,12 @@ def echoes(value):
 def hangs():
     time.sleep(600)
     yield
+
+def sleeps():
+    seconds = yield "ready"
+    while True:
+        time.sleep(seconds)
+        seconds = yield seconds
 """
 
 
@@ -334,6 +340,7 @@ def test_workers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert workers.ask([None], 60) == [[0, None]]
         with pytest.raises(LoadError, match="number 1 fails later"):
             workers.ask(["d", "fail"], 60)
+        assert not workers.alive
     assert capfd.readouterr() == ("", "")
 
 
@@ -356,6 +363,16 @@ def test_workers_without_an_answer() -> None:
     ):
         workers.ask([{}, {}], 1)
     assert _children() <= before
+
+
+def test_a_late_answer_is_not_that_of_the_next_message() -> None:
+    """After an error nobody is left to answer."""
+    with Workers("digits", "tasks:sleeps", 1) as workers:
+        assert workers.ask([{}], 60) == ["ready"]
+        with pytest.raises(LoadError, match=r"longer than 0\.1 seconds"):
+            workers.ask([1.0], 0.1)
+        with pytest.raises(LoadError, match="ended"):
+            workers.ask([0.0], 60)
 
 
 def _children() -> set[psutil.Process]:

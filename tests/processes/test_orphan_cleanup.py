@@ -128,6 +128,10 @@ def _names_a_link(path: Path) -> None:
     path.write_text(str(link))
 
 
+def _names_no_folder(path: Path) -> None:
+    path.write_bytes(b"/tmp/torch-py-backend-a\0b")
+
+
 def _is_empty(path: Path) -> None:
     path.write_text("")
 
@@ -137,7 +141,16 @@ def _is_a_link(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "forge", [_names_another_folder, _names_a_link, _is_empty, _is_a_link, Path.mkdir, os.mkfifo]
+    "forge",
+    [
+        _names_another_folder,
+        _names_a_link,
+        _names_no_folder,
+        _is_empty,
+        _is_a_link,
+        Path.mkdir,
+        os.mkfifo,
+    ],
 )
 def test_a_forged_file_removes_nothing(forge: Callable[[Path], None], shared: Path) -> None:
     """Other users, who can write to /dev/shm, cannot make us remove files."""

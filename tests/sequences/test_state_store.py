@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from stateful import IDLE_S, SLOTS, config, make_state
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item, Outcome
 from torch_py_backend.config import dtypes
@@ -43,9 +42,7 @@ _FORGOTTEN_S = IDLE_S + 1.5
 
 def engine(settings: ModelConfig, module: nn.Module, device: str = "cpu") -> Engine:
     module.to(device)
-    loaded = Loaded(
-        ArtifactType.MODULE, module, introspection.from_function(module.forward), module
-    )
+    loaded = Loaded(build.artifact(), module, introspection.from_function(module.forward), module)
     surroundings = runtime.create(Options(), torch.device(device), ())
     return Engine(
         state_store.with_controls(settings, loaded.signature),

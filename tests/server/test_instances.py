@@ -249,6 +249,17 @@ def test_a_process_that_completes_a_config(monitor: InstanceMonitor, tmp_path: P
         assert failure.reason == "the process that completes its config ended with exit code 1"
 
 
+def test_idle_seconds(monitor: InstanceMonitor, tmp_path: Path) -> None:
+    """All instances of a model wait, since the last call or load."""
+    with instance(tmp_path, "status.ready()"):
+        monitor.check()
+        assert monitor.idle_seconds("n") == 0
+        assert 0 < monitor.idle_seconds("m") < 60
+        with instance(tmp_path, "status.ready(); status.busy()"):
+            monitor.check()
+            assert monitor.idle_seconds("m") == 0
+
+
 def test_is_loading(monitor: InstanceMonitor, tmp_path: Path) -> None:
     """An instance that serves, or has died, is not being loaded."""
     with instance(tmp_path, "status.ready()"):

@@ -8,6 +8,7 @@ import pytest
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes.instance_status import Identity, InstanceState
+from torch_py_backend.server.healing import EventKind
 from torch_py_backend.server.instances import InstanceFailure
 from torch_py_backend.server.model_control import LoadTimeoutError
 from torch_py_backend.server.supervision import Event, Supervisor
@@ -41,7 +42,8 @@ class FakeServer:
         self.now = 0.0
         self.threads: list[Callable[[], None]] | None = None
         self.answers = True
-        self.loading = False
+        self.loading = False  # instances load; otherwise they are idle
+        self.idle_since = 0.0
         self._last_pid = 100
         self.supervisor = Supervisor(
             self.index,
@@ -110,10 +112,16 @@ class FakeServer:
     def is_loading(self) -> bool:
         return self.loading
 
+    def idle_seconds(self, model: str) -> float:
+        return self.now - self.idle_since if model in self.pids and not self.loading else 0.0
+
     def live_processes(self, model: str) -> set[int]:
         return {self.pids[model]} if model in self.pids else set()
 
     def kill(self, model: str, state: InstanceState) -> int:
+        is_loading = model in self.pids and self.loading
+        if state is not (InstanceState.LOADING if is_loading else InstanceState.IDLE):
+            return 0
         self.killed.append(f"{model} {state.name}")
         return len(self.live_processes(model))
 
@@ -418,7 +426,7 @@ def test_a_load_that_triton_gave_up() -> None:
     server.pids["a"] = 5
     server.loading = True
     server.advance(40)
-    server.loading = False
+    server.loading, server.idle_since = False, server.now
     server.advance(29)
     assert server.killed == []
     server.advance(2)
@@ -430,7 +438,35 @@ def test_a_load_that_triton_gave_up() -> None:
     server.step(3)
     (down, ready) = server.events
     assert "did not accept it within 30 s of its load" in down.text
-    assert (down.kind.value, ready.kind.value) == ("DOWN", "READY")
+    assert (down.kind, ready.kind) == (EventKind.DOWN, EventKind.READY)
+
+
+def test_a_load_that_triton_gave_up_late() -> None:
+    """After --load-timeout, too, it ends with the death of its instances; it is not given up."""
+    server = FakeServer("a")
+    server.threads = []
+    server.supervisor.load(["a"])
+    server.pids["a"] = 5
+    server.idle_since = 99
+    server.advance(101)
+    assert set(server.killed) == {"a IDLE"}
+    assert server.take_events() == []
+
+
+@pytest.mark.parametrize("what", ["ready", "busy"])
+def test_a_load_that_waits_for_others(what: str) -> None:
+    """A model that is READY, or at work, is left alone while its load lasts."""
+    server = FakeServer("a")
+    server.threads = []
+    server.supervisor.load(["a"])
+    server.pids["a"] = 5
+    if what == "ready":
+        server.models["a"] = _READY
+    for _ in range(80):
+        server.advance(1)
+        if what == "busy":
+            server.idle_since = server.now
+    assert server.killed == []
 
 
 def test_a_load_one_of_whose_instances_died() -> None:

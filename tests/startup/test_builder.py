@@ -73,7 +73,7 @@ def test_fallback(tmp_path: Path) -> None:
     options = {"default_model_filename": "model.pt2", "fallback": "model.py"}
     engine = _build(build.config(tmp_path, **options))
 
-    assert engine.artifact.path.name == "model.py"
+    assert engine.loaded.artifact.path.name == "model.py"
     assert " serves model.py (Python source and weights) on " in builder.summary(
         engine, Threads(1, 1)
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
 import json
 import logging
@@ -65,6 +66,24 @@ def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
             return lambda device_free=0: load_queue.begin(path, ticket, device_free)
 
         yield join
+
+
+def test_a_ticket_is_complete_when_others_see_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is written under the lock of the queue: who joins later must not begin first."""
+    locked = []
+
+    def write(ticket: load_queue.Ticket, path: Path) -> None:
+        with (path.parent / "lock").open("rb") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locked.append(path)
+
+    monkeypatch.setattr(load_queue, "_LOCK", "lock")
+    monkeypatch.setattr(load_queue.Ticket, "write", write)
+    with load_queue.join(tmp_path, load_queue.Ticket("digits_0", 1, _SMALL)) as path:
+        assert locked == [path]
+    assert not path.exists()
 
 
 # --- one after another -----------------------------------------------------------------------

@@ -36,7 +36,7 @@ def engine(config: ModelConfig, forward: Callable[..., Any], **takes: ArgumentTy
         for spec in config.inputs
     ]
     surroundings = runtime.create(config.options, torch.device("cpu"), [])
-    loaded = Loaded(ArtifactType.MODULE, forward, Signature(tuple(arguments)))
+    loaded = Loaded(build.artifact(), forward, Signature(tuple(arguments)))
     return Engine(config, loaded, surroundings, build.artifact())
 
 

@@ -67,6 +67,9 @@ class _Children:
         self.report = dict(_LOAD)
         self.throughput: dict[str, float] = {}
         self.fails: dict[str, BaseException] = {}
+        # When this runtime starts, the untuned workers die.
+        self.crowds_out = ""
+        self.untuned: _Workers | None = None
 
     def run(self, model: str, task: str, arguments: Any, seconds: float, *, quiet: bool) -> Any:
         assert task.endswith(":prepare")
@@ -104,9 +107,14 @@ class _Workers:
             self._name = f"{self._runtime} {self._threads}x{len(messages)}"
             children.loads.append((settings, len(messages)))
             children.alive.append(self._name)
+            children.untuned = children.untuned or self
             if self._runtime in children.fails:
                 raise children.fails[self._runtime]
+            if self._runtime == children.crowds_out:
+                children.untuned.alive = False
             return [children.report] * len(messages)
+        if not self.alive:
+            raise LoadError("net", "trying the model ended with SIGKILL")
         children.measured.append(f"{self._name} {messages[0]['rows']}*{len(messages)}")
         speed = children.throughput.get(self._runtime, 10.0) * self._threads
         return [{"latency_ms": 10 / speed, "throughput": speed * messages[0]["rows"]}] * len(
@@ -150,6 +158,16 @@ def test_without_memory_for_two(tmp_path: Path, children: _Children) -> None:
     assert all(name.startswith("none 2x1") for name in children.measured[:4])
     assert not any(name.startswith("none 2x1") for name in children.measured[4:])
     assert run.rows[1].latency_gain == 1.0
+
+
+def test_an_untuned_configuration_that_dies(tmp_path: Path, children: _Children) -> None:
+    """The candidate meanwhile has failed; later ones are compared with the earlier figures."""
+    children.kind = "MODULE"
+    children.crowds_out = "freeze"
+    run = Tuning(_plan(tmp_path, rounds=1))
+    _run(run)
+    assert [bool(row.failure) for row in run.rows] == [False] * 3 + [True] + [False] * 4
+    assert "SIGKILL" in run.rows[3].failure
 
 
 def test_order(tmp_path: Path, children: _Children) -> None:

@@ -103,7 +103,7 @@ def report(folder: Path, write: Callable[[Path], None], **options: Any) -> Shari
     artifact = discovery.find(config)
     loaded = registry.load(artifact, config, torch.device("cpu"))
     registry.optimize(config, loaded)
-    return sharing_report.report(config, artifact, loaded)
+    return sharing_report.report(config, loaded)
 
 
 @pytest.mark.parametrize("write", [_state_dict, _safetensors, _shards, _scripted, _exported])
@@ -202,7 +202,7 @@ def test_unusual_tensors() -> None:
     """Tensors that are not plain are ignored."""
     module = Extra()
     signature = introspection.from_function(module.forward)
-    mapped = sharing_report.mapped(Loaded(ArtifactType.FACTORY, module, signature, module))
+    mapped = sharing_report.mapped(Loaded(build.artifact(), module, signature, module))
     assert mapped.shared == 0
     assert mapped.total == sum(parameter.nbytes for parameter in module.parameters())
 

@@ -79,7 +79,7 @@ class Answering(Generic[T]):
         self._watcher = watcher if watcher is not None and messages.takes_parameters() else None
         self._model = engine.config.name
         self._on_fatal = on_fatal
-        self.seconds = 0.0
+        self.last_batch_seconds = 0.0
 
     def answer(self, requests: Sequence[Request]) -> list[Response]:
         """Return one response for each request, in order."""
@@ -87,7 +87,7 @@ class Answering(Generic[T]):
         if fatal is not None:  # reading requests could fail: their tensors may be on the device
             self._counts.count_requests(fatal.code, self._count_sent(requests))
             return [messages.write(fatal) for _ in requests]
-        if self._skips_cancelled and self.seconds > len(requests) * CHECK_CANCELLED_S:
+        if self._skips_cancelled and self.last_batch_seconds > len(requests) * CHECK_CANCELLED_S:
             return self.answer_uncancelled(requests)
         return self._answer_all(requests)
 
@@ -106,8 +106,8 @@ class Answering(Generic[T]):
         try:
             failure = self._engine.recovery.classify(error)
             text = failure.text
-        except BaseException:  # such as no memory for the traceback
-            interrupted = True
+        except BaseException as second:  # such as no memory for the traceback
+            text, interrupted = text or summarize(second), True
         if not interrupted:
             return failure
         return Failure(InternalError(self._model), text, repeats=True)
@@ -154,7 +154,7 @@ class Answering(Generic[T]):
             write = partial(messages.write_with_parameters, parameters=parameters)
             responses = self.respond(requests, outcomes, write)
         # Not set for a batch that was cancelled as a whole: its duration predicts nothing.
-        self.seconds = time.perf_counter() - began
+        self.last_batch_seconds = time.perf_counter() - began
         return responses
 
     def respond(
@@ -179,7 +179,7 @@ class Answering(Generic[T]):
         try:
             return run()
         except BaseException as error:  # Triton would send the traceback to every client
-            failure = self._engine.recovery.classify(error)
+            failure = self.classify(error)
         internal = self._engine.recovery.fatal or InternalError(self._model)
         return [reported(internal, failure.text)] * count
 

@@ -71,7 +71,7 @@ def build(engine: Engine, general: answering.Answering[Any], *, allowed: bool = 
         if limits or recovery.fatal is not None or not in_inference_mode():
             return general.answer(requests)
         count = len(requests)
-        if general.seconds > count * answering.CHECK_CANCELLED_S and any(
+        if general.last_batch_seconds > count * answering.CHECK_CANCELLED_S and any(
             request.is_cancelled() for request in requests
         ):
             return general.answer_uncancelled(requests)
@@ -117,7 +117,7 @@ def build(engine: Engine, general: answering.Answering[Any], *, allowed: bool = 
             responses = general.answer_failed(
                 requests, partial(plain.retry_or_refuse, items, failure)
             )
-            general.seconds = clock() - began
+            general.last_batch_seconds = clock() - began
             return responses
         counts.gather_seconds += gathered - began
         counts.forward_seconds += called - gathered
@@ -127,7 +127,7 @@ def build(engine: Engine, general: answering.Answering[Any], *, allowed: bool = 
             responses = general.respond(requests, outcomes)
         else:
             answered[OK] = answered.get(OK, 0) + count
-        general.seconds = clock() - began
+        general.last_batch_seconds = clock() - began
         return responses
 
     return answer

@@ -50,12 +50,6 @@ class Artifact:
     fallback: Artifact | None = None
     hooks: Path | None = None
 
-    def served_as(self, kind: ArtifactType) -> Artifact:
-        """Return the artifact that was loaded as `kind`: this one or its fallback."""
-        if self.fallback is None or kind is self.kind:
-            return self
-        return dataclasses.replace(self.fallback, hooks=self.hooks)
-
     def files(self) -> list[Path]:
         """Return the files of the model, its weights with their shards, and its fallback."""
         source = [self.path] if self.weights is not None and self.path.is_file() else []

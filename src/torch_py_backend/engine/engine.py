@@ -82,7 +82,7 @@ class Engine:
         self.hooks = hooks
         self.device, self.guard = device_runtime.device, device_runtime.guard
         self._runtime, self._clean = device_runtime, device_runtime.clean
-        self.sharing = sharing_report.report(config, artifact, loaded)
+        self.sharing = sharing_report.report(config, loaded)
         self.counts = Counts()
         self._batched = config.max_batch_size > 0
         self._padding = Padding(config) if config.options.pad else None

@@ -40,7 +40,7 @@ class WeightWatcher:
 
     def __init__(self, engine: Engine) -> None:
         if engine.config.options.watch_weights:
-            weight_swap.refuse_unsupported(engine.config, engine.artifact, engine.loaded)
+            weight_swap.refuse_unsupported(engine.config, engine.loaded)
         self.digest = ""
         self._engine = engine
         self._guard = self._guarded()
@@ -48,7 +48,7 @@ class WeightWatcher:
         self._thread: threading.Thread | None = None
         if engine.config.options.watch_weights:
             _warn_of_copies(engine.config)
-            self._code = weight_swap.code_checksums(engine.artifact)
+            self._code = weight_swap.code_checksums(engine.loaded.artifact)
             self._thread = threading.Thread(target=self._run, name="watching", daemon=True)
             self._thread.start()
 
@@ -63,10 +63,10 @@ class WeightWatcher:
     def _guarded(self) -> Guard | None:
         ranges = sharing_report.mapped(self._engine.loaded).ranges
         name = self._engine.config.name
-        return Guard(name, self._engine.artifact.weight_files(), ranges) if ranges else None
+        return Guard(name, self._engine.loaded.artifact.weight_files(), ranges) if ranges else None
 
     def _run(self) -> None:
-        artifact = self._engine.artifact
+        artifact = self._engine.loaded.artifact
         known = previous = _identity(artifact)
         with contextlib.suppress(OSError):  # a file is being replaced
             self.digest = _digest(artifact)
@@ -96,15 +96,16 @@ class WeightWatcher:
 
     def _swap(self) -> None:
         """Read and swap in the new weights; raise if they are refused."""
-        config, artifact = self._engine.config, self._engine.artifact
+        config, loaded = self._engine.config, self._engine.loaded
+        artifact = loaded.artifact
         before = _identity(artifact)
         weight_swap.refuse_changed_code(config, artifact, self._code)
-        fresh = weight_swap.read(config, artifact, self._engine.loaded)
+        fresh = weight_swap.read(config, loaded)
         digest = _digest(artifact)
         if _identity(artifact) != before:
             raise OSError("the file changed again while it was read.")
         with self._engine.lock:
-            weight_swap.swap(config, artifact, self._engine.loaded, fresh)
+            weight_swap.swap(config, loaded, fresh)
             if self._engine.device.type == "cuda":
                 torch.cuda.synchronize(self._engine.device)
             self._engine.side_effects.reset_baseline()  # the swap is not a side effect of the model

@@ -76,7 +76,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     def module(*leaves: Tensor) -> Any:
         return pytree.tree_unflatten(call(*leaves), out_spec)
 
-    return Loaded(artifact.kind, module, signature, None, rows)
+    return Loaded(artifact, module, signature, None, rows)
 
 
 def _runner(package: Any) -> Run:

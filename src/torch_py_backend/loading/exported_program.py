@@ -55,7 +55,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
                 cure="Export it with that number as a constant, or as a tensor.",
             )
     rows = _rows(program) if config.max_batch_size else ANY_ROWS
-    return Loaded(artifact.kind, module, signature, module, rows)
+    return Loaded(artifact, module, signature, module, rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ class Loaded:
     """A loaded model.
 
     Attributes:
-        kind: the type of its artifact.
+        artifact: the artifact that was loaded; it may be the fallback of another one.
         module: the callable for inputs.
         signature: the inputs of `module`.
         owner: the module with its parameters and buffers; None: it has none, or they are hidden.
@@ -37,12 +37,17 @@ class Loaded:
         step: advances several streams at once; `module` begins one then.
     """
 
-    kind: ArtifactType
+    artifact: Artifact
     module: Forward
     signature: Signature
     owner: nn.Module | None = None
     rows: Rows = ANY_ROWS
     step: Callable[[list[Any]], Any] | None = None
+
+    @property
+    def kind(self) -> ArtifactType:
+        """The type of the artifact."""
+        return self.artifact.kind
 
     @property
     def returns(self) -> str:
@@ -71,7 +76,7 @@ def refuse_device_map(config: ModelConfig, reason: str) -> None:
             config.name,
             f"DEVICE_MAP is set, and {reason}",
             expected="a model.py or a factory that makes a torch.nn.Module",
-            cure="Take DEVICE_MAP out, or serve the module itself.",
+            cure="Remove DEVICE_MAP, or serve the module itself.",
         )
 
 

@@ -60,7 +60,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     _refuse_streams(config, served, described)
     if owner is not None and device is None and config.options.device_map is not None:
         called = device_map.Dispatched(called, owner, config)
-    return Loaded(artifact.kind, called, signature, owner, step=step)
+    return Loaded(artifact, called, signature, owner, step=step)
 
 
 def _refuse_weights(artifact: Artifact, config: ModelConfig) -> None:

@@ -122,7 +122,7 @@ def construct(config: ModelConfig, artifact: Artifact) -> object:
             raise SourceError(
                 config.name,
                 f"MODEL_KWARGS is set, and {name}, which {path.name} serves, is not constructed",
-                cure="Take MODEL_KWARGS out, or name a function that builds the module with"
+                cure="Remove MODEL_KWARGS, or name a function that builds the module with"
                 " MODEL_FACTORY.",
             )
         return target

@@ -48,7 +48,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     # A call of the module, unlike one of forward(), runs its hooks.
     called = module if config.options.method is None else method
     signature = dataclasses.replace(introspection.from_schema(method.schema), name=name)
-    return Loaded(artifact.kind, called, signature, module)
+    return Loaded(artifact, called, signature, module)
 
 
 def freeze(config: ModelConfig, loaded: Loaded) -> Forward:
@@ -66,7 +66,7 @@ def freeze(config: ModelConfig, loaded: Loaded) -> Forward:
         raise ConfigError(
             config.name,
             f"OPTIMIZE asks for freeze, which fails: {summarize(error)}",
-            cure="Take freeze out.",
+            cure="Remove freeze.",
         ) from error
     called: Forward = getattr(optimized, method) if method else optimized
     return called

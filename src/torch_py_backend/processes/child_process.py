@@ -64,8 +64,7 @@ def run(
     deadline = time.monotonic() + seconds
     with _child(task, quiet=quiet) as child:
         child.send(arguments)
-        with contextlib.suppress(BrokenPipeError):
-            child.messages.close()
+        child.close_messages()
         while time.monotonic() < deadline and child.process.poll() is None:
             time.sleep(_POLL_S)
         return child.result(model, seconds)
@@ -111,7 +110,8 @@ class Workers:
         """Send a message to each of the first children, and return their answers, all JSON.
 
         Raises:
-            LoadError: a child failed or took too long.
+            LoadError: a child failed or took too long. All are killed: a late answer would be
+                taken for that of the next message.
         """
         deadline = time.monotonic() + seconds
         children = self._children[: len(messages)]
@@ -127,7 +127,10 @@ class Workers:
         # A child that failed comes before those that took too long.
         for child in sorted(children, key=lambda child: not child.failed()):
             if child.failed() or not child.result_file.is_file():
-                child.result(self._model, seconds)
+                try:
+                    child.result(self._model, seconds)
+                finally:
+                    self.close()
         return [json.loads(child.result_file.read_bytes())["result"] for child in children]
 
 
@@ -143,10 +146,14 @@ class _Child:
         return cast("IO[bytes]", self.process.stdin)
 
     def send(self, message: object) -> None:
-        # The pipe is broken if the child died; `result` reports that.
-        with contextlib.suppress(BrokenPipeError):
+        # The pipe is broken if the child died, or closed (a ValueError); `result` reports that.
+        with contextlib.suppress(BrokenPipeError, ValueError):
             self.messages.write(json.dumps(message).encode() + b"\n")
             self.messages.flush()
+
+    def close_messages(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self.messages.close()
 
     def failed(self) -> bool:
         """Return whether the function raised, or the process ended without a result."""
@@ -188,12 +195,12 @@ def _child(task: str, *, quiet: bool) -> Iterator[_Child]:
             stderr=subprocess.DEVNULL if quiet else None,
             start_new_session=True,
         )
+        child = _Child(process, result_file)
         try:
-            yield _Child(process, result_file)
+            yield child
         finally:
             _kill_tree(process)
-            with contextlib.suppress(BrokenPipeError):
-                cast("IO[bytes]", process.stdin).close()
+            child.close_messages()
 
 
 def _kill_tree(child: subprocess.Popen[bytes]) -> None:
@@ -224,9 +231,13 @@ def main() -> None:
     try:
         result = getattr(importlib.import_module(module), function)(**arguments)
         if isinstance(result, Generator):
-            _write(path, {"result": next(result)})
-            for message in sys.stdin:
-                _write(path, {"result": result.send(json.loads(message))})
+            answer = next(result)
+            while os.getpid() == child:  # not a process that the model forked
+                _write(path, {"result": answer})
+                message = sys.stdin.readline()
+                if not message:
+                    break
+                answer = result.send(json.loads(message))
             result = None
         outcome = {"result": result}
     except BackendError as error:

@@ -136,9 +136,10 @@ def sweep() -> list[str]:
     """Clean up after servers whose owners and guards were killed; return their prefixes."""
     prefixes = []
     for path in sorted(SHARED_MEMORY.glob(f"{_NAME}*_{_OWNER}")):
-        # OSError: it is no file of this user, or another process holds the lock.
+        # OSError: it is no file of this user, or another process holds the lock. ValueError: it
+        # contains no path, but a null byte.
         flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK
-        with contextlib.suppress(OSError), open(os.open(path, flags), "r+b") as file:  # noqa: PTH123
+        with contextlib.suppress(OSError, ValueError), open(os.open(path, flags), "r+b") as file:  # noqa: PTH123
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             folder = Path(os.fsdecode(os.read(file.fileno(), 4096)))
             users = {os.fstat(file.fileno()).st_uid}

@@ -93,6 +93,20 @@ class InstanceMonitor:
             for instance in self._instances.values()
         )
 
+    def idle_seconds(self, model: str) -> float:
+        """Return how long all instances of a model have waited; 0 if one does not, or without one.
+
+        It is the time since the last of them ended its load or a call.
+        """
+        statuses = [
+            instance.reader.read()
+            for instance in self._instances.values()
+            if instance.identity.model == model and not instance.ended
+        ]
+        if not statuses or any(status.state is not InstanceState.IDLE for status in statuses):
+            return 0.0
+        return time.monotonic() - max(status.since for status in statuses) / _NS
+
     def live_processes(self, model: str) -> set[int]:
         """Return the IDs of the processes of a model that have not ended."""
         return {

@@ -35,8 +35,9 @@ _IDLE_S = 1.0
 # The time for a load to fail in Triton, after its process was killed.
 _FAILING_S = 30.0
 # The time for Triton to accept loaded instances while nothing else loads. Triton 24.10 gives a load
-# up if the process shows no sign of life for a second, as when the machine stalls, and waits for
-# its end without killing it (ReceiveMessageFromStub and WaitForStubProcess in stub_launcher.cc).
+# up if the process shows no sign of life for a second, as when the machine stalls. It then waits
+# for the process to end, without killing it (ReceiveMessageFromStub and WaitForStubProcess in
+# stub_launcher.cc).
 _ACCEPTED_S = 30.0
 # A part of Triton's message for a process that has died.
 _DEAD = "is not healthy"
@@ -77,6 +78,8 @@ class Monitor(Protocol):
     def wake(self) -> None: ...
 
     def is_loading(self) -> bool: ...
+
+    def idle_seconds(self, model: str) -> float: ...
 
     def live_processes(self, model: str) -> set[int]: ...
 
@@ -331,18 +334,28 @@ class Supervisor:
             killed = self._monitor.kill(model.name, InstanceState.LOADING)
             if not model.failure:
                 model.failure = f"its load took longer than {limit:g} s (--load-timeout)"
-                if not killed:
+                if not killed and not self._kill_forgotten(model, 0):
                     self._abandon_load(model, model.failure)
-        elif (
-            model.phase is Phase.LOADING
-            and operation
-            and now - max(operation.started, self._loading_at) > _ACCEPTED_S
-            and self._monitor.kill(model.name, InstanceState.IDLE)
-        ):
-            model.failure = model.failure or (
-                f"Triton did not accept it within {_ACCEPTED_S:g} s of its load, as when the"
-                " machine stalled meanwhile"
-            )
+        elif model.phase is Phase.LOADING and operation:
+            accepted_by = max(operation.started, self._loading_at) + _ACCEPTED_S
+            if now > accepted_by and self._kill_forgotten(model, _ACCEPTED_S):
+                model.failure = model.failure or (
+                    f"Triton did not accept it within {_ACCEPTED_S:g} s of its load, as when the"
+                    " machine stalled meanwhile"
+                )
+
+    def _kill_forgotten(self, model: _Model, seconds: float) -> int:
+        """Kill the instances of a model if all of them wait, for this time, for Triton's READY.
+
+        Others are at work, as during Triton's `model_warmup`. A model that is READY may wait for
+        another one: Triton locks ensembles with their parts.
+        """
+        status = self._statuses.get(model.name)
+        if status is not None and status.ready:
+            return 0
+        if self._monitor.idle_seconds(model.name) <= seconds:
+            return 0
+        return self._monitor.kill(model.name, InstanceState.IDLE)
 
     def _why_not_ready(self, model: _Model) -> str:
         """Return why a model does not serve; empty if it does."""

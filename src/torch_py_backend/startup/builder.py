@@ -67,7 +67,7 @@ def summary(engine: Engine, threads: Threads) -> str:
     ]
     compiled = json.dumps(options.torch_compile_optional_parameters or {})
     parts = [
-        f"{engine.artifact.path.name} ({engine.kind.value}) on {engine.device}",
+        f"{engine.loaded.artifact.path.name} ({engine.kind.value}) on {engine.device}",
         f"threads {threads.intra_op} intra-op, {threads.inter_op} inter-op",
         f"inference mode {'on' if options.inference_mode else 'off'}",
         f"JIT switches {', '.join(switches) or 'unset'}",
@@ -86,7 +86,6 @@ def _engine(
 ) -> Engine:
     """Return an engine for a device; its weights are loaded on `weights_device`."""
     loaded = _load(config, artifact, weights_device)
-    artifact = artifact.served_as(loaded.kind)
     config = state_store.with_controls(config, loaded.signature)
     device_runtime = runtime.create(config.options, device, loaded.weights)
     return Engine(config, loaded, device_runtime, artifact, user_hooks.load(config, artifact))

@@ -148,14 +148,21 @@ def join(folder: Path, ticket: Ticket) -> Iterator[Path]:
         last = max((int(path.stem) for path in folder.glob(f"*{_SUFFIX}")), default=0)
         path = folder / f"{last + 1:012}{_SUFFIX}"
         lock = server_folder.lock(path)
-    assert lock is not None  # noqa: S101  the path is new
-    try:
-        with _locked(folder):
+        assert lock is not None  # noqa: S101  the path is new
+        try:
+            # Before others read the queue: an empty ticket would be passed over.
             ticket.write(path)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            server_folder.release(lock)
+            raise
+    try:
         yield path
     finally:
-        with _locked(folder):
-            path.unlink(missing_ok=True)
+        try:
+            with _locked(folder):
+                path.unlink(missing_ok=True)
+        finally:
             server_folder.release(lock)
 
 

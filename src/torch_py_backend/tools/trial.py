@@ -103,7 +103,7 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
     inputs |= {state.input: f"{state.input} (state)" for state in settings.untyped_states}
     inputs |= {spec.name: str(spec) for spec in settings.batch_inputs}
     return {
-        "artifact": f"{engine.artifact.path.name}: {engine.kind.value}",
+        "artifact": f"{engine.loaded.artifact.path.name}: {engine.kind.value}",
         "weights": str(engine.sharing),
         "signature": engine.signature,
         "hooks": str(engine.hooks or ""),

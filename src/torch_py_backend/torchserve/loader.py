@@ -102,7 +102,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         for spec in config.inputs
     )
     served = _initialize(config, artifact.path, device)
-    return Loaded(artifact.kind, served, Signature(arguments, name="handle"), served)
+    return Loaded(artifact, served, Signature(arguments, name="handle"), served)
 
 
 def _initialize(config: ModelConfig, folder: Path, device: torch.device | None) -> Served:

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.loading import mapped_files
@@ -41,7 +41,7 @@ class Sharing:
         return f"{sizes} shared by {where}" + (f"; {self.obstacle}" if self.obstacle else "")
 
 
-def report(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Sharing:
+def report(config: ModelConfig, loaded: Loaded) -> Sharing:
     """Return how much of a model's weights is shared, once it has its final form.
 
     Raises:
@@ -50,7 +50,7 @@ def report(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Sharing:
     weights = mapped(loaded)
     if gpu_sharing.requested(config):
         return Sharing(weights, "", on_gpu=True)
-    sharing = Sharing(weights, _obstacle(config, artifact, loaded, weights))
+    sharing = Sharing(weights, _obstacle(config, loaded, weights))
     if sharing.obstacle and config.options.enable_weight_sharing:
         raise ConfigError(
             config.name,
@@ -75,7 +75,7 @@ def mapped(loaded: Loaded) -> Mapped:
     return mapped_files.measure([] if owner is None else owner.state_dict(keep_vars=True).values())
 
 
-def _obstacle(config: ModelConfig, artifact: Artifact, loaded: Loaded, weights: Mapped) -> str:
+def _obstacle(config: ModelConfig, loaded: Loaded, weights: Mapped) -> str:
     optimize = config.options.optimize
     if loaded.kind is ArtifactType.AOTI:
         return "an AOTInductor package does not expose its weights"
@@ -83,7 +83,7 @@ def _obstacle(config: ModelConfig, artifact: Artifact, loaded: Loaded, weights: 
         return "OPTIMIZE's freeze makes them constants of a graph"
     if weights.shared == weights.total:
         return ""
-    obstacle = discovery.mapping_obstacle(config, artifact)
+    obstacle = discovery.mapping_obstacle(config, loaded.artifact)
     if config.kind != "CPU" and config.options.enable_weight_sharing is not False:
         return "each instance has a copy on its device"
     if not obstacle and "channels_last" in optimize:

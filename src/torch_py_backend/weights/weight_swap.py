@@ -16,13 +16,13 @@ from torch_py_backend.loading import mapped_files, registry
 from torch_py_backend.loading.loaded import Loaded
 
 
-def refuse_unsupported(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> None:
+def refuse_unsupported(config: ModelConfig, loaded: Loaded) -> None:
     """Refuse WATCH_WEIGHTS for a model whose weights cannot be replaced without a reload.
 
     Raises:
         ConfigError: they cannot be replaced.
     """
-    tensors = weights(loaded)
+    tensors, artifact = weights(loaded), loaded.artifact
     causes = (
         (loaded.kind is ArtifactType.AOTI, "an AOTInductor package does not expose its weights"),
         (
@@ -43,7 +43,7 @@ def refuse_unsupported(config: ModelConfig, artifact: Artifact, loaded: Loaded) 
     for holds, cause in causes:
         if holds:
             raise ConfigError(
-                config.name, f"WATCH_WEIGHTS is set, and {cause}", cure="Take WATCH_WEIGHTS out."
+                config.name, f"WATCH_WEIGHTS is set, and {cause}", cure="Remove WATCH_WEIGHTS."
             )
 
 
@@ -64,16 +64,16 @@ def weights(loaded: Loaded) -> dict[str, Tensor]:
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def read(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Loaded:
+def read(config: ModelConfig, loaded: Loaded) -> Loaded:
     """Load the current files on the CPU, beside the model that is served.
 
     Raises:
         LoadError: they cannot be loaded.
         WeightsError: names, shapes or dtypes differ from those of the model that is served.
     """
-    replacement = registry.load(artifact, config, torch.device("cpu"))
+    replacement = registry.load(loaded.artifact, config, torch.device("cpu"))
     registry.set_memory_format(config, replacement)
-    _compare(config, artifact, weights(loaded), weights(replacement))
+    _compare(config, loaded.artifact, weights(loaded), weights(replacement))
     return replacement
 
 
@@ -96,7 +96,7 @@ def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def swap(config: ModelConfig, artifact: Artifact, loaded: Loaded, replacement: Loaded) -> None:
+def swap(config: ModelConfig, loaded: Loaded, replacement: Loaded) -> None:
     """Replace all weights of a model, or none; call it between two batches.
 
     On the CPU the model takes over their memory, and the memory of the old ones is freed. On a
@@ -108,7 +108,7 @@ def swap(config: ModelConfig, artifact: Artifact, loaded: Loaded, replacement: L
         Exception: an error of torch; the old weights are restored.
     """
     old, new = weights(loaded), weights(replacement)
-    _compare(config, artifact, old, new)
+    _compare(config, loaded.artifact, old, new)
     undo: list[Callable[[], object]] = []
     # A buffer that forward() created in inference mode can only be written in inference mode.
     with torch.inference_mode():

@@ -9,7 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import living
@@ -18,11 +18,12 @@ import pytest
 import serving
 import tritonclient.grpc
 from scenarios import Scenario, text, x_to_y
-from supervised import Steady, Supervised, regions, serve, until
+from supervised import LONGEST_S, Steady, Supervised, regions, serve, until
 from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.processes.instance_status import InstanceState
 from torch_py_backend.server import instances, supervision
+from torch_py_backend.server.healing import EventKind
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.model_control import RepositoryClient
 from torch_py_backend.server.supervision import Event, Supervisor
@@ -530,26 +531,33 @@ def test_a_load_that_triton_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     # Here, nothing but Triton notices that the process was stopped.
     monkeypatch.setattr(instances, "_STOPPED_S", math.inf)
     monkeypatch.setattr(supervision, "_ACCEPTED_S", 2.0)
-    repository = tmp_path / "repository"
-    _model("slow", built="time.sleep(3)").lay_out(repository)
+    _model("slow", built="time.sleep(3)").lay_out(tmp_path / "repository")
     events: list[Event] = []
-    with serving.running(tmp_path, "--model-control-mode=explicit") as server:
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(serving.running(tmp_path, "--model-control-mode=explicit"))
         client = RepositoryClient(server.grpc_address, server.keys)
         monitor = InstanceMonitor(server.status_folder)
+        for one in (client, monitor):
+            stack.callback(one.close)
         supervisor = Supervisor(
             server.models, monitor, client, events.append, restarts=3, load_seconds=200
         )
+
+        def step_until(what: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + LONGEST_S
+            while not what():
+                assert time.monotonic() < deadline, events
+                supervisor.step()
+
         supervisor.load(["slow"])
-        while not monitor.is_loading():
-            supervisor.step()
+        step_until(monitor.is_loading)
         (process,) = map(psutil.Process, monitor.live_processes("slow"))
         process.suspend()
+        # Triton expects a sign of life each second.
         time.sleep(3)
         process.resume()
-        while len(events) < 2:
-            supervisor.step()
+        step_until(lambda: len(events) > 1)
         assert not process.is_running()
-        client.close()
     down, ready = events
     assert down.text.startswith("Triton did not accept it within 2 s of its load")
-    assert str(ready.kind.value) == "READY"
+    assert ready.kind is EventKind.READY
