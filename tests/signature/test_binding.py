@@ -154,6 +154,10 @@ def test_each_argument_gets_its_tensor(parameters: str, names: str, arguments: s
             ("x, y", f"x, {name}", f"has no {name};")
             for name in ("ARGS[2]", "RESULT[0]", "ARGS", "ARGS[1", "ARGS[]", "ARGS[-1]", "KWARGS")
         ),
+        # more digits than Python reads, and more items than it follows
+        ("x, y", f"x, i__{'9' * 5000}", "has no i__999"),
+        ("x, y", f"x, ARGS[{'9' * 5000}]", "has no ARGS[999"),
+        ("x, y", f"x, ARGS[1]{'[0]' * 3000}", "has no ARGS[1][0]"),
         ("x, y", "a, b, c", "3 inputs do not fit forward(x, y); expected at most 2 inputs"),
         ("", "a", "1 inputs do not fit forward(); expected at most 0"),
         # names of one leaf

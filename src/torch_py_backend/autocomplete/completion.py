@@ -100,6 +100,7 @@ def fill(model: str, document: JsonObject, schema: JsonObject) -> None:
     if not max_batch_size and not document.get("input"):
         document["max_batch_size"] = schema["max_batch_size"]
     elif bool(max_batch_size) != bool(schema["max_batch_size"]):
+        # Remove the batch dimension of the schema's dims, or add it.
         for entry in (*schema["input"], *schema["output"]):
             shape = entry.pop("reshape", {"shape": entry["dims"]})["shape"]
             shape = shape[1:] if max_batch_size else [-1, *shape]

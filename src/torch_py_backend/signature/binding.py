@@ -37,8 +37,10 @@ Forward: TypeAlias = Callable[..., object]
 Unflatten: TypeAlias = Callable[[Sequence[object]], tuple[Sequence[object], Mapping[str, object]]]
 
 # As in LibTorch: only digits after the first two underscores.
-_ORDINAL = re.compile(r"(?:(?!__).)*__([0-9]+)")
-_PATH = re.compile(r"(ARGS|KWARGS|RESULT)((?:\[[^\[\]]+\])*)")
+# Bounded: Python reads no integer of more than 4,300 digits, and follows no path of thousands.
+_ORDINAL = re.compile(r"(?:(?!__).)*__([0-9]{1,9})")
+_PATH = re.compile(r"(ARGS|KWARGS|RESULT)((?:\[[^\[\]]+\]){0,64})")
+_INDEX = re.compile(r"[0-9]{1,9}")
 
 
 class Passing(enum.Enum):
@@ -196,8 +198,8 @@ class Signature:
         if path is not None:
             keys = re.findall(r"\[([^\[\]]+)\]", path[2])
             first = keys[0] if keys else ""
-            below = tuple(int(key) if key.isdecimal() else key for key in keys[1:])
-            if path[1] == "ARGS" and first.isdecimal() and int(first) < len(slots):
+            below = tuple(int(key) if _INDEX.fullmatch(key) else key for key in keys[1:])
+            if path[1] == "ARGS" and _INDEX.fullmatch(first) and int(first) < len(slots):
                 return slots[int(first)], below
             by_keyword = path[1] == "KWARGS" and first and (any_name or first in named)
             return (first, below) if by_keyword else None
