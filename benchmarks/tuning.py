@@ -1,9 +1,9 @@
 """Measure the gain of `torch-py-backend tune` over an untuned model.
 
-    python -m benchmarks.tuning [--models resnet18,transformer] [--output FILE]
+    python -m benchmarks.tuning [--models resnet18,transformer] [--for both] [--output FILE]
 
-Each model is tuned twice, for both latency and throughput: within the tolerance of fp32, and with
-16-bit types allowed. The gains are the throughput of the choice with full batches, and the latency of one request in flight, beside
+Each model is tuned twice: within the tolerance of fp32, and with 16-bit types allowed. The gains
+are the throughput of the choice with full batches, and the latency of one request in flight, beside
 those of the configured model (eager, one instance, all cores).
 """
 
@@ -51,6 +51,7 @@ def main(words: list[str]) -> int:
     """Tune, and print a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="resnet18,transformer")
+    parser.add_argument("--for", dest="goal", default="both", help="as for torch-py-backend tune")
     parser.add_argument("--output", type=Path, help="all results, as JSON")
     settings = parser.parse_args(words)
     names = settings.models.split(",")
@@ -60,7 +61,7 @@ def main(words: list[str]) -> int:
     for name in names:
         by_model[name] = {}
         for allowed, flags in _TOLERANCES.items():
-            by_model[name][allowed] = tune(name, flags)
+            by_model[name][allowed] = tune(name, ("--for", settings.goal, *flags))
             if settings.output:
                 settings.output.write_text(json.dumps(by_model, indent=1))
     print(table(by_model))

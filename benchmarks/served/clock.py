@@ -51,6 +51,7 @@ class TritonPythonModel(base.TritonPythonModel):  # type: ignore[misc]  # any of
         return responses
 
     def finalize(self) -> None:
-        """Write the times, and release the model; a model written by hand has nothing to release."""
+        """Write the times, and release the model."""
+        # A model written by hand has nothing to release.
         getattr(super(), "finalize", lambda: None)()
         self._file.write_text(json.dumps(self._spent))
