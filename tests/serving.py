@@ -29,8 +29,9 @@ from torch_py_backend.processes import instance_status
 from torch_py_backend.processes.instance_status import InstanceState
 from torch_py_backend.server.tritonserver import ModelState, Server
 
-# The time limits of a server and of the one that is started in its place.
-_LONGEST_S = (240, 300)
+_LONGEST_S = 540
+# For so long Triton does not leave instances idle that it has not forgotten.
+_FORGOTTEN_S = 30
 # A port that is free here may be the one that a server of another process will have in a moment.
 _ADDRESS = f"127.0.0.{2 + int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0').removeprefix('gw'))}"
 _GRPC = {
@@ -142,9 +143,10 @@ def _loaded(
     """Return a server and the states of its models.
 
     Triton 24.10 never ends a load during which the machine stalled for a second. `serve` notices;
-    here, the server is replaced once.
+    here, the server is replaced.
     """
-    for attempt_number, longest in enumerate(_LONGEST_S):
+    deadline = time.monotonic() + _LONGEST_S
+    while True:
         with contextlib.ExitStack() as attempt:
             server = Server(
                 repository,
@@ -156,23 +158,30 @@ def _loaded(
                 log=attempt.enter_context(log_path.open("wb")),
             )
             attempt.enter_context(server)
-            try:
-                states = server.wait_loaded(longest)
-            except ServerError:
-                if attempt_number or not _forgotten(server):
-                    raise
-                log_path.rename(log_path.with_suffix(".forgotten"))
-            else:
+            states = _states(server, deadline)
+            if states is not None:
                 stack.push(attempt.pop_all())
                 return server, states
-    raise AssertionError
+        log_path.rename(log_path.with_suffix(".forgotten"))
 
 
-def _forgotten(server: Server) -> bool:
-    """Return whether all instances are loaded, and Triton waits for their end."""
-    readers = map(instance_status.Reader, instance_status.files(server.status_folder))
-    states = {reader.read().state for reader in readers}
-    return server.process.poll() is None and states == {InstanceState.IDLE}
+def _states(server: Server, deadline: float) -> list[ModelState] | None:
+    """Return the states of a server's models; None: it waits for the end of what it has loaded."""
+    was_idle = False
+    while True:
+        try:
+            return server.wait_loaded(_FORGOTTEN_S)
+        except ServerError:
+            if server.process.poll() is not None or time.monotonic() > deadline:
+                raise
+        states = set()
+        with contextlib.suppress(OSError, ValueError):  # an instance has just ended
+            for path in instance_status.files(server.status_folder):
+                states.add(instance_status.Reader(path).read().state)
+        is_idle = states == {InstanceState.IDLE}
+        if is_idle and was_idle:
+            return None
+        was_idle = is_idle
 
 
 def _await_metrics(address: str) -> None:
