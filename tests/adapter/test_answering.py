@@ -262,6 +262,23 @@ def test_internal_errors(tmp_path: Path, process: None, monkeypatch: pytest.Monk
     assert "(requests one, two)" in errors()[0]
 
 
+def test_a_failure_that_cannot_be_classified(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing leaves execute(): Triton would send the traceback to every client."""
+    model = load(tmp_path)
+    monkeypatch.setattr(model, "_answer", model._answering.answer)
+
+    def classify(error: BaseException) -> Any:
+        raise MemoryError("no memory for the traceback")
+
+    monkeypatch.setattr(model._engine.recovery, "classify", classify)
+    sent = [request(-1, "one")]
+
+    assert check(sent, model.execute(sent)) == [TritonError.INTERNAL]
+    assert "no memory for the traceback" in errors()[0]
+
+
 # --- cancelled requests ----------------------------------------------------------------------
 
 
