@@ -10,10 +10,12 @@ import build
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.threads import Threads
+from torch_py_backend.engine.weight_watcher import WeightWatcher
 from torch_py_backend.startup import builder
 
 _NET = """
@@ -22,6 +24,21 @@ from torch import nn
 class Net(nn.Module):
     def forward(self, x):
         return x + 1
+"""
+
+
+_WITH_WEIGHTS = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.b = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return x + self.b
 """
 
 
@@ -77,6 +94,21 @@ def test_fallback(tmp_path: Path) -> None:
     assert " serves model.py (Python source and weights) on " in builder.summary(
         engine, Threads(1, 1)
     )
+
+
+@pytest.mark.usefixtures("process")
+def test_files_of_a_fallback_are_guarded(tmp_path: Path) -> None:
+    """What is mapped is protected: the weights of the fallback, not the package."""
+    build.write(tmp_path, "model.py", _WITH_WEIGHTS)
+    with zipfile.ZipFile(build.write(tmp_path, "model.pt2", ""), "w") as file:
+        file.writestr("model/data/aotinductor/model/abc.wrapper.so", "")
+    save_file({"b": torch.ones(1)}, tmp_path / "1" / "model.safetensors")
+    options = {"default_model_filename": "model.pt2", "fallback": "model.py"}
+    watcher = WeightWatcher(_build(build.config(tmp_path, **options)))
+
+    assert watcher._guard is not None
+    assert [file.path.name for file in watcher._guard._files] == ["model.safetensors"]
+    watcher.close()
 
 
 class Echo(nn.Module):
