@@ -40,10 +40,7 @@ def refusal(part: Any, *arguments: Any, **keywords: Any) -> str:
 # --- shapes ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dims", "shape"),
-    [((2,), (3, 2)), ((-1,), (3, 7)), ((-1, 2), (3, 0, 2)), ((), (3,)), ((1, 1), (3, 1, 1))],
-)
+@pytest.mark.parametrize(("dims", "shape"), [((-1, 2), (3, 0, 2)), ((), (3,)), ((2,), (3, 2))])
 def test_matching_tensor_is_unchanged(dims: tuple[int, ...], shape: tuple[int, ...]) -> None:
     """A tensor of the config's shape is not copied."""
     part = torch.rand(shape)
@@ -54,9 +51,7 @@ def test_matching_tensor_is_unchanged(dims: tuple[int, ...], shape: tuple[int, .
 @pytest.mark.parametrize(
     ("overrides", "dims", "shape", "expected"),
     [
-        ({}, (1,), (3,), (3, 1)),
         ({}, (1, 1), (3,), (3, 1, 1)),
-        (ONE, (), (), ()),
         (ONE, (1, 1), (), (1, 1)),
         (ONE, (-1,), (5,), (5,)),
     ],
@@ -81,17 +76,10 @@ def test_missing_dimensions_of_1_are_added(
     ("part", "dims", "overrides", "message"),
     [
         (torch.ones(3, 5), (2,), {}, "is float32 [3, 5]; expected float32 [-1, 2] as in config"),
-        (torch.ones(3, 2, 1), (2,), {}, "is float32 [3, 2, 1]; expected float32 [-1, 2]"),
-        (torch.ones(3), (2,), {}, "is float32 [3]; expected"),
         (torch.ones(3), (-1,), {}, "is float32 [3]; expected"),
-        (torch.tensor(1.0), (1,), {}, "is float32 []; expected"),
         (FLAT.double(), (2,), {}, "is float64 [3, 2]; expected float32 [-1, 2]"),
-        (torch.ones(4), (2,), ONE, "is float32 [4]; expected float32 [2]"),
         (torch.tensor(1.0), (-1,), ONE, "is float32 []; expected float32 [-1]"),
-        (torch.ones(4, 2), (2,), {}, "has 4 rows for a batch of 3"),
         (torch.ones(4), (1,), {}, "has 4 rows for a batch of 3"),
-        (None, (2,), {}, "is a NoneType; expected a torch.Tensor"),
-        ([1.0], (2,), {}, "is a list; expected a torch.Tensor"),
         (np.ones((3, 2), np.float32), (2,), {}, "is a ndarray; expected a torch.Tensor"),
         (1.0, (2,), {}, "is a float; expected a torch.Tensor"),
         (1.0, (2,), ONE, "is float32 []; expected float32 [2]"),
@@ -106,8 +94,8 @@ def test_tensor_that_contradicts_the_config_is_refused(
 
 @pytest.mark.parametrize(
     ("part", "dtype"),
-    [(torch.rand(3, 16), "FP32"), (torch.rand(3), "FP32"), ([["a"] * 16] * 3, "BYTES")],
-    ids=["size", "rows alone", "strings"],
+    [(torch.rand(3, 16), "FP32"), ([["a"] * 16] * 3, "BYTES")],
+    ids=["numbers", "strings"],
 )
 def test_other_shapes_are_served_without_checks(
     part: Any, dtype: str, caplog: pytest.LogCaptureFixture
@@ -128,11 +116,10 @@ def test_other_shapes_are_served_without_checks(
     ("part", "reshaped"),
     [
         (torch.rand(4, 16), False),
-        (torch.rand(3, 2).double(), False),
         (torch.tensor(1.0), False),
         (torch.rand(3, 16), True),
     ],
-    ids=["rows", "type", "no rows", "reshape"],
+    ids=["rows", "no rows", "reshape"],
 )
 def test_unservable_shapes_are_refused(part: Tensor, reshaped: bool) -> None:
     """A wrong number of rows, or a shape for Triton's reshape, is refused even then."""
@@ -149,9 +136,7 @@ def test_unservable_shapes_are_refused(part: Tensor, reshaped: bool) -> None:
 @pytest.mark.parametrize(
     ("part", "dtype", "dims"),
     [
-        (2.5, "FP32", ()),
         (2.5, "BF16", (1,)),
-        (7, "INT64", (1, 1)),
         (7, "FP32", (1,)),
         (True, "BOOL", (1,)),
         (2**64 - 1, "UINT64", (1,)),
@@ -169,7 +154,7 @@ def test_number_of_a_model_without_batches(part: float, dtype: str, dims: tuple[
 
 
 @pytest.mark.parametrize(
-    ("part", "dtype"), [(2.5, "INT64"), (2.5, "BOOL"), (300, "UINT8"), (-1, "UINT8")]
+    ("part", "dtype"), [(2.5, "INT64"), (1, "BOOL"), (300, "UINT8"), (-1, "UINT8")]
 )
 def test_number_that_its_type_cannot_hold_is_refused(part: float, dtype: str) -> None:
     """A number that would change its value is an error of the output."""
@@ -182,7 +167,6 @@ def test_tensors_that_cannot_be_sent(cast: bool) -> None:
     """A tensor without dense values is refused with its layout, and is not cast."""
     for part, form in (
         (FLAT.to_sparse(), "a tensor of layout sparse_coo, float32 [3, 2]"),
-        (FLAT.to_sparse_csr(), "a tensor of layout sparse_csr, float32 [3, 2]"),
         (FLAT.to("meta"), "a tensor on the device meta, float32 [3, 2]"),
         (FLAT.to(torch.complex64), "complex64 [3, 2]"),
         (torch.quantize_per_tensor(FLAT, 0.1, 0, torch.quint8), "quint8 [3, 2]"),
@@ -194,9 +178,7 @@ def test_tensors_that_cannot_be_sent(cast: bool) -> None:
 @pytest.mark.parametrize(
     ("part", "dtype", "values"),
     [
-        (torch.tensor([[1.5, 2.5]]).double(), "FP32", [[1.5, 2.5]]),
         (torch.tensor([[1.5, 2.5]]).bfloat16(), "FP32", [[1.5, 2.5]]),
-        (torch.tensor([[1, 2]]), "FP16", [[1.0, 2.0]]),
         (torch.tensor([[1, 0]]), "BOOL", [[True, False]]),
         (torch.ones(1, 2).to(torch.float8_e4m3fn), "FP32", [[1.0, 1.0]]),
     ],
@@ -217,7 +199,6 @@ def test_outputs_are_cast_on_demand(part: Tensor, dtype: str, values: Any) -> No
         pytest.param(torch.arange(6.0).reshape(2, 3).t(), id="transposed"),
         pytest.param(torch.arange(2.0).expand(3, -1), id="expanded"),
         pytest.param(torch.view_as_complex(torch.rand(3, 2, 2)).conj().imag, id="negated later"),
-        pytest.param(torch.ones(3, 2, requires_grad=True) * 2, id="has a history"),
         pytest.param(nn.Parameter(torch.ones(3, 2)), id="parameter"),
     ],
 )
@@ -256,15 +237,10 @@ def test_finite() -> None:
     [
         (["a", "b", "c"], {}, (), ["a", "b", "c"]),
         (("a", "b", "c"), {}, (1,), [["a"], ["b"], ["c"]]),
-        (list("abcdef"), {}, (2,), [["a", "b"], ["c", "d"], ["e", "f"]]),
         (list("abcdef"), {}, (-1,), [["a", "b"], ["c", "d"], ["e", "f"]]),
         ([["a", "b"]] * 3, {}, (-1,), [["a", "b"]] * 3),
-        ([[["a"], ["b"]]] * 3, {}, (-1, -1), [[["a"], ["b"]]] * 3),
         ([b"\xff", "ä", b""], {}, (), [b"\xff", "ä", b""]),
         (np.array(["a", "b", "c"]), {}, (1,), [["a"], ["b"], ["c"]]),
-        (np.array([b"a", b"b", b"c"]), {}, (), [b"a", b"b", b"c"]),
-        (np.array([["a"]] * 3, dtype=np.object_), {}, (1,), [["a"]] * 3),
-        ("a", ONE, (), "a"),
         (b"a", ONE, (-1,), [b"a"]),
         (list("abcd"), ONE, (2, -1), [["a", "b"], ["c", "d"]]),
     ],
@@ -288,13 +264,8 @@ def test_strings_get_the_shape_of_the_config(
         ([["a"]] * 3, (2,), {}, "is strings [3, 1]; expected"),
         (list("abcd"), (-1,), {}, "is strings [4]; expected"),
         (list("abc"), (-1, -1), {}, "is strings [3]; expected"),
-        ("abc", (1,), {}, "is strings []; expected strings [-1, 1]"),
-        (["a"], (2,), ONE, "is strings [1]; expected strings [2]"),
         ([["a"], ["b", "c"]], (-1,), {}, "is a list; expected a list of str or bytes"),
-        ([["a"], [["b"]], "c"], (-1,), {}, "is "),
         ([[["a", "b"], ["c", "d"]], ["e", "f"]], (-1,), {}, "is "),
-        (["a", None, "c"], (), {}, "is a list; expected a list of str"),
-        (torch.ones(3), (), {}, "is a Tensor; expected a list of str"),
         (np.ones(3), (), {}, "is a ndarray; expected a list of str"),
         (np.array(["a", None, "c"], dtype=np.object_), (), {}, "is no strings: 'NoneType'"),
         (["a", "\udcff", "c"], (), {}, "is no strings: 'utf-8' codec can't encode"),
@@ -310,18 +281,14 @@ def test_strings_that_contradict_the_config_are_refused(
 # --- outputs without a config ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("part", "dtype", "shape"),
-    [
-        (torch.ones(2, 3, requires_grad=True), torch.float32, (2, 3)),
-        (3, torch.int64, ()),
-        (True, torch.bool, ()),
-    ],
-)
-def test_plain_part(part: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Without a config a tensor stays as it is, and a number becomes a tensor."""
-    output = output_extraction.unchecked("digits", "y", part)
+def test_without_a_config() -> None:
+    """A tensor stays as it is, and a number becomes a tensor."""
+    tensor, number, strings = (
+        output_extraction.unchecked("digits", "y", part)
+        for part in (torch.ones(2, 3, requires_grad=True), True, [["a"]])
+    )
 
-    assert isinstance(output, Tensor)
-    assert (output.dtype, output.shape, output.requires_grad) == (dtype, shape, False)
-    assert output_extraction.unchecked("digits", "y", [["a"]]).tolist() == [["a"]]
+    assert isinstance(tensor, Tensor)
+    assert (tensor.shape, tensor.requires_grad) == ((2, 3), False)
+    assert (number.dtype, number.shape) == (torch.bool, ())
+    assert strings.tolist() == [["a"]]

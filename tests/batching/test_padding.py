@@ -66,43 +66,31 @@ def test_several_axes_and_rows() -> None:
     assert (gathered[2:, :, :, 2:] == -1).all()
 
 
-@pytest.mark.parametrize("mask", ["INT64", "BOOL", "FP32"])
-def test_missing_mask_is_created(mask: str) -> None:
-    """A mask that a request leaves out marks all its values, in the mask's type."""
-    padding = create((IDS, spec("mask", mask, optional=True)), ids={"mask": "mask"})
+def test_missing_mask_is_created() -> None:
+    """A mask that a request leaves out marks all its values, in the mask's type; others stay."""
+    padding = create((IDS, spec("mask", "BOOL", optional=True)), ids={"mask": "mask"})
 
     item = padding.fill({"ids": torch.zeros(2, 3, dtype=torch.int64)})
 
     result = item["mask"]
     assert isinstance(result, Tensor)
-    assert result.dtype is getattr(torch, str(build.spec("x", mask).dtype.torch))
+    assert result.dtype is torch.bool
     assert result.tolist() == [[1, 1, 1]] * 2
+    assert padding.fill(item) is item
+    assert padding.fill({}) == {}
 
 
 @pytest.mark.parametrize(
-    "item",
+    ("shapes", "optional", "refused"),
     [
-        pytest.param({"ids": torch.zeros(1, 3), "mask": torch.zeros(1, 3)}, id="there"),
-        pytest.param({}, id="nothing to mask"),
+        ({"ids": (2, 3), "mask": (2, 3)}, True, False),
+        ({"ids": (2, 3), "mask": (2, 1)}, True, True),
+        ({"ids": (2, 3), "mask": (2, 1)}, False, True),
+        ({"mask": (2, 3)}, True, False),
     ],
 )
-def test_mask_of_a_request_is_kept(item: dict[str, Any]) -> None:
-    """A mask that a request sends is not changed."""
-    assert create((IDS, MASK), ids={"mask": "mask"}).fill(item) is item
-
-
-@pytest.mark.parametrize(
-    ("shapes", "refused"),
-    [
-        ({"ids": (2, 3), "mask": (2, 3)}, False),
-        ({"ids": (2, 3), "mask": (2, 1)}, True),
-        ({"ids": (2, 3)}, False),
-        ({"mask": (2, 3)}, False),
-    ],
-)
-@pytest.mark.parametrize("optional", [True, False])
 def test_mask_of_another_size(
-    shapes: dict[str, tuple[int, ...]], refused: bool, optional: bool
+    shapes: dict[str, tuple[int, ...]], optional: bool, refused: bool
 ) -> None:
     """A mask of a request must be as long as its input."""
     padding = create((IDS, spec("mask", optional=optional)), ids={"mask": "mask"})
@@ -130,12 +118,10 @@ def test_mask_is_padded_with_zeros_on_the_same_side() -> None:
 @pytest.mark.parametrize(
     ("shapes", "multiple", "parts"),
     [
-        pytest.param([(1, 5)] * 7 + [(1, 9000)], 1, [[0, 1, 2, 3, 4, 5, 6], [7]], id="one long"),
         pytest.param([(1, 9000)] + [(1, 5)] * 7, 1, [[1, 2, 3, 4, 5, 6, 7], [0]], id="order"),
         pytest.param([(1, 5)] * 3 + [(1, 9000)], 1, [[0, 1, 2, 3]], id="four times at most"),
         pytest.param([(1, 5)] * 4 + [(1, 9000)], 1, [[0, 1, 2, 3], [4]], id="five times"),
         pytest.param([(1, n) for n in range(1, 33)], 1, [list(range(32))], id="usual lengths"),
-        pytest.param([(100, 1), (1, 1000)], 1, [[0], [1]], id="many short rows"),
         pytest.param([(8, 0), (1, 9)], 1, [[0], [1]], id="nothing in one"),
         pytest.param([(1, 1)] * 8, 64, [list(range(8))], id="each is rounded up as it is"),
         pytest.param(
@@ -185,68 +171,33 @@ def _count(padding: Padding, counts: Counts, items: list[Any]) -> None:
 # --- outputs -----------------------------------------------------------------------------------
 
 
-def cut(padding: Padding, lengths: list[int], padded: int, output: Tensor) -> list[Any]:
-    items: list[Any] = [{"ids": torch.zeros(1, length)} for length in lengths]
-    outcomes: list[dict[str, Any]] = [{"y": output[row : row + 1]} for row in range(len(items))]
-    padding.cut(outcomes, items, {"ids": (len(items), padded)})
-    return [outcome["y"] for outcome in outcomes]
+_EIGHT = torch.arange(8)
 
 
 @pytest.mark.parametrize(
     ("dims", "side", "named", "output", "expected"),
     [
-        pytest.param(
-            (-1,), "right", [], torch.arange(8).reshape(2, 4), [[0, 1], [4, 5, 6, 7]], id="right"
-        ),
-        pytest.param(
-            (-1,), "left", [], torch.arange(8).reshape(2, 4), [[2, 3], [4, 5, 6, 7]], id="left"
-        ),
-        pytest.param(
-            (-1, 1),
-            "right",
-            [],
-            torch.arange(8).reshape(2, 4, 1),
-            [[[0], [1]], [[4], [5], [6], [7]]],
-            id="with more behind",
-        ),
-        pytest.param(
-            (1, -1),
-            "right",
-            ["y"],
-            torch.arange(8).reshape(2, 1, 4),
-            [[[0, 1]], [[4, 5, 6, 7]]],
-            id="another axis, named",
-        ),
-        pytest.param(
-            (1, -1),
-            "right",
-            [],
-            torch.arange(8).reshape(2, 1, 4),
-            [[[0, 1, 2, 3]], [[4, 5, 6, 7]]],
-            id="another axis, not named",
-        ),
-        pytest.param(
-            (-1,),
-            "right",
-            [],
-            torch.arange(6).reshape(2, 3),
-            [[0, 1, 2], [3, 4, 5]],
-            id="a length of its own",
-        ),
-        pytest.param((4,), "right", [], torch.zeros(2, 4), [[0.0] * 4] * 2, id="a fixed length"),
+        ((-1,), "left", [], _EIGHT.reshape(2, 4), [[2, 3], [4, 5, 6, 7]]),
+        ((-1, 1), "right", [], _EIGHT.reshape(2, 4, 1), [[[0], [1]], [[4], [5], [6], [7]]]),
+        ((1, -1), "right", ["y"], _EIGHT.reshape(2, 1, 4), [[[0, 1]], [[4, 5, 6, 7]]]),
+        ((1, -1), "right", [], _EIGHT.reshape(2, 1, 4), [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]),
+        ((-1,), "right", [], torch.arange(6).reshape(2, 3), [[0, 1, 2], [3, 4, 5]]),
+        ((4,), "right", [], torch.zeros(2, 4), [[0.0] * 4] * 2),
     ],
+    ids=["left", "more behind", "named axis", "axis not named", "own length", "fixed length"],
 )
 def test_outputs_get_their_own_lengths(
     dims: tuple[int, ...], side: str, named: list[str], output: Tensor, expected: list[Any]
 ) -> None:
     """Outputs as long as the padded input are cut, on the side that was padded."""
-    out = spec("y", "FP32", dims)
-    padding = create((IDS,), (out,), ids={"side": side, "outputs": named})
+    padding = create((IDS,), (spec("y", "FP32", dims),), ids={"side": side, "outputs": named})
+    items: list[Any] = [{"ids": torch.zeros(1, length)} for length in (2, 4)]
+    outcomes: list[dict[str, Any]] = [{"y": output[row : row + 1]} for row in range(2)]
 
-    result = cut(padding, [2, 4], 4, output)
+    padding.cut(outcomes, items, {"ids": (2, 4)})
 
-    assert [value[0].tolist() for value in result] == expected
-    assert all(value.is_contiguous() for value in result)
+    assert [outcome["y"][0].tolist() for outcome in outcomes] == expected
+    assert all(outcome["y"].is_contiguous() for outcome in outcomes)
 
 
 def test_strings_are_cut_too() -> None:
@@ -271,9 +222,7 @@ def test_strings_are_cut_too() -> None:
         pytest.param({"fixed": {}}, "'fixed', whose dims are fixed", id="fixed"),
         pytest.param({"ids": {"value": 0.5}}, "the value 0.5 for 'ids'", id="value"),
         pytest.param({"bytes": {"value": 300}}, "the value 300 for 'bytes'", id="too large"),
-        pytest.param({"bytes": {"value": -1}}, "the value -1 for 'bytes'", id="too small"),
         pytest.param({"ids": {"mask": "nope"}}, "the mask 'nope'", id="no mask"),
-        pytest.param({"ids": {"mask": "ids"}}, "the mask 'ids'", id="its own mask"),
         pytest.param({"ids": {"mask": "fixed"}}, r"the mask 'fixed' of dims \[4\]", id="mask dims"),
         pytest.param({"ids": {"outputs": ["z"]}}, "the output 'z'", id="no output"),
         pytest.param({"ids": {"outputs": ["y"]}}, "the output 'y'", id="fixed output"),

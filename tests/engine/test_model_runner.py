@@ -43,9 +43,7 @@ def grouped(grouping: Grouping, x: Tensor) -> Group:
 @pytest.mark.parametrize(
     ("rows", "sent", "calls"),
     [
-        pytest.param(Rows(4, 4), 3, [4], id="fixed, filled up"),
         pytest.param(Rows(4, 4), 9, [4, 4, 4], id="fixed, in pieces"),
-        pytest.param(Rows(1, 1), 3, [1, 1, 1], id="one by one"),
         pytest.param(Rows(2, None), 1, [2], id="at least two"),
         pytest.param(Rows(2, 3), 7, [3, 3, 2], id="in pieces, the last filled up"),
     ],

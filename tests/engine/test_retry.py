@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import resource
 import subprocess
 import sys
@@ -13,17 +14,17 @@ from random import Random
 from typing import Any
 
 import build
+import engines
 import numpy as np
 import pytest
 import torch
+from engines import BAD, bad, check, items
 from torch import Tensor, nn
 
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
 from torch_py_backend.batching.output_extraction import OutputExtractor
-from torch_py_backend.config.options import Options
 from torch_py_backend.engine import memory_limits
-from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
     BindingError,
@@ -32,10 +33,8 @@ from torch_py_backend.errors import (
     OutputError,
     UnavailableError,
 )
-from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.signature import introspection
 
-BAD = -7.0
+engine = functools.partial(engines.engine, max_batch_size=32)
 
 
 class Model:
@@ -51,11 +50,6 @@ class Model:
         return x * 2
 
 
-def bad(x: Tensor) -> None:
-    if bool((x == BAD).any()):
-        raise ValueError("a bad value, see /srv/secret/place.txt")
-
-
 def above(rows: int) -> Callable[[Tensor], None]:
     """Raise an out-of-memory error for more than a number of rows."""
 
@@ -66,49 +60,15 @@ def above(rows: int) -> Callable[[Tensor], None]:
     return judge
 
 
-def engine(
-    model: Any, rows: Rows = ANY_ROWS, owner: nn.Module | None = None, **overrides: Any
-) -> Engine:
-    overrides.setdefault("inputs", (build.spec("x", dims=(-1,)),))
-    overrides.setdefault("outputs", (build.spec("y", dims=(-1,)),))
-    overrides.setdefault("max_batch_size", 32)
-    settings = build.config(**overrides)
-
-    def forward(x: Tensor) -> Any:
-        return model(x)
-
-    loaded = Loaded(build.artifact(), forward, introspection.from_function(forward), owner, rows)
-    surroundings = runtime.create(Options(), torch.device("cpu"), ())
-    return Engine(settings, loaded, surroundings, build.artifact())
-
-
-def items(values: Sequence[float], rows: int = 1, length: int = 4) -> list[Item]:
-    return [{"x": np.full((rows, length), value, dtype=np.float32)} for value in values]
-
-
-def check(sent: Sequence[Item], outcomes: Sequence[Any], kind: type[BackendError]) -> list[int]:
-    """Check each outcome: a result or an error of this class; return the errors' positions."""
-    failed = []
-    for place, (item, outcome) in enumerate(zip(sent, outcomes, strict=True)):
-        if isinstance(outcome, BackendError):
-            assert type(outcome) is kind, outcome
-            failed.append(place)
-        else:
-            np.testing.assert_array_equal(outcome["y"], 2 * np.asarray(item["x"]))
-    return failed
-
-
 # --- bisection -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("guilty", "rows", "overrides"),
     [
-        pytest.param([0], ANY_ROWS, {}, id="first"),
         pytest.param([31], Rows(4, 4), {}, id="last, fixed rows"),
         pytest.param([3, 19], ANY_ROWS, {"batch_buckets": (1, 2, 4, 8, 16, 32)}, id="buckets"),
-        pytest.param([30, 31], ANY_ROWS, {}, id="neighbours"),
-        pytest.param(list(range(0, 32, 2)), Rows(4, 4), {}, id="every other, fixed rows"),
+        pytest.param(list(range(0, 32, 2)), ANY_ROWS, {}, id="every other"),
         pytest.param(list(range(32)), ANY_ROWS, {}, id="all"),
     ],
 )
@@ -126,38 +86,30 @@ def test_only_failing_requests_get_the_error(
         assert str(outcomes[place]) == (
             "model 'digits': forward() raised ValueError: a bad value, see place.txt."
         )
-    allowed = set(overrides.get("batch_buckets", ())) or ({4} if rows.least == 4 else None)
-    assert allowed is None or set(model.calls) <= allowed
+    if rows.least == 4:
+        assert set(model.calls) == {4}
 
 
-@pytest.mark.parametrize("wrong", ["rows", "type", "nothing"])
-def test_invalid_outputs_of_one_request(wrong: str) -> None:
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda x: x[(x != BAD).all(dim=1)] * 2,
+        lambda x: x.double(),
+        lambda x: None,
+        lambda x: torch.nested.nested_tensor([x[0], x[0, :1]]),  # its shape raises
+    ],
+    ids=["rows", "type", "nothing", "nested"],
+)
+def test_invalid_outputs_of_one_request(result: Callable[[Tensor], Any]) -> None:
     """Invalid outputs for one request fail only that request."""
 
     def model(x: Tensor) -> Any:
-        kept = (x != BAD).all(dim=1)
-        if bool(kept.all()):
-            return x * 2
-        return {"rows": x[kept] * 2, "type": x.double(), "nothing": None}[wrong]
+        return result(x) if bool((x == BAD).any()) else x * 2
 
     sent = items([1.0, 2.0, BAD, 4.0, 5.0])
 
     assert check(sent, engine(model).run(sent), OutputError) == [2]
-
-
-@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
-def test_results_that_cannot_be_read() -> None:
-    """A tensor whose shape raises is an error of the output."""
-
-    def model(x: Tensor) -> Any:
-        odd = bool((x == BAD).any())
-        return torch.nested.nested_tensor([x[0], x[0, :1]]) if odd else x * 2
-
-    sent = items([1.0, BAD, 3.0])
-    outcomes = engine(model).run(sent)
-
-    assert check(sent, outcomes, OutputError) == [1]
-    assert "the outputs cannot be read" in str(outcomes[1])
 
 
 def test_binding_errors_are_not_retried() -> None:
@@ -172,11 +124,7 @@ def test_binding_errors_are_not_retried() -> None:
     assert model.calls == [3]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [SystemExit(3), GeneratorExit(), asyncio.CancelledError(), RecursionError()],
-    ids=lambda error: type(error).__name__,
-)
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), RecursionError()])
 def test_any_exception_is_an_outcome(error: BaseException) -> None:
     """No exception of a model reaches Triton, which would fail the whole batch."""
 
@@ -189,14 +137,16 @@ def test_any_exception_is_an_outcome(error: BaseException) -> None:
     assert check(sent, engine(Model(judge)).run(sent), ForwardError) == [1]
 
 
-def test_keyboard_interrupt_is_raised() -> None:
-    """Ctrl-C in `check` or `tune` is not an error of the model."""
+@pytest.mark.parametrize("first", [KeyboardInterrupt(), ValueError()])
+def test_keyboard_interrupt_is_raised(first: BaseException) -> None:
+    """Ctrl-C in `check` or `tune` is not an error of the model, in a retry neither."""
+    errors = [first, KeyboardInterrupt()]
 
     def judge(x: Tensor) -> None:
-        raise KeyboardInterrupt
+        raise errors.pop(0)
 
     with pytest.raises(KeyboardInterrupt):
-        engine(Model(judge)).run(items([1.0]))
+        engine(Model(judge)).run(items([1.0, 2.0]))
 
 
 class Counter(nn.Module):
@@ -218,7 +168,6 @@ class Counter(nn.Module):
     ("wished", "stateful", "failed", "calls"),
     [
         pytest.param(None, False, [1], 5, id="unset"),
-        pytest.param(True, False, [1], 5, id="true"),
         pytest.param(False, False, [0, 1, 2, 3], 1, id="false"),
         pytest.param(None, True, [0, 1, 2, 3], 1, id="unset, with state"),
         pytest.param(True, True, [1], 5, id="true, with state"),
@@ -246,30 +195,28 @@ class InPlace(Model):
         return x
 
 
-def test_models_that_write_to_their_inputs() -> None:
-    """A request whose values the model has overwritten is not retried."""
+def copies(sent: Sequence[Item]) -> list[Item]:
+    return [{"x": np.copy(np.asarray(item["x"]))} for item in sent]
+
+
+def test_requests_of_models_that_write_to_their_inputs() -> None:
+    """The first request is retried with its original values; later ones are not retried."""
+    sent = items([3.0], rows=4)
+    before = copies(sent)
+    made = engine(InPlace(above(1)))
+    assert check(before, made.run(sent), OutOfMemoryError) == []
+
     model = InPlace(above(1))
     made = engine(model)
     made.run(items([1.0]))
-
-    outcomes = made.run(items([1.0], rows=2))
-
-    assert [type(outcome) for outcome in outcomes] == [OutOfMemoryError]
+    assert [type(outcome) for outcome in made.run(items([1.0], rows=2))] == [OutOfMemoryError]
     assert model.calls == [1, 2]
-
-
-def test_first_request_of_a_model_that_writes_to_its_inputs() -> None:
-    """Without a warm-up the first request is retried with its original values."""
-    sent = items([3.0], rows=4)
-    before: list[Item] = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
-
-    assert check(before, engine(InPlace(above(1))).run(sent), OutOfMemoryError) == []
 
 
 def test_batches_of_models_that_write_to_their_inputs() -> None:
     """A batch of several requests is a copy, so it is retried: only bad requests fail."""
     sent = items([1.0, BAD, 3.0, 4.0])
-    before: list[Item] = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
+    before = copies(sent)
 
     def judge(x: Tensor) -> None:
         bad(x / 2)
@@ -282,12 +229,12 @@ def test_parts_of_a_request_of_a_model_that_writes_to_its_inputs() -> None:
     model = InPlace(above(8))
     made = engine(model)
     sent = items([1.0, 2.0, 3.0], rows=7)
-    before: list[Item] = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
+    before = copies(sent)
     assert check(before, made.run(sent), OutOfMemoryError) == []
     assert model.calls[0] == 21
 
     model._judge = above(2)
-    assert check(before, made.run(items([1.0, 2.0, 3.0], rows=7)), OutOfMemoryError) == []
+    assert check(before, made.run(copies(before)), OutOfMemoryError) == []
     assert max(model.calls[-5:]) <= 2
 
 
@@ -316,7 +263,8 @@ def test_reports() -> None:
     made = engine(Model(judge))
     outcomes = made.run([*items([-1.0, 2.0, -3.0, -1.0]), {}])
 
-    assert [getattr(one, "reported", False) for one in outcomes] == [True, False, True, True, False]
+    reported = [at for at, outcome in enumerate(outcomes) if getattr(outcome, "reported", False)]
+    assert reported == [0, 2, 3]
     for place, value in ((0, -1.0), (2, -3.0), (3, -1.0)):
         error = outcomes[place]
         assert isinstance(error, ForwardError)
@@ -357,36 +305,29 @@ def test_every_retry_is_announced() -> None:
 # --- memory ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fits", [1, 20])
-def test_batches_that_do_not_fit(fits: int) -> None:
-    """After memory ran out all requests are still answered, and the next batch fits at once."""
-    model = Model(above(fits))
-    made = engine(model)
-    sent = items([float(place) for place in range(32)])
-
-    assert check(sent, made.run(sent), OutOfMemoryError) == []
-    model.calls.clear()
-    assert check(sent, made.run(sent), OutOfMemoryError) == []
-    assert max(model.calls) <= fits
-
-
 @pytest.mark.parametrize(
     ("rows", "overrides", "fits", "called"),
     [
+        pytest.param(ANY_ROWS, {}, 1, {32, 16, 8, 4, 2, 1}, id="one"),
+        pytest.param(ANY_ROWS, {}, 20, {32, 16}, id="any number"),
         pytest.param(ANY_ROWS, {"batch_buckets": (2, 8, 32)}, 9, {32, 8}, id="buckets"),
         pytest.param(Rows(1, 8), {}, 5, {8, 4}, id="in pieces"),
         pytest.param(Rows(4, None), {}, 4, {32, 16, 8, 4}, id="at least four"),
     ],
 )
-def test_row_counts_that_the_model_takes(
+def test_batches_that_do_not_fit(
     rows: Rows, overrides: dict[str, Any], fits: int, called: set[int]
 ) -> None:
-    """Smaller calls have row counts that the model takes."""
+    """All requests are answered in calls that the model takes, and the next batch fits at once."""
     model = Model(above(fits))
+    made = engine(model, rows, **overrides)
     sent = items([float(place) for place in range(32)])
 
-    assert check(sent, engine(model, rows, **overrides).run(sent), OutOfMemoryError) == []
+    assert check(sent, made.run(sent), OutOfMemoryError) == []
     assert set(model.calls) == called
+    model.calls.clear()
+    assert check(sent, made.run(sent), OutOfMemoryError) == []
+    assert max(model.calls) <= fits
 
 
 def test_fixed_rows_that_do_not_fit() -> None:
@@ -403,7 +344,7 @@ def test_a_request_of_many_rows(tensors: bool) -> None:
     """A single request that does not fit is run in parts, and its rows keep their order."""
     x = np.arange(40, dtype=np.float32).reshape(10, 4)
     more = np.full((3, 4), 3, dtype=np.float32)
-    sent: list[Item] = [{"x": torch.from_numpy(one) if tensors else one} for one in (x, more)]
+    sent: list[Item] = [{"x": torch.from_numpy(rows) if tensors else rows} for rows in (x, more)]
     model = Model(above(4))
 
     assert check(sent, engine(model).run(sent), OutOfMemoryError) == []
@@ -411,7 +352,7 @@ def test_a_request_of_many_rows(tensors: bool) -> None:
 
 
 def test_only_what_never_fits_is_refused() -> None:
-    """A single row that does not fit fails with 503; the others are answered."""
+    """A single row that does not fit fails with 503; others, and later batches, are answered."""
 
     def judge(x: Tensor) -> None:
         if bool((x == BAD).any()):
@@ -435,10 +376,6 @@ def test_no_batch_dimension() -> None:
     outcomes = engine(model, max_batch_size=0).run(items([1.0, 2.0], rows=4))
 
     assert [type(outcome) for outcome in outcomes] == [OutOfMemoryError] * 2
-    assert str(outcomes[0]) == (
-        "model 'digits': the request does not fit in memory, not even a row at a time. Try again"
-        " later, or send less."
-    )
     assert model.calls == [4, 4]
 
 
@@ -510,29 +447,7 @@ def test_pieces_that_cannot_be_joined() -> None:
     (outcome,) = engine(model).run(items([1.0], rows=7))
 
     assert isinstance(outcome, OutputError)
-    assert "cannot be joined" in str(outcome) or "can be joined" in str(outcome)
-
-
-def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When memory is free again, batches grow until no limit is left."""
-    monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
-    limit = [4]
-
-    def judge(x: Tensor) -> None:
-        above(limit[0])(x)
-
-    model = Model(judge)
-    made = engine(model)
-    sent = items([float(place) for place in range(32)])
-    made.run(sent)
-    limit[0] = 32
-    for _ in range(20):
-        assert check(sent, made.run(sent), OutOfMemoryError) == []
-    model.calls.clear()
-    made.run(sent)
-
-    assert model.calls == [32]
-    assert not made.recovery.capacity.limits
+    assert "outputs that can be joined" in str(outcome)
 
 
 @pytest.fixture
@@ -549,7 +464,7 @@ def test_frames_are_cleared_before_the_retry(freed: list[int]) -> None:
     alive: list[int] = []
 
     def model(x: Tensor) -> Tensor:
-        alive.append(sum(one() is not None for one in held))
+        alive.append(sum(tensor() is not None for tensor in held))
         activation = x + 1
         held.append(weakref.ref(activation))
         above(2)(x)
@@ -566,18 +481,17 @@ _CHILD = """
 import resource, sys
 import torch
 sys.path[:0] = {path!r}
-from engine import test_retry
+import engines
 
 def model(x):
-    test_retry.bad(x)
     return (x.repeat(1, 25_000_000).sum(1, keepdim=True) * 0) + x * 2
 
-made = test_retry.engine(model)
-sent = test_retry.items([float(place) for place in range(8)])
+made = engines.engine(model)
+sent = engines.items([float(place) for place in range(8)])
 made.run(sent[:1])
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 1_500_000_000, resource.RLIM_INFINITY))
-assert test_retry.check(sent, made.run(sent), test_retry.OutOfMemoryError) == []
+assert engines.check(sent, made.run(sent), engines.BackendError) == []
 (limit,) = made.recovery.capacity.limits.values()
 print(limit.safe)
 """
@@ -594,16 +508,15 @@ def test_memory_of_the_cpu() -> None:
     assert 1 <= int(done.stdout) <= 3
 
 
-_KINDS = [
-    (ANY_ROWS, {}),
-    (Rows(4, 8), {}),
-    (ANY_ROWS, {"batch_buckets": (2, 8, 32)}),
-    (ANY_ROWS, {"pad": {"x": {"multiple_of": 4}}}),
-    (ANY_ROWS, {"check_finite": True}),
-]
-
-
-@pytest.mark.parametrize(("rows", "overrides"), _KINDS)
+@pytest.mark.parametrize(
+    ("rows", "overrides"),
+    [
+        (ANY_ROWS, {"check_finite": True}),
+        (Rows(4, 8), {}),
+        (ANY_ROWS, {"batch_buckets": (2, 8, 32)}),
+        (ANY_ROWS, {"pad": {"x": {"multiple_of": 4}}}),
+    ],
+)
 def test_everything_at_once(
     rows: Rows, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -655,11 +568,11 @@ def test_everything_at_once(
 # --- fatal errors ----------------------------------------------------------------------------
 
 
-def accelerator(code: int) -> RuntimeError:
+def accelerator() -> RuntimeError:
     error: Any = torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with")
-    error.error_code = code
-    found: RuntimeError = error
-    return found
+    error.error_code = 710
+    result: RuntimeError = error
+    return result
 
 
 class Device:
@@ -673,11 +586,11 @@ class Device:
         self.broken |= bool((x == BAD).any())
         if self.broken:
             # AOTInductor does not pass on CUDA's errors.
-            raise accelerator(710) if self._tells else RuntimeError("the package failed")
+            raise accelerator() if self._tells else RuntimeError("the package failed")
 
     def probe(self, _: torch.device) -> None:
         if self.broken:
-            raise accelerator(710)
+            raise accelerator()
 
 
 @pytest.mark.parametrize("tells", [True, False], ids=["torch tells", "the device is asked"])
@@ -702,16 +615,8 @@ def test_device_that_breaks(tells: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "Traceback" in made.recovery.fatal.traceback
 
 
-@pytest.mark.parametrize(
-    ("first", "failed", "calls"),
-    [
-        pytest.param(RuntimeError("first"), [2, 3], [4, 2, 2], id="bisection"),
-        pytest.param(MemoryError(), [2, 3], [4, 2, 2], id="out of memory"),
-    ],
-)
-def test_device_that_breaks_in_a_retry(
-    first: Exception, failed: list[int], calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("first", [RuntimeError("bisection"), MemoryError()])
+def test_device_that_breaks_in_a_retry(first: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that were answered before the device broke stay answered; no other part is run."""
     device = Device(tells=True)
     monkeypatch.setattr(runtime, "probe", device.probe)
@@ -724,8 +629,8 @@ def test_device_that_breaks_in_a_retry(
     model = Model(judge)
     sent = items([1.0, 2.0, BAD, 4.0])
 
-    assert check(sent, engine(model).run(sent), UnavailableError) == failed
-    assert model.calls == calls
+    assert check(sent, engine(model).run(sent), UnavailableError) == [2, 3]
+    assert model.calls == [4, 2, 2]
 
 
 def test_cache_of_a_broken_device_is_left_alone(
@@ -744,24 +649,10 @@ def test_cache_of_a_broken_device_is_left_alone(
     assert (cleaned, freed) == ([1], [])
 
 
-def test_messages_that_resemble_device_errors() -> None:
-    """A message that only looks like an error of the device is an ordinary error."""
-
-    def judge(x: Tensor) -> None:
-        if bool((x == BAD).any()):
-            raise RuntimeError("CUDA error: device-side assert triggered")
-
-    made = engine(Model(judge))
-    sent = items([1.0, BAD])
-
-    assert check(sent, made.run(sent), ForwardError) == [1]
-    assert made.recovery.fatal is None
-
-
 # --- CHECK_FINITE ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("value", "rows"), [(np.nan, 1), (np.inf, 3), (-np.inf, 1)])
+@pytest.mark.parametrize(("value", "rows"), [(np.nan, 1), (-np.inf, 3)])
 def test_values_that_are_not_finite(value: float, rows: int) -> None:
     """Only requests whose outputs hold NaN or infinity are refused."""
     sent = items([1.0, 2.0, 3.0], rows)
@@ -771,12 +662,7 @@ def test_values_that_are_not_finite(value: float, rows: int) -> None:
     outcomes = made.run(sent)
 
     assert check(sent, outcomes, OutputError) == [1]
-    assert str(outcomes[1]) == (
-        "model 'digits': output 'y' holds NaN or infinity; expected finite values: CHECK_FINITE is"
-        " set."
-    )
-    assert isinstance(outcomes[1], OutputError)
-    assert outcomes[1].reported
+    assert outcomes[1].reported  # type: ignore[union-attr]
 
 
 def test_padding_that_is_not_finite() -> None:
@@ -786,15 +672,3 @@ def test_padding_that_is_not_finite() -> None:
     sent = [*items([1.0], length=3), *items([2.0], length=6)]
 
     assert check(sent, made.run(sent), OutputError) == []
-
-
-def test_integers_and_strings_are_finite() -> None:
-    """Outputs of types that cannot hold NaN are not checked."""
-
-    def model(x: Tensor) -> Any:
-        return {"n": x.long(), "s": ["a"] * x.shape[0]}
-
-    outputs = (build.spec("n", "INT64", (-1,)), build.spec("s", "BYTES", (1,)))
-    outcomes = engine(model, outputs=outputs, check_finite=True).run(items([1.0, 2.0]))
-
-    assert all(isinstance(outcome, dict) for outcome in outcomes)

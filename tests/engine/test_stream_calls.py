@@ -54,8 +54,10 @@ def test_an_invalid_result_fails_alone(wrong: Any, kind: type[BackendError]) -> 
     begun = [engine.stream_calls.begin(streamed.item(value, value)) for value in (1, 2, 3)]
     (first, given), _, (third, _) = begun
 
-    made = engine.stream_calls.outcomes([(first, given), (wrong, given), (third, given)])
+    outcomes = engine.stream_calls.outcomes([(first, given), (wrong, given), (third, given)])
 
-    assert isinstance(made[1], kind)
-    values = [torch.as_tensor(one["y"]).tolist() for one in made if isinstance(one, dict)]
+    assert isinstance(outcomes[1], kind)
+    values = [
+        torch.as_tensor(outcome["y"]).tolist() for outcome in outcomes if isinstance(outcome, dict)
+    ]
     assert values == [[[2.0, 2.0]], [[6.0, 6.0]]]
