@@ -15,35 +15,36 @@ import pytest
 import scenarios
 import torch
 from fake_triton import MetricFamily, TritonError, Turn
+from instances import load
+from scenarios import Scenario
 from torch import Tensor, nn
 
-from torch_py_backend.adapter import TritonPythonModel, metrics, sequencing
+from torch_py_backend.adapter import metrics, sequencing
 
 
 class Loaded:
-    """A model that sums the inputs of its sequences."""
+    """A model of sequences: with a state `total` by default, that sums its inputs."""
 
     def __init__(
-        self, folder: Path, definition: Any = models.Accumulate, **parameters: str
+        self, folder: Path, definition: Any = models.Accumulate, more: str = "", **parameters: str
     ) -> None:
         text = scenarios.config(
             {"x": [4]},
             {"y": [4]},
-            more=scenarios.sequencing(scenarios.state()),
+            parameters=parameters,
+            more=more or scenarios.sequencing(scenarios.state()),
         )
-        scenario = scenarios.Scenario("sums", scenarios.python(definition), text)
-        arguments = fake_triton.arguments(scenario.lay_out(folder))
-        self.document = json.loads(arguments["model_config"])
-        self.model = TritonPythonModel()
-        self.model.initialize(arguments)
+        self.model = load(folder, Scenario("sums", scenarios.python(definition), text))
+        self._document = json.loads(fake_triton.arguments(folder / "sums")["model_config"])
 
-    def request(self, value: float, flags: str = "", **how: Any) -> Any:
+    def request(self, value: float, flags: str = "", id: int = 7, **how: Any) -> Any:  # noqa: A002  Triton's name
         row = np.full((1, 4), value, dtype=np.float32)
-        turn = Turn(7, "s" in flags, "e" in flags)
-        made = fake_triton.request({"x": row}, self.document, "", turn)
-        return fake_triton.InferenceRequest(made.inputs(), "", turn=turn, **how)
+        turn = Turn(id, "s" in flags, "e" in flags)
+        inputs = fake_triton.request({"x": row}, self._document, turn=turn).inputs()
+        return fake_triton.InferenceRequest(inputs, turn=turn, **how)
 
     def send(self, *requests: Any) -> list[Any]:
+        """Return the first value of each response, or the code of its error."""
         return [_first(response) for response in self.model.execute(requests)]
 
 
@@ -108,7 +109,7 @@ def test_states_of_requests_are_not_read(
     sent = loaded.request(1, "s")
     names = [tensor.name() for tensor in sent.inputs()]
     broken = _Unreadable("total", np.ones((1, 4), dtype=np.float32))
-    tensors = [one if one.name() == "x" else broken for one in sent.inputs()]
+    tensors = [tensor if tensor.name() == "x" else broken for tensor in sent.inputs()]
 
     assert names == ["x", "total"]
     assert loaded.send(fake_triton.InferenceRequest(tensors, turn=Turn(7, True, False))) == [1]
@@ -116,7 +117,7 @@ def test_states_of_requests_are_not_read(
 
 def _gauges() -> dict[str, list[float]]:
     return {
-        name: [one.value() for one in MetricFamily.made[f"pytorch_py_{name}"]]
+        name: [metric.value() for metric in MetricFamily.made[f"pytorch_py_{name}"]]
         for name in ("sequences", "sequence_bytes")
     }
 
@@ -132,7 +133,7 @@ def test_metrics_of_sequences(
     loaded.send(loaded.request(1, "e"))
     _await({"sequences": [0], "sequence_bytes": [0]})
 
-    (thread,) = [one for one in threading.enumerate() if one.name == "sequences"]
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "sequences"]
     loaded.model.finalize()
     loaded.model.close()
     assert not thread.is_alive()
@@ -150,34 +151,16 @@ def _await(wanted: dict[str, list[float]]) -> None:
 
 def test_slots(tmp_path: Path, process: None) -> None:
     """Without states all slots are run: a row for each, zeros for empty ones."""
-    text = scenarios.config(
-        {"x": [4]},
-        {"y": [4]},
-        more=scenarios.sequencing(
-            strategy="direct { }",
-            controls=scenarios.control("START", "START", "fp32_false_true: [0, 1]")
-            + scenarios.control("READY", "READY", "fp32_false_true: [0, 1]")
-            + scenarios.control("END", "END", "int32_false_true: [0, 1]"),
-        ),
-    )
-    scenario = scenarios.Scenario("slots", scenarios.python(models.Slots), text)
-    arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
-    document = json.loads(arguments["model_config"])
-    model = TritonPythonModel()
-    model.initialize(arguments)
+    controls = scenarios.control("START", "START", "fp32_false_true: [0, 1]")
+    controls += scenarios.control("READY", "READY", "fp32_false_true: [0, 1]")
+    controls += scenarios.control("END", "END", "int32_false_true: [0, 1]")
+    more = scenarios.sequencing(strategy="direct { }", controls=controls)
+    loaded = Loaded(tmp_path, models.Slots, more)
 
-    def send(*turns: tuple[float, Turn]) -> list[float]:
-        rows = [np.full((1, 4), value, dtype=np.float32) for value, _ in turns]
-        sent = [
-            fake_triton.request({"x": row}, document, "", turn)
-            for row, (_, turn) in zip(rows, turns, strict=True)
-        ]
-        return [_first(response) for response in model.execute(sent)]
-
-    nobody = (float("nan"), Turn(0))
-    assert send((1, Turn(5, starts=True)), (10, Turn(6, starts=True))) == [1, 10]
-    assert send(nobody, (10, Turn(6))) == [1, 20]
-    assert send((1, Turn(5)), (10, Turn(6))) == [2, 30]
+    first = [loaded.request(1, "s", id=5), loaded.request(10, "s", id=6)]
+    assert loaded.send(*first) == [1, 10]
+    assert loaded.send(loaded.request(np.nan, id=0), loaded.request(10, id=6)) == [1, 20]
+    assert loaded.send(loaded.request(1, id=5), loaded.request(10, id=6)) == [2, 30]
 
 
 def test_fillers_of_every_kind_are_blank() -> None:
@@ -191,33 +174,20 @@ def test_fillers_of_every_kind_are_blank() -> None:
         "READY": np.array([[-1]]),
     }
 
-    found = {name: value.tolist() for name, value in steps._blank(item).items()}
+    blank = {name: value.tolist() for name, value in steps._blank(item).items()}
 
-    assert found == {"a": [[0]], "b": [[b""]], "c": [[0]], "READY": [[-1]]}
+    assert blank == {"a": [[0]], "b": [[b""]], "c": [[0]], "READY": [[-1]]}
 
 
 @pytest.mark.parametrize("mode", ["true", "false"])
 def test_compiled_graphs_serve_requests(mode: str, tmp_path: Path, process: None) -> None:
     """The warm-up's tensors are like those of requests: nothing runs eagerly."""
     compiled = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "eager"}'}
-    text = scenarios.config(
-        {"x": [4]},
-        {"y": [4]},
-        parameters={**compiled, "INFERENCE_MODE": mode},
-        more=scenarios.sequencing(scenarios.state()),
-    )
-    scenario = scenarios.Scenario("compiled", scenarios.python(Adds), text)
-    arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
-    document = json.loads(arguments["model_config"])
-    model = TritonPythonModel()
-    model.initialize(arguments)
-    fake_triton.Logger.lines.clear()
+    loaded = Loaded(tmp_path, Adds, INFERENCE_MODE=mode, **compiled)
 
     for flags in ("s", "", "e"):
         for rows in (1, 3):
-            turns = [Turn(rows * 10 + row, "s" in flags, "e" in flags) for row in range(rows)]
-            x = np.ones((1, 4), dtype=np.float32)
-            model.execute([fake_triton.request({"x": x}, document, "", turn) for turn in turns])
+            loaded.send(*(loaded.request(1, flags, id=rows * 10 + row) for row in range(rows)))
     assert fake_triton.Logger.lines == []
 
 
