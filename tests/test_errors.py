@@ -1,5 +1,4 @@
 import inspect
-import re
 
 import build
 import pytest
@@ -30,33 +29,6 @@ CLASSES = [
     for _, member in inspect.getmembers(errors, inspect.isclass)
     if member.__module__ == errors.__name__
 ]
-
-
-def drawn_tree() -> dict[str, str]:
-    """Return class → parent, from the drawing at the top of errors.py."""
-    above: list[str] = []
-    parents = {}
-    for line in (errors.__doc__ or "").splitlines():
-        match = re.match(r"([│├└─ ]*)([A-Z]\w*Error)\b", line)
-        if match is None or (above and not match[1]):
-            continue
-        depth = len(match[1]) // 4
-        above[depth:] = [match[2]]
-        if depth:
-            parents[match[2]] = above[depth - 1]
-    return parents
-
-
-def test_drawing_is_the_tree() -> None:
-    """The drawing at the top of errors.py contains each class below its parent."""
-    real = {}
-    for kind in CLASSES:
-        parent = kind.__mro__[1]
-        # ModelError is how a sentence is built, not a kind of error: the drawing leaves it out.
-        real[kind.__name__] = (BackendError if parent is ModelError else parent).__name__
-    del real["BackendError"], real["ModelError"]
-
-    assert drawn_tree() == real
 
 
 def test_codes() -> None:

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.counters import Counts
-from torch_py_backend.batching.gather_scatter import Item, Outcome, Rows, Value
+from torch_py_backend.batching.gather_scatter import Outcome, Rows, Value
 from torch_py_backend.batching.grouping import Group
 from torch_py_backend.engine import faults
 from torch_py_backend.engine.bisection import bisect
@@ -168,24 +168,24 @@ class RetryPolicy:
         return self._bisect(group, failure, calls)
 
     def _bisect(self, group: Group, failure: Failure, calls: Iterator[object]) -> Sequence[Outcome]:
-        members = list(zip(group.items, group.positions, strict=True))
+        def part(places: Sequence[int]) -> Group:
+            items = [group.items[place] for place in places]
+            return Group(group.inputs, items, [group.positions[place] for place in places])
 
-        def part(some: Sequence[tuple[Item, int]]) -> Group:
-            return Group(group.inputs, [item for item, _ in some], [at for _, at in some])
-
-        def attempt(some: Sequence[tuple[Item, int]]) -> Sequence[Outcome] | Failure:
-            half = part(some)
+        def attempt(places: Sequence[int]) -> Sequence[Outcome] | Failure:
+            half = part(places)
             self._counts.retried_rows += sum(self._sizes(half))
             return self._try(half, copy_outputs=True)
 
+        places = range(len(group.items))
         results = bisect(
-            members, attempt, failure, calls=calls, hopeless=lambda: self.fatal is not None
+            places, attempt, failure, calls=calls, hopeless=lambda: self.fatal is not None
         )
         return [
-            self.retry_or_refuse(part([member]), result, calls, copy_outputs=True)[0]
+            self.retry_or_refuse(part([place]), result, calls, copy_outputs=True)[0]
             if isinstance(result, Failure)
             else result
-            for member, result in zip(members, results, strict=True)
+            for place, result in zip(places, results, strict=True)
         ]
 
     def _run_in_parts(
