@@ -302,13 +302,10 @@ def test_cancellation_is_not_checked_for_short_batches(
 def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Breaks the device."""
 
-    def probe() -> None:
+    def probe(_: torch.device) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    # The engine binds the probe when it is built.
-    state: list[Callable[[], None]] = []
-    monkeypatch.setattr(runtime, "probe", lambda _: [breaks() for breaks in state])
-    return lambda: state.append(probe)
+    return lambda: monkeypatch.setattr(runtime, "probe", probe)
 
 
 class RecordedStatus(instance_status.InstanceStatus):
