@@ -34,7 +34,6 @@ CLASSES = [
 def test_codes() -> None:
     """Codes separate invalid requests, failures, and errors that a retry may solve."""
     codes = {kind.__name__: kind.code for kind in CLASSES if issubclass(kind, BackendError)}
-
     assert {name: code for name, code in codes.items() if code != "INTERNAL"} == {
         "InputError": "INVALID_ARG",
         "UnavailableError": "UNAVAILABLE",
@@ -73,7 +72,6 @@ def test_weights_error() -> None:
     """Missing keys, unexpected keys and wrong shapes are counted and listed; a hint is the cure."""
     layers = [f"layer{number}" for number in range(100)]
     text = str(WeightsError(build.MODEL, "model.pt", missing=layers, shapes=["d [1]"]))
-
     assert "the weights in model.pt do not fit the module: missing keys (100): layer0," in text
     assert "layer7 and 92 more; wrong shapes (1): d [1]. Save module.state_dict() of" in text
     assert str(
@@ -133,7 +131,6 @@ def test_summary_of_other_exceptions() -> None:
 def test_any_summary_can_be_sent() -> None:
     """The text is bounded and can be encoded as UTF-8, whatever the message contains."""
     text = "".join(map(chr, range(0x3000))) + "\ud800"
-
     assert summarize(ValueError(text.replace("\n", ""))).encode()
     assert len(summarize(ValueError("x" * 10_000))) == 500
 
@@ -146,7 +143,6 @@ def test_summary_of_torchscript() -> None:
 
     with pytest.raises(RuntimeError) as raised:
         torch.jit.script(forward)(torch.ones(1, 3))
-
     assert __file__ in str(raised.value)
     assert summarize(raised.value) == (
         "RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 1x3)"

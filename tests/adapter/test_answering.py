@@ -64,11 +64,9 @@ def test_no_input_outlives_its_response(
     requests = [request(value) for value in values]
     requests.append(request(7, cancelled=cancelled))
     inputs = [weakref.ref(sent.inputs()[0].as_numpy()) for sent in requests]
-
     responses = model.execute(requests)
     assert len(responses) == len(inputs)
     del requests, responses
-
     assert not any(alive() is not None for alive in inputs)
 
 
@@ -78,12 +76,10 @@ def test_no_input_outlives_its_response(
 def test_log_names_the_requests(tmp_path: Path, process: None) -> None:
     """The log has the traceback and the IDs of failed requests, not of invalid ones."""
     model = load(tmp_path)
-
     lacking = fake_triton.InferenceRequest([], "without its input")
     sent = [request(1, "good"), request(-2, "first"), lacking, request(-2, "second")]
     codes = [None, TritonError.INTERNAL, TritonError.INVALID_ARG, TritonError.INTERNAL]
     assert check(sent, model.execute(sent)) == codes
-
     (line,) = logged()
     assert line.startswith(
         "model 'judge': forward() raised SystemExit: 3. (requests first, second)"
@@ -105,7 +101,6 @@ def test_log_names_the_requests(tmp_path: Path, process: None) -> None:
 def test_ids_are_sanitized(names: list[str], said: str, tmp_path: Path, process: None) -> None:
     """A client's ID cannot add lines to the log."""
     load(tmp_path).execute([request(-2, name) for name in names])
-
     assert said in logged()[0].splitlines()[0]
 
 
@@ -113,7 +108,6 @@ def test_log_is_not_flooded(tmp_path: Path, process: None) -> None:
     """Many different failures in one batch are a bounded number of log records."""
     model = load(tmp_path, Talks)
     model.execute([request(-value) for value in range(1, 31)])
-
     assert len(logged()) == 9
     assert logged()[-1] == "model 'judge': 22 more failures in the same batch are not shown."
 
@@ -137,7 +131,6 @@ def test_ids_are_not_read_without_a_failure(
     monkeypatch.setattr(fake_triton.InferenceRequest, "request_id", asked)
     monkeypatch.setattr(fake_triton.InferenceRequest, "is_cancelled", asked)
     sent = [request(1), request(2)]
-
     assert check(sent, model.execute(sent)) == [None, None]
 
 
@@ -162,9 +155,7 @@ def unreadable(error: BaseException | None = None) -> Any:
 def test_request_that_cannot_be_read(tmp_path: Path, process: None) -> None:
     """It gets an error, and the others are answered."""
     sent = [request(1), unreadable(), request(3), unreadable()]
-
     responses = load(tmp_path).execute(sent)
-
     bad = TritonError.INVALID_ARG
     assert check(sent, responses) == [None, bad, None, bad]
     assert responses[1].error().message() == (
@@ -182,7 +173,6 @@ def test_request_that_fails_while_it_is_read(
     error: Any = torch.AcceleratorError("CUDA error") if code else MemoryError()
     error.error_code = code
     sent = [unreadable(error), request(2)]
-
     lost = code == 700
     codes = [TritonError.UNAVAILABLE, TritonError.UNAVAILABLE if lost else None]
     assert check(sent, model.execute(sent)) == codes
@@ -234,7 +224,6 @@ def test_internal_errors(tmp_path: Path, process: None, monkeypatch: pytest.Monk
     monkeypatch.setattr(model._engine.recovery, "retry_or_refuse", retry_or_refuse)
     sent = [request(1, "one"), request(-1, "two")]
     responses = model.execute(sent)
-
     assert check(sent, responses) == [TritonError.INTERNAL] * 2
     assert "the backend raised an unexpected error" in responses[0].error().message()
     assert "Traceback" in logged()[0]
@@ -254,7 +243,6 @@ def test_a_failure_that_cannot_be_classified(
 
     monkeypatch.setattr(model._engine.recovery, "classify", classify)
     sent = [request(-1, "one")]
-
     assert check(sent, model.execute(sent)) == [TritonError.INTERNAL]
     assert "no memory for the traceback" in logged()[0]
 
@@ -275,7 +263,6 @@ def test_cancelled_requests_are_not_run(tmp_path: Path, process: None) -> None:
     model = load(tmp_path, Slow)
     model.execute([request(1)])
     before = model._engine.counts.rows
-
     for _ in range(3):  # what was not run says nothing of how long the next one takes
         sent = [request(2, cancelled=True)] * 2
         assert check(sent, model.execute(sent)) == [TritonError.CANCELLED] * 2
@@ -397,7 +384,6 @@ def test_on_fatal(
 
     model = load(tmp_path, **({} if action is None else {"ON_FATAL": action}))
     monkeypatch.setattr("torch_py_backend.adapter.threading.Timer", Timer)
-
     assert len(poison(model, broken)) == 2
     fields = [(timer.daemon, timer.seconds, timer.function, timer.given) for timer in timers]
     assert fields == [(True, 1.0, os._exit, (os.EX_SOFTWARE,))] * leaves

@@ -162,7 +162,6 @@ def test_same_answers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ]
         expected, counted = _counted(model, partial(model._answering.answer, requests))
         assert not any(isinstance(content, str) for content in expected)
-
         with monkeypatch.context() as patched:
             patched.setattr(model._answering, "answer", _forbid)
             assert _counted(model, partial(model.execute, requests)) == (expected, counted)
@@ -176,7 +175,6 @@ def test_torchscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _plain(tmp_path, Case(models.AddSub, inputs, outputs), script=True)
     requests = [_request(dict.fromkeys(names, (1, 4)), seed) for seed in range(2)]
     expected = _contents(model._answering.answer(requests))
-
     monkeypatch.setattr(model._answering, "answer", _forbid)
     assert _contents(model.execute(requests)) == expected
 
@@ -202,7 +200,6 @@ def test_unusual_batches(
     model = _plain(tmp_path, _CASES[name])
     requests = [_request(sizes, seed) for seed, sizes in enumerate(shapes)]
     expected = _contents(model._answering.answer(requests))
-
     assert _contents(model.execute(requests)) == expected
 
 

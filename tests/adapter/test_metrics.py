@@ -84,37 +84,6 @@ _KINDS = {
 # --- counters --------------------------------------------------------------------------------
 
 
-def test_requests_by_code(tmp_path: Path, process: None) -> None:
-    """Each request is counted once by the code of its answer, and batches by their rows."""
-    model = load(tmp_path, judge())
-    lacking = fake_triton.InferenceRequest([])
-    model.execute([request(1, rows=3)])
-    model.execute([request(2, rows=2), request(3), lacking])
-    model.execute([request(-1), request(5, rows=2), request(-5), request(6)])
-    model.execute([request(-6, rows=2)])
-    model.finalize()
-
-    assert published("requests_total", "code") == {
-        "OK": 5, "INTERNAL": 2, "INVALID_ARG": 1, "UNAVAILABLE": 1,
-    }  # fmt: skip
-    # [3], [2 + 1], and the successful parts of the failed batch: [2] and [1].
-    assert published("batch_rows_bucket", "le") == {"1": 1, "2": 2, "4": 4, "8": 4, "+Inf": 4}
-    assert published("batch_rows_sum") == {"": 9}
-    assert published("batch_rows_count") == {"": 4}
-
-
-def test_retries(tmp_path: Path, process: None) -> None:
-    """Of a batch of four with one bad request, halves are run again, and their halves."""
-    model = load(tmp_path, judge())
-    model.execute([request(1), request(2), request(-1), request(4)])
-    model.finalize()
-
-    # [1 2], [-1 4], and [-1], [4].
-    assert published("retried_rows_total") == {"": 6}
-    assert published("memory_splits_total") == {}
-    assert published("batch_rows_sum") == {"": 3}
-
-
 class Narrow(nn.Module):
     """Raises for more than two rows."""
 
@@ -124,29 +93,94 @@ class Narrow(nn.Module):
         return x * 2
 
 
-def test_memory_that_runs_out(tmp_path: Path, process: None) -> None:
-    """Five rows are run as two, two and one, after memory ran out once for five."""
-    scenario = Scenario("narrow", scenarios.python(Narrow), scenarios.x_to_y(4, WARMUP="false"))
+_NARROW = Scenario("narrow", scenarios.python(Narrow), scenarios.x_to_y(4, WARMUP="false"))
+_UNBATCHED = Scenario(
+    "unbatched",
+    scenarios.python(models.Negate),
+    scenarios.config({"x": [1, 4]}, {"y": [1, 4]}, max_batch_size=0),
+)
+_LACKING = fake_triton.InferenceRequest([])
+_CALLS = (
+    "from torch_py_backend.errors import CallError\n\n\ndef forward(x):\n"
+    "    raise CallError('other', 'it is not there', code='NOT_FOUND')\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "batches", "codes", "rows", "buckets", "retries"),
+    [
+        pytest.param(
+            judge(),
+            [
+                [request(1, rows=3)],
+                [request(2, rows=2), request(3), _LACKING],
+                [request(-1), request(5, rows=2), request(-5), request(6)],
+                [request(-6, rows=2)],
+            ],
+            {"OK": 5, "INTERNAL": 2, "INVALID_ARG": 1, "UNAVAILABLE": 1},
+            9,
+            # [3], [2 + 1], and the successful parts of the failed batch: [2] and [1].
+            {"1": 1, "2": 2, "4": 4, "8": 4, "+Inf": 4},
+            None,
+            id="codes",
+        ),
+        pytest.param(
+            judge(),
+            [[request(1), request(2), request(-1), request(4)]],
+            {"OK": 3, "INTERNAL": 1},
+            3,
+            {"1": 1, "2": 2, "4": 2, "8": 2, "+Inf": 2},
+            ({"": 6}, {}),  # [1 2], [-1 4], and [-1], [4]
+            id="retries",
+        ),
+        pytest.param(
+            _NARROW,
+            [[request(1, rows=5)], [request(1, rows=5)]],
+            {"OK": 2},
+            10,
+            # Five rows are run as two, two and one, after memory ran out once for five.
+            {"1": 2, "2": 6, "4": 6, "8": 6, "+Inf": 6},
+            ({"": 5}, {"": 1}),
+            id="memory runs out",
+        ),
+        # A request is a batch of 1, whatever its shape.
+        pytest.param(
+            _UNBATCHED, [[request(1)]], {"OK": 1}, 1, {"1": 1, "+Inf": 1}, ({}, {}), id="no rows"
+        ),
+        # An error of another model may have any code: its series is created on demand.
+        pytest.param(
+            Scenario("calls", scenarios.text(_CALLS), scenarios.x_to_y(4, WARMUP="false")),
+            [[request(1)]],
+            {"NOT_FOUND": 1},
+            None,
+            {},
+            ({}, {}),
+            id="a rare code",
+        ),
+    ],
+)
+def test_counters(
+    scenario: Scenario,
+    batches: list[list[Any]],
+    codes: dict[str, float],
+    rows: int | None,
+    buckets: dict[str, float],
+    retries: Any,
+    tmp_path: Path,
+    process: None,
+) -> None:
+    """Requests are counted once by the code of their answer, batches by their rows."""
     model = load(tmp_path, scenario)
-    model.execute([request(1, rows=5)])
-    model.execute([request(1, rows=5)])
+    for batch in batches:
+        model.execute(batch)
     model.finalize()
 
-    assert published("memory_splits_total") == {"": 1}
-    assert published("retried_rows_total") == {"": 5}
-    assert published("batch_rows_bucket", "le") == {"1": 2, "2": 6, "4": 6, "8": 6, "+Inf": 6}
-    assert published("requests_total", "code") == {"OK": 2}
-
-
-def test_model_without_rows(tmp_path: Path, process: None) -> None:
-    """Without a batch dimension a request is a batch of 1, whatever its shape."""
-    text = scenarios.config({"x": [1, 4]}, {"y": [1, 4]}, max_batch_size=0)
-    model = load(tmp_path, Scenario("plain", scenarios.python(models.Negate), text))
-    model.execute([request(1)])
-    model.finalize()
-
-    assert published("batch_rows_bucket", "le") == {"1": 1, "+Inf": 1}
-    assert published("batch_rows_sum") == {"": 1}
+    assert published("requests_total", "code") == codes
+    assert published("batch_rows_bucket", "le") == buckets
+    assert published("batch_rows_count").get("", 0) == buckets.get("+Inf", 0)
+    assert published("batch_rows_sum") == ({"": rows} if rows else {})
+    if retries is not None:
+        assert (published("retried_rows_total"), published("memory_splits_total")) == retries
 
 
 _HOOKED = (
@@ -205,7 +239,6 @@ def test_streams(tmp_path: Path, process: None) -> None:
     for stream in sent:
         assert stream.sender.ended.wait(_SECONDS)
     model.finalize()
-
     assert published("requests_total", "code") == {"OK": 2, "INTERNAL": 1, "INVALID_ARG": 1}
     assert published("stream_responses_total") == {"": 3 + 7}
     assert published("live_streams") == {}
@@ -221,7 +254,6 @@ def test_sequences_of_slots(tmp_path: Path, process: None) -> None:
     turn = fake_triton.Turn(7, starts=True, ends=False)
     model.execute([fake_triton.request(x, document, turn=turn), fake_triton.request(x, document)])
     model.finalize()
-
     assert published("requests_total", "code") == {"OK": 1}
 
 
@@ -233,25 +265,10 @@ def test_compilation(tmp_path: Path, process: None) -> None:
     x = np.ones((1, 12), dtype=np.float32)
     model.execute([fake_triton.request({"x": x}, document)])
     model.finalize()
-
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
     assert sum(published("compiled_graphs_total").values()) >= 1
     assert published("compile_cache_total", "result") == {"miss": 1}
     assert published("eager_calls_total") == {"": 1}
-
-
-def test_rare_code(tmp_path: Path, process: None) -> None:
-    """An error of another model may have any code: its series is created on demand."""
-    code = (
-        "from torch_py_backend.errors import CallError\n\n\ndef forward(x):\n"
-        "    if (x < 0).any():\n"
-        "        raise CallError('other', 'it is not there', code='NOT_FOUND')\n    return x\n"
-    )
-    model = load(tmp_path, Scenario("calls", scenarios.text(code), scenarios.x_to_y(4)))
-    model.execute([request(-1)])
-    model.finalize()
-
-    assert published("requests_total", "code") == {"NOT_FOUND": 1}
 
 
 def test_memory_of_gpus(tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +277,6 @@ def test_memory_of_gpus(tmp_path: Path, process: None, monkeypatch: pytest.Monke
     assert "pytorch_py_device_memory_allocated_bytes" not in MetricFamily.made
     monkeypatch.setattr(runtime, "memory", lambda: [(0, 10, 20), (3, 30, 40)])
     model._publisher.publish()
-
     assert published("device_memory_allocated_bytes", "device") == {"0": 10, "3": 30}
     assert published("device_memory_reserved_bytes", "device") == {"0": 20, "3": 40}
     monkeypatch.setattr(runtime, "memory", lambda: [(3, 30, 40)])  # device 0 was given back
@@ -283,13 +299,21 @@ def _await(holds: Callable[[], bool]) -> None:
 def test_no_further_request_is_needed(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread publishes the last request's counts and a heartbeat."""
+    """A thread publishes the last request's counts and a heartbeat; all gauges end with it."""
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     model = load(tmp_path, judge())
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "metrics"]
     model.execute([request(1)])
     _await(lambda: published("requests_total", "code") == {"OK": 1})
     (beat,) = published("heartbeat_timestamp_seconds").values()
     _await(lambda: published("heartbeat_timestamp_seconds") != {"": beat})
+    assert published("ready_timestamp_seconds")
+    model.execute([request(1)])
+    model.finalize()
+    assert not thread.is_alive()
+    assert published("requests_total", "code") == {"OK": 2}
+    assert published("ready_timestamp_seconds") == {}
+    assert published("heartbeat_timestamp_seconds") == {}
 
 
 def test_buckets_grow_from_the_last_one_down(
@@ -327,57 +351,28 @@ def test_a_running_call(tmp_path: Path, process: None) -> None:
     assert published("running_call_seconds") == {}
 
 
-def test_the_end(tmp_path: Path, process: None) -> None:
-    """An instance that ends sets its gauges to 0, and its thread ends."""
-    model = load(tmp_path, judge())
-    assert published("ready_timestamp_seconds")
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "metrics"]
-    model.execute([request(1)])
-    model.finalize()
-
-    assert not thread.is_alive()
-    assert published("requests_total", "code") == {"OK": 1}
-    assert published("ready_timestamp_seconds") == {}
-    assert published("heartbeat_timestamp_seconds") == {}
-
-
+@pytest.mark.parametrize("kind", ["plain", "stepped", "sequences"])
 def test_triton_that_refuses_values(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log says so once, and requests are still answered."""
+    """The log says so once; requests, the report of a fatal error and an unload still work."""
 
     def refuse(metric: Any, value: float) -> None:
         raise TritonModelException("gone")
 
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
-    model = load(tmp_path, judge())
-    with monkeypatch.context() as patched:
-        patched.setattr(fake_triton.Metric, "increment", refuse)
-        patched.setattr(fake_triton.Metric, "set", refuse)
-        _await(lambda: not model._publisher._thread.is_alive())
-    (response,) = model.execute([request(1)])
-
-    assert response.error() is None
-    (line,) = logged()
-    assert line.startswith("model 'judge': publishing metrics failed.")
-
-
-@pytest.mark.parametrize("kind", ["plain", "stepped", "sequences"])
-def test_a_refusal_does_not_prevent_an_unload(
-    kind: str, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An exception from Triton's metrics prevents neither a fatal error's report nor an unload."""
-
-    def refuse(metric: Any, value: float) -> None:
-        raise TritonModelException("gone")
-
     model = load(tmp_path, _KINDS[kind])
     with monkeypatch.context() as patched:
         patched.setattr(fake_triton.Metric, "increment", refuse)
         patched.setattr(fake_triton.Metric, "set", refuse)
+        _await(lambda: not model._publisher._thread.is_alive())
+        (line,) = logged()
+        assert "publishing metrics failed." in line
+        if kind == "plain":
+            (response,) = model.execute([request(1)])
+            assert response.error() is None
         model._on_fatal("the device is gone")
         model.finalize()
-
     assert any("is poisoned and refuses all requests" in text for text in logged())
 
 
@@ -393,7 +388,6 @@ def test_published_series_are_those_of_the_table(
     _await(lambda: bool(instances["watched"]._watcher.digest))
     for model in instances.values():
         model._publisher.publish()
-
     assert MetricFamily.made.keys() == metric_families.BY_SERIES.keys()
     for name, series in MetricFamily.made.items():
         row = metric_families.BY_SERIES[name]
@@ -414,7 +408,6 @@ def test_a_name_that_is_taken(name: str, kind: int, tmp_path: Path, process: Non
     MetricFamily(name, "of another backend", kind)
     with pytest.raises(TritonModelException) as refusal:
         load(tmp_path, judge())
-
     assert (
         f"Triton refuses the metric {name} (Family name already exists with different type)"
     ) in str(refusal.value)

@@ -74,9 +74,7 @@ def test_a_request_that_cannot_be_read(
     """It gets an error, and still begins or ends its sequence."""
     loaded = Loaded(tmp_path)
     assert loaded.send(loaded.request(5, "s")) == [5]
-
     assert loaded.send(unreadable(flags)) == [TritonError.INVALID_ARG]
-
     if flags == "se":
         assert loaded.send(loaded.request(7)) == [TritonError.INVALID_ARG]
         assert loaded.send(loaded.request(3, "s")) == [after]
@@ -97,7 +95,6 @@ def test_a_cancelled_step_is_run(tmp_path: Path, process: None) -> None:
     loaded = Loaded(tmp_path, Slow)
     loaded.send(loaded.request(1, "s"))
     loaded.send(loaded.request(1, cancelled=True))
-
     assert loaded.send(loaded.request(1)) == [3]
 
 
@@ -110,7 +107,6 @@ def test_states_of_requests_are_not_read(
     names = [tensor.name() for tensor in sent.inputs()]
     broken = _Unreadable("total", np.ones((1, 4), dtype=np.float32))
     tensors = [tensor if tensor.name() == "x" else broken for tensor in sent.inputs()]
-
     assert names == ["x", "total"]
     assert loaded.send(fake_triton.InferenceRequest(tensors, turn=Turn(7, True, False))) == [1]
 
@@ -132,7 +128,6 @@ def test_metrics_of_sequences(
     _await({"sequences": [1], "sequence_bytes": [16]})
     loaded.send(loaded.request(1, "e"))
     _await({"sequences": [0], "sequence_bytes": [0]})
-
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "sequences"]
     loaded.model.finalize()
     loaded.model.close()
@@ -156,7 +151,6 @@ def test_slots(tmp_path: Path, process: None) -> None:
     controls += scenarios.control("END", "END", "int32_false_true: [0, 1]")
     more = scenarios.sequencing(strategy="direct { }", controls=controls)
     loaded = Loaded(tmp_path, models.Slots, more)
-
     first = [loaded.request(1, "s", id=5), loaded.request(10, "s", id=6)]
     assert loaded.send(*first) == [1, 10]
     assert loaded.send(loaded.request(np.nan, id=0), loaded.request(10, id=6)) == [1, 20]
@@ -173,9 +167,7 @@ def test_fillers_of_every_kind_are_blank() -> None:
         "c": torch.full((1, 1), 3.0, dtype=torch.bfloat16),
         "READY": np.array([[-1]]),
     }
-
     blank = {name: value.tolist() for name, value in steps._blank(item).items()}
-
     assert blank == {"a": [[0]], "b": [[b""]], "c": [[0]], "READY": [[-1]]}
 
 
@@ -184,7 +176,6 @@ def test_compiled_graphs_serve_requests(mode: str, tmp_path: Path, process: None
     """The warm-up's tensors are like those of requests: nothing runs eagerly."""
     compiled = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "eager"}'}
     loaded = Loaded(tmp_path, Adds, INFERENCE_MODE=mode, **compiled)
-
     for flags in ("s", "", "e"):
         for rows in (1, 3):
             loaded.send(*(loaded.request(1, flags, id=rows * 10 + row) for row in range(rows)))

@@ -29,10 +29,8 @@ def test_gather_and_scatter(sizes: list[int], arrays: bool) -> None:
     items: list[Item] = [item(rows, start=100.0 * position) for position, rows in enumerate(sizes)]
     if arrays:
         items = [{name: np.asarray(value) for name, value in item.items()} for item in items]
-
     batch = gather_scatter.gather(items, ["n", "x"])
     outcomes = gather_scatter.scatter(batch.columns, ["n", "x"], batch.sizes)
-
     assert list(batch.sizes) == sizes
     assert all(isinstance(column, Tensor) for column in batch.columns)
     assert [column.shape for column in batch.columns] == [(sum(sizes), 1), (sum(sizes), 2)]
@@ -46,11 +44,9 @@ def test_gather_and_scatter(sizes: list[int], arrays: bool) -> None:
 def test_single_item_is_copied_only_on_demand(rows: int) -> None:
     """A single item passes as the request's own tensors, but for those that a model may write."""
     sent = item(rows)
-
     batch = gather_scatter.gather([sent], ["x", "n"], copied={"n"})
     (outcome,) = gather_scatter.scatter(batch.columns, ["x", "n"], batch.sizes)
     outcome["n"][:] = 9
-
     assert list(batch.sizes) == [rows]
     assert outcome["x"] is sent["x"]
     assert (sent["n"] == 0).all()
@@ -59,9 +55,7 @@ def test_single_item_is_copied_only_on_demand(rows: int) -> None:
 def test_scattered_rows_are_contiguous_views() -> None:
     """Splitting copies nothing, and every part is contiguous."""
     output = torch.arange(12.0).reshape(6, 2)
-
     outcomes = gather_scatter.scatter([output], ["y"], [1, 3, 2])
-
     parts = [torch.as_tensor(outcome["y"]) for outcome in outcomes]
     assert all(part.is_contiguous() for part in parts)
     assert [part.data_ptr() - output.data_ptr() for part in parts] == [0, 8, 32]
@@ -103,9 +97,7 @@ def test_columns_are_fitted_to_the_rows_of_a_program(
 ) -> None:
     """Each call has rows that the program takes; missing ones repeat the last, none stay none."""
     columns: list[Value] = [torch.arange(total), texts(*map(str, range(total)))]
-
     parts = list(gather_scatter.fit(columns, rows))
-
     assert [(column.tolist(), present) for (column, _), present in parts] == calls
     assert [(strings.tolist(), present) for (_, strings), present in parts] == [
         ([str(row) for row in rows], present) for rows, present in calls
@@ -118,9 +110,7 @@ def test_outputs_of_several_calls_are_joined() -> None:
         [torch.tensor([1, 2]), texts("a", "b")],
         [torch.tensor([3]), texts("c")],
     ]
-
     numbers, strings = gather_scatter.join(pieces)
-
     assert numbers.tolist() == [1, 2, 3]
     assert strings.tolist() == ["a", "b", "c"]
 
@@ -143,11 +133,9 @@ def test_owned_rows_are_independent(sizes: list[int], strings: bool, width: int)
     if strings:
         column = texts(*column.tolist())
     expected = [part.tolist() for part in np.split(np.array(column), np.cumsum(sizes)[:-1])]
-
     owned = gather_scatter.clone_rows(column, sizes)
     outcomes = gather_scatter.scatter([column, owned], ["x", "state"], sizes)
     column[:] = 7
-
     parts = [gather_scatter.part_value(outcome["state"]) for outcome in outcomes]
     assert [part.tolist() for part in parts] == expected
     assert all((np.array(outcome["x"]) == 7).all() for outcome in outcomes)

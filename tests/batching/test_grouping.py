@@ -70,7 +70,6 @@ X, Y = build.spec("x"), build.spec("y")
 def test_valid_item_is_unchanged() -> None:
     """An item that needs no changes is not copied."""
     item: Item = {"x": torch.ones(2, 4)}
-
     assert grouping_of(identity, X).admit(item) is item
 
 
@@ -85,7 +84,6 @@ def test_valid_item_is_unchanged() -> None:
 def test_invalid_item_is_refused(item: Item, message: str) -> None:
     """A request without an input, or with inputs of different rows, is refused alone."""
     result = grouping_of(pair, X, build.spec("n")).admit(item)
-
     assert isinstance(result, InputError)
     assert str(result).startswith(f"model 'digits': {message}")
 
@@ -97,9 +95,7 @@ def test_item_without_rows(shape: tuple[int, ...], dims: tuple[int, ...]) -> Non
     """Triton drops the first dimension of a request with 0 rows: it is refused before batching."""
     grouping = grouping_of(identity, build.spec("x", dims=dims))
     item: Item = {"x": np.ones(shape, dtype=np.float32)}
-
     refused = grouping.admit(item)
-
     assert isinstance(refused, InputError)
     assert f"input 'x' has the shape {list(shape)} and no rows" in str(refused)
     assert grouping.single_group([{"x": torch.ones(2, 4)}, item]) is None
@@ -111,14 +107,12 @@ def test_padded_item_without_rows() -> None:
     specs[1] = optional(specs[1])
     config = build.config(inputs=tuple(specs), pad={"x": {"mask": "n"}})
     grouping = Grouping(config, introspection.from_function(pair), Padding(config))
-
     assert isinstance(grouping.admit({"x": np.ones(3, dtype=np.int64)}), InputError)
 
 
 def test_no_rows_without_a_batch_dimension() -> None:
     """With max_batch_size 0 the first dimensions may differ."""
     item: Item = {"x": torch.ones(2), "n": torch.tensor(3.0)}
-
     assert grouping_of(pair, X, build.spec("n"), max_batch_size=0).admit(item) is item
 
 
@@ -136,7 +130,6 @@ def test_items_are_grouped_by_what_they_have() -> None:
     grouping = grouping_of(two, X, optional(Y))
     with_y: Item = {"y": torch.full((1, 4), 5.0), "x": torch.zeros(1, 4)}
     without: Item = {"x": torch.ones(2, 4)}
-
     assert positions(grouping, with_y, without, with_y, without) == [[0, 2], [1, 3]]
     (x, y), (alone, nothing) = received(grouping, two, with_y, without)
     assert (x.tolist(), y.tolist()) == (with_y["x"].tolist(), with_y["y"].tolist())
@@ -155,7 +148,6 @@ def test_gap_in_a_list_is_refused() -> None:
         grouping_of(forward, specs[0], specs[1], build.spec("c"))
     grouping = grouping_of(forward, *specs)
     value = torch.ones(1, 4)
-
     assert set(grouping.patterns) == {frozenset(), frozenset("c"), frozenset("bc")}
     refusal = grouping.admit({"a": value, "c": value})
     assert isinstance(refusal, InputError)
@@ -212,7 +204,6 @@ def test_any_input_separates_items() -> None:
     first: Item = {"x": torch.ones(1, 2), "y": torch.ones(1, 2)}
     second: Item = {**first, "y": torch.ones(1, 3)}
     third: Item = {**first, "x": torch.ones(1, 2, device="meta")}
-
     assert positions(grouping, first, second, third, {"x": first["x"]}, first) == [
         [0, 4], [1], [2], [3]
     ]  # fmt: skip
@@ -253,9 +244,7 @@ def test_scalar_is_one_python_value(
 ) -> None:
     """An argument annotated as a number or a string gets one value for all rows."""
     grouping = grouping_of(forward, X, build.spec("n", dtype, (1,)))
-
     ((_, result),) = received(grouping, forward, {"x": torch.ones(2, 4), "n": column})
-
     assert result == value
     assert type(result) is type(value)
 
@@ -279,9 +268,7 @@ def test_scalar_of_several_values_is_refused(
 ) -> None:
     """Rows with different values for a scalar are refused."""
     grouping = grouping_of(forward, X, build.spec("n", dtype, (-1,)))
-
     result = grouping.admit({"x": torch.ones(2, 4), "n": column})
-
     assert isinstance(result, InputError)
     assert "'digits': input 'n' holds " in str(result)
     assert message in str(result)
@@ -305,7 +292,6 @@ def test_scalars_separate_items() -> None:
     grouping = grouping_of(forward, X, optional(build.spec("n", "INT64", (1,))))
     x: Item = {"x": torch.ones(1, 4)}
     items = [*(x | {"n": torch.full((1, 1), number)} for number in (2, 3, 2)), x]
-
     assert positions(grouping, *items) == [[0, 2], [1], [3]]
     assert [number for _, number in received(grouping, forward, *items)] == [2, 3, 7]
 
@@ -313,9 +299,7 @@ def test_scalars_separate_items() -> None:
 def test_nan_is_one_value() -> None:
     """NaN in all rows counts as one value."""
     grouping = grouping_of(factor, X, build.spec("n", "FP32", (1,)))
-
     result = grouping.admit({"x": torch.ones(2, 4), "n": torch.full((2, 1), float("nan"))})
-
     assert isinstance(result, dict)
 
 
@@ -354,9 +338,7 @@ SENT = texts([b"a", b"\xc3\xa4"], [b"", b"b"])
 def test_strings(forward: Callable[..., Any], value: Any) -> None:
     """A list of strings is flat, as LibTorch's, or nested, as annotated; else it is an array."""
     grouping = grouping_of(forward, build.spec("x", "BYTES", (2,)))
-
     (result,) = received(grouping, forward, {"x": SENT})
-
     assert isinstance(result, np.ndarray) == (forward is identity)
     assert list(map(list, result) if forward is identity else result) == value
     invalid = grouping.admit({"x": texts([b"\xff"])})
@@ -374,9 +356,7 @@ def test_bytes_for_torchscript_may_be_invalid_utf8() -> None:
     signature = introspection.from_schema(compiled.forward.schema)
     specs = (build.spec("x", "BYTES", (1,)), build.spec("unit", "BYTES", (1,)))
     grouping = Grouping(build.config(inputs=specs), signature)
-
     item = grouping.admit({"x": texts([b"\xff"], [b"a"]), "unit": texts([b"\xe9"], [b"\xe9"])})
-
     assert isinstance(item, dict)
     (group,) = grouping.group([(0, item)])
     columns = [item[name] for name in group.inputs.names]
@@ -398,9 +378,7 @@ def test_inputs_are_cast_on_demand(sent: str, cast: str | None, expected: torch.
     """With CAST_INPUTS floating-point inputs get that type; others do not change."""
     spec = build.spec("x", sent)
     column = torch.ones(1, 4, dtype=getattr(torch, str(spec.dtype.torch)))
-
     (x,) = received(grouping_of(identity, spec, cast_inputs=cast), identity, {"x": column})
-
     assert x.dtype is expected
     assert x.tolist() == column.tolist()
 
@@ -456,9 +434,7 @@ def test_items_that_share_a_call_by_the_config_alone(
 ) -> None:
     """Shapes that Triton has compared are not compared again; states and devices are."""
     grouping = Grouping(build.config(**overrides), introspection.from_function(lambda x, n=None: x))
-
     group = grouping.single_group(items)
-
     assert (group is not None) is shares
     if group is not None:
         assert list(group.positions) == list(range(len(items)))

@@ -44,7 +44,6 @@ def refusal(part: Any, *arguments: Any, **keywords: Any) -> str:
 def test_matching_tensor_is_unchanged(dims: tuple[int, ...], shape: tuple[int, ...]) -> None:
     """A tensor of the config's shape is not copied."""
     part = torch.rand(shape)
-
     assert verified(part, dims=dims) is part
 
 
@@ -64,9 +63,7 @@ def test_missing_dimensions_of_1_are_added(
 ) -> None:
     """One value for each row, or for a request without a batch, needs no dimension of 1."""
     part = torch.rand(shape)
-
     output = verified(part, dims=dims, **overrides)
-
     assert isinstance(output, Tensor)
     assert output.shape == expected
     assert output.flatten().tolist() == part.flatten().tolist()
@@ -103,10 +100,8 @@ def test_other_shapes_are_served_without_checks(
     """With CHECK_OUTPUTS off other shapes are served, as by LibTorch, with one warning."""
     config = build.config(outputs=(build.spec("y", dtype, (2,)),), check_outputs=False)
     (verify,) = output_extraction.verifiers(config)
-
     for _ in range(2):
         assert list(verify(part, ROWS).shape) == list(np.array(part).shape)
-
     (message,) = caplog.messages
     assert "output 'y' is [3" in message
     assert "config.pbtxt says [-1, 2]" in message
@@ -125,7 +120,6 @@ def test_unservable_shapes_are_refused(part: Tensor, reshaped: bool) -> None:
     """A wrong number of rows, or a shape for Triton's reshape, is refused even then."""
     spec = dataclasses.replace(build.spec("y", dims=(2,)), reshaped=reshaped)
     (verify,) = output_extraction.verifiers(build.config(outputs=(spec,), check_outputs=False))
-
     with pytest.raises(OutputError):
         verify(part, ROWS)
 
@@ -146,7 +140,6 @@ def test_unservable_shapes_are_refused(part: Tensor, reshaped: bool) -> None:
 def test_number_of_a_model_without_batches(part: float, dtype: str, dims: tuple[int, ...]) -> None:
     """Without a batch dimension a Python number becomes a tensor of the output's type."""
     output = verified(part, dtype, dims, max_batch_size=0)
-
     assert isinstance(output, Tensor)
     assert output.shape == dims
     assert output.dtype is getattr(torch, str(build.spec("y", dtype).dtype.torch))
@@ -186,7 +179,6 @@ def test_tensors_that_cannot_be_sent(cast: bool) -> None:
 def test_outputs_are_cast_on_demand(part: Tensor, dtype: str, values: Any) -> None:
     """Only CAST_OUTPUTS converts a result to the config's type."""
     output = verified(part, dtype, rows=1, cast_outputs=True)
-
     assert isinstance(output, Tensor)
     assert output.dtype is getattr(torch, str(build.spec("y", dtype).dtype.torch))
     assert output.tolist() == values
@@ -205,7 +197,6 @@ def test_outputs_are_cast_on_demand(part: Tensor, dtype: str, values: Any) -> No
 def test_memory_is_what_triton_reads(part: Tensor) -> None:
     """An output is contiguous, resolved and detached, whatever the tensor's layout."""
     output = verified(part)
-
     assert isinstance(output, Tensor)
     assert output.is_contiguous()
     assert not output.requires_grad
@@ -220,7 +211,6 @@ def test_finite() -> None:
     words = np.array([["a"]], dtype=np.object_)
     good, bad = torch.ones(1, 1), torch.tensor([[torch.inf]])
     outputs: list[Value] = [torch.ones(1, 1, dtype=torch.int64), good, bad, words]
-
     assert not finite.holds(outputs)
     assert finite.holds([*outputs[:2], good, words])
     assert finite.refusal({"n": outputs[0], "a": good, "b": good, "s": words}) is None
@@ -250,7 +240,6 @@ def test_strings_get_the_shape_of_the_config(
 ) -> None:
     """Strings may be in flat or nested lists, or in an array; a request without rows has one."""
     output = verified(part, "BYTES", dims, **overrides)
-
     assert isinstance(output, np.ndarray)
     assert output.dtype == np.object_
     assert output.tolist() == expected
@@ -287,7 +276,6 @@ def test_without_a_config() -> None:
         output_extraction.unchecked("digits", "y", part)
         for part in (torch.ones(2, 3, requires_grad=True), True, [["a"]])
     )
-
     assert isinstance(tensor, Tensor)
     assert (tensor.shape, tensor.requires_grad) == ((2, 3), False)
     assert (number.dtype, number.shape) == (torch.bool, ())

@@ -48,7 +48,6 @@ def create(
 def test_values_are_padded(pad: Pad, lengths: list[int], expected: list[list[int]]) -> None:
     """All values get the length of the longest, rounded up, and keep their type."""
     gathered = pad.gather([torch.ones(1, length, dtype=torch.int32) for length in lengths])
-
     assert gathered.tolist() == expected
     assert gathered.dtype is torch.int32
 
@@ -56,9 +55,7 @@ def test_values_are_padded(pad: Pad, lengths: list[int], expected: list[list[int
 def test_several_axes_and_rows() -> None:
     """Images of different sizes share a batch, and their rows keep their order."""
     first, second = torch.full((2, 3, 1, 4), 1.0), torch.full((1, 3, 2, 2), 2.0)
-
     gathered = Pad((2, 3), -1, False, 1).gather([first, second])
-
     assert gathered.shape == (3, 3, 2, 4)
     assert torch.equal(gathered[:2, :, :1], first)
     assert torch.equal(gathered[2:, :, :, :2], second)
@@ -69,9 +66,7 @@ def test_several_axes_and_rows() -> None:
 def test_missing_mask_is_created() -> None:
     """A mask that a request leaves out marks all its values, in the mask's type; others stay."""
     padding = create((IDS, spec("mask", "BOOL", optional=True)), ids={"mask": "mask"})
-
     item = padding.fill({"ids": torch.zeros(2, 3, dtype=torch.int64)})
-
     result = item["mask"]
     assert isinstance(result, Tensor)
     assert result.dtype is torch.bool
@@ -94,9 +89,7 @@ def test_mask_of_another_size(
 ) -> None:
     """A mask of a request must be as long as its input."""
     padding = create((IDS, spec("mask", optional=optional)), ids={"mask": "mask"})
-
     refusal = padding.mismatch({name: torch.ones(shape) for name, shape in shapes.items()})
-
     message = "input 'mask' is [2, 1], and its input 'ids' is [2, 3]"
     assert (message in str(refusal)) if refused else refusal is None
 
@@ -106,9 +99,7 @@ def test_mask_is_padded_with_zeros_on_the_same_side() -> None:
     padding = create(
         (IDS, MASK), ids={"value": 7, "side": "left", "multiple_of": 4, "mask": "mask"}
     )
-
     gathered = padding.pads["mask"].gather([torch.ones(1, 3, dtype=torch.int64)])
-
     assert gathered.tolist() == [[0, 1, 1, 1]]
 
 
@@ -141,9 +132,7 @@ def test_long_items_do_not_pad_short_ones_without_bound(
         (place, padding.fill({"ids": torch.zeros(shape, dtype=torch.int64)}))
         for place, shape in enumerate(shapes)
     ]
-
     split = padding.split(items)
-
     assert [[place for place, _ in part] for part in split] == parts
     for part in split:
         counts, alone = Counts(), Counts()
@@ -157,7 +146,6 @@ def test_items_without_the_padded_input() -> None:
     """An optional input that a request leaves out pads nothing."""
     padding = create((IDS, MASK), ids={"mask": "mask"})
     items: list[Any] = [(0, {"x": torch.zeros(1, 2)}), (1, {"x": torch.zeros(7, 2)})]
-
     assert padding.split(items) == [items]
 
 
@@ -193,9 +181,7 @@ def test_outputs_get_their_own_lengths(
     padding = create((IDS,), (spec("y", "FP32", dims),), ids={"side": side, "outputs": named})
     items: list[Any] = [{"ids": torch.zeros(1, length)} for length in (2, 4)]
     outcomes: list[dict[str, Any]] = [{"y": output[row : row + 1]} for row in range(2)]
-
     padding.cut(outcomes, items, {"ids": (2, 4)})
-
     assert [outcome["y"][0].tolist() for outcome in outcomes] == expected
     assert all(outcome["y"].is_contiguous() for outcome in outcomes)
 
@@ -205,9 +191,7 @@ def test_strings_are_cut_too() -> None:
     padding = create((IDS,), (spec("y", "BYTES"),), ids={})
     words = np.array([["a", "b", "?"]], dtype=np.object_)
     outcomes: list[dict[str, Any]] = [{"y": words}]
-
     padding.cut(outcomes, [{"ids": torch.zeros(1, 2)}], {"ids": (1, 3)})
-
     assert outcomes[0]["y"].tolist() == [["a", "b"]]
 
 
@@ -231,7 +215,6 @@ def test_strings_are_cut_too() -> None:
 def test_pad_that_does_not_fit(pad: dict[str, Any], message: str) -> None:
     """PAD must name inputs and outputs of the config that can be padded."""
     inputs = (IDS, MASK, spec("text", "BYTES"), spec("fixed", dims=(4,)), spec("bytes", "UINT8"))
-
     with pytest.raises(ConfigError, match=f"PAD names {message}"):
         create(inputs, (spec("y", dims=(4,)),), **pad)
 
@@ -240,5 +223,4 @@ def test_pad_that_does_not_fit(pad: dict[str, Any], message: str) -> None:
 def test_input_that_triton_does_not_batch(ragged: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Without allow_ragged_batch Triton never batches different lengths: a warning says so."""
     create((spec("ids", ragged=ragged),), ids={})
-
     assert ("allow_ragged_batch: true" in caplog.text) is not ragged

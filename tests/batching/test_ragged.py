@@ -72,11 +72,9 @@ def test_batch_inputs(kind: BatchInputKind, dtype: str, expected: list[Any]) -> 
     layout = Ragged(
         config(inputs=(ragged(dims=(-1, -1)),), batch_inputs=(batch_input(kind, dtype),))
     )
-
     batch = layout.gather(
         [item(1, 1, 2, 3), item(2, 2, 3, 2), item(3, 1, 1, 1)], ["n", "x"], {}, ()
     )
-
     column = batch.columns[0]
     assert isinstance(column, Tensor)
     assert column.dtype == {"INT32": torch.int32, "FP32": torch.float32}[dtype]
@@ -89,9 +87,7 @@ def test_batch_inputs(kind: BatchInputKind, dtype: str, expected: list[Any]) -> 
 def test_a_single_request_is_flattened_too(rows: int) -> None:
     """The model gets one dimension for any number of requests; a single one is not copied."""
     sent = item(1, 1, 4)
-
     (column, n), sizes = Ragged(config(max_batch_size=rows)).gather([sent], ["x", "n"], {}, ())
-
     assert (column.shape, n.tolist(), list(sizes)) == ((4,), [4], [1])
     assert np.shares_memory(column.numpy(), np.asarray(sent["x"]))  # type: ignore[union-attr]
 
@@ -107,9 +103,7 @@ def test_strings() -> None:
         {"x": np.array([[b"a", b"b"]], dtype=np.object_)},
         {"x": np.array([[b"c"]], dtype=np.object_)},
     ]
-
     first, second = model.run(sent)
-
     assert first["y"].tolist() == [["A", "B"]]  # type: ignore[index]
     assert second["y"].tolist() == [["C"]]  # type: ignore[index]
 
@@ -125,9 +119,7 @@ def test_strings() -> None:
 def test_results_that_cannot_be_split(result: Callable[[Tensor], Tensor], message: str) -> None:
     """A batch output with another number of values is an error."""
     model = create_engine(lambda x, n: result(x), retry_failed_batch=False)
-
     outcomes = model.run([item(1, 1, 3), item(2, 2, 2)])
-
     assert all(
         isinstance(outcome, OutputError) and message in str(outcome) for outcome in outcomes
     ), outcomes
@@ -141,9 +133,7 @@ def test_one_dimension_without_batch_inputs() -> None:
         return x.reshape(-1, 2).sum(1)
 
     model = create_engine(forward, outputs=(build.spec("y", dims=(1,)),), batch_inputs=())
-
     outcomes = model.run([item(1, 1, 2), item(2, 3, 2)])
-
     values = [outcome["y"].tolist() for outcome in outcomes]  # type: ignore[index]
     assert values == [[[2.0]], [[4.0], [4.0], [4.0]]]
 
@@ -161,7 +151,6 @@ def test_only_failing_requests_get_the_error() -> None:
         item(BAD if place in guilty else place, 1 + place % 2, length)
         for place, length in enumerate([3, 1, 4, 1, 5, 9])
     ]
-
     assert check(sent, create_engine(double).run(sent), ForwardError) == guilty
 
 
@@ -177,7 +166,6 @@ def test_memory_that_runs_out() -> None:
 
     model = create_engine(forward)
     sent = [item(1, 4, 2), item(2, 1, 3), item(3, 2, 2), item(4, 8, 2), item(5, 1, 1)]
-
     assert check(sent, model.run(sent), OutOfMemoryError) == [3]
     assert {size for call in calls for size in call} == {8, 3, 4, 16, 1}
 
@@ -186,7 +174,6 @@ def test_memory_that_runs_out() -> None:
 def test_row_counts_of_a_program(rows: Rows) -> None:
     """Ragged batches are not filled up: their first dimension is not rows."""
     sent = [item(1, 1, 3)]
-
     assert check(sent, create_engine(double, rows).run(sent), ForwardError) == []
 
 
@@ -220,7 +207,6 @@ def test_casts_leave_counts_alone() -> None:
 
     model = create_engine(forward, cast_inputs="BF16", batch_inputs=(batch_input(dtype="FP32"),))
     sent = [item(1, 1, 4097)]
-
     assert check(sent, model.run(sent), ForwardError) == []
 
 
@@ -232,7 +218,6 @@ def test_an_argument_that_takes_a_number() -> None:
 
     with pytest.raises(BindingError) as raised:
         create_engine(forward)
-
     assert "batch_input makes 'n' a tensor, and forward() takes an int" in str(raised.value)
 
 
@@ -248,6 +233,5 @@ def test_the_warm_up_sends_requests_of_one_row(rows: int) -> None:
     outputs = (build.spec("y", dims=(1,) if rows else (1, 1)),)
     model = create_engine(forward, max_batch_size=rows, outputs=outputs, batch_outputs=())
     warmup.run(model)
-
     assert counts == ({8, 7, 1} if rows else {1})
     assert len(example_inputs.requests(model.config, item(1, 3, 2))) == (3 if rows else 1)

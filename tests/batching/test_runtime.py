@@ -1,5 +1,6 @@
 """The runtime: switches of the process, the device, copies, and the context of calls."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -44,12 +45,10 @@ def test_switches(option: str | None) -> None:
     """A switch gets the config's value, and the others do not change."""
     torch._C._set_graph_executor_optimize(True)
     before = state()
-    value = not before[option] if option else False
-
+    changed: dict[str, Any] = {option: not before[option]} if option else {}
     threads = Threads(1, torch.get_num_interop_threads())
-    runtime.set_switches(Options(**({option: value} if option else {})), threads)
-
-    assert state() == before | ({option: value} if option else {})
+    runtime.set_switches(dataclasses.replace(Options(), **changed), threads)
+    assert state() == before | changed
 
 
 def test_threads_of_a_fresh_process_are_the_budget() -> None:
@@ -66,7 +65,6 @@ print(json.dumps([torch.get_num_threads(), torch.get_num_interop_threads()]))
     done = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     )
-
     assert json.loads(done.stdout) == [3, 5]
 
 
@@ -108,9 +106,7 @@ def test_device_is_the_instances_gpu(
 ) -> None:
     """An instance gets its GPU as its current device, and CUDA_MEMORY_FRACTION applies to it."""
     done = gpus({0: 0, 1: 0})
-
     device = runtime.placement(build.config(kind="GPU", device_id=1, cuda_memory_fraction=fraction))
-
     assert device == torch.device("cuda", 1)
     assert done == [("set", device)] + [(fraction, device)] * (fraction is not None)
 
@@ -119,10 +115,8 @@ def test_device_is_the_instances_gpu(
 def test_missing_gpu(visible: int, gpus: Callable[[dict[int, int]], list[Any]]) -> None:
     """A GPU that torch does not see fails the load with what it sees and what to do."""
     gpus(dict.fromkeys(range(visible), 0))
-
     with pytest.raises(PlatformError) as raised:
         runtime.placement(build.config(kind="GPU", device_id=1))
-
     text = str(raised.value)
     assert "'digits': instance_group asks for GPU 1" in text
     assert f"torch {torch.__version__} sees {visible} GPUs" in text
@@ -136,7 +130,6 @@ def test_parameters_without_effect(kind: str, caplog: pytest.LogCaptureFixture) 
     runtime.placement(
         build.config(kind=kind, force_cpu_only_input_tensors=False, cuda_memory_fraction=0.25)
     )
-
     fraction, inputs = caplog.messages
     assert f"CUDA_MEMORY_FRACTION has no effect on KIND_{kind}" in fraction
     assert "FORCE_CPU_ONLY_INPUT_TENSORS is 'no'" in inputs
@@ -160,9 +153,8 @@ def test_inputs_go_to_the_model(
     """A model that places itself gets its inputs on the device of its first weight."""
     surroundings = runtime.create(Options(enable_cache_cleaning=True), device, iter(weights))
     columns = [torch.ones(2, 3)]
-
     (column,) = moved = surroundings.to_device(columns)
-
+    assert isinstance(column, Tensor)
     assert surroundings.device == column.device == expected
     assert surroundings.clean is None, "there is no CUDA cache"
     if expected == CPU:
@@ -174,10 +166,8 @@ def test_inputs_that_triton_leaves_on_the_gpu_come_to_a_model_on_the_cpu() -> No
     """Triton uses the parameter and not the instance's kind."""
     surroundings = runtime.create(Options(force_cpu_only_input_tensors=False), CPU, [])
     on_host = torch.ones(2)
-
     with FakeTensorMode():  # it stands for a GPU: shapes and devices without values
         columns = surroundings.to_device([on_host, torch.empty(2, 3, device="cuda:0")])
-
     assert columns[0] is on_host
     assert [column.device for column in columns if isinstance(column, Tensor)] == [CPU, CPU]
 
@@ -190,7 +180,6 @@ def test_no_gradients_are_recorded(inference_mode: bool) -> None:
     """Every call runs without autograd: in inference mode, or under no_grad if that is disabled."""
     surroundings = runtime.create(Options(inference_mode=inference_mode), CPU, [])
     weight = torch.ones(2, requires_grad=True)
-
     for _ in range(2):
         with surroundings.guard():
             assert torch.is_inference_mode_enabled() is inference_mode

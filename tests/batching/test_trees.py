@@ -67,7 +67,6 @@ def test_copies_keep_their_types(tree: Any) -> None:
     """A copy has the same class and shares no memory."""
     copy = trees.clone(tree)
     _first(tree)[:] = 5
-
     assert type(copy) is type(tree)
     assert _first(copy).tolist() == [1, 1]
 

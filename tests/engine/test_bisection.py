@@ -45,9 +45,7 @@ def test_only_failing_items_get_the_error(count: int, failing: int) -> None:
     """Every other item gets its result; each failing item gets the failure of its own call."""
     guilty = random.Random(count).sample(range(count), failing)
     model = Model(guilty)
-
     results = bisected(model, count)
-
     assert results == [
         Failed((item,)) if item in guilty else f"answer {item}" for item in range(count)
     ]
@@ -58,7 +56,6 @@ def test_only_failing_items_get_the_error(count: int, failing: int) -> None:
 def test_failure_that_depends_on_the_batch() -> None:
     """If both halves succeed, all items get their results."""
     model = Model([])
-
     assert bisected(model, 4) == [f"answer {item}" for item in range(4)]
     assert model.calls == [(0, 1), (2, 3)]
 
@@ -67,9 +64,7 @@ def test_failure_that_depends_on_the_batch() -> None:
 def test_work_is_bounded(calls: int, answered: int) -> None:
     """After the last call all undecided items fail; the largest parts are decided first."""
     model = Model([0])
-
     results = bisected(model, 8, calls)
-
     assert len(model.calls) == min(calls, 6)
     assert sum(isinstance(result, str) for result in results) == answered
 

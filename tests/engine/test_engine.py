@@ -40,7 +40,6 @@ def test_outputs_of_a_single_call_are_not_copied() -> None:
     """A run of one call copies no outputs, whatever memory they share."""
     memory = torch.zeros(8, 4)
     outcomes = engine(lambda x: memory[: x.shape[0]]).run(items((1, 4), (2, 4)))
-
     (first, second) = (cast("dict[str, Tensor]", outcome)["y"] for outcome in outcomes)
     assert first.data_ptr() == memory.data_ptr()
     assert second.data_ptr() == memory[1].data_ptr()
@@ -76,15 +75,12 @@ def test_invalid_utf8_fails_alone() -> None:
     def louder(x: list[str]) -> list[str]:
         return [word + "!" for word in x]
 
-    strings = {name: (build.spec(tensor, "BYTES", (1,)),) for name, tensor in _SIDES}
-    wrong, right = engine(louder, **strings).run([{"x": texts([b"\xff"])}, {"x": texts([b"a"])}])
-
+    x, y = (build.spec(name, "BYTES", (1,)) for name in "xy")
+    model = engine(louder, inputs=(x,), outputs=(y,))
+    wrong, right = model.run([{"x": texts([b"\xff"])}, {"x": texts([b"a"])}])
     assert isinstance(wrong, InputError)
     assert isinstance(right, dict)
     assert right["y"].tolist() == [["a!"]]
-
-
-_SIDES = (("inputs", "x"), ("outputs", "y"))
 
 
 @pytest.mark.parametrize("batched", [True, False])
@@ -96,7 +92,6 @@ def test_items_without_any_input(batched: bool) -> None:
 
     x = dataclasses.replace(build.spec("x"), optional=True)
     model = engine(constant, inputs=(x,), max_batch_size=8 * batched)
-
     for count in (1, 2):
         kinds = [type(outcome) for outcome in model.run([{}] * count)]
         assert kinds == [InputError if batched else dict] * count
@@ -179,7 +174,6 @@ def test_outputs_in_reused_memory(
 ) -> None:
     """Each request keeps its own outputs when one run calls the model several times."""
     outcomes = engine(model, **overrides).run(sent)
-
     assert model.calls > 1
     assert [
         outcome["y"].flatten()[0].item() if isinstance(outcome, dict) else type(outcome)

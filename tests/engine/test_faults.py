@@ -128,7 +128,6 @@ def test_odd_exceptions() -> None:
 
     one, other = SpeechlessError(), ValueError("other")
     one.__cause__, other.__cause__ = other, one
-
     assert not faults.out_of_memory(one)
     assert not faults.is_sticky(one)
 

@@ -36,14 +36,12 @@ def test_wrappers(attribute: str) -> None:
     owner = Owner()
     before, stage = dict(vars(owner)), getattr(owner, attribute)
     stages = [("stage", owner, attribute), ("other", owner, "unused")]
-
     remove_inner = instrumentation.wrap(stages, around("stage"))
     remove_outer = instrumentation.wrap(stages, around("stage"))
     results = [getattr(owner, attribute)()]
     remove_outer()
     results.append(getattr(owner, attribute)())
     remove_inner()
-
     assert results == [f"[[{attribute}]]", f"[{attribute}]"]
     assert getattr(owner, attribute) == stage
     assert vars(owner) == before

@@ -46,7 +46,6 @@ def test_steps_down(rows: Rows, failed: int, steps: list[int | None]) -> None:
     while tried is not None:
         tried = made.failed(SHAPE, tried)
         found.append(tried)
-
     assert found == steps
 
 
@@ -54,9 +53,7 @@ def test_what_fits_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -
     """After a failure ever more batches must succeed before a larger call is tried."""
     monkeypatch.setattr(memory_limits, "_PATIENCE", 4)
     made = MemoryLimits(Rows(1, 32))
-
     failures = [settle(made, 8, 32) for _ in range(40)]
-
     tried = [number for number, count in enumerate(failures) if count]
     assert tried[0] == 0
     assert failures[0] == 2
@@ -75,7 +72,6 @@ def test_limit_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(40):
         seen.append(made.most(SHAPE))
         settle(made, 32, 32)
-
     assert seen == sorted(seen, key=lambda most: most or 99)
     assert {4, 8, 16} <= set(seen)
     assert not made.limits
@@ -112,7 +108,6 @@ def test_memory_of_shapes_is_bounded() -> None:
     made = MemoryLimits(Rows(1, 32))
     for size in range(1000):
         made.failed(((size,),), 32)
-
     assert len(made.limits) == 64
     assert made.most(((999,),)) == 16
 
@@ -126,7 +121,6 @@ def test_a_row_that_never_fits_is_forgotten() -> None:
         made.failed(SHAPE, rows)
     made.restore(SHAPE, before)
     assert made.most(SHAPE) == 16
-
     made.restore(SHAPE, None)
     assert made.most(SHAPE) is None
     assert not made.limits

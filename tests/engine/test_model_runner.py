@@ -58,9 +58,7 @@ def test_rows_that_a_program_takes(rows: Rows, sent: int, calls: list[int]) -> N
 
     runner, counts, grouping = made(double, rows)
     x = torch.rand(sent, 4)
-
     (y,) = runner.call(grouped(grouping, x).inputs, [x], sent)
-
     assert seen == calls
     assert torch.equal(torch.as_tensor(y), x * 2)
     assert counts.rows == sum(calls)
@@ -75,10 +73,8 @@ def test_an_eager_model_is_sealed_unchanged() -> None:
 
     runner, counts, _ = made(forward)
     surroundings = runtime.create(Options(), torch.device("cpu"), ())
-
     with runner.preparing(build.artifact(), surroundings.device):
         pass
-
     assert runner.module is forward
     assert not runner.compiles
     assert not runner.captures

@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import resource
-import subprocess
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
@@ -51,11 +48,11 @@ class Model:
 
 
 def above(rows: int) -> Callable[[Tensor], None]:
-    """Raise an out-of-memory error for more than a number of rows."""
+    """Exhaust the memory for more than a number of rows."""
 
     def judge(x: Tensor) -> None:
         if x.shape[0] > rows:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            torch.empty(10**15)
 
     return judge
 
@@ -78,9 +75,7 @@ def test_only_failing_requests_get_the_error(
     """In a batch of 32 only the bad requests get the error, the others their results."""
     sent = items([BAD if place in guilty else float(place) for place in range(32)])
     model = Model(bad)
-
     outcomes = engine(model, rows, **overrides).run(sent)
-
     assert check(sent, outcomes, ForwardError) == guilty
     for place in guilty:
         assert str(outcomes[place]) == (
@@ -108,7 +103,6 @@ def test_invalid_outputs_of_one_request(result: Callable[[Tensor], Any]) -> None
         return result(x) if bool((x == BAD).any()) else x * 2
 
     sent = items([1.0, 2.0, BAD, 4.0, 5.0])
-
     assert check(sent, engine(model).run(sent), OutputError) == [2]
 
 
@@ -117,9 +111,7 @@ def test_binding_errors_are_not_retried() -> None:
     model = Model()
     made = engine(model)
     made.runner.extract = OutputExtractor(build.config(outputs=(build.spec("RESULT[3]"),))).extract
-
     outcomes = made.run(items([1.0, 2.0, 3.0]))
-
     assert [type(outcome) for outcome in outcomes] == [BindingError] * 3
     assert model.calls == [3]
 
@@ -133,7 +125,6 @@ def test_any_exception_is_an_outcome(error: BaseException) -> None:
             raise error
 
     sent = items([1.0, BAD, 3.0])
-
     assert check(sent, engine(Model(judge)).run(sent), ForwardError) == [1]
 
 
@@ -180,7 +171,6 @@ def test_models_that_must_not_be_called_twice(
     counter = Counter()
     made = engine(counter, owner=counter if stateful else None, retry_failed_batch=wished)
     sent = items([1.0, BAD, 3.0, 4.0])
-
     assert check(sent, made.run(sent), ForwardError) == failed
     assert counter.count.item() == calls
 
@@ -205,7 +195,6 @@ def test_requests_of_models_that_write_to_their_inputs() -> None:
     before = copies(sent)
     made = engine(InPlace(above(1)))
     assert check(before, made.run(sent), OutOfMemoryError) == []
-
     model = InPlace(above(1))
     made = engine(model)
     made.run(items([1.0]))
@@ -232,7 +221,6 @@ def test_parts_of_a_request_of_a_model_that_writes_to_its_inputs() -> None:
     before = copies(sent)
     assert check(before, made.run(sent), OutOfMemoryError) == []
     assert model.calls[0] == 21
-
     model._judge = above(2)
     assert check(before, made.run(copies(before)), OutOfMemoryError) == []
     assert max(model.calls[-5:]) <= 2
@@ -247,7 +235,6 @@ def test_work_is_bounded_for_all_parts_of_a_batch() -> None:
 
     model = Model(judge)
     outcomes = engine(model, max_batch_size=512).run(items([BAD] * 512))
-
     assert all(isinstance(outcome, ForwardError) for outcome in outcomes)
     assert len([rows for rows in model.calls if rows <= 64]) == 128 + 512 // 64
 
@@ -284,7 +271,6 @@ def test_endless_recursion() -> None:
         even(x)
 
     (error,) = engine(Model(even)).run(items([1.0]))
-
     assert isinstance(error, ForwardError)
     assert "RecursionError" in str(error)
     assert len(error.traceback.splitlines()) < 300
@@ -296,9 +282,7 @@ def test_every_retry_is_announced() -> None:
     made = engine(model)
     begun: list[int] = []
     made.recovery.on_call = lambda: begun.append(len(model.calls))
-
     made.run(items([1.0, BAD, 3.0, 4.0]))
-
     assert begun == [1, 2, 3, 4]
 
 
@@ -322,7 +306,6 @@ def test_batches_that_do_not_fit(
     model = Model(above(fits))
     made = engine(model, rows, **overrides)
     sent = items([float(place) for place in range(32)])
-
     assert check(sent, made.run(sent), OutOfMemoryError) == []
     assert set(model.calls) == called
     model.calls.clear()
@@ -334,7 +317,6 @@ def test_fixed_rows_that_do_not_fit() -> None:
     """A model whose only call size does not fit is not called again and again."""
     model = Model(above(3))
     sent = items([1.0, 2.0, 3.0])
-
     assert check(sent, engine(model, Rows(4, 4)).run(sent), OutOfMemoryError) == [0, 1, 2]
     assert model.calls == [4]
 
@@ -346,7 +328,6 @@ def test_a_request_of_many_rows(tensors: bool) -> None:
     more = np.full((3, 4), 3, dtype=np.float32)
     sent: list[Item] = [{"x": torch.from_numpy(rows) if tensors else rows} for rows in (x, more)]
     model = Model(above(4))
-
     assert check(sent, engine(model).run(sent), OutOfMemoryError) == []
     assert model.calls == [13, 6, 3, 3, 3, 3, 1]
 
@@ -361,7 +342,6 @@ def test_only_what_never_fits_is_refused() -> None:
     model = Model(judge)
     made = engine(model)
     sent = items([1.0, 2.0, BAD, 4.0, 5.0])
-
     outcomes = made.run(sent)
     assert check(sent, outcomes, OutOfMemoryError) == [2]
     assert outcomes[2].code == "UNAVAILABLE"  # type: ignore[union-attr]
@@ -374,25 +354,8 @@ def test_no_batch_dimension() -> None:
     """A request that cannot be divided is refused with 503."""
     model = Model(above(3))
     outcomes = engine(model, max_batch_size=0).run(items([1.0, 2.0], rows=4))
-
     assert [type(outcome) for outcome in outcomes] == [OutOfMemoryError] * 2
     assert model.calls == [4, 4]
-
-
-def test_bad_requests_while_memory_is_short() -> None:
-    """A remembered limit does not change which requests fail."""
-
-    def judge(x: Tensor) -> None:
-        above(4)(x)
-        bad(x)
-
-    made = engine(Model(judge))
-    made.run(items([1.0] * 20))
-    sent = items([float(place) if place not in (0, 9) else BAD for place in range(20)])
-
-    assert check(sent, made.run(sent), ForwardError) == [0, 9]
-    few = items([1.0, BAD, 3.0])
-    assert check(few, made.run(few), ForwardError) == [1]
 
 
 def test_outputs_are_not_copied_while_memory_is_short() -> None:
@@ -405,7 +368,6 @@ def test_outputs_are_not_copied_while_memory_is_short() -> None:
 
     made = engine(model)
     outcomes: Sequence[Any] = [*made.run(items([1.0] * 4)), *made.run(items([1.0]))]
-
     owned = [
         outcome["y"].data_ptr() != memory[at].data_ptr()
         for at, outcome in zip((0, 1, 0, 1, 0), outcomes, strict=True)
@@ -422,7 +384,6 @@ def test_a_first_failure_that_hides_a_shortage() -> None:
         above(1)(x)
 
     sent = [*items([1.0], rows=2), *items([2.0] * 6)]
-
     assert check(sent, engine(Model(judge)).run(sent), OutOfMemoryError) == []
 
 
@@ -431,7 +392,6 @@ def test_no_retry_if_disabled() -> None:
     model = Model(above(4))
     made = engine(model, retry_failed_batch=False)
     sent = items([float(place) for place in range(8)])
-
     assert check(sent, made.run(sent), OutOfMemoryError) == list(range(8))
     assert check(sent, made.run(sent), OutOfMemoryError) == []
     assert model.calls == [8, 4, 4]
@@ -445,7 +405,6 @@ def test_pieces_that_cannot_be_joined() -> None:
         return x[:, : x.shape[0]]
 
     (outcome,) = engine(model).run(items([1.0], rows=7))
-
     assert isinstance(outcome, OutputError)
     assert "outputs that can be joined" in str(outcome)
 
@@ -471,41 +430,9 @@ def test_frames_are_cleared_before_the_retry(freed: list[int]) -> None:
         return x * 2
 
     sent = items([float(place) for place in range(8)])
-
     assert check(sent, engine(model).run(sent), OutOfMemoryError) == []
     assert set(alive) == {0}
     assert len(freed) == 2
-
-
-_CHILD = """
-import resource, sys
-import torch
-sys.path[:0] = {path!r}
-import engines
-
-def model(x):
-    return (x.repeat(1, 25_000_000).sum(1, keepdim=True) * 0) + x * 2
-
-made = engines.engine(model)
-sent = engines.items([float(place) for place in range(8)])
-made.run(sent[:1])
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 1_500_000_000, resource.RLIM_INFINITY))
-assert engines.check(sent, made.run(sent), engines.BackendError) == []
-(limit,) = made.recovery.capacity.limits.values()
-print(limit.safe)
-"""
-
-
-def test_memory_of_the_cpu() -> None:
-    """A process with a memory limit answers in smaller batches."""
-    if resource.getrlimit(resource.RLIMIT_AS)[1] != resource.RLIM_INFINITY:
-        pytest.skip("this process is limited already")
-    code = _CHILD.format(path=sys.path)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-    assert done.returncode == 0, done.stderr
-    assert 1 <= int(done.stdout) <= 3
 
 
 @pytest.mark.parametrize(
@@ -594,12 +521,13 @@ class Device:
 
 
 @pytest.mark.parametrize("tells", [True, False], ids=["torch tells", "the device is asked"])
-def test_device_that_breaks(tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a sticky error nothing is run, and every request gets the error with its reason."""
+def test_device_that_breaks(tells: bool, monkeypatch: pytest.MonkeyPatch, freed: list[int]) -> None:
+    """After a sticky error nothing is run or freed; every request gets the error and its reason."""
     device = Device(tells=tells)
     monkeypatch.setattr(runtime, "probe", device.probe)
     model = Model(device.judge)
     made = engine(model)
+    made._clean = lambda: freed.append(2)
     made.run(items([1.0]))
     sent = [*items([1.0, BAD, 3.0]), *items([4.0], length=6)]
 
@@ -609,6 +537,7 @@ def test_device_that_breaks(tells: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     assert check(sent, outcomes, UnavailableError) == [0, 1, 2, 3]
     assert [type(outcome) for outcome in later] == [UnavailableError] * 2
     assert model.calls == [1, 3]
+    assert freed == [2], "freeing the cache of a broken device would raise again"
     assert "device-side assert triggered" in str(outcomes[0])
     assert made.recovery.fatal is outcomes[0]
     assert made.recovery.fatal.reported
@@ -628,25 +557,8 @@ def test_device_that_breaks_in_a_retry(first: Exception, monkeypatch: pytest.Mon
 
     model = Model(judge)
     sent = items([1.0, 2.0, BAD, 4.0])
-
     assert check(sent, engine(model).run(sent), UnavailableError) == [2, 3]
     assert model.calls == [4, 2, 2]
-
-
-def test_cache_of_a_broken_device_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, freed: list[int]
-) -> None:
-    """Freeing the cache of a broken device would raise again."""
-    device = Device(tells=True)
-    monkeypatch.setattr(runtime, "probe", device.probe)
-    cleaned: list[int] = []
-    made = engine(Model(device.judge))
-    made._clean = lambda: cleaned.append(1)
-
-    made.run(items([1.0]))
-    made.run(items([BAD]))
-
-    assert (cleaned, freed) == ([1], [])
 
 
 # --- CHECK_FINITE ----------------------------------------------------------------------------
@@ -658,9 +570,7 @@ def test_values_that_are_not_finite(value: float, rows: int) -> None:
     sent = items([1.0, 2.0, 3.0], rows)
     np.asarray(sent[1]["x"])[rows - 1, 2] = value
     made = engine(Model(), check_finite=True)
-
     outcomes = made.run(sent)
-
     assert check(sent, outcomes, OutputError) == [1]
     assert outcomes[1].reported  # type: ignore[union-attr]
 
@@ -670,5 +580,4 @@ def test_padding_that_is_not_finite() -> None:
     x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
     made = engine(Model(), inputs=(x,), pad={"x": {"value": float("inf")}}, check_finite=True)
     sent = [*items([1.0], length=3), *items([2.0], length=6)]
-
     assert check(sent, made.run(sent), OutputError) == []

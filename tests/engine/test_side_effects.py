@@ -39,10 +39,8 @@ def test_buffers_that_are_written(in_place: bool, mode: Any) -> None:
     model = Counter(in_place=in_place)
     made = SideEffects(model)
     assert not made.writes_buffers()
-
     with mode():
         model(torch.ones(1))
-
     assert made.writes_buffers()
     made.reset_baseline()
     assert not made.writes_buffers()
@@ -89,7 +87,6 @@ def test_models_without_side_effects(model: nn.Module) -> None:
     made = SideEffects(model)
     with torch.inference_mode():
         model(torch.rand(2, 4))
-
     assert not made.writes_buffers()
 
 
@@ -111,11 +108,9 @@ def test_inputs_that_are_written(value: Any, write: Any) -> None:
     made.compare(before, item)
     assert made.observed
     assert not made.writes_inputs
-
     write(value)
     made.compare(before, item)
     assert made.writes_inputs
-
     made.compare(side_effects.copy_tensors(item), item)
     assert made.writes_inputs
 
@@ -133,5 +128,4 @@ def test_inputs_that_are_not_written(value: Any) -> None:
     """NaN compares equal to the same NaN, and strings are not compared."""
     made, item = SideEffects(None), {"x": value}
     made.compare(side_effects.copy_tensors(item), item)
-
     assert not made.writes_inputs

@@ -293,13 +293,11 @@ def test_a_buffer_that_forward_has_replaced(
     watcher = watch(made)
     before = watcher.digest
     made.run([{"x": torch.zeros(1, 4)}])
-
     with caplog.at_level(logging.ERROR):
         replace(tmp_path / "1" / "model.pt", _state_dict, 2)
         until(lambda: refusals(caplog) or watcher.digest != before)
     assert [refusal in text for text in refusals(caplog)] == ([True] if refusal else [])
     assert torch.equal(_linear(made), Net(1 if refusal else 2).linear(X))
-
     # A further poll finds the thread alive.
     replace(tmp_path / "1" / "model.pt", _state_dict, 3)
     until(lambda: len(refusals(caplog)) == 2 if refusal else torch.equal(answer(made), Net(3)(X)))
@@ -319,10 +317,8 @@ def test_an_answer_that_is_a_weight_stays_the_same(tmp_path: Path, watch: Watch)
     made = served(tmp_path)
     watcher = watch(made)
     before, unsent = watcher.digest, answer(made)
-
     replace(tmp_path / "1" / "model.pt", _state_dict, 2)
     until(lambda: watcher.digest != before)
-
     assert torch.equal(unsent, torch.ones(2, 4))
     assert torch.equal(answer(made), torch.full((2, 4), 2.0))
 
