@@ -23,23 +23,21 @@ from instances import request
 from torch_py_backend.adapter import messages
 
 
-def test_numpy_that_garbles_tensors(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numpy_that_garbles_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stub that changes the values of tensors is detected before READY."""
     monkeypatch.setattr(fake_triton.Tensor, "as_numpy", lambda self: np.zeros(4, np.float32))
     with pytest.raises(fake_triton.TritonModelException, match=r"garbles tensors.*numpy<2"):
         instances.load(tmp_path, instances.named("function"))
 
 
-def test_the_locale_is_utf8(tmp_path: Path, process: None) -> None:
+def test_the_locale_is_utf8(tmp_path: Path) -> None:
     """Triton's stub runs in the C locale, but a model may read UTF-8 files."""
     locale.setlocale(locale.LC_ALL, "C")
     instances.load(tmp_path, instances.named("function"))
     assert locale.nl_langinfo(locale.CODESET) == "UTF-8"
 
 
-def test_bfloat16_inputs_are_copied(tmp_path: Path, process: None) -> None:
+def test_bfloat16_inputs_are_copied(tmp_path: Path) -> None:
     """Triton's memory is invalid after execute(): a model that keeps its input keeps a copy."""
     scenario = scenarios.Scenario(
         "keeps",
@@ -81,6 +79,8 @@ pb.Logger, pb.TritonModelException = unittest.mock.Mock(), RuntimeError
 pb.Tensor = pb.InferenceResponse = unittest.mock.Mock()
 sys.modules["triton_python_backend_utils"] = pb
 from torch_py_backend import adapter
+
+pytestmark = pytest.mark.usefixtures("process")
 class Watch:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
@@ -111,7 +111,7 @@ def _counted(*names: str) -> dict[str, float]:
     }
 
 
-def test_filling_is_counted(tmp_path: Path, process: None) -> None:
+def test_filling_is_counted(tmp_path: Path) -> None:
     """Rows that fill a bucket are counted, but not in the warm-up; the last ones on close()."""
     model = instances.load(tmp_path, instances.named("buckets"))
     model.execute([request(1, rows=3)])
@@ -123,7 +123,7 @@ def test_filling_is_counted(tmp_path: Path, process: None) -> None:
     assert _counted("rows", "filled_rows") == {"rows": 12, "filled_rows": 2}
 
 
-def test_padding_is_counted(tmp_path: Path, process: None) -> None:
+def test_padding_is_counted(tmp_path: Path) -> None:
     """Padding and all values of padded inputs are counted."""
     model = instances.load(tmp_path, instances.named("padded"))
     document = {"input": [{"name": "ids", "dims": [-1]}]}
@@ -137,7 +137,7 @@ def test_padding_is_counted(tmp_path: Path, process: None) -> None:
 
 @pytest.mark.parametrize("generation", fake_triton.GENERATIONS)
 def test_responses_and_metrics_have_the_digest_of_the_weights(
-    generation: str, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The SHA-256 of the file is a metric's value, and a parameter where the server supports it."""
     fake_triton.become(generation, monkeypatch)

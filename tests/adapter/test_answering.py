@@ -24,6 +24,8 @@ from torch_py_backend.adapter import TritonPythonModel, answering, messages
 from torch_py_backend.batching import runtime
 from torch_py_backend.processes import instance_status
 
+pytestmark = pytest.mark.usefixtures("process")
+
 
 def load(folder: Path, definition: Any = models.Judge, **parameters: str) -> TritonPythonModel:
     # Another test of this process may have imported OpenTelemetry, which enables tracing.
@@ -54,7 +56,7 @@ def check(requests: list[Any], responses: list[Any]) -> list[int | None]:
         pytest.param([1, -5, 2], False, id="memory runs out"),
     ],
 )
-@pytest.mark.usefixtures("process", "no_collector")
+@pytest.mark.usefixtures("no_collector")
 def test_no_input_outlives_its_response(
     tmp_path: Path, values: list[float], cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -73,7 +75,7 @@ def test_no_input_outlives_its_response(
 # --- the log ---------------------------------------------------------------------------------
 
 
-def test_log_names_the_requests(tmp_path: Path, process: None) -> None:
+def test_log_names_the_requests(tmp_path: Path) -> None:
     """The log has the traceback and the IDs of failed requests, not of invalid ones."""
     model = load(tmp_path)
     lacking = fake_triton.InferenceRequest([], "without its input")
@@ -98,13 +100,13 @@ def test_log_names_the_requests(tmp_path: Path, process: None) -> None:
         (["x" * 1000], f"(requests {'x' * 64})"),
     ],
 )
-def test_ids_are_sanitized(names: list[str], said: str, tmp_path: Path, process: None) -> None:
+def test_ids_are_sanitized(names: list[str], said: str, tmp_path: Path) -> None:
     """A client's ID cannot add lines to the log."""
     load(tmp_path).execute([request(-2, name) for name in names])
     assert said in logged()[0].splitlines()[0]
 
 
-def test_log_is_not_flooded(tmp_path: Path, process: None) -> None:
+def test_log_is_not_flooded(tmp_path: Path) -> None:
     """Many different failures in one batch are a bounded number of log records."""
     model = load(tmp_path, Talks)
     model.execute([request(-value) for value in range(1, 31)])
@@ -120,7 +122,7 @@ class Talks(torch.nn.Module):
 
 
 def test_ids_are_not_read_without_a_failure(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Request IDs are not read while nothing fails."""
 
@@ -152,7 +154,7 @@ def unreadable(error: BaseException | None = None) -> Any:
     return fake_triton.InferenceRequest([tensor])
 
 
-def test_request_that_cannot_be_read(tmp_path: Path, process: None) -> None:
+def test_request_that_cannot_be_read(tmp_path: Path) -> None:
     """It gets an error, and the others are answered."""
     sent = [request(1), unreadable(), request(3), unreadable()]
     responses = load(tmp_path).execute(sent)
@@ -165,9 +167,7 @@ def test_request_that_cannot_be_read(tmp_path: Path, process: None) -> None:
 
 
 @pytest.mark.parametrize("code", [None, 2, 700], ids=["memory", "CUDA memory", "lost device"])
-def test_request_that_fails_while_it_is_read(
-    code: int | None, tmp_path: Path, process: None
-) -> None:
+def test_request_that_fails_while_it_is_read(code: int | None, tmp_path: Path) -> None:
     """The client is not at fault: UNAVAILABLE. A device that is lost poisons the instance."""
     model = load(tmp_path)
     error: Any = torch.AcceleratorError("CUDA error") if code else MemoryError()
@@ -192,7 +192,6 @@ def test_response_that_cannot_be_written(
     code: int,
     says: str,
     tmp_path: Path,
-    process: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An outcome that Triton refuses fails alone."""
@@ -214,7 +213,7 @@ def test_response_that_cannot_be_written(
     assert "(requests two)" in logged()[0]
 
 
-def test_internal_errors(tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception of the backend is one sentence for clients, and a traceback in the log."""
     model = load(tmp_path)
 
@@ -232,7 +231,7 @@ def test_internal_errors(tmp_path: Path, process: None, monkeypatch: pytest.Monk
 
 
 def test_a_failure_that_cannot_be_classified(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing leaves execute(): Triton would send the traceback to every client."""
     model = load(tmp_path)
@@ -258,7 +257,7 @@ class Slow(torch.nn.Module):
         return x * 2
 
 
-def test_cancelled_requests_are_not_run(tmp_path: Path, process: None) -> None:
+def test_cancelled_requests_are_not_run(tmp_path: Path) -> None:
     """If batches take long, cancelled requests are skipped."""
     model = load(tmp_path, Slow)
     model.execute([request(1)])
@@ -272,7 +271,7 @@ def test_cancelled_requests_are_not_run(tmp_path: Path, process: None) -> None:
 
 
 def test_cancellation_is_not_checked_for_short_batches(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a batch that took less than twenty checks per request, nothing is checked."""
     model = load(tmp_path)
@@ -322,7 +321,6 @@ def gauge() -> list[float]:
 def test_a_poisoned_instance_refuses_requests(
     generation: str,
     tmp_path: Path,
-    process: None,
     broken: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -338,7 +336,7 @@ def test_a_poisoned_instance_refuses_requests(
 
 
 def test_a_poisoned_instance(
-    tmp_path: Path, process: None, broken: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, broken: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is reported once, every request is refused unread, and the model is not called."""
     model = load(tmp_path)
@@ -371,7 +369,6 @@ def test_on_fatal(
     action: str | None,
     leaves: bool,
     tmp_path: Path,
-    process: None,
     broken: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -399,9 +396,7 @@ class _Timer:
     daemon: bool = False
 
 
-def test_a_device_that_breaks_in_the_warm_up(
-    tmp_path: Path, process: None, broken: Callable[[], None]
-) -> None:
+def test_a_device_that_breaks_in_the_warm_up(tmp_path: Path, broken: Callable[[], None]) -> None:
     """A model whose warm-up breaks the device is not served."""
     broken()
     with pytest.raises(fake_triton.TritonModelException, match="met a fatal error"):

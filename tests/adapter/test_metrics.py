@@ -27,6 +27,8 @@ from torch_py_backend.batching import runtime
 from torch_py_backend.observability import metric_families
 from torch_py_backend.observability.metric_families import MetricKind
 
+pytestmark = pytest.mark.usefixtures("process")
+
 _SECONDS = 30
 
 
@@ -167,7 +169,6 @@ def test_counters(
     buckets: dict[str, float],
     retries: Any,
     tmp_path: Path,
-    process: None,
 ) -> None:
     """Requests are counted once by the code of their answer, batches by their rows."""
     model = load(tmp_path, scenario)
@@ -202,7 +203,7 @@ _SECONDS_OF = dict.fromkeys((*metric_families.STAGES, *metric_families.HOOK_STAG
 }
 
 
-def test_seconds_of_stages(tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_of_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The time of each stage, hooks included, is counted for that stage; refusals by their code."""
     model = load(tmp_path, Scenario("hooked", hooked.model(_HOOKED), scenarios.x_to_y(4)))
     now = [0.0]
@@ -228,7 +229,7 @@ def test_seconds_of_stages(tmp_path: Path, process: None, monkeypatch: pytest.Mo
     assert seconds == _SECONDS_OF
 
 
-def test_streams(tmp_path: Path, process: None) -> None:
+def test_streams(tmp_path: Path) -> None:
     """A stream is a request with the code of its end; its responses are counted separately."""
     config = streamed.config({"count": "INT32"}, {"y": "FP32"})
     model = load(tmp_path, Scenario("ticker", scenarios.text(streamed.TICKER), config))
@@ -245,7 +246,7 @@ def test_streams(tmp_path: Path, process: None) -> None:
     assert published("batch_rows_count") == {"": 3}
 
 
-def test_sequences_of_slots(tmp_path: Path, process: None) -> None:
+def test_sequences_of_slots(tmp_path: Path) -> None:
     """Requests that only fill a slot are not counted."""
     scenario = named("signals_uint64_direct")
     model = load(tmp_path, scenario)
@@ -257,7 +258,7 @@ def test_sequences_of_slots(tmp_path: Path, process: None) -> None:
     assert published("requests_total", "code") == {"OK": 1}
 
 
-def test_compilation(tmp_path: Path, process: None) -> None:
+def test_compilation(tmp_path: Path) -> None:
     """Graphs of the warm-up, a cache miss, and a call that would need another graph are counted."""
     model = load(tmp_path, _KINDS["compiled"])
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -271,7 +272,7 @@ def test_compilation(tmp_path: Path, process: None) -> None:
     assert published("eager_calls_total") == {"": 1}
 
 
-def test_memory_of_gpus(tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each GPU in use has its memory; on the CPU there are no such series."""
     model = load(tmp_path, judge())
     assert "pytorch_py_device_memory_allocated_bytes" not in MetricFamily.made
@@ -296,9 +297,7 @@ def _await(holds: Callable[[], bool]) -> None:
     assert holds()
 
 
-def test_no_further_request_is_needed(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_further_request_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread publishes the last request's counts and a heartbeat; all gauges end with it."""
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     model = load(tmp_path, judge())
@@ -317,7 +316,7 @@ def test_no_further_request_is_needed(
 
 
 def test_buckets_grow_from_the_last_one_down(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While values are published no bucket is above the next larger one."""
     monkeypatch.setattr(metrics, "_SECONDS", 3600)  # published here only
@@ -336,7 +335,7 @@ def test_buckets_grow_from_the_last_one_down(
     assert all(buckets == sorted(buckets) for buckets in seen)
 
 
-def test_a_running_call(tmp_path: Path, process: None) -> None:
+def test_a_running_call(tmp_path: Path) -> None:
     """The duration of the running call is published, and so is the heartbeat."""
     model = load(tmp_path, judge())
     assert published("running_call_seconds") == {}
@@ -353,7 +352,7 @@ def test_a_running_call(tmp_path: Path, process: None) -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "stepped", "sequences"])
 def test_triton_that_refuses_values(
-    kind: str, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The log says so once; requests, the report of a fatal error and an unload still work."""
 
@@ -380,7 +379,7 @@ def test_triton_that_refuses_values(
 
 
 def test_published_series_are_those_of_the_table(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Models of all kinds publish each row of the table, with its kind and labels, and no other."""
     monkeypatch.setattr(runtime, "memory", lambda: [(0, 10, 20)])
@@ -403,7 +402,7 @@ def test_published_series_are_those_of_the_table(
         ("pytorch_py_poisoned", MetricFamily.COUNTER),
     ],
 )
-def test_a_name_that_is_taken(name: str, kind: int, tmp_path: Path, process: None) -> None:
+def test_a_name_that_is_taken(name: str, kind: int, tmp_path: Path) -> None:
     """The load fails with the name and what to do, and leaves no thread behind."""
     MetricFamily(name, "of another backend", kind)
     with pytest.raises(TritonModelException) as refusal:
@@ -414,9 +413,7 @@ def test_a_name_that_is_taken(name: str, kind: int, tmp_path: Path, process: Non
     assert not [thread for thread in threading.enumerate() if thread.name == "metrics"]
 
 
-def test_a_server_without_metrics(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_without_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server without metrics is queried once; the model serves."""
 
     def refuse(*_: Any, **__: Any) -> None:

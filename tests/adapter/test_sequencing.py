@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from torch_py_backend.adapter import metrics, sequencing
 
+pytestmark = pytest.mark.usefixtures("process")
+
 
 class Loaded:
     """A model of sequences: with a state `total` by default, that sums its inputs."""
@@ -68,9 +70,7 @@ def unreadable(flags: str) -> Any:
 @pytest.mark.parametrize(
     ("flags", "after"), [("", 12), ("s", 7), ("e", TritonError.INVALID_ARG), ("se", 3)]
 )
-def test_a_request_that_cannot_be_read(
-    flags: str, after: float, tmp_path: Path, process: None
-) -> None:
+def test_a_request_that_cannot_be_read(flags: str, after: float, tmp_path: Path) -> None:
     """It gets an error, and still begins or ends its sequence."""
     loaded = Loaded(tmp_path)
     assert loaded.send(loaded.request(5, "s")) == [5]
@@ -90,7 +90,7 @@ class Slow(nn.Module):
         return {"y": total + x, "sum": total + x}
 
 
-def test_a_cancelled_step_is_run(tmp_path: Path, process: None) -> None:
+def test_a_cancelled_step_is_run(tmp_path: Path) -> None:
     """The next step needs its state."""
     loaded = Loaded(tmp_path, Slow)
     loaded.send(loaded.request(1, "s"))
@@ -98,9 +98,7 @@ def test_a_cancelled_step_is_run(tmp_path: Path, process: None) -> None:
     assert loaded.send(loaded.request(1)) == [3]
 
 
-def test_states_of_requests_are_not_read(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_of_requests_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's memory for a state is uninitialized, and may not even be valid strings."""
     loaded = Loaded(tmp_path)
     sent = loaded.request(1, "s")
@@ -118,9 +116,7 @@ def _gauges() -> dict[str, list[float]]:
     }
 
 
-def test_metrics_of_sequences(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_of_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The metrics are published by the thread, and the sweeping thread ends with the model."""
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     loaded = Loaded(tmp_path)
@@ -144,7 +140,7 @@ def _await(wanted: dict[str, list[float]]) -> None:
 # --- models with their own states --------------------------------------------------------------
 
 
-def test_slots(tmp_path: Path, process: None) -> None:
+def test_slots(tmp_path: Path) -> None:
     """Without states all slots are run: a row for each, zeros for empty ones."""
     controls = scenarios.control("START", "START", "fp32_false_true: [0, 1]")
     controls += scenarios.control("READY", "READY", "fp32_false_true: [0, 1]")
@@ -172,7 +168,7 @@ def test_fillers_of_every_kind_are_blank() -> None:
 
 
 @pytest.mark.parametrize("mode", ["true", "false"])
-def test_compiled_graphs_serve_requests(mode: str, tmp_path: Path, process: None) -> None:
+def test_compiled_graphs_serve_requests(mode: str, tmp_path: Path) -> None:
     """The warm-up's tensors are like those of requests: nothing runs eagerly."""
     compiled = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "eager"}'}
     loaded = Loaded(tmp_path, Adds, INFERENCE_MODE=mode, **compiled)

@@ -20,6 +20,8 @@ from streamed import Stream, Streamed
 
 from torch_py_backend.adapter import metrics, streaming
 
+pytestmark = pytest.mark.usefixtures("process")
+
 _SECONDS = 30
 _STATUS = {
     fake_triton.TritonError.INTERNAL: 500,
@@ -71,7 +73,7 @@ def _check_error(expected: Refused, response: Any) -> None:
 
 
 @pytest.mark.parametrize("entry", streamed.TABLE, ids=lambda entry: entry.scenario.name)
-@pytest.mark.usefixtures("process", "no_collector")
+@pytest.mark.usefixtures("no_collector")
 def test_streams(entry: Streamed, tmp_path: Path) -> None:
     """Streams behave as the table says, alone and together; no input outlives its stream."""
     served = _Served(tmp_path, entry.scenario)
@@ -102,7 +104,7 @@ def _free(inputs: list[Callable[[], object]]) -> bool:
 
 
 @pytest.mark.parametrize("scenario", streamed.REFUSED, ids=lambda scenario: scenario.name)
-def test_refusals(scenario: Scenario, tmp_path: Path, process: None) -> None:
+def test_refusals(scenario: Scenario, tmp_path: Path) -> None:
     """A model that cannot be served as a stream fails the load with the reason."""
     with pytest.raises(fake_triton.TritonModelException) as refusal:
         _Served(tmp_path, scenario)
@@ -139,7 +141,7 @@ def _live() -> float:
     ],
     ids=["generates", "waits"],
 )
-@pytest.mark.usefixtures("process", "no_collector")
+@pytest.mark.usefixtures("no_collector")
 def test_a_client_that_leaves(body: str, tmp_path: Path) -> None:
     """The client gets CANCELLED, the generator is closed, and the memory of the request is free."""
     closed = tmp_path / "closed"
@@ -169,7 +171,7 @@ def _leave_after(request: Any, responses: int) -> None:
 
 
 def test_a_client_that_leaves_before_its_stream_begins(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton needs a final response for each request, also if its stream never began."""
     # The cancellation is found in the iteration of the loop that launches the stream.
@@ -188,7 +190,7 @@ def test_a_client_that_leaves_before_its_stream_begins(
 
 
 def test_an_unexpected_exception_ends_a_stream(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client gets a final response, and the slot is released."""
     served = _Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "1")))
@@ -204,7 +206,7 @@ def test_an_unexpected_exception_ends_a_stream(
     assert any("ZeroDivisionError" in text for _, text in fake_triton.Logger.lines)
 
 
-def test_a_task_that_raises_system_exit(tmp_path: Path, process: None) -> None:
+def test_a_task_that_raises_system_exit(tmp_path: Path) -> None:
     """A task of the model that raises SystemExit ends neither the streams nor their thread."""
     served = _Served(
         tmp_path,
@@ -223,7 +225,7 @@ def test_a_task_that_raises_system_exit(tmp_path: Path, process: None) -> None:
     assert sum("has started raised SystemExit: 3" in text for text in logged("warn")) == 2
 
 
-def test_a_response_that_cannot_be_sent(tmp_path: Path, process: None) -> None:
+def test_a_response_that_cannot_be_sent(tmp_path: Path) -> None:
     """The stream ends with Triton's error."""
     served = _Served(tmp_path, _model(_ENDLESS))
     request = served.request(_X)
@@ -238,9 +240,7 @@ def test_a_response_that_cannot_be_sent(tmp_path: Path, process: None) -> None:
     assert "the outputs cannot be sent: TritonModelException: no room" in last
 
 
-def test_the_number_of_streams_is_limited(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_streams_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With MAX_STREAMS live streams execute() waits; a stream cancelled meanwhile never begins."""
     served = _Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "2")))
     assert served.model._streaming is not None
@@ -272,7 +272,7 @@ def test_the_number_of_streams_is_limited(
         _ended(request)
 
 
-def test_the_end_of_an_instance(tmp_path: Path, process: None) -> None:
+def test_the_end_of_an_instance(tmp_path: Path) -> None:
     """Streams that are live when the instance ends get an error that says so."""
     served = _Served(tmp_path, _model(_ENDLESS))
     request = served.request(_X)
@@ -286,9 +286,7 @@ def test_the_end_of_an_instance(tmp_path: Path, process: None) -> None:
     assert _live() == 0
 
 
-def test_live_streams_are_counted(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_streams_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gauge has the number of live streams."""
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     served = _Served(tmp_path, _model(_ENDLESS))
@@ -303,7 +301,7 @@ def test_live_streams_are_counted(
 _TICKER = next(entry for entry in streamed.TABLE if entry.scenario.name == "ticker")
 
 
-def test_a_request_that_cannot_be_read(tmp_path: Path, process: None) -> None:
+def test_a_request_that_cannot_be_read(tmp_path: Path) -> None:
     """It is refused alone, with a final response; the other request streams."""
     served = _Served(tmp_path, _TICKER.scenario)
     good, bad = (served.request(_TICKER.streams[0].inputs) for _ in range(2))
@@ -314,7 +312,7 @@ def test_a_request_that_cannot_be_read(tmp_path: Path, process: None) -> None:
     _check(_TICKER.streams[0], _ended(good))
 
 
-def test_the_log_names_the_request(tmp_path: Path, process: None) -> None:
+def test_the_log_names_the_request(tmp_path: Path) -> None:
     """The error of a stream is logged with the request's ID and the traceback."""
     served = _Served(tmp_path, _TICKER.scenario)
     request = served.request(_TICKER.streams[-1].inputs, "number-9")
@@ -326,9 +324,7 @@ def test_the_log_names_the_request(tmp_path: Path, process: None) -> None:
     assert "Traceback" in text
 
 
-def test_a_fatal_error_ends_all(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fatal_error_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a fatal error live and new streams get 503, and the instance is not ready."""
     served = _Served(
         tmp_path,
