@@ -22,6 +22,8 @@ from instances import request
 
 from torch_py_backend.adapter import messages
 
+pytestmark = pytest.mark.usefixtures("process")
+
 
 def test_numpy_that_garbles_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stub that changes the values of tensors is detected before READY."""
@@ -79,8 +81,6 @@ pb.Logger, pb.TritonModelException = unittest.mock.Mock(), RuntimeError
 pb.Tensor = pb.InferenceResponse = unittest.mock.Mock()
 sys.modules["triton_python_backend_utils"] = pb
 from torch_py_backend import adapter
-
-pytestmark = pytest.mark.usefixtures("process")
 class Watch:
     def find_spec(self, name, path=None, target=None):
         if name == "torch":
