@@ -382,7 +382,7 @@ def test_on_fatal(
     model = load(tmp_path, **({} if action is None else {"ON_FATAL": action}))
     monkeypatch.setattr("torch_py_backend.adapter.threading.Timer", Timer)
     assert len(poison(model, broken)) == 2
-    fields = [(timer.daemon, timer.seconds, timer.function, timer.given) for timer in timers]
+    fields = [(timer.daemon, timer.seconds, timer.function, timer.arguments) for timer in timers]
     assert fields == [(True, 1.0, os._exit, (os.EX_SOFTWARE,))] * leaves
 
 
@@ -392,7 +392,7 @@ class _Timer:
 
     seconds: float
     function: Callable[..., object]
-    given: tuple[object, ...]
+    arguments: tuple[object, ...]
     daemon: bool = False
 
 

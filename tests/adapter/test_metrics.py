@@ -322,17 +322,17 @@ def test_buckets_grow_from_the_last_one_down(
     monkeypatch.setattr(metrics, "_SECONDS", 3600)  # published here only
     model = load(tmp_path, judge())
     model.execute([request(1), request(2)])
-    increment, seen = fake_triton.Metric.increment, []
+    increment, heights = fake_triton.Metric.increment, []
 
     def incremented(metric: fake_triton.Metric, value: float) -> None:
         increment(metric, value)
         buckets = published("batch_rows_bucket", "le")
-        seen.append([buckets.get(bound, 0) for bound in ("1", "2", "4", "8", "+Inf")])
+        heights.append([buckets.get(bound, 0) for bound in ("1", "2", "4", "8", "+Inf")])
 
     monkeypatch.setattr(fake_triton.Metric, "increment", incremented)
     model._publisher.publish()
-    assert seen[-1] == [0, 1, 1, 1, 1]
-    assert all(buckets == sorted(buckets) for buckets in seen)
+    assert heights[-1] == [0, 1, 1, 1, 1]
+    assert all(buckets == sorted(buckets) for buckets in heights)
 
 
 def test_a_running_call(tmp_path: Path) -> None:

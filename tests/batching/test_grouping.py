@@ -135,6 +135,8 @@ def test_items_are_grouped_by_what_they_have() -> None:
     assert (x.tolist(), y.tolist()) == (with_y["x"].tolist(), with_y["y"].tolist())
     assert alone is without["x"]
     assert nothing is None
+    either = grouping_of(lambda x=None, y=None: (x, y), optional(X), optional(Y))
+    assert positions(either, without, {"y": without["x"]}) == [[0], [1]]
 
 
 def test_gap_in_a_list_is_refused() -> None:

@@ -24,8 +24,8 @@ def accelerator(code: int, text: str = "CUDA error: something") -> RuntimeError:
     """Return what torch raises for a CUDA error."""
     error: Any = torch.AcceleratorError(text)
     error.error_code = code
-    found: RuntimeError = error
-    return found
+    result: RuntimeError = error
+    return result
 
 
 def chained(cause: BaseException, *, explicitly: bool) -> BaseException:

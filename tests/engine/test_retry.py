@@ -109,9 +109,11 @@ def test_invalid_outputs_of_one_request(result: Callable[[Tensor], Any]) -> None
 def test_binding_errors_are_not_retried() -> None:
     """A config that names missing outputs fails every request, so it is not retried."""
     model = Model()
-    made = engine(model)
-    made.runner.extract = OutputExtractor(build.config(outputs=(build.spec("RESULT[3]"),))).extract
-    outcomes = made.run(items([1.0, 2.0, 3.0]))
+    served = engine(model)
+    served.runner.extract = OutputExtractor(
+        build.config(outputs=(build.spec("RESULT[3]"),))
+    ).extract
+    outcomes = served.run(items([1.0, 2.0, 3.0]))
     assert [type(outcome) for outcome in outcomes] == [BindingError] * 3
     assert model.calls == [3]
 
@@ -169,9 +171,9 @@ def test_models_that_must_not_be_called_twice(
 ) -> None:
     """RETRY_FAILED_BATCH decides; by default a model that changes its buffers is called once."""
     counter = Counter()
-    made = engine(counter, owner=counter if stateful else None, retry_failed_batch=wished)
+    served = engine(counter, owner=counter if stateful else None, retry_failed_batch=wished)
     sent = items([1.0, BAD, 3.0, 4.0])
-    assert check(sent, made.run(sent), ForwardError) == failed
+    assert check(sent, served.run(sent), ForwardError) == failed
     assert counter.count.item() == calls
 
 
@@ -193,12 +195,12 @@ def test_requests_of_models_that_write_to_their_inputs() -> None:
     """The first request is retried with its original values; later ones are not retried."""
     sent = items([3.0], rows=4)
     before = copies(sent)
-    made = engine(InPlace(above(1)))
-    assert check(before, made.run(sent), OutOfMemoryError) == []
+    served = engine(InPlace(above(1)))
+    assert check(before, served.run(sent), OutOfMemoryError) == []
     model = InPlace(above(1))
-    made = engine(model)
-    made.run(items([1.0]))
-    assert [type(outcome) for outcome in made.run(items([1.0], rows=2))] == [OutOfMemoryError]
+    served = engine(model)
+    served.run(items([1.0]))
+    assert [type(outcome) for outcome in served.run(items([1.0], rows=2))] == [OutOfMemoryError]
     assert model.calls == [1, 2]
 
 
@@ -216,13 +218,13 @@ def test_batches_of_models_that_write_to_their_inputs() -> None:
 def test_parts_of_a_request_of_a_model_that_writes_to_its_inputs() -> None:
     """Rows that did not fit in memory are retried with their original values."""
     model = InPlace(above(8))
-    made = engine(model)
+    served = engine(model)
     sent = items([1.0, 2.0, 3.0], rows=7)
     before = copies(sent)
-    assert check(before, made.run(sent), OutOfMemoryError) == []
+    assert check(before, served.run(sent), OutOfMemoryError) == []
     assert model.calls[0] == 21
     model._judge = above(2)
-    assert check(before, made.run(copies(before)), OutOfMemoryError) == []
+    assert check(before, served.run(copies(before)), OutOfMemoryError) == []
     assert max(model.calls[-5:]) <= 2
 
 
@@ -247,8 +249,8 @@ def test_reports() -> None:
             if value < 0:
                 raise ValueError(f"value {value}")
 
-    made = engine(Model(judge))
-    outcomes = made.run([*items([-1.0, 2.0, -3.0, -1.0]), {}])
+    served = engine(Model(judge))
+    outcomes = served.run([*items([-1.0, 2.0, -3.0, -1.0]), {}])
 
     reported = [at for at, outcome in enumerate(outcomes) if getattr(outcome, "reported", False)]
     assert reported == [0, 2, 3]
@@ -279,10 +281,10 @@ def test_endless_recursion() -> None:
 def test_every_retry_is_announced() -> None:
     """The callback that resets a call's time limit runs before each retry."""
     model = Model(bad)
-    made = engine(model)
+    served = engine(model)
     begun: list[int] = []
-    made.recovery.on_call = lambda: begun.append(len(model.calls))
-    made.run(items([1.0, BAD, 3.0, 4.0]))
+    served.recovery.on_call = lambda: begun.append(len(model.calls))
+    served.run(items([1.0, BAD, 3.0, 4.0]))
     assert begun == [1, 2, 3, 4]
 
 
@@ -304,12 +306,12 @@ def test_batches_that_do_not_fit(
 ) -> None:
     """All requests are answered in calls that the model takes, and the next batch fits at once."""
     model = Model(above(fits))
-    made = engine(model, rows, **overrides)
+    served = engine(model, rows, **overrides)
     sent = items([float(place) for place in range(32)])
-    assert check(sent, made.run(sent), OutOfMemoryError) == []
+    assert check(sent, served.run(sent), OutOfMemoryError) == []
     assert set(model.calls) == called
     model.calls.clear()
-    assert check(sent, made.run(sent), OutOfMemoryError) == []
+    assert check(sent, served.run(sent), OutOfMemoryError) == []
     assert max(model.calls) <= fits
 
 
@@ -340,13 +342,13 @@ def test_only_what_never_fits_is_refused() -> None:
             raise MemoryError
 
     model = Model(judge)
-    made = engine(model)
+    served = engine(model)
     sent = items([1.0, 2.0, BAD, 4.0, 5.0])
-    outcomes = made.run(sent)
+    outcomes = served.run(sent)
     assert check(sent, outcomes, OutOfMemoryError) == [2]
     assert outcomes[2].code == "UNAVAILABLE"  # type: ignore[union-attr]
     model.calls.clear()
-    made.run(items([1.0, 2.0, 3.0]))
+    served.run(items([1.0, 2.0, 3.0]))
     assert model.calls == [3], "one request slows down those that come after it"
 
 
@@ -366,8 +368,8 @@ def test_outputs_are_not_copied_while_memory_is_short() -> None:
         above(2)(x)
         return memory[: x.shape[0]]
 
-    made = engine(model)
-    outcomes: Sequence[Any] = [*made.run(items([1.0] * 4)), *made.run(items([1.0]))]
+    served = engine(model)
+    outcomes: Sequence[Any] = [*served.run(items([1.0] * 4)), *served.run(items([1.0]))]
     owned = [
         outcome["y"].data_ptr() != memory[at].data_ptr()
         for at, outcome in zip((0, 1, 0, 1, 0), outcomes, strict=True)
@@ -390,10 +392,10 @@ def test_a_first_failure_that_hides_a_shortage() -> None:
 def test_no_retry_if_disabled() -> None:
     """With RETRY_FAILED_BATCH false a batch that does not fit fails; the next one is smaller."""
     model = Model(above(4))
-    made = engine(model, retry_failed_batch=False)
+    served = engine(model, retry_failed_batch=False)
     sent = items([float(place) for place in range(8)])
-    assert check(sent, made.run(sent), OutOfMemoryError) == list(range(8))
-    assert check(sent, made.run(sent), OutOfMemoryError) == []
+    assert check(sent, served.run(sent), OutOfMemoryError) == list(range(8))
+    assert check(sent, served.run(sent), OutOfMemoryError) == []
     assert model.calls == [8, 4, 4]
 
 
@@ -407,6 +409,20 @@ def test_pieces_that_cannot_be_joined() -> None:
     (outcome,) = engine(model).run(items([1.0], rows=7))
     assert isinstance(outcome, OutputError)
     assert "outputs that can be joined" in str(outcome)
+
+
+def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When memory is free again, batches grow until no limit is left."""
+    monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
+    model = Model(above(4))
+    served = engine(model)
+    sent = items([float(place) for place in range(32)])
+    served.run(sent)
+    model._judge = above(32)
+    for _ in range(20):
+        assert check(sent, served.run(sent), OutOfMemoryError) == []
+    assert model.calls[-1] == 32
+    assert not served.recovery.capacity.limits
 
 
 @pytest.fixture
@@ -460,7 +476,7 @@ def test_everything_at_once(
         bad(x)
 
     x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
-    made = engine(Model(judge), rows, inputs=(x,), **overrides)
+    served = engine(Model(judge), rows, inputs=(x,), **overrides)
     for _ in range(60):
         fits[0] = random.choice([2, 3, 9, 32, 32])
         sent = [
@@ -476,7 +492,7 @@ def test_everything_at_once(
         for place, value in wrong.items():
             x_of = np.asarray(sent[place]["x"])
             x_of[random.randrange(len(x_of)), 1] = value
-        outcomes = made.run(sent)
+        outcomes = served.run(sent)
 
         fixed = rows.least > 1 or "batch_buckets" in overrides
         for place, (item, outcome) in enumerate(zip(sent, outcomes, strict=True)):
@@ -526,22 +542,22 @@ def test_device_that_breaks(tells: bool, monkeypatch: pytest.MonkeyPatch, freed:
     device = Device(tells=tells)
     monkeypatch.setattr(runtime, "probe", device.probe)
     model = Model(device.judge)
-    made = engine(model)
-    made._clean = lambda: freed.append(2)
-    made.run(items([1.0]))
+    served = engine(model)
+    served._clean = lambda: freed.append(2)
+    served.run(items([1.0]))
     sent = [*items([1.0, BAD, 3.0]), *items([4.0], length=6)]
 
-    outcomes = made.run(sent)
-    later = made.run(items([5.0, 6.0]))
+    outcomes = served.run(sent)
+    later = served.run(items([5.0, 6.0]))
 
     assert check(sent, outcomes, UnavailableError) == [0, 1, 2, 3]
     assert [type(outcome) for outcome in later] == [UnavailableError] * 2
     assert model.calls == [1, 3]
     assert freed == [2], "freeing the cache of a broken device would raise again"
     assert "device-side assert triggered" in str(outcomes[0])
-    assert made.recovery.fatal is outcomes[0]
-    assert made.recovery.fatal.reported
-    assert "Traceback" in made.recovery.fatal.traceback
+    assert served.recovery.fatal is outcomes[0]
+    assert served.recovery.fatal.reported
+    assert "Traceback" in served.recovery.fatal.traceback
 
 
 @pytest.mark.parametrize("first", [RuntimeError("bisection"), MemoryError()])
@@ -569,8 +585,8 @@ def test_values_that_are_not_finite(value: float, rows: int) -> None:
     """Only requests whose outputs hold NaN or infinity are refused."""
     sent = items([1.0, 2.0, 3.0], rows)
     np.asarray(sent[1]["x"])[rows - 1, 2] = value
-    made = engine(Model(), check_finite=True)
-    outcomes = made.run(sent)
+    served = engine(Model(), check_finite=True)
+    outcomes = served.run(sent)
     assert check(sent, outcomes, OutputError) == [1]
     assert outcomes[1].reported  # type: ignore[union-attr]
 
@@ -578,6 +594,6 @@ def test_values_that_are_not_finite(value: float, rows: int) -> None:
 def test_padding_that_is_not_finite() -> None:
     """Outputs for padding are not checked."""
     x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
-    made = engine(Model(), inputs=(x,), pad={"x": {"value": float("inf")}}, check_finite=True)
+    served = engine(Model(), inputs=(x,), pad={"x": {"value": float("inf")}}, check_finite=True)
     sent = [*items([1.0], length=3), *items([2.0], length=6)]
-    assert check(sent, made.run(sent), OutputError) == []
+    assert check(sent, served.run(sent), OutputError) == []

@@ -37,13 +37,13 @@ class Counter(nn.Module):
 def test_buffers_that_are_written(in_place: bool, mode: Any) -> None:
     """A buffer that is written or replaced is detected; first calls may fill tables."""
     model = Counter(in_place=in_place)
-    made = SideEffects(model)
-    assert not made.writes_buffers()
+    effects = SideEffects(model)
+    assert not effects.writes_buffers()
     with mode():
         model(torch.ones(1))
-    assert made.writes_buffers()
-    made.reset_baseline()
-    assert not made.writes_buffers()
+    assert effects.writes_buffers()
+    effects.reset_baseline()
+    assert not effects.writes_buffers()
 
 
 class Late(nn.Module):
@@ -62,21 +62,21 @@ class Late(nn.Module):
 def test_buffers_made_in_inference_mode(value: float, writes: bool) -> None:
     """A buffer created in inference mode is compared by its values."""
     model = Late()
-    made = SideEffects(model)
+    effects = SideEffects(model)
     with torch.inference_mode():
         model(torch.ones(1))
-        made.reset_baseline()
-        assert not made.writes_buffers()
+        effects.reset_baseline()
+        assert not effects.writes_buffers()
         model(torch.full((1,), value))
-    assert made.writes_buffers() == writes
+    assert effects.writes_buffers() == writes
 
 
 def test_buffers_written_by_graphs() -> None:
     """A replay changes values without changing their versions."""
     model = Counter()
-    made = SideEffects(model, captured=True)
+    effects = SideEffects(model, captured=True)
     model.count.numpy()[:] = 3  # as a graph does, torch does not see it
-    assert made.writes_buffers()
+    assert effects.writes_buffers()
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_buffers_written_by_graphs() -> None:
 )
 def test_models_without_side_effects(model: nn.Module) -> None:
     """A model in eval mode keeps its buffers; also in TorchScript."""
-    made = SideEffects(model)
+    effects = SideEffects(model)
     with torch.inference_mode():
         model(torch.rand(2, 4))
-    assert not made.writes_buffers()
+    assert not effects.writes_buffers()
 
 
 @pytest.mark.parametrize(
@@ -102,17 +102,17 @@ def test_models_without_side_effects(model: nn.Module) -> None:
 )
 def test_inputs_that_are_written(value: Any, write: Any) -> None:
     """A model that writes to its inputs is detected."""
-    made, item = SideEffects(None), {"x": value}
+    effects, item = SideEffects(None), {"x": value}
     before = side_effects.copy_tensors(item)
-    assert not made.observed
-    made.compare(before, item)
-    assert made.observed
-    assert not made.writes_inputs
+    assert not effects.observed
+    effects.compare(before, item)
+    assert effects.observed
+    assert not effects.writes_inputs
     write(value)
-    made.compare(before, item)
-    assert made.writes_inputs
-    made.compare(side_effects.copy_tensors(item), item)
-    assert made.writes_inputs
+    effects.compare(before, item)
+    assert effects.writes_inputs
+    effects.compare(side_effects.copy_tensors(item), item)
+    assert effects.writes_inputs
 
 
 @pytest.mark.parametrize(
@@ -126,6 +126,6 @@ def test_inputs_that_are_written(value: Any, write: Any) -> None:
 )
 def test_inputs_that_are_not_written(value: Any) -> None:
     """NaN compares equal to the same NaN, and strings are not compared."""
-    made, item = SideEffects(None), {"x": value}
-    made.compare(side_effects.copy_tensors(item), item)
-    assert not made.writes_inputs
+    effects, item = SideEffects(None), {"x": value}
+    effects.compare(side_effects.copy_tensors(item), item)
+    assert not effects.writes_inputs

@@ -22,10 +22,10 @@ def test_begin_returns_the_result_unchanged() -> None:
     kept = object()
     engine = streamed.engine(lambda x: (kept, x))
     item: Item = {"x": torch.rand(3, 2)}
-    (result, x), given = engine.stream_calls.begin(item)
+    (result, x), inputs = engine.stream_calls.begin(item)
     assert result is kept
     assert x is item["x"]
-    assert given.rows == 3
+    assert inputs.rows == 3
     assert engine.counts.batches == {3: 1}
 
 
@@ -48,8 +48,8 @@ def test_an_invalid_result_fails_alone(wrong: Any, kind: type[BackendError]) -> 
     """Of several results, one that contradicts the config does not affect the others."""
     engine = streamed.engine(double, check_finite=True)
     begun = [engine.stream_calls.begin(streamed.item(value, value)) for value in (1, 2, 3)]
-    (first, given), _, (third, _) = begun
-    outcomes = engine.stream_calls.outcomes([(first, given), (wrong, given), (third, given)])
+    (first, inputs), _, (third, _) = begun
+    outcomes = engine.stream_calls.outcomes([(first, inputs), (wrong, inputs), (third, inputs)])
     assert isinstance(outcomes[1], kind)
     values = [
         torch.as_tensor(outcome["y"]).tolist() for outcome in outcomes if isinstance(outcome, dict)

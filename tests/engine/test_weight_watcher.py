@@ -92,8 +92,8 @@ def watch() -> Iterator[Watch]:
     """Starts watchers, which know the digest of the first weights, and closes them."""
     with contextlib.ExitStack() as started:
 
-        def start(made: Engine) -> WeightWatcher:
-            watcher = WeightWatcher(made)
+        def start(engine: Engine) -> WeightWatcher:
+            watcher = WeightWatcher(engine)
             started.callback(watcher.close)
             until(lambda: watcher.digest)
             return watcher
@@ -119,8 +119,8 @@ def served(
     return builder.build(build.config(folder, **{"watch_weights": True} | options), Threads(1, 1))
 
 
-def answer(made: Engine) -> Tensor:
-    (outcome,) = made.run([{"x": X}])
+def answer(engine: Engine) -> Tensor:
+    (outcome,) = engine.run([{"x": X}])
     assert isinstance(outcome, dict), outcome
     result = outcome["y"]
     assert isinstance(result, Tensor)
@@ -154,16 +154,16 @@ def test_a_new_file_is_swapped_in(
 ) -> None:
     """Answers use the new weights, the weights are in the new file, and the old one is closed."""
     path = tmp_path / "1" / name
-    made = served(tmp_path, name, write, optimize=optimize)
-    watcher = watch(made)
-    assert torch.equal(answer(made), Net(1)(X))
+    engine = served(tmp_path, name, write, optimize=optimize)
+    watcher = watch(engine)
+    assert torch.equal(answer(engine), Net(1)(X))
     for value in (2.0, 3.0):
         replace(path, write, value)
         until(lambda: watcher.digest == hashlib.sha256(path.read_bytes()).hexdigest()[:12])
-        assert torch.equal(answer(made), Net(value)(X))
+        assert torch.equal(answer(engine), Net(value)(X))
         # The swap is not a side effect of the model.
-        assert not made.side_effects.writes_buffers()
-        sharing = sharing_report.mapped(made.loaded)
+        assert not engine.side_effects.writes_buffers()
+        sharing = sharing_report.mapped(engine.loaded)
         assert sharing.shared == sharing.total
     until(lambda: f"{path} (deleted)" not in Path("/proc/self/maps").read_text())
 
@@ -172,40 +172,40 @@ def test_a_compiled_model_takes_new_weights_without_compiling(
     tmp_path: Path, watch: Watch, dynamo: None
 ) -> None:
     """The compiled graph gets the weights as arguments of each call."""
-    made = served(tmp_path, torch_compile_optional_parameters={"backend": "aot_eager"})
-    with made.preparing():
-        answer(made)  # with copies of its inputs, which torch.compile tells from the inputs
-        answer(made)
-    watcher = watch(made)
+    engine = served(tmp_path, torch_compile_optional_parameters={"backend": "aot_eager"})
+    with engine.preparing():
+        answer(engine)  # with copies of its inputs, which torch.compile tells from the inputs
+        answer(engine)
+    watcher = watch(engine)
     before = watcher.digest
     replace(tmp_path / "1" / "model.pt", _state_dict, 2)
     until(lambda: watcher.digest != before)
     with torch.compiler.set_stance("fail_on_recompile"):
-        assert torch.allclose(answer(made), Net(2)(X))
+        assert torch.allclose(answer(engine), Net(2)(X))
 
 
 def test_no_batch_sees_old_and_new_weights(tmp_path: Path, watch: Watch) -> None:
     """While files are replaced, each answer uses the weights of one file."""
-    made = served(tmp_path, "model.safetensors", _safetensors)
-    watch(made)
+    engine = served(tmp_path, "model.safetensors", _safetensors)
+    watch(engine)
     ended = threading.Event()
-    seen: set[int] = set()
+    answered: set[int] = set()
 
     def replace_often() -> None:
         for value in range(2, 12):
             replace(tmp_path / "1" / "model.safetensors", _safetensors, value)
             time.sleep(0.1)
             if value in (4, 8):  # however slow the machine is, some are taken in between
-                until(lambda value=value: value in seen)  # type: ignore[misc]
+                until(lambda value=value: value in answered)  # type: ignore[misc]
         ended.set()
 
     expected = {value: Net(value)(X) for value in range(1, 12)}
     threading.Thread(target=replace_often).start()
-    while not ended.is_set() or 11 not in seen:
-        result = answer(made)
+    while not ended.is_set() or 11 not in answered:
+        result = answer(engine)
         (value,) = [value for value, values in expected.items() if torch.equal(values, result)]
-        seen.add(value)
-    assert len(seen) > 2
+        answered.add(value)
+    assert len(answered) > 2
 
 
 def _other_shape(path: Path) -> None:
@@ -239,19 +239,19 @@ def test_a_bad_file_is_refused_once_and_the_old_weights_stay(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The log has the reason, and a good file afterwards is swapped in."""
-    made = served(tmp_path)
-    watcher = watch(made)
+    engine = served(tmp_path)
+    watcher = watch(engine)
     before, path = watcher.digest, tmp_path / "1" / "model.pt"
     scratch = tmp_path / "bad.pt"
     write(scratch)
     with caplog.at_level(logging.ERROR):
         scratch.replace(path)
         until(lambda: refusals(caplog))
-        assert torch.equal(answer(made), Net(1)(X))
+        assert torch.equal(answer(engine), Net(1)(X))
         assert watcher.digest == before
         replace(path, _state_dict, 3)
         until(lambda: watcher.digest != before)
-    assert torch.equal(answer(made), Net(3)(X))
+    assert torch.equal(answer(engine), Net(3)(X))
     (refusal,) = refusals(caplog)
     assert reason in refusal
 
@@ -289,24 +289,24 @@ def test_a_buffer_that_forward_has_replaced(
 ) -> None:
     """New weights are swapped in completely or not at all, and the watcher continues."""
     build.write(tmp_path, "model.py", REPLACES % statement)
-    made = served(tmp_path)
-    watcher = watch(made)
+    engine = served(tmp_path)
+    watcher = watch(engine)
     before = watcher.digest
-    made.run([{"x": torch.zeros(1, 4)}])
+    engine.run([{"x": torch.zeros(1, 4)}])
     with caplog.at_level(logging.ERROR):
         replace(tmp_path / "1" / "model.pt", _state_dict, 2)
         until(lambda: refusals(caplog) or watcher.digest != before)
     assert [refusal in text for text in refusals(caplog)] == ([True] if refusal else [])
-    assert torch.equal(_linear(made), Net(1 if refusal else 2).linear(X))
+    assert torch.equal(_linear(engine), Net(1 if refusal else 2).linear(X))
     # A further poll finds the thread alive.
     replace(tmp_path / "1" / "model.pt", _state_dict, 3)
-    until(lambda: len(refusals(caplog)) == 2 if refusal else torch.equal(answer(made), Net(3)(X)))
+    until(lambda: len(refusals(caplog)) == 2 if refusal else torch.equal(answer(engine), Net(3)(X)))
 
 
-def _linear(made: Engine) -> Tensor:
-    assert made.loaded.owner is not None
-    with torch.no_grad(), made.lock:
-        result: Tensor = made.loaded.owner.get_submodule("linear")(X)
+def _linear(engine: Engine) -> Tensor:
+    assert engine.loaded.owner is not None
+    with torch.no_grad(), engine.lock:
+        result: Tensor = engine.loaded.owner.get_submodule("linear")(X)
         return result
 
 
@@ -314,13 +314,13 @@ def test_an_answer_that_is_a_weight_stays_the_same(tmp_path: Path, watch: Watch)
     """New weights do not change an answer that has not been sent yet."""
     weight = "self.linear.weight[: x.shape[0]]"
     build.write(tmp_path, "model.py", SOURCE.replace("self.linear(x) + self.nothing", weight))
-    made = served(tmp_path)
-    watcher = watch(made)
-    before, unsent = watcher.digest, answer(made)
+    engine = served(tmp_path)
+    watcher = watch(engine)
+    before, unsent = watcher.digest, answer(engine)
     replace(tmp_path / "1" / "model.pt", _state_dict, 2)
     until(lambda: watcher.digest != before)
     assert torch.equal(unsent, torch.ones(2, 4))
-    assert torch.equal(answer(made), torch.full((2, 4), 2.0))
+    assert torch.equal(answer(engine), torch.full((2, 4), 2.0))
 
 
 @pytest.mark.parametrize(
@@ -340,13 +340,13 @@ def test_an_archive_with_other_code_is_refused(
             result: Tensor = self.linear(x) * 2
             return result
 
-    made = served(tmp_path, name, write)
-    watch(made)
+    engine = served(tmp_path, name, write)
+    watch(engine)
     with caplog.at_level(logging.ERROR):
         write(tmp_path / f"other{name}", Other(2))
         (tmp_path / f"other{name}").replace(tmp_path / "1" / name)
         until(lambda: refusals(caplog))
-    assert torch.equal(answer(made), Net(1)(X))
+    assert torch.equal(answer(engine), Net(1)(X))
     (refusal,) = refusals(caplog)
     assert "differs in more than its weights: " in refusal
     assert "Load the model again" in refusal
@@ -354,8 +354,8 @@ def test_an_archive_with_other_code_is_refused(
 
 def test_a_file_written_in_place_is_read_when_complete(tmp_path: Path, watch: Watch) -> None:
     """Until the file is complete the old weights are used, copied before the write."""
-    made = served(tmp_path)
-    watcher = watch(made)
+    engine = served(tmp_path)
+    watcher = watch(engine)
     before, path = watcher.digest, tmp_path / "1" / "model.pt"
     _state_dict(tmp_path / "new.pt", Net(2))
     content = (tmp_path / "new.pt").read_bytes()
@@ -363,10 +363,10 @@ def test_a_file_written_in_place_is_read_when_complete(tmp_path: Path, watch: Wa
         file.write(content[:700])
         file.flush()
         os.fsync(file.fileno())
-        assert torch.equal(answer(made), Net(1)(X))
+        assert torch.equal(answer(engine), Net(1)(X))
         file.write(content[700:])
     until(lambda: watcher.digest != before)
-    assert torch.equal(answer(made), Net(2)(X))
+    assert torch.equal(answer(engine), Net(2)(X))
 
 
 @pytest.mark.parametrize("name", [build.MODEL, "folderQ2x7Ba"], ids=["own", "copy"])
@@ -374,19 +374,19 @@ def test_a_copy_that_triton_made_is_watched_with_a_warning(
     name: str, tmp_path: Path, watch: Watch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The files of a model from a cloud store are copies that are never replaced."""
-    made = served(tmp_path / name)
+    engine = served(tmp_path / name)
     with caplog.at_level(logging.WARNING):
-        watch(made)
+        watch(engine)
     copy = name != build.MODEL
     assert ("watches Triton's copy of the model" in caplog.text) == copy
 
 
 def test_without_the_option_files_are_guarded_and_not_watched(tmp_path: Path) -> None:
     """A new file waits for the next load, and a write in place has no effect."""
-    made = served(tmp_path, watch_weights=False)
-    watcher = WeightWatcher(made)
+    engine = served(tmp_path, watch_weights=False)
+    watcher = WeightWatcher(engine)
     (tmp_path / "1" / "model.pt").write_bytes(b"")
-    assert torch.equal(answer(made), Net(1)(X))
+    assert torch.equal(answer(engine), Net(1)(X))
     assert watcher.digest == ""
     watcher.close()
     watcher.close()
@@ -403,9 +403,9 @@ def test_a_model_whose_weights_cannot_be_replaced_is_not_loaded(
     options: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     """WATCH_WEIGHTS is refused with the reason."""
-    made = served(tmp_path, "model.safetensors", _safetensors, **options)
+    engine = served(tmp_path, "model.safetensors", _safetensors, **options)
     with pytest.raises(ConfigError, match=reason):
-        WeightWatcher(made)
+        WeightWatcher(engine)
 
 
 def test_the_digest_of_shards_is_of_all_files(tmp_path: Path, watch: Watch) -> None:
@@ -421,11 +421,11 @@ def test_the_digest_of_shards_is_of_all_files(tmp_path: Path, watch: Watch) -> N
     write(1)
     names = {key: f"{key}.safetensors" for key in Net(1).state_dict()}
     build.write(tmp_path, "model.safetensors.index.json", json.dumps({"weight_map": names}))
-    made = builder.build(build.config(tmp_path, watch_weights=True), Threads(1, 1))
-    watcher = watch(made)
+    engine = builder.build(build.config(tmp_path, watch_weights=True), Threads(1, 1))
+    watcher = watch(engine)
     before = watcher.digest
     write(2)
-    until(lambda: watcher.digest != before and torch.equal(answer(made), Net(2)(X)))
+    until(lambda: watcher.digest != before and torch.equal(answer(engine), Net(2)(X)))
     assert len(watcher.digest) == 12
-    assert len(discovery.find(made.config).weight_files()) == 5
-    assert mapped_files.measure(made.loaded.weights).shared
+    assert len(discovery.find(engine.config).weight_files()) == 5
+    assert mapped_files.measure(engine.loaded.weights).shared
