@@ -1,34 +1,4 @@
-"""The error tree. A class takes facts, composes its message and has the name of a Triton code.
-
-BackendError
-├── LoadError               the model cannot be served; the load fails with this message
-│   ├── ConfigError         settings of config.pbtxt conflict, or do not fit the model
-│   ├── OptionError         the value of a parameter is not accepted
-│   ├── ArtifactError       the model file is missing, or has an unsupported type
-│   ├── SourceError         model.py fails, or does not define the model
-│   ├── WeightsError        the weights do not fit the module
-│   ├── BindingError        names in the config do not match those of forward()
-│   ├── PlatformError       this process lacks what the model needs: a GPU, a matching numpy
-│   ├── CompileError        torch.compile failed, and the config requires it
-│   └── WarmupError         the first calls, before READY, failed
-├── InputError              a request is invalid
-├── ForwardError            forward(), or the method served instead of it, raised
-├── HookError               a hook raised
-├── CallError               a call of another model from a model failed
-│   └── NoServerError       no server executes calls of other models
-├── OutputError             the result of forward() does not match the config
-├── InternalError           the backend itself failed
-├── UnavailableError        the instance cannot answer; another one may be able to
-│   ├── OutOfMemoryError    a single row of a request does not fit in memory
-│   └── StateMemoryError    the states of all sequences exceed their memory limit
-├── CancelledError          a request was cancelled before it ran, or during its stream
-├── InstallError            a backend folder cannot be written
-├── ServerError             a tritonserver cannot be found, started or reached, or fails
-├── BenchError              a benchmark has invalid arguments, or has no results
-├── ArchiveError            a TorchServe archive cannot be read, or cannot be served
-├── ProfileError            a model cannot be profiled, or its trace cannot be written
-├── TuneError               a model cannot be tuned, or the result cannot be written
-└── PackError               a Python environment cannot be packed
+"""The exception tree. A class takes facts, composes its message and has the name of a Triton code.
 
 A message names the model, what was found, what was expected, and what to do. Messages to clients
 (InputError, ForwardError, HookError, CallError, OutputError, UnavailableError) contain no path of
@@ -70,6 +40,8 @@ class ModelError(BackendError):
 
 
 class LoadError(ModelError):
+    """The model cannot be served; the load fails with this message."""
+
     @classmethod
     def from_message(cls, message: str, traceback: str = "") -> LoadError:
         """Return an error with the message and the traceback of one in another process."""
@@ -80,10 +52,12 @@ class LoadError(ModelError):
 
 
 class ConfigError(LoadError):
-    pass
+    """Settings of config.pbtxt conflict, or do not fit the model."""
 
 
 class OptionError(LoadError):
+    """The value of a parameter is not accepted."""
+
     def __init__(self, model: str, key: str, value: str, accepted: str) -> None:
         super().__init__(
             model,
@@ -94,11 +68,11 @@ class OptionError(LoadError):
 
 
 class ArtifactError(LoadError):
-    pass
+    """The model file is missing, or has an unsupported type."""
 
 
 class SourceError(LoadError):
-    pass
+    """`model.py` fails, or does not define the model."""
 
 
 class WeightsError(LoadError):
@@ -130,14 +104,16 @@ class WeightsError(LoadError):
 
 
 class BindingError(LoadError):
-    pass
+    """Names in the config do not match those of forward()."""
 
 
 class PlatformError(LoadError):
-    pass
+    """This process lacks what the model needs: a GPU, a matching numpy."""
 
 
 class CompileError(LoadError):
+    """torch.compile failed, and the config requires it."""
+
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(
             model,
@@ -149,10 +125,12 @@ class CompileError(LoadError):
 
 
 class WarmupError(LoadError):
-    pass
+    """The first calls, before READY, failed."""
 
 
 class InputError(ModelError):
+    """A request is invalid."""
+
     code = "INVALID_ARG"
 
 
@@ -164,6 +142,8 @@ class ForwardError(ModelError):
 
 
 class HookError(ModelError):
+    """A hook raised."""
+
     def __init__(self, model: str, stage: str, error: BaseException) -> None:
         super().__init__(model, f"{stage}() raised {summarize(error)}")
 
@@ -179,6 +159,8 @@ class CallError(ModelError):
 
 
 class NoServerError(CallError):
+    """No server executes calls of other models."""
+
     def __init__(self, model: str, inputs: Iterable[str]) -> None:
         super().__init__(
             model,
@@ -189,10 +171,12 @@ class NoServerError(CallError):
 
 
 class OutputError(ModelError):
-    pass
+    """The result of forward() does not match the config."""
 
 
 class InternalError(ModelError):
+    """The backend itself failed."""
+
     def __init__(self, model: str) -> None:
         super().__init__(
             model, "the backend raised an unexpected error; the server's log has the traceback"
@@ -200,6 +184,8 @@ class InternalError(ModelError):
 
 
 class UnavailableError(ModelError):
+    """The instance cannot answer; another one may be able to."""
+
     code = "UNAVAILABLE"
 
     @classmethod
@@ -224,6 +210,8 @@ class OutOfMemoryError(UnavailableError):
 
 
 class StateMemoryError(UnavailableError):
+    """The states of all sequences exceed their memory limit."""
+
     def __init__(self, model: str, name: str, needed: int, limit_mb: int, sequences: int) -> None:
         super().__init__(
             model,
@@ -236,6 +224,8 @@ class StateMemoryError(UnavailableError):
 
 
 class CancelledError(ModelError):
+    """A request was cancelled before it ran, or during its stream."""
+
     code = "CANCELLED"
 
     def __init__(self, model: str, when: str = "before it ran") -> None:
@@ -243,15 +233,15 @@ class CancelledError(ModelError):
 
 
 class InstallError(BackendError):
-    pass
+    """A backend folder cannot be written."""
 
 
 class ServerError(BackendError):
-    pass
+    """A tritonserver cannot be found, started or reached, or fails."""
 
 
 class BenchError(BackendError):
-    pass
+    """A benchmark has invalid arguments, or has no results."""
 
 
 class ArchiveError(BackendError):
@@ -263,15 +253,15 @@ class ArchiveError(BackendError):
 
 
 class ProfileError(BackendError):
-    pass
+    """A model cannot be profiled, or its trace cannot be written."""
 
 
 class TuneError(BackendError):
-    pass
+    """A model cannot be tuned, or the result cannot be written."""
 
 
 class PackError(BackendError):
-    pass
+    """A Python environment cannot be packed."""
 
 
 _MEGABYTE = 1 << 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import locale
@@ -11,54 +12,41 @@ import time
 from pathlib import Path
 
 import fake_triton
+import instances
 import models
 import numpy as np
 import pytest
 import scenarios
 import torch
+from instances import request
 
-from torch_py_backend.adapter import TritonPythonModel
+from torch_py_backend.adapter import messages
 
-
-def _model(folder: Path, scenario: scenarios.Scenario) -> TritonPythonModel:
-    model = TritonPythonModel()
-    model.initialize(fake_triton.arguments(scenario.lay_out(folder)))
-    return model
+pytestmark = pytest.mark.usefixtures("process")
 
 
-def _named(name: str) -> scenarios.Scenario:
-    return next(one for one in scenarios.TABLE if one.name == name)
-
-
-def _requests(*arrays: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> list[object]:
-    document = {"input": [{"name": "x", "dims": [4]}]}
-    return [fake_triton.request({"x": array}, document) for array in arrays]
-
-
-def test_numpy_that_garbles_tensors(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_numpy_that_garbles_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stub that changes the values of tensors is detected before READY."""
     monkeypatch.setattr(fake_triton.Tensor, "as_numpy", lambda self: np.zeros(4, np.float32))
     with pytest.raises(fake_triton.TritonModelException, match=r"garbles tensors.*numpy<2"):
-        _model(tmp_path, _named("function"))
+        instances.load(tmp_path, instances.named("function"))
 
 
-def test_the_locale_is_utf8(tmp_path: Path, process: None) -> None:
+def test_the_locale_is_utf8(tmp_path: Path) -> None:
     """Triton's stub runs in the C locale, but a model may read UTF-8 files."""
     locale.setlocale(locale.LC_ALL, "C")
-    _model(tmp_path, _named("function"))
+    instances.load(tmp_path, instances.named("function"))
     assert locale.nl_langinfo(locale.CODESET) == "UTF-8"
 
 
-def test_bfloat16_inputs_are_copied(tmp_path: Path, process: None) -> None:
+def test_bfloat16_inputs_are_copied(tmp_path: Path) -> None:
     """Triton's memory is invalid after execute(): a model that keeps its input keeps a copy."""
     scenario = scenarios.Scenario(
         "keeps",
         scenarios.text(models.source(Keeps)),
         scenarios.config({"x": [4]}, {"y": [4]}).replace("TYPE_FP32", "TYPE_BF16"),
     )
-    model = _model(tmp_path, scenario)
+    model = instances.load(tmp_path, scenario)
     memory = torch.ones(1, 4, dtype=torch.bfloat16)
     request = fake_triton.InferenceRequest([fake_triton.Tensor.from_dlpack("x", memory)])
     model.execute([request])
@@ -78,18 +66,6 @@ class Keeps(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         before, self.kept = self.kept, x
         return before if before.shape == x.shape else x
-
-
-def test_importing_the_adapter_does_not_import_torch() -> None:
-    """Triton imports the adapter once more to complete a config, which must not import torch."""
-    code = (
-        "import sys, types; sys.modules['triton_python_backend_utils'] = types.ModuleType('pb');"
-        "import torch_py_backend.adapter; print('torch' in sys.modules)"
-    )
-    printed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
-    assert printed.strip() == "False"
 
 
 def test_threads_are_reserved_before_torch_is_imported(tmp_path: Path) -> None:
@@ -129,70 +105,53 @@ print(torch.get_num_threads())
 
 def _counted(*names: str) -> dict[str, float]:
     """Return the sum of each of these metrics."""
+    made = fake_triton.MetricFamily.made
     return {
-        name: sum(one.value() for one in fake_triton.MetricFamily.made[f"pytorch_py_{name}_total"])
-        for name in names
+        name: sum(metric.value() for metric in made[f"pytorch_py_{name}_total"]) for name in names
     }
 
 
-def test_filling_is_counted(tmp_path: Path, process: None) -> None:
+def test_filling_is_counted(tmp_path: Path) -> None:
     """Rows that fill a bucket are counted, but not in the warm-up; the last ones on close()."""
-    model = _model(tmp_path, _named("buckets"))
-
-    model.execute(_requests(scenarios.floats(3, 4)))
+    model = instances.load(tmp_path, instances.named("buckets"))
+    model.execute([request(1, rows=3)])
     model._publisher.publish()
     first = _counted("rows", "filled_rows", "values", "padded_values")
-    model.execute(_requests(scenarios.floats(7, 4)))
+    model.execute([request(1, rows=7)])
     model.finalize()
-
     assert first == {"rows": 4, "filled_rows": 1, "values": 0, "padded_values": 0}
     assert _counted("rows", "filled_rows") == {"rows": 12, "filled_rows": 2}
 
 
-def test_padding_is_counted(tmp_path: Path, process: None) -> None:
+def test_padding_is_counted(tmp_path: Path) -> None:
     """Padding and all values of padded inputs are counted."""
-    model = _model(tmp_path, _named("padded"))
+    model = instances.load(tmp_path, instances.named("padded"))
     document = {"input": [{"name": "ids", "dims": [-1]}]}
-
     model.execute([fake_triton.request({"ids": np.ones((2, 3), dtype=np.int64)}, document)])
     model.finalize()
-
     # IDs and mask, each [2, 4] instead of [2, 3].
     assert _counted("rows", "values", "padded_values") == {
         "rows": 2, "values": 16, "padded_values": 4,
     }  # fmt: skip
 
 
-def _watched(folder: Path) -> tuple[TritonPythonModel, Path]:
-    scenario = _named("module_pt")
-    repository = scenario.lay_out(folder)
-    config = repository / "config.pbtxt"
-    text = config.read_text()
-    key = 'parameters { key: "WATCH_WEIGHTS" value { string_value: "true" } }\n'
-    config.write_text(text + key)
-    model = TritonPythonModel()
-    model.initialize(fake_triton.arguments(repository))
-    return model, repository / "1"
-
-
 @pytest.mark.parametrize("generation", fake_triton.GENERATIONS)
 def test_responses_and_metrics_have_the_digest_of_the_weights(
-    generation: str, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The SHA-256 of the file is a metric's value, and a parameter where the server supports it."""
-    from torch_py_backend.adapter import messages
-
     fake_triton.become(generation, monkeypatch)
     newer = generation != fake_triton.GENERATIONS[0]
     monkeypatch.setattr(fake_triton.MetricFamily, "made", {})
     assert messages.takes_parameters() is newer
-    model, folder = _watched(tmp_path)
-    (path,) = folder.glob("model.pt*")
+    text = scenarios.x_to_y(3, WATCH_WEIGHTS="true")
+    model = instances.load(tmp_path, dataclasses.replace(instances.named("module_pt"), config=text))
+    (path,) = tmp_path.glob("*/1/model.pt*")
     digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
     while not model._watcher.digest:
         time.sleep(0.01)
     bad = fake_triton.InferenceRequest([])
-    sent = [*_requests(scenarios.floats(1, 4)), bad]
+    sent = [request(1), bad]
     good, refused = fake_triton.executed(generation, model, sent)
     model._publisher.publish()
     (metric,) = fake_triton.MetricFamily.made["pytorch_py_weights_digest"]

@@ -10,32 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import fake_triton
+import instances
 import models
 import numpy as np
 import pytest
 import scenarios
 import torch
 from fake_triton import TritonError
+from instances import logged, request
+from scenarios import Scenario
 
 from torch_py_backend.adapter import TritonPythonModel, answering, messages
 from torch_py_backend.batching import runtime
-from torch_py_backend.errors import BackendError, UnavailableError
 from torch_py_backend.processes import instance_status
+
+pytestmark = pytest.mark.usefixtures("process")
 
 
 def load(folder: Path, definition: Any = models.Judge, **parameters: str) -> TritonPythonModel:
     # Another test of this process may have imported OpenTelemetry, which enables tracing.
     config = scenarios.x_to_y(4, TRACING="false", **parameters)
-    scenario = scenarios.Scenario("judge", scenarios.python(definition), config)
-    model = TritonPythonModel()
-    model.initialize(fake_triton.arguments(scenario.lay_out(folder)))
-    fake_triton.Logger.lines.clear()
-    return model
-
-
-def request(value: float, name: str = "", *, cancelled: bool = False) -> Any:
-    x = np.full((1, 4), value, dtype=np.float32)
-    return fake_triton.InferenceRequest([fake_triton.Tensor("x", x)], name, cancelled=cancelled)
+    return instances.load(folder, Scenario("judge", scenarios.python(definition), config))
 
 
 def check(requests: list[Any], responses: list[Any]) -> list[int | None]:
@@ -50,23 +45,18 @@ def check(requests: list[Any], responses: list[Any]) -> list[int | None]:
     return codes
 
 
-def errors() -> list[str]:
-    return [text for level, text in fake_triton.Logger.lines if level == "error"]
-
-
 # --- memory ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("values", "cancelled"),
     [
-        pytest.param([1, 2, 3], True, id="a batch"),
         pytest.param([-1], True, id="one fails"),
         pytest.param([1, -1, 2, -2, -4, 5], False, id="some fail"),
         pytest.param([1, -5, 2], False, id="memory runs out"),
     ],
 )
-@pytest.mark.usefixtures("process", "no_collector")
+@pytest.mark.usefixtures("no_collector")
 def test_no_input_outlives_its_response(
     tmp_path: Path, values: list[float], cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,56 +66,52 @@ def test_no_input_outlives_its_response(
     requests = [request(value) for value in values]
     requests.append(request(7, cancelled=cancelled))
     inputs = [weakref.ref(sent.inputs()[0].as_numpy()) for sent in requests]
-
     responses = model.execute(requests)
     assert len(responses) == len(inputs)
     del requests, responses
-
-    assert [one() for one in inputs] == [None] * len(inputs)
+    assert not any(alive() is not None for alive in inputs)
 
 
 # --- the log ---------------------------------------------------------------------------------
 
 
-def test_log_names_the_requests(tmp_path: Path, process: None) -> None:
-    """The log has the traceback and the IDs of the failed requests only."""
+def test_log_names_the_requests(tmp_path: Path) -> None:
+    """The log has the traceback and the IDs of failed requests, not of invalid ones."""
     model = load(tmp_path)
-
-    sent = [request(1, "good"), request(-2, "first"), request(3, "fine"), request(-2, "second")]
-    assert check(sent, model.execute(sent)) == [None, TritonError.INTERNAL] * 2
-
-    (line,) = errors()
+    lacking = fake_triton.InferenceRequest([], "without its input")
+    sent = [request(1, "good"), request(-2, "first"), lacking, request(-2, "second")]
+    codes = [None, TritonError.INTERNAL, TritonError.INVALID_ARG, TritonError.INTERNAL]
+    assert check(sent, model.execute(sent)) == codes
+    (line,) = logged()
     assert line.startswith(
         "model 'judge': forward() raised SystemExit: 3. (requests first, second)"
     )
     assert "Traceback (most recent call last):" in line
     assert "model.py" in line
     assert "good" not in line
+    assert "without its input" not in line
 
 
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        pytest.param([""], "(1 requests without an id)", id="none"),
-        pytest.param(["a", "", ""], "(requests a, 2 without an id)", id="some"),
-        pytest.param(["a\nE1121 forged\x1b[0m"], "(requests a?E1121 forged?[0m)", id="hostile"),
-        pytest.param(["x" * 1000], f"(requests {'x' * 64})", id="long"),
+        ([""], "(1 requests without an id)"),
+        (["a\nE1121 forged\x1b[0m", "", ""], "(requests a?E1121 forged?[0m, 2 without an id)"),
+        (["x" * 1000], f"(requests {'x' * 64})"),
     ],
 )
-def test_ids_are_sanitized(names: list[str], said: str, tmp_path: Path, process: None) -> None:
+def test_ids_are_sanitized(names: list[str], said: str, tmp_path: Path) -> None:
     """A client's ID cannot add lines to the log."""
     load(tmp_path).execute([request(-2, name) for name in names])
+    assert said in logged()[0].splitlines()[0]
 
-    assert said in errors()[0].splitlines()[0]
 
-
-def test_log_is_not_flooded(tmp_path: Path, process: None) -> None:
+def test_log_is_not_flooded(tmp_path: Path) -> None:
     """Many different failures in one batch are a bounded number of log records."""
     model = load(tmp_path, Talks)
     model.execute([request(-value) for value in range(1, 31)])
-
-    assert len(errors()) == 9
-    assert errors()[-1] == "model 'judge': 22 more failures in the same batch are not shown."
+    assert len(logged()) == 9
+    assert logged()[-1] == "model 'judge': 22 more failures in the same batch are not shown."
 
 
 class Talks(torch.nn.Module):
@@ -135,15 +121,8 @@ class Talks(torch.nn.Module):
         return x * 2
 
 
-def test_client_errors_are_not_logged(tmp_path: Path, process: None) -> None:
-    """A request without its input gets an error, and nothing is logged."""
-    load(tmp_path).execute([fake_triton.InferenceRequest([]), request(1)])
-
-    assert errors() == []
-
-
 def test_ids_are_not_read_without_a_failure(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Request IDs are not read while nothing fails."""
 
@@ -154,7 +133,6 @@ def test_ids_are_not_read_without_a_failure(
     monkeypatch.setattr(fake_triton.InferenceRequest, "request_id", asked)
     monkeypatch.setattr(fake_triton.InferenceRequest, "is_cancelled", asked)
     sent = [request(1), request(2)]
-
     assert check(sent, model.execute(sent)) == [None, None]
 
 
@@ -176,12 +154,10 @@ def unreadable(error: BaseException | None = None) -> Any:
     return fake_triton.InferenceRequest([tensor])
 
 
-def test_request_that_cannot_be_read(tmp_path: Path, process: None) -> None:
+def test_request_that_cannot_be_read(tmp_path: Path) -> None:
     """It gets an error, and the others are answered."""
     sent = [request(1), unreadable(), request(3), unreadable()]
-
     responses = load(tmp_path).execute(sent)
-
     bad = TritonError.INVALID_ARG
     assert check(sent, responses) == [None, bad, None, bad]
     assert responses[1].error().message() == (
@@ -190,24 +166,18 @@ def test_request_that_cannot_be_read(tmp_path: Path, process: None) -> None:
     )
 
 
-def test_out_of_memory_while_a_request_is_read(tmp_path: Path, process: None) -> None:
-    """The error is UNAVAILABLE: the client is not at fault."""
-    sent = [unreadable(MemoryError()), request(2)]
-    assert check(sent, load(tmp_path).execute(sent)) == [TritonError.UNAVAILABLE, None]
-    assert "Traceback" in errors()[0]
-
-
-def test_lost_device_while_a_request_is_read(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A tensor on a device that cannot be used any more poisons the instance."""
+@pytest.mark.parametrize("code", [None, 2, 700], ids=["memory", "CUDA memory", "lost device"])
+def test_request_that_fails_while_it_is_read(code: int | None, tmp_path: Path) -> None:
+    """The client is not at fault: UNAVAILABLE. A device that is lost poisons the instance."""
     model = load(tmp_path)
-    error: Any = torch.AcceleratorError("CUDA error: an illegal memory access")
-    error.error_code = 700
-    sent = [request(1), unreadable(error)]
-
-    assert check(sent, model.execute(sent)) == [TritonError.UNAVAILABLE] * 2
-    assert not model.is_ready()
+    error: Any = torch.AcceleratorError("CUDA error") if code else MemoryError()
+    error.error_code = code
+    sent = [unreadable(error), request(2)]
+    lost = code == 700
+    codes = [TritonError.UNAVAILABLE, TritonError.UNAVAILABLE if lost else None]
+    assert check(sent, model.execute(sent)) == codes
+    assert model.is_ready() is not lost
+    assert "Traceback" in logged()[0]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +192,6 @@ def test_response_that_cannot_be_written(
     code: int,
     says: str,
     tmp_path: Path,
-    process: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An outcome that Triton refuses fails alone."""
@@ -241,10 +210,10 @@ def test_response_that_cannot_be_written(
 
     assert check(sent, responses) == [None, code, None]
     assert says in responses[1].error().message()
-    assert "(requests two)" in errors()[0]
+    assert "(requests two)" in logged()[0]
 
 
-def test_internal_errors(tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception of the backend is one sentence for clients, and a traceback in the log."""
     model = load(tmp_path)
 
@@ -254,16 +223,15 @@ def test_internal_errors(tmp_path: Path, process: None, monkeypatch: pytest.Monk
     monkeypatch.setattr(model._engine.recovery, "retry_or_refuse", retry_or_refuse)
     sent = [request(1, "one"), request(-1, "two")]
     responses = model.execute(sent)
-
     assert check(sent, responses) == [TritonError.INTERNAL] * 2
     assert "the backend raised an unexpected error" in responses[0].error().message()
-    assert "Traceback" in errors()[0]
-    assert "KeyboardInterrupt" in errors()[0]
-    assert "(requests one, two)" in errors()[0]
+    assert "Traceback" in logged()[0]
+    assert "KeyboardInterrupt" in logged()[0]
+    assert "(requests one, two)" in logged()[0]
 
 
 def test_a_failure_that_cannot_be_classified(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing leaves execute(): Triton would send the traceback to every client."""
     model = load(tmp_path)
@@ -274,9 +242,8 @@ def test_a_failure_that_cannot_be_classified(
 
     monkeypatch.setattr(model._engine.recovery, "classify", classify)
     sent = [request(-1, "one")]
-
     assert check(sent, model.execute(sent)) == [TritonError.INTERNAL]
-    assert "no memory for the traceback" in errors()[0]
+    assert "no memory for the traceback" in logged()[0]
 
 
 # --- cancelled requests ----------------------------------------------------------------------
@@ -290,33 +257,21 @@ class Slow(torch.nn.Module):
         return x * 2
 
 
-def test_cancelled_requests_are_not_run(tmp_path: Path, process: None) -> None:
+def test_cancelled_requests_are_not_run(tmp_path: Path) -> None:
     """If batches take long, cancelled requests are skipped."""
     model = load(tmp_path, Slow)
     model.execute([request(1)])
     before = model._engine.counts.rows
-
+    for _ in range(3):  # what was not run says nothing of how long the next one takes
+        sent = [request(2, cancelled=True)] * 2
+        assert check(sent, model.execute(sent)) == [TritonError.CANCELLED] * 2
     sent = [request(1), request(2, cancelled=True), request(3)]
-    codes = check(sent, model.execute(sent))
-
-    assert codes == [None, TritonError.CANCELLED, None]
+    assert check(sent, model.execute(sent)) == [None, TritonError.CANCELLED, None]
     assert model._engine.counts.rows - before == 2
 
 
-def test_only_cancelled_requests(tmp_path: Path, process: None) -> None:
-    """A batch of only cancelled requests is not run."""
-    model = load(tmp_path, Slow)
-    model.execute([request(1)])
-    before = model._engine.counts.rows
-    sent = [request(2, cancelled=True)] * 2
-
-    for _ in range(3):  # what was not run says nothing of how long the next one takes
-        assert check(sent, model.execute(sent)) == [TritonError.CANCELLED] * 2
-    assert model._engine.counts.rows == before
-
-
 def test_cancellation_is_not_checked_for_short_batches(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a batch that took less than twenty checks per request, nothing is checked."""
     model = load(tmp_path)
@@ -333,16 +288,13 @@ def test_cancellation_is_not_checked_for_short_batches(
 def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Breaks the device."""
 
-    def probe() -> None:
+    def probe(_: torch.device) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    # The engine binds the probe when it is built.
-    state: list[Callable[[], None]] = []
-    monkeypatch.setattr(runtime, "probe", lambda _: [one() for one in state])
-    return lambda: state.append(probe)
+    return lambda: monkeypatch.setattr(runtime, "probe", probe)
 
 
-class Told(instance_status.InstanceStatus):
+class RecordedStatus(instance_status.InstanceStatus):
     """A status that records its calls."""
 
     def __init__(self) -> None:
@@ -362,14 +314,13 @@ def poison(model: TritonPythonModel, broken: Callable[[], None]) -> list[Any]:
 
 
 def gauge() -> list[float]:
-    return [one.value() for one in fake_triton.MetricFamily.made["pytorch_py_poisoned"]]
+    return [metric.value() for metric in fake_triton.MetricFamily.made["pytorch_py_poisoned"]]
 
 
 @pytest.mark.parametrize("generation", fake_triton.GENERATIONS)
 def test_a_poisoned_instance_refuses_requests(
     generation: str,
     tmp_path: Path,
-    process: None,
     broken: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -385,12 +336,12 @@ def test_a_poisoned_instance_refuses_requests(
 
 
 def test_a_poisoned_instance(
-    tmp_path: Path, process: None, broken: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, broken: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is reported once, every request is refused unread, and the model is not called."""
     model = load(tmp_path)
-    told = Told()
-    model._status = told
+    status = RecordedStatus()
+    model._status = status
     assert model.is_ready()
     assert gauge() == [0]
 
@@ -404,21 +355,20 @@ def test_a_poisoned_instance(
     assert not model.is_ready()
     assert gauge() == [1]
     assert "device-side assert triggered" in responses[0].error().message()
-    assert told.reasons == ["RuntimeError: CUDA error: device-side assert triggered"]
-    assert len(errors()) == 2
-    assert "Traceback" in errors()[0]
-    assert errors()[1] == (
+    assert status.reasons == ["RuntimeError: CUDA error: device-side assert triggered"]
+    assert len(logged()) == 2
+    assert "Traceback" in logged()[0]
+    assert logged()[1] == (
         "model 'judge': instance judge_0_0 is poisoned and refuses all requests until the model is"
         " reloaded."
     )
 
 
-@pytest.mark.parametrize(("action", "leaves"), [("stay", False), ("exit", True), (None, False)])
+@pytest.mark.parametrize(("action", "leaves"), [("exit", True), (None, False)])
 def test_on_fatal(
     action: str | None,
     leaves: bool,
     tmp_path: Path,
-    process: None,
     broken: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -431,10 +381,9 @@ def test_on_fatal(
 
     model = load(tmp_path, **({} if action is None else {"ON_FATAL": action}))
     monkeypatch.setattr("torch_py_backend.adapter.threading.Timer", Timer)
-
     assert len(poison(model, broken)) == 2
-    told = [(one.daemon, one.seconds, one.function, one.given) for one in timers]
-    assert told == [(True, 1.0, os._exit, (os.EX_SOFTWARE,))] * leaves
+    fields = [(timer.daemon, timer.seconds, timer.function, timer.arguments) for timer in timers]
+    assert fields == [(True, 1.0, os._exit, (os.EX_SOFTWARE,))] * leaves
 
 
 @dataclass
@@ -443,13 +392,11 @@ class _Timer:
 
     seconds: float
     function: Callable[..., object]
-    given: tuple[object, ...]
+    arguments: tuple[object, ...]
     daemon: bool = False
 
 
-def test_a_device_that_breaks_in_the_warm_up(
-    tmp_path: Path, process: None, broken: Callable[[], None]
-) -> None:
+def test_a_device_that_breaks_in_the_warm_up(tmp_path: Path, broken: Callable[[], None]) -> None:
     """A model whose warm-up breaks the device is not served."""
     broken()
     with pytest.raises(fake_triton.TritonModelException, match="met a fatal error"):
@@ -459,10 +406,3 @@ def test_a_device_that_breaks_in_the_warm_up(
 class Raises(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no")
-
-
-def test_error_codes_are_tritons() -> None:
-    """Each error code becomes one of Triton's."""
-    response = messages.write(UnavailableError("digits", "it is gone"))
-    assert response.error().code() == TritonError.UNAVAILABLE
-    assert BackendError.code == "INTERNAL"

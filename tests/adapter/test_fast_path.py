@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import fake_triton
 import models
-import numpy as np
 import pytest
 import scenarios
 import torch
 from fake_triton import TritonError
+from instances import load, request
 from scenarios import Scenario, floats, tensor
 from torch import Tensor, nn
 
@@ -91,7 +91,7 @@ _CASES = {
 }
 
 
-def _load(
+def _plain(
     folder: Path, case: Case, *, script: bool = False, parameters: dict[str, str] | None = None
 ) -> TritonPythonModel:
     # Another test of this process may have imported OpenTelemetry, which enables tracing.
@@ -100,9 +100,7 @@ def _load(
     write: Callable[[Path], None] = scenarios.python(case.definition)
     if script:
         write = scenarios.script(case.definition())
-    model = TritonPythonModel()
-    model.initialize(fake_triton.arguments(Scenario("plain", write, text).lay_out(folder)))
-    return model
+    return load(folder, Scenario("plain", write, text))
 
 
 _CPU = "instance_group [{ kind: KIND_CPU count: 1 }]\n"
@@ -152,40 +150,31 @@ def _forbid(*args: object) -> Any:
 
 
 @pytest.mark.parametrize("name", _CASES)
-@pytest.mark.parametrize("rows", [(1,), (3,), (1, 1), (2, 1, 1)], ids=str)
-def test_same_answers(
-    name: str, rows: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_answers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches of one or several requests, without the general path."""
-    model = _load(tmp_path, _CASES[name], parameters={"WEIGHTS": "none"})
+    model = _plain(tmp_path, _CASES[name], parameters={"WEIGHTS": "none"})
     inputs = [spec.name for spec in model._engine.config.inputs]
     shape = (2, 3) if name == "open dims" else (4,)
-    requests = [
-        _request(dict.fromkeys(inputs, (count, *shape)), seed) for seed, count in enumerate(rows)
-    ]
-    expected, counted = _counted(model, lambda: model._answering.answer(requests))
-    assert not any(isinstance(content, str) for content in expected)
+    for rows in ((1,), (3,), (1, 1), (2, 1, 1)):
+        requests = [
+            _request(dict.fromkeys(inputs, (count, *shape)), seed)
+            for seed, count in enumerate(rows)
+        ]
+        expected, counted = _counted(model, partial(model._answering.answer, requests))
+        assert not any(isinstance(content, str) for content in expected)
+        with monkeypatch.context() as patched:
+            patched.setattr(model._answering, "answer", _forbid)
+            assert _counted(model, partial(model.execute, requests)) == (expected, counted)
 
-    monkeypatch.setattr(model._answering, "answer", _forbid)
-    assert _counted(model, lambda: model.execute(requests)) == (expected, counted)
 
-
-@pytest.mark.parametrize("definition", [models.Negate, models.AddSub])
-def test_torchscript(
-    definition: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A ScriptModule's method is called, with the inputs in the order of its arguments."""
-    two = definition is models.AddSub
-    case = Case(
-        definition,
-        tensor("input", "INPUT1", [4]) + tensor("input", "INPUT0", [4]) if two else _X,
-        tensor("output", "OUTPUT__0", [4]) + (tensor("output", "OUTPUT__1", [4]) if two else ""),
-    )
-    model = _load(tmp_path, case, script=True)
-    names = ["INPUT1", "INPUT0"] if two else ["x"]
+    names = ["INPUT1", "INPUT0"]
+    inputs = "".join(tensor("input", name, [4]) for name in names)
+    outputs = "".join(tensor("output", f"OUTPUT__{place}", [4]) for place in range(2))
+    model = _plain(tmp_path, Case(models.AddSub, inputs, outputs), script=True)
     requests = [_request(dict.fromkeys(names, (1, 4)), seed) for seed in range(2)]
     expected = _contents(model._answering.answer(requests))
-
     monkeypatch.setattr(model._answering, "answer", _forbid)
     assert _contents(model.execute(requests)) == expected
 
@@ -200,7 +189,6 @@ def test_torchscript(
             [{"a": (1, 4), "b": (2, 4)}, {"a": (2, 4), "b": (1, 4)}],
             id="rows of two requests, the same in sum",
         ),
-        pytest.param("one input", [{"x": (4,)}], id="no rows"),
         pytest.param("one input", [{"x": (4,)}, {"x": (4,)}], id="no rows in a batch"),
         pytest.param("one input", [{}], id="no input"),
     ],
@@ -209,10 +197,9 @@ def test_unusual_batches(
     name: str, shapes: list[dict[str, tuple[int, ...]]], tmp_path: Path
 ) -> None:
     """They get the answers of the general path: results in groups, or refusals."""
-    model = _load(tmp_path, _CASES[name])
+    model = _plain(tmp_path, _CASES[name])
     requests = [_request(sizes, seed) for seed, sizes in enumerate(shapes)]
     expected = _contents(model._answering.answer(requests))
-
     assert _contents(model.execute(requests)) == expected
 
 
@@ -229,7 +216,7 @@ def test_unusual_batches(
 )
 def test_other_models(parameters: dict[str, str], tmp_path: Path) -> None:
     """Options that need further steps keep the general path."""
-    model = _load(tmp_path, _CASES["one input"], parameters=parameters)
+    model = _plain(tmp_path, _CASES["one input"], parameters=parameters)
     assert model._answer == model._answering.answer
 
 
@@ -268,15 +255,10 @@ def test_failed_calls(
     values: list[int], failed: list[bool], calls: list[int] | None, tmp_path: Path
 ) -> None:
     """Both paths answer, call the model, count and log in the same way."""
-    model = _load(tmp_path, Case(Moody, _X, _Y))
+    model = _plain(tmp_path, Case(Moody, _X, _Y))
     assert model._answer != model._answering.answer
     module: Any = model._engine.loaded.module
-    requests = [
-        fake_triton.InferenceRequest(
-            [fake_triton.Tensor("x", np.full((1, 4), value, dtype=np.float32))]
-        )
-        for value in values
-    ]
+    requests = [request(value) for value in values]
     outcomes = []
     for answer in (model._answering.answer, model.execute):
         module.calls.clear()
@@ -294,20 +276,18 @@ def test_failed_slow_calls_are_not_repeated_for_cancelled_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The duration of a failed batch decides, too, whether to look for cancelled requests."""
-    model = _load(tmp_path, Case(Moody, _X, _Y))
+    model = _plain(tmp_path, Case(Moody, _X, _Y))
     monkeypatch.setattr(answering, "CHECK_CANCELLED_S", 1e-9)
-    bad = fake_triton.Tensor("x", np.full((1, 4), -1, dtype=np.float32))
-    model.execute([fake_triton.InferenceRequest([bad])])
+    model.execute([request(-1)])
     module: Any = model._engine.loaded.module
     module.calls.clear()
-    sent = [fake_triton.InferenceRequest([bad], cancelled=True) for _ in range(3)]
-    responses = model.execute(sent)
+    responses = model.execute([request(-1, cancelled=True) for _ in range(3)])
     assert [response.error().code() for response in responses] == [TritonError.CANCELLED] * 3
     assert module.calls == []
 
 
 class Keeper(nn.Module):
-    """Tells whether the memory of the failed batch was freed before the retry."""
+    """Records whether the memory of the failed batch was freed before the retry."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -328,16 +308,9 @@ class Keeper(nn.Module):
 @pytest.mark.usefixtures("no_collector")
 def test_memory_of_a_failed_batch_is_freed_before_retries(tmp_path: Path) -> None:
     """A batch that did not fit in memory is retried in parts, which need that memory."""
-    model = _load(tmp_path, Case(Keeper, _X, _Y))
+    model = _plain(tmp_path, Case(Keeper, _X, _Y))
     module: Any = model._engine.loaded.module
     module.batch = None
-    model.execute(
-        [
-            fake_triton.InferenceRequest(
-                [fake_triton.Tensor("x", np.full((1, 4), value, dtype=np.float32))]
-            )
-            for value in (1, -1)
-        ]
-    )
+    model.execute([request(1), request(-1)])
     assert module.freed
     assert all(module.freed)

@@ -15,35 +15,38 @@ import pytest
 import scenarios
 import torch
 from fake_triton import MetricFamily, TritonError, Turn
+from instances import load
+from scenarios import Scenario
 from torch import Tensor, nn
 
-from torch_py_backend.adapter import TritonPythonModel, metrics, sequencing
+from torch_py_backend.adapter import metrics, sequencing
+
+pytestmark = pytest.mark.usefixtures("process")
 
 
 class Loaded:
-    """A model that sums the inputs of its sequences."""
+    """A model of sequences: with a state `total` by default, that sums its inputs."""
 
     def __init__(
-        self, folder: Path, definition: Any = models.Accumulate, **parameters: str
+        self, folder: Path, definition: Any = models.Accumulate, more: str = "", **parameters: str
     ) -> None:
         text = scenarios.config(
             {"x": [4]},
             {"y": [4]},
-            more=scenarios.sequencing(scenarios.state()),
+            parameters=parameters,
+            more=more or scenarios.sequencing(scenarios.state()),
         )
-        scenario = scenarios.Scenario("sums", scenarios.python(definition), text)
-        arguments = fake_triton.arguments(scenario.lay_out(folder))
-        self.document = json.loads(arguments["model_config"])
-        self.model = TritonPythonModel()
-        self.model.initialize(arguments)
+        self.model = load(folder, Scenario("sums", scenarios.python(definition), text))
+        self._document = json.loads(fake_triton.arguments(folder / "sums")["model_config"])
 
-    def request(self, value: float, flags: str = "", **how: Any) -> Any:
+    def request(self, value: float, flags: str = "", id: int = 7, **how: Any) -> Any:  # noqa: A002  Triton's name
         row = np.full((1, 4), value, dtype=np.float32)
-        turn = Turn(7, "s" in flags, "e" in flags)
-        made = fake_triton.request({"x": row}, self.document, "", turn)
-        return fake_triton.InferenceRequest(made.inputs(), "", turn=turn, **how)
+        turn = Turn(id, "s" in flags, "e" in flags)
+        inputs = fake_triton.request({"x": row}, self._document, turn=turn).inputs()
+        return fake_triton.InferenceRequest(inputs, turn=turn, **how)
 
     def send(self, *requests: Any) -> list[Any]:
+        """Return the first value of each response, or the code of its error."""
         return [_first(response) for response in self.model.execute(requests)]
 
 
@@ -67,15 +70,11 @@ def unreadable(flags: str) -> Any:
 @pytest.mark.parametrize(
     ("flags", "after"), [("", 12), ("s", 7), ("e", TritonError.INVALID_ARG), ("se", 3)]
 )
-def test_a_request_that_cannot_be_read(
-    flags: str, after: float, tmp_path: Path, process: None
-) -> None:
+def test_a_request_that_cannot_be_read(flags: str, after: float, tmp_path: Path) -> None:
     """It gets an error, and still begins or ends its sequence."""
     loaded = Loaded(tmp_path)
     assert loaded.send(loaded.request(5, "s")) == [5]
-
     assert loaded.send(unreadable(flags)) == [TritonError.INVALID_ARG]
-
     if flags == "se":
         assert loaded.send(loaded.request(7)) == [TritonError.INVALID_ARG]
         assert loaded.send(loaded.request(3, "s")) == [after]
@@ -91,39 +90,33 @@ class Slow(nn.Module):
         return {"y": total + x, "sum": total + x}
 
 
-def test_a_cancelled_step_is_run(tmp_path: Path, process: None) -> None:
+def test_a_cancelled_step_is_run(tmp_path: Path) -> None:
     """The next step needs its state."""
     loaded = Loaded(tmp_path, Slow)
     loaded.send(loaded.request(1, "s"))
     loaded.send(loaded.request(1, cancelled=True))
-
     assert loaded.send(loaded.request(1)) == [3]
 
 
-def test_states_of_requests_are_not_read(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_states_of_requests_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's memory for a state is uninitialized, and may not even be valid strings."""
     loaded = Loaded(tmp_path)
     sent = loaded.request(1, "s")
     names = [tensor.name() for tensor in sent.inputs()]
     broken = _Unreadable("total", np.ones((1, 4), dtype=np.float32))
-    tensors = [one if one.name() == "x" else broken for one in sent.inputs()]
-
+    tensors = [tensor if tensor.name() == "x" else broken for tensor in sent.inputs()]
     assert names == ["x", "total"]
     assert loaded.send(fake_triton.InferenceRequest(tensors, turn=Turn(7, True, False))) == [1]
 
 
 def _gauges() -> dict[str, list[float]]:
     return {
-        name: [one.value() for one in MetricFamily.made[f"pytorch_py_{name}"]]
+        name: [metric.value() for metric in MetricFamily.made[f"pytorch_py_{name}"]]
         for name in ("sequences", "sequence_bytes")
     }
 
 
-def test_metrics_of_sequences(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_metrics_of_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The metrics are published by the thread, and the sweeping thread ends with the model."""
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     loaded = Loaded(tmp_path)
@@ -131,8 +124,7 @@ def test_metrics_of_sequences(
     _await({"sequences": [1], "sequence_bytes": [16]})
     loaded.send(loaded.request(1, "e"))
     _await({"sequences": [0], "sequence_bytes": [0]})
-
-    (thread,) = [one for one in threading.enumerate() if one.name == "sequences"]
+    (thread,) = [thread for thread in threading.enumerate() if thread.name == "sequences"]
     loaded.model.finalize()
     loaded.model.close()
     assert not thread.is_alive()
@@ -148,36 +140,17 @@ def _await(wanted: dict[str, list[float]]) -> None:
 # --- models with their own states --------------------------------------------------------------
 
 
-def test_slots(tmp_path: Path, process: None) -> None:
+def test_slots(tmp_path: Path) -> None:
     """Without states all slots are run: a row for each, zeros for empty ones."""
-    text = scenarios.config(
-        {"x": [4]},
-        {"y": [4]},
-        more=scenarios.sequencing(
-            strategy="direct { }",
-            controls=scenarios.control("START", "START", "fp32_false_true: [0, 1]")
-            + scenarios.control("READY", "READY", "fp32_false_true: [0, 1]")
-            + scenarios.control("END", "END", "int32_false_true: [0, 1]"),
-        ),
-    )
-    scenario = scenarios.Scenario("slots", scenarios.python(models.Slots), text)
-    arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
-    document = json.loads(arguments["model_config"])
-    model = TritonPythonModel()
-    model.initialize(arguments)
-
-    def send(*turns: tuple[float, Turn]) -> list[float]:
-        rows = [np.full((1, 4), value, dtype=np.float32) for value, _ in turns]
-        sent = [
-            fake_triton.request({"x": row}, document, "", turn)
-            for row, (_, turn) in zip(rows, turns, strict=True)
-        ]
-        return [_first(response) for response in model.execute(sent)]
-
-    nobody = (float("nan"), Turn(0))
-    assert send((1, Turn(5, starts=True)), (10, Turn(6, starts=True))) == [1, 10]
-    assert send(nobody, (10, Turn(6))) == [1, 20]
-    assert send((1, Turn(5)), (10, Turn(6))) == [2, 30]
+    controls = scenarios.control("START", "START", "fp32_false_true: [0, 1]")
+    controls += scenarios.control("READY", "READY", "fp32_false_true: [0, 1]")
+    controls += scenarios.control("END", "END", "int32_false_true: [0, 1]")
+    more = scenarios.sequencing(strategy="direct { }", controls=controls)
+    loaded = Loaded(tmp_path, models.Slots, more)
+    first = [loaded.request(1, "s", id=5), loaded.request(10, "s", id=6)]
+    assert loaded.send(*first) == [1, 10]
+    assert loaded.send(loaded.request(np.nan, id=0), loaded.request(10, id=6)) == [1, 20]
+    assert loaded.send(loaded.request(1, id=5), loaded.request(10, id=6)) == [2, 30]
 
 
 def test_fillers_of_every_kind_are_blank() -> None:
@@ -190,34 +163,18 @@ def test_fillers_of_every_kind_are_blank() -> None:
         "c": torch.full((1, 1), 3.0, dtype=torch.bfloat16),
         "READY": np.array([[-1]]),
     }
-
-    found = {name: value.tolist() for name, value in steps._blank(item).items()}
-
-    assert found == {"a": [[0]], "b": [[b""]], "c": [[0]], "READY": [[-1]]}
+    blank = {name: value.tolist() for name, value in steps._blank(item).items()}
+    assert blank == {"a": [[0]], "b": [[b""]], "c": [[0]], "READY": [[-1]]}
 
 
 @pytest.mark.parametrize("mode", ["true", "false"])
-def test_compiled_graphs_serve_requests(mode: str, tmp_path: Path, process: None) -> None:
+def test_compiled_graphs_serve_requests(mode: str, tmp_path: Path) -> None:
     """The warm-up's tensors are like those of requests: nothing runs eagerly."""
     compiled = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "eager"}'}
-    text = scenarios.config(
-        {"x": [4]},
-        {"y": [4]},
-        parameters={**compiled, "INFERENCE_MODE": mode},
-        more=scenarios.sequencing(scenarios.state()),
-    )
-    scenario = scenarios.Scenario("compiled", scenarios.python(Adds), text)
-    arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
-    document = json.loads(arguments["model_config"])
-    model = TritonPythonModel()
-    model.initialize(arguments)
-    fake_triton.Logger.lines.clear()
-
+    loaded = Loaded(tmp_path, Adds, INFERENCE_MODE=mode, **compiled)
     for flags in ("s", "", "e"):
         for rows in (1, 3):
-            turns = [Turn(rows * 10 + row, "s" in flags, "e" in flags) for row in range(rows)]
-            x = np.ones((1, 4), dtype=np.float32)
-            model.execute([fake_triton.request({"x": x}, document, "", turn) for turn in turns])
+            loaded.send(*(loaded.request(1, flags, id=rows * 10 + row) for row in range(rows)))
     assert fake_triton.Logger.lines == []
 
 

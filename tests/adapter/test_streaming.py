@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -14,10 +14,13 @@ import fake_triton
 import pytest
 import scenarios
 import streamed
+from instances import load, logged
 from scenarios import Refused, Scenario, assert_close
 from streamed import Stream, Streamed
 
-from torch_py_backend.adapter import TritonPythonModel, metrics, streaming
+from torch_py_backend.adapter import metrics, streaming
+
+pytestmark = pytest.mark.usefixtures("process")
 
 _SECONDS = 30
 _STATUS = {
@@ -31,13 +34,13 @@ class _Served:
     """A model loaded through the adapter."""
 
     def __init__(self, folder: Path, scenario: Scenario) -> None:
-        self.model = TritonPythonModel()
-        given = fake_triton.completed(self.model, fake_triton.arguments(scenario.lay_out(folder)))
-        self.model.initialize(given)
-        self.document = json.loads(given["model_config"])
+        self.model = load(folder, scenario)
+        config = self.model._engine.config
+        dims = [{"name": spec.name, "dims": spec.dims} for spec in config.inputs]
+        self._document = {"input": dims, "max_batch_size": config.max_batch_size}
 
     def request(self, inputs: dict[str, Any], name: str = "") -> Any:
-        return fake_triton.request(inputs, self.document, name)
+        return fake_triton.request(inputs, self._document, name)
 
     def start(self, *requests: Any) -> None:
         assert self.model.execute(list(requests)) is None
@@ -55,7 +58,7 @@ def _check(stream: Stream, responses: list[Any]) -> None:
     assert len(responses) == len(stream.responses)
     for response, expected in zip(responses, stream.responses, strict=True):
         assert response.error() is None
-        tensors = {one.name(): one.as_numpy() for one in response.output_tensors()}
+        tensors = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
         assert tensors.keys() == expected.keys()
         for name, value in expected.items():
             assert tensors[name].shape == value.shape
@@ -69,15 +72,19 @@ def _check_error(expected: Refused, response: Any) -> None:
     assert not any(part in message for part in expected.hides), message
 
 
-@pytest.mark.parametrize("one", streamed.TABLE, ids=lambda one: one.scenario.name)
-def test_streams(one: Streamed, tmp_path: Path, process: None) -> None:
-    """Streams behave as the table says, without a server: one by one, and all at once."""
-    served = _Served(tmp_path, one.scenario)
-    for stream in one.streams:
+@pytest.mark.parametrize("entry", streamed.TABLE, ids=lambda entry: entry.scenario.name)
+@pytest.mark.usefixtures("no_collector")
+def test_streams(entry: Streamed, tmp_path: Path) -> None:
+    """Streams behave as the table says, alone and together; no input outlives its stream."""
+    served = _Served(tmp_path, entry.scenario)
+    for stream in entry.streams:
         request = served.request(stream.inputs)
+        inputs = _inputs(request)
         served.start(request)
         _check(stream, _ended(request))
-    together = [(stream, served.request(stream.inputs)) for stream in one.streams * 4]
+        del request
+        _until(partial(_free, inputs))
+    together = [(stream, served.request(stream.inputs)) for stream in entry.streams * 4]
     served.start(*(request for _, request in together))
     for stream, request in together:
         _check(stream, _ended(request))
@@ -93,51 +100,11 @@ def _inputs(request: Any) -> list[Callable[[], object]]:
 
 
 def _free(inputs: list[Callable[[], object]]) -> bool:
-    return all(one() is None for one in inputs)
+    return all(tensor() is None for tensor in inputs)
 
 
-@pytest.mark.parametrize("one", streamed.TABLE, ids=lambda one: one.scenario.name)
-@pytest.mark.usefixtures("process", "no_collector")
-def test_no_input_outlives_its_stream(one: Streamed, tmp_path: Path) -> None:
-    """The memory of a request is free when its stream has ended, also with an error."""
-    served = _Served(tmp_path, one.scenario)
-    for stream in one.streams:
-        request = served.request(stream.inputs)
-        inputs = _inputs(request)
-        served.start(request)
-        _ended(request)
-        del request
-        _until(partial(_free, inputs))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def forward(x):\n    while True:\n        yield x\n",
-        (
-            "import asyncio\n\n\nasync def forward(x):\n    yield x\n"
-            "    await asyncio.sleep(3600 * (x > 1))\n"
-        ),
-    ],
-    ids=["generates", "waits"],
-)
-@pytest.mark.usefixtures("process", "no_collector")
-def test_no_input_outlives_a_cancelled_stream(tmp_path: Path, text: str) -> None:
-    """The memory of a request is free when its client has gone."""
-    served = _Served(tmp_path, _model(text))
-    request = served.request({"x": streamed.floats(2)})
-    inputs, sender = _inputs(request), request.sender
-    served.start(request)
-    del request
-    _until(partial(getattr, sender, "responses"))
-    sender.cancelled = True
-    assert sender.ended.wait(_SECONDS)
-    del sender  # it keeps the responses, which are the input itself
-    _until(partial(_free, inputs))
-
-
-@pytest.mark.parametrize("scenario", streamed.REFUSED, ids=lambda one: one.name)
-def test_refusals(scenario: Scenario, tmp_path: Path, process: None) -> None:
+@pytest.mark.parametrize("scenario", streamed.REFUSED, ids=lambda scenario: scenario.name)
+def test_refusals(scenario: Scenario, tmp_path: Path) -> None:
     """A model that cannot be served as a stream fails the load with the reason."""
     with pytest.raises(fake_triton.TritonModelException) as refusal:
         _Served(tmp_path, scenario)
@@ -163,23 +130,37 @@ def _live() -> float:
     return metric.value()
 
 
-def test_a_client_that_leaves(tmp_path: Path, process: None) -> None:
-    """After a cancellation the generator is closed and the client gets CANCELLED."""
-    closed = tmp_path / "closed"
-    served = _Served(
-        tmp_path,
-        _model(
-            "import pathlib\n\n\ndef forward(x):\n    try:\n        while True:\n"
-            f"            yield x\n    finally:\n        pathlib.Path({str(closed)!r}).touch()\n"
+@pytest.mark.parametrize(
+    "body",
+    [
+        "def forward(x):\n    try:\n        while True:\n            yield x\n",
+        (
+            "async def forward(x):\n    try:\n        yield x\n"
+            "        await asyncio.sleep(3600 * (x > 1))\n"
         ),
-    )
+    ],
+    ids=["generates", "waits"],
+)
+@pytest.mark.usefixtures("no_collector")
+def test_a_client_that_leaves(body: str, tmp_path: Path) -> None:
+    """The client gets CANCELLED, the generator is closed, and the memory of the request is free."""
+    closed = tmp_path / "closed"
+    touch = f"    finally:\n        pathlib.Path({str(closed)!r}).touch()\n"
+    served = _Served(tmp_path, _model("import asyncio\nimport pathlib\n\n\n" + body + touch))
     closed.unlink()  # of the warm-up
-    request = served.request(_X)
-    _leave_after(request, 5)
+    request = served.request({"x": streamed.floats(2)})
+    inputs, sender = _inputs(request), request.sender
     served.start(request)
-    assert _ended(request)[-1].error().code() == fake_triton.TritonError.CANCELLED
-    assert "cancelled in mid-stream" in request.sender.responses[-1].error().message()
+    del request
+    _until(lambda: sender.responses)
+    sender.cancelled = True
+    assert sender.ended.wait(_SECONDS)
+    error = sender.responses[-1].error()
+    assert error.code() == fake_triton.TritonError.CANCELLED
+    assert "cancelled in mid-stream" in error.message()
     assert closed.exists()
+    sender.responses.clear()  # which are the input itself
+    _until(partial(_free, inputs))
 
 
 def _leave_after(request: Any, responses: int) -> None:
@@ -189,28 +170,8 @@ def _leave_after(request: Any, responses: int) -> None:
     request.sender.arrived = arrived
 
 
-def test_a_client_that_leaves_while_its_stream_waits(tmp_path: Path, process: None) -> None:
-    """A stream that awaits is cancelled when its client has gone, and cleans up."""
-    closed = tmp_path / "closed"
-    served = _Served(
-        tmp_path,
-        _model(
-            "import asyncio\nimport pathlib\n\n\nasync def forward(x):\n    try:\n"
-            "        yield x\n        await asyncio.sleep(3600 * (x > 1))\n    finally:\n"
-            f"        pathlib.Path({str(closed)!r}).touch()\n"
-        ),
-    )
-    closed.unlink()  # of the warm-up
-    request = served.request({"x": streamed.floats(2)})
-    served.start(request)
-    _until(lambda: request.sender.responses)
-    request.sender.cancelled = True
-    assert _ended(request)[-1].error().code() == fake_triton.TritonError.CANCELLED
-    assert closed.exists()
-
-
 def test_a_client_that_leaves_before_its_stream_begins(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton needs a final response for each request, also if its stream never began."""
     # The cancellation is found in the iteration of the loop that launches the stream.
@@ -229,7 +190,7 @@ def test_a_client_that_leaves_before_its_stream_begins(
 
 
 def test_an_unexpected_exception_ends_a_stream(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client gets a final response, and the slot is released."""
     served = _Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "1")))
@@ -245,7 +206,7 @@ def test_an_unexpected_exception_ends_a_stream(
     assert any("ZeroDivisionError" in text for _, text in fake_triton.Logger.lines)
 
 
-def test_a_task_that_raises_system_exit(tmp_path: Path, process: None) -> None:
+def test_a_task_that_raises_system_exit(tmp_path: Path) -> None:
     """A task of the model that raises SystemExit ends neither the streams nor their thread."""
     served = _Served(
         tmp_path,
@@ -260,12 +221,11 @@ def test_a_task_that_raises_system_exit(tmp_path: Path, process: None) -> None:
     for _ in range(2):
         request = served.request({"x": streamed.floats(2)})
         served.start(request)
-        assert [one.error() for one in _ended(request)] == [None, None]
-    warnings = [text for level, text in fake_triton.Logger.lines if level == "warn"]
-    assert sum("has started raised SystemExit: 3" in text for text in warnings) == 2
+        assert [response.error() for response in _ended(request)] == [None, None]
+    assert sum("has started raised SystemExit: 3" in text for text in logged("warn")) == 2
 
 
-def test_a_response_that_cannot_be_sent(tmp_path: Path, process: None) -> None:
+def test_a_response_that_cannot_be_sent(tmp_path: Path) -> None:
     """The stream ends with Triton's error."""
     served = _Served(tmp_path, _model(_ENDLESS))
     request = served.request(_X)
@@ -280,21 +240,19 @@ def test_a_response_that_cannot_be_sent(tmp_path: Path, process: None) -> None:
     assert "the outputs cannot be sent: TritonModelException: no room" in last
 
 
-def test_the_number_of_streams_is_limited(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_streams_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With MAX_STREAMS live streams execute() waits; a stream cancelled meanwhile never begins."""
     served = _Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "2")))
     assert served.model._streaming is not None
-    room, waits = served.model._streaming._slots, threading.Event()
-    acquire = room.acquire
+    slots, waits = served.model._streaming._slots, threading.Event()
+    acquire = slots.acquire
 
     def acquiring(blocking: bool = True) -> bool:
         if blocking:
             waits.set()
         return acquire(blocking)
 
-    monkeypatch.setattr(room, "acquire", acquiring)
+    monkeypatch.setattr(slots, "acquire", acquiring)
     first, second, third, fourth = (served.request(_X) for _ in range(4))
     served.start(first, second)
     third.sender.cancelled = True
@@ -314,7 +272,7 @@ def test_the_number_of_streams_is_limited(
         _ended(request)
 
 
-def test_the_end_of_an_instance(tmp_path: Path, process: None) -> None:
+def test_the_end_of_an_instance(tmp_path: Path) -> None:
     """Streams that are live when the instance ends get an error that says so."""
     served = _Served(tmp_path, _model(_ENDLESS))
     request = served.request(_X)
@@ -328,9 +286,7 @@ def test_the_end_of_an_instance(tmp_path: Path, process: None) -> None:
     assert _live() == 0
 
 
-def test_live_streams_are_counted(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_live_streams_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A gauge has the number of live streams."""
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     served = _Served(tmp_path, _model(_ENDLESS))
@@ -342,35 +298,33 @@ def test_live_streams_are_counted(
     _until(lambda: _live() == 0)
 
 
-def test_a_request_that_cannot_be_read(tmp_path: Path, process: None) -> None:
+_TICKER = next(entry for entry in streamed.TABLE if entry.scenario.name == "ticker")
+
+
+def test_a_request_that_cannot_be_read(tmp_path: Path) -> None:
     """It is refused alone, with a final response; the other request streams."""
-    (ticker,) = (one for one in streamed.TABLE if one.scenario.name == "ticker")
-    served = _Served(tmp_path, ticker.scenario)
-    good = served.request(ticker.streams[0].inputs)
-    bad = served.request(ticker.streams[0].inputs)
+    served = _Served(tmp_path, _TICKER.scenario)
+    good, bad = (served.request(_TICKER.streams[0].inputs) for _ in range(2))
     bad.inputs = lambda: 1 / 0
     served.start(bad, good)
     (refused,) = _ended(bad)
     assert refused.error().code() == fake_triton.TritonError.INVALID_ARG
-    _check(ticker.streams[0], _ended(good))
+    _check(_TICKER.streams[0], _ended(good))
 
 
-def test_the_log_names_the_request(tmp_path: Path, process: None) -> None:
+def test_the_log_names_the_request(tmp_path: Path) -> None:
     """The error of a stream is logged with the request's ID and the traceback."""
-    (ticker,) = (one for one in streamed.TABLE if one.scenario.name == "ticker")
-    served = _Served(tmp_path, ticker.scenario)
-    request = served.request(ticker.streams[-1].inputs, "number-9")
+    served = _Served(tmp_path, _TICKER.scenario)
+    request = served.request(_TICKER.streams[-1].inputs, "number-9")
     served.start(request)
     _ended(request)
-    _until(lambda: any(level == "error" for level, _ in fake_triton.Logger.lines))
-    (text,) = [text for level, text in fake_triton.Logger.lines if level == "error"]
+    _until(logged)
+    (text,) = logged()
     assert "(request number-9)" in text
     assert "Traceback" in text
 
 
-def test_a_fatal_error_ends_all(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fatal_error_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a fatal error live and new streams get 503, and the instance is not ready."""
     served = _Served(
         tmp_path,
@@ -399,10 +353,8 @@ def test_a_fatal_error_ends_all(
     assert poisoned.value() == 1
 
 
-def _until(what: Callable[[], object]) -> None:
-    deadline = threading.Event()
-    for _ in range(_SECONDS * 100):
-        if what():
-            return
-        deadline.wait(0.01)
-    raise AssertionError("it did not happen")
+def _until(happened: Callable[[], object]) -> None:
+    deadline = time.monotonic() + _SECONDS
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -40,23 +40,17 @@ def refusal(part: Any, *arguments: Any, **keywords: Any) -> str:
 # --- shapes ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("dims", "shape"),
-    [((2,), (3, 2)), ((-1,), (3, 7)), ((-1, 2), (3, 0, 2)), ((), (3,)), ((1, 1), (3, 1, 1))],
-)
+@pytest.mark.parametrize(("dims", "shape"), [((-1, 2), (3, 0, 2)), ((), (3,)), ((2,), (3, 2))])
 def test_matching_tensor_is_unchanged(dims: tuple[int, ...], shape: tuple[int, ...]) -> None:
     """A tensor of the config's shape is not copied."""
     part = torch.rand(shape)
-
     assert verified(part, dims=dims) is part
 
 
 @pytest.mark.parametrize(
     ("overrides", "dims", "shape", "expected"),
     [
-        ({}, (1,), (3,), (3, 1)),
         ({}, (1, 1), (3,), (3, 1, 1)),
-        (ONE, (), (), ()),
         (ONE, (1, 1), (), (1, 1)),
         (ONE, (-1,), (5,), (5,)),
     ],
@@ -69,9 +63,7 @@ def test_missing_dimensions_of_1_are_added(
 ) -> None:
     """One value for each row, or for a request without a batch, needs no dimension of 1."""
     part = torch.rand(shape)
-
     output = verified(part, dims=dims, **overrides)
-
     assert isinstance(output, Tensor)
     assert output.shape == expected
     assert output.flatten().tolist() == part.flatten().tolist()
@@ -81,17 +73,10 @@ def test_missing_dimensions_of_1_are_added(
     ("part", "dims", "overrides", "message"),
     [
         (torch.ones(3, 5), (2,), {}, "is float32 [3, 5]; expected float32 [-1, 2] as in config"),
-        (torch.ones(3, 2, 1), (2,), {}, "is float32 [3, 2, 1]; expected float32 [-1, 2]"),
-        (torch.ones(3), (2,), {}, "is float32 [3]; expected"),
         (torch.ones(3), (-1,), {}, "is float32 [3]; expected"),
-        (torch.tensor(1.0), (1,), {}, "is float32 []; expected"),
         (FLAT.double(), (2,), {}, "is float64 [3, 2]; expected float32 [-1, 2]"),
-        (torch.ones(4), (2,), ONE, "is float32 [4]; expected float32 [2]"),
         (torch.tensor(1.0), (-1,), ONE, "is float32 []; expected float32 [-1]"),
-        (torch.ones(4, 2), (2,), {}, "has 4 rows for a batch of 3"),
         (torch.ones(4), (1,), {}, "has 4 rows for a batch of 3"),
-        (None, (2,), {}, "is a NoneType; expected a torch.Tensor"),
-        ([1.0], (2,), {}, "is a list; expected a torch.Tensor"),
         (np.ones((3, 2), np.float32), (2,), {}, "is a ndarray; expected a torch.Tensor"),
         (1.0, (2,), {}, "is a float; expected a torch.Tensor"),
         (1.0, (2,), ONE, "is float32 []; expected float32 [2]"),
@@ -106,8 +91,8 @@ def test_tensor_that_contradicts_the_config_is_refused(
 
 @pytest.mark.parametrize(
     ("part", "dtype"),
-    [(torch.rand(3, 16), "FP32"), (torch.rand(3), "FP32"), ([["a"] * 16] * 3, "BYTES")],
-    ids=["size", "rows alone", "strings"],
+    [(torch.rand(3, 16), "FP32"), ([["a"] * 16] * 3, "BYTES")],
+    ids=["numbers", "strings"],
 )
 def test_other_shapes_are_served_without_checks(
     part: Any, dtype: str, caplog: pytest.LogCaptureFixture
@@ -115,10 +100,8 @@ def test_other_shapes_are_served_without_checks(
     """With CHECK_OUTPUTS off other shapes are served, as by LibTorch, with one warning."""
     config = build.config(outputs=(build.spec("y", dtype, (2,)),), check_outputs=False)
     (verify,) = output_extraction.verifiers(config)
-
     for _ in range(2):
         assert list(verify(part, ROWS).shape) == list(np.array(part).shape)
-
     (message,) = caplog.messages
     assert "output 'y' is [3" in message
     assert "config.pbtxt says [-1, 2]" in message
@@ -128,17 +111,15 @@ def test_other_shapes_are_served_without_checks(
     ("part", "reshaped"),
     [
         (torch.rand(4, 16), False),
-        (torch.rand(3, 2).double(), False),
         (torch.tensor(1.0), False),
         (torch.rand(3, 16), True),
     ],
-    ids=["rows", "type", "no rows", "reshape"],
+    ids=["rows", "no rows", "reshape"],
 )
 def test_unservable_shapes_are_refused(part: Tensor, reshaped: bool) -> None:
     """A wrong number of rows, or a shape for Triton's reshape, is refused even then."""
     spec = dataclasses.replace(build.spec("y", dims=(2,)), reshaped=reshaped)
     (verify,) = output_extraction.verifiers(build.config(outputs=(spec,), check_outputs=False))
-
     with pytest.raises(OutputError):
         verify(part, ROWS)
 
@@ -149,9 +130,7 @@ def test_unservable_shapes_are_refused(part: Tensor, reshaped: bool) -> None:
 @pytest.mark.parametrize(
     ("part", "dtype", "dims"),
     [
-        (2.5, "FP32", ()),
         (2.5, "BF16", (1,)),
-        (7, "INT64", (1, 1)),
         (7, "FP32", (1,)),
         (True, "BOOL", (1,)),
         (2**64 - 1, "UINT64", (1,)),
@@ -161,7 +140,6 @@ def test_unservable_shapes_are_refused(part: Tensor, reshaped: bool) -> None:
 def test_number_of_a_model_without_batches(part: float, dtype: str, dims: tuple[int, ...]) -> None:
     """Without a batch dimension a Python number becomes a tensor of the output's type."""
     output = verified(part, dtype, dims, max_batch_size=0)
-
     assert isinstance(output, Tensor)
     assert output.shape == dims
     assert output.dtype is getattr(torch, str(build.spec("y", dtype).dtype.torch))
@@ -169,7 +147,7 @@ def test_number_of_a_model_without_batches(part: float, dtype: str, dims: tuple[
 
 
 @pytest.mark.parametrize(
-    ("part", "dtype"), [(2.5, "INT64"), (2.5, "BOOL"), (300, "UINT8"), (-1, "UINT8")]
+    ("part", "dtype"), [(2.5, "INT64"), (1, "BOOL"), (300, "UINT8"), (-1, "UINT8")]
 )
 def test_number_that_its_type_cannot_hold_is_refused(part: float, dtype: str) -> None:
     """A number that would change its value is an error of the output."""
@@ -182,7 +160,6 @@ def test_tensors_that_cannot_be_sent(cast: bool) -> None:
     """A tensor without dense values is refused with its layout, and is not cast."""
     for part, form in (
         (FLAT.to_sparse(), "a tensor of layout sparse_coo, float32 [3, 2]"),
-        (FLAT.to_sparse_csr(), "a tensor of layout sparse_csr, float32 [3, 2]"),
         (FLAT.to("meta"), "a tensor on the device meta, float32 [3, 2]"),
         (FLAT.to(torch.complex64), "complex64 [3, 2]"),
         (torch.quantize_per_tensor(FLAT, 0.1, 0, torch.quint8), "quint8 [3, 2]"),
@@ -194,9 +171,7 @@ def test_tensors_that_cannot_be_sent(cast: bool) -> None:
 @pytest.mark.parametrize(
     ("part", "dtype", "values"),
     [
-        (torch.tensor([[1.5, 2.5]]).double(), "FP32", [[1.5, 2.5]]),
         (torch.tensor([[1.5, 2.5]]).bfloat16(), "FP32", [[1.5, 2.5]]),
-        (torch.tensor([[1, 2]]), "FP16", [[1.0, 2.0]]),
         (torch.tensor([[1, 0]]), "BOOL", [[True, False]]),
         (torch.ones(1, 2).to(torch.float8_e4m3fn), "FP32", [[1.0, 1.0]]),
     ],
@@ -204,7 +179,6 @@ def test_tensors_that_cannot_be_sent(cast: bool) -> None:
 def test_outputs_are_cast_on_demand(part: Tensor, dtype: str, values: Any) -> None:
     """Only CAST_OUTPUTS converts a result to the config's type."""
     output = verified(part, dtype, rows=1, cast_outputs=True)
-
     assert isinstance(output, Tensor)
     assert output.dtype is getattr(torch, str(build.spec("y", dtype).dtype.torch))
     assert output.tolist() == values
@@ -217,14 +191,12 @@ def test_outputs_are_cast_on_demand(part: Tensor, dtype: str, values: Any) -> No
         pytest.param(torch.arange(6.0).reshape(2, 3).t(), id="transposed"),
         pytest.param(torch.arange(2.0).expand(3, -1), id="expanded"),
         pytest.param(torch.view_as_complex(torch.rand(3, 2, 2)).conj().imag, id="negated later"),
-        pytest.param(torch.ones(3, 2, requires_grad=True) * 2, id="has a history"),
         pytest.param(nn.Parameter(torch.ones(3, 2)), id="parameter"),
     ],
 )
 def test_memory_is_what_triton_reads(part: Tensor) -> None:
     """An output is contiguous, resolved and detached, whatever the tensor's layout."""
     output = verified(part)
-
     assert isinstance(output, Tensor)
     assert output.is_contiguous()
     assert not output.requires_grad
@@ -239,7 +211,6 @@ def test_finite() -> None:
     words = np.array([["a"]], dtype=np.object_)
     good, bad = torch.ones(1, 1), torch.tensor([[torch.inf]])
     outputs: list[Value] = [torch.ones(1, 1, dtype=torch.int64), good, bad, words]
-
     assert not finite.holds(outputs)
     assert finite.holds([*outputs[:2], good, words])
     assert finite.refusal({"n": outputs[0], "a": good, "b": good, "s": words}) is None
@@ -256,15 +227,10 @@ def test_finite() -> None:
     [
         (["a", "b", "c"], {}, (), ["a", "b", "c"]),
         (("a", "b", "c"), {}, (1,), [["a"], ["b"], ["c"]]),
-        (list("abcdef"), {}, (2,), [["a", "b"], ["c", "d"], ["e", "f"]]),
         (list("abcdef"), {}, (-1,), [["a", "b"], ["c", "d"], ["e", "f"]]),
         ([["a", "b"]] * 3, {}, (-1,), [["a", "b"]] * 3),
-        ([[["a"], ["b"]]] * 3, {}, (-1, -1), [[["a"], ["b"]]] * 3),
         ([b"\xff", "ä", b""], {}, (), [b"\xff", "ä", b""]),
         (np.array(["a", "b", "c"]), {}, (1,), [["a"], ["b"], ["c"]]),
-        (np.array([b"a", b"b", b"c"]), {}, (), [b"a", b"b", b"c"]),
-        (np.array([["a"]] * 3, dtype=np.object_), {}, (1,), [["a"]] * 3),
-        ("a", ONE, (), "a"),
         (b"a", ONE, (-1,), [b"a"]),
         (list("abcd"), ONE, (2, -1), [["a", "b"], ["c", "d"]]),
     ],
@@ -274,7 +240,6 @@ def test_strings_get_the_shape_of_the_config(
 ) -> None:
     """Strings may be in flat or nested lists, or in an array; a request without rows has one."""
     output = verified(part, "BYTES", dims, **overrides)
-
     assert isinstance(output, np.ndarray)
     assert output.dtype == np.object_
     assert output.tolist() == expected
@@ -288,13 +253,8 @@ def test_strings_get_the_shape_of_the_config(
         ([["a"]] * 3, (2,), {}, "is strings [3, 1]; expected"),
         (list("abcd"), (-1,), {}, "is strings [4]; expected"),
         (list("abc"), (-1, -1), {}, "is strings [3]; expected"),
-        ("abc", (1,), {}, "is strings []; expected strings [-1, 1]"),
-        (["a"], (2,), ONE, "is strings [1]; expected strings [2]"),
         ([["a"], ["b", "c"]], (-1,), {}, "is a list; expected a list of str or bytes"),
-        ([["a"], [["b"]], "c"], (-1,), {}, "is "),
         ([[["a", "b"], ["c", "d"]], ["e", "f"]], (-1,), {}, "is "),
-        (["a", None, "c"], (), {}, "is a list; expected a list of str"),
-        (torch.ones(3), (), {}, "is a Tensor; expected a list of str"),
         (np.ones(3), (), {}, "is a ndarray; expected a list of str"),
         (np.array(["a", None, "c"], dtype=np.object_), (), {}, "is no strings: 'NoneType'"),
         (["a", "\udcff", "c"], (), {}, "is no strings: 'utf-8' codec can't encode"),
@@ -310,18 +270,13 @@ def test_strings_that_contradict_the_config_are_refused(
 # --- outputs without a config ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("part", "dtype", "shape"),
-    [
-        (torch.ones(2, 3, requires_grad=True), torch.float32, (2, 3)),
-        (3, torch.int64, ()),
-        (True, torch.bool, ()),
-    ],
-)
-def test_plain_part(part: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Without a config a tensor stays as it is, and a number becomes a tensor."""
-    output = output_extraction.unchecked("digits", "y", part)
-
-    assert isinstance(output, Tensor)
-    assert (output.dtype, output.shape, output.requires_grad) == (dtype, shape, False)
-    assert output_extraction.unchecked("digits", "y", [["a"]]).tolist() == [["a"]]
+def test_without_a_config() -> None:
+    """A tensor stays as it is, and a number becomes a tensor."""
+    tensor, number, strings = (
+        output_extraction.unchecked("digits", "y", part)
+        for part in (torch.ones(2, 3, requires_grad=True), True, [["a"]])
+    )
+    assert isinstance(tensor, Tensor)
+    assert (tensor.shape, tensor.requires_grad) == ((2, 3), False)
+    assert (number.dtype, number.shape) == (torch.bool, ())
+    assert strings.tolist() == [["a"]]

@@ -48,7 +48,6 @@ def create(
 def test_values_are_padded(pad: Pad, lengths: list[int], expected: list[list[int]]) -> None:
     """All values get the length of the longest, rounded up, and keep their type."""
     gathered = pad.gather([torch.ones(1, length, dtype=torch.int32) for length in lengths])
-
     assert gathered.tolist() == expected
     assert gathered.dtype is torch.int32
 
@@ -56,9 +55,7 @@ def test_values_are_padded(pad: Pad, lengths: list[int], expected: list[list[int
 def test_several_axes_and_rows() -> None:
     """Images of different sizes share a batch, and their rows keep their order."""
     first, second = torch.full((2, 3, 1, 4), 1.0), torch.full((1, 3, 2, 2), 2.0)
-
     gathered = Pad((2, 3), -1, False, 1).gather([first, second])
-
     assert gathered.shape == (3, 3, 2, 4)
     assert torch.equal(gathered[:2, :, :1], first)
     assert torch.equal(gathered[2:, :, :, :2], second)
@@ -66,49 +63,33 @@ def test_several_axes_and_rows() -> None:
     assert (gathered[2:, :, :, 2:] == -1).all()
 
 
-@pytest.mark.parametrize("mask", ["INT64", "BOOL", "FP32"])
-def test_missing_mask_is_created(mask: str) -> None:
-    """A mask that a request leaves out marks all its values, in the mask's type."""
-    padding = create((IDS, spec("mask", mask, optional=True)), ids={"mask": "mask"})
-
+def test_missing_mask_is_created() -> None:
+    """A mask that a request leaves out marks all its values, in the mask's type; others stay."""
+    padding = create((IDS, spec("mask", "BOOL", optional=True)), ids={"mask": "mask"})
     item = padding.fill({"ids": torch.zeros(2, 3, dtype=torch.int64)})
-
     result = item["mask"]
     assert isinstance(result, Tensor)
-    assert result.dtype is getattr(torch, str(build.spec("x", mask).dtype.torch))
+    assert result.dtype is torch.bool
     assert result.tolist() == [[1, 1, 1]] * 2
+    assert padding.fill(item) is item
+    assert padding.fill({}) == {}
 
 
 @pytest.mark.parametrize(
-    "item",
+    ("shapes", "optional", "refused"),
     [
-        pytest.param({"ids": torch.zeros(1, 3), "mask": torch.zeros(1, 3)}, id="there"),
-        pytest.param({}, id="nothing to mask"),
+        ({"ids": (2, 3), "mask": (2, 3)}, True, False),
+        ({"ids": (2, 3), "mask": (2, 1)}, True, True),
+        ({"ids": (2, 3), "mask": (2, 1)}, False, True),
+        ({"mask": (2, 3)}, True, False),
     ],
 )
-def test_mask_of_a_request_is_kept(item: dict[str, Any]) -> None:
-    """A mask that a request sends is not changed."""
-    assert create((IDS, MASK), ids={"mask": "mask"}).fill(item) is item
-
-
-@pytest.mark.parametrize(
-    ("shapes", "refused"),
-    [
-        ({"ids": (2, 3), "mask": (2, 3)}, False),
-        ({"ids": (2, 3), "mask": (2, 1)}, True),
-        ({"ids": (2, 3)}, False),
-        ({"mask": (2, 3)}, False),
-    ],
-)
-@pytest.mark.parametrize("optional", [True, False])
 def test_mask_of_another_size(
-    shapes: dict[str, tuple[int, ...]], refused: bool, optional: bool
+    shapes: dict[str, tuple[int, ...]], optional: bool, refused: bool
 ) -> None:
     """A mask of a request must be as long as its input."""
     padding = create((IDS, spec("mask", optional=optional)), ids={"mask": "mask"})
-
     refusal = padding.mismatch({name: torch.ones(shape) for name, shape in shapes.items()})
-
     message = "input 'mask' is [2, 1], and its input 'ids' is [2, 3]"
     assert (message in str(refusal)) if refused else refusal is None
 
@@ -118,9 +99,7 @@ def test_mask_is_padded_with_zeros_on_the_same_side() -> None:
     padding = create(
         (IDS, MASK), ids={"value": 7, "side": "left", "multiple_of": 4, "mask": "mask"}
     )
-
     gathered = padding.pads["mask"].gather([torch.ones(1, 3, dtype=torch.int64)])
-
     assert gathered.tolist() == [[0, 1, 1, 1]]
 
 
@@ -130,12 +109,10 @@ def test_mask_is_padded_with_zeros_on_the_same_side() -> None:
 @pytest.mark.parametrize(
     ("shapes", "multiple", "parts"),
     [
-        pytest.param([(1, 5)] * 7 + [(1, 9000)], 1, [[0, 1, 2, 3, 4, 5, 6], [7]], id="one long"),
         pytest.param([(1, 9000)] + [(1, 5)] * 7, 1, [[1, 2, 3, 4, 5, 6, 7], [0]], id="order"),
         pytest.param([(1, 5)] * 3 + [(1, 9000)], 1, [[0, 1, 2, 3]], id="four times at most"),
         pytest.param([(1, 5)] * 4 + [(1, 9000)], 1, [[0, 1, 2, 3], [4]], id="five times"),
         pytest.param([(1, n) for n in range(1, 33)], 1, [list(range(32))], id="usual lengths"),
-        pytest.param([(100, 1), (1, 1000)], 1, [[0], [1]], id="many short rows"),
         pytest.param([(8, 0), (1, 9)], 1, [[0], [1]], id="nothing in one"),
         pytest.param([(1, 1)] * 8, 64, [list(range(8))], id="each is rounded up as it is"),
         pytest.param(
@@ -155,9 +132,7 @@ def test_long_items_do_not_pad_short_ones_without_bound(
         (place, padding.fill({"ids": torch.zeros(shape, dtype=torch.int64)}))
         for place, shape in enumerate(shapes)
     ]
-
     split = padding.split(items)
-
     assert [[place for place, _ in part] for part in split] == parts
     for part in split:
         counts, alone = Counts(), Counts()
@@ -171,7 +146,6 @@ def test_items_without_the_padded_input() -> None:
     """An optional input that a request leaves out pads nothing."""
     padding = create((IDS, MASK), ids={"mask": "mask"})
     items: list[Any] = [(0, {"x": torch.zeros(1, 2)}), (1, {"x": torch.zeros(7, 2)})]
-
     assert padding.split(items) == [items]
 
 
@@ -185,68 +159,31 @@ def _count(padding: Padding, counts: Counts, items: list[Any]) -> None:
 # --- outputs -----------------------------------------------------------------------------------
 
 
-def cut(padding: Padding, lengths: list[int], padded: int, output: Tensor) -> list[Any]:
-    items: list[Any] = [{"ids": torch.zeros(1, length)} for length in lengths]
-    outcomes: list[dict[str, Any]] = [{"y": output[row : row + 1]} for row in range(len(items))]
-    padding.cut(outcomes, items, {"ids": (len(items), padded)})
-    return [outcome["y"] for outcome in outcomes]
+_EIGHT = torch.arange(8)
 
 
 @pytest.mark.parametrize(
     ("dims", "side", "named", "output", "expected"),
     [
-        pytest.param(
-            (-1,), "right", [], torch.arange(8).reshape(2, 4), [[0, 1], [4, 5, 6, 7]], id="right"
-        ),
-        pytest.param(
-            (-1,), "left", [], torch.arange(8).reshape(2, 4), [[2, 3], [4, 5, 6, 7]], id="left"
-        ),
-        pytest.param(
-            (-1, 1),
-            "right",
-            [],
-            torch.arange(8).reshape(2, 4, 1),
-            [[[0], [1]], [[4], [5], [6], [7]]],
-            id="with more behind",
-        ),
-        pytest.param(
-            (1, -1),
-            "right",
-            ["y"],
-            torch.arange(8).reshape(2, 1, 4),
-            [[[0, 1]], [[4, 5, 6, 7]]],
-            id="another axis, named",
-        ),
-        pytest.param(
-            (1, -1),
-            "right",
-            [],
-            torch.arange(8).reshape(2, 1, 4),
-            [[[0, 1, 2, 3]], [[4, 5, 6, 7]]],
-            id="another axis, not named",
-        ),
-        pytest.param(
-            (-1,),
-            "right",
-            [],
-            torch.arange(6).reshape(2, 3),
-            [[0, 1, 2], [3, 4, 5]],
-            id="a length of its own",
-        ),
-        pytest.param((4,), "right", [], torch.zeros(2, 4), [[0.0] * 4] * 2, id="a fixed length"),
+        ((-1,), "left", [], _EIGHT.reshape(2, 4), [[2, 3], [4, 5, 6, 7]]),
+        ((-1, 1), "right", [], _EIGHT.reshape(2, 4, 1), [[[0], [1]], [[4], [5], [6], [7]]]),
+        ((1, -1), "right", ["y"], _EIGHT.reshape(2, 1, 4), [[[0, 1]], [[4, 5, 6, 7]]]),
+        ((1, -1), "right", [], _EIGHT.reshape(2, 1, 4), [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]),
+        ((-1,), "right", [], torch.arange(6).reshape(2, 3), [[0, 1, 2], [3, 4, 5]]),
+        ((4,), "right", [], torch.zeros(2, 4), [[0.0] * 4] * 2),
     ],
+    ids=["left", "more behind", "named axis", "axis not named", "own length", "fixed length"],
 )
 def test_outputs_get_their_own_lengths(
     dims: tuple[int, ...], side: str, named: list[str], output: Tensor, expected: list[Any]
 ) -> None:
     """Outputs as long as the padded input are cut, on the side that was padded."""
-    out = spec("y", "FP32", dims)
-    padding = create((IDS,), (out,), ids={"side": side, "outputs": named})
-
-    result = cut(padding, [2, 4], 4, output)
-
-    assert [value[0].tolist() for value in result] == expected
-    assert all(value.is_contiguous() for value in result)
+    padding = create((IDS,), (spec("y", "FP32", dims),), ids={"side": side, "outputs": named})
+    items: list[Any] = [{"ids": torch.zeros(1, length)} for length in (2, 4)]
+    outcomes: list[dict[str, Any]] = [{"y": output[row : row + 1]} for row in range(2)]
+    padding.cut(outcomes, items, {"ids": (2, 4)})
+    assert [outcome["y"][0].tolist() for outcome in outcomes] == expected
+    assert all(outcome["y"].is_contiguous() for outcome in outcomes)
 
 
 def test_strings_are_cut_too() -> None:
@@ -254,9 +191,7 @@ def test_strings_are_cut_too() -> None:
     padding = create((IDS,), (spec("y", "BYTES"),), ids={})
     words = np.array([["a", "b", "?"]], dtype=np.object_)
     outcomes: list[dict[str, Any]] = [{"y": words}]
-
     padding.cut(outcomes, [{"ids": torch.zeros(1, 2)}], {"ids": (1, 3)})
-
     assert outcomes[0]["y"].tolist() == [["a", "b"]]
 
 
@@ -271,7 +206,6 @@ def test_strings_are_cut_too() -> None:
         pytest.param({"fixed": {}}, "'fixed', whose dims are fixed", id="fixed"),
         pytest.param({"ids": {"value": 0.5}}, "the value 0.5 for 'ids'", id="value"),
         pytest.param({"bytes": {"value": 300}}, "the value 300 for 'bytes'", id="too large"),
-        pytest.param({"bytes": {"value": -1}}, "the value -1 for 'bytes'", id="too small"),
         pytest.param({"ids": {"mask": "nope"}}, "the mask 'nope'", id="no mask"),
         pytest.param({"ids": {"mask": "ids"}}, "the mask 'ids'", id="its own mask"),
         pytest.param({"ids": {"mask": "fixed"}}, r"the mask 'fixed' of dims \[4\]", id="mask dims"),
@@ -282,7 +216,6 @@ def test_strings_are_cut_too() -> None:
 def test_pad_that_does_not_fit(pad: dict[str, Any], message: str) -> None:
     """PAD must name inputs and outputs of the config that can be padded."""
     inputs = (IDS, MASK, spec("text", "BYTES"), spec("fixed", dims=(4,)), spec("bytes", "UINT8"))
-
     with pytest.raises(ConfigError, match=f"PAD names {message}"):
         create(inputs, (spec("y", dims=(4,)),), **pad)
 
@@ -291,5 +224,4 @@ def test_pad_that_does_not_fit(pad: dict[str, Any], message: str) -> None:
 def test_input_that_triton_does_not_batch(ragged: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Without allow_ragged_batch Triton never batches different lengths: a warning says so."""
     create((spec("ids", ragged=ragged),), ids={})
-
     assert ("allow_ragged_batch: true" in caplog.text) is not ragged

@@ -1,34 +1,28 @@
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import build
 import numpy as np
 import pytest
 import torch
+from engines import BAD, bad, check, engine
 from torch import Tensor
 
-from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
 from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.batch_io import BatchInput, BatchInputKind, BatchOutput
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.config.options import Options
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
-    BackendError,
     BindingError,
     ForwardError,
     OutOfMemoryError,
     OutputError,
 )
 from torch_py_backend.loading import example_inputs
-from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.signature import introspection
 from torch_py_backend.startup import warmup
-
-BAD = -7.0
 
 
 def batch_input(
@@ -41,60 +35,46 @@ def ragged(name: str = "x", dims: tuple[int, ...] = (-1,), dtype: str = "FP32") 
     return dataclasses.replace(build.spec(name, dtype, dims), ragged=True)
 
 
+# A ragged input x, its element counts n, and an output y of its shape.
+_FIELDS: dict[str, Any] = {
+    "inputs": (ragged(),),
+    "outputs": (build.spec("y", dims=(-1,)),),
+    "batch_inputs": (batch_input(),),
+    "batch_outputs": (BatchOutput("y", "x"),),
+}
+
+
 def config(**overrides: Any) -> ModelConfig:
-    """Return a config with a ragged input x, its element counts n, and an output y of its shape."""
-    overrides.setdefault("inputs", (ragged(),))
-    overrides.setdefault("outputs", (build.spec("y", dims=(-1,)),))
-    overrides.setdefault("batch_inputs", (batch_input(),))
-    overrides.setdefault("batch_outputs", (BatchOutput("y", "x"),))
-    return build.config(**overrides)
+    return build.config(**_FIELDS | overrides)
 
 
 def create_engine(forward: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any) -> Engine:
-    settings = config(**overrides)
-    loaded = Loaded(build.artifact(), forward, introspection.from_function(forward), None, rows)
-    surroundings = runtime.create(Options(), torch.device("cpu"), ())
-    return Engine(settings, loaded, surroundings, build.artifact())
+    return engine(forward, rows, **_FIELDS | overrides)
 
 
 def item(value: float, *shape: int) -> Item:
     return {"x": np.full(shape, value, dtype=np.float32)}
 
 
-def check(sent: Sequence[Item], outcomes: Sequence[Any], kind: type[BackendError]) -> list[int]:
-    """Check each outcome: twice the values or an error of this class; return errors' positions."""
-    failed = []
-    for place, (request, outcome) in enumerate(zip(sent, outcomes, strict=True)):
-        if isinstance(outcome, BackendError):
-            assert type(outcome) is kind, outcome
-            failed.append(place)
-        else:
-            np.testing.assert_array_equal(outcome["y"], 2 * np.asarray(request["x"]))
-    return failed
-
-
-@pytest.mark.parametrize("dtype", ["INT32", "FP32"])
 @pytest.mark.parametrize(
-    ("kind", "expected"),
+    ("kind", "dtype", "expected"),
     [
-        (BatchInputKind.ELEMENT_COUNT, [6, 12, 1]),
-        (BatchInputKind.ACCUMULATED_ELEMENT_COUNT, [6, 18, 19]),
-        (BatchInputKind.ACCUMULATED_ELEMENT_COUNT_WITH_ZERO, [0, 6, 18, 19]),
-        (BatchInputKind.MAX_ELEMENT_COUNT_AS_SHAPE, [0] * 12),
-        (BatchInputKind.ITEM_SHAPE, [[2, 3], [3, 2], [3, 2], [1, 1]]),
-        (BatchInputKind.ITEM_SHAPE_FLATTEN, [2, 3, 3, 2, 3, 2, 1, 1]),
+        (BatchInputKind.ELEMENT_COUNT, "INT32", [6, 12, 1]),
+        (BatchInputKind.ACCUMULATED_ELEMENT_COUNT, "FP32", [6, 18, 19]),
+        (BatchInputKind.ACCUMULATED_ELEMENT_COUNT_WITH_ZERO, "INT32", [0, 6, 18, 19]),
+        (BatchInputKind.MAX_ELEMENT_COUNT_AS_SHAPE, "FP32", [0] * 12),
+        (BatchInputKind.ITEM_SHAPE, "INT32", [[2, 3], [3, 2], [3, 2], [1, 1]]),
+        (BatchInputKind.ITEM_SHAPE_FLATTEN, "FP32", [2, 3, 3, 2, 3, 2, 1, 1]),
     ],
 )
-def test_batch_inputs(kind: BatchInputKind, expected: list[Any], dtype: str) -> None:
+def test_batch_inputs(kind: BatchInputKind, dtype: str, expected: list[Any]) -> None:
     """Counts are those of requests with all their rows; item shapes are those of rows."""
     layout = Ragged(
         config(inputs=(ragged(dims=(-1, -1)),), batch_inputs=(batch_input(kind, dtype),))
     )
-
     batch = layout.gather(
         [item(1, 1, 2, 3), item(2, 2, 3, 2), item(3, 1, 1, 1)], ["n", "x"], {}, ()
     )
-
     column = batch.columns[0]
     assert isinstance(column, Tensor)
     assert column.dtype == {"INT32": torch.int32, "FP32": torch.float32}[dtype]
@@ -107,16 +87,14 @@ def test_batch_inputs(kind: BatchInputKind, expected: list[Any], dtype: str) -> 
 def test_a_single_request_is_flattened_too(rows: int) -> None:
     """The model gets one dimension for any number of requests; a single one is not copied."""
     sent = item(1, 1, 4)
-
     (column, n), sizes = Ragged(config(max_batch_size=rows)).gather([sent], ["x", "n"], {}, ())
-
     assert (column.shape, n.tolist(), list(sizes)) == ((4,), [4], [1])
     assert np.shares_memory(column.numpy(), np.asarray(sent["x"]))  # type: ignore[union-attr]
 
 
 def test_strings() -> None:
     """Ragged strings are one flat list, as LibTorch passes them."""
-    engine = create_engine(
+    model = create_engine(
         lambda x, n: [text.upper() for text in x],
         inputs=(ragged(dtype="BYTES"),),
         outputs=(build.spec("y", "BYTES", (-1,)),),
@@ -125,9 +103,7 @@ def test_strings() -> None:
         {"x": np.array([[b"a", b"b"]], dtype=np.object_)},
         {"x": np.array([[b"c"]], dtype=np.object_)},
     ]
-
-    first, second = engine.run(sent)
-
+    first, second = model.run(sent)
     assert first["y"].tolist() == [["A", "B"]]  # type: ignore[index]
     assert second["y"].tolist() == [["C"]]  # type: ignore[index]
 
@@ -136,17 +112,14 @@ def test_strings() -> None:
     ("result", "message"),
     [
         (lambda x: x[1:], "output 'y' has 6 values; expected 7, as batch_output says"),
-        (lambda x: torch.cat([x, x]), "output 'y' has 14 values; expected 7"),
         (lambda x: x.double(), "output 'y' is float64 [7]; expected float32"),
     ],
-    ids=["too few", "too many", "type"],
+    ids=["too few", "type"],
 )
 def test_results_that_cannot_be_split(result: Callable[[Tensor], Tensor], message: str) -> None:
     """A batch output with another number of values is an error."""
-    engine = create_engine(lambda x, n: result(x), retry_failed_batch=False)
-
-    outcomes = engine.run([item(1, 1, 3), item(2, 2, 2)])
-
+    model = create_engine(lambda x, n: result(x), retry_failed_batch=False)
+    outcomes = model.run([item(1, 1, 3), item(2, 2, 2)])
     assert all(
         isinstance(outcome, OutputError) and message in str(outcome) for outcome in outcomes
     ), outcomes
@@ -159,30 +132,25 @@ def test_one_dimension_without_batch_inputs() -> None:
         assert x.dim() == 1
         return x.reshape(-1, 2).sum(1)
 
-    engine = create_engine(forward, outputs=(build.spec("y", dims=(1,)),), batch_inputs=())
-
-    outcomes = engine.run([item(1, 1, 2), item(2, 3, 2)])
-
+    model = create_engine(forward, outputs=(build.spec("y", dims=(1,)),), batch_inputs=())
+    outcomes = model.run([item(1, 1, 2), item(2, 3, 2)])
     values = [outcome["y"].tolist() for outcome in outcomes]  # type: ignore[index]
     assert values == [[[2.0]], [[4.0], [4.0], [4.0]]]
 
 
 def double(x: Tensor, n: Tensor) -> Tensor:
     assert int(n.sum()) == x.shape[0]
-    if bool((x == BAD).any()):
-        raise ValueError("a bad value")
+    bad(x)
     return x * 2
 
 
-@pytest.mark.parametrize("guilty", [[0], [5], [2, 3], [0, 2, 4], [0, 1, 2, 3, 4, 5]])
-def test_only_failing_requests_get_the_error(guilty: list[int]) -> None:
+def test_only_failing_requests_get_the_error() -> None:
     """Batch inputs are created again for each part of a failed batch."""
-    lengths = [3, 1, 4, 1, 5, 9]
+    guilty = [0, 2, 4]
     sent = [
         item(BAD if place in guilty else place, 1 + place % 2, length)
-        for place, length in enumerate(lengths)
+        for place, length in enumerate([3, 1, 4, 1, 5, 9])
     ]
-
     assert check(sent, create_engine(double).run(sent), ForwardError) == guilty
 
 
@@ -196,10 +164,9 @@ def test_memory_that_runs_out() -> None:
             raise MemoryError
         return double(x, n)
 
-    engine = create_engine(forward)
+    model = create_engine(forward)
     sent = [item(1, 4, 2), item(2, 1, 3), item(3, 2, 2), item(4, 8, 2), item(5, 1, 1)]
-
-    assert check(sent, engine.run(sent), OutOfMemoryError) == [3]
+    assert check(sent, model.run(sent), OutOfMemoryError) == [3]
     assert {size for call in calls for size in call} == {8, 3, 4, 16, 1}
 
 
@@ -207,7 +174,6 @@ def test_memory_that_runs_out() -> None:
 def test_row_counts_of_a_program(rows: Rows) -> None:
     """Ragged batches are not filled up: their first dimension is not rows."""
     sent = [item(1, 1, 3)]
-
     assert check(sent, create_engine(double, rows).run(sent), ForwardError) == []
 
 
@@ -219,15 +185,15 @@ def test_requests_of_any_shape_share_a_call() -> None:
         calls.append(len(n))
         return x * 2
 
-    engine = create_engine(forward, inputs=(ragged(dims=(-1, 2)), build.spec("z", dims=(-1,))))
     sent: list[Item] = [
         item(size, 1, size, 2) | {"z": np.ones((1, other), np.float32)}
         for size, other in ((1, 1), (2, 1), (3, 2), (4, 1))
     ]
+    inputs = (ragged(dims=(-1, 2)), build.spec("z", dims=(-1,)))
     outputs = (build.spec("y", dims=(-1, 2)),)
-    engine = create_engine(forward, inputs=engine.config.inputs, outputs=outputs)
+    model = create_engine(forward, inputs=inputs, outputs=outputs)
 
-    assert check(sent, engine.run(sent), ForwardError) == []
+    assert check(sent, model.run(sent), ForwardError) == []
     assert calls == [3, 1]
 
 
@@ -239,10 +205,9 @@ def test_casts_leave_counts_alone() -> None:
         assert n.tolist() == [4097.0]
         return x.float() * 2
 
-    engine = create_engine(forward, cast_inputs="BF16", batch_inputs=(batch_input(dtype="FP32"),))
+    model = create_engine(forward, cast_inputs="BF16", batch_inputs=(batch_input(dtype="FP32"),))
     sent = [item(1, 1, 4097)]
-
-    assert check(sent, engine.run(sent), ForwardError) == []
+    assert check(sent, model.run(sent), ForwardError) == []
 
 
 def test_an_argument_that_takes_a_number() -> None:
@@ -253,7 +218,6 @@ def test_an_argument_that_takes_a_number() -> None:
 
     with pytest.raises(BindingError) as raised:
         create_engine(forward)
-
     assert "batch_input makes 'n' a tensor, and forward() takes an int" in str(raised.value)
 
 
@@ -267,8 +231,7 @@ def test_the_warm_up_sends_requests_of_one_row(rows: int) -> None:
         return torch.stack([part.sum() for part in x.split(n.tolist())]).unsqueeze(1)
 
     outputs = (build.spec("y", dims=(1,) if rows else (1, 1)),)
-    engine = create_engine(forward, max_batch_size=rows, outputs=outputs, batch_outputs=())
-    warmup.run(engine)
-
+    model = create_engine(forward, max_batch_size=rows, outputs=outputs, batch_outputs=())
+    warmup.run(model)
     assert counts == ({8, 7, 1} if rows else {1})
-    assert len(example_inputs.requests(engine.config, item(1, 3, 2))) == (3 if rows else 1)
+    assert len(example_inputs.requests(model.config, item(1, 3, 2))) == (3 if rows else 1)

@@ -33,23 +33,20 @@ class Model:
         return [f"answer {item}" for item in items]
 
 
-def narrowed(model: Model, count: int, calls: int = 1000) -> list[str | Failed]:
+def bisected(model: Model, count: int, calls: int = 1000) -> list[str | Failed]:
     items = range(count)
     return bisect(
         items, model, Failed(tuple(items)), calls=iter(range(calls)), hopeless=lambda: False
     )
 
 
-@pytest.mark.parametrize("count", [2, 3, 7, 32, 33])
-@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
-def test_only_failing_items_get_the_error(count: int, share: float) -> None:
+@pytest.mark.parametrize(("count", "failing"), [(2, 1), (3, 3), (7, 2), (32, 1), (32, 16), (33, 2)])
+def test_only_failing_items_get_the_error(count: int, failing: int) -> None:
     """Every other item gets its result; each failing item gets the failure of its own call."""
-    guilty = random.Random(count).sample(range(count), max(1, round(share * count)))
+    guilty = random.Random(count).sample(range(count), failing)
     model = Model(guilty)
-
-    found = narrowed(model, count)
-
-    assert found == [
+    results = bisected(model, count)
+    assert results == [
         Failed((item,)) if item in guilty else f"answer {item}" for item in range(count)
     ]
     assert len(model.calls) <= 2 * count - 2
@@ -59,24 +56,20 @@ def test_only_failing_items_get_the_error(count: int, share: float) -> None:
 def test_failure_that_depends_on_the_batch() -> None:
     """If both halves succeed, all items get their results."""
     model = Model([])
-
-    assert narrowed(model, 4) == [f"answer {item}" for item in range(4)]
+    assert bisected(model, 4) == [f"answer {item}" for item in range(4)]
     assert model.calls == [(0, 1), (2, 3)]
 
 
-@pytest.mark.parametrize("calls", range(8))
-def test_work_is_bounded(calls: int) -> None:
+@pytest.mark.parametrize(("calls", "answered"), [(0, 0), (1, 0), (3, 4), (7, 7)])
+def test_work_is_bounded(calls: int, answered: int) -> None:
     """After the last call all undecided items fail; the largest parts are decided first."""
     model = Model([0])
-
-    found = narrowed(model, 8, calls)
-
+    results = bisected(model, 8, calls)
     assert len(model.calls) == min(calls, 6)
-    answered = [one for one in found if isinstance(one, str)]
-    assert len(answered) == (0, 0, 4, 4, 6, 6, 7, 7)[calls]
+    assert sum(isinstance(result, str) for result in results) == answered
 
 
-@pytest.mark.parametrize("guilty", [0, 5, 7])
+@pytest.mark.parametrize("guilty", [0, 7])
 def test_stop_after_a_fatal_failure(guilty: int) -> None:
     """No call is made after a fatal failure, and all undecided items get that failure."""
     model = Model([2, guilty])
@@ -86,7 +79,7 @@ def test_stop_after_a_fatal_failure(guilty: int) -> None:
         result = model(items)
         return last if len(items) == 1 and items[0] == guilty else result
 
-    found = bisect(
+    results = bisect(
         range(8),
         attempt,
         Failed(tuple(range(8))),
@@ -95,5 +88,5 @@ def test_stop_after_a_fatal_failure(guilty: int) -> None:
     )
 
     assert model.calls[-1] == (guilty,)
-    assert all(isinstance(one, str) or one in (last, Failed((2,))) for one in found)
-    assert found[guilty] is last
+    assert all(isinstance(result, str) or result in (last, Failed((2,))) for result in results)
+    assert results[guilty] is last

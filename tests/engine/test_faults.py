@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -25,8 +24,8 @@ def accelerator(code: int, text: str = "CUDA error: something") -> RuntimeError:
     """Return what torch raises for a CUDA error."""
     error: Any = torch.AcceleratorError(text)
     error.error_code = code
-    found: RuntimeError = error
-    return found
+    result: RuntimeError = error
+    return result
 
 
 def chained(cause: BaseException, *, explicitly: bool) -> BaseException:
@@ -59,9 +58,7 @@ def _script_takes_all(size: int) -> torch.Tensor:
         pytest.param(torch.OutOfMemoryError("CUDA out of memory. Tried"), True, id="CUDA"),
         pytest.param(raised(lambda: torch.empty(10**15)), True, id="CPU, the real one"),
         pytest.param(raised(lambda: _script_takes_all(10**15)), True, id="in TorchScript, real"),
-        pytest.param(raised(lambda: np.empty(10**15)), True, id="numpy, the real one"),
         pytest.param(MemoryError(), True, id="Python"),
-        pytest.param(MemoryError("std::bad_alloc"), True, id="C++"),
         pytest.param(RuntimeError("std::bad_alloc"), True, id="C++ through torch"),
         pytest.param(
             RuntimeError(_SCRIPT.format("CUDA out of memory. Tried to allocate 2.00 GiB")),
@@ -96,10 +93,6 @@ def _script_takes_all(size: int) -> torch.Tensor:
         pytest.param(
             RuntimeError("bad word 'CUDA out of memory. Tried'"), False, id="a client's words"
         ),
-        pytest.param(
-            RuntimeError("bad word\nRuntimeError: CUDA out of memory."), False, id="in a 2nd line"
-        ),
-        pytest.param(RuntimeError("shapes cannot be multiplied"), False, id="another"),
         pytest.param(accelerator(710), False, id="an assertion"),
     ],
 )
@@ -111,16 +104,14 @@ def test_out_of_memory(error: BaseException, expected: bool) -> None:
 @pytest.mark.parametrize(
     ("error", "expected"),
     [
-        *(pytest.param(accelerator(code), True, id=name) for code, name in faults._STICKY.items()),
+        pytest.param(accelerator(710), True, id="an assertion"),
         pytest.param(accelerator(2), False, id="out of memory"),
-        pytest.param(accelerator(9), False, id="invalid configuration"),
         pytest.param(chained(accelerator(700), explicitly=True), True, id="the cause"),
         pytest.param(chained(accelerator(700), explicitly=False), True, id="the context"),
         pytest.param(
             RuntimeError("CUDA error: device-side assert triggered"), False, id="words alone"
         ),
         pytest.param(torch.AcceleratorError("CUDA error"), False, id="without a code"),
-        pytest.param(ValueError(), False, id="another"),
     ],
 )
 def test_sticky(error: BaseException, expected: bool) -> None:
@@ -128,23 +119,17 @@ def test_sticky(error: BaseException, expected: bool) -> None:
     assert faults.is_sticky(error) is expected
 
 
-def test_exceptions_without_a_message() -> None:
-    """An exception whose message cannot be read is none of these."""
+def test_odd_exceptions() -> None:
+    """Neither a message that cannot be read nor a cycle of causes is a problem."""
 
     class SpeechlessError(RuntimeError):
         def __str__(self) -> str:
             raise KeyError
 
-    assert not faults.out_of_memory(SpeechlessError())
-    assert not faults.is_sticky(SpeechlessError())
-
-
-def test_cyclic_chains() -> None:
-    """Exceptions that are each other's causes are visited once."""
-    one, other = ValueError("one"), ValueError("other")
+    one, other = SpeechlessError(), ValueError("other")
     one.__cause__, other.__cause__ = other, one
-
     assert not faults.out_of_memory(one)
+    assert not faults.is_sticky(one)
 
 
 @pytest.mark.parametrize("explicitly", [True, False])

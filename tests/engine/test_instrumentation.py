@@ -15,6 +15,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.kept: Callable[[], str] = lambda: "kept"
+        self.unused = self.kept
 
     def own(self) -> str:
         return "own"
@@ -30,31 +31,17 @@ def around(*names: str) -> instrumentation.Around:
 
 
 @pytest.mark.parametrize("attribute", ["own", "kept"])
-def test_removal_restores_the_stage(attribute: str) -> None:
-    """The stage is replaced while the wrapper is installed, and restored afterwards."""
+def test_wrappers(attribute: str) -> None:
+    """A later wrapper is the outer one; each is removed without a trace."""
     owner = Owner()
     before, stage = dict(vars(owner)), getattr(owner, attribute)
-
-    take_away = instrumentation.wrap([("stage", owner, attribute)], around("stage"))
-    during = getattr(owner, attribute)()
-    take_away()
-
-    assert during == f"[{attribute}]"
+    stages = [("stage", owner, attribute), ("other", owner, "unused")]
+    remove_inner = instrumentation.wrap(stages, around("stage"))
+    remove_outer = instrumentation.wrap(stages, around("stage"))
+    results = [getattr(owner, attribute)()]
+    remove_outer()
+    results.append(getattr(owner, attribute)())
+    remove_inner()
+    assert results == [f"[[{attribute}]]", f"[{attribute}]"]
     assert getattr(owner, attribute) == stage
     assert vars(owner) == before
-
-
-def test_nested_wrappers() -> None:
-    """A later wrapper is the outer one, and removing it leaves the inner one."""
-    owner = Owner()
-    stages = [("stage", owner, "own")]
-
-    first = instrumentation.wrap(stages, around("stage"))
-    second = instrumentation.wrap(stages, around("stage"))
-    found = [owner.own()]
-    second()
-    found.append(owner.own())
-    first()
-
-    assert found == ["[[own]]", "[own]"]
-    assert owner.own() == "own"

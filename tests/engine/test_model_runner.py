@@ -21,7 +21,7 @@ from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 
 
-def made(
+def create_runner(
     function: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any
 ) -> tuple[ModelRunner, Counts, Grouping]:
     """Return a model runner for a function of `x`."""
@@ -43,27 +43,23 @@ def grouped(grouping: Grouping, x: Tensor) -> Group:
 @pytest.mark.parametrize(
     ("rows", "sent", "calls"),
     [
-        pytest.param(Rows(4, 4), 3, [4], id="fixed, filled up"),
         pytest.param(Rows(4, 4), 9, [4, 4, 4], id="fixed, in pieces"),
-        pytest.param(Rows(1, 1), 3, [1, 1, 1], id="one by one"),
         pytest.param(Rows(2, None), 1, [2], id="at least two"),
         pytest.param(Rows(2, 3), 7, [3, 3, 2], id="in pieces, the last filled up"),
     ],
 )
 def test_rows_that_a_program_takes(rows: Rows, sent: int, calls: list[int]) -> None:
     """A batch is as many calls as needed; rows that fill a call are counted and dropped."""
-    seen: list[int] = []
+    rows_called: list[int] = []
 
     def double(x: Tensor) -> Tensor:
-        seen.append(x.shape[0])
+        rows_called.append(x.shape[0])
         return x * 2
 
-    runner, counts, grouping = made(double, rows)
+    runner, counts, grouping = create_runner(double, rows)
     x = torch.rand(sent, 4)
-
     (y,) = runner.call(grouped(grouping, x).inputs, [x], sent)
-
-    assert seen == calls
+    assert rows_called == calls
     assert torch.equal(torch.as_tensor(y), x * 2)
     assert counts.rows == sum(calls)
     assert counts.filled_rows == sum(calls) - sent
@@ -75,12 +71,10 @@ def test_an_eager_model_is_sealed_unchanged() -> None:
     def forward(x: Tensor) -> Tensor:
         return x
 
-    runner, counts, _ = made(forward)
+    runner, counts, _ = create_runner(forward)
     surroundings = runtime.create(Options(), torch.device("cpu"), ())
-
     with runner.preparing(build.artifact(), surroundings.device):
         pass
-
     assert runner.module is forward
     assert not runner.compiles
     assert not runner.captures

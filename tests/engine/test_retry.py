@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import resource
-import subprocess
-import sys
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from random import Random
 from typing import Any
 
 import build
+import engines
 import numpy as np
 import pytest
 import torch
+from engines import BAD, bad, check, items
 from torch import Tensor, nn
 
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
 from torch_py_backend.batching.output_extraction import OutputExtractor
-from torch_py_backend.config.options import Options
 from torch_py_backend.engine import memory_limits
-from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
     BindingError,
@@ -32,10 +30,8 @@ from torch_py_backend.errors import (
     OutputError,
     UnavailableError,
 )
-from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.signature import introspection
 
-BAD = -7.0
+engine = functools.partial(engines.engine, max_batch_size=32)
 
 
 class Model:
@@ -51,51 +47,14 @@ class Model:
         return x * 2
 
 
-def bad(x: Tensor) -> None:
-    if bool((x == BAD).any()):
-        raise ValueError("a bad value, see /srv/secret/place.txt")
-
-
 def above(rows: int) -> Callable[[Tensor], None]:
-    """Raise an out-of-memory error for more than a number of rows."""
+    """Exhaust the memory for more than a number of rows."""
 
     def judge(x: Tensor) -> None:
         if x.shape[0] > rows:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            torch.empty(10**15)
 
     return judge
-
-
-def engine(
-    model: Any, rows: Rows = ANY_ROWS, owner: nn.Module | None = None, **overrides: Any
-) -> Engine:
-    overrides.setdefault("inputs", (build.spec("x", dims=(-1,)),))
-    overrides.setdefault("outputs", (build.spec("y", dims=(-1,)),))
-    overrides.setdefault("max_batch_size", 32)
-    settings = build.config(**overrides)
-
-    def forward(x: Tensor) -> Any:
-        return model(x)
-
-    loaded = Loaded(build.artifact(), forward, introspection.from_function(forward), owner, rows)
-    surroundings = runtime.create(Options(), torch.device("cpu"), ())
-    return Engine(settings, loaded, surroundings, build.artifact())
-
-
-def items(values: Sequence[float], rows: int = 1, length: int = 4) -> list[Item]:
-    return [{"x": np.full((rows, length), value, dtype=np.float32)} for value in values]
-
-
-def check(sent: Sequence[Item], outcomes: Sequence[Any], kind: type[BackendError]) -> list[int]:
-    """Check each outcome: a result or an error of this class; return the errors' positions."""
-    failed = []
-    for place, (item, outcome) in enumerate(zip(sent, outcomes, strict=True)):
-        if isinstance(outcome, BackendError):
-            assert type(outcome) is kind, outcome
-            failed.append(place)
-        else:
-            np.testing.assert_array_equal(outcome["y"], 2 * np.asarray(item["x"]))
-    return failed
 
 
 # --- bisection -------------------------------------------------------------------------------
@@ -104,11 +63,9 @@ def check(sent: Sequence[Item], outcomes: Sequence[Any], kind: type[BackendError
 @pytest.mark.parametrize(
     ("guilty", "rows", "overrides"),
     [
-        pytest.param([0], ANY_ROWS, {}, id="first"),
         pytest.param([31], Rows(4, 4), {}, id="last, fixed rows"),
         pytest.param([3, 19], ANY_ROWS, {"batch_buckets": (1, 2, 4, 8, 16, 32)}, id="buckets"),
-        pytest.param([30, 31], ANY_ROWS, {}, id="neighbours"),
-        pytest.param(list(range(0, 32, 2)), Rows(4, 4), {}, id="every other, fixed rows"),
+        pytest.param(list(range(0, 32, 2)), ANY_ROWS, {}, id="every other"),
         pytest.param(list(range(32)), ANY_ROWS, {}, id="all"),
     ],
 )
@@ -118,65 +75,50 @@ def test_only_failing_requests_get_the_error(
     """In a batch of 32 only the bad requests get the error, the others their results."""
     sent = items([BAD if place in guilty else float(place) for place in range(32)])
     model = Model(bad)
-
     outcomes = engine(model, rows, **overrides).run(sent)
-
     assert check(sent, outcomes, ForwardError) == guilty
     for place in guilty:
         assert str(outcomes[place]) == (
             "model 'digits': forward() raised ValueError: a bad value, see place.txt."
         )
-    allowed = set(overrides.get("batch_buckets", ())) or ({4} if rows.least == 4 else None)
-    assert allowed is None or set(model.calls) <= allowed
-
-
-@pytest.mark.parametrize("wrong", ["rows", "type", "nothing"])
-def test_invalid_outputs_of_one_request(wrong: str) -> None:
-    """Invalid outputs for one request fail only that request."""
-
-    def model(x: Tensor) -> Any:
-        kept = (x != BAD).all(dim=1)
-        if bool(kept.all()):
-            return x * 2
-        return {"rows": x[kept] * 2, "type": x.double(), "nothing": None}[wrong]
-
-    sent = items([1.0, 2.0, BAD, 4.0, 5.0])
-
-    assert check(sent, engine(model).run(sent), OutputError) == [2]
+    if rows.least == 4:
+        assert set(model.calls) == {4}
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
-def test_results_that_cannot_be_read() -> None:
-    """A tensor whose shape raises is an error of the output."""
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda x: x[(x != BAD).all(dim=1)] * 2,
+        lambda x: x.double(),
+        lambda x: None,
+        lambda x: torch.nested.nested_tensor([x[0], x[0, :1]]),  # its shape raises
+    ],
+    ids=["rows", "type", "nothing", "nested"],
+)
+def test_invalid_outputs_of_one_request(result: Callable[[Tensor], Any]) -> None:
+    """Invalid outputs for one request fail only that request."""
 
     def model(x: Tensor) -> Any:
-        odd = bool((x == BAD).any())
-        return torch.nested.nested_tensor([x[0], x[0, :1]]) if odd else x * 2
+        return result(x) if bool((x == BAD).any()) else x * 2
 
-    sent = items([1.0, BAD, 3.0])
-    outcomes = engine(model).run(sent)
-
-    assert check(sent, outcomes, OutputError) == [1]
-    assert "the outputs cannot be read" in str(outcomes[1])
+    sent = items([1.0, 2.0, BAD, 4.0, 5.0])
+    assert check(sent, engine(model).run(sent), OutputError) == [2]
 
 
 def test_binding_errors_are_not_retried() -> None:
     """A config that names missing outputs fails every request, so it is not retried."""
     model = Model()
-    made = engine(model)
-    made.runner.extract = OutputExtractor(build.config(outputs=(build.spec("RESULT[3]"),))).extract
-
-    outcomes = made.run(items([1.0, 2.0, 3.0]))
-
+    served = engine(model)
+    served.runner.extract = OutputExtractor(
+        build.config(outputs=(build.spec("RESULT[3]"),))
+    ).extract
+    outcomes = served.run(items([1.0, 2.0, 3.0]))
     assert [type(outcome) for outcome in outcomes] == [BindingError] * 3
     assert model.calls == [3]
 
 
-@pytest.mark.parametrize(
-    "error",
-    [SystemExit(3), GeneratorExit(), asyncio.CancelledError(), RecursionError()],
-    ids=lambda error: type(error).__name__,
-)
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), RecursionError()])
 def test_any_exception_is_an_outcome(error: BaseException) -> None:
     """No exception of a model reaches Triton, which would fail the whole batch."""
 
@@ -185,18 +127,19 @@ def test_any_exception_is_an_outcome(error: BaseException) -> None:
             raise error
 
     sent = items([1.0, BAD, 3.0])
-
     assert check(sent, engine(Model(judge)).run(sent), ForwardError) == [1]
 
 
-def test_keyboard_interrupt_is_raised() -> None:
-    """Ctrl-C in `check` or `tune` is not an error of the model."""
+@pytest.mark.parametrize("first", [KeyboardInterrupt(), ValueError()])
+def test_keyboard_interrupt_is_raised(first: BaseException) -> None:
+    """Ctrl-C in `check` or `tune` is not an error of the model, in a retry neither."""
+    errors = [first, KeyboardInterrupt()]
 
     def judge(x: Tensor) -> None:
-        raise KeyboardInterrupt
+        raise errors.pop(0)
 
     with pytest.raises(KeyboardInterrupt):
-        engine(Model(judge)).run(items([1.0]))
+        engine(Model(judge)).run(items([1.0, 2.0]))
 
 
 class Counter(nn.Module):
@@ -218,7 +161,6 @@ class Counter(nn.Module):
     ("wished", "stateful", "failed", "calls"),
     [
         pytest.param(None, False, [1], 5, id="unset"),
-        pytest.param(True, False, [1], 5, id="true"),
         pytest.param(False, False, [0, 1, 2, 3], 1, id="false"),
         pytest.param(None, True, [0, 1, 2, 3], 1, id="unset, with state"),
         pytest.param(True, True, [1], 5, id="true, with state"),
@@ -229,10 +171,9 @@ def test_models_that_must_not_be_called_twice(
 ) -> None:
     """RETRY_FAILED_BATCH decides; by default a model that changes its buffers is called once."""
     counter = Counter()
-    made = engine(counter, owner=counter if stateful else None, retry_failed_batch=wished)
+    served = engine(counter, owner=counter if stateful else None, retry_failed_batch=wished)
     sent = items([1.0, BAD, 3.0, 4.0])
-
-    assert check(sent, made.run(sent), ForwardError) == failed
+    assert check(sent, served.run(sent), ForwardError) == failed
     assert counter.count.item() == calls
 
 
@@ -246,30 +187,27 @@ class InPlace(Model):
         return x
 
 
-def test_models_that_write_to_their_inputs() -> None:
-    """A request whose values the model has overwritten is not retried."""
-    model = InPlace(above(1))
-    made = engine(model)
-    made.run(items([1.0]))
-
-    outcomes = made.run(items([1.0], rows=2))
-
-    assert [type(outcome) for outcome in outcomes] == [OutOfMemoryError]
-    assert model.calls == [1, 2]
+def copies(sent: Sequence[Item]) -> list[Item]:
+    return [{"x": np.copy(np.asarray(item["x"]))} for item in sent]
 
 
-def test_first_request_of_a_model_that_writes_to_its_inputs() -> None:
-    """Without a warm-up the first request is retried with its original values."""
+def test_requests_of_models_that_write_to_their_inputs() -> None:
+    """The first request is retried with its original values; later ones are not retried."""
     sent = items([3.0], rows=4)
-    before: list[Item] = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
-
-    assert check(before, engine(InPlace(above(1))).run(sent), OutOfMemoryError) == []
+    before = copies(sent)
+    served = engine(InPlace(above(1)))
+    assert check(before, served.run(sent), OutOfMemoryError) == []
+    model = InPlace(above(1))
+    served = engine(model)
+    served.run(items([1.0]))
+    assert [type(outcome) for outcome in served.run(items([1.0], rows=2))] == [OutOfMemoryError]
+    assert model.calls == [1, 2]
 
 
 def test_batches_of_models_that_write_to_their_inputs() -> None:
     """A batch of several requests is a copy, so it is retried: only bad requests fail."""
     sent = items([1.0, BAD, 3.0, 4.0])
-    before: list[Item] = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
+    before = copies(sent)
 
     def judge(x: Tensor) -> None:
         bad(x / 2)
@@ -280,14 +218,13 @@ def test_batches_of_models_that_write_to_their_inputs() -> None:
 def test_parts_of_a_request_of_a_model_that_writes_to_its_inputs() -> None:
     """Rows that did not fit in memory are retried with their original values."""
     model = InPlace(above(8))
-    made = engine(model)
+    served = engine(model)
     sent = items([1.0, 2.0, 3.0], rows=7)
-    before: list[Item] = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
-    assert check(before, made.run(sent), OutOfMemoryError) == []
+    before = copies(sent)
+    assert check(before, served.run(sent), OutOfMemoryError) == []
     assert model.calls[0] == 21
-
     model._judge = above(2)
-    assert check(before, made.run(items([1.0, 2.0, 3.0], rows=7)), OutOfMemoryError) == []
+    assert check(before, served.run(copies(before)), OutOfMemoryError) == []
     assert max(model.calls[-5:]) <= 2
 
 
@@ -300,7 +237,6 @@ def test_work_is_bounded_for_all_parts_of_a_batch() -> None:
 
     model = Model(judge)
     outcomes = engine(model, max_batch_size=512).run(items([BAD] * 512))
-
     assert all(isinstance(outcome, ForwardError) for outcome in outcomes)
     assert len([rows for rows in model.calls if rows <= 64]) == 128 + 512 // 64
 
@@ -313,10 +249,11 @@ def test_reports() -> None:
             if value < 0:
                 raise ValueError(f"value {value}")
 
-    made = engine(Model(judge))
-    outcomes = made.run([*items([-1.0, 2.0, -3.0, -1.0]), {}])
+    served = engine(Model(judge))
+    outcomes = served.run([*items([-1.0, 2.0, -3.0, -1.0]), {}])
 
-    assert [getattr(one, "reported", False) for one in outcomes] == [True, False, True, True, False]
+    reported = [at for at, outcome in enumerate(outcomes) if getattr(outcome, "reported", False)]
+    assert reported == [0, 2, 3]
     for place, value in ((0, -1.0), (2, -3.0), (3, -1.0)):
         error = outcomes[place]
         assert isinstance(error, ForwardError)
@@ -336,7 +273,6 @@ def test_endless_recursion() -> None:
         even(x)
 
     (error,) = engine(Model(even)).run(items([1.0]))
-
     assert isinstance(error, ForwardError)
     assert "RecursionError" in str(error)
     assert len(error.traceback.splitlines()) < 300
@@ -345,55 +281,44 @@ def test_endless_recursion() -> None:
 def test_every_retry_is_announced() -> None:
     """The callback that resets a call's time limit runs before each retry."""
     model = Model(bad)
-    made = engine(model)
+    served = engine(model)
     begun: list[int] = []
-    made.recovery.on_call = lambda: begun.append(len(model.calls))
-
-    made.run(items([1.0, BAD, 3.0, 4.0]))
-
+    served.recovery.on_call = lambda: begun.append(len(model.calls))
+    served.run(items([1.0, BAD, 3.0, 4.0]))
     assert begun == [1, 2, 3, 4]
 
 
 # --- memory ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fits", [1, 20])
-def test_batches_that_do_not_fit(fits: int) -> None:
-    """After memory ran out all requests are still answered, and the next batch fits at once."""
-    model = Model(above(fits))
-    made = engine(model)
-    sent = items([float(place) for place in range(32)])
-
-    assert check(sent, made.run(sent), OutOfMemoryError) == []
-    model.calls.clear()
-    assert check(sent, made.run(sent), OutOfMemoryError) == []
-    assert max(model.calls) <= fits
-
-
 @pytest.mark.parametrize(
     ("rows", "overrides", "fits", "called"),
     [
+        pytest.param(ANY_ROWS, {}, 1, {32, 16, 8, 4, 2, 1}, id="one"),
+        pytest.param(ANY_ROWS, {}, 20, {32, 16}, id="any number"),
         pytest.param(ANY_ROWS, {"batch_buckets": (2, 8, 32)}, 9, {32, 8}, id="buckets"),
         pytest.param(Rows(1, 8), {}, 5, {8, 4}, id="in pieces"),
         pytest.param(Rows(4, None), {}, 4, {32, 16, 8, 4}, id="at least four"),
     ],
 )
-def test_row_counts_that_the_model_takes(
+def test_batches_that_do_not_fit(
     rows: Rows, overrides: dict[str, Any], fits: int, called: set[int]
 ) -> None:
-    """Smaller calls have row counts that the model takes."""
+    """All requests are answered in calls that the model takes, and the next batch fits at once."""
     model = Model(above(fits))
+    served = engine(model, rows, **overrides)
     sent = items([float(place) for place in range(32)])
-
-    assert check(sent, engine(model, rows, **overrides).run(sent), OutOfMemoryError) == []
+    assert check(sent, served.run(sent), OutOfMemoryError) == []
     assert set(model.calls) == called
+    model.calls.clear()
+    assert check(sent, served.run(sent), OutOfMemoryError) == []
+    assert max(model.calls) <= fits
 
 
 def test_fixed_rows_that_do_not_fit() -> None:
     """A model whose only call size does not fit is not called again and again."""
     model = Model(above(3))
     sent = items([1.0, 2.0, 3.0])
-
     assert check(sent, engine(model, Rows(4, 4)).run(sent), OutOfMemoryError) == [0, 1, 2]
     assert model.calls == [4]
 
@@ -403,29 +328,27 @@ def test_a_request_of_many_rows(tensors: bool) -> None:
     """A single request that does not fit is run in parts, and its rows keep their order."""
     x = np.arange(40, dtype=np.float32).reshape(10, 4)
     more = np.full((3, 4), 3, dtype=np.float32)
-    sent: list[Item] = [{"x": torch.from_numpy(one) if tensors else one} for one in (x, more)]
+    sent: list[Item] = [{"x": torch.from_numpy(rows) if tensors else rows} for rows in (x, more)]
     model = Model(above(4))
-
     assert check(sent, engine(model).run(sent), OutOfMemoryError) == []
     assert model.calls == [13, 6, 3, 3, 3, 3, 1]
 
 
 def test_only_what_never_fits_is_refused() -> None:
-    """A single row that does not fit fails with 503; the others are answered."""
+    """A single row that does not fit fails with 503; others, and later batches, are answered."""
 
     def judge(x: Tensor) -> None:
         if bool((x == BAD).any()):
             raise MemoryError
 
     model = Model(judge)
-    made = engine(model)
+    served = engine(model)
     sent = items([1.0, 2.0, BAD, 4.0, 5.0])
-
-    outcomes = made.run(sent)
+    outcomes = served.run(sent)
     assert check(sent, outcomes, OutOfMemoryError) == [2]
     assert outcomes[2].code == "UNAVAILABLE"  # type: ignore[union-attr]
     model.calls.clear()
-    made.run(items([1.0, 2.0, 3.0]))
+    served.run(items([1.0, 2.0, 3.0]))
     assert model.calls == [3], "one request slows down those that come after it"
 
 
@@ -433,29 +356,8 @@ def test_no_batch_dimension() -> None:
     """A request that cannot be divided is refused with 503."""
     model = Model(above(3))
     outcomes = engine(model, max_batch_size=0).run(items([1.0, 2.0], rows=4))
-
     assert [type(outcome) for outcome in outcomes] == [OutOfMemoryError] * 2
-    assert str(outcomes[0]) == (
-        "model 'digits': the request does not fit in memory, not even a row at a time. Try again"
-        " later, or send less."
-    )
     assert model.calls == [4, 4]
-
-
-def test_bad_requests_while_memory_is_short() -> None:
-    """A remembered limit does not change which requests fail."""
-
-    def judge(x: Tensor) -> None:
-        above(4)(x)
-        bad(x)
-
-    made = engine(Model(judge))
-    made.run(items([1.0] * 20))
-    sent = items([float(place) if place not in (0, 9) else BAD for place in range(20)])
-
-    assert check(sent, made.run(sent), ForwardError) == [0, 9]
-    few = items([1.0, BAD, 3.0])
-    assert check(few, made.run(few), ForwardError) == [1]
 
 
 def test_outputs_are_not_copied_while_memory_is_short() -> None:
@@ -466,9 +368,8 @@ def test_outputs_are_not_copied_while_memory_is_short() -> None:
         above(2)(x)
         return memory[: x.shape[0]]
 
-    made = engine(model)
-    outcomes: Sequence[Any] = [*made.run(items([1.0] * 4)), *made.run(items([1.0]))]
-
+    served = engine(model)
+    outcomes: Sequence[Any] = [*served.run(items([1.0] * 4)), *served.run(items([1.0]))]
     owned = [
         outcome["y"].data_ptr() != memory[at].data_ptr()
         for at, outcome in zip((0, 1, 0, 1, 0), outcomes, strict=True)
@@ -485,18 +386,16 @@ def test_a_first_failure_that_hides_a_shortage() -> None:
         above(1)(x)
 
     sent = [*items([1.0], rows=2), *items([2.0] * 6)]
-
     assert check(sent, engine(Model(judge)).run(sent), OutOfMemoryError) == []
 
 
 def test_no_retry_if_disabled() -> None:
     """With RETRY_FAILED_BATCH false a batch that does not fit fails; the next one is smaller."""
     model = Model(above(4))
-    made = engine(model, retry_failed_batch=False)
+    served = engine(model, retry_failed_batch=False)
     sent = items([float(place) for place in range(8)])
-
-    assert check(sent, made.run(sent), OutOfMemoryError) == list(range(8))
-    assert check(sent, made.run(sent), OutOfMemoryError) == []
+    assert check(sent, served.run(sent), OutOfMemoryError) == list(range(8))
+    assert check(sent, served.run(sent), OutOfMemoryError) == []
     assert model.calls == [8, 4, 4]
 
 
@@ -508,31 +407,22 @@ def test_pieces_that_cannot_be_joined() -> None:
         return x[:, : x.shape[0]]
 
     (outcome,) = engine(model).run(items([1.0], rows=7))
-
     assert isinstance(outcome, OutputError)
-    assert "cannot be joined" in str(outcome) or "can be joined" in str(outcome)
+    assert "outputs that can be joined" in str(outcome)
 
 
 def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """When memory is free again, batches grow until no limit is left."""
     monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
-    limit = [4]
-
-    def judge(x: Tensor) -> None:
-        above(limit[0])(x)
-
-    model = Model(judge)
-    made = engine(model)
+    model = Model(above(4))
+    served = engine(model)
     sent = items([float(place) for place in range(32)])
-    made.run(sent)
-    limit[0] = 32
+    served.run(sent)
+    model._judge = above(32)
     for _ in range(20):
-        assert check(sent, made.run(sent), OutOfMemoryError) == []
-    model.calls.clear()
-    made.run(sent)
-
-    assert model.calls == [32]
-    assert not made.recovery.capacity.limits
+        assert check(sent, served.run(sent), OutOfMemoryError) == []
+    assert model.calls[-1] == 32
+    assert not served.recovery.capacity.limits
 
 
 @pytest.fixture
@@ -549,61 +439,27 @@ def test_frames_are_cleared_before_the_retry(freed: list[int]) -> None:
     alive: list[int] = []
 
     def model(x: Tensor) -> Tensor:
-        alive.append(sum(one() is not None for one in held))
+        alive.append(sum(tensor() is not None for tensor in held))
         activation = x + 1
         held.append(weakref.ref(activation))
         above(2)(x)
         return x * 2
 
     sent = items([float(place) for place in range(8)])
-
     assert check(sent, engine(model).run(sent), OutOfMemoryError) == []
     assert set(alive) == {0}
     assert len(freed) == 2
 
 
-_CHILD = """
-import resource, sys
-import torch
-sys.path[:0] = {path!r}
-from engine import test_retry
-
-def model(x):
-    test_retry.bad(x)
-    return (x.repeat(1, 25_000_000).sum(1, keepdim=True) * 0) + x * 2
-
-made = test_retry.engine(model)
-sent = test_retry.items([float(place) for place in range(8)])
-made.run(sent[:1])
-used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 1_500_000_000, resource.RLIM_INFINITY))
-assert test_retry.check(sent, made.run(sent), test_retry.OutOfMemoryError) == []
-(limit,) = made.recovery.capacity.limits.values()
-print(limit.safe)
-"""
-
-
-def test_memory_of_the_cpu() -> None:
-    """A process with a memory limit answers in smaller batches."""
-    if resource.getrlimit(resource.RLIMIT_AS)[1] != resource.RLIM_INFINITY:
-        pytest.skip("this process is limited already")
-    code = _CHILD.format(path=sys.path)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-    assert done.returncode == 0, done.stderr
-    assert 1 <= int(done.stdout) <= 3
-
-
-_KINDS = [
-    (ANY_ROWS, {}),
-    (Rows(4, 8), {}),
-    (ANY_ROWS, {"batch_buckets": (2, 8, 32)}),
-    (ANY_ROWS, {"pad": {"x": {"multiple_of": 4}}}),
-    (ANY_ROWS, {"check_finite": True}),
-]
-
-
-@pytest.mark.parametrize(("rows", "overrides"), _KINDS)
+@pytest.mark.parametrize(
+    ("rows", "overrides"),
+    [
+        (ANY_ROWS, {"check_finite": True}),
+        (Rows(4, 8), {}),
+        (ANY_ROWS, {"batch_buckets": (2, 8, 32)}),
+        (ANY_ROWS, {"pad": {"x": {"multiple_of": 4}}}),
+    ],
+)
 def test_everything_at_once(
     rows: Rows, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -620,7 +476,7 @@ def test_everything_at_once(
         bad(x)
 
     x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
-    made = engine(Model(judge), rows, inputs=(x,), **overrides)
+    served = engine(Model(judge), rows, inputs=(x,), **overrides)
     for _ in range(60):
         fits[0] = random.choice([2, 3, 9, 32, 32])
         sent = [
@@ -636,7 +492,7 @@ def test_everything_at_once(
         for place, value in wrong.items():
             x_of = np.asarray(sent[place]["x"])
             x_of[random.randrange(len(x_of)), 1] = value
-        outcomes = made.run(sent)
+        outcomes = served.run(sent)
 
         fixed = rows.least > 1 or "batch_buckets" in overrides
         for place, (item, outcome) in enumerate(zip(sent, outcomes, strict=True)):
@@ -655,11 +511,11 @@ def test_everything_at_once(
 # --- fatal errors ----------------------------------------------------------------------------
 
 
-def accelerator(code: int) -> RuntimeError:
+def accelerator() -> RuntimeError:
     error: Any = torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with")
-    error.error_code = code
-    found: RuntimeError = error
-    return found
+    error.error_code = 710
+    result: RuntimeError = error
+    return result
 
 
 class Device:
@@ -673,45 +529,39 @@ class Device:
         self.broken |= bool((x == BAD).any())
         if self.broken:
             # AOTInductor does not pass on CUDA's errors.
-            raise accelerator(710) if self._tells else RuntimeError("the package failed")
+            raise accelerator() if self._tells else RuntimeError("the package failed")
 
     def probe(self, _: torch.device) -> None:
         if self.broken:
-            raise accelerator(710)
+            raise accelerator()
 
 
 @pytest.mark.parametrize("tells", [True, False], ids=["torch tells", "the device is asked"])
-def test_device_that_breaks(tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a sticky error nothing is run, and every request gets the error with its reason."""
+def test_device_that_breaks(tells: bool, monkeypatch: pytest.MonkeyPatch, freed: list[int]) -> None:
+    """After a sticky error nothing is run or freed; every request gets the error and its reason."""
     device = Device(tells=tells)
     monkeypatch.setattr(runtime, "probe", device.probe)
     model = Model(device.judge)
-    made = engine(model)
-    made.run(items([1.0]))
+    served = engine(model)
+    served._clean = lambda: freed.append(2)
+    served.run(items([1.0]))
     sent = [*items([1.0, BAD, 3.0]), *items([4.0], length=6)]
 
-    outcomes = made.run(sent)
-    later = made.run(items([5.0, 6.0]))
+    outcomes = served.run(sent)
+    later = served.run(items([5.0, 6.0]))
 
     assert check(sent, outcomes, UnavailableError) == [0, 1, 2, 3]
     assert [type(outcome) for outcome in later] == [UnavailableError] * 2
     assert model.calls == [1, 3]
+    assert freed == [2], "freeing the cache of a broken device would raise again"
     assert "device-side assert triggered" in str(outcomes[0])
-    assert made.recovery.fatal is outcomes[0]
-    assert made.recovery.fatal.reported
-    assert "Traceback" in made.recovery.fatal.traceback
+    assert served.recovery.fatal is outcomes[0]
+    assert served.recovery.fatal.reported
+    assert "Traceback" in served.recovery.fatal.traceback
 
 
-@pytest.mark.parametrize(
-    ("first", "failed", "calls"),
-    [
-        pytest.param(RuntimeError("first"), [2, 3], [4, 2, 2], id="bisection"),
-        pytest.param(MemoryError(), [2, 3], [4, 2, 2], id="out of memory"),
-    ],
-)
-def test_device_that_breaks_in_a_retry(
-    first: Exception, failed: list[int], calls: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("first", [RuntimeError("bisection"), MemoryError()])
+def test_device_that_breaks_in_a_retry(first: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that were answered before the device broke stay answered; no other part is run."""
     device = Device(tells=True)
     monkeypatch.setattr(runtime, "probe", device.probe)
@@ -723,78 +573,27 @@ def test_device_that_breaks_in_a_retry(
 
     model = Model(judge)
     sent = items([1.0, 2.0, BAD, 4.0])
-
-    assert check(sent, engine(model).run(sent), UnavailableError) == failed
-    assert model.calls == calls
-
-
-def test_cache_of_a_broken_device_is_left_alone(
-    monkeypatch: pytest.MonkeyPatch, freed: list[int]
-) -> None:
-    """Freeing the cache of a broken device would raise again."""
-    device = Device(tells=True)
-    monkeypatch.setattr(runtime, "probe", device.probe)
-    cleaned: list[int] = []
-    made = engine(Model(device.judge))
-    made._clean = lambda: cleaned.append(1)
-
-    made.run(items([1.0]))
-    made.run(items([BAD]))
-
-    assert (cleaned, freed) == ([1], [])
-
-
-def test_messages_that_resemble_device_errors() -> None:
-    """A message that only looks like an error of the device is an ordinary error."""
-
-    def judge(x: Tensor) -> None:
-        if bool((x == BAD).any()):
-            raise RuntimeError("CUDA error: device-side assert triggered")
-
-    made = engine(Model(judge))
-    sent = items([1.0, BAD])
-
-    assert check(sent, made.run(sent), ForwardError) == [1]
-    assert made.recovery.fatal is None
+    assert check(sent, engine(model).run(sent), UnavailableError) == [2, 3]
+    assert model.calls == [4, 2, 2]
 
 
 # --- CHECK_FINITE ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("value", "rows"), [(np.nan, 1), (np.inf, 3), (-np.inf, 1)])
+@pytest.mark.parametrize(("value", "rows"), [(np.nan, 1), (-np.inf, 3)])
 def test_values_that_are_not_finite(value: float, rows: int) -> None:
     """Only requests whose outputs hold NaN or infinity are refused."""
     sent = items([1.0, 2.0, 3.0], rows)
     np.asarray(sent[1]["x"])[rows - 1, 2] = value
-    made = engine(Model(), check_finite=True)
-
-    outcomes = made.run(sent)
-
+    served = engine(Model(), check_finite=True)
+    outcomes = served.run(sent)
     assert check(sent, outcomes, OutputError) == [1]
-    assert str(outcomes[1]) == (
-        "model 'digits': output 'y' holds NaN or infinity; expected finite values: CHECK_FINITE is"
-        " set."
-    )
-    assert isinstance(outcomes[1], OutputError)
-    assert outcomes[1].reported
+    assert outcomes[1].reported  # type: ignore[union-attr]
 
 
 def test_padding_that_is_not_finite() -> None:
     """Outputs for padding are not checked."""
     x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
-    made = engine(Model(), inputs=(x,), pad={"x": {"value": float("inf")}}, check_finite=True)
+    served = engine(Model(), inputs=(x,), pad={"x": {"value": float("inf")}}, check_finite=True)
     sent = [*items([1.0], length=3), *items([2.0], length=6)]
-
-    assert check(sent, made.run(sent), OutputError) == []
-
-
-def test_integers_and_strings_are_finite() -> None:
-    """Outputs of types that cannot hold NaN are not checked."""
-
-    def model(x: Tensor) -> Any:
-        return {"n": x.long(), "s": ["a"] * x.shape[0]}
-
-    outputs = (build.spec("n", "INT64", (-1,)), build.spec("s", "BYTES", (1,)))
-    outcomes = engine(model, outputs=outputs, check_finite=True).run(items([1.0, 2.0]))
-
-    assert all(isinstance(outcome, dict) for outcome in outcomes)
+    assert check(sent, served.run(sent), OutputError) == []

@@ -31,18 +31,19 @@ class Counter(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize(
+    ("in_place", "mode"), [(True, torch.inference_mode), (False, torch.no_grad)]
+)
 def test_buffers_that_are_written(in_place: bool, mode: Any) -> None:
-    """A buffer that is written or replaced is detected."""
+    """A buffer that is written or replaced is detected; first calls may fill tables."""
     model = Counter(in_place=in_place)
-    made = SideEffects(model)
-    assert not made.writes_buffers()
-
+    effects = SideEffects(model)
+    assert not effects.writes_buffers()
     with mode():
         model(torch.ones(1))
-
-    assert made.writes_buffers()
+    assert effects.writes_buffers()
+    effects.reset_baseline()
+    assert not effects.writes_buffers()
 
 
 class Late(nn.Module):
@@ -61,71 +62,57 @@ class Late(nn.Module):
 def test_buffers_made_in_inference_mode(value: float, writes: bool) -> None:
     """A buffer created in inference mode is compared by its values."""
     model = Late()
-    made = SideEffects(model)
+    effects = SideEffects(model)
     with torch.inference_mode():
         model(torch.ones(1))
-        made.reset_baseline()
-        assert not made.writes_buffers()
+        effects.reset_baseline()
+        assert not effects.writes_buffers()
         model(torch.full((1,), value))
-    assert made.writes_buffers() == writes
+    assert effects.writes_buffers() == writes
 
 
 def test_buffers_written_by_graphs() -> None:
     """A replay changes values without changing their versions."""
     model = Counter()
-    made = SideEffects(model, captured=True)
+    effects = SideEffects(model, captured=True)
     model.count.numpy()[:] = 3  # as a graph does, torch does not see it
-    assert made.writes_buffers()
-
-
-def test_changes_of_the_warm_up_are_the_baseline() -> None:
-    """Tables that the first calls fill are not side effects."""
-    model = Counter()
-    made = SideEffects(model)
-    model(torch.ones(1))
-
-    made.reset_baseline()
-
-    assert not made.writes_buffers()
+    assert effects.writes_buffers()
 
 
 @pytest.mark.parametrize(
-    "model", [nn.BatchNorm1d(4).eval(), nn.Linear(4, 4), torch.jit.script(nn.BatchNorm1d(4).eval())]
+    "model", [nn.BatchNorm1d(4).eval(), torch.jit.script(nn.BatchNorm1d(4).eval())]
 )
 def test_models_without_side_effects(model: nn.Module) -> None:
     """A model in eval mode keeps its buffers; also in TorchScript."""
-    made = SideEffects(model)
+    effects = SideEffects(model)
     with torch.inference_mode():
         model(torch.rand(2, 4))
-
-    assert not made.writes_buffers()
+    assert not effects.writes_buffers()
 
 
 @pytest.mark.parametrize(
     ("value", "write"),
     [
-        pytest.param(torch.ones(2, 4), lambda x: x.mul_(2), id="tensor"),
         pytest.param(np.ones((2, 4), np.float32), lambda x: x.__imul__(2), id="array"),
         pytest.param(torch.ones(2, 4, dtype=torch.bfloat16), lambda x: x.mul_(2), id="bfloat16"),
-        pytest.param(torch.tensor([True, False]), lambda x: x.logical_not_(), id="bool"),
+        # As the warm-up creates it.
+        pytest.param(torch.rand(1).as_strided((1,), (0,)), lambda x: x.add_(1), id="stride of 0"),
         pytest.param(torch.full((2,), torch.nan), lambda x: x.zero_(), id="NaN"),
     ],
 )
 def test_inputs_that_are_written(value: Any, write: Any) -> None:
     """A model that writes to its inputs is detected."""
-    made, item = SideEffects(None), {"x": value}
+    effects, item = SideEffects(None), {"x": value}
     before = side_effects.copy_tensors(item)
-    assert not made.observed
-    made.compare(before, item)
-    assert made.observed
-    assert not made.writes_inputs
-
+    assert not effects.observed
+    effects.compare(before, item)
+    assert effects.observed
+    assert not effects.writes_inputs
     write(value)
-    made.compare(before, item)
-    assert made.writes_inputs
-
-    made.compare(side_effects.copy_tensors(item), item)
-    assert made.writes_inputs
+    effects.compare(before, item)
+    assert effects.writes_inputs
+    effects.compare(side_effects.copy_tensors(item), item)
+    assert effects.writes_inputs
 
 
 @pytest.mark.parametrize(
@@ -133,26 +120,12 @@ def test_inputs_that_are_written(value: Any, write: Any) -> None:
     [
         torch.full((2,), torch.nan),
         torch.ones(0, 4),
-        torch.tensor(1.0),
         np.array(["a"], dtype=np.object_),
     ],
-    ids=["NaN", "empty", "scalar", "strings"],
+    ids=["NaN", "empty", "strings"],
 )
 def test_inputs_that_are_not_written(value: Any) -> None:
     """NaN compares equal to the same NaN, and strings are not compared."""
-    made, item = SideEffects(None), {"x": value}
-    made.compare(side_effects.copy_tensors(item), item)
-
-    assert not made.writes_inputs
-
-
-def test_one_value_with_a_stride_of_0() -> None:
-    """A single number with a stride of 0, as the warm-up creates it, is compared like others."""
-    value = torch.rand(1).as_strided((1,), (0,))
-    made = SideEffects(None)
-    before = side_effects.copy_tensors({"x": value})
-    made.compare(before, {"x": value})
-    assert not made.writes_inputs
-    value.add_(1)
-    made.compare(before, {"x": value})
-    assert made.writes_inputs
+    effects, item = SideEffects(None), {"x": value}
+    effects.compare(side_effects.copy_tensors(item), item)
+    assert not effects.writes_inputs

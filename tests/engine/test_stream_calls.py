@@ -22,22 +22,18 @@ def test_begin_returns_the_result_unchanged() -> None:
     kept = object()
     engine = streamed.engine(lambda x: (kept, x))
     item: Item = {"x": torch.rand(3, 2)}
-
-    (result, x), given = engine.stream_calls.begin(item)
-
+    (result, x), inputs = engine.stream_calls.begin(item)
     assert result is kept
     assert x is item["x"]
-    assert given.rows == 3
+    assert inputs.rows == 3
     assert engine.counts.batches == {3: 1}
 
 
 def test_begin_refuses_an_invalid_item() -> None:
     """An invalid item is refused before the model is called."""
     engine = streamed.engine(double)
-
     with pytest.raises(InputError, match="lacks the input 'x'"):
         engine.stream_calls.begin({})
-
     assert engine.counts.batches == {}
 
 
@@ -52,10 +48,10 @@ def test_an_invalid_result_fails_alone(wrong: Any, kind: type[BackendError]) -> 
     """Of several results, one that contradicts the config does not affect the others."""
     engine = streamed.engine(double, check_finite=True)
     begun = [engine.stream_calls.begin(streamed.item(value, value)) for value in (1, 2, 3)]
-    (first, given), _, (third, _) = begun
-
-    made = engine.stream_calls.outcomes([(first, given), (wrong, given), (third, given)])
-
-    assert isinstance(made[1], kind)
-    values = [torch.as_tensor(one["y"]).tolist() for one in made if isinstance(one, dict)]
+    (first, inputs), _, (third, _) = begun
+    outcomes = engine.stream_calls.outcomes([(first, inputs), (wrong, inputs), (third, inputs)])
+    assert isinstance(outcomes[1], kind)
+    values = [
+        torch.as_tensor(outcome["y"]).tolist() for outcome in outcomes if isinstance(outcome, dict)
+    ]
     assert values == [[[2.0, 2.0]], [[6.0, 6.0]]]

@@ -151,7 +151,7 @@ class Answering(Generic[T]):
             with self._engine.lock:  # new weights must not be swapped in meanwhile
                 outcomes = self._guarded(run, len(items))
                 parameters = {"weights": self._watcher.digest}
-            write = partial(messages.write_with_parameters, parameters=parameters)
+            write = partial(messages.write, parameters=parameters)
             responses = self.respond(requests, outcomes, write)
         # Not set for a batch that was cancelled as a whole: its duration predicts nothing.
         self.last_batch_seconds = time.perf_counter() - began

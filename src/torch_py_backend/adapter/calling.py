@@ -6,9 +6,9 @@ Imported when an instance starts: it needs torch and the complete Triton utiliti
 from __future__ import annotations
 
 import asyncio
-import queue
 import threading
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from typing import Any
 
 import numpy as np
@@ -105,22 +105,19 @@ def _value(called: Model, name: str, value: Any) -> Value:
 
 def _in_time(called: Model, execute: Callable[[], Any], seconds: float) -> Results:
     """Return the results if they arrive in time; Triton's call itself has no timeout."""
-    answers: queue.SimpleQueue[Results | BaseException] = queue.SimpleQueue()
+    answer: futures.Future[Results] = futures.Future()
 
     def wait() -> None:
         try:
-            answers.put(_results(called, execute))
+            answer.set_result(_results(called, execute))
         except BaseException as error:  # raised again in the waiting thread
-            answers.put(error)
+            answer.set_exception(error)
 
     threading.Thread(target=wait, name="calling", daemon=True).start()
     try:
-        answer = answers.get(timeout=seconds)
-    except queue.Empty:
+        return answer.result(seconds)
+    except futures.TimeoutError:
         raise _late(called) from None
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
 
 
 def _late(called: Model) -> CallError:

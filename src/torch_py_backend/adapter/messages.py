@@ -18,7 +18,7 @@ from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Array, Item, Outcome, Value
 from torch_py_backend.batching.runtime import Guard
 from torch_py_backend.config import request_parameters
-from torch_py_backend.errors import BackendError
+from torch_py_backend.errors import BackendError, printable
 from torch_py_backend.sequences.state_store import Step
 
 # Below this size a DLPack capsule is cheaper to pass to Triton than a numpy array.
@@ -146,14 +146,6 @@ def read_tensor(tensor: TritonTensor) -> Value:
         return dlpack.from_dlpack(tensor.to_dlpack()).clone()
 
 
-def write_with_parameters(outcome: Outcome, parameters: Mapping[str, str]) -> Response:
-    """Return a response with the result and parameters, or with the error."""
-    if isinstance(outcome, BackendError):
-        return write(outcome)
-    tensors = [write_tensor(name, value) for name, value in outcome.items()]
-    return pb_utils.InferenceResponse(tensors, parameters=dict(parameters))
-
-
 def takes_parameters() -> bool:
     """Return whether this server's responses can have parameters: 25.02 and later."""
     try:
@@ -165,17 +157,18 @@ def takes_parameters() -> bool:
 
 def request_id(request: Request) -> str:
     """Return a request's ID, shortened and without unprintable characters, for the log."""
-    name = request.request_id()[:_LONGEST_ID]
-    return "".join(char if char.isprintable() else "?" for char in name)
+    return printable(request.request_id()[:_LONGEST_ID])
 
 
-def write(outcome: Outcome) -> Response:
-    """Return a response with the result or the error."""
+def write(outcome: Outcome, parameters: Mapping[str, str] | None = None) -> Response:
+    """Return a response with the result, and with parameters where given, or with the error."""
     if isinstance(outcome, BackendError):
         code = getattr(pb_utils.TritonError, outcome.code)
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(outcome), code))
     tensors = [write_tensor(name, value) for name, value in outcome.items()]
-    return pb_utils.InferenceResponse(tensors)
+    if parameters is None:  # servers before 25.02 do not take the argument
+        return pb_utils.InferenceResponse(tensors)
+    return pb_utils.InferenceResponse(tensors, parameters=dict(parameters))
 
 
 def write_tensor(name: str, value: Value) -> OutputTensor:

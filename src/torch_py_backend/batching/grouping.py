@@ -38,6 +38,7 @@ class Grouping:
 
     Attributes:
         patterns: the sets of optional inputs that may be left out together; the empty set is first.
+        binding: how a batch is passed whose items have all inputs.
 
     Raises:
         BindingError: the config's inputs do not match the signature.
@@ -74,10 +75,10 @@ class Grouping:
             spec.name for spec in config.inputs if spec.origin is not Origin.CLIENT
         )
         names = [*self._names, *self._batch_inputs]
-        self._binding = bind_inputs(config.name, names, signature, sequence_inputs=self._kept)
+        self.binding = bind_inputs(config.name, names, signature, sequence_inputs=self._kept)
         self._special = {
             name: takes
-            for name, takes in zip(self._binding.names, self._binding.types, strict=True)
+            for name, takes in zip(self.binding.names, self.binding.types, strict=True)
             if takes.scalar or takes in _LISTS
         }
         _check_types(config, signature.name, self._special)
@@ -137,12 +138,7 @@ class Grouping:
     @property
     def places(self) -> dict[str, str]:
         """Where each input goes: an argument, or a path in the call tree."""
-        return dict(zip(self._binding.names, self._binding.places, strict=True))
-
-    @property
-    def binding(self) -> InputBinding:
-        """How a batch is passed whose items have all inputs."""
-        return self._binding
+        return dict(zip(self.binding.names, self.binding.places, strict=True))
 
     @property
     def passes_columns(self) -> bool:
@@ -188,7 +184,7 @@ class Grouping:
             for name, _ in self._sent:
                 if len({_device(item[name]) for item in items}) > 1:
                     return None
-        return Group(self._binding, items, range(len(items)))
+        return Group(self.binding, items, range(len(items)))
 
     def admit(self, item: Item) -> Item | InputError:
         """Return the item with masks added and strings decoded, or the reason to refuse it."""
@@ -263,7 +259,7 @@ class Grouping:
 
     def _inputs(self, item: Item) -> InputBinding:
         if len(item) == len(self._names):
-            return self._binding
+            return self.binding
         return self._bound(frozenset(self._names).difference(item))
 
     def _bound(self, left_out: frozenset[str]) -> InputBinding:

@@ -132,15 +132,13 @@ class Engine:
         )
         self.side_effects = SideEffects(loaded.owner, captured=self.runner.captures)
         self.recovery = RetryPolicy(
-            config.name,
+            config,
             # Looked up late: it may be instrumented.
             lambda group, *, copy_outputs: self._attempt(group, copy_outputs=copy_outputs),
             called=loaded.signature.name,
-            rows=rows if config.max_batch_size else None,
+            rows=rows,
             repeats=self.repeats,
-            divides=not config.concatenates,
-            free=runtime.free,
-            probe=partial(runtime.probe, self.device),
+            device=self.device,
             counts=self.counts,
         )
         # Empty until memory runs out for the first time.

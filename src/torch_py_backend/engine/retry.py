@@ -9,10 +9,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
-from torch_py_backend.batching import gather_scatter
+import torch
+
+from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.counters import Counts
-from torch_py_backend.batching.gather_scatter import Item, Outcome, Rows, Value
+from torch_py_backend.batching.gather_scatter import Outcome, Rows, Value
 from torch_py_backend.batching.grouping import Group
+from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import faults
 from torch_py_backend.engine.bisection import bisect
 from torch_py_backend.engine.memory_limits import Limit, MemoryLimits
@@ -85,43 +88,39 @@ class RetryPolicy:
         on_call: called before each retry, which then gets a time limit of its own.
 
     Args:
-        model: the model's name.
+        config: the model's config.
         attempt: runs a group.
         called: the name of the model's function that an attempt calls.
-        rows: the row counts that the model takes; None: it has no batch dimension.
+        rows: the row counts that the model takes.
         repeats: returns whether the model may be called again with that many items that were
             passed to it before.
-        divides: whether the rows of one request may be in different calls.
-        free: frees cached memory.
-        probe: uses the device; raises if that fails.
+        device: the device that is probed after a failure.
         counts: the counters of retries.
     """
 
     def __init__(
         self,
-        model: str,
+        config: ModelConfig,
         attempt: Attempt,
         *,
         called: str,
-        rows: Rows | None,
+        rows: Rows,
         repeats: Callable[[int], bool],
-        divides: bool,
-        free: Callable[[], None],
-        probe: Callable[[], None],
+        device: torch.device,
         counts: Counts,
     ) -> None:
         self.fatal: UnavailableError | None = None
         self.reason = ""
-        self.capacity = MemoryLimits(rows or gather_scatter.ANY_ROWS)
+        self._batched = config.max_batch_size > 0
+        self.capacity = MemoryLimits(rows if self._batched else gather_scatter.ANY_ROWS)
         self.on_call: Callable[[], None] = lambda: None
-        self._model = model
+        self._model = config.name
         self._attempt = attempt
         self._called = called
-        self._batched = rows is not None
         self._repeats = repeats
-        self._divides = divides
-        self._free = free
-        self._probe = probe
+        # Ragged rows of one request cannot be told apart: they stay in one call.
+        self._divides = not config.concatenates
+        self._device = device
         self._counts = counts
 
     def run(self, group: Group, *, copy_outputs: bool) -> Sequence[Outcome]:
@@ -168,24 +167,24 @@ class RetryPolicy:
         return self._bisect(group, failure, calls)
 
     def _bisect(self, group: Group, failure: Failure, calls: Iterator[object]) -> Sequence[Outcome]:
-        members = list(zip(group.items, group.positions, strict=True))
+        def part(places: Sequence[int]) -> Group:
+            items = [group.items[place] for place in places]
+            return Group(group.inputs, items, [group.positions[place] for place in places])
 
-        def part(some: Sequence[tuple[Item, int]]) -> Group:
-            return Group(group.inputs, [item for item, _ in some], [at for _, at in some])
-
-        def attempt(some: Sequence[tuple[Item, int]]) -> Sequence[Outcome] | Failure:
-            half = part(some)
+        def attempt(places: Sequence[int]) -> Sequence[Outcome] | Failure:
+            half = part(places)
             self._counts.retried_rows += sum(self._sizes(half))
             return self._try(half, copy_outputs=True)
 
+        places = range(len(group.items))
         results = bisect(
-            members, attempt, failure, calls=calls, hopeless=lambda: self.fatal is not None
+            places, attempt, failure, calls=calls, hopeless=lambda: self.fatal is not None
         )
         return [
-            self.retry_or_refuse(part([member]), result, calls, copy_outputs=True)[0]
+            self.retry_or_refuse(part([place]), result, calls, copy_outputs=True)[0]
             if isinstance(result, Failure)
             else result
-            for member, result in zip(members, results, strict=True)
+            for place, result in zip(places, results, strict=True)
         ]
 
     def _run_in_parts(
@@ -288,7 +287,7 @@ class RetryPolicy:
             failure = Failure(ForwardError(self._model, error, called or self._called), text)
         faults.release(error)
         if memory and cause is None:
-            self._free()
+            runtime.free()
         return failure
 
     def _fatal_cause(self, error: BaseException) -> BaseException | None:
@@ -299,7 +298,7 @@ class RetryPolicy:
         if faults.is_sticky(error):
             return error
         try:
-            self._probe()
+            runtime.probe(self._device)
         except Exception as probe_error:  # torch raises many classes for a lost device
             return probe_error
         return None

@@ -1,0 +1,37 @@
+"""Instances of models in this process, with the fake of Triton's utilities."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fake_triton
+import numpy as np
+import scenarios
+from scenarios import Scenario
+
+from torch_py_backend.adapter import TritonPythonModel
+
+
+def load(folder: Path, scenario: Scenario) -> TritonPythonModel:
+    """Start an instance; complete its config before, as Triton does."""
+    model = TritonPythonModel()
+    model.initialize(fake_triton.completed(model, fake_triton.arguments(scenario.lay_out(folder))))
+    fake_triton.Logger.lines.clear()
+    return model
+
+
+def named(name: str) -> Scenario:
+    """A scenario of the table."""
+    (scenario,) = [entry for entry in scenarios.TABLE if entry.name == name]
+    return scenario
+
+
+def request(value: float, name: str = "", *, rows: int = 1, cancelled: bool = False) -> Any:
+    """A request whose input x is FP32 [4], the same value everywhere."""
+    x = np.full((rows, 4), value, dtype=np.float32)
+    return fake_triton.InferenceRequest([fake_triton.Tensor("x", x)], name, cancelled=cancelled)
+
+
+def logged(level: str = "error") -> list[str]:
+    return [text for logged_level, text in fake_triton.Logger.lines if logged_level == level]
