@@ -503,7 +503,6 @@ def test_collate_may_change_its_rows(kind: type[Changed], threads: int | None) -
         {"preprocess": preprocess, "collate": uses_up},
         preprocess_threads=threads,
     )
-
     assert values(model.run([item([1.0]), item([2.0], [3.0])])) == [[[11]], [[21], [31]]]
     assert sorted(prepared) == [1, 2, 3]
     outcomes = model.run([item([1.0]), item([2.0]), item([-1.0]), item([3.0])])
@@ -521,7 +520,6 @@ def test_rows_that_fill_a_batch_up_are_copies(kind: type[Changed], calls: int) -
         return kind(x)
 
     model = engine(doubled, {"preprocess": preprocess, "collate": uses_up}, rows=Rows(4, 4))
-
     assert values(model.run([item([1.0], [2.0])])) == [[[22], [42]]]
     assert len(prepared) == calls
 
@@ -655,10 +653,8 @@ def test_hooks_and_models_that_reuse_memory(names: set[str], batch: int, wide: b
     }
     if batch == 0:
         hooks["collate"] = lambda rows: rows[0]
-
     model = engine(Scratch(), {name: hooks[name] for name in names}, max_batch_size=batch)
     outcomes = model.run([item(*row) if batch == 0 else item(row) for row in rows])
-
     firsts = [torch.as_tensor(outcome["y"]).flatten()[0].item() for outcome in outcomes]  # type: ignore[index]
     assert firsts == [4 * row[0] for row in rows]
 

@@ -95,7 +95,6 @@ def accumulating(**overrides: Any) -> Served:
 def test_a_state_is_passed_from_step_to_step() -> None:
     """Each step adds to the state of the previous step of its own sequence."""
     served = accumulating()
-
     assert served.send(step(1, 1, "s"), step(2, 10, "s"), step("1", 100, "s")) == [1, 10, 100]
     assert served.send(step("1", 100), step(1, 1), step(2, 10)) == [200, 2, 20]
     assert len(served.states) == 3
@@ -109,17 +108,14 @@ def test_steps_share_a_batch() -> None:
     calls: list[int] = []
     module.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape[0]))
     served = Served(config(make_state()), module)
-
     served.send(*(step(name, name, "s") for name in range(1, 9)))
     served.send(*(step(name, name) for name in (8, 3, 1)))
-
     assert calls == [8, 3]
 
 
 def test_slot_fillers_are_not_run() -> None:
     """A request without a correlation ID, number or string, touches no state and has no outputs."""
     served = accumulating()
-
     assert served.send(step(1, 1, "s"), step(0, 9, "s"), step("", 9)) == [1, {}, {}]
     assert len(served.states) == 1
     assert served.send(step(0, 9)) == [{}]
@@ -129,9 +125,7 @@ def test_unknown_sequences() -> None:
     """A step of a sequence that has not begun, or has ended, is refused with what to do."""
     served = accumulating()
     served.send(step(1, 1, "s"), step(2, 1, "se"))
-
     outcomes = served.send(step(1, 1), step(2, 1), step(3, 1, "e"))
-
     assert outcomes[0] == 2
     assert all(isinstance(outcome, InputError) for outcome in outcomes[1:])
     assert str(outcomes[1]) == (
@@ -145,9 +139,7 @@ def test_a_report_has_the_position_of_the_failed_step() -> None:
     """Slot fillers, refused steps and earlier rounds do not shift the positions of reports."""
     served = accumulating()
     served.send(step(1, 1, "s"), step(2, 1, "s"))
-
     outcomes = served.send(step(0, 9), step(7, 1), step(1, 1), step(2, -1), step(1, -1), step(1, 1))
-
     reported = [at for at, value in enumerate(outcomes) if getattr(value, "reported", False)]
     assert reported == [3, 4]
 
@@ -157,9 +149,7 @@ def test_a_step_that_cannot_be_read(flags: str, value: float | None) -> None:
     """It begins and ends its sequence, so no later step gets an older sequence's state."""
     served = accumulating()
     served.send(step(1, 5, "s"))
-
     served.states.skip(1, starts="s" in flags, ends="e" in flags)
-
     (after,) = served.send(step(1, 7))
     assert after == value if value else isinstance(after, InputError)
 
@@ -169,7 +159,6 @@ def test_internal_error_ends_sequences() -> None:
     served = accumulating()
     served.send(step(1, 1, "s"), step(2, 1, "s"))
     served.states._run_items = _fails
-
     with pytest.raises(KeyboardInterrupt):
         served.send(step(1, 1, "e"), step(2, 1))
     assert len(served.states) == 1
@@ -204,7 +193,6 @@ class Keeps(nn.Module):
 def test_a_model_that_writes_to_its_inputs_and_outputs() -> None:
     """States are independent of the model's memory, of initial states and of failed steps."""
     served = Served(config(make_state(), retry_failed_batch=True), Keeps())
-
     assert served.send(step(1, 1, "s")) == [1]
     assert served.send(step(2, 10, "s")) == [10]
     assert isinstance(served.send(step(1, -1))[0], ForwardError)
@@ -228,7 +216,6 @@ class Reuses(nn.Module):
 def test_a_model_that_reuses_memory() -> None:
     """Steps of one sequence in one batch keep their own results and states."""
     served = Served(config(make_state()), Reuses())
-
     assert served.send(step(1, 1, "s"), step(2, 10, "s"), step(1, 2), step(1, 3)) == [1, 10, 3, 6]
     assert served.send(step(2, 10), step(1, 4)) == [20, 10]
 
@@ -254,10 +241,8 @@ def test_a_state_does_not_keep_its_batch(width: int) -> None:
         names = range(first, first + 8)
         served.states.run([Step(name, True, False, wide) for name in names])
     assert served.states.size == 200 * width * 4
-
     served.states.run([Step(name, False, True, wide) for name in range(2, 201)])
     served.states.sweep()
-
     assert served.states.size == width * 4
     assert _memory(served) <= 64 * width * 4
     assert _memory(served) == width * 4 or width == 4
@@ -269,7 +254,6 @@ def test_a_state_does_not_keep_its_batch(width: int) -> None:
 def test_a_state_that_is_an_output() -> None:
     """It is returned to clients, alone and in a batch, and refused if it is not finite."""
     served = Served(config(make_state(("total", "y")), check_finite=True), models.Accumulate())
-
     assert served.send(step(1, 1, "s")) == [1]
     assert served.send(step(1, 1), step(2, 5, "s"), step(3, 7, "se")) == [2, 5, 7]
     outcomes = served.send(step(1, float("nan")), step(2, 5))
@@ -326,7 +310,6 @@ def test_failed_write_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.setattr(Pool, "write", fails)
         with pytest.raises(MemoryError):
             served.send(step(1, 1), step(2, 1))
-
     outcomes = served.send(step(1, 1), step(2, 1), step(3, 1))
     assert [type(outcome) for outcome in outcomes[:2]] == [InputError, InputError]
     assert outcomes[2] == 2
@@ -376,9 +359,7 @@ def test_invalid_state(value: str, message: str) -> None:
     served = Served(config(State("state", "RESULT[1]")), module)
     served.send(step(2, 1, "s"))
     module.wrong = True
-
     (error,) = served.send(step(1, 1, "s"))
-
     assert message in str(error)
 
 
@@ -403,9 +384,7 @@ def test_the_warm_up_runs_further_steps() -> None:
         with_kwargs=True,
     )
     model = engine(config(State("total", "sum"), max_batch_size=2), module)
-
     warmup.run(model)
-
     assert calls == [
         (rows, follows) for rows in (2, 1) for follows in (False, True) for _ in range(3)
     ]
@@ -435,7 +414,6 @@ class _Plain(nn.Module):
 def test_buckets_fill_up_with_states() -> None:
     """Rows that fill a bucket do not become states."""
     served = accumulating(batch_buckets=(4, 8))
-
     assert served.send(*(step(name, name, "s") for name in (1, 2, 3))) == [1, 2, 3]
     assert served.send(step(2, 5), step(3, 5)) == [7, 8]
     assert served.send(step(1, 1)) == [2]
@@ -447,7 +425,6 @@ def test_samples_are_first_steps() -> None:
     sample = example_inputs.item(
         state_store.with_controls(settings, introspection.from_function(_takes_total)), 3
     )
-
     assert {name: (tuple(value.shape), str(value.dtype)) for name, value in sample.items()} == {
         "x": ((3, 4), "torch.float32"),
         "total": ((3, 0, 2), "torch.float32"),
@@ -496,9 +473,7 @@ def _takes_list(tensors: list[Tensor]) -> Tensor:
 def test_controls_are_taken_by_name(function: Callable[..., Any], taken: list[str]) -> None:
     """Controls with an argument of forward() are passed; others are ignored."""
     settings = config(controls=_CONTROLS)
-
     bound = state_store.with_controls(settings, introspection.from_function(function))
-
     assert [spec.name for spec in bound.inputs if spec.origin is Origin.CONTROL] == taken
     assert all(spec.dims == (1,) for spec in bound.inputs if spec.origin is Origin.CONTROL)
 
@@ -510,9 +485,7 @@ def test_controls_by_number() -> None:
         for place, control in enumerate(_CONTROLS)
     ]
     settings = config(controls=numbered[1:])
-
     bound = state_store.with_controls(settings, introspection.from_function(_takes_one))
-
     assert [spec.name for spec in bound.inputs] == ["x", "READY__1"]
 
 
@@ -536,10 +509,8 @@ def test_memory_is_limited() -> None:
     served = doubling(3)
     assert served.send(step(1, 1, "s"), step(2, 2, "s")) == [1, 2]
     assert served.states.size == 2 << 20
-
     assert served.send(step(1, 1)) == [1]
     (error,) = served.send(step(2, 2))
-
     assert str(error) == (
         "model 'digits': with the new state of sequence 2, 2 sequences would take 4.0 MB; expected"
         " at most 3 MB, SEQUENCE_MEMORY_MB. The state before this request is kept. Try again"
@@ -556,14 +527,12 @@ def test_refusals_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> 
     """The log has one line per minute, with the number of refused steps."""
     served = doubling(1)
     served.send(step(1, 1, "s"))
-
     served.send(step(1, 1), *(step(name, 1, "s") for name in (2, 3)))
     served.clock.now += 59
     served.send(step(1, 1))
     assert [line.levelname for line in caplog.records] == ["WARNING"]
     assert caplog.messages[0].startswith("model 'digits': with the new state of sequence 1, ")
     assert caplog.messages[0].endswith(" since the model was loaded: 1.")
-
     served.clock.now += 1
     served.send(step(1, 1))
     assert len(caplog.messages) == 2
@@ -584,7 +553,6 @@ def test_idle_sequences_are_freed_first() -> None:
     served = doubling(2)
     served.send(step(1, 1, "s"), step(2, 2, "s"))
     served.clock.now += _FORGOTTEN_S
-
     assert served.send(step(3, 3, "s")) == [3]
     assert len(served.states) == 1
 
@@ -599,10 +567,8 @@ def test_idle_sequences_are_freed() -> None:
     served.clock.now += IDLE_S
     served.states.sweep()
     assert len(served.states) == 1
-
     served.clock.now += _FORGOTTEN_S - IDLE_S
     served.states.sweep()
-
     assert len(served.states) == served.states.size == 0
     assert isinstance(served.send(step(1, 1))[0], InputError)
 
@@ -615,7 +581,6 @@ def test_sequences_with_queued_requests_are_kept() -> None:
         served.clock.now += 0.5
         served.send(step(2, 1))
     served.states.sweep()
-
     assert served.send(step(1, 1)) == [2]
 
 
@@ -630,7 +595,6 @@ def test_sequences_without_queued_requests_are_freed() -> None:
     for _ in range(SLOTS + 8 + 1):
         served.send(step(2, 1))
     served.states.sweep()
-
     assert len(served.states) == 1
 
 
