@@ -73,19 +73,13 @@ def test_a_file_that_does_not_fit(dtype: str, content: bytes, message: str, tmp_
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    """The error names the expected path."""
-    settings = config(make_state(initial=InitialState((4,), "f")), folder=tmp_path)
+    """A missing file, and a link to a file outside the model's folder, are refused."""
+    secret, folder = tmp_path / "secret", tmp_path / "model" / "initial_state"
+    secret.write_bytes(bytes(16))
+    folder.mkdir(parents=True)
+    settings = config(make_state(initial=InitialState((4,), "f")), folder=tmp_path / "model")
     with pytest.raises(ArtifactError, match=r"cannot be read.*initial_state/f in the model's"):
         initial_states.find(settings, 1)
-
-
-def test_initial_state_outside_the_model(tmp_path: Path) -> None:
-    """A link to a file outside the model's folder is refused."""
-    secret = tmp_path / "secret"
-    secret.write_bytes(bytes(16))
-    folder = tmp_path / "model"
-    (folder / "initial_state").mkdir(parents=True)
-    (folder / "initial_state" / "f").symlink_to(secret)
-    settings = config(make_state(initial=InitialState((4,), "f")), folder=folder)
+    (folder / "f").symlink_to(secret)
     with pytest.raises(ConfigError, match=r"'total' is 'f'.*in the model's own folder"):
         initial_states.find(settings, 1)

@@ -92,33 +92,19 @@ def accumulating(**overrides: Any) -> Served:
     return Served(config(make_state(), **overrides), models.Accumulate())
 
 
-def test_a_state_is_passed_from_step_to_step() -> None:
-    """Each step adds to the state of the previous step of its own sequence."""
-    served = accumulating()
-    assert served.send(step(1, 1, "s"), step(2, 10, "s"), step("1", 100, "s")) == [1, 10, 100]
-    assert served.send(step("1", 100), step(1, 1), step(2, 10)) == [200, 2, 20]
-    assert len(served.states) == 3
-    assert served.send(step(2, 10, "e"), step(1, 1, "e")) == [30, 3]
-    assert len(served.states) == 1
-
-
-def test_steps_share_a_batch() -> None:
-    """Steps of different sequences share a call of the model."""
+def test_steps() -> None:
+    """Each step adds to its own sequence's state, in one call; slot fillers are not run."""
     module = models.Accumulate()
     calls: list[int] = []
     module.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape[0]))
     served = Served(config(make_state()), module)
-    served.send(*(step(name, name, "s") for name in range(1, 9)))
-    served.send(*(step(name, name) for name in (8, 3, 1)))
-    assert calls == [8, 3]
-
-
-def test_slot_fillers_are_not_run() -> None:
-    """A request without a correlation ID, number or string, touches no state and has no outputs."""
-    served = accumulating()
-    assert served.send(step(1, 1, "s"), step(0, 9, "s"), step("", 9)) == [1, {}, {}]
+    assert served.send(step(1, 1, "s"), step(2, 10, "s"), step("1", 100, "s")) == [1, 10, 100]
+    assert served.send(step("1", 100), step(0, 9, "s"), step(1, 1), step("", 9)) == [200, {}, 2, {}]
+    assert len(served.states) == 3
+    assert served.send(step(2, 10, "e"), step(1, 1, "e")) == [20, 3]
     assert len(served.states) == 1
     assert served.send(step(0, 9)) == [{}]
+    assert calls == [3, 2, 2]
 
 
 def test_unknown_sequences() -> None:
@@ -128,10 +114,8 @@ def test_unknown_sequences() -> None:
     outcomes = served.send(step(1, 1), step(2, 1), step(3, 1, "e"))
     assert outcomes[0] == 2
     assert all(isinstance(outcome, InputError) for outcome in outcomes[1:])
-    assert str(outcomes[1]) == (
-        "model 'digits': sequence 2 has no state here: it was not begun, or it idled too long, or"
-        " the model was reloaded; expected the START flag in the first request of a sequence."
-    )
+    assert "sequence 2 has no state here" in str(outcomes[1])
+    assert "expected the START flag in the first request" in str(outcomes[1])
     assert len(served.states) == 1
 
 
@@ -174,20 +158,18 @@ def _fails(items: Any) -> Any:
 class Keeps(nn.Module):
     """Returns its own buffer, and writes to its inputs."""
 
-    own: Tensor
-
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("own", torch.zeros(1, 4))
+        self._own = torch.zeros(1, 4)
 
     def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
         total += x
         if x.shape[0] > 1:
             return {"y": total, "sum": total}
-        self.own.copy_(total)
+        self._own.copy_(total)
         if bool((x == -1).any()):
             raise ValueError
-        return {"y": self.own, "sum": self.own}
+        return {"y": self._own, "sum": self._own}
 
 
 def test_a_model_that_writes_to_its_inputs_and_outputs() -> None:
@@ -237,11 +219,11 @@ def test_a_state_does_not_keep_its_batch(width: int) -> None:
         outputs=(build.spec("y", dims=(width,)),),
     )
     served = Served(settings, models.Accumulate())
-    for first in range(1, 201, 8):
+    for first in range(1, 105, 8):
         names = range(first, first + 8)
         served.states.run([Step(name, True, False, wide) for name in names])
-    assert served.states.size == 200 * width * 4
-    served.states.run([Step(name, False, True, wide) for name in range(2, 201)])
+    assert served.states.size == 104 * width * 4
+    served.states.run([Step(name, False, True, wide) for name in range(2, 105)])
     served.states.sweep()
     assert served.states.size == width * 4
     assert _memory(served) <= 64 * width * 4
@@ -328,20 +310,15 @@ def test_states_of_strings() -> None:
     )
     served = Served(settings, models.Journal())
 
-    def send(*steps: tuple[str, str, str]) -> list[Any]:
-        items: list[Item] = [
-            {"words": np.array([[word.encode()]], dtype=np.object_)} for _, word, _ in steps
+    def send(flags: str, **words: str) -> list[Any]:
+        steps = [
+            Step(name, bool(flags), False, {"words": np.array([[word.encode()]], dtype=np.object_)})
+            for name, word in words.items()
         ]
-        outcomes = served.states.run(
-            [
-                Step(name, "s" in flags, "e" in flags, item)
-                for (name, _, flags), item in zip(steps, items, strict=True)
-            ]
-        )
-        return [outcome["y"].tolist() for outcome in outcomes]  # type: ignore[index]
+        return [outcome["y"].tolist() for outcome in served.states.run(steps)]  # type: ignore[index]
 
-    assert send(("a", "é", "s"), ("b", "1", "s")) == [[["é"]], [["1"]]]
-    assert send(("b", "2", ""), ("a", "t", "")) == [[["12"]], [["ét"]]]
+    assert send("s", a="é", b="1") == [[["é"]], [["1"]]]
+    assert send("", b="2", a="t") == [[["12"]], [["ét"]]]
     assert served.states.size == 2 + 3
 
 
@@ -395,7 +372,7 @@ def test_compiled_steps(carried: bool, dynamo: None, caplog: pytest.LogCaptureFi
     """Graphs compiled before READY serve first steps and later ones."""
     state = State("total", "sum") if carried else make_state()
     how: dict[str, Any] = {"torch_compile_optional_parameters": {"backend": "eager"}}
-    served = Served(config(state, **how), _Plain())
+    served = Served(config(state, **how), _Sums(fails=False))
     with torch.inference_mode():  # as the adapter does
         warmup.run(served.engine)
         for rows in (1, 2, 5, 8):
@@ -403,12 +380,6 @@ def test_compiled_steps(carried: bool, dynamo: None, caplog: pytest.LogCaptureFi
             assert served.send(*(step(name, name, "s") for name in names)) == list(names)
             assert served.send(*(step(name, name, "e") for name in names)) == [2 * n for n in names]
     assert not [record for record in caplog.records if record.name.startswith("torch_py_backend")]
-
-
-class _Plain(nn.Module):
-    def forward(self, x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
-        total = x if total is None else total + x
-        return {"y": total, "sum": total}
 
 
 def test_buckets_fill_up_with_states() -> None:
@@ -461,32 +432,32 @@ def _takes_list(tensors: list[Tensor]) -> Tensor:
     return tensors[0]
 
 
+_NUMBERED = [
+    ControlInput(f"{control.name}__{place}", control.dtype)
+    for place, control in enumerate(_CONTROLS)
+]
+
+
 @pytest.mark.parametrize(
-    ("function", "taken"),
+    ("function", "controls", "taken"),
     [
-        (_takes_all, ["START", "READY", "CORRID"]),
-        (_takes_one, ["READY"]),
-        (_takes_dict, ["START", "READY", "CORRID"]),
-        (_takes_list, []),
+        (_takes_all, _CONTROLS, ["START", "READY", "CORRID"]),
+        (_takes_one, _CONTROLS, ["READY"]),
+        (_takes_dict, _CONTROLS, ["START", "READY", "CORRID"]),
+        (_takes_list, _CONTROLS, []),
+        (_takes_one, _NUMBERED[1:], ["READY__1"]),
     ],
 )
-def test_controls_are_taken_by_name(function: Callable[..., Any], taken: list[str]) -> None:
-    """Controls with an argument of forward() are passed; others are ignored."""
-    settings = config(controls=_CONTROLS)
-    bound = state_store.with_controls(settings, introspection.from_function(function))
-    assert [spec.name for spec in bound.inputs if spec.origin is Origin.CONTROL] == taken
-    assert all(spec.dims == (1,) for spec in bound.inputs if spec.origin is Origin.CONTROL)
-
-
-def test_controls_by_number() -> None:
-    """LibTorch's names are the positions of arguments."""
-    numbered = [
-        ControlInput(f"{control.name}__{place}", control.dtype)
-        for place, control in enumerate(_CONTROLS)
-    ]
-    settings = config(controls=numbered[1:])
-    bound = state_store.with_controls(settings, introspection.from_function(_takes_one))
-    assert [spec.name for spec in bound.inputs] == ["x", "READY__1"]
+def test_controls_are_taken_by_name(
+    function: Callable[..., Any], controls: list[ControlInput], taken: list[str]
+) -> None:
+    """Controls whose name or number is an argument of forward() are passed, others ignored."""
+    bound = state_store.with_controls(
+        config(controls=controls), introspection.from_function(function)
+    )
+    specs = [spec for spec in bound.inputs if spec.origin is Origin.CONTROL]
+    assert [spec.name for spec in specs] == taken
+    assert all(spec.dims == (1,) for spec in specs)
 
 
 # --- memory ------------------------------------------------------------------------------------
@@ -499,7 +470,7 @@ class Doubles(nn.Module):
         return {"y": x, "sum": torch.cat([total, total], dim=1)}
 
 
-def doubling(limit: int | None) -> Served:
+def doubling(limit: int) -> Served:
     state = make_state(dims=(-1,), initial=InitialState((1 << 17,)))  # half a megabyte
     return Served(config(state, sequence_memory_mb=limit), Doubles())
 
@@ -511,11 +482,8 @@ def test_memory_is_limited() -> None:
     assert served.states.size == 2 << 20
     assert served.send(step(1, 1)) == [1]
     (error,) = served.send(step(2, 2))
-    assert str(error) == (
-        "model 'digits': with the new state of sequence 2, 2 sequences would take 4.0 MB; expected"
-        " at most 3 MB, SEQUENCE_MEMORY_MB. The state before this request is kept. Try again"
-        " when other sequences have ended."
-    )
+    assert "with the new state of sequence 2, 2 sequences would take 4.0 MB" in str(error)
+    assert "at most 3 MB, SEQUENCE_MEMORY_MB. The state before this request is kept" in str(error)
     assert error.code == "UNAVAILABLE"
     assert served.states.size == 3 << 20
     served.send(step(1, 1, "e"))
@@ -537,15 +505,6 @@ def test_refusals_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> 
     served.send(step(1, 1))
     assert len(caplog.messages) == 2
     assert caplog.messages[1].endswith(": 5.")
-
-
-def test_memory_without_a_limit() -> None:
-    """Without the option there is no limit."""
-    served = doubling(None)
-    served.send(step(1, 1, "s"))
-    for _ in range(4):
-        assert served.send(step(1, 1)) == [1]
-    assert served.states.size == 16 << 20
 
 
 def test_idle_sequences_are_freed_first() -> None:
@@ -574,28 +533,18 @@ def test_idle_sequences_are_freed() -> None:
 
 
 def test_sequences_with_queued_requests_are_kept() -> None:
-    """A request that arrived in time may still be in Triton's queue while others run."""
+    """While others run, a sequence is freed once none of its requests can be in Triton's queue."""
     served = accumulating()
-    served.send(step(1, 1, "s"), step(2, 1, "s"))
+    served.send(step(1, 1, "s"), step(2, 1, "s"), step(3, 1, "s"))
     for _ in range(20):  # without a pause
         served.clock.now += 0.5
         served.send(step(2, 1))
     served.states.sweep()
-    assert served.send(step(1, 1)) == [2]
-
-
-def test_sequences_without_queued_requests_are_freed() -> None:
-    """After as many requests as the queue can hold, none of them can belong to the sequence."""
-    served = accumulating()
-    served.send(step(1, 1, "s"), step(2, 1, "s"))
-    for _ in range(20):
-        served.clock.now += 0.5
-        served.send(step(2, 1))
-    served.states.sweep()
+    assert served.send(step(1, 1)) == [2]  # it arrived in time
     for _ in range(SLOTS + 8 + 1):
         served.send(step(2, 1))
     served.states.sweep()
-    assert len(served.states) == 1
+    assert served.states._sequences.keys() == {1, 2}
 
 
 def test_sweep_does_not_wait_for_a_batch() -> None:
@@ -660,8 +609,12 @@ def _play(events: list[list[Step] | str], served: Served) -> None:
 
 
 class _Sums(nn.Module):
+    def __init__(self, *, fails: bool = True) -> None:
+        super().__init__()
+        self._fails = fails
+
     def forward(self, x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
-        if bool((x == -1).any()):
+        if self._fails and bool((x == -1).any()):
             raise ValueError("no -1")
         total = x if total is None else total + x
         return {"y": total, "sum": total}
