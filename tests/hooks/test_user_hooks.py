@@ -34,6 +34,7 @@ class Net(nn.Module):
 """
 _POST = "    def postprocess(self, result):\n        return result\n"
 _HOOKS = f"class Hooks:\n{_POST}"
+_FUNCTION = "class Hooks:\n    postprocess = staticmethod(lambda result: 1)\n"
 
 
 def load(folder: Path, code: str, **overrides: Any) -> Hooks | None:
@@ -53,38 +54,28 @@ def methods(*definitions: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("code", "options"),
+    ("code", "options", "found"),
     [
-        pytest.param(_NET + _HOOKS, {}, id="by its name"),
-        pytest.param(_NET + _HOOKS.replace("Hooks", "Around"), {"hooks": "Around"}, id="named"),
-        pytest.param(
-            _NET + "class Hooks:\n    postprocess = staticmethod(lambda result: result)\n",
-            {"hooks": "Hooks"},
-            id="a function",
-        ),
+        (_NET + _HOOKS, {}, True),
+        (_NET + _HOOKS.replace("Hooks", "Around"), {"hooks": "Around"}, True),
+        (_NET + _FUNCTION, {"hooks": "Hooks"}, True),
+        # a module from a package has its hooks in model.py
+        (_HOOKS, {"model_factory": "torch.nn:Identity"}, True),
+        # other objects with that name
+        (_NET, {}, False),
+        (_NET + _HOOKS, {"hooks": "none"}, False),
+        (_NET + "class Hooks:\n    def add(self): ...\n", {}, False),
+        (_NET + f"class Hooks(nn.Module):\n{_POST}", {}, False),
+        (f"Base = nn.Module\nclass Hooks(Base):\n{_POST}", {}, False),
+        (_NET + "def Hooks(): ...\n", {}, False),
     ],
 )
-def test_found(code: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """The class is Hooks, or the class that the parameter HOOKS names."""
+def test_class(code: str, options: dict[str, Any], found: bool, tmp_path: Path) -> None:
+    """The class is Hooks with some of the methods, or the class that the parameter HOOKS names."""
     hooks = load(tmp_path, code, **options)
-    assert hooks is not None
-    assert [hook.name for hook in hooks.defined] == ["postprocess"]
-
-
-@pytest.mark.parametrize(
-    ("code", "options"),
-    [
-        pytest.param(_NET, {}, id="none"),
-        pytest.param(_NET + _HOOKS, {"hooks": "none"}, id="turned off"),
-        pytest.param(_NET + "class Hooks:\n    def add(self): ...\n", {}, id="other methods"),
-        pytest.param(_NET + f"class Hooks(nn.Module):\n{_POST}", {}, id="a module"),
-        pytest.param(f"Base = nn.Module\nclass Hooks(Base):\n{_POST}", {}, id="hidden module"),
-        pytest.param(_NET + "def Hooks(): ...\n", {}, id="a function"),
-    ],
-)
-def test_not_found(code: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Other objects with that name are not hooks."""
-    assert load(tmp_path, code.replace("    \n", ""), **options) is None
+    assert (hooks is not None) == found
+    if hooks is not None:
+        assert [hook.name for hook in hooks.defined] == ["postprocess"]
 
 
 def test_folder(tmp_path: Path) -> None:
@@ -99,31 +90,20 @@ def test_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "options", "message"),
     [
-        pytest.param(
+        (
             f"class Hooks:\n    def __init__(self, folder, size):\n        pass\n{_POST}",
             {},
             "Hooks(folder, size) in model.py cannot be called",
-            id="asks for more",
         ),
-        pytest.param(
+        (
             f"class Hooks:\n    def __init__(self):\n        raise OSError('no labels')\n{_POST}",
             {},
             "Hooks() in model.py fails at line 12: OSError: no labels",
-            id="fails",
         ),
-        pytest.param(
-            _HOOKS, {"hooks": "Around"}, "Around, which is to run around forward(), is not a class"
-        ),
-        pytest.param(_HOOKS, {"hooks": "Net"}, "is an nn.Module in model.py", id="names a module"),
-        pytest.param(
-            "class Hooks:\n    def add(self): ...\n",
-            {"hooks": "Hooks"},
-            "the class Hooks, which is to run around forward(), has no hooks",
-            id="no methods",
-        ),
-        pytest.param(
-            "class Hooks:\n    postprocess = 3\n", {"hooks": "Hooks"}, "is a int; expected a method"
-        ),
+        (_HOOKS, {"hooks": "Around"}, "Around, which is to run around forward(), is not a class"),
+        (_HOOKS, {"hooks": "Net"}, "is an nn.Module in model.py"),
+        ("class Hooks:\n    def add(self): ...\n", {"hooks": "Hooks"}, "forward(), has no hooks"),
+        ("class Hooks:\n    postprocess = 3\n", {"hooks": "Hooks"}, "is a int; expected a method"),
     ],
 )
 def test_refused_class(code: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -136,9 +116,9 @@ def test_refused_class(code: str, options: dict[str, Any], message: str, tmp_pat
 # --- methods ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "definition",
-    [
+def test_signatures(tmp_path: Path) -> None:
+    """Arguments may have any name but `parameters`; arguments with defaults are ignored."""
+    for definition in (
         "def preprocess(self, x, parameters)",
         "def preprocess_batch(self, parameters, x)",
         "def collate(self, items, parameters=None)",
@@ -146,15 +126,10 @@ def test_refused_class(code: str, options: dict[str, Any], message: str, tmp_pat
         "def postprocess(self, result, extra=1)",
         "def postprocess(self, *everything)",
         "def postprocess_batch(self, out, parameters)",
-    ],
-)
-def test_signatures(definition: str, tmp_path: Path) -> None:
-    """Arguments may have any name but `parameters`; arguments with defaults are ignored."""
-    hooks = load(tmp_path, methods(definition))
-    assert hooks is not None
-    (hook,) = hooks.defined
-    assert hook.takes_parameters == ("parameters" in definition)
-    assert hooks.takes_parameters == hook.takes_parameters
+    ):
+        hooks = load(tmp_path, methods(definition))
+        assert hooks is not None
+        assert hooks.takes_parameters == ("parameters" in definition)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +139,10 @@ def test_signatures(definition: str, tmp_path: Path) -> None:
         ("def forward(self, x)", "expected forward(self, module, batch)"),
         ("def postprocess(self, result, labels)", "missing a required argument: 'labels'"),
         ("def postprocess(self, parameters, result)", "multiple values for argument 'parameters'"),
+        (
+            "def preprocess_batch(self, x):\n        pass\n    def collate(self, rows)",
+            "Hooks has preprocess_batch() and collate()",
+        ),
         ("async def postprocess(self, result)", "is asynchronous or a generator"),
         ("def postprocess(self, result):\n        yield result #", "is asynchronous or a gener"),
     ],
@@ -176,16 +155,15 @@ def test_refused_signatures(definition: str, message: str, tmp_path: Path) -> No
     assert definition.partition("def ")[2].partition("(")[0] in str(refusal.value)
 
 
-def test_exclusive_methods(tmp_path: Path) -> None:
-    """Two methods that exclude each other are refused."""
-    with pytest.raises(SourceError, match=r"Hooks has preprocess_batch\(\) and collate\(\)"):
-        load(tmp_path, methods("def preprocess_batch(self, x)", "def collate(self, rows)"))
-
-
 @pytest.mark.parametrize(
     ("definition", "overrides", "message"),
     [
         ("def collate(self, items)", {"max_batch_size": 0}, "collate(), and max_batch_size is 0"),
+        (
+            "def postprocess(self, result)",
+            {"preprocess_threads": 2},
+            "and there is no preprocess()",
+        ),
         ("def preprocess(self, x)", {"pad": {"x": {}}}, "PAD is set"),
         ("def preprocess(self, x)", {"optimize": ("cuda_graphs",)}, "asks for cuda_graphs"),
         (
@@ -207,13 +185,6 @@ def test_contradictions(
     with pytest.raises(ConfigError) as refusal:
         load(tmp_path, methods(definition), **overrides)
     assert message in str(refusal.value)
-
-
-@pytest.mark.parametrize("code", [_NET, methods("def postprocess(self, result)")])
-def test_threads_without_work(code: str, tmp_path: Path) -> None:
-    """PREPROCESS_THREADS without preprocess() is refused."""
-    with pytest.raises(ConfigError, match=r"PREPROCESS_THREADS is set, and there is no preprocess"):
-        load(tmp_path, code, preprocess_threads=2)
 
 
 @pytest.mark.parametrize(
@@ -303,12 +274,6 @@ def test_weights_beside_a_module(tmp_path: Path) -> None:
     artifact = discovery.find(build.config(tmp_path))
     assert (artifact.kind, artifact.weights) == (ArtifactType.MODULE, tmp_path / "1" / "model.pt")
     assert artifact.hooks == tmp_path / "1" / "model.py"
-
-
-def test_beside_a_factory(tmp_path: Path) -> None:
-    """A module from a package has its hooks in model.py."""
-    hooks = load(tmp_path, _HOOKS, model_factory="torch.nn:Identity")
-    assert hooks is not None
 
 
 def test_named_hooks_without_a_source(tmp_path: Path) -> None:
