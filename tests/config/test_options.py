@@ -116,7 +116,7 @@ def test_accepted_text(parser: Parser[Any], values: dict[str, Any]) -> None:
         ("TORCH_COMPILE_OPTIONAL_PARAMETERS", ["[3]", '{"model": null}', '{"Mode": "x"}']),
         ("OPTIMIZE", ["fast", "freeze bf16", "auto,freeze", "none,freeze", "true"]),
         ("BATCH_BUCKETS", ["0", "-1", "1,,2", "1.5", "[1, 2]", "auto,4", "many"]),
-        ("PAD", ["[]", '{"ids": 0}', '{"ids": {"fill": 0}}', '{"ids": {"value": "0"}}']),
+        ("PAD", ["[]", '{"ids": []}', '{"ids": {"fill": 0}}', '{"ids": {"value": "0"}}']),
         ("PAD", ['{"ids": {"side": "top"}}', '{"ids": {"side": []}}', '{"ids": {"mask": 1}}']),
         ("PAD", [f'{{"ids": {{"multiple_of": {number}}}}}' for number in ("0", "1.5", '"8"')]),
         ("PAD", ['{"ids": {"outputs": "y"}}', '{"ids": {"outputs": [1]}}']),

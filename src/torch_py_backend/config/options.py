@@ -19,158 +19,121 @@ from torch_py_backend.errors import ConfigError, OptionError
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 OPTIMIZATIONS = ("freeze", "channels_last", "bf16", "fp16", "cuda_graphs")
 DEVICES = "cpu, cuda:0, or the number of a GPU"
-_BOOLEANS = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
-_FLOATING = ("FP16", "BF16", "FP32", "FP64")
 _COMPILE_KEYS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
-_PAD_KEYS = {"value", "side", "multiple_of", "mask", "outputs"}
+_PAD_VALUES: Mapping[str, Callable[[Any], bool]] = {
+    "value": lambda value: isinstance(value, bool | int | float),
+    "side": lambda side: side in ("left", "right"),
+    "multiple_of": lambda number: isinstance(number, int) and number >= 1,
+    "mask": lambda name: isinstance(name, str),
+    "outputs": lambda names: isinstance(names, list) and all(isinstance(n, str) for n in names),
+}
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Parser(Generic[T_co]):
-    """A conversion of a string to a value; `accepted` describes valid strings in messages."""
+    """A conversion of a string to a value.
+
+    Attributes:
+        accepted: describes valid strings in messages.
+        parse: raises ValueError, KeyError, TypeError or RecursionError for other strings.
+    """
 
     accepted: str
     parse: Callable[[str], T_co]
 
 
-def _parser(accepted: str) -> Callable[[Callable[[str], T_co]], Parser[T_co]]:
-    """Make a function that raises ValueError, KeyError or TypeError for invalid text a Parser."""
-    return lambda parse: Parser(accepted, parse)
+def _checked(
+    accepted: str, convert: Callable[[str], T], is_valid: Callable[[T], object]
+) -> Parser[T]:
+    """Return a parser that converts a string, and then checks the value."""
+
+    def parse(text: str) -> T:
+        value = convert(text)
+        if not is_valid(value):
+            raise ValueError(text)
+        return value
+
+    return Parser(accepted, parse)
 
 
-@_parser("true, on, 1, false, off or 0")
-def boolean(text: str) -> bool:
-    return _BOOLEANS[text.strip().lower()]
+def _is_padding(entry: object) -> bool:
+    return isinstance(entry, dict) and all(_PAD_VALUES[key](entry[key]) for key in entry)
 
 
+def _words(accepted: str, values: Mapping[str, T]) -> Parser[T]:
+    """Return a parser of words, in any case and with blanks around."""
+    return Parser(accepted, lambda text: values[text.strip().lower()])
+
+
+boolean = _words(
+    "true, on, 1, false, off or 0",
+    {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False},
+)
+fatal_action = _words("exit or stay", {"exit": "exit", "stay": "stay"})
+floating = _words(
+    "FP16, BF16, FP32 or FP64",
+    {
+        prefix + name.lower(): name
+        for name in ("FP16", "BF16", "FP32", "FP64")
+        for prefix in ("", "type_")
+    },
+)
 # Triton itself reads this parameter in ModelState() and accepts only these two strings:
 # https://github.com/triton-inference-server/python_backend/blob/main/src/python_be.cc
 yes_no = Parser("yes or no", {"yes": True, "no": False}.__getitem__)
+positive = _checked("an integer of at least 1", int, lambda number: number >= 1)
+fraction = _checked("a number above 0, at most 1", float, lambda number: 0 < number <= 1)
+count = Parser(
+    "an integer; 0 or less leaves it unset", lambda text: int(text) if int(text) > 0 else None
+)
+name = _checked("a name", str.strip, bool)
+json_object: Parser[JsonObject] = _checked(
+    "a JSON object", json.loads, lambda value: isinstance(value, dict)
+)
+compile_parameters = _checked(
+    f"a JSON object with keys among {', '.join(_COMPILE_KEYS)}",
+    json_object.parse,
+    lambda value: value.keys() <= set(_COMPILE_KEYS),
+)
+padding = _checked(
+    "a JSON object of inputs, each with some of value (a number), side (left or right),"
+    " multiple_of (an integer of at least 1), mask (an input's name), outputs (names)",
+    json_object.parse,
+    lambda inputs: all(map(_is_padding, inputs.values())),
+)
+state_paths = _checked(
+    "a JSON object from inputs of forward() to parts of its result",
+    json_object.parse,
+    lambda paths: paths and all(key and isinstance(p, str) and p for key, p in paths.items()),
+)
 
 
-@_parser("an integer of at least 1")
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
-
-
-@_parser("a number above 0, at most 1")
-def fraction(text: str) -> float:
-    number = float(text)
-    if not 0 < number <= 1:
-        raise ValueError(text)
-    return number
-
-
-@_parser("an integer; 0 or less leaves it unset")
-def count(text: str) -> int | None:
-    number = int(text)
-    return number if number > 0 else None
-
-
-@_parser("a name")
-def name(text: str) -> str:
-    if not text.strip():
-        raise ValueError(text)
-    return text.strip()
-
-
-@_parser("exit or stay")
-def fatal_action(text: str) -> str:
-    action = text.strip().lower()
-    if action not in ("exit", "stay"):
-        raise ValueError(text)
-    return action
-
-
-@_parser("FP16, BF16, FP32 or FP64")
-def floating(text: str) -> str:
-    dtype = text.strip().upper().removeprefix("TYPE_")
-    if dtype not in _FLOATING:
-        raise ValueError(text)
-    return dtype
-
-
-@_parser("a JSON object")
-def json_object(text: str) -> JsonObject:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise TypeError(text)
-    return value
-
-
-@_parser(f"a JSON object with keys among {', '.join(_COMPILE_KEYS)}")
-def compile_parameters(text: str) -> JsonObject:
-    value = json_object.parse(text)
-    if not value.keys() <= set(_COMPILE_KEYS):
-        raise ValueError(text)
-    return value
-
-
-@_parser(f"none, auto, or some of {', '.join(OPTIMIZATIONS)}")
-def optimizations(text: str) -> tuple[str, ...]:
+def _parse_optimizations(text: str) -> tuple[str, ...]:
     names = tuple(sorted({part.strip().lower() for part in text.split(",")}))
-    if names == ("none",):
-        return ()
-    if names != ("auto",) and not set(names) <= set(OPTIMIZATIONS):
-        raise ValueError(text)
-    return names
+    return () if names == ("none",) else names
 
 
-@_parser("auto, none, or row counts such as 1,2,4,8")
-def buckets(text: str) -> tuple[int, ...] | None:
+optimizations = _checked(
+    f"none, auto, or some of {', '.join(OPTIMIZATIONS)}",
+    _parse_optimizations,
+    lambda names: names == ("auto",) or set(names) <= set(OPTIMIZATIONS),
+)
+
+
+def _parse_buckets(text: str) -> tuple[int, ...] | None:
     keyword = text.strip().lower()
     if keyword in ("auto", "none"):
         return None if keyword == "auto" else ()
     return tuple(sorted({positive.parse(size) for size in text.split(",")}))
 
 
-@_parser(
-    "a JSON object of inputs, each with some of value (a number), side (left or right),"
-    " multiple_of (an integer of at least 1), mask (an input's name), outputs (names)"
-)
-def padding(text: str) -> dict[str, JsonObject]:
-    inputs = json_object.parse(text)
-    for settings in inputs.values():
-        if not isinstance(settings, dict) or not settings.keys() <= _PAD_KEYS:
-            raise TypeError(text)
-        multiple, outputs = settings.get("multiple_of", 1), settings.get("outputs", [])
-        valid = (
-            settings.get("side", "right") in ("left", "right")
-            and isinstance(settings.get("value", 0), bool | int | float)
-            and isinstance(multiple, int)
-            and multiple >= 1
-            and isinstance(settings.get("mask", ""), str)
-            and isinstance(outputs, list)
-            and all(isinstance(output, str) for output in outputs)
-        )
-        if not valid:
-            raise ValueError(text)
-    return inputs
-
-
-@_parser("a JSON object from inputs of forward() to parts of its result")
-def state_paths(text: str) -> dict[str, str]:
-    value = json_object.parse(text)
-    if not value or not all(isinstance(path, str) and path and key for key, path in value.items()):
-        raise TypeError(text)
-    return value
-
-
-@_parser(
-    f"a JSON object from each module once to its device ({DEVICES}), or the .json file that holds"
-    " one"
-)
-def devices(text: str) -> dict[str, str] | str:
-    file = name.parse(text)
-    return file if file.endswith(".json") else parse_device_map(text)
+buckets = Parser("auto, none, or row counts such as 1,2,4,8", _parse_buckets)
 
 
 def parse_device_map(text: str) -> dict[str, str]:
@@ -199,6 +162,18 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     if len(entries) < len(pairs):
         raise ValueError(pairs)
     return entries
+
+
+def _parse_devices(text: str) -> dict[str, str] | str:
+    file = name.parse(text)
+    return file if file.endswith(".json") else parse_device_map(text)
+
+
+devices = Parser(
+    f"a JSON object from each module once to its device ({DEVICES}), or the .json file that holds"
+    " one",
+    _parse_devices,
+)
 
 
 def _option(
