@@ -22,6 +22,7 @@ class Pair(TypedDict):
 
 class More(Pair, total=False):
     size: int
+    note: int | None
 
 
 def function(parameters: str) -> Callable[..., Any]:
@@ -147,6 +148,7 @@ def test_each_argument_gets_its_tensor(parameters: str, names: str, arguments: s
         # keys of a TypedDict
         ("pair: Pair", "x, y", "has no key y; expected names among x, mask"),
         ("pair: Pair", "i__2", "has no key i__2"),
+        ("pair: Pair", "ARGS[0][x], ARGS[0][y]", "do not make the dict pair"),
         ("pair: Pair", "mask", "the inputs mask do not make the dict pair"),
         ("pair: Pair", "x?, mask", "expected inputs for its keys x, mask"),
         ("more: More, scale", "more, scale", "the inputs more do not make the dict more"),
@@ -190,7 +192,7 @@ def test_number_of_a_name() -> None:
 
 def test_types_and_places_of_columns() -> None:
     """A column has the type of its argument or key; parts of containers are tensors."""
-    parameters = "n: int, ss: list[str], pair: More, x: tuple, *rest, more, **others"
+    parameters = "n: int, ss: list[str], pair: More, x: tuple, *rest, more: list, **others"
     names = "ss, n, size, ARGS[2][x], ARGS[3][0], ARGS[4], more, w"
     inputs = bound(parameters, names)
     columns = dict(zip(inputs.names, zip(inputs.types, inputs.places, strict=True), strict=True))

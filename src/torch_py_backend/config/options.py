@@ -1,7 +1,7 @@
-"""The parameters of config.pbtxt: one table with name, parser, default and documentation.
+"""The parameters of config.pbtxt: one table with name, parser and default.
 
-The fields of `Options` are the table. The table in docs/options.md and the messages about
-parameters are generated from it.
+docs/options.md describes each option. The other columns of its table, and the messages about
+parameters, are generated from the fields of `Options`.
 """
 
 from __future__ import annotations
@@ -178,236 +178,67 @@ devices = Parser(
 
 def _option(
     parser: Parser[object],
-    doc: str,
     *,
     default: object = None,
     aliases: tuple[str, ...] = (),
     inert: str = "",
 ) -> Any:
-    """Return a field of Options.
-
-    Args:
-        parser: the parser of the value.
-        doc: the text in docs/options.md.
-        default: the value if the parameter is not set.
-        aliases: other keys of the same option.
-        inert: why the option has no effect.
-    """
-    return field(
-        default=default, metadata={"parser": parser, "doc": doc, "aliases": aliases, "inert": inert}
-    )
+    """Return a field of Options: a row of the table without its name."""
+    metadata = {"parser": parser, "aliases": aliases, "inert": inert}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """The values of `parameters` in config.pbtxt. The key of a field is its name in capitals."""
 
-    model_class: str | None = _option(
-        name, "The class or function in model.py to serve, when the file defines several."
-    )
-    model_factory: str | None = _option(
-        name,
-        "A callable that returns the module; it is called once, at load: a function in model.py, or"
-        " `package.module:callable`. A class with `from_pretrained` receives the version folder.",
-    )
-    model_kwargs: JsonObject | None = _option(
-        json_object,
-        "Keyword arguments for the class or the factory. For a TorchServe archive: `content_type`,"
-        " the media type of request bodies.",
-    )
-    method: str | None = _option(name, "The method to serve instead of `forward`.")
-    hooks: str | None = _option(
-        name,
-        "The class whose methods run around forward(), in the source file with the model's name;"
-        " `none`: no hooks. Unset: `Hooks`, if the file defines it.",
-    )
-    fallback: str | None = _option(
-        name,
-        "The file in the version folder to serve if an AOTInductor package was built for another"
-        " machine.",
-    )
-    preprocess_threads: int | None = _option(
-        positive,
-        "Threads that run preprocess() of the hooks for the rows of a batch; useful if a row takes"
-        " milliseconds outside of Python, for example a large image. Unset: no further threads.",
-    )
-    cast_inputs: str | None = _option(
-        floating, "Convert floating-point inputs to this type before the model sees them."
-    )
-    cast_outputs: bool = _option(
-        boolean, "Convert outputs to the types in the config.", default=False
-    )
-    check_outputs: bool = _option(
-        boolean,
-        "Reject outputs whose shape does not match the dims in the config; `false` returns them as"
-        " the model does, like LibTorch, with one warning.",
-        default=True,
-    )
-    weights: str | None = _option(
-        name,
-        "The weights file in the version folder; `none` serves the module as it is constructed.",
-    )
-    num_threads: int | None = _option(
-        positive,
-        "Intra-op threads of each instance. Unset, or INTRA_OP_THREAD_COUNT of 0 or less:"
-        " OMP_NUM_THREADS, else the cores that this process may use, divided by the number of"
-        " instances.",
-        aliases=("INTRA_OP_THREAD_COUNT",),
-    )
-    num_interop_threads: int | None = _option(
-        positive,
-        "Inter-op threads of each instance. Unset, or INTER_OP_THREAD_COUNT of 0 or less: the"
-        " cores that this process may use, divided by the number of instances.",
-        aliases=("INTER_OP_THREAD_COUNT",),
-    )
-    torch_compile_optional_parameters: JsonObject | None = _option(
-        compile_parameters,
-        "Compile the model with these arguments of `torch.compile`; `{}` uses its defaults."
-        " Unset: eager.",
-    )
-    compile_cache_dir: str | None = _option(
-        name,
-        "The folder of torch.compile's cache, which later starts read: a path in the model's"
-        " folder, or an absolute path; `none`: no cache. Unset: compile_cache, if it is writable.",
-    )
-    compile_required: bool = _option(
-        boolean,
-        "Fail the load if the model cannot be compiled, instead of serving it eagerly.",
-        default=False,
-    )
-    optimize: tuple[str, ...] = _option(
-        optimizations,
-        "`freeze`: constant weights, for TorchScript and compiled modules; `channels_last`: this"
-        " memory format for convolutions; `bf16`, `fp16`: autocast; `cuda_graphs`: one graph per"
-        " bucket, on a GPU; `auto`: the result of `torch-py-backend tune` on an equal machine.",
-        default=(),
-    )
-    batch_buckets: tuple[int, ...] | None = _option(
-        buckets,
-        "Row counts that batches are padded to. Unset, or `auto`: powers of two if shapes are"
-        " fixed (`dynamic: false`, CUDA graphs), else none.",
-    )
-    pad: dict[str, JsonObject] | None = _option(
-        padding,
-        "Inputs whose dims of -1 are padded, so that requests of different lengths share a batch:"
-        ' `{"ids": {"value": 0, "side": "right", "multiple_of": 8, "mask": "attention_mask"}}`.',
-    )
-    state: dict[str, str] | None = _option(
-        state_paths,
-        "The states of a sequence, if `sequence_batching` has no `state`: inputs of forward(), each"
-        " with the part of the previous step's result that it receives:"
-        ' `{"hidden": "RESULT[1]"}`. The first step runs without these inputs.',
-    )
-    sequence_memory_mb: int | None = _option(
-        positive,
-        "Memory limit in megabytes for the states of all sequences of an instance; a step that"
-        " needs more fails with 503. Unset: no limit.",
-    )
-    inference_mode: bool = _option(
-        boolean, "Run under `torch.inference_mode`; false: under `torch.no_grad`.", default=True
-    )
-    disable_optimized_execution: bool = _option(
-        boolean, "Switch off TorchScript's graph-executor optimisation.", default=False
-    )
-    enable_jit_executor: bool | None = _option(
-        boolean, "TorchScript's profiling executor. Unset: PyTorch's default."
-    )
-    enable_jit_profiling: bool | None = _option(
-        boolean, "TorchScript's profiling mode. Unset: PyTorch's default."
-    )
-    enable_tensor_fuser: bool | None = _option(
-        boolean, "TorchScript's tensor-expression fuser. Unset: PyTorch's default."
-    )
-    enable_nvfuser: bool | None = _option(
-        boolean,
-        "Accepted for compatibility with LibTorch, without effect.",
-        inert="PyTorch no longer has nvFuser",
-    )
-    disable_cudnn: bool = _option(boolean, "Switch cuDNN off for this instance.", default=False)
-    cuda_memory_fraction: float | None = _option(
-        fraction, "The fraction of the GPU's memory that this instance may use. Unset: all of it."
-    )
-    enable_cache_cleaning: bool = _option(
-        boolean, "Empty the CUDA cache after each execution.", default=False
-    )
-    enable_weight_sharing: bool | None = _option(
-        boolean,
-        "One copy of the weights for all instances. Unset: on the CPU, if possible; true: also on a"
-        " GPU, and the load fails if the weights cannot be shared; false: one copy per instance.",
-    )
-    watch_weights: bool = _option(
-        boolean,
-        "Watch the weights file, and load its new content without a reload of the model.",
-        default=False,
-    )
-    device_map: dict[str, str] | str | None = _option(
-        devices,
-        "For `KIND_MODEL`: the device of each part of a module, as JSON or as a file in the version"
-        ' folder: `{"encoder": "cuda:0", "head": "cuda:1"}`. The longest matching name decides;'
-        ' `""` matches everything else.',
-    )
-    parallel_loads: int | None = _option(
-        positive,
-        "The number of instances of this server that may load at the same time, if memory allows."
-        " Unset: the number of cores that this process may use.",
-    )
-    retry_failed_batch: bool | None = _option(
-        boolean,
-        "Call the model again with parts of a failed batch, so that only the requests that cause"
-        " the failure fail; `false` for a model with side effects. Unset: true, unless the model"
-        " changed its buffers or its inputs.",
-    )
-    check_finite: bool = _option(
-        boolean, "Fail requests whose outputs contain NaN or infinity.", default=False
-    )
-    on_fatal: str = _option(
-        fatal_action,
-        "The action of an instance whose device is no longer usable: `stay` and answer each request"
-        " with 503, or `exit`.",
-        default="stay",
-    )
-    auto_complete_timeout_s: int = _option(
-        positive,
-        "Time limit in seconds for running the model when config.pbtxt lacks inputs or outputs.",
-        default=120,
-    )
-    execution_timeout_ms: int | None = _option(
-        positive,
-        "Time limit in milliseconds for one call of the model. Under `torch-py-backend serve`, an"
-        " instance that exceeds it is killed, and the model is reloaded. Unset: no limit.",
-    )
-    warmup: bool | None = _option(
-        boolean,
-        "Run sample batches before READY, so that requests do not pay the cost of first calls."
-        " Unset: true, and a [generated sample that fails](batching.md#warm-up) is a warning.",
-    )
-    max_streams: int = _option(
-        positive,
-        "The number of streams of a decoupled model that run at the same time in each instance."
-        " Further requests wait in Triton's queue.",
-        default=64,
-    )
-    tracing: bool | None = _option(
-        boolean,
-        "Make the OpenTelemetry context of a request that Triton traces the current context in the"
-        " model's code. Unset: if [its spans are recorded](tracing.md#switch-it-on).",
-    )
-    profile_dir: str | None = _option(
-        name,
-        "Write traces of torch.profiler into this folder, an absolute path: of the first batches"
-        " after READY, and again each time its file `again` is touched. Unset: none.",
-    )
-    profile_batches: int | None = _option(positive, "Batches in each of these traces. Unset: 10.")
-    force_cpu_only_input_tensors: bool = _option(
-        yes_no,
-        "Read by Triton: `no` keeps inputs that are on the GPU there. A model on the CPU receives"
-        " copies.",
-        default=True,
-    )
-    execution_env_path: str | None = _option(
-        name,
-        "Read by Triton: a [packed Python environment](environments.md) for this model.",
-    )
+    model_class: str | None = _option(name)
+    model_factory: str | None = _option(name)
+    model_kwargs: JsonObject | None = _option(json_object)
+    method: str | None = _option(name)
+    hooks: str | None = _option(name)
+    fallback: str | None = _option(name)
+    preprocess_threads: int | None = _option(positive)
+    cast_inputs: str | None = _option(floating)
+    cast_outputs: bool = _option(boolean, default=False)
+    check_outputs: bool = _option(boolean, default=True)
+    weights: str | None = _option(name)
+    num_threads: int | None = _option(positive, aliases=("INTRA_OP_THREAD_COUNT",))
+    num_interop_threads: int | None = _option(positive, aliases=("INTER_OP_THREAD_COUNT",))
+    torch_compile_optional_parameters: JsonObject | None = _option(compile_parameters)
+    compile_cache_dir: str | None = _option(name)
+    compile_required: bool = _option(boolean, default=False)
+    optimize: tuple[str, ...] = _option(optimizations, default=())
+    batch_buckets: tuple[int, ...] | None = _option(buckets)
+    pad: dict[str, JsonObject] | None = _option(padding)
+    state: dict[str, str] | None = _option(state_paths)
+    sequence_memory_mb: int | None = _option(positive)
+    inference_mode: bool = _option(boolean, default=True)
+    disable_optimized_execution: bool = _option(boolean, default=False)
+    enable_jit_executor: bool | None = _option(boolean)
+    enable_jit_profiling: bool | None = _option(boolean)
+    enable_tensor_fuser: bool | None = _option(boolean)
+    enable_nvfuser: bool | None = _option(boolean, inert="PyTorch no longer has nvFuser")
+    disable_cudnn: bool = _option(boolean, default=False)
+    cuda_memory_fraction: float | None = _option(fraction)
+    enable_cache_cleaning: bool = _option(boolean, default=False)
+    enable_weight_sharing: bool | None = _option(boolean)
+    watch_weights: bool = _option(boolean, default=False)
+    device_map: dict[str, str] | str | None = _option(devices)
+    parallel_loads: int | None = _option(positive)
+    retry_failed_batch: bool | None = _option(boolean)
+    check_finite: bool = _option(boolean, default=False)
+    on_fatal: str = _option(fatal_action, default="stay")
+    auto_complete_timeout_s: int = _option(positive, default=120)
+    execution_timeout_ms: int | None = _option(positive)
+    warmup: bool | None = _option(boolean)
+    max_streams: int = _option(positive, default=64)
+    tracing: bool | None = _option(boolean)
+    profile_dir: str | None = _option(name)
+    profile_batches: int | None = _option(positive)
+    # Triton itself reads the next two.
+    force_cpu_only_input_tensors: bool = _option(yes_no, default=True)
+    execution_env_path: str | None = _option(name)
 
     @property
     def autocast(self) -> str | None:
@@ -417,13 +248,19 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class OptionRow:
-    """One row of the table of parameters; `field` is the name in Options, the others as above."""
+    """One row of the table of parameters.
+
+    Attributes:
+        field: its name in Options.
+        default: the value if the parameter is not set.
+        aliases: other keys of the same option.
+        inert: why the option has no effect.
+    """
 
     key: str
     field: str
     default: object
     parser: Parser[object]
-    doc: str
     aliases: tuple[str, ...]
     inert: str
 
