@@ -28,7 +28,7 @@ from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import LoadError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import binding, introspection
-from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
+from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
 
 Result = TypeVar("Result")
 

@@ -12,7 +12,9 @@ from torch.utils import _pytree as pytree
 
 from torch_py_backend.errors import BindingError, LoadError
 from torch_py_backend.signature import binding, introspection
-from torch_py_backend.signature.binding import ArgumentType, BindingRule, InputBinding, Signature
+from torch_py_backend.signature.arguments import ArgumentType, Signature
+from torch_py_backend.signature.binding import BindingRule
+from torch_py_backend.signature.calls import InputBinding
 
 
 class Pair(TypedDict):

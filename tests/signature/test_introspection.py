@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.signature import introspection
-from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
+from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
 
 
 def function(signature: str, before: str = "") -> Any:

@@ -29,14 +29,9 @@ from torch_py_backend.hooks.preprocessing import (
     by_name,
 )
 from torch_py_backend.hooks.user_hooks import Hooks, Tree
-from torch_py_backend.signature.binding import (
-    ArgumentType,
-    InputBinding,
-    Signature,
-    bind_inputs,
-    is_path,
-    ordinal,
-)
+from torch_py_backend.signature.arguments import ArgumentType, Signature, is_path, ordinal
+from torch_py_backend.signature.binding import bind_inputs
+from torch_py_backend.signature.calls import InputBinding
 
 # The module of the model, or the function that is served instead.
 Module: TypeAlias = "Callable[..., Tree]"

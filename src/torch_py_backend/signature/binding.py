@@ -26,6 +26,7 @@ from torch_py_backend.signature.arguments import (
 )
 from torch_py_backend.signature.calls import Forward, InputBinding, bind_places
 
+# Other packages import the names of `arguments` and `calls` from here.
 __all__ = [
     "Argument",
     "ArgumentType",

@@ -89,12 +89,13 @@ def _caller(
 
 def _column_type(signature: Signature, place: Place) -> ArgumentType:
     """Return the type of an argument or key; parts of containers are tensors."""
-    slot, path = place
-    types = {((), name): kind for name, kind in signature.keyword_types.items()}
+    types: dict[Place, ArgumentType] = {
+        (name, ()): kind for name, kind in signature.keyword_types.items()
+    }
     for argument in signature.arguments:
-        types[(), argument.name] = argument.type
-        types |= {((key.name,), argument.name): key.type for key in argument.keys}
-    kind = types.get((path, slot), ArgumentType.TENSOR)
+        types[argument.name, ()] = argument.type
+        types |= {(argument.name, (key.name,)): key.type for key in argument.keys}
+    kind = types.get(place, ArgumentType.TENSOR)
     return ArgumentType.TENSOR if kind.container else kind
 
 
