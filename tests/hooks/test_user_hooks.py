@@ -222,74 +222,50 @@ def script(folder: Path, name: str = "model.pt") -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "named", "kind"),
+    ("code", "overrides", "kind"),
     [
-        pytest.param(_HOOKS, "model.pt", ArtifactType.TORCHSCRIPT, id="as Triton names it"),
-        pytest.param(_NET, None, ArtifactType.MODULE, id="no hooks"),
-        pytest.param(_NET + _HOOKS, "model.py", ArtifactType.MODULE, id="named"),
+        (_HOOKS, {"default_model_filename": "model.pt"}, ArtifactType.TORCHSCRIPT),
+        # TorchScript beside a module is its weights, which their loader refuses
+        (_NET, {}, ArtifactType.MODULE),
+        (_NET + _HOOKS, {"default_model_filename": "model.py"}, ArtifactType.MODULE),
+        (_NET + _HOOKS, {"model_class": "Net"}, ArtifactType.MODULE),
     ],
 )
 def test_hooks_beside_a_model(
-    code: str, named: str | None, kind: ArtifactType, tmp_path: Path
+    code: str, overrides: dict[str, Any], kind: ArtifactType, tmp_path: Path
 ) -> None:
-    """A model.py with hooks adds them to a complete model beside it; one without changes nothing.
-
-    A TorchScript model.pt beside a module in model.py is its weights, which their loader refuses.
-    """
+    """A model.py with hooks adds them to a complete model beside it; one without adds nothing."""
     script(tmp_path)
     build.write(tmp_path, "model.py", _HEADER + code)
-    artifact = discovery.find(build.config(tmp_path, default_model_filename=named))
+    artifact = discovery.find(build.config(tmp_path, **overrides))
     assert artifact.kind is kind
     assert (artifact.hooks is not None) == ("Hooks" in code)
 
 
-def test_named_class_is_the_model(tmp_path: Path) -> None:
-    """If the config names a class of model.py, that class is the model."""
+def test_refused_files(tmp_path: Path) -> None:
+    """HOOKS without a source, a module beside another model, and broken hooks are refused."""
     script(tmp_path)
-    build.write(tmp_path, "model.py", _HEADER + _NET + _HOOKS)
-    assert discovery.find(build.config(tmp_path, model_class="Net")).kind is ArtifactType.MODULE
-
-
-def test_two_models(tmp_path: Path) -> None:
-    """A module and hooks in model.py beside another model are refused."""
-    script(tmp_path)
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ArtifactError, match=r"HOOKS is 'Around', and version 1 has no model\.py"):
+        discovery.find(build.config(tmp_path, hooks="Around"))
+    two = r"model\.py defines the module Net and hooks, and model\.pt.* with default_model_filename"
+    with pytest.raises(ConfigError, match=two):
         load(tmp_path, _NET + _HOOKS)
-    assert "model.py defines the module Net and hooks, and model.pt" in str(refusal.value)
-    assert "Say which with default_model_filename." in str(refusal.value)
+    with pytest.raises(LoadError, match=r"model\.py fails at line"):
+        load(tmp_path, _HOOKS.replace(":", "", 1), default_model_filename="model.pt")
 
 
-def test_source_of_the_same_stem(tmp_path: Path) -> None:
-    """The hooks of net.pt are in net.py."""
+def test_files_of_hooks(tmp_path: Path) -> None:
+    """The hooks of net.pt are in net.py; a state_dict beside hooks is the module's weights."""
     script(tmp_path, "net.pt")
     build.write(tmp_path, "net.py", _HEADER + _HOOKS)
     settings = build.config(tmp_path, default_model_filename="net.pt")
     assert discovery.find(settings).hooks == tmp_path / "1" / "net.py"
-
-
-def test_weights_beside_a_module(tmp_path: Path) -> None:
-    """A state_dict beside a module with hooks is the weights of the module."""
-    build.write(tmp_path, "model.py", _HEADER + _NET + _HOOKS)
-    torch.save({"weight": torch.ones(2)}, tmp_path / "1" / "model.pt")
-    artifact = discovery.find(build.config(tmp_path))
-    assert (artifact.kind, artifact.weights) == (ArtifactType.MODULE, tmp_path / "1" / "model.pt")
-    assert artifact.hooks == tmp_path / "1" / "model.py"
-
-
-def test_named_hooks_without_a_source(tmp_path: Path) -> None:
-    """HOOKS without a source file is refused."""
-    script(tmp_path)
-    with pytest.raises(ArtifactError, match=r"HOOKS is 'Around', and version 1 has no model\.py"):
-        discovery.find(build.config(tmp_path, hooks="Around"))
-
-
-def test_broken_source(tmp_path: Path) -> None:
-    """Hooks that cannot be imported fail the load."""
-    script(tmp_path)
-    build.write(tmp_path, "model.py", "class Hooks:\n    def preprocess(self, x)\n")
-    settings = build.config(tmp_path, default_model_filename="model.pt")
-    with pytest.raises(LoadError, match=r"model\.py fails at line"):
-        user_hooks.load(settings, discovery.find(settings))
+    folder = tmp_path / "other"
+    source = build.write(folder, "model.py", _HEADER + _NET + _HOOKS)
+    torch.save({"weight": torch.ones(2)}, source.with_name("model.pt"))
+    artifact = discovery.find(build.config(folder))
+    assert (artifact.kind, artifact.hooks) == (ArtifactType.MODULE, source)
+    assert artifact.weights == source.with_name("model.pt")
 
 
 def test_as_text() -> None:

@@ -22,12 +22,7 @@ from torch_py_backend.config.model_config import ModelConfig, Origin
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.sequence_config import ControlInput, InitialState, State
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import (
-    BackendError,
-    ForwardError,
-    InputError,
-    OutputError,
-)
+from torch_py_backend.errors import BackendError, ForwardError, InputError, OutputError
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences import row_pool, state_store
@@ -40,35 +35,24 @@ from torch_py_backend.startup import warmup
 _FORGOTTEN_S = IDLE_S + 1.5
 
 
-def engine(settings: ModelConfig, module: nn.Module, device: str = "cpu") -> Engine:
-    module.to(device)
-    loaded = Loaded(build.artifact(), module, introspection.from_function(module.forward), module)
-    surroundings = runtime.create(Options(), torch.device(device), ())
-    return Engine(
-        state_store.with_controls(settings, loaded.signature),
-        loaded,
-        surroundings,
-        build.artifact(),
-    )
-
-
-class Clock:
-    """A clock that tests set."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+def engine(settings: ModelConfig, model: Callable[..., Any]) -> Engine:
+    module = model if isinstance(model, nn.Module) else None
+    signature = introspection.from_function(model if module is None else module.forward)
+    loaded = Loaded(build.artifact(), model, signature, module)
+    surroundings = runtime.create(Options(), torch.device("cpu"), ())
+    settings = state_store.with_controls(settings, signature)
+    return Engine(settings, loaded, surroundings, build.artifact())
 
 
 class Served:
-    """A model with the states of its sequences."""
+    """A model with the states of its sequences, and a clock that tests set."""
 
-    def __init__(self, settings: ModelConfig, module: nn.Module, device: str = "cpu") -> None:
-        self.clock = Clock()
-        self.engine = engine(settings, module, device)
-        self.states = Sequences(self.engine.config, self.engine.run, self.engine.device, self.clock)
+    def __init__(self, settings: ModelConfig, model: Callable[..., Any]) -> None:
+        self.now = 100.0
+        self.engine = engine(settings, model)
+        self.states = Sequences(
+            self.engine.config, self.engine.run, self.engine.device, lambda: self.now
+        )
 
     def send(self, *steps: Step) -> list[Any]:
         """Return the first value of `y` of each outcome, or its error."""
@@ -155,26 +139,25 @@ def _fails(items: Any) -> Any:
 # --- memory of states ----------------------------------------------------------------------------
 
 
-class Keeps(nn.Module):
-    """Returns its own buffer, and writes to its inputs."""
+def keeping() -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
+    """Return a model that returns its own buffer, and writes to its inputs."""
+    own = torch.zeros(1, 4)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._own = torch.zeros(1, 4)
-
-    def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
+    def forward(x: Tensor, total: Tensor) -> dict[str, Tensor]:
         total += x
         if x.shape[0] > 1:
             return {"y": total, "sum": total}
-        self._own.copy_(total)
+        own.copy_(total)
         if bool((x == -1).any()):
             raise ValueError
-        return {"y": self._own, "sum": self._own}
+        return {"y": own, "sum": own}
+
+    return forward
 
 
 def test_a_model_that_writes_to_its_inputs_and_outputs() -> None:
     """States are independent of the model's memory, of initial states and of failed steps."""
-    served = Served(config(make_state(), retry_failed_batch=True), Keeps())
+    served = Served(config(make_state(), retry_failed_batch=True), keeping())
     assert served.send(step(1, 1, "s")) == [1]
     assert served.send(step(2, 10, "s")) == [10]
     assert isinstance(served.send(step(1, -1))[0], ForwardError)
@@ -183,21 +166,20 @@ def test_a_model_that_writes_to_its_inputs_and_outputs() -> None:
     assert served.send(step(3, 7)) == [14]
 
 
-class Reuses(nn.Module):
-    """Returns views of a buffer that the next call reuses."""
+def reusing() -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
+    """Return a model that returns views of a buffer that the next call reuses."""
+    memory = torch.zeros(8, 4)
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._memory = torch.zeros(8, 4)
-
-    def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
-        total = self._memory[: x.shape[0]].copy_(total + x)
+    def forward(x: Tensor, total: Tensor) -> dict[str, Tensor]:
+        total = memory[: x.shape[0]].copy_(total + x)
         return {"y": total, "sum": total}
+
+    return forward
 
 
 def test_a_model_that_reuses_memory() -> None:
     """Steps of one sequence in one batch keep their own results and states."""
-    served = Served(config(make_state()), Reuses())
+    served = Served(config(make_state()), reusing())
     assert served.send(step(1, 1, "s"), step(2, 10, "s"), step(1, 2), step(1, 3)) == [1, 10, 3, 6]
     assert served.send(step(2, 10), step(1, 4)) == [20, 10]
 
@@ -244,13 +226,11 @@ def test_a_state_that_is_an_output() -> None:
     assert served.send(step(1, 1), step(2, 5)) == [3, 15]
 
 
-class Shapes(nn.Module):
-    """Returns a state with as many columns as the input says; another type for negative values."""
-
-    def forward(self, x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
-        before = 0 if total is None else total[:, :1].double()
-        after = (before + x[:, :1].double().abs()).expand(-1, int(x[0, 1]))
-        return {"y": after[:, :1].float(), "sum": after if x[0, 0] < 0 else after.float()}
+def shapes(x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
+    """Return a state with as many columns as x says; of another type for negative values."""
+    before = 0 if total is None else total[:, :1].double()
+    after = (before + x[:, :1].double().abs()).expand(-1, int(x[0, 1]))
+    return {"y": after[:, :1].float(), "sum": after if x[0, 0] < 0 else after.float()}
 
 
 def _shaped(name: int, value: float, width: int, flags: str = "") -> Step:
@@ -265,7 +245,7 @@ def test_states_that_change_their_form() -> None:
         inputs=(build.spec("x", dims=(2,)),),
         outputs=(build.spec("y", dims=(1,)),),
     )
-    served = Served(settings, Shapes())
+    served = Served(settings, shapes)
     for name in (1, 2, 3):
         assert served.send(_shaped(name, name, 4, "s")) == [name]
     assert served.send(*(_shaped(name, name, 4) for name in (1, 2, 3))) == [2, 4, 6]
@@ -323,30 +303,23 @@ def test_states_of_strings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
+    ("wrong", "message"),
     [
-        ("None", "the state 'RESULT[1]' is a NoneType; expected a dense tensor"),
-        ("x.sum()", "the state 'RESULT[1]' is float32 []; expected a dense tensor"),
-        ("torch.cat([x, x])", "output 'RESULT[1]' has 2 rows for a batch of 1"),
+        (lambda x: None, "the state 'RESULT[1]' is a NoneType; expected a dense tensor"),
+        (lambda x: x.sum(), "the state 'RESULT[1]' is float32 []; expected a dense tensor"),
+        (lambda x: torch.cat([x, x]), "output 'RESULT[1]' has 2 rows for a batch of 1"),
     ],
 )
-def test_invalid_state(value: str, message: str) -> None:
+def test_invalid_state(wrong: Callable[[Tensor], Any], message: str) -> None:
     """A state of STATE must be a tensor with a row for each request, in every step."""
-    module = _Returns(value)
-    served = Served(config(State("state", "RESULT[1]")), module)
-    served.send(step(2, 1, "s"))
-    module.wrong = True
+
+    def forward(x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Any]:
+        return x, wrong(x) if x[0, 0] == 1 else x
+
+    served = Served(config(State("state", "RESULT[1]")), forward)
+    served.send(step(2, 2, "s"))
     (error,) = served.send(step(1, 1, "s"))
     assert message in str(error)
-
-
-class _Returns(nn.Module):
-    def __init__(self, value: str) -> None:
-        super().__init__()
-        self.value, self.wrong = value, False
-
-    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Any]:
-        return x, eval(self.value) if self.wrong else x
 
 
 # --- before READY ------------------------------------------------------------------------------
@@ -463,16 +436,14 @@ def test_controls_are_taken_by_name(
 # --- memory ------------------------------------------------------------------------------------
 
 
-class Doubles(nn.Module):
-    """Returns a state that is twice as large as its input."""
-
-    def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
-        return {"y": x, "sum": torch.cat([total, total], dim=1)}
+def doubles(x: Tensor, total: Tensor) -> dict[str, Tensor]:
+    """Return a state that is twice as large as its input."""
+    return {"y": x, "sum": torch.cat([total, total], dim=1)}
 
 
 def doubling(limit: int) -> Served:
     state = make_state(dims=(-1,), initial=InitialState((1 << 17,)))  # half a megabyte
-    return Served(config(state, sequence_memory_mb=limit), Doubles())
+    return Served(config(state, sequence_memory_mb=limit), doubles)
 
 
 def test_memory_is_limited() -> None:
@@ -496,12 +467,12 @@ def test_refusals_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> 
     served = doubling(1)
     served.send(step(1, 1, "s"))
     served.send(step(1, 1), *(step(name, 1, "s") for name in (2, 3)))
-    served.clock.now += 59
+    served.now += 59
     served.send(step(1, 1))
     assert [line.levelname for line in caplog.records] == ["WARNING"]
     assert caplog.messages[0].startswith("model 'digits': with the new state of sequence 1, ")
     assert caplog.messages[0].endswith(" since the model was loaded: 1.")
-    served.clock.now += 1
+    served.now += 1
     served.send(step(1, 1))
     assert len(caplog.messages) == 2
     assert caplog.messages[1].endswith(": 5.")
@@ -511,7 +482,7 @@ def test_idle_sequences_are_freed_first() -> None:
     """States of idle sequences are freed before a step is refused."""
     served = doubling(2)
     served.send(step(1, 1, "s"), step(2, 2, "s"))
-    served.clock.now += _FORGOTTEN_S
+    served.now += _FORGOTTEN_S
     assert served.send(step(3, 3, "s")) == [3]
     assert len(served.states) == 1
 
@@ -523,10 +494,10 @@ def test_idle_sequences_are_freed() -> None:
     """After the idle time without other requests the state is freed."""
     served = accumulating()
     served.send(step(1, 1, "s"))
-    served.clock.now += IDLE_S
+    served.now += IDLE_S
     served.states.sweep()
     assert len(served.states) == 1
-    served.clock.now += _FORGOTTEN_S - IDLE_S
+    served.now += _FORGOTTEN_S - IDLE_S
     served.states.sweep()
     assert len(served.states) == served.states.size == 0
     assert isinstance(served.send(step(1, 1))[0], InputError)
@@ -537,7 +508,7 @@ def test_sequences_with_queued_requests_are_kept() -> None:
     served = accumulating()
     served.send(step(1, 1, "s"), step(2, 1, "s"), step(3, 1, "s"))
     for _ in range(20):  # without a pause
-        served.clock.now += 0.5
+        served.now += 0.5
         served.send(step(2, 1))
     served.states.sweep()
     assert served.send(step(1, 1)) == [2]  # it arrived in time
@@ -553,7 +524,7 @@ def test_sweep_does_not_wait_for_a_batch() -> None:
     run = served.states._run_items
 
     def swept(items: Any) -> Any:
-        served.clock.now += 10 * _FORGOTTEN_S
+        served.now += 10 * _FORGOTTEN_S
         served.states.sweep()
         return run(items)
 
@@ -588,21 +559,21 @@ def test_no_state_leaks(events: list[list[Step] | str], carried: bool) -> None:
 def _play(events: list[list[Step] | str], served: Served) -> None:
     totals: dict[int | str, float] = {}
     used: dict[int | str, float] = {}
-    sent = served.clock.now
+    sent = served.now
     for event in events:
         if isinstance(event, list):
-            sent = served.clock.now
+            sent = served.now
             for step, outcome in zip(event, served.send(*event), strict=True):
                 _compare(totals, step, outcome)
                 used[step.id] = sent
         elif event == "wait":
-            served.clock.now += _FORGOTTEN_S
+            served.now += _FORGOTTEN_S
         else:
             served.states.sweep()
-            forgotten = {name for name in totals if served.clock.now - used[name] > IDLE_S + 1}
+            forgotten = {name for name in totals if served.now - used[name] > IDLE_S + 1}
             freed = totals.keys() - served.states._sequences.keys()
             assert freed <= forgotten
-            assert freed == forgotten or sent == served.clock.now
+            assert freed == forgotten or sent == served.now
             totals = {name: total for name, total in totals.items() if name not in freed}
         assert served.states._sequences.keys() == totals.keys()
         assert served.states.size == sum(state.size for state in served.states._sequences.values())
