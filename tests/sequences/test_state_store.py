@@ -35,11 +35,11 @@ from torch_py_backend.startup import warmup
 _FORGOTTEN_S = IDLE_S + 1.5
 
 
-def engine(settings: ModelConfig, model: Callable[..., Any]) -> Engine:
-    module = model if isinstance(model, nn.Module) else None
+def engine(settings: ModelConfig, model: Callable[..., Any], device: str = "cpu") -> Engine:
+    module = model.to(device) if isinstance(model, nn.Module) else None
     signature = introspection.from_function(model if module is None else module.forward)
     loaded = Loaded(build.artifact(), model, signature, module)
-    surroundings = runtime.create(Options(), torch.device("cpu"), ())
+    surroundings = runtime.create(Options(), torch.device(device), ())
     settings = state_store.with_controls(settings, signature)
     return Engine(settings, loaded, surroundings, build.artifact())
 
@@ -47,9 +47,11 @@ def engine(settings: ModelConfig, model: Callable[..., Any]) -> Engine:
 class Served:
     """A model with the states of its sequences, and a clock that tests set."""
 
-    def __init__(self, settings: ModelConfig, model: Callable[..., Any]) -> None:
+    def __init__(
+        self, settings: ModelConfig, model: Callable[..., Any], device: str = "cpu"
+    ) -> None:
         self.now = 100.0
-        self.engine = engine(settings, model)
+        self.engine = engine(settings, model, device)
         self.states = Sequences(
             self.engine.config, self.engine.run, self.engine.device, lambda: self.now
         )

@@ -150,6 +150,7 @@ def test_order_instead_of_names(
         ),
         (RESULTS["tuple"], ["a__0", "b__0"], "a__0, b__0"),
         (RESULTS["dict"], ["mean", "x"], "expected names among mean, deviation, RESULT[mean]"),
+        (RESULTS["dict"], ["o__0", "b"], "o__0, b"),
         (RESULTS["dict"], ["deviation", "o__1"], "deviation, o__1"),
         (RESULTS["dict"], ["mean", "mean"], "the outputs mean, mean"),
         (RESULTS["dataclass"], ["mean", "variance"], "Record with mean, deviation"),
