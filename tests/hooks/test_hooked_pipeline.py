@@ -192,8 +192,8 @@ def test_inference(hooks: dict[str, Any], expects: type) -> None:
     """inference() gets the module, and the inputs by name or the results of preprocess()."""
 
     def inference(module: Any, batch: Any) -> Any:
-        assert isinstance(batch, expects)
         x = batch["x" if expects is dict else 0]
+        assert isinstance(batch, expects)
         return module(x) + module(x)
 
     model = engine(doubled, {"inference": inference, **hooks})

@@ -88,7 +88,7 @@ def called(parameters: str, names: str) -> str:
         ("x: list[Tensor]", "b, a", "{x: [b, a]}"),
         ("x: list[Tensor]", "ARGS[0][1], ARGS[0][0]", "{x: [ARGS[0][0], ARGS[0][1]]}"),
         ("x: list[Tensor]", "i__1, i__0", "{x: [i__0, i__1]}"),
-        ("x: dict, scale=1.0", "b, i__1", "{x: {b: b, i__1: i__1}, scale: 1.0}"),
+        ("x: dict, scale=1.0", "i__1, b", "{x: {i__1: i__1, b: b}, scale: 1.0}"),
         ("x: dict[str, Tensor] | None = None", "x, a", "{x: {x: x, a: a}}"),
         ("x: dict", "ARGS[0][0]", "{x: {0: ARGS[0][0]}}"),
         # keys of a TypedDict

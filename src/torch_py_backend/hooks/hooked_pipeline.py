@@ -133,14 +133,11 @@ class HookedPipeline:
     def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
         """Group items that can share a call."""
         by_position = dict(items)
+        extra = (request_parameters.KEY,) if self._passes_parameters else ()
         without_parameters = [
-            (
-                position,
-                {name: value for name, value in item.items() if name != request_parameters.KEY},
-            )
+            (position, {name: item[name] for name in item if name not in extra})
             for position, item in items
         ]
-        extra = (request_parameters.KEY,) if self._passes_parameters else ()
         extra_takes = (ArgumentType.TENSOR,) * len(extra)
         groups = []
         for inputs, _, positions in self._preprocessor.group(without_parameters):
