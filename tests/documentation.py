@@ -95,9 +95,10 @@ def anchors(page: Path) -> set[str]:
 
 
 def table() -> str:
-    """Return the table of options in the code."""
-    rows = ["| option | value | default | meaning |", "|---|---|---|---|"]
-    return "\n".join([*rows, *map(_row, TABLE)])
+    """Return the table of options: the code's options, with their meanings in the page."""
+    meanings = dict(re.findall(r'^\| <a id="(\w+)">.* \| (.+) \|$', table_in_page(), re.MULTILINE))
+    rows = [_row(row) + meanings.get(row.field, "") + " |" for row in TABLE]
+    return "\n".join(["| option | value | default | meaning |", "|---|---|---|---|", *rows])
 
 
 _TABLE = re.compile(r"(<!-- options:[^\n]*-->\n)(.*?)(<!-- end of options -->)", flags=re.DOTALL)
@@ -118,7 +119,7 @@ def _row(row: OptionRow) -> str:
     accepted = "boolean" if row.parser is boolean else row.parser.accepted
     if accepted.startswith("a JSON object"):  # the meaning has an example
         accepted = "a JSON object"
-    return f'| <a id="{row.key.lower()}"></a>{keys} | {accepted} | {default} | {row.doc} |'
+    return f'| <a id="{row.key.lower()}"></a>{keys} | {accepted} | {default} | '
 
 
 if __name__ == "__main__":

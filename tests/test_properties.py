@@ -28,7 +28,7 @@ from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import LoadError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import binding, introspection
-from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
+from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
 
 Result = TypeVar("Result")
 
@@ -155,7 +155,6 @@ def test_config_is_parsed_or_refused(document: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = build.arguments(**document) | {"model_repository": folder}
         result = _result(lambda: discovery.find(model_config.parse(arguments)))
-
     # An empty folder can serve only a factory of an installed package.
     assert isinstance(result, Artifact) == (getattr(result, "kind", None) is ArtifactType.FACTORY)
     assert isinstance(result, Artifact) or "'digits'" in str(result)
@@ -204,9 +203,7 @@ def test_paths_feed_their_leaves(trees: list[Any], random: Any) -> None:
         for index in range(len(trees))
     )
     random.shuffle(paths)
-
     args, kwargs = _called(binding.bind_inputs("m", paths, Signature(arguments)))
-
     assert list(args) == expected
     assert kwargs == {}
 
@@ -232,9 +229,7 @@ def test_programs_get_their_own_tree(
     leaves = list(signature.leaves or ())
     names = [f"INPUT__{index}" for index in range(len(leaves))] if numbers else leaves
     order = random.sample(names, len(names))
-
     args, kwargs = _called(binding.bind_inputs("m", order, signature))
-
     expected = pytree.tree_unflatten(names, spec)
     assert (tuple(args), dict(kwargs)) == expected
 
@@ -301,9 +296,7 @@ def test_rows_return_to_their_items(
     for piece, present in gather_scatter.fit(batch.columns, rows):
         assert rows.accept(piece[0].shape[0])
         pieces.append([column[:present] for column in piece])
-
     outcomes = gather_scatter.scatter(gather_scatter.join(pieces), ["y"], batch.sizes)
-
     for value, outcome in zip(sent, outcomes, strict=True):
         assert np.array_equal(np.asarray(outcome["y"]), np.asarray(value))
 
@@ -358,9 +351,7 @@ def test_padded_items_get_their_own_back(
     for number, (count, length, masked) in enumerate(shapes):
         ids = np.arange(count * length, dtype=np.int64).reshape(count, length) + 100 * number
         items.append({"ids": ids, **({"mask": ids % 2} if masked else {})})
-
     outcomes = engine.run(items)
-
     for item, outcome in zip(items, outcomes, strict=True):
         assert isinstance(outcome, dict), outcome
         assert np.array_equal(np.asarray(outcome["y"]), item["ids"])

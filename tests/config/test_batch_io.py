@@ -1,3 +1,5 @@
+"""batch_input and batch_output of config.pbtxt."""
+
 from typing import Any
 
 import build
@@ -8,49 +10,44 @@ from torch_py_backend.config.batch_io import BatchInputKind, BatchOutput
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError
 
+_VALID = {
+    "batch_input": {
+        "kind": "BATCH_ELEMENT_COUNT",
+        "target_name": ["n"],
+        "data_type": "TYPE_INT32",
+        "source_input": ["x"],
+    },
+    "batch_output": {
+        "kind": "BATCH_SCATTER_WITH_INPUT_SHAPE",
+        "target_name": ["y"],
+        "source_input": ["x"],
+    },
+}
+
 
 def tensor(name: str, *dims: int, **more: Any) -> dict[str, Any]:
     return {"name": name, "data_type": "TYPE_FP32", "dims": list(dims), **more}
 
 
-def parsed(**document: Any) -> ModelConfig:
+def parsed(**changes: Any) -> ModelConfig:
     """Return a config with the inputs x and z, of which z is optional, and the outputs y and w."""
     inputs = [tensor("x", -1, allow_ragged_batch=True), tensor("z", 4, optional=True)]
     outputs = [tensor("y", -1), tensor("w", 2, -1)]
-    return model_config.parse(build.arguments(**({"input": inputs, "output": outputs} | document)))
+    entries: Any = {role: [_VALID[role] | entry] for role, entry in changes.items()}
+    return model_config.parse(build.arguments(input=inputs, output=outputs, **entries))
 
 
-def batch_input(**entry: Any) -> dict[str, Any]:
-    valid = {
-        "kind": "BATCH_ELEMENT_COUNT",
-        "target_name": ["n"],
-        "data_type": "TYPE_INT32",
-        "source_input": ["x"],
-    }
-    return {"batch_input": [valid | entry]}
-
-
-def batch_output(**entry: Any) -> dict[str, Any]:
-    valid = {
-        "kind": "BATCH_SCATTER_WITH_INPUT_SHAPE",
-        "target_name": ["y"],
-        "source_input": ["x"],
-    }
-    return {"batch_output": [valid | entry]}
-
-
-@pytest.mark.parametrize("kind", [kind.value for kind in BatchInputKind])
-def test_batch_input(kind: str) -> None:
+def test_batch_input() -> None:
     """Each kind that Triton defines is accepted, with both types that Triton accepts."""
-    for dtype in ("INT32", "FP32"):
-        (entry,) = parsed(**batch_input(kind=kind, data_type=f"TYPE_{dtype}")).batch_inputs
-        assert str(entry) == f"n {dtype} ({kind} of x)"
+    for kind in BatchInputKind:
+        for dtype in ("INT32", "FP32"):
+            config = parsed(batch_input={"kind": kind.value, "data_type": f"TYPE_{dtype}"})
+            assert str(config.batch_inputs[0]) == f"n {dtype} ({kind.value} of x)"
 
 
 def test_targets() -> None:
     """Each target of an entry is a separate input or output."""
-    config = parsed(**batch_input(target_name=["n", "m"]), **batch_output(target_name=["y"]))
-
+    config = parsed(batch_input={"target_name": ["n", "m"]}, batch_output={})
     assert [entry.name for entry in config.batch_inputs] == ["n", "m"]
     assert config.batch_outputs == (BatchOutput("y", "x"),)
     assert config.concatenates
@@ -58,44 +55,26 @@ def test_targets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("role", "changes", "message"),
     [
-        ({"kind": "BATCH_WHATEVER"}, "has the kind BATCH_WHATEVER; expected BATCH_ELEMENT_COUNT"),
-        ({"data_type": "TYPE_INT64"}, "has data_type TYPE_INT64; expected TYPE_INT32 or TYPE_FP32"),
-        ({"source_input": []}, "has 0 source_input; expected one"),
-        ({"source_input": ["a"]}, "source_input 'a', which is no input; expected one of x, z"),
-        ({"source_input": ["z"]}, "'z', which requests may leave out. Remove optional from 'z'"),
-        ({"target_name": []}, "has no target_name; expected at least one"),
-        ({"target_name": ["x"]}, "makes 'x', and config.pbtxt has that name"),
-        ({"target_name": ["n", "n"]}, "makes 'n', and config.pbtxt has that name"),
+        ("input", {"kind": "BATCH_WHATEVER"}, "has the kind BATCH_WHATEVER; expected BATCH_ELEM"),
+        ("input", {"data_type": "TYPE_INT64"}, "TYPE_INT64; expected TYPE_INT32 or TYPE_FP32"),
+        ("input", {"source_input": []}, "has 0 source_input; expected one"),
+        ("input", {"source_input": ["a"]}, "'a', which is no input; expected one of x, z"),
+        ("input", {"source_input": ["z"]}, "'z', which requests may leave out. Remove optional"),
+        ("input", {"target_name": []}, "has no target_name; expected at least one"),
+        ("input", {"target_name": ["x"]}, "makes 'x', and config.pbtxt has that name"),
+        ("input", {"target_name": ["n", "n"]}, "makes 'n', and config.pbtxt has that name"),
+        ("output", {"kind": "BATCH_GATHER"}, "the kind BATCH_GATHER; expected BATCH_SCATTER_WITH_"),
+        ("output", {"source_input": ["x", "z"]}, "has 2 source_input; expected one"),
+        ("output", {"target_name": ["a"]}, "'a', which is no output; expected names among y, w"),
+        ("output", {"target_name": ["y", "y"]}, "names 'y', twice"),
+        ("output", {"target_name": ["w"]}, "'w' of dims [2, -1] the shape of 'x' of dims [-1]"),
     ],
 )
-def test_invalid_batch_input(changes: dict[str, Any], message: str) -> None:
-    """Invalid kinds, types and names of batch inputs are rejected at load."""
+def test_invalid_entry(role: str, changes: dict[str, Any], message: str) -> None:
+    """Invalid kinds, types, names and shapes are rejected at load."""
     with pytest.raises(ConfigError) as raised:
-        parsed(**batch_input(**changes))
-
-    assert str(raised.value).startswith("model 'digits': batch_input ")
-    assert message in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"kind": "BATCH_GATHER"}, "has the kind BATCH_GATHER; expected BATCH_SCATTER_WITH_"),
-        ({"source_input": ["x", "z"]}, "has 2 source_input; expected one"),
-        ({"target_name": ["a"]}, "names 'a', which is no output; expected names among y, w"),
-        ({"target_name": ["y", "y"]}, "names 'y', twice; expected names among y, w, each once"),
-        (
-            {"target_name": ["w"]},
-            "gives 'w' of dims [2, -1] the shape of 'x' of dims [-1]; expected for each dim of -1",
-        ),
-    ],
-)
-def test_invalid_batch_output(changes: dict[str, Any], message: str) -> None:
-    """Invalid kinds, names and shapes of batch outputs are rejected at load."""
-    with pytest.raises(ConfigError) as raised:
-        parsed(**batch_output(**changes))
-
-    assert str(raised.value).startswith("model 'digits': batch_output ")
+        parsed(**{f"batch_{role}": changes})
+    assert str(raised.value).startswith(f"model 'digits': batch_{role} ")
     assert message in str(raised.value)

@@ -34,25 +34,13 @@ def _read(folder: Path, text: str | bytes) -> dict[str, Any]:
 
 
 def test_read(tmp_path: Path) -> None:
-    """Fields have Triton's names; sizes are integers, also large ones."""
+    """Fields have Triton's names; sizes are integers, also large ones; the rest can be parsed."""
     document = _read(tmp_path, _TYPICAL)
-    assert document["backend"] == "pytorch_py"
-    assert document["max_batch_size"] == 8
-    size, flag = document["input"]
-    assert (size["name"], size["data_type"], size["dims"]) == ("größe", "TYPE_FP32", [-1, 4])
-    assert flag["reshape"] == {"shape": []}
-    assert flag["optional"] is True
-    (y,) = document["output"]
-    assert y["dims"] == [9007199254740993]
-    assert y["reshape"] == {"shape": [3, 1]}
-    assert document["parameters"] == {"METHOD": {"string_value": "encode"}}
-
-
-def test_read_and_parse(tmp_path: Path) -> None:
-    """The document can be serialized as JSON and parsed into a ModelConfig."""
-    document = _read(tmp_path, _TYPICAL)
+    assert document["output"][0]["dims"] == [9007199254740993]
     parsed = model_config.parse(pbtxt.arguments(tmp_path / "digits", "3", document))
+    assert parsed.max_batch_size == 8
     assert [str(spec) for spec in parsed.inputs] == ["größe FP32 [-1, 4]", "flag BOOL []"]
+    assert [spec.optional for spec in parsed.inputs] == [False, True]
     assert [str(spec) for spec in parsed.outputs] == ["y BYTES [3, 1]"]
     assert parsed.version_folder == tmp_path / "digits" / "3"
     assert parsed.options.method == "encode"
@@ -62,8 +50,7 @@ def test_defaults(tmp_path: Path) -> None:
     """Without config.pbtxt, or in an empty one, fields have Triton's defaults."""
     (tmp_path / "digits").mkdir()
     document = pbtxt.read(tmp_path / "digits")
-    assert document["name"] == "digits"
-    assert document["max_batch_size"] == 0
+    assert (document["name"], document["max_batch_size"]) == ("digits", 0)
     assert document["input"] == document["output"] == []
     assert document["parameters"] == {}
     document["instance_group"][0]["count"] = 7  # the defaults are not shared
@@ -104,7 +91,6 @@ def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("max_batch_size: 8\ninput [{ name: x }]\n", "2:"),
         ('backend: "pytorch_py"\nbatch_size: 8\n', 'named "batch_size"'),
-        ("input [{ data_type: TYPE_FLOAT }]", "TYPE_FLOAT"),
         ("input [{ dims: [ 99999999999999999999 ] }]", "1:"),
         ("max_batch_size: 1\nmax_batch_size: 2\n", "max_batch_size"),
         ("input [", "1:"),
@@ -117,13 +103,12 @@ def test_broken_file(tmp_path: Path, text: str | bytes, message: str) -> None:
         _read(tmp_path, text)
     assert str(refusal.value).startswith("model 'digits': config.pbtxt cannot be read: ")
     assert message in str(refusal.value)
-    assert str(refusal.value).endswith("Correct that line.")
 
 
 def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unreadable config.pbtxt is a ConfigError."""
 
-    def refuse(*args: Any, **keywords: Any) -> str:
+    def refuse(_: Path) -> bytes:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
@@ -131,9 +116,10 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         _read(tmp_path, _TYPICAL)
 
 
-@pytest.mark.parametrize("module", ["tritonclient.grpc", "google.protobuf"])
-def test_without_protobuf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+def test_without_protobuf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without Triton's protobuf, the error says what to install."""
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(PlatformError, match=r"model 'digits': .*pip install .*\[server\]"):
-        _read(tmp_path, _TYPICAL)
+    for module in ("tritonclient.grpc", "google.protobuf"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            with pytest.raises(PlatformError, match=r"model 'digits': .*pip install .*\[server\]"):
+                _read(tmp_path, _TYPICAL)

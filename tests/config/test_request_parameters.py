@@ -12,24 +12,16 @@ import torch
 from torch_py_backend.config import request_parameters
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", {}),
-        ('{"top": 3, "loud": true, "scale": 0.5, "name": "a\\"\\u00e9"}',
-         {"top": 3, "loud": True, "scale": 0.5, "name": 'a"é'}),
-    ],
-)  # fmt: skip
-def test_parse(text: str, expected: dict[str, Any]) -> None:
-    """Each value keeps its type."""
-    parsed = request_parameters.parse(text)
-    assert dict(parsed) == expected
-    assert list(map(type, parsed.values())) == list(map(type, expected.values()))
+def test_parse() -> None:
+    """Each value keeps its type; without JSON there are none."""
+    text = '{"top": 3, "loud": true, "scale": 0.5, "name": "a\\"\\u00e9"}'
+    values = request_parameters.parse(text)
+    assert values == {"top": 3, "loud": True, "scale": 0.5, "name": 'a"é'}
+    assert list(map(type, values.values())) == [int, bool, float, str]
+    assert request_parameters.parse("") == {}
 
 
-@pytest.mark.parametrize(
-    "values", [[{"a": 1}, {}], [torch.ones(2), torch.ones(2)], [[1, 2], np.ones(2), (1, 2)], []]
-)
+@pytest.mark.parametrize("values", [[torch.ones(2), {}], [[1, 2], np.ones(2), (1, 2)], []])
 def test_column(values: list[Any]) -> None:
     """A column contains any values unchanged; numpy does not convert them."""
     column = request_parameters.column(values)

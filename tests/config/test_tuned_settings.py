@@ -45,17 +45,11 @@ def test_machine(tmp_path: Path, text: str, instructions: list[str]) -> None:
     assert facts["processor"]
 
 
-def test_fingerprint() -> None:
-    """Equal machines have equal fingerprints; others differ."""
-    here = tuned_settings.machine_facts()
-    assert tuned_settings.fingerprint(here) == tuned_settings.fingerprint(
-        dict(reversed(here.items()))
-    )
-    assert tuned_settings.fingerprint(here) != tuned_settings.fingerprint(here | {"cores": 999})
-
-
 def test_machines_side_by_side(tmp_path: Path) -> None:
     """Each machine reads its own entry; a new run replaces only that one."""
+    assert tuned_settings.fingerprint({"a": 1, "b": 2}) == tuned_settings.fingerprint(
+        {"b": 2, "a": 1}
+    )
     tuned_settings.save(tmp_path, _entry("one", OPTIMIZE="freeze"))
     tuned_settings.save(tmp_path, _entry("two", NUM_THREADS="2"))
     tuned_settings.save(tmp_path, _entry("one", NUM_THREADS="4"))
@@ -128,39 +122,31 @@ def _here(folder: Path, **parameters: str) -> None:
     tuned_settings.save(folder, entry)
 
 
-def test_auto_takes_the_choice_of_this_machine(tmp_path: Path) -> None:
-    """The settings for this machine apply; options that config.pbtxt sets stay."""
+def test_auto(tmp_path: Path) -> None:
+    """Settings for this machine apply to OPTIMIZE auto; options that config.pbtxt sets stay."""
     _here(tmp_path, OPTIMIZE="freeze,bf16", NUM_THREADS="3", BATCH_BUCKETS="4")
     settings = build.config(tmp_path, optimize=("auto",), num_threads=1)
-
     options = tuned_settings.apply(settings).options
-
     assert options.optimize == ("bf16", "freeze")
-    assert options.batch_buckets == (4,)
-    assert options.num_threads == 1
+    assert (options.batch_buckets, options.num_threads) == ((4,), 1)
+    settings = build.config(tmp_path, optimize=("channels_last",))
+    assert tuned_settings.apply(settings) is settings
 
 
-def test_auto_on_a_machine_that_was_not_tuned(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without an entry nothing is optimized, and the log says what to do."""
+def test_auto_without_a_choice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """On a machine that was not tuned nothing is optimized, and the log says what to do."""
     tuned_settings.save(tmp_path, _entry("another", OPTIMIZE="freeze"))
-
     assert tuned_settings.apply(build.config(tmp_path, optimize=("auto",))).options.optimize == ()
     assert "Run torch-py-backend tune here" in caplog.text
 
 
-def test_other_values_are_left_alone(tmp_path: Path) -> None:
-    """tuned.json is ignored unless OPTIMIZE is auto."""
-    _here(tmp_path, OPTIMIZE="freeze")
-    settings = build.config(tmp_path, optimize=("channels_last",))
-
-    assert tuned_settings.apply(settings) is settings
-
-
 def test_choice_that_conflicts_with_the_config(tmp_path: Path) -> None:
-    """A choice that conflicts with the config is rejected."""
+    """A choice that conflicts with the config is rejected, and so is a damaged one."""
     _here(tmp_path, BATCH_BUCKETS="16")
-
+    settings = build.config(tmp_path, optimize=("auto",), max_batch_size=8)
     with pytest.raises(ConfigError, match="BATCH_BUCKETS holds 16"):
-        tuned_settings.apply(build.config(tmp_path, optimize=("auto",), max_batch_size=8))
+        tuned_settings.apply(settings)
+    entry = {"machine": tuned_settings.machine_facts(), "chosen": {"instances": 1}}
+    tuned_settings.save(tmp_path, entry)
+    with pytest.raises(ConfigError, match="cannot be read: KeyError"):
+        tuned_settings.apply(settings)

@@ -33,8 +33,9 @@ _every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
 def test_table_of_options() -> None:
-    """docs/options.md has the code's options; `python tests/documentation.py` writes them."""
+    """docs/options.md has the code's options; `python tests/documentation.py` adds new ones."""
     assert documentation.table_in_page() == documentation.table()
+    assert " |  |" not in documentation.table()  # each has a meaning
 
 
 # --- blocks ----------------------------------------------------------------------------------

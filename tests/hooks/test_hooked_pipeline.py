@@ -107,20 +107,14 @@ def test_each_row_is_prepared_separately() -> None:
 @pytest.mark.parametrize(
     ("returned", "module", "batched"),
     [
-        pytest.param(lambda x: x.numpy(), lambda a: a, True, id="array"),
-        pytest.param(lambda x: x.tolist(), lambda a: a, False, id="list of numbers"),
-        pytest.param(lambda x: (2 * x, x), lambda a, b: a - b, True, id="tuple"),
-        pytest.param(lambda x: {"b": x, "a": 2 * x}, lambda a, b: a - b, False, id="dict"),
-        pytest.param(
-            lambda x: collections.UserDict({"b": x, "a": 2 * x}),
-            lambda a, b: a - b,
-            True,
-            id="mapping",
-        ),
-        pytest.param(
-            lambda x: {"a": x, "b": 3}, lambda a, b: a + b[:, None] - 3, True, id="a number"
-        ),
+        (lambda x: x.numpy(), lambda a: a, True),
+        (lambda x: x.tolist(), lambda a: a, False),
+        (lambda x: (2 * x, x), lambda a, b: a - b, True),
+        (lambda x: {"b": x, "a": 2 * x}, lambda a, b: a - b, False),
+        (lambda x: collections.UserDict({"b": x, "a": 2 * x}), lambda a, b: a - b, True),
+        (lambda x: {"a": x, "b": 3}, lambda a, b: a + b[:, None] - 3, True),
     ],
+    ids=["array", "list", "tuple", "dict", "mapping", "number"],
 )
 def test_arguments_of_the_module(
     returned: Callable[[Tensor], Any], module: Callable[..., Any], batched: bool
@@ -167,73 +161,54 @@ def test_different_shapes_are_different_calls() -> None:
 
 
 def test_collate() -> None:
-    """collate() makes one batch of rows of any type from several requests."""
+    """collate() makes one batch of rows of any type, dicts of inputs without preprocess()."""
     received: list[Any] = []
 
-    def preprocess(x: Tensor) -> str:
-        return "a" * int(x.sum())
-
-    def collate(rows: list[str]) -> Tensor:
+    def collate(rows: list[Any]) -> Any:
         received.append(rows)
+        if isinstance(rows[0], dict):
+            return [row["x"] for row in rows]  # a list is one argument, as detectors take it
         return torch.tensor([[len(row)] for row in rows], dtype=torch.float32)
 
-    model = engine(Recorder(), {"preprocess": preprocess, "collate": collate})
+    hooks: dict[str, Any] = {"preprocess": lambda x: "a" * int(x.sum()), "collate": collate}
+    model = engine(Recorder(), hooks)
     assert values(model.run([item([1.0, 1.0], [3.0, 0.0]), item([1.0])])) == [[[2], [3]], [[1]]]
     assert received == [["aa", "aaa", "a"]]
-
-
-def test_collate_of_lists() -> None:
-    """A list is one argument, as detectors take it; without preprocess() rows are dicts."""
-
-    def collate(rows: list[dict[str, Tensor]]) -> list[Tensor]:
-        return [row["x"] for row in rows]
-
     module = Recorder(lambda images: torch.stack([image.sum(0, keepdim=True) for image in images]))
     model = engine(module, {"collate": collate})
     assert values(model.run([item([1.0, 2.0]), item([3.0])])) == [[[3]], [[3]]]
     assert [len(call) for call in module.calls] == [2]
 
 
-def test_inference() -> None:
-    """inference() gets the module, and the inputs by name unless they were prepared."""
-
-    def inference(module: Any, batch: dict[str, Tensor]) -> Tensor:
-        result: Tensor = module(batch["x"]) + module(batch["x"])
-        return result
-
-    assert values(engine(doubled, {"inference": inference}).run([item([1.0])])) == [[[4]]]
-
-
 @pytest.mark.parametrize(
-    ("returned", "expects"), [(lambda x: (x, x), tuple), (lambda x: {"x": x}, dict)]
+    ("hooks", "expects"),
+    [
+        ({}, dict),
+        ({"preprocess": lambda x: (x, x)}, tuple),
+        ({"preprocess": lambda x: {"x": x}}, dict),
+    ],
 )
-def test_inference_gets_prepared_rows(returned: Callable[..., Any], expects: type) -> None:
-    """inference() gets the batch of the results of preprocess()."""
-    batches: list[Any] = []
+def test_inference(hooks: dict[str, Any], expects: type) -> None:
+    """inference() gets the module, and the inputs by name or the results of preprocess()."""
 
-    def inference(module: Any, batch: Any) -> Tensor:
-        batches.append(batch)
-        return torch.zeros(2, 1)
+    def inference(module: Any, batch: Any) -> Any:
+        x = batch["x" if expects is dict else 0]
+        assert isinstance(batch, expects)
+        return module(x) + module(x)
 
-    engine(doubled, {"preprocess": returned, "inference": inference}).run([item([1.0], [2.0])])
-    assert isinstance(batches[0], expects)
+    model = engine(doubled, {"inference": inference, **hooks})
+    assert values(model.run([item([1.0], [2.0])])) == [[[4], [8]]]
 
 
 # --- after the module ------------------------------------------------------------------------
 
 
 def test_parts() -> None:
-    """Each row gets its part of the module's result."""
-    model = engine(
-        Recorder(lambda x: {"a": {"b": x}, "c": None}),
-        {"postprocess": lambda row: row["a"]["b"] * 10},
-    )
+    """Each row gets its part of the module's result, which must have a dimension of rows."""
+    hooks: dict[str, Any] = {"postprocess": lambda row: row["a"]["b"] * 10}
+    model = engine(Recorder(lambda x: {"a": {"b": x}, "c": None}), hooks)
     assert values(model.run([item([1.0], [2.0]), item([3.0])])) == [[[10], [20]], [[30]]]
-
-
-def test_parts_without_a_row_dimension() -> None:
-    """A result with another number of rows is an error that says what to do."""
-    model = engine(Recorder(lambda x: {"a": x.sum(0)}), {"postprocess": lambda result: result})
+    model = engine(Recorder(lambda x: {"a": x.sum(0)}), hooks)
     (outcome,) = model.run([item([1.0], [2.0], [3.0])])
     assert isinstance(outcome, OutputError)
     assert "the result for 3 rows holds a Tensor [1]" in str(outcome)
@@ -258,12 +233,8 @@ def test_outputs(kind: str, dims: tuple[int, ...], returned: Any, expected: Any)
     """The result of postprocess() becomes the config's output."""
     outputs = (build.spec("y", kind, dims),)
     for value in (returned, {"y": returned}):
-        model = engine(
-            doubled,
-            {"postprocess": lambda result, value=value: value},
-            outputs=outputs,
-        )
-        assert values(model.run([item([1.0])])) == [expected]
+        hooks = {"postprocess": lambda result, value=value: value}
+        assert values(engine(doubled, hooks, outputs=outputs).run([item([1.0])])) == [expected]
 
 
 @pytest.mark.parametrize(
@@ -274,11 +245,7 @@ def test_outputs(kind: str, dims: tuple[int, ...], returned: Any, expected: Any)
         ("FP32", [True], "numbers of bool"),
         ("FP32", [[1.0], [1.0, 2.0]], "a list for output 'y'"),
         ("FP32", torch.ones(2), "output 'y' is float32 [2]; expected float32 [1]"),
-        (
-            "FP32",
-            {"z": torch.ones(1)},
-            "postprocess() returned a dict with z; expected the outputs y",
-        ),
+        ("FP32", {"z": torch.ones(1)}, "returned a dict with z; expected the outputs y"),
         ("BYTES", [1], "expected strings [1]"),
         ("FP32", "text", "output 'y' is a str"),
     ],
@@ -349,9 +316,8 @@ def test_parameters_of_each_row() -> None:
 
     functions: list[Callable[..., Any]] = [preprocess, collate, inference, postprocess]
     model = engine(doubled, {each.__name__: each for each in functions}, batch_buckets=(4,))
-    outcomes = model.run(
-        [item([1.0], [2.0], parameters={"n": 3}), item([3.0], parameters={"n": 5})]
-    )
+    sent = [item([1.0], [2.0], parameters={"n": 3}), item([3.0], parameters={"n": 5})]
+    outcomes = model.run(sent)
     assert values(outcomes) == [[[6], [12]], [[30]]]
     assert received["preprocess"] == received["postprocess"] == [3, 3, 5]
     assert received["collate"] == received["inference"] == [[3, 3, 5, 5]]  # the last row fills
@@ -405,14 +371,6 @@ def test_rows_are_prepared_at_the_same_time() -> None:
     assert modes == [True] * 8
 
 
-def test_errors_in_threads() -> None:
-    """A row that fails in a thread fails only its request."""
-    model = engine(doubled, {"preprocess": picky}, preprocess_threads=2)
-    outcomes = model.run([item([1.0]), item([1.0], [-1.0]), item([0.0]), {}, item([2.0])])
-    assert kinds(outcomes) == [dict, InputError, HookError, InputError, dict]
-    assert [getattr(outcome, "reported", None) for outcome in outcomes[1:4]] == [False, True, False]
-
-
 # --- errors ----------------------------------------------------------------------------------
 
 
@@ -429,26 +387,29 @@ def kinds(outcomes: Any) -> list[type]:
     return [type(outcome) for outcome in outcomes]
 
 
-def test_a_failed_row_fails_only_its_request() -> None:
-    """The other requests of the batch are answered in one call of the module."""
+@pytest.mark.parametrize("threads", [None, 2])
+def test_a_failed_row_fails_only_its_request(threads: int | None) -> None:
+    """The other requests are answered in one call; the log has no mistakes of clients."""
     module = Recorder()
-    model = engine(module, {"preprocess": picky})
-    outcomes = model.run([item([1.0]), item([1.0], [-1.0]), item([0.0]), item([2.0])])
-    assert kinds(outcomes) == [dict, InputError, HookError, dict]
+    model = engine(module, {"preprocess": picky}, preprocess_threads=threads)
+    sent = [item([1.0]), item([1.0], [-1.0]), item([0.0]), {}, item([2.0])]
+    outcomes: list[Any] = list(model.run(sent))
+    assert kinds(outcomes) == [dict, InputError, HookError, InputError, dict]
     assert [len(call) for call in module.calls] == [2]
-    assert str(outcomes[1]) == (
-        "model 'digits': preprocess() refuses the input: ValueError: negative."
-    )
-    assert str(outcomes[2]) == "model 'digits': preprocess() raised KeyError: 'zero'."
+    assert [outcome.reported for outcome in outcomes[1:4]] == [False, True, False]
+    assert "preprocess() refuses the input: ValueError: negative." in str(outcomes[1])
+    assert "preprocess() raised KeyError: 'zero'." in str(outcomes[2])
+    assert "Traceback" in outcomes[2].traceback
 
 
 def test_a_failed_result_fails_only_its_request() -> None:
     """After a failure of postprocess() the module is not called again."""
     module = Recorder()
-    model = engine(module, {"postprocess": picky})
-    outcomes = model.run([item([1.0]), item([-1.0]), item([2.0])])
+    outcomes = engine(module, {"postprocess": picky}).run([item([1.0]), item([-1.0]), item([2.0])])
     assert kinds(outcomes) == [dict, HookError, dict]
     assert [len(call) for call in module.calls] == [3]
+    assert [getattr(outcome, "reported", False) for outcome in outcomes] == [False, True, False]
+    assert "Traceback" in getattr(outcomes[1], "traceback", "")
 
 
 @pytest.mark.parametrize(
@@ -491,48 +452,27 @@ def uses_up(rows: list[Changed]) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "threads"), [(Changed, None), (Uncopied, 2)])
 def test_collate_may_change_its_rows(kind: type[Changed], threads: int | None) -> None:
-    """Rows are prepared again for a retry, so results do not depend on other requests."""
+    """Rows are prepared again for a retry, and the last row of a batch is copied to fill it up."""
     prepared: list[float] = []
 
     def preprocess(x: Tensor) -> Changed:
         prepared.append(float(x))
         return kind(x)
 
-    model = engine(
-        picky,
-        {"preprocess": preprocess, "collate": uses_up},
-        preprocess_threads=threads,
-    )
-
+    hooks: dict[str, Callable[..., Any]] = {"preprocess": preprocess, "collate": uses_up}
+    model = engine(picky, hooks, preprocess_threads=threads)
     assert values(model.run([item([1.0]), item([2.0], [3.0])])) == [[[11]], [[21], [31]]]
     assert sorted(prepared) == [1, 2, 3]
     outcomes = model.run([item([1.0]), item([2.0]), item([-1.0]), item([3.0])])
     assert values([*outcomes[:2], outcomes[3]]) == [[[11]], [[21]], [[31]]]
     assert isinstance(outcomes[2], BackendError)
-
-
-@pytest.mark.parametrize(("kind", "calls"), [(Changed, 2), (Uncopied, 4)])
-def test_rows_that_fill_a_batch_up_are_copies(kind: type[Changed], calls: int) -> None:
-    """They repeat the last row, which collate() may change; an uncopyable row is prepared again."""
-    prepared: list[float] = []
-
-    def preprocess(x: Tensor) -> Changed:
-        prepared.append(float(x))
-        return kind(x)
-
-    model = engine(doubled, {"preprocess": preprocess, "collate": uses_up}, rows=Rows(4, 4))
-
-    assert values(model.run([item([1.0], [2.0])])) == [[[22], [42]]]
-    assert len(prepared) == calls
-
-
-def test_reports() -> None:
-    """The log has tracebacks and positions of failures, but none of clients' mistakes."""
-    model = engine(doubled, {"preprocess": picky, "postprocess": lambda result: 1 / 0})
-    outcomes = model.run([item([-1.0]), item([0.0]), item([1.0])])
-    reported = [getattr(outcome, "reported", False) for outcome in outcomes]
-    assert reported == [False, True, True]
-    assert all("Traceback" in getattr(outcome, "traceback", "") for outcome in outcomes[1:])
+    prepared.clear()
+    assert values(engine(doubled, hooks, rows=Rows(4, 4)).run([item([1.0], [2.0])])) == [
+        [[22], [42]]
+    ]
+    assert len(prepared) == (
+        4 if kind is Uncopied else 2
+    )  # what cannot be copied is prepared again
 
 
 def test_memory_in_hooks() -> None:
@@ -543,10 +483,9 @@ def test_memory_in_hooks() -> None:
             raise MemoryError
         return x
 
-    outcomes = engine(doubled, {"preprocess": greedy}).run([item([-1.0]), item([1.0])])
-    assert isinstance(outcomes[0], BackendError)
-    assert outcomes[0].code == "UNAVAILABLE"
-    assert values(outcomes[1:]) == [[[2]]]
+    first, second = engine(doubled, {"preprocess": greedy}).run([item([-1.0]), item([1.0])])
+    assert getattr(first, "code", "") == "UNAVAILABLE"
+    assert values([second]) == [[[2]]]
 
 
 @pytest.mark.parametrize(
@@ -595,32 +534,27 @@ def test_refused_rows(returned: Callable[[Tensor], Any], message: str) -> None:
 # --- load ------------------------------------------------------------------------------------
 
 
-def test_unnamed_strings() -> None:
-    """BYTES inputs need an annotation that says bytes or str."""
+def _of_text(x: str) -> Tensor:
+    return torch.ones(1)
+
+
+def _of_number(x: int) -> Tensor:
+    return torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "kind", "message"),
+    [
+        ("preprocess", lambda x: x, "BYTES", "is BYTES, and preprocess(x) has no annotation for"),
+        ("preprocess_batch", _of_text, "BYTES", "a str for the input 'x', and gets those of all r"),
+        ("preprocess", _of_number, "FP32", "'x' is FP32, and preprocess() takes an int"),
+    ],
+)
+def test_refused_hooks(name: str, function: Any, kind: str, message: str) -> None:
+    """Strings need an annotation, a method for all rows takes no single value, types must agree."""
     with pytest.raises(BindingError) as refusal:
-        engine(doubled, {"preprocess": lambda x: x}, inputs=(build.spec("x", "BYTES"),))
-    assert "input 'x' is BYTES, and preprocess(x) has no annotation for it" in str(refusal.value)
-
-
-def test_single_values_of_a_batch() -> None:
-    """A method for all rows cannot take a single value."""
-
-    def preprocess_batch(x: str) -> Tensor:
-        return torch.ones(1)
-
-    with pytest.raises(BindingError) as refusal:
-        engine(doubled, {"preprocess_batch": preprocess_batch}, inputs=(build.spec("x", "BYTES"),))
-    assert "takes a str for the input 'x', and gets those of all rows" in str(refusal.value)
-
-
-def test_types_that_differ() -> None:
-    """An annotation that contradicts the config is refused with the hook's name."""
-
-    def preprocess(x: int) -> Tensor:
-        return torch.ones(1)
-
-    with pytest.raises(BindingError, match=r"input 'x' is FP32, and preprocess\(\) takes an int"):
-        engine(doubled, {"preprocess": preprocess})
+        engine(doubled, {name: function}, inputs=(build.spec("x", kind),))
+    assert message in str(refusal.value)
 
 
 class Scratch:
@@ -648,17 +582,19 @@ class Scratch:
 def test_hooks_and_models_that_reuse_memory(names: set[str], batch: int, wide: bool) -> None:
     """Rows, batches and results keep their values until they are sent."""
     rows = [(1.0,), (2.0,), (3.0, 4.0)] if wide else [(1.0,), (2.0,), (3.0,)]
+
+    def collate(rows: list[Tensor]) -> Tensor:
+        if batch == 0:
+            return rows[0]
+        return torch.stack([torch.nn.functional.pad(row, (0, 2)) for row in rows])
+
     hooks: dict[str, Any] = {
         "preprocess": Scratch(),
-        "collate": lambda rows: torch.stack([torch.nn.functional.pad(row, (0, 2)) for row in rows]),
+        "collate": collate,
         "postprocess": lambda result, again=Scratch(): again(result)[: 1 + wide],  # noqa: B008
     }
-    if batch == 0:
-        hooks["collate"] = lambda rows: rows[0]
-
     model = engine(Scratch(), {name: hooks[name] for name in names}, max_batch_size=batch)
     outcomes = model.run([item(*row) if batch == 0 else item(row) for row in rows])
-
     firsts = [torch.as_tensor(outcome["y"]).flatten()[0].item() for outcome in outcomes]  # type: ignore[index]
     assert firsts == [4 * row[0] for row in rows]
 

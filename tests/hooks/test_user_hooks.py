@@ -34,6 +34,7 @@ class Net(nn.Module):
 """
 _POST = "    def postprocess(self, result):\n        return result\n"
 _HOOKS = f"class Hooks:\n{_POST}"
+_FUNCTION = "class Hooks:\n    postprocess = staticmethod(lambda result: 1)\n"
 
 
 def load(folder: Path, code: str, **overrides: Any) -> Hooks | None:
@@ -53,38 +54,28 @@ def methods(*definitions: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("code", "options"),
+    ("code", "options", "found"),
     [
-        pytest.param(_NET + _HOOKS, {}, id="by its name"),
-        pytest.param(_NET + _HOOKS.replace("Hooks", "Around"), {"hooks": "Around"}, id="named"),
-        pytest.param(
-            _NET + "class Hooks:\n    postprocess = staticmethod(lambda result: result)\n",
-            {"hooks": "Hooks"},
-            id="a function",
-        ),
+        (_NET + _HOOKS, {}, True),
+        (_NET + _HOOKS.replace("Hooks", "Around"), {"hooks": "Around"}, True),
+        (_NET + _FUNCTION, {"hooks": "Hooks"}, True),
+        # a module from a package has its hooks in model.py
+        (_HOOKS, {"model_factory": "torch.nn:Identity"}, True),
+        # other objects with that name
+        (_NET, {}, False),
+        (_NET + _HOOKS, {"hooks": "none"}, False),
+        (_NET + "class Hooks:\n    def add(self): ...\n", {}, False),
+        (_NET + f"class Hooks(nn.Module):\n{_POST}", {}, False),
+        (f"Base = nn.Module\nclass Hooks(Base):\n{_POST}", {}, False),
+        (_NET + "def Hooks(): ...\n", {}, False),
     ],
 )
-def test_found(code: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """The class is Hooks, or the class that the parameter HOOKS names."""
+def test_class(code: str, options: dict[str, Any], found: bool, tmp_path: Path) -> None:
+    """The class is Hooks with some of the methods, or the class that the parameter HOOKS names."""
     hooks = load(tmp_path, code, **options)
-    assert hooks is not None
-    assert [hook.name for hook in hooks.defined] == ["postprocess"]
-
-
-@pytest.mark.parametrize(
-    ("code", "options"),
-    [
-        pytest.param(_NET, {}, id="none"),
-        pytest.param(_NET + _HOOKS, {"hooks": "none"}, id="turned off"),
-        pytest.param(_NET + "class Hooks:\n    def add(self): ...\n", {}, id="other methods"),
-        pytest.param(_NET + f"class Hooks(nn.Module):\n{_POST}", {}, id="a module"),
-        pytest.param(f"Base = nn.Module\nclass Hooks(Base):\n{_POST}", {}, id="hidden module"),
-        pytest.param(_NET + "def Hooks(): ...\n", {}, id="a function"),
-    ],
-)
-def test_not_found(code: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """Other objects with that name are not hooks."""
-    assert load(tmp_path, code.replace("    \n", ""), **options) is None
+    assert (hooks is not None) == found
+    if hooks is not None:
+        assert [hook.name for hook in hooks.defined] == ["postprocess"]
 
 
 def test_folder(tmp_path: Path) -> None:
@@ -99,31 +90,20 @@ def test_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "options", "message"),
     [
-        pytest.param(
+        (
             f"class Hooks:\n    def __init__(self, folder, size):\n        pass\n{_POST}",
             {},
             "Hooks(folder, size) in model.py cannot be called",
-            id="asks for more",
         ),
-        pytest.param(
+        (
             f"class Hooks:\n    def __init__(self):\n        raise OSError('no labels')\n{_POST}",
             {},
             "Hooks() in model.py fails at line 12: OSError: no labels",
-            id="fails",
         ),
-        pytest.param(
-            _HOOKS, {"hooks": "Around"}, "Around, which is to run around forward(), is not a class"
-        ),
-        pytest.param(_HOOKS, {"hooks": "Net"}, "is an nn.Module in model.py", id="names a module"),
-        pytest.param(
-            "class Hooks:\n    def add(self): ...\n",
-            {"hooks": "Hooks"},
-            "the class Hooks, which is to run around forward(), has no hooks",
-            id="no methods",
-        ),
-        pytest.param(
-            "class Hooks:\n    postprocess = 3\n", {"hooks": "Hooks"}, "is a int; expected a method"
-        ),
+        (_HOOKS, {"hooks": "Around"}, "Around, which is to run around forward(), is not a class"),
+        (_HOOKS, {"hooks": "Net"}, "is an nn.Module in model.py"),
+        ("class Hooks:\n    def add(self): ...\n", {"hooks": "Hooks"}, "forward(), has no hooks"),
+        ("class Hooks:\n    postprocess = 3\n", {"hooks": "Hooks"}, "is a int; expected a method"),
     ],
 )
 def test_refused_class(code: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -136,9 +116,9 @@ def test_refused_class(code: str, options: dict[str, Any], message: str, tmp_pat
 # --- methods ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "definition",
-    [
+def test_signatures(tmp_path: Path) -> None:
+    """Arguments may have any name but `parameters`; arguments with defaults are ignored."""
+    for definition in (
         "def preprocess(self, x, parameters)",
         "def preprocess_batch(self, parameters, x)",
         "def collate(self, items, parameters=None)",
@@ -146,15 +126,10 @@ def test_refused_class(code: str, options: dict[str, Any], message: str, tmp_pat
         "def postprocess(self, result, extra=1)",
         "def postprocess(self, *everything)",
         "def postprocess_batch(self, out, parameters)",
-    ],
-)
-def test_signatures(definition: str, tmp_path: Path) -> None:
-    """Arguments may have any name but `parameters`; arguments with defaults are ignored."""
-    hooks = load(tmp_path, methods(definition))
-    assert hooks is not None
-    (hook,) = hooks.defined
-    assert hook.takes_parameters == ("parameters" in definition)
-    assert hooks.takes_parameters == hook.takes_parameters
+    ):
+        hooks = load(tmp_path, methods(definition))
+        assert hooks is not None
+        assert hooks.takes_parameters == ("parameters" in definition)
 
 
 @pytest.mark.parametrize(
@@ -164,6 +139,10 @@ def test_signatures(definition: str, tmp_path: Path) -> None:
         ("def forward(self, x)", "expected forward(self, module, batch)"),
         ("def postprocess(self, result, labels)", "missing a required argument: 'labels'"),
         ("def postprocess(self, parameters, result)", "multiple values for argument 'parameters'"),
+        (
+            "def preprocess_batch(self, x):\n        pass\n    def collate(self, rows)",
+            "Hooks has preprocess_batch() and collate()",
+        ),
         ("async def postprocess(self, result)", "is asynchronous or a generator"),
         ("def postprocess(self, result):\n        yield result #", "is asynchronous or a gener"),
     ],
@@ -176,16 +155,15 @@ def test_refused_signatures(definition: str, message: str, tmp_path: Path) -> No
     assert definition.partition("def ")[2].partition("(")[0] in str(refusal.value)
 
 
-def test_exclusive_methods(tmp_path: Path) -> None:
-    """Two methods that exclude each other are refused."""
-    with pytest.raises(SourceError, match=r"Hooks has preprocess_batch\(\) and collate\(\)"):
-        load(tmp_path, methods("def preprocess_batch(self, x)", "def collate(self, rows)"))
-
-
 @pytest.mark.parametrize(
     ("definition", "overrides", "message"),
     [
         ("def collate(self, items)", {"max_batch_size": 0}, "collate(), and max_batch_size is 0"),
+        (
+            "def postprocess(self, result)",
+            {"preprocess_threads": 2},
+            "and there is no preprocess()",
+        ),
         ("def preprocess(self, x)", {"pad": {"x": {}}}, "PAD is set"),
         ("def preprocess(self, x)", {"optimize": ("cuda_graphs",)}, "asks for cuda_graphs"),
         (
@@ -207,13 +185,6 @@ def test_contradictions(
     with pytest.raises(ConfigError) as refusal:
         load(tmp_path, methods(definition), **overrides)
     assert message in str(refusal.value)
-
-
-@pytest.mark.parametrize("code", [_NET, methods("def postprocess(self, result)")])
-def test_threads_without_work(code: str, tmp_path: Path) -> None:
-    """PREPROCESS_THREADS without preprocess() is refused."""
-    with pytest.raises(ConfigError, match=r"PREPROCESS_THREADS is set, and there is no preprocess"):
-        load(tmp_path, code, preprocess_threads=2)
 
 
 @pytest.mark.parametrize(
@@ -251,80 +222,50 @@ def script(folder: Path, name: str = "model.pt") -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "named", "kind"),
+    ("code", "overrides", "kind"),
     [
-        pytest.param(_HOOKS, "model.pt", ArtifactType.TORCHSCRIPT, id="as Triton names it"),
-        pytest.param(_NET, None, ArtifactType.MODULE, id="no hooks"),
-        pytest.param(_NET + _HOOKS, "model.py", ArtifactType.MODULE, id="named"),
+        (_HOOKS, {"default_model_filename": "model.pt"}, ArtifactType.TORCHSCRIPT),
+        # TorchScript beside a module is its weights, which their loader refuses
+        (_NET, {}, ArtifactType.MODULE),
+        (_NET + _HOOKS, {"default_model_filename": "model.py"}, ArtifactType.MODULE),
+        (_NET + _HOOKS, {"model_class": "Net"}, ArtifactType.MODULE),
     ],
 )
 def test_hooks_beside_a_model(
-    code: str, named: str | None, kind: ArtifactType, tmp_path: Path
+    code: str, overrides: dict[str, Any], kind: ArtifactType, tmp_path: Path
 ) -> None:
-    """A model.py with hooks adds them to a complete model beside it; one without changes nothing.
-
-    A TorchScript model.pt beside a module in model.py is its weights, which their loader refuses.
-    """
+    """A model.py with hooks adds them to a complete model beside it; one without adds nothing."""
     script(tmp_path)
     build.write(tmp_path, "model.py", _HEADER + code)
-    artifact = discovery.find(build.config(tmp_path, default_model_filename=named))
+    artifact = discovery.find(build.config(tmp_path, **overrides))
     assert artifact.kind is kind
     assert (artifact.hooks is not None) == ("Hooks" in code)
 
 
-def test_named_class_is_the_model(tmp_path: Path) -> None:
-    """If the config names a class of model.py, that class is the model."""
+def test_refused_files(tmp_path: Path) -> None:
+    """HOOKS without a source, a module beside another model, and broken hooks are refused."""
     script(tmp_path)
-    build.write(tmp_path, "model.py", _HEADER + _NET + _HOOKS)
-    assert discovery.find(build.config(tmp_path, model_class="Net")).kind is ArtifactType.MODULE
-
-
-def test_two_models(tmp_path: Path) -> None:
-    """A module and hooks in model.py beside another model are refused."""
-    script(tmp_path)
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ArtifactError, match=r"HOOKS is 'Around', and version 1 has no model\.py"):
+        discovery.find(build.config(tmp_path, hooks="Around"))
+    two = r"model\.py defines the module Net and hooks, and model\.pt.* with default_model_filename"
+    with pytest.raises(ConfigError, match=two):
         load(tmp_path, _NET + _HOOKS)
-    assert "model.py defines the module Net and hooks, and model.pt" in str(refusal.value)
-    assert "Say which with default_model_filename." in str(refusal.value)
+    with pytest.raises(LoadError, match=r"model\.py fails at line"):
+        load(tmp_path, _HOOKS.replace(":", "", 1), default_model_filename="model.pt")
 
 
-def test_source_of_the_same_stem(tmp_path: Path) -> None:
-    """The hooks of net.pt are in net.py."""
+def test_files_of_hooks(tmp_path: Path) -> None:
+    """The hooks of net.pt are in net.py; a state_dict beside hooks is the module's weights."""
     script(tmp_path, "net.pt")
     build.write(tmp_path, "net.py", _HEADER + _HOOKS)
     settings = build.config(tmp_path, default_model_filename="net.pt")
     assert discovery.find(settings).hooks == tmp_path / "1" / "net.py"
-
-
-def test_weights_beside_a_module(tmp_path: Path) -> None:
-    """A state_dict beside a module with hooks is the weights of the module."""
-    build.write(tmp_path, "model.py", _HEADER + _NET + _HOOKS)
-    torch.save({"weight": torch.ones(2)}, tmp_path / "1" / "model.pt")
-    artifact = discovery.find(build.config(tmp_path))
-    assert (artifact.kind, artifact.weights) == (ArtifactType.MODULE, tmp_path / "1" / "model.pt")
-    assert artifact.hooks == tmp_path / "1" / "model.py"
-
-
-def test_beside_a_factory(tmp_path: Path) -> None:
-    """A module from a package has its hooks in model.py."""
-    hooks = load(tmp_path, _HOOKS, model_factory="torch.nn:Identity")
-    assert hooks is not None
-
-
-def test_named_hooks_without_a_source(tmp_path: Path) -> None:
-    """HOOKS without a source file is refused."""
-    script(tmp_path)
-    with pytest.raises(ArtifactError, match=r"HOOKS is 'Around', and version 1 has no model\.py"):
-        discovery.find(build.config(tmp_path, hooks="Around"))
-
-
-def test_broken_source(tmp_path: Path) -> None:
-    """Hooks that cannot be imported fail the load."""
-    script(tmp_path)
-    build.write(tmp_path, "model.py", "class Hooks:\n    def preprocess(self, x)\n")
-    settings = build.config(tmp_path, default_model_filename="model.pt")
-    with pytest.raises(LoadError, match=r"model\.py fails at line"):
-        user_hooks.load(settings, discovery.find(settings))
+    folder = tmp_path / "other"
+    source = build.write(folder, "model.py", _HEADER + _NET + _HOOKS)
+    torch.save({"weight": torch.ones(2)}, source.with_name("model.pt"))
+    artifact = discovery.find(build.config(folder))
+    assert (artifact.kind, artifact.hooks) == (ArtifactType.MODULE, source)
+    assert artifact.weights == source.with_name("model.pt")
 
 
 def test_as_text() -> None:

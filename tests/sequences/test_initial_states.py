@@ -24,7 +24,6 @@ from torch_py_backend.sequences import initial_states
 def test_zeros(dtype: str, rows: int | None) -> None:
     """States without a file are zeros, in the given number of rows."""
     state = initial_states.find(config(make_state(dtype=dtype, dims=(2, 3))), rows)["total"]
-
     assert isinstance(state, Tensor)
     assert state.dtype is getattr(torch, str(dtypes.from_triton(dtype).torch))
     assert tuple(state.shape) == ((2, 3) if rows is None else (rows, 2, 3))
@@ -54,7 +53,6 @@ def test_initial_state_of_a_file(
 ) -> None:
     """The bytes of data_file are the values; each string follows its length."""
     state = initial_states.find(_file(tmp_path, content, dtype, (2,)), 1)["total"]
-
     assert state.tolist() == [values]
 
 
@@ -70,27 +68,18 @@ def test_a_file_that_does_not_fit(dtype: str, content: bytes, message: str, tmp_
     """A file with other contents is refused at load."""
     with pytest.raises(ArtifactError) as refusal:
         initial_states.find(_file(tmp_path, content, dtype, (2,)), 1)
-
     assert "data_file of the state 'total'" in str(refusal.value)
     assert message in str(refusal.value)
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    """The error names the expected path."""
-    settings = config(make_state(initial=InitialState((4,), "f")), folder=tmp_path)
-
+    """A missing file, and a link to a file outside the model's folder, are refused."""
+    secret, folder = tmp_path / "secret", tmp_path / "model" / "initial_state"
+    secret.write_bytes(bytes(16))
+    folder.mkdir(parents=True)
+    settings = config(make_state(initial=InitialState((4,), "f")), folder=tmp_path / "model")
     with pytest.raises(ArtifactError, match=r"cannot be read.*initial_state/f in the model's"):
         initial_states.find(settings, 1)
-
-
-def test_initial_state_outside_the_model(tmp_path: Path) -> None:
-    """A link to a file outside the model's folder is refused."""
-    secret = tmp_path / "secret"
-    secret.write_bytes(bytes(16))
-    folder = tmp_path / "model"
-    (folder / "initial_state").mkdir(parents=True)
-    (folder / "initial_state" / "f").symlink_to(secret)
-    settings = config(make_state(initial=InitialState((4,), "f")), folder=folder)
-
+    (folder / "f").symlink_to(secret)
     with pytest.raises(ConfigError, match=r"'total' is 'f'.*in the model's own folder"):
         initial_states.find(settings, 1)

@@ -44,10 +44,8 @@ def test_written_rows_are_copies() -> None:
     pool, holder, batch = pool_of_two(), Holder(), columns(5)
     pool.add(holder)
     pool.write([holder], batch, [0])
-
     for column in batch:
         column.zero_()
-
     assert holder.read() == ([5, 5], [5])
 
 
@@ -55,7 +53,6 @@ def test_forms() -> None:
     """Columns with another shape, apart from rows, or another type have another form."""
     forms = {row_pool.form(each) for each in (columns(1), columns(1, 2), columns(3)[::-1])}
     forms.add(row_pool.form([column.double() for column in columns(1)]))
-
     assert len(forms) == 3
 
 
@@ -69,9 +66,7 @@ def test_tables_shrink() -> None:
     assert len(pool) == 512
     for holder in holders[10:]:
         pool.remove(holder)
-
     pool.trim()
-
     assert len(pool) == 64
     assert [holder.read()[1] for holder in holders[:10]] == [[number] for number in range(10)]
 

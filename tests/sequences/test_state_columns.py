@@ -33,9 +33,7 @@ def test_states(how: dict[str, bool]) -> None:
     """A state input has its own name, its output is split by items, and it is not sent back."""
     states = columns(**how)
     outputs = [torch.ones(3, 4), torch.rand(3, 2)]
-
     y, state = states.clone_states(outputs, ROWS)
-
     assert states.inputs == {"h"}
     assert states.outputs == ("y", "new_h")
     assert states.sent_columns(("x", "h"), ROWS) == [ROWS.columns[0]]
@@ -51,7 +49,6 @@ def test_without_states() -> None:
     """Without sequences no column is inspected or copied."""
     states = columns()
     outputs = [torch.ones(3, 4)]
-
     assert states.inputs == frozenset()
     assert states.outputs == ("y",)
     assert states.clone_states(outputs, ROWS) is outputs

@@ -12,7 +12,9 @@ from torch.utils import _pytree as pytree
 
 from torch_py_backend.errors import BindingError, LoadError
 from torch_py_backend.signature import binding, introspection
-from torch_py_backend.signature.binding import ArgumentType, BindingRule, InputBinding, Signature
+from torch_py_backend.signature.arguments import ArgumentType, Signature
+from torch_py_backend.signature.binding import BindingRule
+from torch_py_backend.signature.calls import InputBinding
 
 
 class Pair(TypedDict):
@@ -22,6 +24,7 @@ class Pair(TypedDict):
 
 class More(Pair, total=False):
     size: int
+    note: int | None
 
 
 def function(parameters: str) -> Callable[..., Any]:
@@ -55,7 +58,6 @@ def called(parameters: str, names: str) -> str:
     [
         # by name
         ("x, y", "y, x", "{x: x, y: y}"),
-        ("x, y=None, z=None", "z, x", "{x: x, y: None, z: z}"),
         ("x, *, y, z=None", "y, x", "{x: x, y: y, z: None}"),
         ("x, y, /", "y, x", "{x: x, y: y}"),
         ("**xs", "b, a-c, n__1", "{xs: {b: b, a-c: a-c, n__1: n__1}}"),
@@ -63,22 +65,17 @@ def called(parameters: str, names: str) -> str:
         ("a__1, b__0", "a__1, b__0", "{a__1: a__1, b__0: b__0}"),
         # by number
         ("x, y", "a__1, b__00", "{x: b__00, y: a__1}"),
-        ("x, y", "x, i__1", "{x: x, y: i__1}"),
-        ("x, y=None, z=None", "i__2, i__0", "{x: i__0, y: None, z: i__2}"),
         ("*xs", "i__1, i__0", "{xs: (i__0, i__1)}"),
         ("x, y=None, *xs", "i__1, i__2, i__0", "{x: i__0, y: i__1, xs: (i__2,)}"),
-        ("x, **xs", "INPUT__0", "{x: INPUT__0, xs: {}}"),
         # by path
         ("x, y", "y, ARGS[0]", "{x: ARGS[0], y: y}"),
         ("x, *, y", "KWARGS[y], KWARGS[x]", "{x: KWARGS[x], y: KWARGS[y]}"),
-        ("*xs", "ARGS[1], ARGS[0]", "{xs: (ARGS[0], ARGS[1])}"),
         ("x, **xs", "x, KWARGS[b]", "{x: x, xs: {b: KWARGS[b]}}"),
         (
             "x, y",
             "ARGS[1][b], ARGS[1][a][1], x, ARGS[1][a][0]",
             "{x: x, y: {b: ARGS[1][b], a: [ARGS[1][a][0], ARGS[1][a][1]]}}",
         ),
-        ("x, *, y", "KWARGS[y][a b-c.d], x", "{x: x, y: {a b-c.d: KWARGS[y][a b-c.d]}}"),
         (
             "x: tuple[Tensor, Tensor], y: list[Tensor]",
             "ARGS[1][0], ARGS[0][1], ARGS[0][0]",
@@ -86,19 +83,16 @@ def called(parameters: str, names: str) -> str:
         ),
         # in the config's order
         ("x, y", "image, mask", "{x: image, y: mask}"),
-        ("*xs", "xs", "{xs: (xs,)}"),
         ("x, *xs", "b, a", "{x: b, xs: (a,)}"),
         # all in one argument
         ("x: list[Tensor]", "b, a", "{x: [b, a]}"),
         ("x: list[Tensor]", "ARGS[0][1], ARGS[0][0]", "{x: [ARGS[0][0], ARGS[0][1]]}"),
         ("x: list[Tensor]", "i__1, i__0", "{x: [i__0, i__1]}"),
-        ("x: tuple[Tensor, ...]", "b, a", "{x: (b, a)}"),
-        ("x: dict, scale=1.0", "b, i__1", "{x: {b: b, i__1: i__1}, scale: 1.0}"),
+        ("x: dict, scale=1.0", "i__1, b", "{x: {i__1: i__1, b: b}, scale: 1.0}"),
         ("x: dict[str, Tensor] | None = None", "x, a", "{x: {x: x, a: a}}"),
         ("x: dict", "ARGS[0][0]", "{x: {0: ARGS[0][0]}}"),
         # keys of a TypedDict
         ("x: Pair", "mask, x", "{x: {mask: mask, x: x}}"),
-        ("pair: Pair", "x", "{pair: {mask: None, x: x}}"),
         ("pair: Pair", "i__1, i__0", "{pair: {mask: i__1, x: i__0}}"),
         ("p: Pair", "ARGS[0][x], KWARGS[p][mask]", "{p: {mask: KWARGS[p][mask], x: ARGS[0][x]}}"),
         (
@@ -108,15 +102,11 @@ def called(parameters: str, names: str) -> str:
         ),
         # inputs that are left out
         ("x, y=None, z=None", "x, y?, z", "{x: x, y: None, z: z}"),
-        ("x, y=None, z=None", "i__0, i__1?, i__2", "{x: i__0, y: None, z: i__2}"),
         ("x, y=None, z=None", "a, b?, c", "{x: a, y: None, z: c}"),
         ("x, y: Tensor | None, z=3", "x, y?", "{x: x, y: None, z: 3}"),
-        ("x, *, y: Tensor | None", "x", "{x: x, y: None}"),
         ("x: dict", "a?, b", "{x: {b: b}}"),
-        ("x: list", "a, b?", "{x: [a]}"),
         ("*xs", "a, b?", "{xs: (a,)}"),
         ("x, y", "x, ARGS[1][a]?, ARGS[1][b]", "{x: x, y: {b: ARGS[1][b]}}"),
-        ("x, y=None", "x, ARGS[1][a]?", "{x: x, y: None}"),
         ("m: More", "x, mask?, size?", "{m: {mask: None, x: x}}"),
     ],
 )
@@ -128,28 +118,15 @@ def test_each_argument_gets_its_tensor(parameters: str, names: str, arguments: s
 @pytest.mark.parametrize(
     ("parameters", "names", "message"),
     [
-        (
-            "x, y",
-            "i__1",
-            "no input feeds forward()'s argument x; expected inputs for forward(x, y)",
-        ),
-        ("x, *, y", "x", "no input feeds forward()'s argument y"),
+        ("x, y", "i__1", "feeds forward()'s argument x; expected inputs for forward(x, y)"),
         ("x, **xs", "b", "no input feeds forward()'s argument x"),
         ("x, y", "x, y?", "no input feeds forward()'s argument y; y cannot be optional"),
         # unknown names
         ("x, y", "x, z", "has no z; expected names among x, y, INPUT__0, INPUT__1, ARGS[0], ARGS["),
-        ("x, y", "i__0, mask", "has no mask"),
         ("x, *xs", "x, a", "has no a; expected names among x, INPUT__0, INPUT__1"),
-        ("x, y", "i__7, i__8", "has no i__7, i__8;"),
         ("*xs", "i__0, i__1000000000000", "has no i__1000000000000;"),
-        ("x, y=None, *xs", "i__0, i__2", "has no i__2;"),
-        (
-            "x, *, y",
-            "i__0, i__1",
-            "forward(x, *, y) has no i__1; expected names among x, y, INPUT__0",
-        ),
+        ("x, *, y", "i__0, i__1", "has no i__1; expected names among x, y, INPUT__0"),
         ("x, y", "x, KWARGS[z]", "has no KWARGS[z];"),
-        ("x, *, y", "x, ARGS[1]", "has no ARGS[1];"),
         *(
             ("x, y", f"x, {name}", f"has no {name};")
             for name in ("ARGS[2]", "RESULT[0]", "ARGS", "ARGS[1", "ARGS[]", "ARGS[-1]", "KWARGS")
@@ -159,33 +136,23 @@ def test_each_argument_gets_its_tensor(parameters: str, names: str, arguments: s
         ("x, y", f"x, ARGS[{'9' * 5000}]", "has no ARGS[999"),
         ("x, y", f"x, ARGS[1]{'[0]' * 3000}", "has no ARGS[1][0]"),
         ("x, y", "a, b, c", "3 inputs do not fit forward(x, y); expected at most 2 inputs"),
-        ("", "a", "1 inputs do not fit forward(); expected at most 0"),
         # names of one leaf
         ("x, y", "a__0, b__0", "a__0, b__0 feed the same argument; expected one input for each"),
-        ("x, y", "x, i__0", "x, i__0 feed the same argument"),
         ("x, y", "x, KWARGS[x]", "x, KWARGS[x] feed the same argument"),
-        ("x: list", "a__0, b__0", "a__0, b__0 feed the same argument"),
         ("x, y", "x, x", "the inputs x, x carry the same name twice"),
         ("x, y", "ARGS[0], ARGS[0][a], y", "feed an argument and a part of it at once"),
-        ("x, y", "x, ARGS[1][a], ARGS[1][a][0]", "feed an argument and a part of it at once"),
         # gaps
         ("x, y", "x, ARGS[1][0], ARGS[1][2]", "leave gaps in a list; expected items 0 to 1"),
         ("x: list[Tensor]", "a, b?, c", "a, c leave gaps in a list"),
-        (
-            "x, y=None, *xs",
-            "i__0, i__1?, i__2",
-            "inputs for * of forward(x, y=None, *xs) leave a gap",
-        ),
-        ("*xs", "a?, b", "leave a gap"),
+        ("x, y=None, *xs", "i__0, i__1?, i__2", "* of forward(x, y=None, *xs) leave a gap"),
         ("x, y=None, z=None, /", "x, z", "leave a gap"),
         ("x, t: tuple = ()", "x, ARGS[1][0], ARGS[1][1]?", "ARGS[1][1] are left out of it"),
         # keys of a TypedDict
         ("pair: Pair", "x, y", "has no key y; expected names among x, mask"),
         ("pair: Pair", "i__2", "has no key i__2"),
-        ("pair: Pair", "x, i__0", "feed the same argument"),
+        ("pair: Pair", "ARGS[0][x], ARGS[0][y]", "do not make the dict pair"),
         ("pair: Pair", "mask", "the inputs mask do not make the dict pair"),
         ("pair: Pair", "x?, mask", "expected inputs for its keys x, mask"),
-        ("pair: Pair", "ARGS[0][y]", "do not make the dict pair"),
         ("more: More, scale", "more, scale", "the inputs more do not make the dict more"),
         ("more: More, scale", "y, x, scale", "expected names among more, scale, x, mask, size"),
     ],
@@ -194,24 +161,19 @@ def test_invalid_inputs(parameters: str, names: str, message: str) -> None:
     """Unknown names, two inputs for one leaf, gaps and missing arguments fail the load."""
     with pytest.raises(BindingError) as raised:
         bound(parameters, names)
-
     assert isinstance(raised.value, LoadError)
     assert str(raised.value).startswith("model 'digits': ")
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("names", "warnings"),
-    [("x, y", 0), ("i__1, i__0", 0), ("ARGS[1], KWARGS[x]", 0), ("image, mask", 1)],
-)
-def test_only_the_configs_order_is_warned_about(
-    names: str, warnings: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_only_the_configs_order_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
     """Binding in the config's order logs one warning with names and signature."""
-    bound("x, y", names)
-
-    text = "'digits': the input names image, mask are not all arguments of forward(x, y)"
-    assert [text in message for message in caplog.messages] == [True] * warnings
+    for names in ("x, y", "i__1, i__0", "ARGS[1], KWARGS[x]"):
+        bound("x, y", names)
+    assert caplog.messages == []
+    bound("x, y", "image, mask")
+    (message,) = caplog.messages
+    assert "'digits': the input names image, mask are not all arguments of forward(x, y)" in message
 
 
 def test_result_is_returned() -> None:
@@ -222,28 +184,19 @@ def test_result_is_returned() -> None:
         assert inputs.call(forward, [1]) is result
 
 
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        ("INPUT__0", 0),
-        ("x__12", 12),
-        ("__3", 3),
-        ("x__007", 7),
-        *((name, None) for name in ("a__b__3", "x_1", "x__", "x__-1", "x__1.0", "x__1\n", "")),
-    ],
-)
-def test_number_of_a_name(name: str, number: int | None) -> None:
+def test_number_of_a_name() -> None:
     """The number is all digits after the first two underscores, as in LibTorch."""
-    assert binding.ordinal(name) == number
+    names = ("INPUT__0", "x__12", "__3", "x__007")
+    assert [binding.ordinal(name) for name in names] == [0, 12, 3, 7]
+    for name in ("a__b__3", "x_1", "x__", "x__-1", "x__1.0", "x__1\n", ""):
+        assert binding.ordinal(name) is None
 
 
 def test_types_and_places_of_columns() -> None:
     """A column has the type of its argument or key; parts of containers are tensors."""
-    parameters = "n: int, ss: list[str], pair: More, x: tuple, *rest, more, **others"
+    parameters = "n: int, ss: list[str], pair: More, x: tuple, *rest, more: list, **others"
     names = "ss, n, size, ARGS[2][x], ARGS[3][0], ARGS[4], more, w"
-
     inputs = bound(parameters, names)
-
     columns = dict(zip(inputs.names, zip(inputs.types, inputs.places, strict=True), strict=True))
     assert columns == {
         "n": (ArgumentType.INT, "n"),
@@ -287,44 +240,31 @@ def scripted(module: nn.Module) -> Signature:
         (Difference, "i__1, i__0", "INPUT1, INPUT0", BindingRule.NUMBERS),
         (Difference, "image, mask", "INPUT0, INPUT1", BindingRule.ORDER),
         (Difference, "INPUT__1, image", "INPUT0, INPUT1", BindingRule.ORDER),
-        (Difference, "INPUT__1, INPUT0", "INPUT0, INPUT1", BindingRule.ORDER),
         (Difference, "INPUT1, image", "INPUT0, INPUT1", BindingRule.ORDER),
         (Difference, "ARGS[1], INPUT0", "INPUT1, INPUT0", BindingRule.INDIVIDUAL),
         (Numbered, "b, a__1", "b, a__1", BindingRule.ARGUMENTS),
         (Numbered, "a__1, c__0", "b, a__1", BindingRule.NUMBERS),
         (OfDict, "y, x__1", "tensors[y], tensors[x__1]", BindingRule.KEYS),
+        # states and controls are bound by their own names, whatever the rule for the others is
+        (Difference, "image, i__1!", "INPUT0, INPUT1", BindingRule.ORDER),
+        (Difference, "image, i__0!", "INPUT1, INPUT0", BindingRule.ORDER),
+        (Difference, "INPUT0, i__1!", "INPUT0, INPUT1", BindingRule.ARGUMENTS),
+        (Difference, "START!, INPUT", "INPUT1, INPUT0", BindingRule.ORDER),
     ],
 )
 def test_scripted_arguments_get_their_tensors_by_one_rule(
     module: type[nn.Module], names: str, places: str, rule: BindingRule
 ) -> None:
-    """In TorchScript one rule binds all inputs: names, numbers or the config's order."""
+    """In TorchScript one rule binds all inputs of requests: names, numbers or order."""
     signature = scripted(module())
-    inputs = binding.bind_inputs(build.MODEL, names.split(", "), signature)
-
-    place = dict(zip(inputs.names, inputs.places, strict=True))
-    assert ", ".join(place[name] for name in names.split(", ")) == places
-    assert binding.rule(names.split(", "), signature) is rule
-
-
-@pytest.mark.parametrize(
-    ("names", "state", "places"),
-    [
-        (["image", "i__1"], "i__1", ["INPUT0", "INPUT1"]),
-        (["image", "i__0"], "i__0", ["INPUT1", "INPUT0"]),
-        (["INPUT0", "i__1"], "i__1", ["INPUT0", "INPUT1"]),
-        (["i__0", "INPUT1"], "INPUT1", ["INPUT0", "INPUT1"]),
-        (["START", "INPUT"], "START", ["INPUT1", "INPUT0"]),
-    ],
-)
-def test_states_are_bound_separately(names: list[str], state: str, places: list[str]) -> None:
-    """States and controls are bound by their own names; other inputs follow the rule."""
+    listed = names.split(", ")
+    states = [name.rstrip("!") for name in listed if name.endswith("!")]
     inputs = binding.bind_inputs(
-        build.MODEL, names, scripted(Difference()), sequence_inputs=[state]
+        build.MODEL, [name.rstrip("!") for name in listed], signature, sequence_inputs=states
     )
-
     place = dict(zip(inputs.names, inputs.places, strict=True))
-    assert [place[name] for name in names] == places
+    assert ", ".join(place[name.rstrip("!")] for name in listed) == places
+    assert binding.rule([name for name in listed if "!" not in name], signature) is rule
 
 
 @pytest.mark.parametrize(
@@ -333,7 +273,6 @@ def test_states_are_bound_separately(names: list[str], state: str, places: list[
         (["i__0", "i__2"], "has no i__2; expected names among INPUT0"),
         (["a__0", "b__0"], "a__0, b__0 feed the same argument"),
         (["a", "b", "c"], "3 inputs do not fit forward("),
-        (["a"], "no input feeds forward()'s argument INPUT1"),
         (["ARGS[0]", "mask"], "has no mask"),
     ],
 )
@@ -352,7 +291,6 @@ def test_names_that_no_rule_binds(names: list[str], message: str) -> None:
         ("x, y", ["x", "ARGS[1]"], BindingRule.INDIVIDUAL),
         ("x, y", ["image", "mask"], BindingRule.ORDER),
         ("x: dict", ["a", "b"], BindingRule.KEYS),
-        ("x: list", ["a", "b"], BindingRule.KEYS),
     ],
 )
 def test_rule_of_python_functions(parameters: str, names: list[str], rule: BindingRule) -> None:
@@ -384,7 +322,6 @@ TWO = tree((0, 0), names=["x", "y"])
         (tree((0,)), "anything", "(anything) {}"),
         (TWO, "y, x", "(x, y) {}"),
         (TWO, "i__1, i__0", "(i__0, i__1) {}"),
-        (TWO, "ARGS[1], ARGS[0]", "(ARGS[0], ARGS[1]) {}"),
         (tree((0,), {"b": 0, "a": 0}, ["x"]), "a, KWARGS[b], x", "(x) {b: KWARGS[b], a: a}"),
         (
             TREE,
@@ -393,7 +330,6 @@ TWO = tree((0, 0), names=["x", "y"])
         ),
         (TREE, "i__4, i__3, i__2, i__1, i__0", "(i__0, {z: i__1, a: [i__2, i__3]}) {scale: i__4}"),
         (tree((0, 0, 0), names=["x", "n", "y"], constants={1: 7}), "y, x", "(x, 7, y) {}"),
-        (tree((0, 0, 0), constants={1: None}), "i__1, i__0", "(i__0, None, i__1) {}"),
         # a key that occurs twice; an argument before a key, and before a number
         (
             tree(({"a": 0, "b": 0}, {"b": 0}), names=["d", "e"]),
@@ -407,7 +343,6 @@ TWO = tree((0, 0), names=["x", "y"])
 def test_program_gets_its_own_tree(signature: Signature, names: str, arguments: str) -> None:
     """A program is called with its own tree and order of keys, for any order of names."""
     inputs = binding.bind_inputs(build.MODEL, names.split(", "), signature)
-
     called = inputs.call(
         lambda *args, **kwargs: f"({', '.join(map(str, args))}) {kwargs}", inputs.names
     )
@@ -421,14 +356,10 @@ def test_program_gets_its_own_tree(signature: Signature, names: str, arguments: 
     [
         (TWO, "x", "x do not feed each tensor of forward(x, y) once; expected 2 inputs with names"),
         (TWO, "x, mask", "names among ARGS[0], ARGS[1], INPUT__0, INPUT__1."),
-        (tree((0, 0)), "a, b", "the inputs a, b do not"),
         (tree((0,)), "a, b", "expected 1 inputs"),
-        (TWO, "i__0, i__2", "i__0, i__2"),
         (TWO, "a__0, b__0", "a__0, b__0"),
-        (TWO, "ARGS[0], i__0", "ARGS[0], i__0"),
         (tree((0, 0), constants={1: 3}), "arg0, ARGS[1]", "names among ARGS[0], INPUT__0."),
         (TREE, "x, a, z, scale, i__3", "forward(x, extra, *, scale)"),
-        (TWO, "i__0, i__0", "the same name twice"),
         (TWO, "x, y?", "input y is optional, and forward(x, y) has no defaults. Remove `optional`"),
     ],
 )
@@ -437,7 +368,6 @@ def test_program_without_all_inputs(signature: Signature, names: str, message: s
     listed = [name.rstrip("?") for name in names.split(", ")]
     with pytest.raises(BindingError) as raised:
         binding.bind_inputs(build.MODEL, listed, signature, ["y"] if "?" in names else ())
-
     assert message in str(raised.value)
 
 
@@ -452,6 +382,5 @@ def test_program_without_all_inputs(signature: Signature, names: str, message: s
 def test_leaf_has_a_shortest_name(signature: Signature, names: list[str]) -> None:
     """leaf_name() returns the shortest name, which binds to the same leaf."""
     shortest = [binding.leaf_name(number, signature) for number in range(len(names))]
-
     assert shortest == names
     assert binding.bind_inputs(build.MODEL, shortest, signature).names == tuple(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 import types
 from collections.abc import AsyncIterator, Iterator
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.signature import introspection
-from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
+from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
 
 
 def function(signature: str, before: str = "") -> Any:
@@ -62,15 +63,11 @@ def test_arguments_are_those_of_the_signature(
 ) -> None:
     """Name, default, kind and declaration of each argument are read."""
     read = introspection.from_function(function(signature)).arguments
-
     assert [(entry.name, entry.required, entry.passing, entry.text) for entry in read] == arguments
     assert {entry.type for entry in read} <= {ArgumentType.TENSOR}
 
 
-FUTURE = pytest.mark.parametrize(
-    "future", ["", "from __future__ import annotations"], ids=["", "future"]
-)
-
+FUTURE = ("", "from __future__ import annotations")
 
 ANNOTATIONS = {
     ArgumentType.TENSOR: "Any; DictLike; Union[int, str]; Literal[1, True]; [Tensor, int];"
@@ -92,21 +89,29 @@ ANNOTATIONS = {
 }
 
 
-@FUTURE
 @pytest.mark.parametrize(
-    ("annotation", "takes"),
-    [(text, takes) for takes, texts in ANNOTATIONS.items() for text in texts.split("; ")],
+    ("takes", "texts"), ANNOTATIONS.items(), ids=[takes.name for takes in ANNOTATIONS]
 )
-def test_type_of_an_argument(annotation: str, takes: ArgumentType, future: str) -> None:
-    """Types are recognized in all spellings, within Optional, too."""
-    argument = only(f"x: {annotation}", future)
+def test_type_of_an_argument(takes: ArgumentType, texts: str) -> None:
+    """Types are recognized in all spellings, within Optional, too; in text or not."""
+    for annotation, future in itertools.product(texts.split("; "), FUTURE):
+        argument = only(f"x: {annotation}", future)
+        assert argument.type is takes
+        assert argument.nullable is ("None" in annotation or "Optional" in annotation)
+        assert argument.required
 
-    assert argument.type is takes
-    assert argument.nullable is ("None" in annotation or "Optional" in annotation)
-    assert argument.required
+
+_REST = """
+from typing_extensions import TypedDict, Unpack
+class Rest(TypedDict, total=False):
+    steps: int
+    y: "torch.Tensor"
+class GenerationConfig:
+    def __init__(self):
+        self.max_new_tokens = self.temperature = None
+"""
 
 
-@FUTURE
 @pytest.mark.parametrize(
     ("signature", "keyword_types"),
     [
@@ -119,20 +124,11 @@ def test_type_of_an_argument(annotation: str, takes: ArgumentType, future: str) 
         ("x, generation_config=None, **kwargs: int", {}),
     ],
 )
-def test_names_of_keyword_arguments(
-    signature: str, keyword_types: dict[str, ArgumentType], future: str
-) -> None:
+def test_names_of_keyword_arguments(signature: str, keyword_types: dict[str, ArgumentType]) -> None:
     """The names of `**` are read from a TypedDict, and for generate() of transformers."""
-    before = f"""{future}
-from typing_extensions import TypedDict, Unpack
-class Rest(TypedDict, total=False):
-    steps: int
-    y: "torch.Tensor"
-class GenerationConfig:
-    def __init__(self):
-        self.max_new_tokens = self.temperature = None
-"""
-    assert introspection.from_function(function(signature, before)).keyword_types == keyword_types
+    for future in FUTURE:
+        read = introspection.from_function(function(signature, future + _REST)).keyword_types
+        assert read == keyword_types
 
 
 _KEYS = """
@@ -156,7 +152,6 @@ def forward(batch: Batch, part: Optional[Part] = None, *rest: Batch): ...
 """
 
 
-@FUTURE
 @pytest.mark.parametrize(
     ("more", "last"),
     [
@@ -167,50 +162,42 @@ def forward(batch: Batch, part: Optional[Part] = None, *rest: Batch): ...
     ids=["plain", "unknown", "text"],
 )
 def test_keys_of_a_typed_dict(
-    future: str, more: str, last: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    more: str, last: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Type and requiredness of each key are read."""
-    module = types.ModuleType("source_of_keys")
-    monkeypatch.setitem(sys.modules, "source_of_keys", module)
-    code = compile(future + _KEYS.format(more=more), "source", "exec", dont_inherit=True)
-    exec(code, vars(module))
-
-    first, second, rest = introspection.from_function(module.forward).arguments
 
     def keys(argument: Argument) -> list[tuple[str, ArgumentType, bool, bool]]:
         return [(key.name, key.type, key.required, key.nullable) for key in argument.keys]
 
-    assert keys(first) == [
-        ("image", ArgumentType.TENSOR, True, False),
-        ("mask", ArgumentType.TENSOR, True, True),
-        ("ids", ArgumentType.STRINGS, False, False),
-        ("size", ArgumentType.INT, True, False),
-    ]
-    assert keys(second) == [("scale", ArgumentType.FLOAT, False, False), last]
-    assert second.nullable
-    assert rest.keys == ()
+    for future in FUTURE:
+        module = types.ModuleType("source_of_keys")
+        monkeypatch.setitem(sys.modules, "source_of_keys", module)
+        code = compile(future + _KEYS.format(more=more), "source", "exec", dont_inherit=True)
+        exec(code, vars(module))
+        first, second, rest = introspection.from_function(module.forward).arguments
+        assert keys(first) == [
+            ("image", ArgumentType.TENSOR, True, False),
+            ("mask", ArgumentType.TENSOR, True, True),
+            ("ids", ArgumentType.STRINGS, False, False),
+            ("size", ArgumentType.INT, True, False),
+        ]
+        assert keys(second) == [("scale", ArgumentType.FLOAT, False, False), last]
+        assert second.nullable
+        assert rest.keys == ()
 
 
-@pytest.mark.parametrize("signature", ["*x: dict", "**x: list[str]"])
-def test_annotation_of_star_args(signature: str) -> None:
-    """An annotation of *args applies to each item."""
-    assert only(signature).type is ArgumentType.TENSOR
-
-
-@pytest.mark.parametrize(
-    ("annotation", "takes"),
-    [
+def test_annotations_that_say_nothing() -> None:
+    """Annotations of * apply to items; unknown names neither fail the load nor hide others."""
+    for signature in ("*x: dict", "**x: list[str]"):
+        assert only(signature).type is ArgumentType.TENSOR
+    for annotation, takes in (
         ("Unknown", ArgumentType.TENSOR),
         ("typing.Mapping[str, Unknown]", ArgumentType.DICT),
         ("list[Unknown]", ArgumentType.TENSOR),
-    ],
-)
-def test_unresolvable_annotation(annotation: str, takes: ArgumentType) -> None:
-    """A name that only type checkers import does not fail the load, nor hide other annotations."""
-    source = function(f"x: {annotation}, y: list[str]", "from __future__ import annotations")
-    x, y = introspection.from_function(source).arguments
-
-    assert (x.type, y.type) == (takes, ArgumentType.STRINGS)
+    ):
+        source = function(f"x: {annotation}, y: list[str]", FUTURE[1])
+        x, y = introspection.from_function(source).arguments
+        assert (x.type, y.type) == (takes, ArgumentType.STRINGS)
 
 
 class Net(nn.Module):
@@ -218,43 +205,27 @@ class Net(nn.Module):
         return x * n
 
 
-@pytest.mark.parametrize("served", [Net().forward, functools.partial(Net.forward, Net())])
-def test_bound_arguments(served: Any) -> None:
-    """`self` and the arguments of a partial are not inputs."""
-    signature = introspection.from_function(served)
-
-    assert str(signature) == "forward(x: 'Tensor', *, n: 'int' = 3)"
-    assert [entry.type for entry in signature.arguments] == [
-        ArgumentType.TENSOR,
-        ArgumentType.INT,
-    ]
-
-
-@pytest.mark.parametrize("wrap", [functools.partial, lambda served: served], ids=["partial", ""])
-def test_annotations_of_an_object_are_resolved(wrap: Any) -> None:
-    """Text annotations are resolved where the call is defined, not where it is wrapped."""
-    before = "from __future__ import annotations\nfrom typing import Optional as Maybe"
+def test_wrapped_functions() -> None:
+    """`self` and arguments of a partial are no inputs; text is resolved where it is defined."""
+    for served in (Net().forward, functools.partial(Net.forward, Net())):
+        signature = introspection.from_function(served)
+        assert str(signature) == "forward(x: 'Tensor', *, n: 'int' = 3)"
+        types = [entry.type for entry in signature.arguments]
+        assert types == [ArgumentType.TENSOR, ArgumentType.INT]
+    before = FUTURE[1] + "\nfrom typing import Optional as Maybe"
     forward = function("self, x: Maybe[int]", before)
-    served = wrap(type("Served", (), {"__call__": forward})())
+    served = type("Served", (), {"__call__": forward})()
+    for wrapped in (served, functools.partial(served)):
+        (argument,) = introspection.from_function(wrapped).arguments
+        assert (argument.type, argument.nullable) == (ArgumentType.INT, True)
 
-    (argument,) = introspection.from_function(served).arguments
 
-    assert (argument.type, argument.nullable) == (ArgumentType.INT, True)
-
-
-def test_function_without_a_signature() -> None:
-    """For a built-in function without a signature, the error of inspect is raised."""
+def test_text_of_a_signature() -> None:
+    """The text is the declaration; a built-in function without one raises inspect's error."""
+    for text in ("x, y=None", "x, *, y", "x, *others, y", "*, y", "**more", "x: int = 3"):
+        assert str(introspection.from_function(function(text))) == f"forward({text})"
     with pytest.raises(ValueError, match="no signature"):
         introspection.from_function(torch.relu)
-
-
-@pytest.mark.parametrize(
-    "signature",
-    ["x, y=None", "x, *, y", "x, *others, y", "*, y", "**more", "x: int = 3"],
-)
-def test_text_of_a_signature(signature: str) -> None:
-    """The text of a signature is its declaration."""
-    assert str(introspection.from_function(function(signature))) == f"forward({signature})"
 
 
 # --- TorchScript -----------------------------------------------------------------------------
@@ -287,9 +258,7 @@ class Everything(nn.Module):
 def test_schema() -> None:
     """Types, defaults and declarations are read from a TorchScript schema."""
     scripted: Any = torch.jit.script(Everything())
-
     signature = introspection.from_schema(scripted.forward.schema)
-
     read = signature.arguments
     assert [(entry.name, entry.type, entry.required, entry.nullable) for entry in read] == [
         ("x", ArgumentType.TENSOR, True, False),
@@ -309,15 +278,6 @@ def test_schema() -> None:
     assert str(signature).startswith("forward(Tensor x, Dict(str, Tensor) d, Tensor[] tensors, (")
 
 
-def test_traced_module_has_its_arguments() -> None:
-    """A traced module keeps the names of its arguments."""
-    traced: Any = torch.jit.trace(Net(), torch.ones(1, 2))
-
-    read = introspection.from_schema(traced.forward.schema).arguments
-
-    assert [(entry.name, entry.type) for entry in read] == [("x", ArgumentType.TENSOR)]
-
-
 # --- call trees ------------------------------------------------------------------------------
 
 
@@ -330,31 +290,26 @@ def of_tree(args: Any, kwargs: Any = None, **more: Any) -> Signature:
 @pytest.mark.parametrize(
     ("signature", "leaves", "text"),
     [
-        pytest.param(of_tree((0,)), ("ARGS[0]",), "forward(arg0)"),
-        pytest.param(of_tree((), {}), (), "forward()"),
-        pytest.param(
+        (of_tree((), {}), (), "forward()"),
+        (
             of_tree((0, 0), {"k": 0}, names=["x", "y", "k"]),
             ("ARGS[0]", "ARGS[1]", "KWARGS[k]"),
             "forward(x, y, *, k)",
-            id="arguments",
         ),
-        pytest.param(
+        (
             of_tree(({"z": 0, "a": [0, (0,)]},), {"k": {"b": 0}}, names=["x"]),
             ("ARGS[0][z]", "ARGS[0][a][0]", "ARGS[0][a][1][0]", "KWARGS[k][b]"),
             "forward(x, *, k)",
-            id="nested",
         ),
-        pytest.param(
+        (
             of_tree((Pair(0, 0), {3: 0}), names=["p"]),  # type: ignore[arg-type]
             ("ARGS[0][a]", "ARGS[0][b]", "ARGS[1][3]"),
             "forward(p, arg1)",
-            id="fields and numbers",
         ),
-        pytest.param(
+        (
             of_tree((0, 0, [0, 0]), constants={1: 5, 2: None}, names=["x", "n", "y"]),
             ("ARGS[0]", "ARGS[2][1]"),
             "forward(x, n, y)",
-            id="constants",
         ),
     ],
 )
@@ -373,10 +328,8 @@ def test_tree_is_built_from_its_leaves() -> None:
         {"k": 0},
         constants={2: 7},
     )
-
     assert signature.unflatten is not None
     args, kwargs = signature.unflatten(["z", "a", "first", "second", "k"])
-
     assert args == ({"z": "z", "a": ["a"]}, 7, Pair("first", "second"))  # type: ignore[arg-type]
     assert list(args[0]) == ["z", "a"]
     assert kwargs == {"k": "k"}
@@ -391,21 +344,12 @@ async def _awaited() -> AsyncIterator[int]:
     yield 1
 
 
-@pytest.mark.parametrize(
-    ("function", "expected"),
-    [
-        (_Yields.__call__, True),
-        (_Yields(), True),
-        (_Yields().__call__, True),
-        (functools.partial(_Yields.__call__, _Yields()), True),
-        (torch.no_grad()(_Yields.__call__), True),
-        (_awaited, True),
-        (lambda: iter(()), False),
-        (torch.add, False),
-        (nn.Identity().forward, False),
-    ],
-    ids=["function", "object", "method", "partial", "decorated", "async", "lambda", "torch", "no"],
-)
-def test_yields(function: Any, expected: bool) -> None:
+def test_is_generator() -> None:
     """A generator is recognized for all wrappers and callables."""
-    assert introspection.is_generator(function) is expected
+    method = _Yields.__call__
+    partial = functools.partial(method, _Yields())
+    for function in (method, _Yields(), _Yields().__call__, partial, torch.no_grad()(method)):
+        assert introspection.is_generator(function)
+    assert introspection.is_generator(_awaited)
+    for other in (lambda: iter(()), torch.add, nn.Identity().forward):
+        assert not introspection.is_generator(other)

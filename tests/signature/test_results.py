@@ -58,25 +58,14 @@ def outputs(result: Any, names: Sequence[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", RESULTS)
-@pytest.mark.parametrize(
-    ("names", "parts"),
-    [
-        (["OUTPUT__1", "OUTPUT__0"], [20, 10]),
-        (["o__1"], [20]),
-        (["first", "second"], [10, 20]),
-        (["first"], [10]),
-    ],
-)
-def test_numbers_and_order(kind: str, names: list[str], parts: list[int]) -> None:
-    """Numbers and the config's order work for every type of result."""
-    assert outputs(RESULTS[kind], names) == parts
-
-
-@pytest.mark.parametrize("kind", ["dict", "named tuple", "dataclass", "OrderedDict"])
-def test_keys_and_fields(kind: str) -> None:
-    """Keys and fields are names of outputs, in any order."""
-    assert outputs(RESULTS[kind], ["deviation", "mean"]) == [20, 10]
-    assert outputs(RESULTS[kind], ["deviation"]) == [20]
+def test_types_of_results(kind: str) -> None:
+    """Numbers and the config's order work for every type; keys and fields in any order."""
+    assert outputs(RESULTS[kind], ["OUTPUT__1", "OUTPUT__0"]) == [20, 10]
+    assert outputs(RESULTS[kind], ["first", "second"]) == [10, 20]
+    assert outputs(RESULTS[kind], ["first"]) == [10]
+    if kind not in ("tuple", "list"):
+        assert outputs(RESULTS[kind], ["deviation", "mean"]) == [20, 10]
+        assert outputs(RESULTS[kind], ["deviation"]) == [20]
 
 
 @pytest.mark.parametrize(
@@ -84,37 +73,30 @@ def test_keys_and_fields(kind: str) -> None:
     [
         # names
         (TENSOR, ["y"], [TENSOR]),
-        (TENSOR, ["OUTPUT__0"], [TENSOR]),
         (TENSOR, ["RESULT"], [TENSOR]),
-        ([TENSOR], ["y"], [TENSOR]),
         ({"z": TENSOR}, ["y"], [TENSOR]),
         ({"o__1": 10, "o__0": 20}, ["o__0", "o__1"], [20, 10]),  # a key before a number
         ({7: 10, 5: 20}, ["5", "7"], [20, 10]),
         ({"RESULT": 1, "b": 2}, ["RESULT"], [1]),
         ({"RESULT[b]": 1, "b": 2}, ["RESULT[b]"], [1]),
         # paths
-        ((10, 20), ["RESULT[1]", "RESULT[0]"], [20, 10]),
         (NESTED, ["RESULT[parts][1][0]", "total"], [3, 1]),
         (NESTED, ["RESULT[more][a]", "RESULT[more][7]"], [5, 6]),
         ((1, [2, (3,)]), ["RESULT[1][1][0]", "RESULT[0]"], [3, 1]),
-        ([[10], 20], ["RESULT[0][0]", "RESULT[1]"], [10, 20]),
         (Detected(1, {"masks": [2, 3]}), ["RESULT[extra][masks][1]", "boxes"], [3, 1]),
         ({"pair": Pair(1, 2)}, ["RESULT[pair][1]"], [2]),
         ({"pair": Pair(1, 2)}, ["RESULT[pair][deviation]"], [2]),
         (Pair(1, 2), ["RESULT[deviation]"], [2]),
-        (Pair(1, 2), ["RESULT[1]"], [2]),
         # numbers and order count leaves
         (NESTED, ["o__0", "o__5", "o__2"], [1, 6, 3]),
         (NESTED, ["o__1", "RESULT[total]"], [2, 1]),
         (NESTED, ["a", "b", "c"], [1, 2, 3]),
-        ((1, None, 2), ["o__2", "o__0"], [2, 1]),
         # a list of strings is one leaf
         (TEXTS, ["y"], [TEXTS]),
         ([b"a", b"\xff"], ["OUTPUT__0"], [[b"a", b"\xff"]]),
         (("a", "b"), ["y"], [("a", "b")]),
         ([["a"], ["b"]], ["y"], [[["a"], ["b"]]]),
         ("text", ["y"], ["text"]),
-        ({"t": TEXTS, "n": 1}, ["n", "t"], [1, TEXTS]),
         ((1, TEXTS), ["RESULT[1]", "RESULT[0]"], [TEXTS, 1]),
         ((["a", 1], 2), ["o__0", "o__1"], ["a", 1]),
         ((["a"], ["b"]), ["OUTPUT__0", "OUTPUT__1"], [["a"], ["b"]]),
@@ -125,33 +107,24 @@ def test_leaves(result: Any, names: list[str], parts: list[Any]) -> None:
     assert outputs(result, names) == parts
 
 
-def test_fields_of_torch_return_types() -> None:
+def test_results_of_torch_and_numpy() -> None:
     """Return types such as that of torch.max have fields, and paths select their items."""
     values, indices = torch.max(torch.tensor([[1.0, 3.0, 2.0]]), dim=1)
     result = torch.max(torch.tensor([[1.0, 3.0, 2.0]]), dim=1)
-
     assert outputs(result, ["indices", "values"]) == [indices, values]
     assert outputs({"sorted": result}, ["RESULT[sorted][1]"]) == [indices]
-
-
-def test_array_of_strings_is_one_leaf() -> None:
-    """A numpy array of strings is one output."""
     array = np.array([["a", "b"]], dtype=np.object_)
-
-    assert outputs((array, 1), ["OUTPUT__0"])[0] is array
+    assert outputs((array, 1), ["OUTPUT__0"])[0] is array  # of strings: one leaf
 
 
 @pytest.mark.parametrize(
     ("result", "names", "warning"),
     [
         (RESULTS["tuple"], ["a", "b"], ""),
-        (RESULTS["dict"], ["mean"], ""),
         (RESULTS["dict"], ["o__1"], ""),
         (RESULTS["tuple"], ["a__b__1", "a__b__0"], ""),
         (RESULTS["dict"], ["a", "b"], "'digits': the output names a, b are not among the result's"),
-        (RESULTS["named tuple"], ["a", "b"], "not among the result's mean, deviation"),
         (RESULTS["tuple"], ["o__1", "a"], "the output names o__1, a are not all numbers"),
-        (RESULTS["tuple"], ["a", "o__0"], "are not all numbers"),
     ],
 )
 def test_order_instead_of_names(
@@ -159,7 +132,6 @@ def test_order_instead_of_names(
 ) -> None:
     """If no name matches a result with names, or only some are numbers, a warning is logged."""
     assert len(outputs(result, names)) == len(names)
-
     assert [warning in message for message in caplog.messages] == [True] * bool(warning)
 
 
@@ -168,33 +140,23 @@ def test_order_instead_of_names(
     [
         (TENSOR, ["y", "z"], "one Tensor; expected names among RESULT, OUTPUT__0."),
         (TENSOR, ["o__1"], "the outputs o__1 do not fit what forward() returns, one Tensor"),
-        (TENSOR, ["o__0", "y"], "one Tensor"),
         (None, ["y", "z"], "one NoneType"),
         ((), ["y"], "tuple of 0"),
         ({}, ["y"], "dict"),
         (
             RESULTS["tuple"],
-            ["a", "b", "c"],
-            "tuple of 2; expected names among RESULT[0], RESULT[1], OUTPUT__0, OUTPUT__1.",
+            list("abc"),
+            "tuple of 2; expected names among RESULT[0], RESULT[1], OUT",
         ),
-        (RESULTS["list"], ["o__0", "o__2"], "list of 2"),
         (RESULTS["tuple"], ["a__0", "b__0"], "a__0, b__0"),
+        (RESULTS["dict"], ["mean", "x"], "expected names among mean, deviation, RESULT[mean]"),
         (RESULTS["dict"], ["o__0", "b"], "o__0, b"),
-        (
-            RESULTS["dict"],
-            ["mean", "variance"],
-            "dict with mean, deviation; expected names among mean, deviation, RESULT[mean]",
-        ),
         (RESULTS["dict"], ["deviation", "o__1"], "deviation, o__1"),
-        (RESULTS["dict"], ["mean", "RESULT[mean]"], "mean, RESULT[mean]"),
         (RESULTS["dict"], ["mean", "mean"], "the outputs mean, mean"),
         (RESULTS["dataclass"], ["mean", "variance"], "Record with mean, deviation"),
-        (RESULTS["named tuple"], ["a", "b", "c"], "Pair with mean, deviation"),
         # nested
         (NESTED, ["parts"], "names among total, RESULT[total], RESULT[parts][0],"),
         (NESTED, ["total", "RESULT[parts]"], "RESULT[parts]"),
-        (NESTED, ["total", "RESULT[parts][2]"], "dict with total, parts, more"),
-        (NESTED, ["total", "RESULT[2]"], "RESULT[2]"),
         (TEXTS, ["a", "b", "c"], "one list; expected names among RESULT, OUTPUT__0"),
         # an invalid path is not bound in the config's order
         ((1, 2), ["RESULT[0]", "b"], "RESULT[0], b"),
@@ -205,7 +167,6 @@ def test_invalid_names(result: Any, names: list[str], message: str) -> None:
     """Each name selects one leaf, and no two names the same one; the error lists the leaves."""
     with pytest.raises(BindingError) as raised:
         results.bind_outputs(build.MODEL, names, result)
-
     assert str(raised.value).startswith("model 'digits': the outputs ")
     assert message in str(raised.value)
 
@@ -213,7 +174,6 @@ def test_invalid_names(result: Any, names: list[str], message: str) -> None:
 def test_later_results() -> None:
     """A binding applies to later results, whose other parts may differ."""
     bound = results.bind_outputs(build.MODEL, ["deviation"], RESULTS["dict"])
-
     assert list(bound({"other": 0, "deviation": 3, "mean": 4})) == [3]
     with pytest.raises(LookupError):
         bound({"mean": 4})
@@ -222,17 +182,12 @@ def test_later_results() -> None:
         second(torch.ones(2, 3))  # a tensor can be indexed, too
 
 
-@pytest.mark.parametrize(
-    "later",
-    [(1, 2, 3), (1,), {"x": 1, "y": 2}, torch.ones(2, 3)],
-    ids=lambda later: str(type(later)),
-)
-def test_result_of_another_structure(later: Any) -> None:
+def test_result_of_another_structure() -> None:
     """A later result of another structure raises."""
     bound = results.bind_outputs(build.MODEL, ["a", "b"], (1, 2))
-
-    with pytest.raises((LookupError, TypeError, AttributeError)):
-        bound(later)
+    for later in ((1, 2, 3), (1,), {"x": 1, "y": 2}, torch.ones(2, 3)):
+        with pytest.raises((LookupError, TypeError, AttributeError)):
+            bound(later)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.errors import ForwardError, OutOfMemoryError, OutputError
-from torch_py_backend.streaming.streams import Streams, first_outputs
+from torch_py_backend.streaming.streams import Streams
 
 State = tuple[Tensor, int]
 
@@ -43,19 +43,6 @@ def _run(model: Any, *pairs: tuple[Any, Recorder], **overrides: Any) -> Streams:
 
 def _kept(count: int) -> list[tuple[Any, Recorder]]:
     return [(item(10.0 * number), Recorder()) for number in range(count)]
-
-
-def test_live_streams_share_a_step() -> None:
-    """Live streams share each step, and each gets its own values."""
-    model, pairs = Counter(), _kept(5)
-    streams = _run(model, *pairs)
-    for sent, recorder in pairs:
-        start = float(sent["x"])
-        assert recorder.values == [[[start]], [[start + 1]], [[start + 2]]]
-        assert recorder.error is None
-    assert model.sizes == [5, 5, 5]
-    assert streams.steps is not None
-    assert (streams.steps.calls, streams.steps.streams) == (3, 15)
 
 
 def test_streams_of_different_lengths() -> None:
@@ -88,13 +75,17 @@ def test_streams_of_different_lengths() -> None:
 def test_only_failing_streams_end() -> None:
     """A failed step is bisected: failing streams end, the others get all their responses."""
     model, pairs = Counter(fails_at=30), _kept(4)  # 0, 10, 20, and 30, which fails
-    _run(model, *pairs)
-    for _, recorder in pairs[:3]:
-        assert len(recorder.values) == 3
+    streams = _run(model, *pairs)
+    for sent, recorder in pairs[:3]:
+        start = float(sent["x"])
+        assert recorder.values == [[[start]], [[start + 1]], [[start + 2]]]
         assert recorder.error is None
     assert isinstance(pairs[3][1].error, ForwardError)
     assert "ValueError: too much" in pairs[3][1].text
     assert pairs[3][1].values == []
+    assert model.sizes[-2:] == [3, 3]  # they share the other steps
+    assert streams.steps is not None
+    assert (streams.steps.calls, streams.steps.streams) == (len(model.sizes), sum(model.sizes))
 
 
 @pytest.mark.parametrize(
@@ -133,17 +124,13 @@ def test_without_retry() -> None:
 
 
 def test_steps_shrink_when_memory_runs_out() -> None:
-    """Steps become smaller when memory runs out, and stay smaller."""
+    """Steps stay smaller after memory ran out; streams that do not fit alone end."""
     model, pairs = Counter(3, most=2), _kept(8)
     _run(model, *pairs)
     assert all(recorder.error is None and len(recorder.values) == 3 for _, recorder in pairs)
     assert model.sizes.count(8) == 1
-
-
-def test_not_enough_memory_for_one_stream() -> None:
-    """If not even one stream fits into memory, each ends with OutOfMemoryError."""
-    model, pairs = Counter(most=0), _kept(2)
-    _run(model, *pairs)
+    pairs = _kept(2)
+    _run(Counter(most=0), *pairs)
     assert all(isinstance(recorder.error, OutOfMemoryError) for _, recorder in pairs)
 
 
@@ -223,30 +210,10 @@ def test_outputs_that_contradict_the_config() -> None:
         ([(None, None, None)], "step() returned a tuple for a stream"),
         (torch.ones(1, 2), "step() returned a Tensor"),
     ],
-    ids=["empty", "no-pair", "triple", "tensor"],
 )
 def test_step_returns_something_else(returned: Any, message: str) -> None:
     """If step() does not return a pair for each stream, the error says what it returned."""
-
-    class Wrong:
-        def begin(self, x: Tensor) -> Tensor:
-            return x
-
-        def step(self, states: list[Tensor]) -> Any:
-            return returned
-
     recorder = Recorder()
-    _run(Wrong(), (item(1), recorder))
+    run(engine(Counter().begin, lambda states: returned), (item(1), recorder))
     assert isinstance(recorder.error, OutputError)
     assert message in str(recorder.error)
-
-
-def test_first_outputs() -> None:
-    """`first_outputs` returns those of the first step that has some, or raises."""
-    model = Silent()
-    outputs = first_outputs("digits", model.step, 5)
-    assert isinstance(outputs, Tensor)
-    assert float(outputs) == 4
-    for state in (1, None):
-        with pytest.raises(OutputError, match="without a response"):
-            first_outputs("digits", model.step, state)

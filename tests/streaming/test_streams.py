@@ -99,17 +99,17 @@ def test_an_error_ends_its_own_stream() -> None:
     assert other.error is None
 
 
-@pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, GeneratorExit])
-def test_any_exception_ends_the_stream(error: type[BaseException]) -> None:
+def test_any_exception_ends_the_stream() -> None:
     """Exceptions that end programs, tasks or generators are ForwardErrors of the stream."""
+    for error in (SystemExit, asyncio.CancelledError, GeneratorExit):
 
-    def forward(x: Tensor) -> Iterator[Tensor]:
-        yield x
-        raise error
+        def forward(x: Tensor, error: type[BaseException] = error) -> Iterator[Tensor]:
+            yield x
+            raise error
 
-    recorder = Recorder()
-    run(engine(forward), (item(1), recorder))
-    assert isinstance(recorder.error, ForwardError)
+        recorder = Recorder()
+        run(engine(forward), (item(1), recorder))
+        assert isinstance(recorder.error, ForwardError)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -185,26 +185,20 @@ def test_the_engine_is_free_between_steps() -> None:
     assert acquired == [False, True, False, True]
 
 
-def test_each_step_reports_its_begin_and_end() -> None:
-    """`begins` and `rests` are called around each step."""
-    model = engine(_three)
-    events: list[str] = []
-    model.recovery.on_call = lambda: events.append("busy")
-    streams = Streams(model, lambda: events.append("idle"))
-    asyncio.run(streams.run(item(1), Recorder()))
-    assert events == ["busy", "idle"] * (len(events) // 2)
-    assert len(events) >= 2 * 4
-
-
-def test_steps_run_in_inference_mode() -> None:
-    """Inference mode is enabled in each step."""
+def test_context_of_each_step() -> None:
+    """The beginning and end of each step are reported; inference mode is enabled in it."""
 
     def forward(x: Tensor) -> Iterator[Tensor]:
         for _ in range(2):
             yield x + torch.is_inference_mode_enabled()
 
-    recorder = Recorder()
-    run(engine(forward), (item(1), recorder))
+    model, recorder = engine(forward), Recorder()
+    events: list[str] = []
+    model.recovery.on_call = lambda: events.append("busy")
+    streams = Streams(model, lambda: events.append("idle"))
+    asyncio.run(streams.run(item(1), recorder))
+    assert events == ["busy", "idle"] * (len(events) // 2)
+    assert len(events) >= 2 * 3
     assert recorder.values == [[[2.0]], [[2.0]]]
 
 
@@ -280,19 +274,28 @@ async def _three_awaited(x: Tensor) -> AsyncIterator[Tensor]:
         yield factor * x
 
 
-@pytest.mark.parametrize(
-    "result",
-    [_three(torch.ones(1)), _three_awaited(torch.ones(1)), torch.ones(1)],
-    ids=["generator", "asynchronous", "no-stream"],
-)
-def test_first_outputs(result: Any) -> None:
-    """`first_outputs` returns the first value of a stream, or the value itself."""
-    outputs = first_outputs("digits", None, result)
-    assert isinstance(outputs, Tensor)
-    assert float(outputs) == 1.0
+def test_first_outputs() -> None:
+    """`first_outputs` returns the first outputs of a stream, or of its steps, or the value."""
+    ones = torch.ones(1)
+    for result in (_three(ones), _three_awaited(ones), ones):
+        outputs = first_outputs("digits", None, result)
+        assert isinstance(outputs, Tensor)
+        assert float(outputs) == 1.0
+
+    def step(states: list[int]) -> list[Any]:
+        return [(left - 1 or None, float(left) if left % 2 == 0 else None) for left in states]
+
+    assert first_outputs("digits", step, 5) == 4.0
 
 
 def test_first_outputs_of_an_empty_stream() -> None:
     """A stream without responses raises OutputError."""
-    with pytest.raises(OutputError, match="without a response"):
-        first_outputs("digits", None, iter(()))
+    endless = [(1, None)]
+    for step, result in (
+        (None, iter(())),
+        (lambda _: [(None, None)], 1),
+        (lambda _: endless, 1),
+        (lambda _: endless, None),
+    ):
+        with pytest.raises(OutputError, match="without a response"):
+            first_outputs("digits", step, result)

@@ -29,17 +29,15 @@ def check(config: ModelConfig, *, complete: bool = True) -> None:
 
 def _rules_before_completion(config: ModelConfig) -> tuple[Rule, ...]:
     options = config.options
+    sequences = config.sequencing is not None
     return (
         (
-            config.decoupled and config.sequencing is not None,
+            config.decoupled and sequences,
             "sequence_batching is set, and the model is decoupled",
-            (
-                "A stream keeps its own state between responses: remove one of the two from"
-                " config.pbtxt."
-            ),
+            "A stream keeps its own state between responses: remove one from config.pbtxt.",
         ),
         (
-            bool(options.state) and config.sequencing is None,
+            bool(options.state) and not sequences,
             "STATE is set, and config.pbtxt has no sequence_batching",
             "A state belongs to a sequence: add sequence_batching, or remove STATE.",
         ),
@@ -58,20 +56,40 @@ def _rules_before_completion(config: ModelConfig) -> tuple[Rule, ...]:
 
 def _rules(config: ModelConfig) -> tuple[Rule, ...]:
     options = config.options
-    batched = config.max_batch_size > 0
+    compile_parameters = options.torch_compile_optional_parameters
+    compiled = compile_parameters is not None and not compile_parameters.get("disable")
+    fixed_shapes = (compile_parameters or {}).get("dynamic") is False
+    graphs = "cuda_graphs" in options.optimize
     largest_bucket = max(options.batch_buckets or (0,))
-    compile_parameters = options.torch_compile_optional_parameters or {}
-    compiled = options.torch_compile_optional_parameters is not None and not (
-        compile_parameters.get("disable")
-    )
     gpu_sharing = bool(options.enable_weight_sharing) and config.kind != "CPU"
-    has_device_map = options.device_map is not None
     single_device = [name for name in options.optimize if name != "channels_last"]
-    state_outputs = {state.output for state in config.states}
+    states = {state.output for state in config.states}
     ragged = "batch_input" if config.batch_inputs else "batch_output"
-    ragged_cure = f"Remove one of the two: sizes differ from batch to batch with {ragged}."
+    of_batches = {
+        "PAD is set": bool(options.pad),
+        "BATCH_BUCKETS is set": bool(options.batch_buckets),
+        "OPTIMIZE asks for cuda_graphs": graphs,
+    }
+    excluded_by_streams = of_batches | {
+        "TORCH_COMPILE_OPTIONAL_PARAMETERS is set": compiled,
+        "OPTIMIZE asks for freeze": "freeze" in options.optimize,
+        "ENABLE_WEIGHT_SHARING holds the weights on the GPU once": gpu_sharing,
+    }
+    excluded_by_ragged_batches = {
+        "PAD": bool(options.pad),
+        "BATCH_BUCKETS": bool(options.batch_buckets),
+        "OPTIMIZE's cuda_graphs": graphs,
+        "TORCH_COMPILE_OPTIONAL_PARAMETERS with dynamic: false": fixed_shapes,
+        "model_transaction_policy { decoupled: true }": config.decoupled,
+        "a state that batch_output names": any(out.name in states for out in config.batch_outputs),
+    }
+    excluded_by_device_map = {
+        "model_transaction_policy { decoupled: true }": config.decoupled,
+        "TORCH_COMPILE_OPTIONAL_PARAMETERS": compiled,
+        f"OPTIMIZE's {', '.join(single_device)}": bool(single_device),
+        'ENABLE_WEIGHT_SHARING "true"': bool(options.enable_weight_sharing),
+    }
     return (
-        # --- sequences and states ---
         (
             options.sequence_memory_mb is not None and not config.states,
             "SEQUENCE_MEMORY_MB is set, and no state is kept",
@@ -80,31 +98,25 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
         (
             bool(options.pad) and any(-1 in state.dims for state in config.states),
             "PAD is set, and a state of sequence_batching has dims of -1",
-            (
-                "Padding within a state cannot be recognized: give the state fixed dims, or remove"
-                " PAD."
-            ),
+            "Padding in a state cannot be recognized: give it fixed dims, or remove PAD.",
         ),
-        # --- the model and its batches ---
         (
             {"bf16", "fp16"} <= set(options.optimize),
             "OPTIMIZE asks for bf16 and fp16",
             "They exclude each other; keep one.",
         ),
         (
-            "cuda_graphs" in options.optimize and config.kind != "GPU",
+            graphs and config.kind != "GPU",
             f"OPTIMIZE asks for cuda_graphs, and the instance is KIND_{config.kind}",
             "Use KIND_GPU, or remove cuda_graphs.",
         ),
-        (
-            "cuda_graphs" in options.optimize and not batched,
-            "OPTIMIZE asks for cuda_graphs, and max_batch_size is 0",
-            "A graph is captured for each bucket of rows: set max_batch_size.",
-        ),
-        (
-            bool(options.batch_buckets) and not batched,
-            "BATCH_BUCKETS is set, and max_batch_size is 0",
-            "Set max_batch_size, or remove BATCH_BUCKETS.",
+        *(
+            (
+                is_set and config.max_batch_size == 0,
+                f"{setting}, and max_batch_size is 0",
+                "It applies to batches: set max_batch_size, or remove it.",
+            )
+            for setting, is_set in of_batches.items()
         ),
         (
             largest_bucket > config.max_batch_size,
@@ -112,16 +124,10 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
             "Raise max_batch_size, or remove the bucket.",
         ),
         (
-            bool(options.pad) and not batched,
-            "PAD is set, and max_batch_size is 0",
-            "Requests are padded to share a batch: set max_batch_size, or remove PAD.",
-        ),
-        (
             options.watch_weights and gpu_sharing,
             "WATCH_WEIGHTS is set, and ENABLE_WEIGHT_SHARING holds the weights on the GPU once",
             "A swap in one instance would change a running batch of another: remove one of them.",
         ),
-        # --- profiles ---
         (
             options.profile_batches is not None and options.profile_dir is None,
             "PROFILE_BATCHES is set, and PROFILE_DIR is not",
@@ -132,72 +138,33 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
             f"PROFILE_DIR is '{options.profile_dir}'",
             "Give an absolute path: Triton chooses the working directory of an instance.",
         ),
-        # --- streams ---
         *(
             (
-                config.decoupled and bool(value),
-                f"{key} is set, and the model is decoupled",
-                f"Each request is a separate stream: remove {key}.",
+                is_set and config.decoupled,
+                f"{setting}, and the model is decoupled",
+                "Each request is a stream, with the model's code between its responses: remove it.",
             )
-            for key, value in (("PAD", options.pad), ("BATCH_BUCKETS", options.batch_buckets))
-        ),
-        (
-            config.decoupled and compiled,
-            "TORCH_COMPILE_OPTIONAL_PARAMETERS is set, and the model is decoupled",
-            "The code between two responses is not one graph: call torch.compile in the model.",
+            for setting, is_set in excluded_by_streams.items()
         ),
         *(
             (
-                config.decoupled and name in options.optimize,
-                f"OPTIMIZE asks for {name}, and the model is decoupled",
-                f"The code between two responses is not one graph: remove {name}.",
-            )
-            for name in ("freeze", "cuda_graphs")
-        ),
-        (
-            config.decoupled and gpu_sharing,
-            "ENABLE_WEIGHT_SHARING holds the weights on the GPU once, and the model is decoupled",
-            "The instance that owns the weights may end during a stream: remove it.",
-        ),
-        # --- ragged batches ---
-        *(
-            (
-                config.concatenates and is_set,
+                is_set and config.concatenates,
                 f"config.pbtxt has {ragged} and {setting}",
-                ragged_cure,
+                f"Remove one of the two: sizes differ from batch to batch with {ragged}.",
             )
-            for setting, is_set in (
-                ("PAD", bool(options.pad)),
-                ("BATCH_BUCKETS", bool(options.batch_buckets)),
-                ("OPTIMIZE's cuda_graphs", "cuda_graphs" in options.optimize),
-                (
-                    "TORCH_COMPILE_OPTIONAL_PARAMETERS with dynamic: false",
-                    compile_parameters.get("dynamic") is False,
-                ),
-                ("model_transaction_policy { decoupled: true }", config.decoupled),
-                (
-                    "a state that batch_output names",
-                    any(output.name in state_outputs for output in config.batch_outputs),
-                ),
-            )
+            for setting, is_set in excluded_by_ragged_batches.items()
         ),
-        # --- several devices ---
         (
-            has_device_map and config.kind != "MODEL",
+            options.device_map is not None and config.kind != "MODEL",
             f"DEVICE_MAP is set, and the instance is KIND_{config.kind}",
             "Use KIND_MODEL, or remove DEVICE_MAP.",
         ),
         *(
             (
-                has_device_map and is_set,
+                is_set and options.device_map is not None,
                 f"DEVICE_MAP is set, and so is {setting}",
                 "They cannot be combined: remove one of them.",
             )
-            for setting, is_set in (
-                ("model_transaction_policy { decoupled: true }", config.decoupled),
-                ("TORCH_COMPILE_OPTIONAL_PARAMETERS", compiled),
-                (f"OPTIMIZE's {', '.join(single_device)}", bool(single_device)),
-                ('ENABLE_WEIGHT_SHARING "true"', bool(options.enable_weight_sharing)),
-            )
+            for setting, is_set in excluded_by_device_map.items()
         ),
     )

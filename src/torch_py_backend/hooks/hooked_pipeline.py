@@ -29,14 +29,9 @@ from torch_py_backend.hooks.preprocessing import (
     by_name,
 )
 from torch_py_backend.hooks.user_hooks import Hooks, Tree
-from torch_py_backend.signature.binding import (
-    ArgumentType,
-    InputBinding,
-    Signature,
-    bind_inputs,
-    is_path,
-    ordinal,
-)
+from torch_py_backend.signature.arguments import ArgumentType, Signature, is_path, ordinal
+from torch_py_backend.signature.binding import bind_inputs
+from torch_py_backend.signature.calls import InputBinding
 
 # The module of the model, or the function that is served instead.
 Module: TypeAlias = "Callable[..., Tree]"
@@ -138,14 +133,11 @@ class HookedPipeline:
     def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
         """Group items that can share a call."""
         by_position = dict(items)
+        extra = (request_parameters.KEY,) if self._passes_parameters else ()
         without_parameters = [
-            (
-                position,
-                {name: value for name, value in item.items() if name != request_parameters.KEY},
-            )
+            (position, {name: item[name] for name in item if name not in extra})
             for position, item in items
         ]
-        extra = (request_parameters.KEY,) if self._passes_parameters else ()
         extra_takes = (ArgumentType.TENSOR,) * len(extra)
         groups = []
         for inputs, _, positions in self._preprocessor.group(without_parameters):

@@ -22,14 +22,9 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.request_parameters import Parameters
 from torch_py_backend.errors import BindingError, InputError, OutputError
 from torch_py_backend.hooks.user_hooks import Hook, Hooks, Tree
-from torch_py_backend.signature.binding import (
-    Argument,
-    ArgumentType,
-    InputBinding,
-    Passing,
-    Signature,
-    bind_inputs,
-)
+from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
+from torch_py_backend.signature.binding import bind_inputs
+from torch_py_backend.signature.calls import InputBinding
 
 # The name of an item's only column between preprocess() and collate().
 ROWS = "rows"

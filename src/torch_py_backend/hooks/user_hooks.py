@@ -28,7 +28,7 @@ from torch_py_backend.errors import (
 )
 from torch_py_backend.loading import python_source
 from torch_py_backend.signature import introspection
-from torch_py_backend.signature.binding import Passing, Signature
+from torch_py_backend.signature.arguments import Passing, Signature
 
 # What the methods of a user take and return: trees of anything.
 Tree: TypeAlias = Any
@@ -196,11 +196,7 @@ def _create_hook(config: ModelConfig, file: str, instance: object, name: str) ->
         raise SourceError(
             config.name, f"{place} in {file} is a {type(method).__name__}", expected="a method"
         )
-    if (
-        inspect.iscoroutinefunction(method)
-        or inspect.isgeneratorfunction(method)
-        or inspect.isasyncgenfunction(method)
-    ):
+    if inspect.iscoroutinefunction(method) or introspection.is_generator(method):
         raise SourceError(
             config.name,
             f"{place}() in {file} is asynchronous or a generator",
@@ -245,7 +241,11 @@ def _check_conflicts(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) 
             )
     batches = [hook for hook in _PER_BATCH if hook in hooks]
     named = any(spec.name == request_parameters.ARGUMENT for spec in config.inputs)
-    in_forward = "Do in forward() what the hooks do, or remove them."
+    in_forward = {
+        "config.pbtxt has sequence_batching": config.sequencing is not None,
+        "config.pbtxt has batch_input or batch_output": config.concatenates,
+        "the model is decoupled": config.decoupled,
+    }
     conflicts = (
         (
             bool(batches) and not config.max_batch_size,
@@ -262,20 +262,13 @@ def _check_conflicts(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) 
             f"OPTIMIZE asks for cuda_graphs, and {name} has hooks",
             "Remove cuda_graphs.",
         ),
-        (
-            config.sequencing is not None,
-            f"config.pbtxt has sequence_batching, and {name} has hooks",
-            in_forward,
-        ),
-        (
-            config.concatenates,
-            f"config.pbtxt has batch_input or batch_output, and {name} has hooks",
-            in_forward,
-        ),
-        (
-            config.decoupled,
-            f"the model is decoupled, and {name} has hooks",
-            in_forward,
+        *(
+            (
+                is_set,
+                f"{setting}, and {name} has hooks",
+                "Do in forward() what the hooks do, or remove them.",
+            )
+            for setting, is_set in in_forward.items()
         ),
         (
             named and any(hook.takes_parameters for hook in hooks.values()),

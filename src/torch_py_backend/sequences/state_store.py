@@ -29,7 +29,7 @@ from torch_py_backend.errors import BackendError, InputError, StateMemoryError
 from torch_py_backend.sequences import initial_states, row_pool
 from torch_py_backend.sequences.row_pool import Form, Pool
 from torch_py_backend.signature import binding
-from torch_py_backend.signature.binding import Signature
+from torch_py_backend.signature.arguments import Signature
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,13 @@ from typing import Annotated, Any, ForwardRef, Literal, Union, get_args, get_ori
 import torch
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature, path_text
+from torch_py_backend.signature.arguments import (
+    Argument,
+    ArgumentType,
+    Passing,
+    Signature,
+    path_text,
+)
 
 _PASSING = {
     inspect.Parameter.POSITIONAL_ONLY: Passing.POSITIONAL,

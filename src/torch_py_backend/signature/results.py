@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from torch_py_backend.errors import BindingError, join_names
-from torch_py_backend.signature.binding import Path, is_path, ordinal, path_text
+from torch_py_backend.signature.arguments import Path, is_path, ordinal, path_text
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,218 @@
+"""The arguments of forward(), and the grammar of the names that stand for them.
+
+The name of an input is, in this order: an argument of forward(); a path, `ARGS[0]`, `ARGS[2][key]`,
+`KWARGS[name]`; the key of a TypedDict; or `<name>__<number>`, the number of an argument (of a leaf,
+if the artifact contains its own call tree).
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+# Keys from an argument (or the result) down to a leaf.
+Path: TypeAlias = tuple[int | str, ...]
+# A leaf of the call tree: its slot, and the path within. A slot is the name of an argument, or `*n`
+# for the n-th positional argument if `*args` contains it.
+Place: TypeAlias = tuple[str, Path]
+# Builds (args, kwargs) of forward() from the tensors of a call tree.
+Unflatten: TypeAlias = Callable[[Sequence[object]], tuple[Sequence[object], Mapping[str, object]]]
+
+# As in LibTorch: only digits after the first two underscores.
+# Bounded: Python reads no integer of more than 4,300 digits, and follows no path of thousands.
+_ORDINAL = re.compile(r"(?:(?!__).)*__([0-9]{1,9})")
+_PATH = re.compile(r"(ARGS|KWARGS|RESULT)((?:\[[^\[\]]+\]){0,64})")
+_INDEX = re.compile(r"[0-9]{1,9}")
+
+
+def ordinal(name: str) -> int | None:
+    """Return the number in `<name>__<number>`, or None."""
+    match = _ORDINAL.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def is_path(name: str) -> bool:
+    """Return whether a name is the text of a path."""
+    return _PATH.fullmatch(name) is not None
+
+
+def path_text(root: str, path: Path) -> str:
+    """Return the text of a path: `ARGS[2][key]`."""
+    return root + "".join(f"[{key}]" for key in path)
+
+
+class Passing(enum.Enum):
+    """How an argument is passed: the kinds of `inspect.Parameter`."""
+
+    POSITIONAL = "positional"
+    KEYWORD = "keyword"
+    VAR_POSITIONAL = "*"
+    VAR_KEYWORD = "**"
+
+
+class ArgumentType(enum.Enum):
+    """The type of an argument, from its annotation."""
+
+    TENSOR = "a tensor"
+    DICT = "a dict of tensors"
+    LIST = "a list of tensors"
+    TUPLE = "a tuple of tensors"
+    INT = "an int"
+    FLOAT = "a float"
+    BOOL = "a bool"
+    STR = "a str"
+    RAW = "a bytes"
+    VALUE = "one value"
+    STRINGS = "a list of str"
+    BYTES = "a list of bytes"
+    NESTED_STRINGS = "lists of str in lists"
+    NESTED_BYTES = "lists of bytes in lists"
+
+    @property
+    def scalar(self) -> bool:
+        return self.name in ("INT", "FLOAT", "BOOL", "STR", "RAW", "VALUE")
+
+    @property
+    def raw(self) -> bool:
+        """Whether strings are passed as bytes, not decoded."""
+        return self.name in ("RAW", "BYTES", "NESTED_BYTES")
+
+    @property
+    def container(self) -> bool:
+        """Whether its parts are tensors, which may be separate inputs."""
+        return self.name in ("DICT", "LIST", "TUPLE")
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument of forward().
+
+    Attributes:
+        required: it has no default.
+        type: its type; a tensor if it has no annotation.
+        text: its declaration, for messages.
+        nullable: its annotation allows None.
+        positional_only: it cannot be passed by keyword.
+        keys: the keys of a TypedDict; each is bound to a separate input.
+    """
+
+    name: str
+    required: bool
+    passing: Passing
+    type: ArgumentType
+    text: str
+    nullable: bool = False
+    positional_only: bool = False
+    keys: tuple[Argument, ...] = ()
+
+    @property
+    def named(self) -> bool:
+        """Whether it is one argument, not `*` or `**`."""
+        return self.passing in (Passing.POSITIONAL, Passing.KEYWORD)
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The signature of a loaded artifact.
+
+    Attributes:
+        leaves: for an artifact that contains its own call tree: the paths of its tensors, in its
+            order. None: the call tree follows from the inputs.
+        unflatten: a function that builds (args, kwargs) of such a tree from its leaves.
+        name: the name of the function, for messages.
+        torchscript: it is TorchScript: names follow LibTorch's rule, strings may be any bytes.
+        keyword_types: the types of the known names that `**` accepts.
+    """
+
+    arguments: tuple[Argument, ...]
+    leaves: tuple[str, ...] | None = None
+    unflatten: Unflatten | None = None
+    name: str = "forward"
+    torchscript: bool = False
+    keyword_types: Mapping[str, ArgumentType] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Return the declaration of the function."""
+        texts = [argument.text for argument in self.arguments]
+        kinds = [argument.passing for argument in self.arguments]
+        if Passing.KEYWORD in kinds and Passing.VAR_POSITIONAL not in kinds:
+            texts.insert(kinds.index(Passing.KEYWORD), "*")
+        return f"{self.name}({', '.join(texts)})"
+
+    @property
+    def named(self) -> list[str]:
+        """The names of the arguments, without `*` and `**`."""
+        return [argument.name for argument in self.arguments if argument.named]
+
+    @property
+    def main_argument(self) -> Argument | None:
+        """The only argument, or the only one without a default; None: there are several."""
+        required = [argument for argument in self.arguments if argument.required] or self.arguments
+        return required[0] if len(required) == 1 else None
+
+    def container_argument(self, names: Sequence[str]) -> Argument | None:
+        """Return the argument that contains all inputs as its parts, or None."""
+        main = self.main_argument
+        if main is None or not main.type.container:
+            return None
+        others = {argument.name for argument in self.arguments} - {main.name}
+        return None if any(name in others or is_path(name) for name in names) else main
+
+    def has(self, passing: Passing) -> bool:
+        return any(argument.passing is passing for argument in self.arguments)
+
+    def slots(self, count: int) -> list[str]:
+        """Return the numbered slots for `count` names: positional arguments, items of `*args`."""
+        slots = [entry.name for entry in self.arguments if entry.passing is Passing.POSITIONAL]
+        if self.has(Passing.VAR_POSITIONAL):
+            slots += [f"*{index}" for index in range(len(slots), count)]
+        return slots
+
+    def place(self, name: str, slots: Sequence[str]) -> Place | None:
+        """Return the leaf that a name stands for, whatever the other names are; None: no leaf."""
+        if name in self.named:
+            return name, ()
+        if is_path(name):
+            return self._place_of_path(name, slots)
+        owners = [
+            entry.name for entry in self.arguments if name in [key.name for key in entry.keys]
+        ]
+        if len(owners) == 1:
+            return owners[0], (name,)
+        number = ordinal(name)
+        if number is not None and number < len(slots):
+            return slots[number], ()
+        return (name, ()) if self.has(Passing.VAR_KEYWORD) else None
+
+    def _place_of_path(self, name: str, slots: Sequence[str]) -> Place | None:
+        root, *keys = re.split(r"\]?\[", name.rstrip("]"))
+        if not keys:
+            return None
+        first, *rest = keys
+        below = tuple(int(key) if _INDEX.fullmatch(key) else key for key in rest)
+        if root == "ARGS" and _INDEX.fullmatch(first) and int(first) < len(slots):
+            return slots[int(first)], below
+        by_keyword = first in self.named or self.has(Passing.VAR_KEYWORD)
+        return (first, below) if root == "KWARGS" and by_keyword else None
+
+    def leaf_aliases(self) -> dict[str, int]:
+        """Return the names of each leaf: its path, its argument, its last key; not its number."""
+        leaves = self.leaves or ()
+        aliases = {leaf: index for index, leaf in enumerate(leaves)}
+        for index, argument in enumerate(self.arguments):
+            if f"ARGS[{index}]" in aliases and argument.passing is Passing.POSITIONAL:
+                aliases.setdefault(argument.name, aliases[f"ARGS[{index}]"])
+        keys = [leaf.rpartition("[")[2].rstrip("]") for leaf in leaves]
+        for index, key in enumerate(keys):
+            if not key.isdecimal() and keys.count(key) == 1:
+                aliases.setdefault(key, index)
+        return aliases
+
+    def leaf_indices(self, names: Sequence[str]) -> list[int | None]:
+        """Return the leaf of each name; None for a name that no leaf has."""
+        aliases, count = self.leaf_aliases(), len(self.leaves or ())
+        indices = [aliases.get(name, ordinal(name)) for name in names]
+        return [index if index is not None and index < count else None for index in indices]
