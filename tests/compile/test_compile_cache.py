@@ -66,11 +66,9 @@ def test_bundle_is_written_and_loaded(
         assert not first.path.exists()
     written = first.path.stat().st_mtime_ns
     assert torch_cache == []
-
     second = find_bundle(tmp_path, artifact)
     with second.used():
         assert torch_cache == [b"kernels\n"]
-
     assert second.path.stat().st_mtime_ns == written
     assert {path.suffix for path in (tmp_path / "compile_cache").iterdir()} == {".bundle", ".lock"}
 
@@ -87,12 +85,10 @@ def test_libraries_of_the_cpu_are_kept(
         (folder / "ab" / "kernel.so").write_bytes(b"code")
         (folder / "ab" / "kernel.cpp").write_bytes(b"source")
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "first")
-
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "second"))
     with bundle.used():
         folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         kept = {path.name: path.read_bytes() for path in folder.glob("*/*")}
-
     assert kept == {"kernel.so": b"code"}
 
 
@@ -125,10 +121,8 @@ def test_library_of_a_killed_start_is_replaced(
         library.parent.mkdir(parents=True)
         library.write_bytes(b"whole")
     library.write_bytes(b"wh")
-
     with bundle.used():
         assert library.read_bytes() == b"whole"
-
     assert [path.name for path in library.parent.iterdir()] == ["kernel.so"]
 
 
@@ -142,10 +136,8 @@ def test_library_outside_of_the_folder(
     with zipfile.ZipFile(payload, "w") as archive:
         archive.writestr("torch.bundle", b"")
         archive.writestr(target, b"code")
-
     with pytest.raises(ValueError, match="leads out of its folder"):
         compile_cache.unpack(payload.getvalue(), tmp_path / "a" / "b")
-
     assert not list(tmp_path.glob("**/outside.so"))
 
 
@@ -164,7 +156,6 @@ def test_full_disk_leaves_nothing_behind(
     monkeypatch.setattr(Path, "replace", full)
     with bundle.used():
         pass
-
     assert "No space left on device" in caplog.text
     assert [path.suffix for path in (tmp_path / "compile_cache").iterdir()] == [".lock"]
 
@@ -172,10 +163,8 @@ def test_full_disk_leaves_nothing_behind(
 def test_failed_start_keeps_nothing(tmp_path: Path, artifact: Artifact) -> None:
     """A failed warm-up writes no bundle, and releases the lock."""
     bundle = find_bundle(tmp_path, artifact)
-
     with pytest.raises(ZeroDivisionError), bundle.used():
         _ = 1 / 0
-
     assert not bundle.path.exists()
     with bundle.used():
         pass
@@ -197,9 +186,7 @@ def test_other_model_has_another_bundle(
 ) -> None:
     """A change of the compiled code changes the file name."""
     before = find_bundle(tmp_path, artifact).path
-
     change(tmp_path)
-
     assert find_bundle(tmp_path, artifact, **options).path != before
 
 
@@ -241,10 +228,8 @@ def test_damaged_bundle(
         pass
     content = bundle.path.read_bytes()
     bundle.path.write_bytes(damage(content))
-
     with bundle.used():
         assert torch_cache == []
-
     assert message in caplog.text
     assert bundle.path.read_bytes() == content
 
@@ -256,10 +241,8 @@ def test_nothing_to_save(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
     bundle = find_bundle(tmp_path, artifact)
-
     with bundle.used():
         pass
-
     assert not bundle.path.exists()
 
 
@@ -267,7 +250,6 @@ def test_nothing_to_save(
 def test_cache_is_disabled(tmp_path: Path, artifact: Artifact, value: str) -> None:
     """COMPILE_CACHE_DIR none writes nothing to the model's folder."""
     config = build.config(tmp_path, compile_cache_dir=value)
-
     assert compile_cache.at(config, artifact, CPU) is None
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
@@ -275,7 +257,6 @@ def test_cache_is_disabled(tmp_path: Path, artifact: Artifact, value: str) -> No
 def test_named_folder_is_used(tmp_path: Path, artifact: Artifact) -> None:
     """The folder of COMPILE_CACHE_DIR is created if it is missing."""
     bundle = find_bundle(tmp_path, artifact, compile_cache_dir=str(tmp_path / "a" / "b"))
-
     assert bundle.path.parent == tmp_path / "a" / "b"
 
 
@@ -283,7 +264,6 @@ def test_named_folder_that_cannot_be_written(tmp_path: Path, artifact: Artifact)
     """A folder of COMPILE_CACHE_DIR that cannot be written is an error."""
     (tmp_path / "file").touch()
     config = build.config(tmp_path, compile_cache_dir=str(tmp_path / "file" / "cache"))
-
     with pytest.raises(PlatformError, match=r"COMPILE_CACHE_DIR is .* cannot be written"):
         compile_cache.at(config, artifact, CPU)
 
@@ -291,7 +271,6 @@ def test_named_folder_that_cannot_be_written(tmp_path: Path, artifact: Artifact)
 def test_folder_beside_the_model_that_cannot_be_written(tmp_path: Path, artifact: Artifact) -> None:
     """A model in a read-only repository is served without a bundle."""
     (tmp_path / "compile_cache").touch()
-
     assert compile_cache.at(build.config(tmp_path), artifact, CPU) is None
 
 
@@ -339,12 +318,10 @@ def test_one_of_several_instances_compiles(tmp_path: Path, artifact: Artifact) -
         context.Process(target=_compile, args=(tmp_path, artifact, barrier, compiled))
         for _ in range(4)
     ]
-
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
-
     assert [process.exitcode for process in processes] == [0] * 4
     assert compiled.value == 1
 
@@ -428,10 +405,8 @@ def test_warm_start_compiles_nothing(tmp_path: Path) -> None:
     """A second machine loads every graph from the bundle alone."""
     model = tmp_path / "model"
     build.write(model, "model.py", models.source(models.Compiled))
-
     cold = _start(model, tmp_path / "first")
     warm = _start(model, tmp_path / "second")
-
     assert cold["fxgraph_cache_miss"] > 0
     assert "fxgraph_cache_hit" not in cold
     assert "fxgraph_cache_miss" not in warm
@@ -448,10 +423,8 @@ def test_warm_start_of_frozen_weights_builds_nothing(tmp_path: Path) -> None:
     """PyTorch does not cache graphs with packed weights; their kernels are cached."""
     model = tmp_path / "model"
     build.write(model, "model.py", models.source(models.Convolved))
-
     cold = _start(model, tmp_path / "first", OPTIMIZE="freeze")
     warm = _start(model, tmp_path / "second", OPTIMIZE="freeze")
-
     assert cold["fxgraph_cache_bypass"] > 0
     assert cold["built"] > 0
     assert warm["built"] == 0

@@ -66,11 +66,9 @@ def test_parameters_reach_torch_compile() -> None:
     """A graph break is an error only with fullgraph."""
     whole = config({"backend": "eager", "fullgraph": True})
     parts = config({"backend": "eager"})
-
     with pytest.raises(CompileError, match=r"torch\.compile failed"):
         compiled(whole, Branching())(torch.ones(1))
     torch._dynamo.reset()
-
     result = compiled(parts, Branching())(torch.ones(1))
     assert torch.equal(result, torch.full((1,), 2.0))
 
@@ -78,9 +76,7 @@ def test_parameters_reach_torch_compile() -> None:
 def test_torchscript_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
     """TorchScript is not compiled, and a line in the log says so."""
     module = torch.jit.script(Scaled())
-
     assert torch_compile.apply(config({}), ArtifactType.TORCHSCRIPT, module, Counts()) is None
-
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "'digits'" in record.getMessage()
@@ -99,11 +95,9 @@ def test_recompile_limit(
 ) -> None:
     """With static shapes torch's limit is raised to the number of batch sizes, never lowered."""
     parameters = {"backend": "eager", "dynamic": dynamic}
-
     torch_compile.apply(
         config(parameters, max_batch_size=rows), ArtifactType.MODULE, Scaled(), Counts()
     )
-
     assert torch._dynamo.config.recompile_limit == (limit or recompile_limit)
 
 
@@ -118,7 +112,6 @@ def test_wrong_parameters(parameters: dict[str, Any], message: str) -> None:
     """A value that torch.compile refuses fails the load."""
     with pytest.raises(OptionError) as raised:
         torch_compile.apply(config(parameters), ArtifactType.MODULE, Scaled(), Counts())
-
     assert isinstance(raised.value, LoadError)
     assert "'digits': the parameter TORCH_COMPILE_OPTIONAL_PARAMETERS is" in str(raised.value)
     assert message in str(raised.value)
@@ -131,10 +124,8 @@ def test_one_graph_serves_all_row_counts() -> None:
     """Dimension 0 is marked as dynamic: one graph serves all row counts above 1."""
     model = compiled(config({"backend": "eager"}), Scaled())
     torch._dynamo.utils.counters.clear()
-
     for rows in (8, 1, 2, 3, 4, 5, 6, 7):
         model(torch.ones(rows, 4))
-
     assert graphs() == 2
 
 
@@ -146,10 +137,8 @@ def test_sealed_model_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None
     model(torch.ones(8, 4))
     sealed = model.seal()
     torch._dynamo.utils.counters.clear()
-
     for shape in ((8, 4), (3, 4), (1, 4), (2, 5), (2, 4, 4), (1, 4)):
         assert torch.equal(sealed(torch.ones(shape)), torch.full(shape, 3.0))
-
     assert graphs() == 0
     assert counts.eager_calls == 4
     (message,) = ours(caplog)
@@ -181,13 +170,11 @@ def test_model_with_graph_breaks_is_run_once(dynamic: bool | None) -> None:
     model(torch.zeros(8, 4))
     sealed = model.seal()
     torch._dynamo.utils.counters.clear()
-
     for shape in ((8, 4), (3, 4), (1, 4), (2, 5), (2, 4, 4)):
         calls, x = module.calls.item(), torch.zeros(shape)
         assert torch.equal(sealed(x).flatten(), torch.full((x.numel(),), 3.0))
         assert torch.equal(x, torch.ones(shape))
         assert module.calls.item() == calls + 2
-
     assert graphs() == 0
 
 
@@ -209,7 +196,6 @@ def test_error_with_the_text_of_dynamo() -> None:
     model(torch.ones(2, 4))
     sealed = model.seal()
     calls = 0
-
     with pytest.raises(RuntimeError, match="Detected recompile"):
         sealed(-torch.ones(2, 4))
     assert calls == 1
@@ -225,12 +211,10 @@ def test_model_that_cannot_be_compiled_runs_eagerly(
 ) -> None:
     """A model that cannot be compiled runs eagerly, with a line in the log."""
     model = compiled(config({"backend": broken}), Scaled())
-
     for _ in range(2):
         assert torch.equal(model(torch.ones(2, 4)), torch.full((2, 4), 3.0))
     if seals:
         assert torch.equal(model.seal()(torch.ones(5, 4)), torch.full((5, 4), 3.0))
-
     (message,) = ours(caplog)
     assert "cannot be compiled and runs eagerly" in message
     assert "no working compiler" in message
@@ -264,6 +248,5 @@ def test_frozen_weights_are_constants() -> None:
     """OPTIMIZE freeze is set for inductor, and not for the next model."""
     compiled(config({}, optimize=("freeze",)), Scaled())
     assert torch._inductor.config.freezing
-
     compiled(config({}), Scaled())
     assert not torch._inductor.config.freezing

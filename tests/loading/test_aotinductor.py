@@ -82,14 +82,12 @@ def test_mismatch(
 ) -> None:
     """The machine that a package was built for is compared with this one."""
     monkeypatch.setattr(aotinductor, "this_machine", lambda device: HERE)
-
     assert aotinductor.mismatch(package(tmp_path, metadata), CPU) == difference
 
 
 def test_this_machine_matches_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine matches itself, on the CPU and on a GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-
     for device, name in ((None, "cpu"), (CPU, "cpu"), (torch.device("cuda", 0), "cuda")):
         here = aotinductor.this_machine(device)
         assert here["AOTI_DEVICE_KEY"] == name
@@ -101,10 +99,8 @@ def test_this_machine_matches_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_package_that_cannot_be_loaded(content: str, tmp_path: Path) -> None:
     """A damaged package fails the load with an error that says what to do."""
     path = build.write(tmp_path, "model.pt2", content)
-
     with pytest.raises(ArtifactError) as raised:
         aotinductor.load(Artifact(ArtifactType.AOTI, path), config(tmp_path, "x"), CPU)
-
     assert "'digits': model.pt2 is an AOTInductor package that torch" in str(raised.value)
     assert "with the parameter FALLBACK" in str(raised.value)
     assert str(tmp_path) not in str(raised.value)
@@ -161,7 +157,6 @@ def test_device_of_a_package(
     """A package for CUDA is tried on the GPU, although the config names no device yet."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-
     assert aotinductor.device_of(package(tmp_path, metadata)) == device
 
 
@@ -171,7 +166,6 @@ def test_calls_of_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     loader = Loader()
     assert aoti(tmp_path, monkeypatch, loader, rows=0).rows == ANY_ROWS
     assert loader.calls == []
-
     aoti(tmp_path, monkeypatch, loader, device=torch.device("meta"))
     assert {leaf.device.type for leaves in loader.calls for leaf in leaves} == {"meta"}
 
@@ -180,11 +174,9 @@ def test_calls_of_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_package_is_called_with_its_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package gets its leaves in its own order, and its result has its own structure."""
     program = aoti(tmp_path, monkeypatch, Loader())
-
     inputs = binding.bind_inputs(build.MODEL, ["a", "b", "arg0"], program.signature)
     values = {"a": C, "b": B, "arg0": A}
     result: Any = inputs.call(program.module, [values[name] for name in inputs.names])
-
     assert torch.equal(result["y"], A + 10 * B + 100 * C)
     assert program.signature.leaves == ("ARGS[0]", "ARGS[1][b]", "ARGS[1][a]")
 
@@ -214,7 +206,6 @@ def test_least_rows_of_a_package(
 ) -> None:
     """The least rows are in the error message for one row."""
     loader = Loader(refuses, least)
-
     assert aoti(tmp_path, monkeypatch, loader).rows == rows
     assert [leaf.shape for leaf in loader.calls[0]] == [(1, 2)] * 3
 
@@ -245,7 +236,6 @@ def test_probing_prints_nothing(
 ) -> None:
     """Messages of refused sizes are not printed; other messages are."""
     aoti(tmp_path, monkeypatch, Loud(refuses, least=2))
-
     assert capfd.readouterr().err.count("Error: what the runtime prints\n") == lines
     os.write(2, b"open again\n")
     assert capfd.readouterr().err == "open again\n"
@@ -290,7 +280,6 @@ def test_package_starts_without_the_compiler() -> None:
     """
     words = [sys.executable, "-c", _LOADED_ALONE, str(Path(__file__).parents[1]), str(PACKAGE)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
-
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "10 [] []"
 

@@ -122,7 +122,6 @@ def test_tensors_follow(devices: dict[str, str]) -> None:
     for method, shape in ((net, (3, 2)), (net.summed, (3, 4))):
         result = Dispatched(method, net, config)(torch.zeros(3, 4))
         assert (result.device, result.shape) == (net.start.device, shape)
-
     plain = Net()
     plain.head.to("cuda:1")
     with pytest.raises(RuntimeError, match=r"cpu|cuda:1"):

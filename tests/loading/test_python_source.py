@@ -122,7 +122,6 @@ def test_imported_class_is_served_by_its_name(tmp_path: Path) -> None:
     """A class of a file beside model.py is served if it is named, or by the Python runtime."""
     build.write(tmp_path, "sibling_with_a_class.py", NET)
     source = "from sibling_with_a_class import Net\n"
-
     assert "model.py defines no nn.Module and no function" in refusal(tmp_path, source)
     assert constructed(tmp_path, source, model_class="Net")(1) == 2
     assert constructed(tmp_path, source, python_runtime=True)(1) == 2
@@ -139,7 +138,6 @@ def stub_module(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_sibling_named_model_is_imported(tmp_path: Path, stub_module: None) -> None:
     """`import model` imports the model's own module, not the backend's file."""
     build.write(tmp_path, "model.py", NET)
-
     assert constructed(tmp_path, "from model import Net\n", "served.py", model_class="Net")(1) == 2
 
 
@@ -149,9 +147,7 @@ def test_keyword_arguments_reach_class_and_factory(option: str, tmp_path: Path) 
     source = SIZED + "def make(size, bias):\n    return Net(size, bias=bias)\n"
     name = "Net" if option == "model_class" else "make"
     keywords = {"size": 3, "bias": False}
-
     module = constructed(tmp_path, source, model_kwargs=keywords, **{option: name})
-
     assert module.linear.bias is None
     assert module(torch.ones(2, 3)).shape == (2, 1)
 
@@ -217,9 +213,7 @@ def test_error_of_a_constructor(body: str, message: str, tmp_path: Path) -> None
     source = (
         f"from torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n        {body}\n"
     )
-
     text = refusal(tmp_path, source)
-
     assert f"Net() in model.py fails at {message}" in text
     assert "/nowhere/secret" not in text
 
@@ -246,9 +240,7 @@ def test_error_of_an_import(source: str | bytes, message: str, tmp_path: Path) -
     """The error of an import has the line of model.py, also for a file that it imports."""
     build.write(tmp_path, "dividing.py", "x = 1\n\ny = 1 / 0\n")
     build.write(tmp_path, "unclosed.py", "x = 1\n\n\n\ny = (\n")
-
     text = refusal(tmp_path, source)
-
     assert "model.py fails at " in text
     assert message in text
 
@@ -273,9 +265,7 @@ def test_siblings_can_be_imported(tmp_path: Path) -> None:
         "    from sibling_package import NUMBER as later\n"
         "    return x + NUMBER + later\n"
     )
-
     function = constructed(tmp_path, source)
-
     assert not list(tmp_path.rglob("__pycache__"))
     assert function(1) == 8
     assert sys.dont_write_bytecode is before
@@ -285,7 +275,6 @@ def test_two_models(tmp_path: Path) -> None:
     """Each model.py is a separate module, which is found by its name."""
     first = constructed(tmp_path / "a", NET)
     second = constructed(tmp_path / "b", NET.replace("+ 1", "+ 2"))
-
     assert (first(1), second(1)) == (2, 3)
     assert type(first) is not type(second)
     assert sys.modules[type(first).__module__].Net is type(first)
@@ -351,9 +340,7 @@ def test_class_of_a_package_is_built(package: str, tmp_path: Path, stub_module: 
     folder = tmp_path / "digits"
     build.write(folder, "model.py", PACKAGE)
     size, offset = {"model_kwargs": {"size": 5}}, {"model_kwargs": {"offset": 5}}
-
     module, has_weights = built(folder, f"{package}.models:Net", **size)
-
     assert isinstance(module, nn.Module)
     assert module.get_parameter("linear.weight").shape == (1, 5)
     assert not has_weights
@@ -371,11 +358,9 @@ def test_from_pretrained(files: list[str], expected: str, package: str, tmp_path
     (folder / "1").mkdir(parents=True)
     for name in files:
         (folder / name).write_text("{}")
-
     module, has_weights = built(
         folder, f"{package}.models:Pretrained", model_kwargs={"revision": "a"}
     )
-
     keywords = {"local_files_only": True, "revision": "a"}
     assert has_weights
     assert module.arguments == (str(folder / expected), keywords, "1")
@@ -386,7 +371,6 @@ def test_from_pretrained_without_a_config(package: str, tmp_path: Path) -> None:
     module, has_weights = built(
         tmp_path / "digits", f"{package}.models:Pretrained", model_kwargs={"a": 1}
     )
-
     assert not has_weights
     assert module.arguments == ("built", {"a": 1})
 
@@ -410,10 +394,8 @@ def test_from_pretrained_without_a_config(package: str, tmp_path: Path) -> None:
 def test_factory_that_fails(name: str, message: str, package: str, tmp_path: Path) -> None:
     """A missing or failing factory is an error with its reason, and no folders of the server."""
     options = {"model_kwargs": {"width": 3}} if name == ".models:Net" else {}
-
     with pytest.raises(SourceError) as raised:
         built(tmp_path / "digits", f"{package}{name}", **options)
-
     assert "model 'digits': MODEL_FACTORY " in str(raised.value)
     assert message in str(raised.value)
     assert "/srv/secret" not in str(raised.value)
@@ -425,7 +407,6 @@ def test_factory_that_fails(name: str, message: str, package: str, tmp_path: Pat
 def test_example_inputs(tmp_path: Path) -> None:
     """The result of the function in model.py is returned, or None without it."""
     path = build.write(tmp_path, "model.py", NET + "def example_inputs():\n    return {'x': 3}\n")
-
     assert python_source.example_inputs(build.MODEL, path, "example_inputs") == {"x": 3}
     assert python_source.example_inputs(build.MODEL, path, "missing") is None
 
@@ -441,8 +422,6 @@ def test_example_inputs(tmp_path: Path) -> None:
 def test_wrong_example_inputs(body: str, message: str, tmp_path: Path) -> None:
     """The error of example_inputs() has its line."""
     path = build.write(tmp_path, "model.py", f"def example_inputs():\n    {body}\n")
-
     with pytest.raises(SourceError) as raised:
         python_source.example_inputs(build.MODEL, path, "example_inputs")
-
     assert message in str(raised.value)

@@ -113,9 +113,7 @@ def scripted() -> Any:
 def test_module_is_ready_to_be_called(tmp_path: Path) -> None:
     """A source becomes a module with its weights, in eval mode, without gradients."""
     store(tmp_path, state=STATE)
-
     loaded = load(tmp_path)
-
     assert isinstance(loaded.module, nn.Module)
     assert torch.equal(loaded.module(X), Y)  # without eval(), dropout would clear nearly all
     assert not any(part.training for part in loaded.module.modules())
@@ -134,16 +132,13 @@ def test_device(
 ) -> None:
     """A module is moved to the device of its instance; without one it stays where it is."""
     write(tmp_path)
-
     assert {tensor.device.type for tensor in load(tmp_path, device).weights} == {expected}
 
 
 def test_module_places_itself(tmp_path: Path) -> None:
     """With KIND_MODEL the module is not moved."""
     store(tmp_path, NET + "def make():\n    return Net().to('meta')\n")
-
     loaded = load(tmp_path, device=None, model_factory="make", weights="none")
-
     assert {tensor.device.type for tensor in loaded.weights} == {"meta"}
 
 
@@ -154,9 +149,7 @@ def test_function_is_served(tmp_path: Path) -> None:
         "def double(x, factor=2):\n    return factor * x\n\n\n"
         "class Scaled:\n    def __call__(self, x):\n        return 3 * x\n",
     )
-
     loaded = load(tmp_path)
-
     assert loaded.module(4) == 8
     assert list(loaded.weights) == []
     assert str(loaded.signature) == "double(x, factor=2)"
@@ -166,7 +159,6 @@ def test_function_is_served(tmp_path: Path) -> None:
 def test_weights_beside_a_function_are_refused(tmp_path: Path) -> None:
     """A file of weights beside a function is an error, unless WEIGHTS is none."""
     store(tmp_path, "def double(x):\n    return 2 * x\n", state=STATE)
-
     with pytest.raises(ArtifactError, match=r"model\.pt is beside a function.*WEIGHTS to \"none\""):
         load(tmp_path)
     assert load(tmp_path, weights="none").module(4) == 8
@@ -185,7 +177,6 @@ def test_object_that_cannot_be_called(
 ) -> None:
     """A model is a module or a function, and its arguments are known."""
     store(tmp_path, "from torch import relu\ndef make():\n    return 3\nclass Size: ...\n")
-
     with pytest.raises(SourceError, match=message):
         load(tmp_path, **options)
 
@@ -193,9 +184,7 @@ def test_object_that_cannot_be_called(
 def test_factory_may_return_torchscript(tmp_path: Path) -> None:
     """A factory may return a scripted module."""
     store(tmp_path, NET + "def make():\n    return torch.jit.script(Net())\n")
-
     loaded = load(tmp_path, model_factory="make", weights="none")
-
     assert str(loaded.signature) == "forward(x)"
     assert loaded.module(X).shape == (1, 3)
 
@@ -214,9 +203,7 @@ def test_factory_may_return_torchscript(tmp_path: Path) -> None:
 def test_torchscript_is_ready_to_be_called(make: Callable[[], Any], tmp_path: Path) -> None:
     """TorchScript is loaded in eval mode, with its parameters and buffers."""
     store_script(tmp_path, make())
-
     loaded = load(tmp_path)
-
     assert torch.equal(loaded.module(X), Y)
     assert [argument.name for argument in loaded.signature.arguments] == ["x"]
     sums = sorted(tensor.sum().item() for tensor in loaded.weights)
@@ -227,7 +214,6 @@ def test_torchscript_is_ready_to_be_called(make: Callable[[], Any], tmp_path: Pa
 def test_method_that_torchscript_lacks_is_refused(method: str | None, tmp_path: Path) -> None:
     """A method that TorchScript does not export is refused by its name."""
     store_script(tmp_path, torch.jit.script(OnlyEncodes()))
-
     message = rf"model\.pt is TorchScript without {method or 'forward'}\(\)"
     with pytest.raises(ArtifactError, match=message):
         load(tmp_path, method=method)
@@ -255,10 +241,8 @@ def test_torchscript_that_cannot_be_loaded(
                 file.writestr(name, content)
             elif new is not None:
                 file.writestr(name, content.replace(old, new))
-
     with pytest.raises(ArtifactError) as raised:
         load(tmp_path)
-
     text = str(raised.value)
     assert isinstance(raised.value, LoadError)
     assert f"model 'digits': model.pt is TorchScript that torch {torch.__version__} cannot" in text
@@ -285,9 +269,7 @@ def test_method_of_a_module_is_served(tmp_path: Path) -> None:
     """METHOD names the method that is called, with its own arguments and its module's weights."""
     store(tmp_path / "a", METHODS)
     store(tmp_path / "b", NET.replace("def forward", "def encode"), STATE)
-
     loaded, filled = (load(tmp_path / name, method="encode") for name in "ab")
-
     assert torch.equal(loaded.module(X), 2 * X)
     assert str(loaded.signature) == "encode(image, *, scale=2)"
     assert torch.equal(filled.module(X), Y)
@@ -298,7 +280,6 @@ def test_method_of_another_object_is_served(tmp_path: Path) -> None:
     """METHOD names a method of any object, or one that TorchScript exports."""
     store(tmp_path / "a", "def make():\n    return lambda x: x\n")
     store_script(tmp_path / "b", torch.jit.script(OnlyEncodes()))
-
     assert load(tmp_path / "a", model_factory="make", method="__call__").module(1) == 1
     encode = load(tmp_path / "b", method="encode")
     assert torch.equal(encode.module(X), X + 1)
@@ -315,7 +296,6 @@ def test_method_of_another_object_is_served(tmp_path: Path) -> None:
 def test_unknown_method(method: str, message: str, tmp_path: Path) -> None:
     """A name without a method fails the load."""
     store(tmp_path, METHODS)
-
     with pytest.raises(SourceError, match=message):
         load(tmp_path, method=method)
 
@@ -342,9 +322,7 @@ def test_package_builds_the_module(package: Path) -> None:
     with pytest.raises(ArtifactError, match="Net has 3 weights, and there is no weights file"):
         load(package, model_factory=factory)
     torch.save(STATE, package / "1" / "model.pt")
-
     loaded = load(package, model_factory=factory)
-
     assert loaded.kind is ArtifactType.FACTORY
     assert torch.equal(loaded.module(X), Y)
 
@@ -352,7 +330,6 @@ def test_package_builds_the_module(package: Path) -> None:
 def test_pretrained_module_has_read_its_weights(package: Path) -> None:
     """The result of from_pretrained() needs no file of weights."""
     loaded = load(package, model_factory="package_with_a_net:Pretrained")
-
     assert len(list(loaded.weights)) == 3
 
 
@@ -375,9 +352,7 @@ def store_package(folder: Path) -> None:
 def test_exported_program_is_ready_to_be_called(tmp_path: Path) -> None:
     """A program is loaded with its arguments, its weights and its row limits."""
     store_program(tmp_path)
-
     loaded = load(tmp_path)
-
     assert loaded.kind is ArtifactType.EXPORTED
     assert torch.equal(loaded.module(X.expand(2, -1)), Y.expand(2, -1))
     assert str(loaded.signature) == "forward(x)"
@@ -389,7 +364,6 @@ def test_exported_program_is_ready_to_be_called(tmp_path: Path) -> None:
 def test_method_of_a_program_is_refused(write: Callable[[Path], None], tmp_path: Path) -> None:
     """METHOD is refused for a program, which is one method."""
     write(tmp_path)
-
     with pytest.raises(ConfigError, match=r"METHOD is set, and model\.pt2 is "):
         load(tmp_path, method="encode")
 
@@ -404,9 +378,7 @@ def test_options_without_effect(
 ) -> None:
     """Options without effect on the artifact are logged."""
     write(tmp_path)
-
     load(tmp_path, model_class="Net", model_kwargs={}, weights="none")
-
     for option in ("MODEL_CLASS", "MODEL_KWARGS", "WEIGHTS"):
         assert f"'digits': the parameter {option} has no effect: the artifact is" in caplog.text
 
@@ -418,12 +390,10 @@ def test_package_for_another_machine(
     store(tmp_path, state=STATE)
     store_package(tmp_path)
     monkeypatch.setattr(aotinductor, "mismatch", lambda path, device: "processor sparc")
-
     message = r"'digits': model\.pt2 was built for processor sparc\. .* the parameter FALLBACK\."
     with pytest.raises(ArtifactError, match=message):
         load(tmp_path, default_model_filename="model.pt2")
     loaded = load(tmp_path, default_model_filename="model.pt2", fallback="model.py")
-
     assert loaded.kind is ArtifactType.MODULE
     assert torch.equal(loaded.module(X), Y)
     assert caplog.messages == [
@@ -438,9 +408,7 @@ def test_fallback_is_served_where_the_package_does_not_load(
     store(tmp_path, state=STATE)
     store_package(tmp_path)
     monkeypatch.setattr(aotinductor, "mismatch", lambda path, device: "")
-
     loaded = load(tmp_path, default_model_filename="model.pt2", fallback="model.py")
-
     assert loaded.kind is ArtifactType.MODULE
     (message,) = [record.getMessage() for record in caplog.records if "torch_py" in record.name]
     assert "model.pt2 is an AOTInductor package that torch" in message
@@ -526,7 +494,6 @@ def test_device_map_without_a_module(tmp_path: Path) -> None:
     """DEVICE_MAP is refused for programs and functions."""
     store_script(tmp_path / "a", scripted())
     store(tmp_path / "b", "def double(x):\n    return 2 * x\n")
-
     for name, reason in (
         ("a", "the model is TorchScript"),
         ("b", "what model.py serves is a func"),
@@ -538,9 +505,7 @@ def test_device_map_without_a_module(tmp_path: Path) -> None:
 def test_module_with_a_device_map(tmp_path: Path) -> None:
     """A module with a device map is called through it."""
     store(tmp_path, state=STATE)
-
     loaded = load(tmp_path, None, device_map={"linear": "cpu", "offset": "cpu"})
-
     assert torch.equal(loaded.module(X), Y)
     assert not isinstance(loaded.module, nn.Module)
     assert str(loaded.signature) == "forward(x)"

@@ -104,7 +104,6 @@ def test_sizes_of_one(
     """A size of 1 is served if the results without checks are correct, and refused otherwise."""
     program = varying(tmp_path, monkeypatch, lambda: Checked(compute))
     x, mask = torch.rand(3, 1, 2), torch.rand(3, 1) + 1
-
     if served:
         assert all(map(torch.equal, program.module(x, mask), compute(x, mask)))
         assert not caplog.messages
@@ -129,7 +128,6 @@ def test_untested_sizes_are_refused(
 ) -> None:
     """Sizes that were not tested are refused, such as 1 beside 5 in another input."""
     program = varying(tmp_path, monkeypatch, lambda: Checked(masked_mean))
-
     with pytest.raises(InputError, match="expected a size of at least 2 in dimension 1"):
         program.module(torch.rand(x), torch.rand(mask))
 
@@ -140,7 +138,6 @@ def test_explicit_least_size(
 ) -> None:
     """A least size that the export names is kept, without a warning."""
     program = varying(tmp_path, monkeypatch, lambda: Checked(mean, least=4))
-
     with pytest.raises(InputError, match="expected a size of at least 4 in dimension 1"):
         program.module(torch.rand(3, 3, 2), torch.rand(3, 3))
     assert not caplog.messages
@@ -171,7 +168,6 @@ def test_sizes_of_one_of_a_real_package(tmp_path: Path) -> None:
     inputs = (build.spec("INPUT__0", dims=(-1, 2)), build.spec("INPUT__1", dims=(-1,)))
     artifact = Artifact(ArtifactType.AOTI, path)
     loaded = aotinductor.load(artifact, build.config(tmp_path, inputs=inputs), CPU)
-
     for size in (1, 2, 5):
         x, mask = torch.rand(3, size, 2), torch.rand(3, size)
         with torch.inference_mode():

@@ -74,7 +74,6 @@ def test_in_effect(options: dict[str, Any], parts: str, tmp_path: Path) -> None:
     """`in_effect` names the artifact, the device, the threads and the switches of an instance."""
     build.write(tmp_path, "model.py", _NET)
     engine = _build(build.config(tmp_path, **options))
-
     assert builder.summary(engine, Threads(2, 3)) == (
         "model 'digits': instance digits_0_0 serves model.py (Python source and weights) on cpu;"
         f" threads 2 intra-op, 3 inter-op; {parts}."
@@ -89,7 +88,6 @@ def test_fallback(tmp_path: Path) -> None:
         file.writestr("model/data/aotinductor/model/abc.wrapper.so", "")
     options = {"default_model_filename": "model.pt2", "fallback": "model.py"}
     engine = _build(build.config(tmp_path, **options))
-
     assert engine.loaded.artifact.path.name == "model.py"
     assert " serves model.py (Python source and weights) on " in builder.summary(
         engine, Threads(1, 1)
@@ -105,7 +103,6 @@ def test_files_of_a_fallback_are_guarded(tmp_path: Path) -> None:
     save_file({"b": torch.ones(1)}, tmp_path / "1" / "model.safetensors")
     options = {"default_model_filename": "model.pt2", "fallback": "model.py"}
     watcher = WeightWatcher(_build(build.config(tmp_path, **options)))
-
     assert watcher._guard is not None
     assert [file.path.name for file in watcher._guard._files] == ["model.safetensors"]
     watcher.close()
@@ -144,10 +141,8 @@ def test_torchscript_with_bytes(tmp_path: Path, first: bytes, optimize: tuple[st
     engine = _build(settings)
     module: Any = engine.runner.module
     assert module.original_name == "Echo"  # hooks may use attributes of the module
-
     for _ in range(2):
         (outcome,) = engine.run([{"x": sent}])
-
         assert _bytes(outcome["OUTPUT__0"]) == [first + b"!", "é!".encode()]
         assert outcome["OUTPUT__1"].flatten().tolist() == [len(first), 2]
         assert _bytes(outcome["OUTPUT__3"]) == [first, first, "é".encode(), "é".encode()]
@@ -159,9 +154,7 @@ def test_a_torchscript_method_with_bytes(tmp_path: Path) -> None:
     torch.jit.script(Echo().eval()).save(tmp_path / "1" / "model.pt")
     specs = {"inputs": (build.spec("x", "BYTES", (1,)),), "outputs": OUTPUTS[:1]}
     sent = np.array([[b"\xff"]], dtype=np.object_)
-
     (outcome,) = _build(build.config(tmp_path, method="shout", **specs)).run([{"x": sent}])
-
     assert _bytes(outcome["OUTPUT__0"]) == [b"\xff?"]
 
 

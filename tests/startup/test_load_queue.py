@@ -258,9 +258,7 @@ def test_claim_of_mapped_weights(options: dict[str, Any], mapped: bool, tmp_path
     weights = path.with_name("model.safetensors")
     safetensors.torch.save_file({"weight": torch.ones(_MIB)}, weights)
     artifact = Artifact(ArtifactType.MODULE, path, weights)
-
     claim = load_queue.claim(build.config(tmp_path, **options), artifact, on_gpu=False)
-
     needed = 0 if mapped else weights.stat().st_size
     assert claim == Claim(load_queue._CONSTANT + needed)
 

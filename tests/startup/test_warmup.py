@@ -52,9 +52,7 @@ def test_a_scalar_input() -> None:
     """The made-up values of a scalar input are the same in all rows."""
     config = build.config(inputs=(build.spec("x"), build.spec("scale", dims=(1,))))
     model = engine(config, lambda x, scale: x * scale, scale=ArgumentType.FLOAT)
-
     warmup.run(model)
-
     assert model.counts.rows
 
 
@@ -66,9 +64,7 @@ def test_progress_is_logged(
     clock = iter([0.0, 4.0, 11.0, 20.9, 21.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     items: list[Item] = [{"x": torch.zeros(rows, 4)} for rows in (4, 3, 2, 1)]
-
     assert list(warmup.log_progress("digits", iter(items))) == items
-
     assert [record.getMessage() for record in caplog.records] == [
         "model 'digits': 1 batches of the warm-up took 11 s; the next one is x [3, 4].",
         "model 'digits': 3 batches of the warm-up took 21 s; the next one is x [1, 4].",
@@ -79,9 +75,7 @@ def test_progress_is_logged(
 def test_writes_to_inputs_are_detected(writes: bool) -> None:
     """The warm-up detects whether the model writes into its inputs."""
     model = engine(build.config(), lambda x: x.add_(1) if writes else x + 1)
-
     warmup.run(model)
-
     assert model.side_effects.writes_inputs == writes
 
 
@@ -94,7 +88,6 @@ def test_a_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     model = engine(build.config(), forward)
     with pytest.raises(WarmupError):
         warmup.run(model)
-
     assert "Traceback" in caplog.text
 
 
@@ -124,7 +117,6 @@ def restored(dynamo: None) -> None:
 def test_row_counts_and_sizes(rows: int, dims: tuple[int, ...], expected: list[list[int]]) -> None:
     """Samples have all, all but one, and one row; variable dims have two sizes."""
     config = build.config(max_batch_size=rows, inputs=(build.spec("x", dims=dims),))
-
     assert shapes(config) == expected
 
 
@@ -140,7 +132,6 @@ def test_row_counts_and_sizes(rows: int, dims: tuple[int, ...], expected: list[l
 def test_row_counts_of_compiled_models(parameters: dict[str, Any], counts: list[int]) -> None:
     """A compiled model is called with every row count before READY."""
     config = build.config(max_batch_size=5, torch_compile_optional_parameters=parameters)
-
     assert [rows for rows, _ in shapes(config)] == counts
 
 
@@ -160,7 +151,6 @@ def test_row_counts_of_compiled_models_without_buckets(
         batch_buckets=(),
         torch_compile_optional_parameters={"dynamic": dynamic},
     )
-
     assert [rows for rows, _ in shapes(config)] == counts
 
 
@@ -170,9 +160,7 @@ def test_example_inputs(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     safetensors.torch.save_file(example, tmp_path / "1" / "example_inputs.safetensors")
     config = build.config(tmp_path, max_batch_size=3, inputs=(build.spec("x"), build.spec("n")))
-
     items = batches(config)
-
     assert [item["x"].tolist() for item in items[2:]] == [[[0.0, 1.0, 2.0, 3.0]]]
     assert items[0]["x"].shape == items[0]["n"].shape == (3, 4)
 
@@ -181,7 +169,6 @@ def test_every_combination_of_optional_inputs() -> None:
     """Samples omit each optional input, alone and together with others."""
     optional = [dataclasses.replace(build.spec(name), optional=True) for name in ("m", "n")]
     config = build.config(max_batch_size=1, inputs=(build.spec("x"), *optional))
-
     assert [sorted(item) for item in batches(config)] == [
         ["m", "n", "x"],
         ["n", "x"],
@@ -199,7 +186,6 @@ def test_each_sample_is_run_three_times() -> None:
         return x
 
     warmup.run(engine(build.config(max_batch_size=4), forward))
-
     assert rows == [4, 4, 4, 3, 3, 3, 1, 1, 1]
 
 
@@ -221,7 +207,6 @@ def test_a_failed_warm_up_fails_the_load(forward: Callable[..., Any], message: s
     """If a sample fails, the load fails; the message has its shapes, the cause and a cure."""
     with pytest.raises(WarmupError) as raised:
         warmup.run(engine(build.config(), forward))
-
     text = str(raised.value)
     assert isinstance(raised.value, LoadError)
     assert text.startswith("model 'digits': the warm-up with x [8, 4] failed: ")
@@ -232,7 +217,6 @@ def test_a_failed_warm_up_fails_the_load(forward: Callable[..., Any], message: s
 def test_output_names_that_do_not_fit() -> None:
     """A wrong output name raises BindingError, not WarmupError."""
     config = build.config(outputs=(build.spec("mean"), build.spec("variance")))
-
     with pytest.raises(BindingError, match="the outputs mean, variance do not fit"):
         warmup.run(engine(config, lambda x: {"mean": x, "deviation": x}))
 
@@ -297,9 +281,7 @@ def test_made_up_samples_may_fail_when_serving(
 ) -> None:
     """A failed sample is one warning with the cause and the cure; requests are answered."""
     model = engine(config, module, x=takes)
-
     warmup.run(model, serving=True)
-
     (warning,) = (
         record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
     )
@@ -348,7 +330,6 @@ def test_failures_of_a_handler_that_compiles() -> None:
     parameters = {"backend": "eager"}
     model = engine(build.config(torch_compile_optional_parameters=parameters), lambda x: x.missing)
     model.kind = ArtifactType.TORCHSERVE
-
     with pytest.raises(WarmupError):
         warmup.run(model, serving=True)
 
@@ -358,7 +339,6 @@ def test_a_failed_example_fails_the_load(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     path = tmp_path / "1" / "example_inputs.safetensors"
     safetensors.torch.save_file({"x": torch.zeros(1, 4)}, path)
-
     with pytest.raises(WarmupError):
         warmup.run(engine(build.config(tmp_path), lambda x: x.missing), serving=True)
 
@@ -383,9 +363,7 @@ def test_nothing_is_compiled_after_failed_samples(
     warmup.run(model, serving=True)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     calls.clear()
-
     (outcome,) = model.run([{"x": torch.full((2, 4), 100.0)}])
-
     assert isinstance(outcome, dict)
     assert torch.equal(torch.as_tensor(outcome["y"]), torch.full((2, 4), 101.0))
     assert calls == [2]
