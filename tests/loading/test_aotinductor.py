@@ -57,9 +57,7 @@ def package(folder: Path, metadata: Mapping[str, Any]) -> Path:
 @pytest.mark.parametrize(
     ("metadata", "difference"),
     [
-        ({}, ""),
         (HERE, ""),
-        ({"AOTI_DEVICE_KEY": "cuda"}, "device cuda (here: cpu)"),
         ({"AOTI_MACHINE": "aarch64"}, "processor aarch64 (here: x86_64)"),
         ({"AOTI_CPU_ISA": "AVX512 AVX2"}, ""),
         (
@@ -107,10 +105,10 @@ def test_package_that_cannot_be_loaded(content: str, tmp_path: Path) -> None:
 
 
 class Loader:
-    """A package loader that runs a function on its leaves and refuses too few rows."""
+    """A package loader that runs a function on its leaves, and refuses too few or too many rows."""
 
-    def __init__(self, refuses: str = "", least: int = 1) -> None:
-        self.refuses, self.least = refuses, least
+    def __init__(self, refuses: str = "", least: int = 1, most: int = 1 << 40) -> None:
+        self.refuses, self.least, self.most = refuses, least, most
         self.calls: list[list[Tensor]] = []
 
     def get_call_spec(self) -> list[str]:
@@ -120,8 +118,9 @@ class Loader:
         return [spec.treespec_dumps(tree), spec.treespec_dumps(spec.tree_structure({"y": x}))]
 
     def run(self, leaves: list[Tensor]) -> list[Tensor]:
+        os.write(2, b"Error: what the runtime prints\n")
         self.calls.append(leaves)
-        if self.refuses and leaves[0].shape[0] < self.least:
+        if self.refuses and not self.least <= leaves[0].shape[0] <= self.most:
             raise RuntimeError(self.refuses)
         return [leaves[0] + 10 * leaves[1] + 100 * leaves[2]]
 
@@ -138,26 +137,17 @@ def aoti(
     return aotinductor.load(Artifact(ArtifactType.AOTI, folder / "model.pt2"), settings, device)
 
 
-@pytest.mark.parametrize(
-    ("metadata", "gpu", "device"),
-    [
-        ({"AOTI_DEVICE_KEY": "cuda"}, True, torch.device("cuda", 0)),
-        ({"AOTI_DEVICE_KEY": "cuda"}, False, CPU),
-        ({"AOTI_DEVICE_KEY": "cpu"}, True, CPU),
-        ({}, True, CPU),
-    ],
-)
-def test_device_of_a_package(
-    metadata: dict[str, str],
-    gpu: bool,
-    device: torch.device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_device_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package for CUDA is tried on the GPU, although the config names no device yet."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    assert aotinductor.device_of(package(tmp_path, metadata)) == device
+    for name, gpu, device in (
+        ("cuda", True, torch.device("cuda", 0)),
+        ("cuda", False, CPU),
+        ("cpu", True, CPU),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        path = package(tmp_path, {"AOTI_DEVICE_KEY": name})
+        assert aotinductor.device_of(path) == device
 
 
 @pytest.mark.usefixtures("process")
@@ -181,61 +171,33 @@ def test_package_is_called_with_its_leaves(tmp_path: Path, monkeypatch: pytest.M
     assert program.signature.leaves == ("ARGS[0]", "ARGS[1][b]", "ARGS[1][a]")
 
 
-@pytest.mark.parametrize(
-    ("refuses", "least", "rows"),
-    [
-        pytest.param("", 1, ANY_ROWS, id="any"),
-        pytest.param(
-            "input_handles[0]: dim value is too small at 0, expected it to be >= 2, but got: 1\n",
-            2,
-            Rows(2, None),
-            id="at least two",
-        ),
-        pytest.param(
-            "input_handles[0]: unmatched dim value at 0, expected: 4, but got: 1\n",
-            4,
-            Rows(4, 4),
-            id="exactly four",
-        ),
-        pytest.param("CUDA error: something else", 9, ANY_ROWS, id="fails otherwise"),
-    ],
-)
-@pytest.mark.usefixtures("process")
-def test_least_rows_of_a_package(
-    refuses: str, least: int, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The least rows are in the error message for one row."""
-    loader = Loader(refuses, least)
-    assert aoti(tmp_path, monkeypatch, loader).rows == rows
-    assert [leaf.shape for leaf in loader.calls[0]] == [(1, 2)] * 3
-
-
-class Loud(Loader):
-    """Prints to standard error before a call, as the runtime of AOTInductor does."""
-
-    def run(self, leaves: list[Tensor]) -> list[Tensor]:
-        os.write(2, b"Error: what the runtime prints\n")
-        return super().run(leaves)
+AT_LEAST = "input_handles[0]: dim value is too small at 0, expected it to be >= 2, but got: 1\n"
+AT_MOST = "input_handles[0]: dim value is too large at 0, expected to be <= 5, but got: 8\n"
+EXACTLY = "input_handles[0]: unmatched dim value at 0, expected: 4, but got: 1\n"
 
 
 @pytest.mark.parametrize(
-    ("refuses", "lines"),
+    ("loader", "rows", "lines"),
     [
-        pytest.param("dim value is too small at 0, expected it to be >= 2", 1, id="refusal"),
-        pytest.param("CUDA error: something else", 2, id="fails-otherwise"),
-        pytest.param("", 2, id="takes-it"),
+        pytest.param(Loader(), ANY_ROWS, 2, id="any"),
+        pytest.param(Loader(AT_LEAST, 2), Rows(2, None), 1, id="at least two"),
+        pytest.param(Loader(AT_MOST, most=5), Rows(1, 5), 1, id="at most five"),
+        pytest.param(Loader(EXACTLY, 4), Rows(4, 4), 0, id="exactly four"),
+        pytest.param(Loader("CUDA error: something else", 9), ANY_ROWS, 2, id="fails otherwise"),
     ],
 )
 @pytest.mark.usefixtures("process")
-def test_probing_prints_nothing(
-    refuses: str,
+def test_rows_of_a_package(
+    loader: Loader,
+    rows: Rows,
     lines: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Messages of refused sizes are not printed; other messages are."""
-    aoti(tmp_path, monkeypatch, Loud(refuses, least=2))
+    """The limits are in the messages for one row and the most rows, which are not printed."""
+    assert aoti(tmp_path, monkeypatch, loader).rows == rows
+    assert [leaf.shape for leaf in loader.calls[0]] == [(1, 2)] * 3
     assert capfd.readouterr().err.count("Error: what the runtime prints\n") == lines
     os.write(2, b"open again\n")
     assert capfd.readouterr().err == "open again\n"
@@ -243,13 +205,13 @@ def test_probing_prints_nothing(
 
 @pytest.mark.usefixtures("process")
 def test_probing_without_standard_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package is probed also if standard error is closed: most rows are in its message."""
+    """A package is probed also if standard error is closed."""
 
     def closed(descriptor: int) -> int:
         raise OSError(9, "Bad file descriptor")
 
     monkeypatch.setattr(os, "dup", closed)
-    assert aoti(tmp_path, monkeypatch, Limited()).rows == Rows(1, 5)
+    assert aoti(tmp_path, monkeypatch, Loader(AT_MOST, most=5)).rows == Rows(1, 5)
 
 
 _LOADED_ALONE = """
@@ -282,14 +244,3 @@ def test_package_starts_without_the_compiler() -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "10 [] []"
-
-
-class Limited(Loader):
-    """Accepts at most five rows, as a package whose kernels were chosen for small batches."""
-
-    def run(self, leaves: list[Tensor]) -> list[Tensor]:
-        if leaves[0].shape[0] > 5:
-            raise RuntimeError(
-                "input_handles[0]: dim value is too large at 0, expected to be <= 5, but got: 8\n"
-            )
-        return super().run(leaves)
