@@ -47,11 +47,8 @@ def test_each_shape_is_captured_once(captured: list[list[int]]) -> None:
 
 @pytest.mark.parametrize(
     "keywords",
-    [
-        pytest.param({"offset": torch.ones(2, 2)}, id="another argument"),
-        pytest.param({"times": 2}, id="another number"),
-        pytest.param({"times": True}, id="a number of another type"),
-    ],
+    [{"offset": torch.ones(2, 2)}, {"times": 2}, {"times": True}],
+    ids=["another argument", "another number", "a number of another type"],
 )
 def test_graph_keys(captured: list[list[int]], keywords: dict[str, Any]) -> None:
     """A graph is replayed only for the same structure and the same numbers."""

@@ -12,6 +12,8 @@ from torch_py_backend.compile import torch_compile
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import CompileError, LoadError, OptionError
 
+pytestmark = pytest.mark.usefixtures("dynamo")
+
 
 class Branching(nn.Module):
     """Its control flow depends on data, so that a full graph is impossible."""
@@ -23,13 +25,6 @@ class Branching(nn.Module):
 class Scaled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 3
-
-
-@pytest.fixture(autouse=True)
-def recompile_limit(dynamo: None) -> int:
-    """Torch's limit."""
-    limit: int = torch._dynamo.config.recompile_limit
-    return limit
 
 
 def config(parameters: dict[str, Any] | None, **overrides: Any) -> ModelConfig:
@@ -56,10 +51,17 @@ def graphs() -> int:
     return count
 
 
-@pytest.mark.parametrize("parameters", [None, {"disable": True}], ids=["unset", "disabled"])
-def test_model_without_compilation(parameters: dict[str, Any] | None) -> None:
-    """Without the parameter the module is not compiled."""
-    assert torch_compile.apply(config(parameters), ArtifactType.MODULE, Scaled(), Counts()) is None
+def test_model_without_compilation(caplog: pytest.LogCaptureFixture) -> None:
+    """Without the parameter the module is not compiled; TorchScript is not, with a warning."""
+    for parameters in (None, {"disable": True}):
+        settings = config(parameters)
+        assert torch_compile.apply(settings, ArtifactType.MODULE, Scaled(), Counts()) is None
+    assert not caplog.records
+    module = torch.jit.script(Scaled())
+    assert torch_compile.apply(config({}), ArtifactType.TORCHSCRIPT, module, Counts()) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "'digits': TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect" in record.getMessage()
 
 
 def test_parameters_reach_torch_compile() -> None:
@@ -73,32 +75,13 @@ def test_parameters_reach_torch_compile() -> None:
     assert torch.equal(result, torch.full((1,), 2.0))
 
 
-def test_torchscript_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    """TorchScript is not compiled, and a line in the log says so."""
-    module = torch.jit.script(Scaled())
-    assert torch_compile.apply(config({}), ArtifactType.TORCHSCRIPT, module, Counts()) is None
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert "'digits'" in record.getMessage()
-    assert "TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect" in record.getMessage()
-
-
-@pytest.mark.parametrize(
-    ("dynamic", "rows", "limit"),
-    [
-        pytest.param(False, 32, 33, id="static"),
-        pytest.param(None, 32, None, id="automatic"),
-    ],
-)
-def test_recompile_limit(
-    dynamic: bool | None, rows: int, limit: int | None, recompile_limit: int
-) -> None:
+def test_recompile_limit() -> None:
     """With static shapes torch's limit is raised to the number of batch sizes, never lowered."""
-    parameters = {"backend": "eager", "dynamic": dynamic}
-    torch_compile.apply(
-        config(parameters, max_batch_size=rows), ArtifactType.MODULE, Scaled(), Counts()
-    )
-    assert torch._dynamo.config.recompile_limit == (limit or recompile_limit)
+    limit = torch._dynamo.config.recompile_limit
+    for dynamic, rows, expected in ((None, 32, limit), (False, 32, 33), (False, 8, 33)):
+        settings = config({"backend": "eager", "dynamic": dynamic}, max_batch_size=rows)
+        compiled(settings, Scaled())
+        assert torch._dynamo.config.recompile_limit == expected
 
 
 @pytest.mark.parametrize(
@@ -220,18 +203,14 @@ def test_model_that_cannot_be_compiled_runs_eagerly(
     assert "no working compiler" in message
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
+def test_compilation_that_is_required_fails_the_load() -> None:
+    """With COMPILE_REQUIRED or fullgraph a failed compilation fails the load with its error."""
+    for settings in (
         config({"backend": broken}, compile_required=True),
         config({"backend": broken, "fullgraph": True}),
-    ],
-    ids=["COMPILE_REQUIRED", "fullgraph"],
-)
-def test_compilation_that_is_required_fails_the_load(settings: ModelConfig) -> None:
-    """With COMPILE_REQUIRED a failed compilation fails the load with its error."""
-    with pytest.raises(CompileError, match=r"torch\.compile failed: .*no working compiler"):
-        compiled(settings, Scaled())(torch.ones(2, 4))
+    ):
+        with pytest.raises(CompileError, match=r"torch\.compile failed: .*no working compiler"):
+            compiled(settings, Scaled())(torch.ones(2, 4))
 
 
 def test_error_of_the_model_is_its_own() -> None:

@@ -22,6 +22,8 @@ from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.startup import warmup
 
+pytestmark = pytest.mark.usefixtures("dynamo")
+
 
 def engine(config: ModelConfig, forward: Callable[..., Any], **takes: ArgumentType) -> Engine:
     """Return an engine without a file; forward() takes the config's inputs, tensors by default."""
@@ -79,32 +81,13 @@ def test_writes_to_inputs_are_detected(writes: bool) -> None:
     assert model.side_effects.writes_inputs == writes
 
 
-def test_a_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """A sample that fails the load is logged with its traceback."""
-
-    def forward(x: Tensor) -> Tensor:
-        raise ValueError("no")
-
-    model = engine(build.config(), forward)
-    with pytest.raises(WarmupError):
-        warmup.run(model)
-    assert "Traceback" in caplog.text
-
-
-@pytest.fixture(autouse=True)
-def restored(dynamo: None) -> None:
-    """Restore torch's limits, which compiled models change."""
-
-
 @pytest.mark.parametrize(
     ("rows", "dims", "expected"),
     [
-        pytest.param(0, (4,), [[4]], id="no batches"),
         pytest.param(0, (), [[]], id="no batches, no dimension"),
         pytest.param(1, (4,), [[1, 4]], id="one row"),
         pytest.param(2, (4,), [[2, 4], [1, 4]], id="two rows"),
-        pytest.param(8, (3, 4), [[8, 3, 4], [7, 3, 4], [1, 3, 4]], id="eight rows"),
-        pytest.param(8, (), [[8], [7], [1]], id="rows alone"),
+        pytest.param(8, (), [[8], [7], [1]], id="eight rows"),
         pytest.param(0, (-1, 3), [[8, 3], [6, 3]], id="no batches, variable"),
         pytest.param(
             4,
@@ -121,35 +104,24 @@ def test_row_counts_and_sizes(rows: int, dims: tuple[int, ...], expected: list[l
 
 
 @pytest.mark.parametrize(
-    ("parameters", "counts"),
+    ("parameters", "rows", "buckets", "counts"),
     [
-        pytest.param({"dynamic": False}, [5, 4, 2, 1], id="static"),
-        pytest.param({"dynamic": False, "disable": True}, [5, 4, 1], id="static, disabled"),
-        pytest.param({"dynamic": True}, [5, 4, 3, 2, 1], id="dynamic"),
-        pytest.param({}, [5, 4, 3, 2, 1], id="automatic"),
+        ({"dynamic": False}, 5, None, [5, 4, 2, 1]),
+        ({"dynamic": False, "disable": True}, 5, None, [5, 4, 1]),
+        ({"dynamic": True}, 5, None, [5, 4, 3, 2, 1]),
+        ({"dynamic": False}, 40, (), list(range(40, 0, -1))),
+        ({}, 100, (), [100, 64, *range(32, 0, -1)]),
     ],
 )
-def test_row_counts_of_compiled_models(parameters: dict[str, Any], counts: list[int]) -> None:
-    """A compiled model is called with every row count before READY."""
-    config = build.config(max_batch_size=5, torch_compile_optional_parameters=parameters)
-    assert [rows for rows, _ in shapes(config)] == counts
-
-
-@pytest.mark.parametrize(
-    ("dynamic", "rows", "counts"),
-    [
-        pytest.param(False, 40, list(range(40, 0, -1)), id="static"),
-        pytest.param(None, 100, [100, 64, *range(32, 0, -1)], id="automatic"),
-    ],
-)
-def test_row_counts_of_compiled_models_without_buckets(
-    dynamic: bool | None, rows: int, counts: list[int]
+def test_row_counts_of_compiled_models(
+    parameters: dict[str, Any], rows: int, buckets: Any, counts: list[int]
 ) -> None:
-    """Static graphs need every row count; a dynamic graph those up to 32 and powers of two."""
+    """A compiled model is called with every row count before READY.
+
+    Without buckets, a dynamic graph is called with those up to 32 and powers of two.
+    """
     config = build.config(
-        max_batch_size=rows,
-        batch_buckets=(),
-        torch_compile_optional_parameters={"dynamic": dynamic},
+        max_batch_size=rows, batch_buckets=buckets, torch_compile_optional_parameters=parameters
     )
     assert [rows for rows, _ in shapes(config)] == counts
 
@@ -157,8 +129,7 @@ def test_row_counts_of_compiled_models_without_buckets(
 def test_example_inputs(tmp_path: Path) -> None:
     """Samples use values of the example; values that do not fit the config are made up."""
     example = {"x": torch.arange(8.0).reshape(2, 4), "n": torch.zeros(1, 3)}
-    (tmp_path / "1").mkdir()
-    safetensors.torch.save_file(example, tmp_path / "1" / "example_inputs.safetensors")
+    safetensors.torch.save_file(example, build.write(tmp_path, "example_inputs.safetensors", ""))
     config = build.config(tmp_path, max_batch_size=3, inputs=(build.spec("x"), build.spec("n")))
     items = batches(config)
     assert [item["x"].tolist() for item in items[2:]] == [[[0.0, 1.0, 2.0, 3.0]]]
@@ -193,9 +164,7 @@ def test_each_sample_is_run_three_times() -> None:
     ("forward", "message"),
     [
         pytest.param(
-            lambda x: x @ torch.ones(3, 3),
-            "forward() raised RuntimeError: mat1 and mat2 shapes cannot be multiplied",
-            id="forward fails",
+            lambda x: x @ torch.ones(3, 3), "forward() raised RuntimeError: mat1", id="op"
         ),
         pytest.param(lambda x: x.double(), "output 'y' is float64 [8, 4]", id="wrong type"),
         pytest.param(lambda x: x[:, :2], "output 'y' is float32 [8, 2]", id="wrong shape"),
@@ -203,7 +172,9 @@ def test_each_sample_is_run_three_times() -> None:
         pytest.param(lambda x: None, "output 'y' is a NoneType", id="nothing returned"),
     ],
 )
-def test_a_failed_warm_up_fails_the_load(forward: Callable[..., Any], message: str) -> None:
+def test_a_failed_warm_up_fails_the_load(
+    forward: Callable[..., Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """If a sample fails, the load fails; the message has its shapes, the cause and a cure."""
     with pytest.raises(WarmupError) as raised:
         warmup.run(engine(build.config(), forward))
@@ -212,6 +183,7 @@ def test_a_failed_warm_up_fails_the_load(forward: Callable[..., Any], message: s
     assert text.startswith("model 'digits': the warm-up with x [8, 4] failed: ")
     assert message in text
     assert 'set the parameter WARMUP to "false"' in text
+    assert ("Traceback" in caplog.text) is ("RuntimeError" in message)
 
 
 def test_output_names_that_do_not_fit() -> None:
@@ -295,27 +267,27 @@ def test_made_up_samples_may_fail_when_serving(
     assert not isinstance(outcome, BackendError)
 
 
+_EAGER = {"backend": "eager"}
+
+
 @pytest.mark.parametrize(
     ("options", "forward"),
     [
-        pytest.param({"warmup": True}, lambda x: x.missing, id="required"),
-        pytest.param(
-            {"torch_compile_optional_parameters": {"backend": "eager"}, "compile_required": True},
+        ({"warmup": True}, lambda x: x.missing),
+        (
+            {"torch_compile_optional_parameters": _EAGER, "compile_required": True},
             lambda x: x.missing,
-            id="must be compiled",
         ),
-        pytest.param(
-            {"torch_compile_optional_parameters": {"backend": "eager", "fullgraph": True}},
+        (
+            {"torch_compile_optional_parameters": _EAGER | {"fullgraph": True}},
             lambda x: x.missing,
-            id="must be one graph",
         ),
-        pytest.param({"optimize": ("cuda_graphs",)}, lambda x: x.missing, id="captured"),
-        pytest.param(
-            {"kind": "GPU", "enable_weight_sharing": True}, lambda x: x.missing, id="shared"
-        ),
-        pytest.param({}, lambda x: x[:, :2], id="contradicts the config"),
-        pytest.param({}, lambda x: x[:1], id="other rows"),
+        ({"optimize": ("cuda_graphs",)}, lambda x: x.missing),
+        ({"kind": "GPU", "enable_weight_sharing": True}, lambda x: x.missing),
+        ({}, lambda x: x[:, :2]),
+        ({}, lambda x: x[:1]),
     ],
+    ids=["required", "compiled", "one graph", "captured", "shared", "other shape", "other rows"],
 )
 def test_failures_that_fail_the_load_when_serving(
     options: dict[str, Any], forward: Callable[..., Any]
@@ -325,22 +297,16 @@ def test_failures_that_fail_the_load_when_serving(
         warmup.run(engine(build.config(**options), forward), serving=True)
 
 
-def test_failures_of_a_handler_that_compiles() -> None:
-    """A TorchServe handler that compiles must pass: it would compile during requests."""
-    parameters = {"backend": "eager"}
-    model = engine(build.config(torch_compile_optional_parameters=parameters), lambda x: x.missing)
-    model.kind = ArtifactType.TORCHSERVE
-    with pytest.raises(WarmupError):
-        warmup.run(model, serving=True)
-
-
-def test_a_failed_example_fails_the_load(tmp_path: Path) -> None:
-    """Samples from the user's example inputs must pass."""
-    (tmp_path / "1").mkdir()
-    path = tmp_path / "1" / "example_inputs.safetensors"
+def test_models_whose_samples_must_pass(tmp_path: Path) -> None:
+    """A TorchServe handler that compiles would compile during requests; examples are valid."""
+    settings = build.config(torch_compile_optional_parameters=_EAGER)
+    handler = engine(settings, lambda x: x.missing)
+    handler.kind = ArtifactType.TORCHSERVE
+    path = build.write(tmp_path, "example_inputs.safetensors", "")
     safetensors.torch.save_file({"x": torch.zeros(1, 4)}, path)
-    with pytest.raises(WarmupError):
-        warmup.run(engine(build.config(tmp_path), lambda x: x.missing), serving=True)
+    for model in (handler, engine(build.config(tmp_path), lambda x: x.missing)):
+        with pytest.raises(WarmupError):
+            warmup.run(model, serving=True)
 
 
 def test_nothing_is_compiled_after_failed_samples(
