@@ -161,27 +161,24 @@ def test_model_with_graph_breaks_is_run_once(dynamic: bool | None) -> None:
     assert graphs() == 0
 
 
-def test_error_with_the_text_of_dynamo() -> None:
-    """An error of the model with a text of dynamo does not run the model again."""
-    calls = 0
+def test_error_of_a_sealed_model() -> None:
+    """An error of the model does not run it again."""
+    calls: list[Tensor] = []
 
     def refuse(x: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
+        calls.append(x)
         if x.sum() < 0:
-            raise RuntimeError(
-                "Detected recompile when torch.compile stance is 'fail_on_recompile'"
-            )
+            raise RuntimeError("negative")
         return x
 
     apart = torch.compiler.disable(refuse)
     model = compiled(config({"backend": "eager"}), lambda x: apart(x * 2))
     model(torch.ones(2, 4))
     sealed = model.seal()
-    calls = 0
-    with pytest.raises(RuntimeError, match="Detected recompile"):
+    calls.clear()
+    with pytest.raises(RuntimeError, match="negative"):
         sealed(-torch.ones(2, 4))
-    assert calls == 1
+    assert len(calls) == 1
 
 
 def broken(graph: Any, samples: Any) -> Any:

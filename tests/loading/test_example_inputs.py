@@ -110,9 +110,10 @@ def test_random_values() -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("dims", [(), (1, 1)])
-def test_rows_of_one_value(dims: tuple[int, ...]) -> None:
+def test_rows_of_one_value() -> None:
     """All rows of one value are equal: an argument annotated as float gets one number."""
-    x = example_inputs.item(build.config(inputs=(build.spec("x", dims=dims),)), 4)["x"]
-    assert tuple(x.shape) == (4, *dims)
-    assert len(set(torch.as_tensor(x).flatten().tolist())) == 1
+    config = build.config(inputs=(build.spec("x", dims=()), build.spec("y", dims=(1, 1))))
+    item = example_inputs.item(config, 4)
+    assert shapes(item) == {"x": (4,), "y": (4, 1, 1)}
+    for value in item.values():
+        assert len(set(torch.as_tensor(value).flatten().tolist())) == 1

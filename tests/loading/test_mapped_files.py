@@ -77,11 +77,7 @@ _BASE = torch.zeros(8, 4)
 
 @pytest.mark.parametrize(
     ("weight", "other"),
-    [
-        (torch.zeros(4, 4).double(), None),
-        (torch.zeros(4, 4).t(), None),
-        (_BASE[:4], _BASE),
-    ],
+    [(torch.zeros(4, 4).double(), None), (torch.zeros(4, 4).t(), None), (_BASE[:4], _BASE)],
     ids=["dtype", "layout", "view"],
 )
 def test_weight_that_cannot_be_mapped(weight: Tensor, other: Tensor | None, path: Path) -> None:

@@ -215,6 +215,7 @@ def test_error_of_a_constructor(body: str, message: str, tmp_path: Path) -> None
     [
         ("x = 1\n\nz = y\n", "line 3: NameError: name 'y' is not defined"),
         ("import sys\nsys.exit('enough')\n", "line 2: SystemExit: enough"),
+        ("def f():\n    raise OSError('inner')\n\nf()\n", "line 2: OSError: inner"),
         (b"x = 1\ny = '\xff'\n", "SyntaxError: "),
         (b"x = 1\n\x00\n", "source code string cannot contain null bytes"),
         ("import os\nimport dividing\n", "line 2: ZeroDivisionError: division by zero"),

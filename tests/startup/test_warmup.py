@@ -203,18 +203,6 @@ class Parser(nn.Module):
         return torch.tensor([[float(text)] for text in x])
 
 
-class Window(nn.Module):
-    """Takes rows of at least 10 values; made-up rows are shorter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv1d(1, 1, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.convolution(x[:, None]).amax(-1)
-        return y
-
-
 class Once(nn.Module):
     """Raises in its second call."""
 
@@ -231,16 +219,12 @@ class Once(nn.Module):
 
 ROWS = build.config(outputs=(build.spec("y", dims=(1,)),))
 TEXTS = dataclasses.replace(ROWS, inputs=(build.spec("x", "BYTES", (1,)),))
-LENGTHS = dataclasses.replace(ROWS, inputs=(build.spec("x", dims=(-1,)),))
 
 
 @pytest.mark.parametrize(
     ("module", "config", "takes", "message"),
     [
         pytest.param(Parser(), TEXTS, ArgumentType.STRINGS, "could not convert string", id="texts"),
-        pytest.param(
-            Window(), LENGTHS, ArgumentType.TENSOR, "Kernel size can't be greater", id="size"
-        ),
         pytest.param(Once(), ROWS, ArgumentType.TENSOR, "RuntimeError: once", id="counter"),
     ],
 )
@@ -278,10 +262,7 @@ _EAGER = {"backend": "eager"}
             {"torch_compile_optional_parameters": _EAGER, "compile_required": True},
             lambda x: x.missing,
         ),
-        (
-            {"torch_compile_optional_parameters": _EAGER | {"fullgraph": True}},
-            lambda x: x.missing,
-        ),
+        ({"torch_compile_optional_parameters": _EAGER | {"fullgraph": True}}, lambda x: x.missing),
         ({"optimize": ("cuda_graphs",)}, lambda x: x.missing),
         ({"kind": "GPU", "enable_weight_sharing": True}, lambda x: x.missing),
         ({}, lambda x: x[:, :2]),
@@ -309,9 +290,7 @@ def test_models_whose_samples_must_pass(tmp_path: Path) -> None:
             warmup.run(model, serving=True)
 
 
-def test_nothing_is_compiled_after_failed_samples(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_nothing_is_compiled_after_failed_samples(caplog: pytest.LogCaptureFixture) -> None:
     """If a sample failed after its first graph, later calls run eagerly from there, once."""
     calls = []
 

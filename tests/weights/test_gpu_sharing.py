@@ -89,15 +89,14 @@ def join(gpu: None, tmp_path: Path) -> Iterator[Join]:
     """Instances in this process that share the weights of a module; the first one owns them."""
     joined: list[SharedWeights] = []
 
-    def join(module: nn.Module | None, **how: Any) -> SharedWeights:
-        reload = how.pop("reload", lambda: None)
-        kind = how.pop("kind", ArtifactType.MODULE)
-        settings = build.config(tmp_path, instance=f"digits_0_{len(joined)}", **how)
-        shared = SharedWeights(
-            settings, Artifact(kind, tmp_path / "model.py"), torch.device("cpu"), reload
-        )
+    def join(
+        module: nn.Module | None, reload: Callable[[], nn.Module | None] = lambda: None
+    ) -> SharedWeights:
+        settings = build.config(tmp_path, instance=f"digits_0_{len(joined)}")
+        artifact = Artifact(ArtifactType.MODULE, tmp_path / "model.py")
+        shared = SharedWeights(settings, artifact, torch.device("cpu"), reload)
         joined.append(shared)
-        shared.share(module, kind)
+        shared.share(module, ArtifactType.MODULE)
         return shared
 
     yield join
@@ -486,14 +485,10 @@ def _replace(path: Path) -> None:
     other.replace(path)
 
 
-def _link(path: Path) -> None:
-    path.symlink_to(path.rename(path.with_name("other")))
-
-
 @pytest.mark.parametrize(
     ("change", "overrides", "device", "same"),
     [
-        (_link, {"instance": "other", "max_batch_size": 99}, "GPU-1", True),
+        (None, {"instance": "other", "max_batch_size": 99}, "GPU-1", True),
         (None, {}, "GPU-2", False),
         (None, {"model_kwargs": {"width": 5}}, "GPU-1", False),
         (None, {"optimize": ("channels_last",)}, "GPU-1", False),
@@ -510,10 +505,12 @@ def test_keys(
     tmp_path: Path,
 ) -> None:
     """Instances with the same files, also behind links, and tensor options on one device share."""
-    weights = build.write(tmp_path, "model.pt", "weights")
-    artifact = Artifact(ArtifactType.MODULE, build.write(tmp_path, "model.py", "x = 1"), weights)
+    path, weights = (build.write(tmp_path, name, "x = 1") for name in ("model.py", "model.pt"))
+    link = tmp_path / "link.pt"
+    link.symlink_to(weights)
+    artifact, linked = (Artifact(ArtifactType.MODULE, path, file) for file in (weights, link))
     before = gpu_sharing.key(build.config(tmp_path), artifact, "GPU-1")
     if change is not None:
         change(weights)
-    after = gpu_sharing.key(build.config(tmp_path, **overrides), artifact, device)
+    after = gpu_sharing.key(build.config(tmp_path, **overrides), linked, device)
     assert (before == after) is same

@@ -190,30 +190,22 @@ class Extra(Odd):
 
 
 @_QUANTISED
-def test_unusual_tensors() -> None:
-    """Tensors that are not plain are ignored."""
-    module = Extra()
-    signature = introspection.from_function(module.forward)
-    mapped = sharing_report.mapped(Loaded(build.artifact(), module, signature, module))
-    assert mapped.shared == 0
-    assert mapped.total == sum(parameter.nbytes for parameter in module.parameters())
-
-
-@_QUANTISED
-def test_unusual_tensors_of_a_file(tmp_path: Path) -> None:
-    """Sparse and quantized tensors are copied, beside the shared ones."""
+def test_unusual_tensors(tmp_path: Path) -> None:
+    """Tensors of a file that are not plain are copied, beside the shared ones, and not measured."""
     saved, module = Odd(), Odd()
-    torch.save(saved.state_dict(), build.write(tmp_path, "model.pt", b""))
-    artifact = Artifact(
-        ArtifactType.MODULE, tmp_path / "1" / "model.py", tmp_path / "1" / "model.pt"
-    )
+    path = build.write(tmp_path, "model.pt", b"")
+    torch.save(saved.state_dict(), path)
+    artifact = Artifact(ArtifactType.MODULE, path.with_suffix(".py"), path)
     state_dict.load_into(build.config(tmp_path), artifact, module)
     assert torch.equal(module.linear.weight, saved.linear.weight)
     for name, tensor in saved.named_buffers():
         filled: Any = module.get_buffer(name)
         dense = filled.dequantize() if filled.is_quantized else filled.to_dense()
         assert torch.equal(dense, tensor.dequantize() if tensor.is_quantized else tensor.to_dense())
-    assert mapped_files.measure(module.parameters()).shared
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    for owner, shared in ((module, size), (Extra(), 0)):
+        loaded = Loaded(artifact, owner, introspection.from_function(owner.forward), owner)
+        assert sharing_report.mapped(loaded)[:2] == (shared, size)
 
 
 class Quantised(nn.Module):
