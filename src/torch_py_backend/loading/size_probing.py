@@ -71,12 +71,20 @@ def probe(
     with those of the checked package for 2 (see `_correct`). Dims of -1 in the config are probed.
     """
     config = state_store.with_controls(config, signature)
-    if len(config.inputs) != len(signature.leaves or ()):
-        return ANY_ROWS, run  # binding reports inputs that do not match
     specs = {spec.name: spec for spec in config.inputs}
+    if len(specs) != len(signature.leaves or ()) or not all(
+        spec.dtype.torch for spec in specs.values()
+    ):
+        return ANY_ROWS, run  # binding or the warm-up reports inputs that do not match
     names = binding.bind_inputs(config.name, list(specs), signature).names
+
+    def sample(rows: int | None) -> list[Tensor]:
+        item = example_inputs.item(config, rows)
+        # The checks compare devices before sizes.
+        return [torch.as_tensor(item[name]).to(device or "cpu") for name in names]
+
     batched = config.max_batch_size > 0
-    rows = _row_limits(config, names, run, device) if batched else ANY_ROWS
+    rows = _row_limits(run, sample, config.max_batch_size) if batched else ANY_ROWS
     dynamic = {
         (leaf, dim)
         for leaf, name in enumerate(names)
@@ -86,8 +94,7 @@ def probe(
     # On a GPU, a read past the memory of an input makes the device unusable for the process.
     if not dynamic or (device is not None and device.type != "cpu"):
         return rows, run
-    item = example_inputs.item(config, min(max(rows.least, 2), rows.most or 2) if batched else None)
-    leaves = [value for name in names if isinstance(value := item[name], Tensor)]
+    leaves = sample(min(max(rows.least, 2), rows.most or 2) if batched else None)
     least = _least_sizes(run, leaves, dynamic)
     refused = [at for at, size in least.items() if size == _DEFAULT_LEAST]
     unchecked, correct = _open_unchecked(
@@ -115,31 +122,18 @@ def probe(
 # --- rows ------------------------------------------------------------------------------------
 
 
-def _row_limits(
-    config: ModelConfig, names: Sequence[str], run: Run, device: torch.device | None
-) -> Rows:
+def _row_limits(run: Run, sample: Callable[[int], list[Tensor]], largest: int) -> Rows:
     """Return how many rows a package accepts.
 
     Packages with a dynamic batch are often built for at least two rows, because torch.export
     specializes a size of 1, or for as many rows as the chosen kernel supports.
     """
-
-    def message(rows: int) -> str:
-        item = example_inputs.item(config, rows)
-        # The checks compare devices before sizes.
-        leaves = [
-            value.to(device) if device is not None else value
-            for name in names
-            if isinstance(value := item[name], Tensor)
-        ]
-        return _check_message(lambda: run(leaves))
-
-    for_one_row = message(1)
+    for_one_row = _check_message(lambda: run(sample(1)))
     exactly = _EXACTLY.search(for_one_row)
     if exactly:
         return Rows(int(exactly[1]), int(exactly[1]))
     least = _AT_LEAST.search(for_one_row)
-    most = _AT_MOST.search(message(config.max_batch_size))
+    most = _AT_MOST.search(_check_message(lambda: run(sample(largest))))
     return Rows(int(least[1]) if least else 1, int(most[1]) if most else None)
 
 
