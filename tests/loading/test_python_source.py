@@ -403,9 +403,10 @@ def test_factory_that_fails(name: str, message: str, package: str, tmp_path: Pat
 def test_example_inputs(body: str, message: str, tmp_path: Path) -> None:
     """The result of the function in model.py is returned; its error has its line."""
     path = build.write(tmp_path, "model.py", NET + "def example_inputs():\n    return {'x': 3}\n")
-    assert python_source.example_inputs(build.MODEL, path, "example_inputs") == {"x": 3}
-    assert python_source.example_inputs(build.MODEL, path, "missing") is None
+    assert python_source.example_inputs(build.MODEL, path) == {"x": 3}
+    path = build.write(tmp_path, "plain.py", NET)
+    assert python_source.example_inputs(build.MODEL, path) is None
     path = build.write(tmp_path, "other.py", f"def example_inputs():\n    {body}\n")
     with pytest.raises(SourceError) as raised:
-        python_source.example_inputs(build.MODEL, path, "example_inputs")
+        python_source.example_inputs(build.MODEL, path)
     assert message in str(raised.value)

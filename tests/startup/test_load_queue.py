@@ -16,7 +16,7 @@ import build
 import pytest
 import safetensors.torch
 import torch
-from children import Start, starting
+from children import Start
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.errors import PlatformError
@@ -38,12 +38,6 @@ print("done", flush=True)
 """
 
 Join: TypeAlias = "Callable[..., Callable[..., list[str]]]"
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    with starting(tmp_path) as start:
-        yield start
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ import pytest
 import scenarios
 import torch
 import twin
-from children import Start, starting
+from children import Start
 from torch import Tensor, nn
 
 from torch_py_backend.adapter import TritonPythonModel
@@ -68,12 +68,6 @@ with torch.inference_mode():
 """
 
 Join: TypeAlias = "Callable[..., SharedWeights]"
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    with starting(tmp_path) as start:
-        yield start
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from children import Child, Start, starting
+from children import Child, Start
 
 from torch_py_backend.weights import owner_election
 from torch_py_backend.weights.owner_election import Owner, Sharer
@@ -69,12 +69,6 @@ def serve(self, listening, line):
 Owner._serve = serve
 """,
 }
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    with starting(tmp_path) as start:
-        yield start
 
 
 def _descriptors(process: int) -> int:
