@@ -128,19 +128,15 @@ def test_values_are_the_same() -> None:
     net = _tied().requires_grad_(requires_grad=False)
     x = torch.rand(3, 4)
     before = net(x)
-    spread({"": "cpu", "head": "cpu"}, net)
+    spread({"": "cpu", "blocks": "cpu", "blocks.1.inner": "cpu"}, net)
+    # All modules are on the device of their caller.
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in net.modules())
     dispatched = Dispatched(net, net, build.config(kind="MODEL", device_map={"": "cpu"}))
     assert torch.equal(dispatched(x), before)
     assert net.get_parameter("blocks.1.inner.weight") is net.get_parameter("blocks.0.inner.weight")
     assert dispatched.head is net.head
     with pytest.raises(AttributeError, match="tail"):
         dispatched.tail  # noqa: B018
-
-
-def test_only_borders_are_hooked() -> None:
-    """Submodules on the device of their caller have no hooks."""
-    net = spread({"": "cpu", "blocks": "cpu", "blocks.1.inner": "cpu"})
-    assert not any(part._forward_pre_hooks or part._forward_hooks for part in net.modules())
 
 
 def _tied() -> Net:

@@ -92,21 +92,18 @@ def dynamic(least: int | None = None, most: int | None = None) -> Any:
 
 
 def test_program_computes_what_was_exported(tmp_path: Path) -> None:
-    """A program returns what its module returns, also for another number of rows."""
+    """A program is moved to the device of its instance, and returns what its module returns.
+
+    With KIND_MODEL it stays where it was.
+    """
     module = Net()
     exported(tmp_path, module, (torch.rand(4, 2),), dims=(dynamic(),))
-    x = torch.rand(5, 2)
-    program = loaded(tmp_path, "x")
-    assert torch.equal(called(program, {"x": x}), module(x))
-    assert sorted(tensor.shape for tensor in weights(program)) == [(3,), (3,), (3, 2)]
-
-
-def test_device_of_a_program(tmp_path: Path) -> None:
-    """A program is moved to the device of its instance; with KIND_MODEL it stays where it was."""
-    exported(tmp_path, Net(), (torch.rand(4, 2),), dims=(dynamic(),))
-    for device, expected in ((CPU, "cpu"), (torch.device("meta"), "meta"), (None, "cpu")):
+    for device, expected in ((torch.device("meta"), "meta"), (None, "cpu"), (CPU, "cpu")):
         program = loaded(tmp_path, "x", device=device)
         assert {tensor.device.type for tensor in weights(program)} == {expected}
+    x = torch.rand(5, 2)
+    assert torch.equal(called(program, {"x": x}), module(x))
+    assert sorted(tensor.shape for tensor in weights(program)) == [(3,), (3,), (3, 2)]
 
 
 A, B, C, D, S = (torch.full((2, 2), number) for number in (1.0, 2.0, 3.0, 4.0, 0.5))

@@ -200,22 +200,21 @@ def test_torchscript_is_ready_to_be_called(make: Callable[[], Any], tmp_path: Pa
     assert sums in ([], SUMS)  # a frozen graph holds constants
 
 
-@pytest.mark.parametrize("method", [None, "decode", "training"])
-def test_method_that_torchscript_lacks_is_refused(method: str | None, tmp_path: Path) -> None:
+def test_method_that_torchscript_lacks_is_refused(tmp_path: Path) -> None:
     """A method that TorchScript does not export is refused by its name."""
     store_script(tmp_path, torch.jit.script(OnlyEncodes()))
-    message = rf"model\.pt is TorchScript without {method or 'forward'}\(\)"
-    with pytest.raises(ArtifactError, match=message):
-        load(tmp_path, method=method)
+    for method in (None, "decode", "training"):
+        message = rf"model\.pt is TorchScript without {method or 'forward'}\(\)"
+        with pytest.raises(ArtifactError, match=message):
+            load(tmp_path, method=method)
 
 
 @pytest.mark.parametrize(
     ("member", "old", "new"),
     [
-        pytest.param("data.pkl", b"", None, id="without data.pkl"),
-        pytest.param("version", b"", None, id="without version"),
-        pytest.param(".py", b"forward", b"for ward", id="code of no language"),
-        pytest.param("data.pkl", b"offset", b"offsit", id="weight of another name"),
+        ("version", b"", None),
+        (".py", b"forward", b"for ward"),
+        ("data.pkl", b"offset", b"offsit"),  # a weight of another name
     ],
 )
 def test_torchscript_that_cannot_be_loaded(
@@ -396,29 +395,23 @@ def test_entry_point(
     assert loaded.streams is streams
 
 
-@pytest.mark.parametrize("which", ["generator", "asynchronous", "steps"])
-def test_streams_in_a_model_that_is_not_decoupled(which: str, tmp_path: Path) -> None:
+def test_streams_in_a_model_that_is_not_decoupled(tmp_path: Path) -> None:
     """A streaming model that is not decoupled is refused with what to write."""
-    with pytest.raises(ConfigError, match=r"is not decoupled.*decoupled: true"):
-        _streaming(tmp_path, which)
+    for which in ("generator", "asynchronous", "steps"):
+        with pytest.raises(ConfigError, match=r"is not decoupled.*decoupled: true"):
+            _streaming(tmp_path / which, which)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"decoupled": True}, "the model is decoupled, and model.mar is a TorchServe archive"),
-        (
-            {"sequencing": sequence_config.parse("digits", {"sequence_batching": {}}, None)},
-            "config.pbtxt has sequence_batching, and model.mar is a TorchServe archive",
-        ),
-    ],
-    ids=["decoupled", "sequences"],
-)
-def test_handlers_answer_once(overrides: dict[str, Any], message: str) -> None:
+def test_handlers_answer_once() -> None:
     """A handler of TorchServe supports neither streams nor sequences."""
     archive = Artifact(ArtifactType.TORCHSERVE, Path("/models/digits/1/model.mar"))
-    with pytest.raises(ConfigError, match=message):
-        registry.load(archive, build.config(**overrides), None)
+    sequencing = sequence_config.parse("digits", {"sequence_batching": {}}, None)
+    for overrides, problem in (
+        ({"decoupled": True}, "the model is decoupled"),
+        ({"sequencing": sequencing}, "config.pbtxt has sequence_batching"),
+    ):
+        with pytest.raises(ConfigError, match=f"{problem}, and model.mar is a TorchServe archive"):
+            registry.load(archive, build.config(**overrides), None)
 
 
 # --- options for modules only ----------------------------------------------------------------
