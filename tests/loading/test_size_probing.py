@@ -118,10 +118,14 @@ def test_sizes_of_one(
 
 @pytest.mark.parametrize(
     ("least", "x", "mask"),
-    [(2, (3, 1, 2), (3, 5)), (2, (3, 5, 2), (3, 1)), (2, (3, 0, 2), (3, 0)),
-     (4, (3, 3, 2), (3, 3))],
+    [
+        (2, (3, 1, 2), (3, 5)),
+        (2, (3, 5, 2), (3, 1)),
+        (2, (3, 0, 2), (3, 0)),
+        (4, (3, 3, 2), (3, 3)),
+    ],
     ids=["one beside five", "five beside one", "zero", "least size of the export"],
-)  # fmt: skip
+)
 @pytest.mark.usefixtures("process")
 def test_untested_sizes_are_refused(
     least: int,

@@ -202,12 +202,14 @@ def test_module_computes_as_the_one_that_was_saved(
     ("make", "state"),
     [
         # torch adds num_batches_tracked.
-        (lambda: nn.BatchNorm1d(2, affine=False),
-         {"running_mean": torch.tensor([1.0, 2.0]), "running_var": torch.tensor([3.0, 4.0])}),
+        (
+            lambda: nn.BatchNorm1d(2, affine=False),
+            {"running_mean": torch.tensor([1.0, 2.0]), "running_var": torch.tensor([3.0, 4.0])},
+        ),
         (Renamed, {key.replace("linear.", "old."): tensor for key, tensor in STATE.items()}),
     ],
     ids=["added value", "translated keys"],
-)  # fmt: skip
+)
 def test_old_checkpoint(
     make: Callable[[], nn.Module], state: dict[str, Tensor], tmp_path: Path
 ) -> None:
