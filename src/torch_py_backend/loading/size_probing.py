@@ -220,8 +220,8 @@ def _combinations(dims: Sequence[_Dim], dynamic: Collection[_Dim]) -> Iterator[f
 def _correct(run: Run, unchecked: Run, leaves: Sequence[Tensor], small: Iterable[_Dim]) -> bool:
     """Return whether an unchecked package computes sizes of 1 as a checked one computes 2.
 
-    The second element is a copy of the first, zeros, or another value. They leave a mean, a masked
-    result and an element-wise result unchanged. Each output must agree in one of these cases.
+    The second element is a copy of the first, or zeros. A copy leaves a mean unchanged, zeros leave
+    a sum, and both an element-wise result. Each output must agree in one of these cases.
     """
     single = [*leaves]
     for leaf, dim in small:
@@ -233,16 +233,13 @@ def _correct(run: Run, unchecked: Run, leaves: Sequence[Tensor], small: Iterable
             inputs[leaf] = torch.cat([inputs[leaf], second(inputs[leaf])], dim)
         return list(map(_with_padding, inputs))
 
-    def other(value: Tensor) -> Tensor:
-        return 1 - value if value.is_floating_point() else value
-
     try:
         with torch.inference_mode():
             outputs = [output.clone() for output in unchecked(list(map(_with_padding, single)))]
     except RuntimeError:
         return False
     agree = [False] * len(outputs)
-    for second in (Tensor.clone, torch.zeros_like, other):
+    for second in (Tensor.clone, torch.zeros_like):
         try:
             with torch.inference_mode():
                 expected = run(doubled(second))
