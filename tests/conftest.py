@@ -8,8 +8,10 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import children
 import fake_triton
 import hypothesis
 import pytest
@@ -83,6 +85,13 @@ def no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[children.Start]:
+    """Starts processes that use the test's temporary folder, and ends them after it."""
+    with children.starting(tmp_path) as start:
+        yield start
 
 
 @pytest.fixture

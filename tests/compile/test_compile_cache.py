@@ -7,15 +7,17 @@ import io
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import build
 import models
@@ -66,11 +68,9 @@ def test_bundle_is_written_and_loaded(
         assert not first.path.exists()
     written = first.path.stat().st_mtime_ns
     assert torch_cache == []
-
     second = find_bundle(tmp_path, artifact)
     with second.used():
         assert torch_cache == [b"kernels\n"]
-
     assert second.path.stat().st_mtime_ns == written
     assert {path.suffix for path in (tmp_path / "compile_cache").iterdir()} == {".bundle", ".lock"}
 
@@ -78,22 +78,25 @@ def test_bundle_is_written_and_loaded(
 def test_libraries_of_the_cpu_are_kept(
     tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bundle contains inductor's libraries, which another machine extracts."""
+    """The bundle contains inductor's libraries, which another machine extracts.
+
+    An incomplete library, as a killed start leaves it, is replaced.
+    """
     bundle = find_bundle(tmp_path, artifact)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "first"))
-    with bundle.used():
-        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-        (folder / "ab").mkdir(parents=True)
-        (folder / "ab" / "kernel.so").write_bytes(b"code")
-        (folder / "ab" / "kernel.cpp").write_bytes(b"source")
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "first")
-
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "second"))
-    with bundle.used():
-        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-        kept = {path.name: path.read_bytes() for path in folder.glob("*/*")}
-
-    assert kept == {"kernel.so": b"code"}
+    for name in ("first", "second", "second"):
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / name))
+        with bundle.used() as loaded:
+            folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "ab"
+            if not loaded:
+                folder.mkdir(parents=True)
+                (folder / "kernel.so").write_bytes(b"code")
+                (folder / "kernel.cpp").write_bytes(b"source")
+            else:
+                kept = {path.name: path.read_bytes() for path in folder.iterdir()}
+                assert kept == {"kernel.so": b"code"}
+                (folder / "kernel.so").write_bytes(b"co")
+        assert loaded is (name == "second")
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / name)
 
 
 def test_bundles_of_the_same_content_are_the_same(
@@ -114,24 +117,6 @@ def test_bundles_of_the_same_content_are_the_same(
     assert contents[0] == contents[1]
 
 
-def test_library_of_a_killed_start_is_replaced(
-    tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An incomplete library of an earlier start is replaced."""
-    bundle = find_bundle(tmp_path, artifact)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    with bundle.used():
-        library = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "ab" / "kernel.so"
-        library.parent.mkdir(parents=True)
-        library.write_bytes(b"whole")
-    library.write_bytes(b"wh")
-
-    with bundle.used():
-        assert library.read_bytes() == b"whole"
-
-    assert [path.name for path in library.parent.iterdir()] == ["kernel.so"]
-
-
 @pytest.mark.parametrize("name", ["../../outside.so", "/outside.so"])
 def test_library_outside_of_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -142,29 +127,21 @@ def test_library_outside_of_the_folder(
     with zipfile.ZipFile(payload, "w") as archive:
         archive.writestr("torch.bundle", b"")
         archive.writestr(target, b"code")
-
     with pytest.raises(ValueError, match="leads out of its folder"):
         compile_cache.unpack(payload.getvalue(), tmp_path / "a" / "b")
-
     assert not list(tmp_path.glob("**/outside.so"))
 
 
 def test_full_disk_leaves_nothing_behind(
-    tmp_path: Path,
-    artifact: Artifact,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, artifact: Artifact, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A bundle that cannot be written is logged, and leaves no partial file."""
-    bundle = find_bundle(tmp_path, artifact)
-
-    def full(_: Path, __: Path) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "replace", full)
-    with bundle.used():
+    error = OSError(28, "No space left on device")
+    with (
+        mock.patch.object(Path, "replace", side_effect=error),
+        find_bundle(tmp_path, artifact).used(),
+    ):
         pass
-
     assert "No space left on device" in caplog.text
     assert [path.suffix for path in (tmp_path / "compile_cache").iterdir()] == [".lock"]
 
@@ -172,43 +149,33 @@ def test_full_disk_leaves_nothing_behind(
 def test_failed_start_keeps_nothing(tmp_path: Path, artifact: Artifact) -> None:
     """A failed warm-up writes no bundle, and releases the lock."""
     bundle = find_bundle(tmp_path, artifact)
-
     with pytest.raises(ZeroDivisionError), bundle.used():
         _ = 1 / 0
-
     assert not bundle.path.exists()
     with bundle.used():
         pass
     assert bundle.path.exists()
 
 
-_OTHERS: list[Any] = [
-    pytest.param(lambda folder: build.write(folder, "model.py", "x = 2\n"), {}, id="source"),
-    pytest.param(lambda folder: build.write(folder, "model.safetensors", b"01"), {}, id="weights"),
-    pytest.param(lambda folder: None, {"optimize": ("freeze",)}, id="OPTIMIZE"),
-    pytest.param(lambda folder: None, {"max_batch_size": 4}, id="max_batch_size"),
-    pytest.param(lambda folder: None, {"inputs": (build.spec("x", dims=(5,)),)}, id="inputs"),
-]
-
-
-@pytest.mark.parametrize(("change", "options"), _OTHERS)
-def test_other_model_has_another_bundle(
-    tmp_path: Path, artifact: Artifact, change: Callable[[Path], Any], options: dict[str, Any]
+@pytest.mark.parametrize(
+    ("file", "options", "same"),
+    [
+        ("model.py", {}, False),
+        ("model.safetensors", {}, False),
+        (None, {"optimize": ("freeze",)}, False),
+        (None, {"max_batch_size": 4}, False),
+        (None, {"inputs": (build.spec("x", dims=(5,)),)}, False),
+        (None, {"num_threads": 3, "warmup": False}, True),
+    ],
+)
+def test_file_name(
+    file: str | None, options: dict[str, Any], same: bool, tmp_path: Path, artifact: Artifact
 ) -> None:
-    """A change of the compiled code changes the file name."""
+    """The file name changes with the code, the weights' size, and options of compiled code."""
     before = find_bundle(tmp_path, artifact).path
-
-    change(tmp_path)
-
-    assert find_bundle(tmp_path, artifact, **options).path != before
-
-
-@pytest.mark.parametrize("option", [{}, {"num_threads": 3}, {"warmup": False}], ids=str)
-def test_other_options_keep_the_bundle(
-    tmp_path: Path, artifact: Artifact, option: dict[str, Any]
-) -> None:
-    """Options that do not affect compiled code do not change the file name."""
-    assert find_bundle(tmp_path, artifact, **option).path == find_bundle(tmp_path, artifact).path
+    if file is not None:
+        build.write(tmp_path, file, "x = 23\n")
+    assert (find_bundle(tmp_path, artifact, **options).path == before) is same
 
 
 def _foreign(content: bytes) -> bytes:
@@ -221,7 +188,6 @@ def _foreign(content: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        pytest.param(lambda content: content[:-1], "it is damaged", id="cut"),
         pytest.param(lambda content: content[:-1] + b"!", "it is damaged", id="changed"),
         pytest.param(lambda content: b"[]\n", "is ignored", id="other JSON"),
         pytest.param(_foreign, "it is for another model, torch", id="foreign"),
@@ -241,10 +207,8 @@ def test_damaged_bundle(
         pass
     content = bundle.path.read_bytes()
     bundle.path.write_bytes(damage(content))
-
     with bundle.used():
         assert torch_cache == []
-
     assert message in caplog.text
     assert bundle.path.read_bytes() == content
 
@@ -256,34 +220,23 @@ def test_nothing_to_save(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
     bundle = find_bundle(tmp_path, artifact)
-
     with bundle.used():
         pass
-
     assert not bundle.path.exists()
 
 
-@pytest.mark.parametrize("value", ["none", "NONE"])
-def test_cache_is_disabled(tmp_path: Path, artifact: Artifact, value: str) -> None:
+def test_cache_is_disabled(tmp_path: Path, artifact: Artifact) -> None:
     """COMPILE_CACHE_DIR none writes nothing to the model's folder."""
-    config = build.config(tmp_path, compile_cache_dir=value)
-
-    assert compile_cache.at(config, artifact, CPU) is None
+    assert compile_cache.at(build.config(tmp_path, compile_cache_dir="NONE"), artifact, CPU) is None
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
-def test_named_folder_is_used(tmp_path: Path, artifact: Artifact) -> None:
-    """The folder of COMPILE_CACHE_DIR is created if it is missing."""
+def test_named_folder(tmp_path: Path, artifact: Artifact) -> None:
+    """The folder of COMPILE_CACHE_DIR is created; it is an error if it cannot be written."""
     bundle = find_bundle(tmp_path, artifact, compile_cache_dir=str(tmp_path / "a" / "b"))
-
     assert bundle.path.parent == tmp_path / "a" / "b"
-
-
-def test_named_folder_that_cannot_be_written(tmp_path: Path, artifact: Artifact) -> None:
-    """A folder of COMPILE_CACHE_DIR that cannot be written is an error."""
     (tmp_path / "file").touch()
     config = build.config(tmp_path, compile_cache_dir=str(tmp_path / "file" / "cache"))
-
     with pytest.raises(PlatformError, match=r"COMPILE_CACHE_DIR is .* cannot be written"):
         compile_cache.at(config, artifact, CPU)
 
@@ -291,7 +244,6 @@ def test_named_folder_that_cannot_be_written(tmp_path: Path, artifact: Artifact)
 def test_folder_beside_the_model_that_cannot_be_written(tmp_path: Path, artifact: Artifact) -> None:
     """A model in a read-only repository is served without a bundle."""
     (tmp_path / "compile_cache").touch()
-
     assert compile_cache.at(build.config(tmp_path), artifact, CPU) is None
 
 
@@ -339,12 +291,10 @@ def test_one_of_several_instances_compiles(tmp_path: Path, artifact: Artifact) -
         context.Process(target=_compile, args=(tmp_path, artifact, barrier, compiled))
         for _ in range(4)
     ]
-
     for process in processes:
         process.start()
     for process in processes:
         process.join(60)
-
     assert [process.exitcode for process in processes] == [0] * 4
     assert compiled.value == 1
 
@@ -360,99 +310,88 @@ from torch_py_backend.batching import runtime
 from torch_py_backend.config import threads
 from torch_py_backend.startup import warmup
 
-asked = []  # processes that try a vector instruction
-sys.addaudithook(lambda event, args: asked.append(args) if "LoadLibrary" in str(args) else None)
-torch.manual_seed(0)
-settings = model_config.parse(json.loads(sys.argv[1]))
-engine = builder.build(settings, threads.budget(settings))
-with runtime.mode(settings.options):
-    warmup.run(engine)
-    (outcome,) = engine.run([{"x": torch.ones(3, 4)}])
-from torch._dynamo.utils import counters
-asked = [args for args in asked if args[0] == sys.executable]
-print(json.dumps({"y": outcome["y"].tolist(), "asked": len(asked), **counters["inductor"]}))
+tried = []  # processes that try a vector instruction
+sys.addaudithook(lambda event, args: tried.append(args) if "LoadLibrary" in str(args) else None)
+reports = []
+for arguments in sys.argv[1:]:
+    torch.manual_seed(0)
+    settings = model_config.parse(json.loads(arguments))
+    engine = builder.build(settings, threads.budget(settings))
+    with runtime.mode(settings.options):
+        warmup.run(engine)
+        (outcome,) = engine.run([{"x": torch.ones(2, 4)}])
+    from torch._dynamo.utils import counters
+    reports.append({"y": outcome["y"].tolist(), **counters["inductor"]})
+    counters.clear()
+    torch._dynamo.reset()
+print(json.dumps([sum(args[0] == sys.executable for args in tried), *reports]))
 """
-
-
-# The compiler, noting what it is asked to build.
+# The compiler, with a log of what it builds.
 _COMPILER = """#!/bin/sh
 case "$*" in *.cpp*) echo "$*" >> "{log}";; esac
 exec {compiler} "$@"
 """
 
 
-def _start(folder: Path, torch_cache_folder: Path, **parameters: str) -> dict[str, Any]:
-    """Load and warm up a model in a process with a torch cache of its own."""
-    compiler = torch_cache_folder / "bin" / "g++"
+def _start(folders: Iterable[Path], cache: Path) -> tuple[int, int, list[dict[str, Any]]]:
+    """Load and warm up models in a process with a torch cache of its own.
+
+    Return how many models the compiler has built code for, how often a vector instruction was
+    tried, and the results and counters of each model.
+    """
+    compiler, log = cache / "bin" / "g++", cache / "built"
     compiler.parent.mkdir(parents=True)
-    log = torch_cache_folder / "built"
     log.touch()
     compiler.write_text(_COMPILER.format(log=log, compiler=shutil.which("g++")))
     compiler.chmod(0o755)
-    arguments = build.arguments(
-        output=[{"name": "y", "data_type": "TYPE_FP32", "dims": [2]}],
-        parameters={
-            key: {"string_value": value}
-            for key, value in {
-                "TORCH_COMPILE_OPTIONAL_PARAMETERS": "{}",
-                "WEIGHTS": "none",
-                **parameters,
-            }.items()
-        },
-    )
-    arguments["model_repository"] = str(folder)
+    words = []
+    for folder in folders:
+        options = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": "{}", "WEIGHTS": "none"}
+        options |= {"OPTIMIZE": "freeze"} if folder.name == "frozen" else {}
+        arguments = build.arguments(
+            max_batch_size=2,
+            output=[{"name": "y", "data_type": "TYPE_FP32", "dims": [2]}],
+            parameters={key: {"string_value": value} for key, value in options.items()},
+        )
+        words.append(json.dumps(arguments | {"model_repository": str(folder)}))
+    environment = {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS": "0",  # slower for a few kernels
+        "PATH": f"{compiler.parent}{os.pathsep}{os.environ['PATH']}",
+    }
     result = subprocess.run(
-        [sys.executable, "-c", _START, json.dumps(arguments)],
-        env={
-            **os.environ,
-            "TORCHINDUCTOR_CACHE_DIR": str(torch_cache_folder),
-            "PATH": f"{compiler.parent}{os.pathsep}{os.environ['PATH']}",
-        },
+        [sys.executable, "-c", _START, *words],
+        env=os.environ | environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    # What inductor builds for itself, to find out about the processor, is not the model's.
-    built = [line for line in log.read_text().splitlines() if _of_the_model(line)]
-    return report | {"built": len(built)}
-
-
-def _of_the_model(line: str) -> bool:
-    return f"/{build.MODEL}-" in line
+    tried, *reports = json.loads(result.stdout.splitlines()[-1])
+    # Without what inductor builds to examine the processor.
+    built = set(re.findall(rf"/{build.MODEL}-[0-9a-f]+/", log.read_text()))
+    return len(built), tried, reports
 
 
 @pytest.mark.slow
 def test_warm_start_compiles_nothing(tmp_path: Path) -> None:
-    """A second machine loads every graph from the bundle alone."""
-    model = tmp_path / "model"
-    build.write(model, "model.py", models.source(models.Compiled))
+    """A second machine loads every graph from the bundle alone.
 
-    cold = _start(model, tmp_path / "first")
-    warm = _start(model, tmp_path / "second")
-
+    PyTorch does not cache graphs with packed weights; their kernels are cached.
+    """
+    folders = [tmp_path / "compiled", tmp_path / "frozen"]
+    for folder, module in zip(folders, (models.Compiled, models.Convolved), strict=True):
+        build.write(folder, "model.py", models.source(module))
+    built, tried, (cold, cold_frozen) = _start(folders, tmp_path / "first")
+    assert built == 2
     assert cold["fxgraph_cache_miss"] > 0
     assert "fxgraph_cache_hit" not in cold
+    assert cold_frozen["fxgraph_cache_bypass"] > 0
+
+    built, tried_again, (warm, warm_frozen) = _start(folders, tmp_path / "second")
+    assert built == 0
     assert "fxgraph_cache_miss" not in warm
     assert warm["fxgraph_cache_hit"] == cold["fxgraph_cache_miss"]
-    assert cold["built"] > 0
-    assert warm["built"] == 0
-    # The families that hang on AVX-512 (BF16, VNNI) are tried out all the same.
-    assert warm["asked"] < cold["asked"]
-    assert warm["y"] == cold["y"]
-
-
-@pytest.mark.slow
-def test_warm_start_of_frozen_weights_builds_nothing(tmp_path: Path) -> None:
-    """PyTorch does not cache graphs with packed weights; their kernels are cached."""
-    model = tmp_path / "model"
-    build.write(model, "model.py", models.source(models.Convolved))
-
-    cold = _start(model, tmp_path / "first", OPTIMIZE="freeze")
-    warm = _start(model, tmp_path / "second", OPTIMIZE="freeze")
-
-    assert cold["fxgraph_cache_bypass"] > 0
-    assert cold["built"] > 0
-    assert warm["built"] == 0
-    assert warm["y"] == cold["y"]
+    # The families that depend on AVX-512 (BF16, VNNI) are tried in each start.
+    assert tried_again < tried
+    assert (warm["y"], warm_frozen["y"]) == (cold["y"], cold_frozen["y"])

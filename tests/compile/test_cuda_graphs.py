@@ -38,10 +38,8 @@ def add(x: Tensor, *, offset: Tensor | None = None, times: int = 1) -> Tensor:
 def test_each_shape_is_captured_once(captured: list[list[int]]) -> None:
     """The first call of a shape is captured, and the next ones are replayed with their values."""
     graphs = Graphs(build.MODEL, add, Counts())
-
     first = [graphs(torch.ones(rows, 2)).sum().item() for rows in (4, 2)]
     again = [graphs(torch.full((rows, 2), 3.0)).sum().item() for rows in (4, 2)]
-
     assert captured == [[4, 2], [2, 2]]
     assert first == [8, 4]
     assert again == [-24, -12]
@@ -49,18 +47,14 @@ def test_each_shape_is_captured_once(captured: list[list[int]]) -> None:
 
 @pytest.mark.parametrize(
     "keywords",
-    [
-        pytest.param({"offset": torch.ones(2, 2)}, id="another argument"),
-        pytest.param({"times": 2}, id="another number"),
-        pytest.param({"times": True}, id="a number of another type"),
-    ],
+    [{"offset": torch.ones(2, 2)}, {"times": 2}, {"times": True}],
+    ids=["another argument", "another number", "a number of another type"],
 )
 def test_graph_keys(captured: list[list[int]], keywords: dict[str, Any]) -> None:
     """A graph is replayed only for the same structure and the same numbers."""
     graphs = Graphs(build.MODEL, add, Counts())
     x = torch.ones(2, 2)
     graphs(x)
-
     assert torch.equal(graphs(x, **keywords), add(x, **keywords))
     assert torch.equal(graphs(x, **keywords), -add(x, **keywords))
     assert len(captured) == 2
@@ -73,7 +67,6 @@ def test_sealed_model_captures_nothing(captured: list[list[int]], other: Tensor)
     graphs = Graphs(build.MODEL, add, counts)
     graphs(torch.ones(2, 2))
     sealed = graphs.seal(lambda x: x + 10)
-
     for _ in range(2):
         assert torch.equal(sealed(other), other + 10)
     assert torch.equal(sealed(torch.ones(2, 2)), -torch.ones(2, 2))

@@ -30,7 +30,6 @@ def test_vector_instructions(
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", valid_instruction_sets)
     with config.patch({"cpp.vec_isa_ok": users}):
         assert vector_isa.detect("digits") == compilers
-
         assert config.cpp.vec_isa_ok is expected
         assert valid_instruction_sets() == compilers
 

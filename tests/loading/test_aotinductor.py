@@ -57,9 +57,7 @@ def package(folder: Path, metadata: Mapping[str, Any]) -> Path:
 @pytest.mark.parametrize(
     ("metadata", "difference"),
     [
-        ({}, ""),
         (HERE, ""),
-        ({"AOTI_DEVICE_KEY": "cuda"}, "device cuda (here: cpu)"),
         ({"AOTI_MACHINE": "aarch64"}, "processor aarch64 (here: x86_64)"),
         ({"AOTI_CPU_ISA": "AVX512 AVX2"}, ""),
         (
@@ -82,14 +80,12 @@ def test_mismatch(
 ) -> None:
     """The machine that a package was built for is compared with this one."""
     monkeypatch.setattr(aotinductor, "this_machine", lambda device: HERE)
-
     assert aotinductor.mismatch(package(tmp_path, metadata), CPU) == difference
 
 
 def test_this_machine_matches_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine matches itself, on the CPU and on a GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-
     for device, name in ((None, "cpu"), (CPU, "cpu"), (torch.device("cuda", 0), "cuda")):
         here = aotinductor.this_machine(device)
         assert here["AOTI_DEVICE_KEY"] == name
@@ -101,20 +97,18 @@ def test_this_machine_matches_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_package_that_cannot_be_loaded(content: str, tmp_path: Path) -> None:
     """A damaged package fails the load with an error that says what to do."""
     path = build.write(tmp_path, "model.pt2", content)
-
     with pytest.raises(ArtifactError) as raised:
         aotinductor.load(Artifact(ArtifactType.AOTI, path), config(tmp_path, "x"), CPU)
-
     assert "'digits': model.pt2 is an AOTInductor package that torch" in str(raised.value)
     assert "with the parameter FALLBACK" in str(raised.value)
     assert str(tmp_path) not in str(raised.value)
 
 
 class Loader:
-    """A package loader that runs a function on its leaves and refuses too few rows."""
+    """A package loader that runs a function on its leaves, and refuses too few or too many rows."""
 
-    def __init__(self, refuses: str = "", least: int = 1) -> None:
-        self.refuses, self.least = refuses, least
+    def __init__(self, refuses: str = "", least: int = 1, most: int = 1 << 40) -> None:
+        self.refuses, self.least, self.most = refuses, least, most
         self.calls: list[list[Tensor]] = []
 
     def get_call_spec(self) -> list[str]:
@@ -124,8 +118,9 @@ class Loader:
         return [spec.treespec_dumps(tree), spec.treespec_dumps(spec.tree_structure({"y": x}))]
 
     def run(self, leaves: list[Tensor]) -> list[Tensor]:
+        os.write(2, b"Error: what the runtime prints\n")
         self.calls.append(leaves)
-        if self.refuses and leaves[0].shape[0] < self.least:
+        if self.refuses and not self.least <= leaves[0].shape[0] <= self.most:
             raise RuntimeError(self.refuses)
         return [leaves[0] + 10 * leaves[1] + 100 * leaves[2]]
 
@@ -142,27 +137,17 @@ def aoti(
     return aotinductor.load(Artifact(ArtifactType.AOTI, folder / "model.pt2"), settings, device)
 
 
-@pytest.mark.parametrize(
-    ("metadata", "gpu", "device"),
-    [
-        ({"AOTI_DEVICE_KEY": "cuda"}, True, torch.device("cuda", 0)),
-        ({"AOTI_DEVICE_KEY": "cuda"}, False, CPU),
-        ({"AOTI_DEVICE_KEY": "cpu"}, True, CPU),
-        ({}, True, CPU),
-    ],
-)
-def test_device_of_a_package(
-    metadata: dict[str, str],
-    gpu: bool,
-    device: torch.device,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_device_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package for CUDA is tried on the GPU, although the config names no device yet."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-
-    assert aotinductor.device_of(package(tmp_path, metadata)) == device
+    for name, gpu, device in (
+        ("cuda", True, torch.device("cuda", 0)),
+        ("cuda", False, CPU),
+        ("cpu", True, CPU),
+    ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
+        path = package(tmp_path, {"AOTI_DEVICE_KEY": name})
+        assert aotinductor.device_of(path) == device
 
 
 @pytest.mark.usefixtures("process")
@@ -171,7 +156,6 @@ def test_calls_of_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     loader = Loader()
     assert aoti(tmp_path, monkeypatch, loader, rows=0).rows == ANY_ROWS
     assert loader.calls == []
-
     aoti(tmp_path, monkeypatch, loader, device=torch.device("meta"))
     assert {leaf.device.type for leaves in loader.calls for leaf in leaves} == {"meta"}
 
@@ -180,72 +164,40 @@ def test_calls_of_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_package_is_called_with_its_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package gets its leaves in its own order, and its result has its own structure."""
     program = aoti(tmp_path, monkeypatch, Loader())
-
     inputs = binding.bind_inputs(build.MODEL, ["a", "b", "arg0"], program.signature)
     values = {"a": C, "b": B, "arg0": A}
     result: Any = inputs.call(program.module, [values[name] for name in inputs.names])
-
     assert torch.equal(result["y"], A + 10 * B + 100 * C)
     assert program.signature.leaves == ("ARGS[0]", "ARGS[1][b]", "ARGS[1][a]")
 
 
-@pytest.mark.parametrize(
-    ("refuses", "least", "rows"),
-    [
-        pytest.param("", 1, ANY_ROWS, id="any"),
-        pytest.param(
-            "input_handles[0]: dim value is too small at 0, expected it to be >= 2, but got: 1\n",
-            2,
-            Rows(2, None),
-            id="at least two",
-        ),
-        pytest.param(
-            "input_handles[0]: unmatched dim value at 0, expected: 4, but got: 1\n",
-            4,
-            Rows(4, 4),
-            id="exactly four",
-        ),
-        pytest.param("CUDA error: something else", 9, ANY_ROWS, id="fails otherwise"),
-    ],
-)
-@pytest.mark.usefixtures("process")
-def test_least_rows_of_a_package(
-    refuses: str, least: int, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The least rows are in the error message for one row."""
-    loader = Loader(refuses, least)
-
-    assert aoti(tmp_path, monkeypatch, loader).rows == rows
-    assert [leaf.shape for leaf in loader.calls[0]] == [(1, 2)] * 3
-
-
-class Loud(Loader):
-    """Prints to standard error before a call, as the runtime of AOTInductor does."""
-
-    def run(self, leaves: list[Tensor]) -> list[Tensor]:
-        os.write(2, b"Error: what the runtime prints\n")
-        return super().run(leaves)
+AT_LEAST = "input_handles[0]: dim value is too small at 0, expected it to be >= 2, but got: 1\n"
+AT_MOST = "input_handles[0]: dim value is too large at 0, expected to be <= 5, but got: 8\n"
+EXACTLY = "input_handles[0]: unmatched dim value at 0, expected: 4, but got: 1\n"
 
 
 @pytest.mark.parametrize(
-    ("refuses", "lines"),
+    ("loader", "rows", "lines"),
     [
-        pytest.param("dim value is too small at 0, expected it to be >= 2", 1, id="refusal"),
-        pytest.param("CUDA error: something else", 2, id="fails-otherwise"),
-        pytest.param("", 2, id="takes-it"),
+        pytest.param(Loader(), ANY_ROWS, 2, id="any"),
+        pytest.param(Loader(AT_LEAST, 2), Rows(2, None), 1, id="at least two"),
+        pytest.param(Loader(AT_MOST, most=5), Rows(1, 5), 1, id="at most five"),
+        pytest.param(Loader(EXACTLY, 4), Rows(4, 4), 0, id="exactly four"),
+        pytest.param(Loader("CUDA error: something else", 9), ANY_ROWS, 2, id="fails otherwise"),
     ],
 )
 @pytest.mark.usefixtures("process")
-def test_probing_prints_nothing(
-    refuses: str,
+def test_rows_of_a_package(
+    loader: Loader,
+    rows: Rows,
     lines: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Messages of refused sizes are not printed; other messages are."""
-    aoti(tmp_path, monkeypatch, Loud(refuses, least=2))
-
+    """The limits are in the messages for one row and the most rows, which are not printed."""
+    assert aoti(tmp_path, monkeypatch, loader).rows == rows
+    assert [leaf.shape for leaf in loader.calls[0]] == [(1, 2)] * 3
     assert capfd.readouterr().err.count("Error: what the runtime prints\n") == lines
     os.write(2, b"open again\n")
     assert capfd.readouterr().err == "open again\n"
@@ -253,13 +205,13 @@ def test_probing_prints_nothing(
 
 @pytest.mark.usefixtures("process")
 def test_probing_without_standard_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package is probed also if standard error is closed: most rows are in its message."""
+    """A package is probed also if standard error is closed."""
 
     def closed(descriptor: int) -> int:
         raise OSError(9, "Bad file descriptor")
 
     monkeypatch.setattr(os, "dup", closed)
-    assert aoti(tmp_path, monkeypatch, Limited()).rows == Rows(1, 5)
+    assert aoti(tmp_path, monkeypatch, Loader(AT_MOST, most=5)).rows == Rows(1, 5)
 
 
 _LOADED_ALONE = """
@@ -290,17 +242,5 @@ def test_package_starts_without_the_compiler() -> None:
     """
     words = [sys.executable, "-c", _LOADED_ALONE, str(Path(__file__).parents[1]), str(PACKAGE)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
-
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "10 [] []"
-
-
-class Limited(Loader):
-    """Accepts at most five rows, as a package whose kernels were chosen for small batches."""
-
-    def run(self, leaves: list[Tensor]) -> list[Tensor]:
-        if leaves[0].shape[0] > 5:
-            raise RuntimeError(
-                "input_handles[0]: dim value is too large at 0, expected to be <= 5, but got: 8\n"
-            )
-        return super().run(leaves)

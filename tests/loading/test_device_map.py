@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.loading import device_map, registry
 from torch_py_backend.loading.device_map import Dispatched
@@ -81,9 +80,6 @@ def spread(device_map_: dict[str, str], module: nn.Module | None = None) -> Any:
     return module
 
 
-_SPLIT = {"start": "cuda:0", "blocks.0": "cuda:0", "blocks.1": "cuda:1", "head": "cpu"}
-
-
 @pytest.mark.usefixtures("gpus")
 def test_devices_of_weights() -> None:
     """Parameters and buffers, also non-persistent ones, follow the longest matching name."""
@@ -105,8 +101,7 @@ def test_devices_of_weights() -> None:
 @pytest.mark.parametrize(
     "devices",
     [
-        _SPLIT,
-        {"": "cuda:0", "head": "cuda:1"},
+        {"start": "cuda:0", "blocks.0": "cuda:0", "blocks.1": "cuda:1", "head": "cpu"},
         {"": "cpu", "blocks": "cuda:1", "blocks.1.inner": "cuda:0"},
     ],
     ids=str,
@@ -122,7 +117,6 @@ def test_tensors_follow(devices: dict[str, str]) -> None:
     for method, shape in ((net, (3, 2)), (net.summed, (3, 4))):
         result = Dispatched(method, net, config)(torch.zeros(3, 4))
         assert (result.device, result.shape) == (net.start.device, shape)
-
     plain = Net()
     plain.head.to("cuda:1")
     with pytest.raises(RuntimeError, match=r"cpu|cuda:1"):
@@ -134,19 +128,15 @@ def test_values_are_the_same() -> None:
     net = _tied().requires_grad_(requires_grad=False)
     x = torch.rand(3, 4)
     before = net(x)
-    spread({"": "cpu", "head": "cpu"}, net)
+    spread({"": "cpu", "blocks": "cpu", "blocks.1.inner": "cpu"}, net)
+    # All modules are on the device of their caller.
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in net.modules())
     dispatched = Dispatched(net, net, build.config(kind="MODEL", device_map={"": "cpu"}))
     assert torch.equal(dispatched(x), before)
     assert net.get_parameter("blocks.1.inner.weight") is net.get_parameter("blocks.0.inner.weight")
     assert dispatched.head is net.head
     with pytest.raises(AttributeError, match="tail"):
         dispatched.tail  # noqa: B018
-
-
-def test_only_borders_are_hooked() -> None:
-    """Submodules on the device of their caller have no hooks."""
-    net = spread({"": "cpu", "blocks": "cpu", "blocks.1.inner": "cpu"})
-    assert not any(part._forward_pre_hooks or part._forward_hooks for part in net.modules())
 
 
 def _tied() -> Net:
@@ -191,7 +181,6 @@ def test_a_map_in_a_file(tmp_path: Path) -> None:
         ("a.json", "", "DEVICE_MAP is 'a.json', which cannot be used: JSONDecodeError"),
         ("a.json", '{"": "disk"}', "cannot be used: .*expected a JSON object from each module onc"),
         ("a.json", '{"": "cpu", "": "cuda"}', "expected a JSON object from each module once"),
-        ("a.json", "\xff", "expected a JSON object"),
         ("b.json", "", "DEVICE_MAP is 'b.json', which cannot be used: .*No such file"),
         ("../../a.json", "", "expected a file in the model's own folder"),
     ],
@@ -206,22 +195,18 @@ def test_wrong_file(name: str, content: str, message: str, tmp_path: Path) -> No
 
 def test_new_weights(tmp_path: Path) -> None:
     """New weights replace the old ones on their devices."""
-    config, artifact, _ = stored(tmp_path, 0.0)
-    loaded = registry.load(artifact, config, None)
-    replacement = stored(tmp_path, 1.0)[2]
+    devices = {"": "cpu"}
+    build.write(tmp_path, "model.py", models.source(Block, Net))
+    config = build.config(
+        tmp_path, kind="MODEL", device_map=devices, watch_weights=True, model_class="Net"
+    )
+    path, net = tmp_path / "1" / "model.pt", Net()
+    torch.save(net.state_dict(), path)
+    loaded = registry.load(discovery.find(config), config, None)
+    nn.init.constant_(net.start, 1.0)
+    torch.save(net.state_dict(), path.with_name("new.pt"))
+    path.with_name("new.pt").rename(path)
     weight_swap.swap(config, loaded, weight_swap.read(config, loaded))
     x = torch.rand(3, 4)
     with torch.no_grad():
-        assert torch.equal(loaded.module(x), replacement(x))
-
-
-def stored(folder: Path, start: float) -> tuple[Any, Artifact, Net]:
-    net = Net()
-    nn.init.constant_(net.start, start)
-    build.write(folder, "model.py", models.source(Block, Net))
-    torch.save(net.state_dict(), folder / "1" / "new.pt")
-    (folder / "1" / "new.pt").rename(folder / "1" / "model.pt")
-    config = build.config(
-        folder, kind="MODEL", device_map={"": "cpu"}, watch_weights=True, model_class="Net"
-    )
-    return config, discovery.find(config), net
+        assert torch.equal(loaded.module(x), net(x))

@@ -92,27 +92,18 @@ def dynamic(least: int | None = None, most: int | None = None) -> Any:
 
 
 def test_program_computes_what_was_exported(tmp_path: Path) -> None:
-    """A program returns what its module returns, also for another number of rows."""
+    """A program is moved to the device of its instance, and returns what its module returns.
+
+    With KIND_MODEL it stays where it was.
+    """
     module = Net()
     exported(tmp_path, module, (torch.rand(4, 2),), dims=(dynamic(),))
+    for device, expected in ((torch.device("meta"), "meta"), (None, "cpu"), (CPU, "cpu")):
+        program = loaded(tmp_path, "x", device=device)
+        assert {tensor.device.type for tensor in weights(program)} == {expected}
     x = torch.rand(5, 2)
-
-    program = loaded(tmp_path, "x")
-
     assert torch.equal(called(program, {"x": x}), module(x))
     assert sorted(tensor.shape for tensor in weights(program)) == [(3,), (3,), (3, 2)]
-
-
-@pytest.mark.parametrize(
-    ("device", "expected"), [(CPU, "cpu"), (torch.device("meta"), "meta"), (None, "cpu")]
-)
-def test_device_of_a_program(device: torch.device | None, expected: str, tmp_path: Path) -> None:
-    """A program is moved to the device of its instance; with KIND_MODEL it stays where it was."""
-    exported(tmp_path, Net(), (torch.rand(4, 2),), dims=(dynamic(),))
-
-    program = loaded(tmp_path, "x", device=device)
-
-    assert {tensor.device.type for tensor in weights(program)} == {expected}
 
 
 A, B, C, D, S = (torch.full((2, 2), number) for number in (1.0, 2.0, 3.0, 4.0, 0.5))
@@ -124,7 +115,6 @@ def test_nested_inputs_reach_their_places(tmp_path: Path) -> None:
     exported(tmp_path, Nested(), (A.clone(), sample), {"scale": S.clone()})
     program = loaded(tmp_path, "x", "z", "c", "d", "scale")
     assert str(program.signature) == "forward(x, extra, *, scale)"
-
     for columns in (
         {"scale": S, "ARGS[1][a][1]": D, "z": B, "ARGS[1][a][0]": C, "x": A},
         {f"INPUT__{number}": value for number, value in enumerate([A, B, C, D, S])},
@@ -138,9 +128,7 @@ def test_nested_inputs_reach_their_places(tmp_path: Path) -> None:
 def test_constants_are_passed_as_exported(tmp_path: Path) -> None:
     """A number of the export is not an input, and is passed with each call."""
     path = exported(tmp_path, Power(), (torch.rand(2, 2), 3, torch.rand(2, 2)))
-
     program = loaded(tmp_path, "x", "y")
-
     assert program.signature.leaves == ("ARGS[0]", "ARGS[2]")
     for names in (["x", "y"], ["INPUT__0", "INPUT__1"], ["ARGS[0]", "ARGS[2]"]):
         assert torch.equal(called(program, dict(zip(names, (B, A), strict=True))), B**3 + A)
@@ -165,7 +153,6 @@ def test_row_limits_of_a_program(dims: Any, rows: Rows, tmp_path: Path) -> None:
             return x * 2
 
     exported(tmp_path, Double(), (torch.rand(4, 2),), dims=dims)
-
     assert loaded(tmp_path, "x").rows == rows
 
 
@@ -173,42 +160,27 @@ def test_programs_without_limits(tmp_path: Path) -> None:
     """There are no limits without a batch dimension, or if inputs differ in dimension 0."""
     exported(tmp_path, Net(), (torch.rand(4, 2),))
     assert loaded(tmp_path, "x", rows=0).rows == ANY_ROWS
-
     exported(tmp_path, Total(), (torch.rand(4, 2), torch.rand(3)))
     assert loaded(tmp_path, "x", "y").rows == ANY_ROWS
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(lambda name, content: None if "weights" in name else content, id="weights"),
-        pytest.param(
-            lambda name, content: b"{" if name.endswith("model.json") else content, id="program"
-        ),
-        pytest.param(
-            lambda name, content: b"999" if name.endswith("version") else content, id="version"
-        ),
-    ],
+    ("member", "content"), [("weights", None), ("model.json", b"{"), ("version", b"999")]
 )
-def test_program_that_cannot_be_loaded(damage: Any, tmp_path: Path) -> None:
+def test_program_that_cannot_be_loaded(member: str, content: bytes | None, tmp_path: Path) -> None:
     """A damaged program, or one of another torch, fails the load with the version of torch."""
     path = exported(tmp_path, Net(), (torch.rand(4, 2),))
     with zipfile.ZipFile(path) as file:
-        members = {name: damage(name, file.read(name)) for name in file.namelist()}
+        members = {name: file.read(name) for name in file.namelist()}
     with zipfile.ZipFile(path, "w") as file:
-        for name, content in members.items():
-            if content is not None:
-                file.writestr(name, content)
-
+        for name, old in members.items():
+            new = content if member in name else old
+            if new is not None:
+                file.writestr(name, new)
     with pytest.raises(ArtifactError) as raised:
         loaded(tmp_path, "x")
-
     text = str(raised.value)
-    assert (
-        f"model 'digits': model.pt2 is a torch.export program that torch {torch.__version__}"
-        in text
-    )
-    assert "Write it again with torch.export.save" in text
+    assert f"'digits': model.pt2 is a torch.export program that torch {torch.__version__}" in text
     assert str(tmp_path) not in text
 
 
@@ -216,42 +188,22 @@ def test_program_that_cannot_be_loaded(damage: Any, tmp_path: Path) -> None:
 
 
 def test_description_of_a_program(tmp_path: Path) -> None:
-    """Names, dtypes and shapes of inputs and outputs are known without a call."""
+    """Names, dtypes and shapes of input and output tensors are known without a call."""
 
     class Scores(nn.Module):
-        def forward(self, image: Tensor, extra: dict[str, Tensor]) -> dict[str, Tensor]:
+        def forward(self, image: Tensor, extra: dict[str, Tensor]) -> dict[str, Any]:
             scores = image.half() * extra["weight"]
-            return {"scores": scores, "best": scores.argmax(dim=1)}
+            best = scores.argmax(dim=1)
+            return {"none": None, "scores": scores, "best": best, "three": 3}
 
     args = (torch.ones(4, 3, dtype=torch.uint8), {"weight": torch.ones(4, 1).half()})
     rows = torch.export.Dim("rows")
     path = exported(tmp_path, Scores(), args, dims=({0: rows}, {"weight": {0: rows}}))
-
     description = exported_program.describe(config(tmp_path), path)
-
-    assert description.inputs == [
-        ("image", torch.uint8, (-1, 3)),
-        ("weight", torch.float16, (-1, 1)),
-    ]
-    assert description.outputs == [
-        ("scores", torch.float16, (-1, 3)),
-        ("best", torch.int64, (-1,)),
-    ]
+    half = torch.float16
+    assert description.inputs == [("image", torch.uint8, (-1, 3)), ("weight", half, (-1, 1))]
+    assert description.outputs == [("scores", half, (-1, 3)), ("best", torch.int64, (-1,))]
     assert description.rows.most is None
-
-
-def test_outputs_are_tensors(tmp_path: Path) -> None:
-    """None and numbers in a result are not outputs."""
-
-    class WithNone(nn.Module):
-        def forward(self, x: Tensor) -> dict[str, Any]:
-            return {"none": None, "y": x * 2, "three": 3}
-
-    path = exported(tmp_path, WithNone(), (torch.rand(4, 2),))
-
-    description = exported_program.describe(config(tmp_path), path)
-
-    assert description.outputs == [("y", torch.float32, (4, 2))]
 
 
 def test_symbolic_number(tmp_path: Path) -> None:
@@ -263,7 +215,6 @@ def test_symbolic_number(tmp_path: Path) -> None:
 
     dims = (dynamic(), torch.export.Dim.DYNAMIC)
     exported(tmp_path, Times(), (torch.rand(4, 2), 3), dims=dims)
-
     try:
         assert loaded(tmp_path, "x", "n").signature.leaves == ("ARGS[0]", "ARGS[1]")
     except ArtifactError as error:

@@ -60,10 +60,8 @@ def test_channels_last(module: nn.Module, kind: ArtifactType) -> None:
     expected = module(x)
     owner: Any = torch.jit.script(module) if kind is ArtifactType.TORCHSCRIPT else module
     config = build.config(optimize=("channels_last",))
-
     assert registry.optimize(config, loaded(kind, owner, owner.raw)) == owner.raw
     optimized = registry.optimize(config, loaded(kind, owner))
-
     assert owner.convolution.weight.is_contiguous(memory_format=torch.channels_last)
     torch.testing.assert_close(optimized(x), expected)
 
@@ -75,12 +73,10 @@ def test_torchscript_is_frozen(module: nn.Module, method: str | None) -> None:
     script: Any = torch.jit.script(module)
     served = getattr(script, method) if method else script
     config = build.config(optimize=("freeze",), method=method)
-
     with torch.inference_mode():
         expected = served(x)
         frozen: Any = registry.optimize(config, loaded(ArtifactType.TORCHSCRIPT, script, served))
         torch.testing.assert_close(frozen(x), expected, rtol=1e-4, atol=1e-5)
-
     assert "GetAttr" not in str(frozen.graph)
 
 

@@ -2,41 +2,28 @@
 
 from __future__ import annotations
 
-import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import build
+import models
 import pytest
 import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
+from torch_py_backend.batching.gather_scatter import ANY_ROWS
 from torch_py_backend.config import sequence_config
 from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, SourceError
 from torch_py_backend.loading import aotinductor, registry
 from torch_py_backend.loading.loaded import Loaded
 
+pytestmark = pytest.mark.usefixtures("imports")
 CPU = torch.device("cpu")
 META = torch.device("meta")
-NET = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 3)
-        self.dropout = nn.Dropout(0.99)
-        self.register_buffer("offset", torch.ones(3))
-
-    def forward(self, x):
-        return self.dropout(self.linear(x)) + self.offset
-"""
 STATE = {
     "linear.weight": torch.arange(6.0).reshape(3, 2),
     "linear.bias": torch.tensor([10.0, 20.0, 30.0]),
@@ -48,7 +35,7 @@ Y = torch.tensor([[112.0, 128.0, 144.0]])
 
 
 class Net(nn.Module):
-    """The class of the source above."""
+    """A module with a parameter, a buffer, and a layer that eval() turns off."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,8 +44,24 @@ class Net(nn.Module):
         self.register_buffer("offset", torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.dropout(self.linear(x)) + self.offset
-        return result
+        return self.dropout(self.linear(x)) + self.offset  # type: ignore[no-any-return]
+
+
+NET = models.source(Net)
+
+
+METHODS = """
+from torch import nn
+
+class Net(nn.Module):
+    def forward(self, x):
+        raise NotImplementedError
+
+    def encode(self, image, *, scale=2):
+        return image * scale
+
+    size = 3
+"""
 
 
 class OnlyEncodes(nn.Module):
@@ -67,17 +70,6 @@ class OnlyEncodes(nn.Module):
     @torch.jit.export
     def encode(self, x: Tensor) -> Tensor:
         return x + 1
-
-
-@pytest.fixture(autouse=True)
-def imports(tmp_path: Path) -> Iterator[None]:
-    """Restore sys.modules and sys.path after the test."""
-    path = list(sys.path)
-    yield
-    sys.path[:] = path
-    for name, module in list(sys.modules.items()):
-        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
-            del sys.modules[name]
 
 
 def load(folder: Path, device: torch.device | None = CPU, **options: Any) -> Loaded:
@@ -113,38 +105,36 @@ def scripted() -> Any:
 def test_module_is_ready_to_be_called(tmp_path: Path) -> None:
     """A source becomes a module with its weights, in eval mode, without gradients."""
     store(tmp_path, state=STATE)
-
     loaded = load(tmp_path)
-
     assert isinstance(loaded.module, nn.Module)
     assert torch.equal(loaded.module(X), Y)  # without eval(), dropout would clear nearly all
     assert not any(part.training for part in loaded.module.modules())
     assert not any(tensor.requires_grad for tensor in loaded.weights)
     assert sorted(tensor.sum().item() for tensor in loaded.weights) == SUMS
-    assert str(loaded.signature) == "forward(x)"
+    assert str(loaded.signature) == "forward(x: torch.Tensor)"
     assert loaded.rows == ANY_ROWS
 
 
-@pytest.mark.parametrize("write", [lambda folder: store(folder, state=STATE),
-                                   lambda folder: store_script(folder, scripted())],
-                         ids=["module", "TorchScript"])  # fmt: skip
 @pytest.mark.parametrize(("device", "expected"), [(CPU, "cpu"), (META, "meta"), (None, "cpu")])
-def test_device(
-    write: Callable[[Path], object], device: torch.device | None, expected: str, tmp_path: Path
-) -> None:
+def test_device(device: torch.device | None, expected: str, tmp_path: Path) -> None:
     """A module is moved to the device of its instance; without one it stays where it is."""
-    write(tmp_path)
-
-    assert {tensor.device.type for tensor in load(tmp_path, device).weights} == {expected}
+    store(tmp_path / "module", state=STATE)
+    store_script(tmp_path / "script", scripted())
+    for name in ("module", "script"):
+        tensors = load(tmp_path / name, device).weights
+        assert {tensor.device.type for tensor in tensors} == {expected}
 
 
 def test_module_places_itself(tmp_path: Path) -> None:
-    """With KIND_MODEL the module is not moved."""
-    store(tmp_path, NET + "def make():\n    return Net().to('meta')\n")
+    """With KIND_MODEL a module, which may be scripted, stays where its factory has put it."""
+    factories = "def on_meta():\n    return Net().to('meta')\n"
+    store(tmp_path, f"{NET}\n{factories}def scripted():\n    return torch.jit.script(Net())\n")
 
-    loaded = load(tmp_path, device=None, model_factory="make", weights="none")
-
+    loaded = load(tmp_path, device=None, model_factory="on_meta", weights="none")
     assert {tensor.device.type for tensor in loaded.weights} == {"meta"}
+    script = load(tmp_path, model_factory="scripted", weights="none")
+    assert str(script.signature) == "forward(x: torch.Tensor)"
+    assert script.module(X).shape == (1, 3)
 
 
 def test_function_is_served(tmp_path: Path) -> None:
@@ -154,9 +144,7 @@ def test_function_is_served(tmp_path: Path) -> None:
         "def double(x, factor=2):\n    return factor * x\n\n\n"
         "class Scaled:\n    def __call__(self, x):\n        return 3 * x\n",
     )
-
     loaded = load(tmp_path)
-
     assert loaded.module(4) == 8
     assert list(loaded.weights) == []
     assert str(loaded.signature) == "double(x, factor=2)"
@@ -166,7 +154,6 @@ def test_function_is_served(tmp_path: Path) -> None:
 def test_weights_beside_a_function_are_refused(tmp_path: Path) -> None:
     """A file of weights beside a function is an error, unless WEIGHTS is none."""
     store(tmp_path, "def double(x):\n    return 2 * x\n", state=STATE)
-
     with pytest.raises(ArtifactError, match=r"model\.pt is beside a function.*WEIGHTS to \"none\""):
         load(tmp_path)
     assert load(tmp_path, weights="none").module(4) == 8
@@ -178,26 +165,18 @@ def test_weights_beside_a_function_are_refused(tmp_path: Path) -> None:
         ({"model_factory": "make"}, "what model.py builds is a int; expected a torch.nn.Module"),
         ({"model_class": "Size"}, "what model.py builds is a Size; expected a torch.nn.Module"),
         ({"model_class": "relu"}, "the arguments of what is served cannot be determined"),
+        ({"method": "decode"}, "METHOD is 'decode', which Net does not have"),
+        ({"method": "size"}, "the arguments of what is served cannot be determined"),
     ],
 )
 def test_object_that_cannot_be_called(
     options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """A model is a module or a function, and its arguments are known."""
-    store(tmp_path, "from torch import relu\ndef make():\n    return 3\nclass Size: ...\n")
-
+    """A model is a module, a function or a method, and its arguments are known."""
+    others = "from torch import relu\ndef make():\n    return 3\nclass Size: ...\n"
+    store(tmp_path, METHODS + others)
     with pytest.raises(SourceError, match=message):
         load(tmp_path, **options)
-
-
-def test_factory_may_return_torchscript(tmp_path: Path) -> None:
-    """A factory may return a scripted module."""
-    store(tmp_path, NET + "def make():\n    return torch.jit.script(Net())\n")
-
-    loaded = load(tmp_path, model_factory="make", weights="none")
-
-    assert str(loaded.signature) == "forward(x)"
-    assert loaded.module(X).shape == (1, 3)
 
 
 # --- TorchScript -----------------------------------------------------------------------------
@@ -214,32 +193,28 @@ def test_factory_may_return_torchscript(tmp_path: Path) -> None:
 def test_torchscript_is_ready_to_be_called(make: Callable[[], Any], tmp_path: Path) -> None:
     """TorchScript is loaded in eval mode, with its parameters and buffers."""
     store_script(tmp_path, make())
-
     loaded = load(tmp_path)
-
     assert torch.equal(loaded.module(X), Y)
     assert [argument.name for argument in loaded.signature.arguments] == ["x"]
     sums = sorted(tensor.sum().item() for tensor in loaded.weights)
     assert sums in ([], SUMS)  # a frozen graph holds constants
 
 
-@pytest.mark.parametrize("method", [None, "decode", "training"])
-def test_method_that_torchscript_lacks_is_refused(method: str | None, tmp_path: Path) -> None:
+def test_method_that_torchscript_lacks_is_refused(tmp_path: Path) -> None:
     """A method that TorchScript does not export is refused by its name."""
     store_script(tmp_path, torch.jit.script(OnlyEncodes()))
-
-    message = rf"model\.pt is TorchScript without {method or 'forward'}\(\)"
-    with pytest.raises(ArtifactError, match=message):
-        load(tmp_path, method=method)
+    for method in (None, "decode", "training"):
+        message = rf"model\.pt is TorchScript without {method or 'forward'}\(\)"
+        with pytest.raises(ArtifactError, match=message):
+            load(tmp_path, method=method)
 
 
 @pytest.mark.parametrize(
     ("member", "old", "new"),
     [
-        pytest.param("data.pkl", b"", None, id="without data.pkl"),
-        pytest.param("version", b"", None, id="without version"),
-        pytest.param(".py", b"forward", b"for ward", id="code of no language"),
-        pytest.param("data.pkl", b"offset", b"offsit", id="weight of another name"),
+        ("version", b"", None),
+        (".py", b"forward", b"for ward"),
+        ("data.pkl", b"offset", b"offsit"),  # a weight of another name
     ],
 )
 def test_torchscript_that_cannot_be_loaded(
@@ -255,10 +230,8 @@ def test_torchscript_that_cannot_be_loaded(
                 file.writestr(name, content)
             elif new is not None:
                 file.writestr(name, content.replace(old, new))
-
     with pytest.raises(ArtifactError) as raised:
         load(tmp_path)
-
     text = str(raised.value)
     assert isinstance(raised.value, LoadError)
     assert f"model 'digits': model.pt is TorchScript that torch {torch.__version__} cannot" in text
@@ -267,27 +240,12 @@ def test_torchscript_that_cannot_be_loaded(
 
 # --- METHOD ----------------------------------------------------------------------------------
 
-METHODS = """
-from torch import nn
-
-class Net(nn.Module):
-    def forward(self, x):
-        raise NotImplementedError
-
-    def encode(self, image, *, scale=2):
-        return image * scale
-
-    size = 3
-"""
-
 
 def test_method_of_a_module_is_served(tmp_path: Path) -> None:
     """METHOD names the method that is called, with its own arguments and its module's weights."""
     store(tmp_path / "a", METHODS)
     store(tmp_path / "b", NET.replace("def forward", "def encode"), STATE)
-
     loaded, filled = (load(tmp_path / name, method="encode") for name in "ab")
-
     assert torch.equal(loaded.module(X), 2 * X)
     assert str(loaded.signature) == "encode(image, *, scale=2)"
     assert torch.equal(filled.module(X), Y)
@@ -298,62 +256,32 @@ def test_method_of_another_object_is_served(tmp_path: Path) -> None:
     """METHOD names a method of any object, or one that TorchScript exports."""
     store(tmp_path / "a", "def make():\n    return lambda x: x\n")
     store_script(tmp_path / "b", torch.jit.script(OnlyEncodes()))
-
     assert load(tmp_path / "a", model_factory="make", method="__call__").module(1) == 1
     encode = load(tmp_path / "b", method="encode")
     assert torch.equal(encode.module(X), X + 1)
     assert [argument.name for argument in encode.signature.arguments] == ["x"]
 
 
-@pytest.mark.parametrize(
-    ("method", "message"),
-    [
-        ("decode", "METHOD is 'decode', which Net does not have"),
-        ("size", "the arguments of what is served cannot be determined"),
-    ],
-)
-def test_unknown_method(method: str, message: str, tmp_path: Path) -> None:
-    """A name without a method fails the load."""
-    store(tmp_path, METHODS)
-
-    with pytest.raises(SourceError, match=message):
-        load(tmp_path, method=method)
-
-
 # --- factories of packages -------------------------------------------------------------------
 
 
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model folder beside an importable package with a class."""
+def test_module_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of an installed package is filled from the version folder, or fills itself."""
     pretrained = (
         "\nclass Pretrained(Net):\n    @classmethod\n"
         "    def from_pretrained(cls, folder, local_files_only):\n        return cls()\n"
     )
     (tmp_path / "package_with_a_net.py").write_text(NET + pretrained)
     monkeypatch.syspath_prepend(tmp_path)
-    build.write(tmp_path / "digits", "config.json", "{}")
-    return tmp_path / "digits"
-
-
-def test_package_builds_the_module(package: Path) -> None:
-    """A class of an installed package is built, and filled from the version folder."""
-    factory = "package_with_a_net:Net"
+    folder = tmp_path / "digits"
+    build.write(folder, "config.json", "{}")
+    assert len(list(load(folder, model_factory="package_with_a_net:Pretrained").weights)) == 3
     with pytest.raises(ArtifactError, match="Net has 3 weights, and there is no weights file"):
-        load(package, model_factory=factory)
-    torch.save(STATE, package / "1" / "model.pt")
-
-    loaded = load(package, model_factory=factory)
-
+        load(folder, model_factory="package_with_a_net:Net")
+    torch.save(STATE, folder / "1" / "model.pt")
+    loaded = load(folder, model_factory="package_with_a_net:Net")
     assert loaded.kind is ArtifactType.FACTORY
     assert torch.equal(loaded.module(X), Y)
-
-
-def test_pretrained_module_has_read_its_weights(package: Path) -> None:
-    """The result of from_pretrained() needs no file of weights."""
-    loaded = load(package, model_factory="package_with_a_net:Pretrained")
-
-    assert len(list(loaded.weights)) == 3
 
 
 # --- programs --------------------------------------------------------------------------------
@@ -372,78 +300,51 @@ def store_package(folder: Path) -> None:
         file.writestr("model/data/aotinductor/model/abc.wrapper.so", "")
 
 
-def test_exported_program_is_ready_to_be_called(tmp_path: Path) -> None:
-    """A program is loaded with its arguments, its weights and its row limits."""
-    store_program(tmp_path)
-
-    loaded = load(tmp_path)
-
-    assert loaded.kind is ArtifactType.EXPORTED
-    assert torch.equal(loaded.module(X.expand(2, -1)), Y.expand(2, -1))
-    assert str(loaded.signature) == "forward(x)"
-    assert len(list(loaded.weights)) == 3
-    assert loaded.rows == Rows(2, 16)
-
-
-@pytest.mark.parametrize("write", [store_program, store_package], ids=["export", "AOTI"])
-def test_method_of_a_program_is_refused(write: Callable[[Path], None], tmp_path: Path) -> None:
+def test_method_of_a_program_is_refused(tmp_path: Path) -> None:
     """METHOD is refused for a program, which is one method."""
-    write(tmp_path)
+    for write in (store_program, store_package):
+        write(tmp_path)
+        with pytest.raises(ConfigError, match=r"METHOD is set, and model\.pt2 is "):
+            load(tmp_path, method="encode")
 
-    with pytest.raises(ConfigError, match=r"METHOD is set, and model\.pt2 is "):
-        load(tmp_path, method="encode")
+
+def test_options_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Options without effect on the artifact are logged."""
+    store_program(tmp_path / "program")
+    store_script(tmp_path / "script", scripted())
+    for name in ("program", "script"):
+        caplog.clear()
+        load(tmp_path / name, model_class="Net", model_kwargs={}, weights="none")
+        for option in ("MODEL_CLASS", "MODEL_KWARGS", "WEIGHTS"):
+            assert f"'digits': the parameter {option} has no effect: the" in caplog.text
 
 
 @pytest.mark.parametrize(
-    "write",
-    [store_program, lambda folder: store_script(folder, scripted())],
-    ids=["export", "jit"],
+    ("difference", "problem"),
+    [
+        ("processor sparc", "model.pt2 was built for processor sparc. "),
+        ("", "model.pt2 is an AOTInductor package that torch"),
+    ],
 )
-def test_options_without_effect(
-    write: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_fallback(
+    difference: str,
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Options without effect on the artifact are logged."""
-    write(tmp_path)
-
-    load(tmp_path, model_class="Net", model_kwargs={}, weights="none")
-
-    for option in ("MODEL_CLASS", "MODEL_KWARGS", "WEIGHTS"):
-        assert f"'digits': the parameter {option} has no effect: the artifact is" in caplog.text
-
-
-def test_package_for_another_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A package for another machine is refused; with FALLBACK that is served, with a warning."""
+    """A package of another machine, or a damaged one, is refused; with FALLBACK that is served."""
     store(tmp_path, state=STATE)
     store_package(tmp_path)
-    monkeypatch.setattr(aotinductor, "mismatch", lambda path, device: "processor sparc")
-
-    message = r"'digits': model\.pt2 was built for processor sparc\. .* the parameter FALLBACK\."
-    with pytest.raises(ArtifactError, match=message):
+    monkeypatch.setattr(aotinductor, "mismatch", lambda path, device: difference)
+    with pytest.raises(ArtifactError, match="the parameter FALLBACK") as raised:
         load(tmp_path, default_model_filename="model.pt2")
+    assert f"'digits': {problem}" in str(raised.value)
     loaded = load(tmp_path, default_model_filename="model.pt2", fallback="model.py")
-
     assert loaded.kind is ArtifactType.MODULE
     assert torch.equal(loaded.module(X), Y)
-    assert caplog.messages == [
-        "model 'digits': model.pt2 was built for processor sparc. model.py is served instead."
-    ]
-
-
-def test_fallback_is_served_where_the_package_does_not_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """FALLBACK is served if the package cannot be loaded."""
-    store(tmp_path, state=STATE)
-    store_package(tmp_path)
-    monkeypatch.setattr(aotinductor, "mismatch", lambda path, device: "")
-
-    loaded = load(tmp_path, default_model_filename="model.pt2", fallback="model.py")
-
-    assert loaded.kind is ArtifactType.MODULE
     (message,) = [record.getMessage() for record in caplog.records if "torch_py" in record.name]
-    assert "model.pt2 is an AOTInductor package that torch" in message
+    assert message.startswith(f"model 'digits': {problem}")
     assert message.endswith("model.py is served instead.")
 
 
@@ -494,29 +395,23 @@ def test_entry_point(
     assert loaded.streams is streams
 
 
-@pytest.mark.parametrize("which", ["generator", "asynchronous", "steps"])
-def test_streams_in_a_model_that_is_not_decoupled(which: str, tmp_path: Path) -> None:
+def test_streams_in_a_model_that_is_not_decoupled(tmp_path: Path) -> None:
     """A streaming model that is not decoupled is refused with what to write."""
-    with pytest.raises(ConfigError, match=r"is not decoupled.*decoupled: true"):
-        _streaming(tmp_path, which)
+    for which in ("generator", "asynchronous", "steps"):
+        with pytest.raises(ConfigError, match=r"is not decoupled.*decoupled: true"):
+            _streaming(tmp_path / which, which)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"decoupled": True}, "the model is decoupled, and model.mar is a TorchServe archive"),
-        (
-            {"sequencing": sequence_config.parse("digits", {"sequence_batching": {}}, None)},
-            "config.pbtxt has sequence_batching, and model.mar is a TorchServe archive",
-        ),
-    ],
-    ids=["decoupled", "sequences"],
-)
-def test_handlers_answer_once(overrides: dict[str, Any], message: str) -> None:
+def test_handlers_answer_once() -> None:
     """A handler of TorchServe supports neither streams nor sequences."""
     archive = Artifact(ArtifactType.TORCHSERVE, Path("/models/digits/1/model.mar"))
-    with pytest.raises(ConfigError, match=message):
-        registry.load(archive, build.config(**overrides), None)
+    sequencing = sequence_config.parse("digits", {"sequence_batching": {}}, None)
+    for overrides, problem in (
+        ({"decoupled": True}, "the model is decoupled"),
+        ({"sequencing": sequencing}, "config.pbtxt has sequence_batching"),
+    ):
+        with pytest.raises(ConfigError, match=f"{problem}, and model.mar is a TorchServe archive"):
+            registry.load(archive, build.config(**overrides), None)
 
 
 # --- options for modules only ----------------------------------------------------------------
@@ -524,23 +419,17 @@ def test_handlers_answer_once(overrides: dict[str, Any], message: str) -> None:
 
 def test_device_map_without_a_module(tmp_path: Path) -> None:
     """DEVICE_MAP is refused for programs and functions."""
-    store_script(tmp_path / "a", scripted())
-    store(tmp_path / "b", "def double(x):\n    return 2 * x\n")
-
-    for name, reason in (
-        ("a", "the model is TorchScript"),
-        ("b", "what model.py serves is a func"),
-    ):
-        with pytest.raises(ConfigError, match=f"DEVICE_MAP is set, and {reason}"):
-            load(tmp_path / name, None, device_map={"": "cpu"})
+    store_script(tmp_path / "the model is TorchScript", scripted())
+    store(tmp_path / "what model.py serves is a func", "def double(x):\n    return 2 * x\n")
+    for folder in tmp_path.iterdir():
+        with pytest.raises(ConfigError, match=f"DEVICE_MAP is set, and {folder.name}"):
+            load(folder, None, device_map={"": "cpu"})
 
 
 def test_module_with_a_device_map(tmp_path: Path) -> None:
     """A module with a device map is called through it."""
     store(tmp_path, state=STATE)
-
     loaded = load(tmp_path, None, device_map={"linear": "cpu", "offset": "cpu"})
-
     assert torch.equal(loaded.module(X), Y)
     assert not isinstance(loaded.module, nn.Module)
-    assert str(loaded.signature) == "forward(x)"
+    assert str(loaded.signature) == "forward(x: torch.Tensor)"

@@ -104,7 +104,6 @@ def test_sizes_of_one(
     """A size of 1 is served if the results without checks are correct, and refused otherwise."""
     program = varying(tmp_path, monkeypatch, lambda: Checked(compute))
     x, mask = torch.rand(3, 1, 2), torch.rand(3, 1) + 1
-
     if served:
         assert all(map(torch.equal, program.module(x, mask), compute(x, mask)))
         assert not caplog.messages
@@ -118,31 +117,28 @@ def test_sizes_of_one(
 
 
 @pytest.mark.parametrize(
-    ("x", "mask"), [((3, 1, 2), (3, 5)), ((3, 5, 2), (3, 1)), ((3, 0, 2), (3, 0))], ids=str
+    ("least", "x", "mask"),
+    [
+        (2, (3, 1, 2), (3, 5)),
+        (2, (3, 5, 2), (3, 1)),
+        (2, (3, 0, 2), (3, 0)),
+        (4, (3, 3, 2), (3, 3)),
+    ],
+    ids=["one beside five", "five beside one", "zero", "least size of the export"],
 )
 @pytest.mark.usefixtures("process")
 def test_untested_sizes_are_refused(
+    least: int,
     x: tuple[int, ...],
     mask: tuple[int, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Sizes that were not tested are refused, such as 1 beside 5 in another input."""
-    program = varying(tmp_path, monkeypatch, lambda: Checked(masked_mean))
-
-    with pytest.raises(InputError, match="expected a size of at least 2 in dimension 1"):
+    """Sizes that were not tested are refused, and a least size that the export names is kept."""
+    program = varying(tmp_path, monkeypatch, lambda: Checked(mean, least))
+    with pytest.raises(InputError, match=f"expected a size of at least {least} in dimension 1"):
         program.module(torch.rand(x), torch.rand(mask))
-
-
-@pytest.mark.usefixtures("process")
-def test_explicit_least_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A least size that the export names is kept, without a warning."""
-    program = varying(tmp_path, monkeypatch, lambda: Checked(mean, least=4))
-
-    with pytest.raises(InputError, match="expected a size of at least 4 in dimension 1"):
-        program.module(torch.rand(3, 3, 2), torch.rand(3, 3))
     assert not caplog.messages
 
 
@@ -171,7 +167,6 @@ def test_sizes_of_one_of_a_real_package(tmp_path: Path) -> None:
     inputs = (build.spec("INPUT__0", dims=(-1, 2)), build.spec("INPUT__1", dims=(-1,)))
     artifact = Artifact(ArtifactType.AOTI, path)
     loaded = aotinductor.load(artifact, build.config(tmp_path, inputs=inputs), CPU)
-
     for size in (1, 2, 5):
         x, mask = torch.rand(3, size, 2), torch.rand(3, size)
         with torch.inference_mode():

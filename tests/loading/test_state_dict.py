@@ -3,6 +3,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import build
 import pytest
@@ -42,26 +43,19 @@ class Tied(nn.Module):
         return result
 
 
-class Listed(Net):
-    """Holds its weight under another name than in its state_dict."""
+class Unusual(Net):
+    """Holds a weight in a list and another one in a view, and a buffer that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.everything = [self.linear.weight]
+        self.second = nn.Linear(3, 2)
+        self.listed = [self.linear.weight]
+        self.transposed = self.second.weight.t()
+        self.register_buffer("cache", torch.ones(3), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.everything[0], self.linear.bias)
-
-
-class Viewed(Net):
-    """Holds a view of its weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.transposed = self.linear.weight.t()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.transposed + self.linear.bias
+        hidden = nn.functional.linear(x, self.listed[0], self.linear.bias)
+        return hidden @ self.transposed + self.second.bias
 
 
 class Renamed(Net):
@@ -75,14 +69,6 @@ class Renamed(Net):
     def _rename(module: nn.Module, state: dict[str, Tensor], *_: object) -> None:
         for key in [key for key in state if key.startswith("old.")]:
             state[key.replace("old.", "linear.")] = state.pop(key)
-
-
-class Cached(Net):
-    """Holds a non-persistent buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("cache", torch.ones(3), persistent=False)
 
 
 STATE = {
@@ -117,6 +103,12 @@ def artifact(folder: Path, name: str | None) -> Artifact:
     return Artifact(ArtifactType.MODULE, version / "model.py", version / name if name else None)
 
 
+def load(folder: Path, name: str | None, module: nn.Module, **options: Any) -> nn.Module:
+    """Return the module, filled from a file of its version folder."""
+    state_dict.load_into(build.config(folder, **options), artifact(folder, name), module)
+    return module.eval()
+
+
 def filled(
     folder: Path,
     module: nn.Module,
@@ -127,25 +119,16 @@ def filled(
 ) -> nn.Module:
     """Return a module that was filled from a file with this state."""
     write(state, build.write(folder, name, ""))
-    state_dict.load_into(build.config(folder, **options), artifact(folder, name), module)
-    return module.eval()
+    return load(folder, name, module, **options)
 
 
 # --- what fits -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("write", "name"), FORMATS)
-def test_weights_of_every_format(write: Writer, name: str, tmp_path: Path) -> None:
-    """Any mapping of tensors in a file of any format becomes the weights of the module."""
-    module = filled(tmp_path, Net(), collections.OrderedDict(STATE), write, name)
-
-    assert torch.equal(module(X), Y)
-
-
 @pytest.mark.parametrize(
     ("dtype", "saved", "write", "name"),
     [
-        (torch.float32, torch.float16, zipped, "model.pt"),
+        (torch.float32, torch.float32, zipped, "model.pt"),
         (torch.float32, torch.bfloat16, safe, "model.safetensors"),
         (torch.float32, torch.float64, legacy, "model.pth"),
         (torch.bfloat16, torch.float32, zipped, "model.pt"),
@@ -154,33 +137,26 @@ def test_weights_of_every_format(write: Writer, name: str, tmp_path: Path) -> No
 def test_module_keeps_its_dtype(
     dtype: torch.dtype, saved: torch.dtype, write: Writer, name: str, tmp_path: Path
 ) -> None:
-    """Weights of another dtype, also a single one, are converted to that of the module."""
-    state = {**STATE, "linear.bias": STATE["linear.bias"].to(saved)}
-
+    """A file of any format fills a module; weights of another dtype are converted to its own."""
+    state = collections.OrderedDict(STATE, **{"linear.bias": STATE["linear.bias"].to(saved)})
     module = filled(tmp_path, Net().to(dtype), state, write, name)
-
     assert {tensor.dtype for tensor in module.parameters()} == {dtype}
     assert torch.equal(module(X.to(dtype)), Y.to(dtype))
 
 
-@pytest.mark.parametrize("write", [zipped, legacy], ids=["pt", "legacy pt"])
-def test_tied_weights_stay_tied(write: Writer, tmp_path: Path) -> None:
-    """Tied weights are one tensor after loading."""
-    saved, module = Tied(), Tied()
-
-    filled(tmp_path, module, saved.state_dict(), write)
-
-    assert module.head.weight is module.embedding.weight
-    assert torch.equal(module.head.weight, saved.head.weight)
-
-
-@pytest.mark.parametrize("kept", ["embedding.weight", "head.weight"])
-def test_safetensors_keep_one_name_of_tied_weights(kept: str, tmp_path: Path) -> None:
-    """A safetensors file has one name of tied weights; the others are not missing."""
+@pytest.mark.parametrize(
+    ("names", "write", "name"),
+    [
+        (["embedding.weight", "head.weight"], zipped, "model.pt"),
+        (["embedding.weight", "head.weight"], legacy, "model.pt"),
+        (["embedding.weight"], safe, "model.safetensors"),
+        (["head.weight"], safe, "model.safetensors"),
+    ],
+)
+def test_tied_weights_stay_tied(names: list[str], write: Writer, name: str, tmp_path: Path) -> None:
+    """Tied weights are one tensor after loading; a safetensors file has one of their names."""
     matrix = torch.arange(8.0).reshape(4, 2)
-
-    module = filled(tmp_path, Tied(), {kept: matrix}, safe, "model.safetensors")
-
+    module = filled(tmp_path, Tied(), dict.fromkeys(names, matrix), write, name)
     assert isinstance(module, Tied)
     assert module.head.weight is module.embedding.weight
     assert torch.equal(module.embedding.weight, matrix)
@@ -202,16 +178,11 @@ def test_safetensors_keep_one_name_of_tied_weights(kept: str, tmp_path: Path) ->
             id="parametrized",
         ),
         pytest.param(lambda: nn.LazyLinear(3), torch.rand(1, 2), id="lazy"),
-        pytest.param(Cached, X, id="buffer that is not saved"),
-        pytest.param(Listed, X, id="weight in a list"),
-        pytest.param(Viewed, X, id="view of a weight"),
+        pytest.param(Unusual, X, id="list, view, buffer that is not saved"),
     ],
 )
-@pytest.mark.parametrize(
-    ("write", "name"), [(zipped, "model.pt"), (safe, "model.safetensors")], ids=["pt", "safe"]
-)
 def test_module_computes_as_the_one_that_was_saved(
-    make: Callable[[], nn.Module], x: Tensor, write: Writer, name: str, tmp_path: Path
+    make: Callable[[], nn.Module], x: Tensor, tmp_path: Path
 ) -> None:
     """A module computes like the saved one, however it holds its weights."""
     saved = make().eval()
@@ -219,33 +190,34 @@ def test_module_computes_as_the_one_that_was_saved(
     for tensor in saved.state_dict().values():
         tensor.copy_(torch.rand(tensor.shape) + 0.5)
     expected = saved(x)
-
-    module = filled(tmp_path, make(), saved.state_dict(), write, name)
-
-    result = module(x)
-    if isinstance(expected, tuple):
-        expected, result = expected[0], result[0]
-    assert torch.equal(result, expected)
-
-
-def test_old_checkpoint(tmp_path: Path) -> None:
-    """A value that torch adds to an old checkpoint (num_batches_tracked) is not missing."""
-    state = nn.BatchNorm1d(2).state_dict()
-    old = {key: tensor for key, tensor in state.items() if key != "num_batches_tracked"}
-    old["running_mean"] = torch.tensor([1.0, 2.0])
-    nn.BatchNorm1d(2).load_state_dict(old)  # torch takes it
-
-    module = filled(tmp_path, nn.BatchNorm1d(2), old)
-
-    assert torch.equal(module.state_dict()["running_mean"], old["running_mean"])
+    for write, name in ((zipped, "model.pt"), (safe, "model.safetensors")):
+        result = filled(tmp_path, make(), saved.state_dict(), write, name)(x)
+        if isinstance(expected, tuple):
+            assert torch.equal(result[0], expected[0])
+        else:
+            assert torch.equal(result, expected)
 
 
-def test_translated_keys(tmp_path: Path) -> None:
-    """A module may translate the keys of old checkpoints."""
-    old = {key.replace("linear.", "old."): tensor for key, tensor in STATE.items()}
-    Renamed().load_state_dict(old)  # torch takes it
-
-    assert torch.equal(filled(tmp_path, Renamed(), old)(X), Y)
+@pytest.mark.parametrize(
+    ("make", "state"),
+    [
+        # torch adds num_batches_tracked.
+        (
+            lambda: nn.BatchNorm1d(2, affine=False),
+            {"running_mean": torch.tensor([1.0, 2.0]), "running_var": torch.tensor([3.0, 4.0])},
+        ),
+        (Renamed, {key.replace("linear.", "old."): tensor for key, tensor in STATE.items()}),
+    ],
+    ids=["added value", "translated keys"],
+)
+def test_old_checkpoint(
+    make: Callable[[], nn.Module], state: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """A module may add values to an old checkpoint, and translate its keys."""
+    expected = make()
+    expected.load_state_dict(dict(state))
+    actual = filled(tmp_path, make(), state).state_dict()
+    assert all(torch.equal(actual[name], value) for name, value in expected.state_dict().items())
 
 
 @pytest.mark.parametrize(("write", "name"), FORMATS)
@@ -255,26 +227,18 @@ def test_file_may_change_while_it_is_served(write: Writer, name: str, tmp_path: 
     path = tmp_path / "1" / name
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))
-
     assert torch.equal(module(X), Y)
 
 
-# --- no file ---------------------------------------------------------------------------------
+# --- what does not fit -----------------------------------------------------------------------
 
 
 def test_missing_file(tmp_path: Path) -> None:
     """A module with weights or buffers and without a file is refused; one without any is not."""
     for module, count in ((Net(), 2), (nn.BatchNorm1d(2, affine=False), 3)):
-        with pytest.raises(ArtifactError) as raised:
-            state_dict.load_into(build.config(tmp_path), artifact(tmp_path, None), module)
-        name = type(module).__name__
-        message = f"model 'digits': {name} has {count} weights, and there is no weights file beside"
-        assert message in str(raised.value)
-        assert 'set the parameter WEIGHTS to "none"' in str(raised.value)
-    state_dict.load_into(build.config(tmp_path), artifact(tmp_path, None), nn.ReLU())
-
-
-# --- what does not fit -----------------------------------------------------------------------
+        with pytest.raises(ArtifactError, match=f"has {count} weights, and there is no weights"):
+            load(tmp_path, None, module)
+    load(tmp_path, None, nn.ReLU())
 
 
 @pytest.mark.parametrize(
@@ -285,13 +249,24 @@ def test_missing_file(tmp_path: Path) -> None:
             {"linear.bias": None, "linear.weight": None, "module.linear.weight": torch.ones(1)},
             "missing keys (2): linear.weight, linear.bias; unexpected keys (1): module.linear.weig",
         ),
-        (Net(), {"extra": torch.ones(1)}, "unexpected keys (1): extra"),
         (
             Net(),
             {"linear.bias": None, "linear.weight": torch.ones(5), "more": torch.ones(1)},
             "missing keys (1): linear.bias; unexpected keys (1): more; wrong shapes (1): linear.w",
         ),
         (nn.Identity(), {}, "unexpected keys (2): linear.weight, linear.bias"),
+        # A lazy module, whose shapes come from the file, needs every key.
+        (
+            nn.LazyLinear(3),
+            {"weight": torch.ones(3, 2), **dict.fromkeys(STATE)},
+            "missing keys (1): bias",
+        ),
+        # The other name of a tied weight is not missing.
+        (
+            Tied(),
+            {"head.weight": torch.ones(3), **dict.fromkeys(STATE)},
+            "wrong shapes (1): head.weight [3] instead of [4, 2]",
+        ),
     ],
 )
 def test_weights_of_another_module(
@@ -300,28 +275,11 @@ def test_weights_of_another_module(
     """One message names all missing and unexpected keys and other shapes."""
     changed = {**STATE, **changes}
     state = {key: tensor for key, tensor in changed.items() if tensor is not None}
-
     with pytest.raises(WeightsError) as raised:
         filled(tmp_path, module, state)
-
     assert isinstance(raised.value, LoadError)
     start = "model 'digits': the weights in model.pt do not fit the module: "
     assert str(raised.value).startswith(start + message)
-
-
-def test_tied_weight_of_another_shape(tmp_path: Path) -> None:
-    """The other name of a tied weight is not reported as missing."""
-    with pytest.raises(WeightsError) as raised:
-        filled(tmp_path, Tied(), {"head.weight": torch.ones(3)}, safe, "model.safetensors")
-
-    assert "head.weight [3] instead of [4, 2]" in str(raised.value)
-    assert "missing" not in str(raised.value)
-
-
-def test_lazy_module(tmp_path: Path) -> None:
-    """A lazy module, whose shapes come from the file, needs every key."""
-    with pytest.raises(WeightsError, match=r"missing keys \(1\): bias"):
-        filled(tmp_path, nn.LazyLinear(3), {"weight": torch.ones(3, 2)})
 
 
 @pytest.mark.parametrize(
@@ -335,19 +293,14 @@ def test_lazy_module(tmp_path: Path) -> None:
         ({**STATE, "epoch": 3}, "hold a dict that is not a state_dict"),
         ({0: torch.ones(3)}, "hold a dict that is not a state_dict"),
         (torch.ones(3), "hold a Tensor that is not a state_dict"),
-        (None, "hold a NoneType that is not a state_dict"),
     ],
 )
 def test_file_without_a_state_dict(state: object, message: str, tmp_path: Path) -> None:
     """A file without tensors by name is an error that names the entry to save."""
     with pytest.raises(ArtifactError) as raised:
         filled(tmp_path, Net(), state)
-
     assert "model 'digits': the weights model.pt " in str(raised.value)
     assert message in str(raised.value)
-
-
-# --- what is no file of weights --------------------------------------------------------------
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
@@ -356,10 +309,9 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         filled(tmp_path, Net(), Net(), legacy)
     torch.jit.save(torch.jit.script(Net()), tmp_path / "1" / "model.pt")
     with pytest.raises(ArtifactError, match=r"the weights model\.pt are TorchScript"):
-        state_dict.load_into(build.config(tmp_path), artifact(tmp_path, "model.pt"), Net())
+        load(tmp_path, "model.pt", Net())
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
 @pytest.mark.parametrize(
     "content",
     [
@@ -371,24 +323,24 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         pytest.param((9).to_bytes(8, "little") + b'{"a": 1}}', id="safetensors without tensors"),
     ],
 )
-def test_damaged_weights(content: bytes, name: str, tmp_path: Path) -> None:
+def test_damaged_weights(content: bytes, tmp_path: Path) -> None:
     """A damaged file fails the load with an error that names it."""
-    build.write(tmp_path, name, content)
+    for name in ("model.pt", "model.safetensors"):
+        build.write(tmp_path, name, content)
+        with pytest.raises(ArtifactError, match=f"model 'digits': the weights {name} "):
+            load(tmp_path, name, Net())
 
-    with pytest.raises(ArtifactError, match=f"model 'digits': the weights {name} "):
-        state_dict.load_into(build.config(tmp_path), artifact(tmp_path, name), Net())
 
-
-@pytest.mark.parametrize("share", [0.05, 0.4, 0.6, 0.95])
 @pytest.mark.parametrize(("write", "name"), FORMATS)
-def test_truncated_weights(write: Writer, name: str, share: float, tmp_path: Path) -> None:
+def test_truncated_weights(write: Writer, name: str, tmp_path: Path) -> None:
     """A truncated file fails the load with an error that names it."""
     path = build.write(tmp_path, name, "")
     write(STATE, path)
-    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
-
-    with pytest.raises(ArtifactError, match=f"model 'digits': the weights {name} "):
-        state_dict.load_into(build.config(tmp_path), artifact(tmp_path, name), Net())
+    content = path.read_bytes()
+    for share in (0.05, 0.4, 0.6, 0.95):
+        path.write_bytes(content[: int(len(content) * share)])
+        with pytest.raises(ArtifactError, match=f"model 'digits': the weights {name} "):
+            load(tmp_path, name, Net())
 
 
 # --- sharded safetensors ---------------------------------------------------------------------
@@ -405,27 +357,12 @@ def store_shards(folder: Path, shards: Mapping[str, State], **changes: Any) -> N
     build.write(folder, INDEX, json.dumps(index))
 
 
-def filled_from_shards(folder: Path, module: nn.Module) -> nn.Module:
-    state_dict.load_into(build.config(folder), artifact(folder, INDEX), module)
-    return module.eval()
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["model-00001-of-00002.safetensors"] * 2,
-        ["shards/a.safetensors", "../b.safetensors"],
-    ],
-    ids=["one shard", "in other folders"],
-)
-def test_shards_are_put_together(names: list[str], tmp_path: Path) -> None:
-    """Weights in several files are loaded like those of one file."""
-    shards: dict[str, dict[str, Tensor]] = {}
-    for name, (key, tensor) in zip(names, STATE.items(), strict=True):
-        shards.setdefault(name, {})[key] = tensor
+def test_shards_are_put_together(tmp_path: Path) -> None:
+    """Weights in several files, also of other folders, are loaded like those of one file."""
+    names = ["shards/a.safetensors", "../b.safetensors"]
+    shards = {name: {key: STATE[key]} for name, key in zip(names, STATE, strict=True)}
     store_shards(tmp_path / "digits", shards)
-
-    assert torch.equal(filled_from_shards(tmp_path / "digits", Net())(X), Y)
+    assert torch.equal(load(tmp_path / "digits", INDEX, Net())(X), Y)
 
 
 def test_linked_index_has_linked_shards(tmp_path: Path) -> None:
@@ -434,57 +371,39 @@ def test_linked_index_has_linked_shards(tmp_path: Path) -> None:
     (tmp_path / "digits" / "1").mkdir(parents=True)
     for name in (INDEX, "a.safetensors"):
         (tmp_path / "digits" / "1" / name).symlink_to(tmp_path / "elsewhere" / "1" / name)
-
-    assert torch.equal(filled_from_shards(tmp_path / "digits", Net())(X), Y)
+    assert torch.equal(load(tmp_path / "digits", INDEX, Net())(X), Y)
 
 
 def test_keys_of_shards(tmp_path: Path) -> None:
     """A key that is in no shard is missing; a damaged shard is named."""
     store_shards(tmp_path, {"a.safetensors": {"linear.weight": STATE["linear.weight"]}})
     with pytest.raises(WeightsError, match=rf"in {INDEX} do not fit.*\(1\): linear\.bias"):
-        filled_from_shards(tmp_path, Net())
-
+        load(tmp_path, INDEX, Net())
     path = tmp_path / "1" / "a.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(ArtifactError, match=r"the weights a\.safetensors are not valid safeten"):
-        filled_from_shards(tmp_path, Net())
+        load(tmp_path, INDEX, Net())
 
 
 @pytest.mark.parametrize("name", ["../../secret.safetensors", "gone.safetensors", ".", ""])
 def test_missing_shard(name: str, tmp_path: Path) -> None:
     """A missing shard, or one outside of the folder, is refused; see test_security, too."""
-    folder = tmp_path / "digits"
     safe(STATE, tmp_path / "secret.safetensors")
-    store_shards(folder, {}, weight_map=dict.fromkeys(STATE, name))
-
+    store_shards(tmp_path / "digits", {}, weight_map=dict.fromkeys(STATE, name))
     with pytest.raises(ArtifactError) as raised:
-        filled_from_shards(folder, Net())
-
+        load(tmp_path / "digits", INDEX, Net())
     message = f"'digits': the weights {INDEX} name {name}; expected a file beside the index"
     assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    "content",
-    [
-        b"{",
-        b"[]",
-        b"{}",
-        b'{"weight_map": null}',
-        b'{"weight_map": {"a": ["b"]}}',
-        b'{"weight_map": {"a": "b", "c": 3}}',
-        b"\xff\xfe\x00",
-    ],
+    "content", [b"{", b"[]", b"{}", b'{"weight_map": {"a": "b", "c": 3}}', b"\xff\xfe\x00"]
 )
 def test_damaged_index(content: bytes, tmp_path: Path) -> None:
     """A damaged index fails the load with an error that names it."""
     build.write(tmp_path, INDEX, content)
-
-    with pytest.raises(ArtifactError) as raised:
-        filled_from_shards(tmp_path, Net())
-
-    assert f"'digits': the weights {INDEX} are not an index of safetensors" in str(raised.value)
-    assert "a JSON object with a weight_map" in str(raised.value)
+    with pytest.raises(ArtifactError, match=f"{INDEX} are not an index of safetensors"):
+        load(tmp_path, INDEX, Net())
 
 
 # --- modules without random values -----------------------------------------------------------
@@ -519,16 +438,11 @@ _UNUSED = {
 @pytest.mark.parametrize("code", _UNUSED.values(), ids=_UNUSED)
 def test_weights_that_a_file_will_fill_are_not_drawn(code: str) -> None:
     """The module is built once, and its weights are uninitialized."""
-    built: list[nn.Module] = []
-
-    def construct() -> nn.Module:
-        built.append(Constructed(code))
-        return built[-1]
-
+    construct = mock.Mock(side_effect=lambda: Constructed(code))
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
-    assert state_dict.build_uninitialized(construct) is built[0]
-    assert len(built) == 1
+    state_dict.build_uninitialized(construct)
+    assert construct.call_count == 1
     assert torch.equal(torch.random.get_rng_state(), before)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import build
+import models
 import numpy as np
 import pytest
 import torch
@@ -18,94 +19,50 @@ from torch_py_backend.config.threads import Threads
 from torch_py_backend.engine.weight_watcher import WeightWatcher
 from torch_py_backend.startup import builder
 
-_NET = """
-from torch import nn
-
-class Net(nn.Module):
-    def forward(self, x):
-        return x + 1
-"""
-
-
-_WITH_WEIGHTS = """
-import torch
-from torch import nn
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.b = nn.Parameter(torch.zeros(1))
-
-    def forward(self, x):
-        return x + self.b
-"""
-
 
 def _build(config: ModelConfig) -> Any:
     return builder.build(config, Threads(torch.get_num_threads(), torch.get_num_interop_threads()))
 
 
-@pytest.mark.parametrize(
-    ("options", "parts"),
-    [
-        (
-            {},
-            "inference mode on; JIT switches unset; torch.compile off; warm-up on",
-        ),
-        (
-            {
-                "inference_mode": False,
-                "enable_jit_executor": False,
-                "torch_compile_optional_parameters": {},
-                "optimize": ("channels_last", "bf16"),
-                "warmup": False,
-            },
-            (
-                "inference mode off; JIT switches ENABLE_JIT_EXECUTOR off; torch.compile {};"
-                " OPTIMIZE channels_last, bf16; warm-up off"
-            ),
-        ),
-    ],
-    ids=["defaults", "options"],
+_WITH_DEFAULTS = "inference mode on; JIT switches unset; torch.compile off; warm-up on"
+_WITH_OPTIONS = (
+    "inference mode off; JIT switches ENABLE_JIT_EXECUTOR off; torch.compile {};"
+    " OPTIMIZE channels_last, bf16; warm-up off"
 )
-@pytest.mark.usefixtures("process", "dynamo")
-def test_in_effect(options: dict[str, Any], parts: str, tmp_path: Path) -> None:
-    """`in_effect` names the artifact, the device, the threads and the switches of an instance."""
-    build.write(tmp_path, "model.py", _NET)
-    engine = _build(build.config(tmp_path, **options))
 
-    assert builder.summary(engine, Threads(2, 3)) == (
-        "model 'digits': instance digits_0_0 serves model.py (Python source and weights) on cpu;"
-        f" threads 2 intra-op, 3 inter-op; {parts}."
-    )
+
+@pytest.mark.usefixtures("process", "dynamo")
+def test_summary(tmp_path: Path) -> None:
+    """`summary` names the artifact, the device, the threads and the switches of an instance."""
+    build.write(tmp_path, "model.py", models.source(models.Negate))
+    options = {
+        "inference_mode": False,
+        "enable_jit_executor": False,
+        "torch_compile_optional_parameters": {},
+        "optimize": ("channels_last", "bf16"),
+        "warmup": False,
+    }
+    for overrides, parts in (({}, _WITH_DEFAULTS), (options, _WITH_OPTIONS)):
+        engine = _build(build.config(tmp_path, **overrides))
+        assert builder.summary(engine, Threads(2, 3)) == (
+            "model 'digits': instance digits_0_0 serves model.py (Python source and weights) on"
+            f" cpu; threads 2 intra-op, 3 inter-op; {parts}."
+        )
 
 
 @pytest.mark.usefixtures("process")
 def test_fallback(tmp_path: Path) -> None:
-    """An engine whose package does not load has the fallback's files, which are then watched."""
-    build.write(tmp_path, "model.py", _NET)
+    """If a package does not load, the fallback's weights are mapped and guarded."""
+    build.write(tmp_path, "model.py", models.source(models.Affine))
     with zipfile.ZipFile(build.write(tmp_path, "model.pt2", ""), "w") as file:
         file.writestr("model/data/aotinductor/model/abc.wrapper.so", "")
+    save_file(models.Affine().state_dict(), tmp_path / "1" / "model.safetensors")
     options = {"default_model_filename": "model.pt2", "fallback": "model.py"}
     engine = _build(build.config(tmp_path, **options))
-
-    assert engine.loaded.artifact.path.name == "model.py"
     assert " serves model.py (Python source and weights) on " in builder.summary(
         engine, Threads(1, 1)
     )
-
-
-@pytest.mark.usefixtures("process")
-def test_files_of_a_fallback_are_guarded(tmp_path: Path) -> None:
-    """What is mapped is protected: the weights of the fallback, not the package."""
-    build.write(tmp_path, "model.py", _WITH_WEIGHTS)
-    with zipfile.ZipFile(build.write(tmp_path, "model.pt2", ""), "w") as file:
-        file.writestr("model/data/aotinductor/model/abc.wrapper.so", "")
-    save_file({"b": torch.ones(1)}, tmp_path / "1" / "model.safetensors")
-    options = {"default_model_filename": "model.pt2", "fallback": "model.py"}
-    watcher = WeightWatcher(_build(build.config(tmp_path, **options)))
-
+    watcher = WeightWatcher(engine)
     assert watcher._guard is not None
     assert [file.path.name for file in watcher._guard._files] == ["model.safetensors"]
     watcher.close()
@@ -133,35 +90,23 @@ OUTPUTS = (
 
 
 @pytest.mark.parametrize("optimize", [(), ("freeze",)], ids=["plain", "frozen"])
-@pytest.mark.parametrize("first", [b"text", b"\xff\x00x"], ids=["UTF-8", "other bytes"])
-def test_torchscript_with_bytes(tmp_path: Path, first: bytes, optimize: tuple[str, ...]) -> None:
+def test_torchscript_with_bytes(optimize: tuple[str, ...], tmp_path: Path) -> None:
     """Bytes that are not UTF-8 pass through TorchScript unchanged."""
     (tmp_path / "1").mkdir()
     torch.jit.script(Echo().eval()).save(tmp_path / "1" / "model.pt")
-    inputs = (build.spec("x", "BYTES", (1,)),)
-    settings = build.config(tmp_path, inputs=inputs, outputs=OUTPUTS, optimize=optimize)
-    sent = np.array([[first], ["é".encode()]], dtype=np.object_)
-    engine = _build(settings)
+    specs: Any = {"inputs": (build.spec("x", "BYTES", (1,)),), "outputs": OUTPUTS}
+    engine = _build(build.config(tmp_path, optimize=optimize, **specs))
     module: Any = engine.runner.module
     assert module.original_name == "Echo"  # hooks may use attributes of the module
-
-    for _ in range(2):
+    for first in (b"text", b"\xff\x00x", b"\xff"):
+        sent = np.array([[first], ["é".encode()]], dtype=np.object_)
         (outcome,) = engine.run([{"x": sent}])
-
         assert _bytes(outcome["OUTPUT__0"]) == [first + b"!", "é!".encode()]
         assert outcome["OUTPUT__1"].flatten().tolist() == [len(first), 2]
         assert _bytes(outcome["OUTPUT__3"]) == [first, first, "é".encode(), "é".encode()]
-
-
-def test_a_torchscript_method_with_bytes(tmp_path: Path) -> None:
-    """The method that METHOD names takes bytes, too."""
-    (tmp_path / "1").mkdir()
-    torch.jit.script(Echo().eval()).save(tmp_path / "1" / "model.pt")
-    specs = {"inputs": (build.spec("x", "BYTES", (1,)),), "outputs": OUTPUTS[:1]}
-    sent = np.array([[b"\xff"]], dtype=np.object_)
-
-    (outcome,) = _build(build.config(tmp_path, method="shout", **specs)).run([{"x": sent}])
-
+    specs["outputs"] = OUTPUTS[:1]
+    method = _build(build.config(tmp_path, method="shout", **specs))
+    (outcome,) = method.run([{"x": np.array([[b"\xff"]], dtype=np.object_)}])
     assert _bytes(outcome["OUTPUT__0"]) == [b"\xff?"]
 
 

@@ -22,6 +22,8 @@ from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.startup import warmup
 
+pytestmark = pytest.mark.usefixtures("dynamo")
+
 
 def engine(config: ModelConfig, forward: Callable[..., Any], **takes: ArgumentType) -> Engine:
     """Return an engine without a file; forward() takes the config's inputs, tensors by default."""
@@ -52,9 +54,7 @@ def test_a_scalar_input() -> None:
     """The made-up values of a scalar input are the same in all rows."""
     config = build.config(inputs=(build.spec("x"), build.spec("scale", dims=(1,))))
     model = engine(config, lambda x, scale: x * scale, scale=ArgumentType.FLOAT)
-
     warmup.run(model)
-
     assert model.counts.rows
 
 
@@ -66,9 +66,7 @@ def test_progress_is_logged(
     clock = iter([0.0, 4.0, 11.0, 20.9, 21.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     items: list[Item] = [{"x": torch.zeros(rows, 4)} for rows in (4, 3, 2, 1)]
-
     assert list(warmup.log_progress("digits", iter(items))) == items
-
     assert [record.getMessage() for record in caplog.records] == [
         "model 'digits': 1 batches of the warm-up took 11 s; the next one is x [3, 4].",
         "model 'digits': 3 batches of the warm-up took 21 s; the next one is x [1, 4].",
@@ -79,39 +77,17 @@ def test_progress_is_logged(
 def test_writes_to_inputs_are_detected(writes: bool) -> None:
     """The warm-up detects whether the model writes into its inputs."""
     model = engine(build.config(), lambda x: x.add_(1) if writes else x + 1)
-
     warmup.run(model)
-
     assert model.side_effects.writes_inputs == writes
-
-
-def test_a_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    """A sample that fails the load is logged with its traceback."""
-
-    def forward(x: Tensor) -> Tensor:
-        raise ValueError("no")
-
-    model = engine(build.config(), forward)
-    with pytest.raises(WarmupError):
-        warmup.run(model)
-
-    assert "Traceback" in caplog.text
-
-
-@pytest.fixture(autouse=True)
-def restored(dynamo: None) -> None:
-    """Restore torch's limits, which compiled models change."""
 
 
 @pytest.mark.parametrize(
     ("rows", "dims", "expected"),
     [
-        pytest.param(0, (4,), [[4]], id="no batches"),
         pytest.param(0, (), [[]], id="no batches, no dimension"),
         pytest.param(1, (4,), [[1, 4]], id="one row"),
         pytest.param(2, (4,), [[2, 4], [1, 4]], id="two rows"),
-        pytest.param(8, (3, 4), [[8, 3, 4], [7, 3, 4], [1, 3, 4]], id="eight rows"),
-        pytest.param(8, (), [[8], [7], [1]], id="rows alone"),
+        pytest.param(8, (), [[8], [7], [1]], id="eight rows"),
         pytest.param(0, (-1, 3), [[8, 3], [6, 3]], id="no batches, variable"),
         pytest.param(
             4,
@@ -124,55 +100,38 @@ def restored(dynamo: None) -> None:
 def test_row_counts_and_sizes(rows: int, dims: tuple[int, ...], expected: list[list[int]]) -> None:
     """Samples have all, all but one, and one row; variable dims have two sizes."""
     config = build.config(max_batch_size=rows, inputs=(build.spec("x", dims=dims),))
-
     assert shapes(config) == expected
 
 
 @pytest.mark.parametrize(
-    ("parameters", "counts"),
+    ("parameters", "rows", "buckets", "counts"),
     [
-        pytest.param({"dynamic": False}, [5, 4, 2, 1], id="static"),
-        pytest.param({"dynamic": False, "disable": True}, [5, 4, 1], id="static, disabled"),
-        pytest.param({"dynamic": True}, [5, 4, 3, 2, 1], id="dynamic"),
-        pytest.param({}, [5, 4, 3, 2, 1], id="automatic"),
+        ({"dynamic": False}, 5, None, [5, 4, 2, 1]),
+        ({"dynamic": False, "disable": True}, 5, None, [5, 4, 1]),
+        ({"dynamic": True}, 5, None, [5, 4, 3, 2, 1]),
+        ({"dynamic": False}, 40, (), list(range(40, 0, -1))),
+        ({}, 100, (), [100, 64, *range(32, 0, -1)]),
     ],
 )
-def test_row_counts_of_compiled_models(parameters: dict[str, Any], counts: list[int]) -> None:
-    """A compiled model is called with every row count before READY."""
-    config = build.config(max_batch_size=5, torch_compile_optional_parameters=parameters)
-
-    assert [rows for rows, _ in shapes(config)] == counts
-
-
-@pytest.mark.parametrize(
-    ("dynamic", "rows", "counts"),
-    [
-        pytest.param(False, 40, list(range(40, 0, -1)), id="static"),
-        pytest.param(None, 100, [100, 64, *range(32, 0, -1)], id="automatic"),
-    ],
-)
-def test_row_counts_of_compiled_models_without_buckets(
-    dynamic: bool | None, rows: int, counts: list[int]
+def test_row_counts_of_compiled_models(
+    parameters: dict[str, Any], rows: int, buckets: Any, counts: list[int]
 ) -> None:
-    """Static graphs need every row count; a dynamic graph those up to 32 and powers of two."""
-    config = build.config(
-        max_batch_size=rows,
-        batch_buckets=(),
-        torch_compile_optional_parameters={"dynamic": dynamic},
-    )
+    """A compiled model is called with every row count before READY.
 
+    Without buckets, a dynamic graph is called with those up to 32 and powers of two.
+    """
+    config = build.config(
+        max_batch_size=rows, batch_buckets=buckets, torch_compile_optional_parameters=parameters
+    )
     assert [rows for rows, _ in shapes(config)] == counts
 
 
 def test_example_inputs(tmp_path: Path) -> None:
     """Samples use values of the example; values that do not fit the config are made up."""
     example = {"x": torch.arange(8.0).reshape(2, 4), "n": torch.zeros(1, 3)}
-    (tmp_path / "1").mkdir()
-    safetensors.torch.save_file(example, tmp_path / "1" / "example_inputs.safetensors")
+    safetensors.torch.save_file(example, build.write(tmp_path, "example_inputs.safetensors", ""))
     config = build.config(tmp_path, max_batch_size=3, inputs=(build.spec("x"), build.spec("n")))
-
     items = batches(config)
-
     assert [item["x"].tolist() for item in items[2:]] == [[[0.0, 1.0, 2.0, 3.0]]]
     assert items[0]["x"].shape == items[0]["n"].shape == (3, 4)
 
@@ -181,7 +140,6 @@ def test_every_combination_of_optional_inputs() -> None:
     """Samples omit each optional input, alone and together with others."""
     optional = [dataclasses.replace(build.spec(name), optional=True) for name in ("m", "n")]
     config = build.config(max_batch_size=1, inputs=(build.spec("x"), *optional))
-
     assert [sorted(item) for item in batches(config)] == [
         ["m", "n", "x"],
         ["n", "x"],
@@ -199,7 +157,6 @@ def test_each_sample_is_run_three_times() -> None:
         return x
 
     warmup.run(engine(build.config(max_batch_size=4), forward))
-
     assert rows == [4, 4, 4, 3, 3, 3, 1, 1, 1]
 
 
@@ -207,9 +164,7 @@ def test_each_sample_is_run_three_times() -> None:
     ("forward", "message"),
     [
         pytest.param(
-            lambda x: x @ torch.ones(3, 3),
-            "forward() raised RuntimeError: mat1 and mat2 shapes cannot be multiplied",
-            id="forward fails",
+            lambda x: x @ torch.ones(3, 3), "forward() raised RuntimeError: mat1", id="op"
         ),
         pytest.param(lambda x: x.double(), "output 'y' is float64 [8, 4]", id="wrong type"),
         pytest.param(lambda x: x[:, :2], "output 'y' is float32 [8, 2]", id="wrong shape"),
@@ -217,22 +172,23 @@ def test_each_sample_is_run_three_times() -> None:
         pytest.param(lambda x: None, "output 'y' is a NoneType", id="nothing returned"),
     ],
 )
-def test_a_failed_warm_up_fails_the_load(forward: Callable[..., Any], message: str) -> None:
+def test_a_failed_warm_up_fails_the_load(
+    forward: Callable[..., Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """If a sample fails, the load fails; the message has its shapes, the cause and a cure."""
     with pytest.raises(WarmupError) as raised:
         warmup.run(engine(build.config(), forward))
-
     text = str(raised.value)
     assert isinstance(raised.value, LoadError)
     assert text.startswith("model 'digits': the warm-up with x [8, 4] failed: ")
     assert message in text
     assert 'set the parameter WARMUP to "false"' in text
+    assert ("Traceback" in caplog.text) is ("RuntimeError" in message)
 
 
 def test_output_names_that_do_not_fit() -> None:
     """A wrong output name raises BindingError, not WarmupError."""
     config = build.config(outputs=(build.spec("mean"), build.spec("variance")))
-
     with pytest.raises(BindingError, match="the outputs mean, variance do not fit"):
         warmup.run(engine(config, lambda x: {"mean": x, "deviation": x}))
 
@@ -245,18 +201,6 @@ class Parser(nn.Module):
 
     def forward(self, x: list[str]) -> Tensor:
         return torch.tensor([[float(text)] for text in x])
-
-
-class Window(nn.Module):
-    """Takes rows of at least 10 values; made-up rows are shorter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv1d(1, 1, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.convolution(x[:, None]).amax(-1)
-        return y
 
 
 class Once(nn.Module):
@@ -275,16 +219,12 @@ class Once(nn.Module):
 
 ROWS = build.config(outputs=(build.spec("y", dims=(1,)),))
 TEXTS = dataclasses.replace(ROWS, inputs=(build.spec("x", "BYTES", (1,)),))
-LENGTHS = dataclasses.replace(ROWS, inputs=(build.spec("x", dims=(-1,)),))
 
 
 @pytest.mark.parametrize(
     ("module", "config", "takes", "message"),
     [
         pytest.param(Parser(), TEXTS, ArgumentType.STRINGS, "could not convert string", id="texts"),
-        pytest.param(
-            Window(), LENGTHS, ArgumentType.TENSOR, "Kernel size can't be greater", id="size"
-        ),
         pytest.param(Once(), ROWS, ArgumentType.TENSOR, "RuntimeError: once", id="counter"),
     ],
 )
@@ -297,9 +237,7 @@ def test_made_up_samples_may_fail_when_serving(
 ) -> None:
     """A failed sample is one warning with the cause and the cure; requests are answered."""
     model = engine(config, module, x=takes)
-
     warmup.run(model, serving=True)
-
     (warning,) = (
         record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
     )
@@ -313,27 +251,24 @@ def test_made_up_samples_may_fail_when_serving(
     assert not isinstance(outcome, BackendError)
 
 
+_EAGER = {"backend": "eager"}
+
+
 @pytest.mark.parametrize(
     ("options", "forward"),
     [
-        pytest.param({"warmup": True}, lambda x: x.missing, id="required"),
-        pytest.param(
-            {"torch_compile_optional_parameters": {"backend": "eager"}, "compile_required": True},
+        ({"warmup": True}, lambda x: x.missing),
+        (
+            {"torch_compile_optional_parameters": _EAGER, "compile_required": True},
             lambda x: x.missing,
-            id="must be compiled",
         ),
-        pytest.param(
-            {"torch_compile_optional_parameters": {"backend": "eager", "fullgraph": True}},
-            lambda x: x.missing,
-            id="must be one graph",
-        ),
-        pytest.param({"optimize": ("cuda_graphs",)}, lambda x: x.missing, id="captured"),
-        pytest.param(
-            {"kind": "GPU", "enable_weight_sharing": True}, lambda x: x.missing, id="shared"
-        ),
-        pytest.param({}, lambda x: x[:, :2], id="contradicts the config"),
-        pytest.param({}, lambda x: x[:1], id="other rows"),
+        ({"torch_compile_optional_parameters": _EAGER | {"fullgraph": True}}, lambda x: x.missing),
+        ({"optimize": ("cuda_graphs",)}, lambda x: x.missing),
+        ({"kind": "GPU", "enable_weight_sharing": True}, lambda x: x.missing),
+        ({}, lambda x: x[:, :2]),
+        ({}, lambda x: x[:1]),
     ],
+    ids=["required", "compiled", "one graph", "captured", "shared", "other shape", "other rows"],
 )
 def test_failures_that_fail_the_load_when_serving(
     options: dict[str, Any], forward: Callable[..., Any]
@@ -343,29 +278,19 @@ def test_failures_that_fail_the_load_when_serving(
         warmup.run(engine(build.config(**options), forward), serving=True)
 
 
-def test_failures_of_a_handler_that_compiles() -> None:
-    """A TorchServe handler that compiles must pass: it would compile during requests."""
-    parameters = {"backend": "eager"}
-    model = engine(build.config(torch_compile_optional_parameters=parameters), lambda x: x.missing)
-    model.kind = ArtifactType.TORCHSERVE
-
-    with pytest.raises(WarmupError):
-        warmup.run(model, serving=True)
-
-
-def test_a_failed_example_fails_the_load(tmp_path: Path) -> None:
-    """Samples from the user's example inputs must pass."""
-    (tmp_path / "1").mkdir()
-    path = tmp_path / "1" / "example_inputs.safetensors"
+def test_models_whose_samples_must_pass(tmp_path: Path) -> None:
+    """A TorchServe handler that compiles would compile during requests; examples are valid."""
+    settings = build.config(torch_compile_optional_parameters=_EAGER)
+    handler = engine(settings, lambda x: x.missing)
+    handler.kind = ArtifactType.TORCHSERVE
+    path = build.write(tmp_path, "example_inputs.safetensors", "")
     safetensors.torch.save_file({"x": torch.zeros(1, 4)}, path)
+    for model in (handler, engine(build.config(tmp_path), lambda x: x.missing)):
+        with pytest.raises(WarmupError):
+            warmup.run(model, serving=True)
 
-    with pytest.raises(WarmupError):
-        warmup.run(engine(build.config(tmp_path), lambda x: x.missing), serving=True)
 
-
-def test_nothing_is_compiled_after_failed_samples(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_nothing_is_compiled_after_failed_samples(caplog: pytest.LogCaptureFixture) -> None:
     """If a sample failed after its first graph, later calls run eagerly from there, once."""
     calls = []
 
@@ -383,9 +308,7 @@ def test_nothing_is_compiled_after_failed_samples(
     warmup.run(model, serving=True)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     calls.clear()
-
     (outcome,) = model.run([{"x": torch.full((2, 4), 100.0)}])
-
     assert isinstance(outcome, dict)
     assert torch.equal(torch.as_tensor(outcome["y"]), torch.full((2, 4), 101.0))
     assert calls == [2]

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,8 +34,7 @@ def write_over(path: Path) -> None:
 
 
 def cut_short(path: Path) -> None:
-    with path.open("r+b") as file:
-        file.truncate(0)
+    os.truncate(path, 0)
 
 
 def another_process(path: Path) -> None:
@@ -46,10 +46,7 @@ def descriptors() -> list[str]:
     return sorted(path.name for path in Path("/proc/self/fd").iterdir())
 
 
-WRITERS = [write_over, cut_short, another_process]
-
-
-@pytest.mark.parametrize("write", WRITERS)
+@pytest.mark.parametrize("write", [write_over, cut_short, another_process])
 def test_file_is_written_over(
     write: Callable[[Path], None], file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -71,8 +68,8 @@ def test_file_is_written_over(
 def test_replacing_and_removing_a_file_costs_no_copy(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file that is replaced or removed keeps its pages."""
-    weights = mapped(file)
+    """A file that is replaced or removed keeps its pages; a closed guard leaves nothing."""
+    weights, before = mapped(file), descriptors()
     expected = file.read_bytes()
     guard = file_leases.Guard("digits", [file], mapped_files.measure([weights]).ranges)
     other = file.with_name("other.bin")
@@ -80,6 +77,9 @@ def test_replacing_and_removing_a_file_costs_no_copy(
     other.replace(file)
     file.unlink()
     guard.close()
+    guard.close()
+    assert not guard._thread.is_alive()
+    assert descriptors() == before
     assert weights.numpy().tobytes() == expected
     assert mapped_files.measure([weights]).shared == SIZE
     assert not caplog.records
@@ -124,20 +124,7 @@ def test_missing_file(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert [opened.path for opened in guard._files] == [file]
     guard.close()
     (message,) = caplog.messages
-    assert message == (
-        "model 'digits': gone.bin is not protected against being written over in place: No such"
-        " file or directory."
-    )
-
-
-def test_closed_guard(file: Path) -> None:
-    """A closed guard has no open files and no thread."""
-    before = descriptors()
-    guard = file_leases.Guard("digits", [file], ())
-    guard.close()
-    guard.close()
-    assert not guard._thread.is_alive()
-    assert descriptors() == before
+    assert "'digits': gone.bin is not protected against being written over in place: No" in message
 
 
 def test_no_memory_for_a_copy_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,11 +138,8 @@ def test_failed_copy(
     file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without memory for a copy, the writer continues and the error is logged."""
-
-    def fail(ranges: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr(file_leases, "copy", fail)
+    error = OSError(12, "Cannot allocate memory")
+    monkeypatch.setattr(file_leases, "copy", mock.Mock(side_effect=error))
     guard = file_leases.Guard("digits", [file], ())
     file.write_bytes(b"new")
     guard.close()

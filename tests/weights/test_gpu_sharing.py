@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest import mock
 
 import build
 import fake_triton
@@ -16,7 +17,7 @@ import pytest
 import scenarios
 import torch
 import twin
-from children import Start, starting
+from children import Start
 from torch import Tensor, nn
 
 from torch_py_backend.adapter import TritonPythonModel
@@ -70,12 +71,6 @@ Join: TypeAlias = "Callable[..., SharedWeights]"
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    with starting(tmp_path) as start:
-        yield start
-
-
-@pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin in place of a GPU, and a temporary folder of the test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -88,15 +83,14 @@ def join(gpu: None, tmp_path: Path) -> Iterator[Join]:
     """Instances in this process that share the weights of a module; the first one owns them."""
     joined: list[SharedWeights] = []
 
-    def join(module: nn.Module | None, **how: Any) -> SharedWeights:
-        reload = how.pop("reload", lambda: None)
-        kind = how.pop("kind", ArtifactType.MODULE)
-        settings = build.config(tmp_path, instance=f"digits_0_{len(joined)}", **how)
-        shared = SharedWeights(
-            settings, Artifact(kind, tmp_path / "model.py"), torch.device("cpu"), reload
-        )
+    def join(
+        module: nn.Module | None, reload: Callable[[], nn.Module | None] = lambda: None
+    ) -> SharedWeights:
+        settings = build.config(tmp_path, instance=f"digits_0_{len(joined)}")
+        artifact = Artifact(ArtifactType.MODULE, tmp_path / "model.py")
+        shared = SharedWeights(settings, artifact, torch.device("cpu"), reload)
         joined.append(shared)
-        shared.share(module, kind)
+        shared.share(module, ArtifactType.MODULE)
         return shared
 
     yield join
@@ -117,62 +111,50 @@ def _lay_out(folder: Path) -> str:
 # --- instances that are processes ------------------------------------------------------------
 
 
-def test_weights_are_mapped(start: Start, tmp_path: Path) -> None:
-    """A second instance maps the memory of the first, and loads the weights when that closes.
+def test_a_life_of_three_instances(start: Start, tmp_path: Path) -> None:
+    """Sharers map the owner's memory, and elect another owner when it closes or is killed.
 
-    Closing leaves no file, no memory and no process.
+    No batch is wrong. Closing leaves no file, no memory and no process.
     """
-    expected = _lay_out(tmp_path)
-    owner = start(_INSTANCE, tmp_path, "a")
-    assert owner.hear() == "ready"
-    sharer = start(_INSTANCE, tmp_path, "b")
-    assert sharer.hear() == "ready"
-    assert [bool(twin.mapped(instance.pid)) for instance in (owner, sharer)] == [False, True]
-    assert [owner.ask(), sharer.ask()] == [expected, expected]
-    assert owner.ask("leave") == "left"
-    assert twin.mapped(sharer.pid) == 0
-    assert sharer.ask() == expected
-    assert sharer.ask("leave") == "left"
-    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
-    assert [owner.end(), sharer.end()] == [0, 0]
-
-
-def test_an_owner_killed(start: Start, tmp_path: Path) -> None:
-    """After the owner is killed, no batch is wrong; another instance owns the weights."""
     expected = _lay_out(tmp_path)
     owner = start(_INSTANCE, tmp_path, "a")
     assert owner.hear() == "ready"
     sharers = [start(_INSTANCE, tmp_path, name) for name in "bc"]
     assert [sharer.hear() for sharer in sharers] == ["ready", "ready"]
-    owner.kill()
-    for sharer in sharers:
-        answers = [sharer.ask() for _ in range(3)]
-        assert set(answers) <= {expected, "UNAVAILABLE"}
-        assert answers[-1] == expected
-    assert sorted(bool(twin.mapped(sharer.pid)) for sharer in sharers) == [False, True]
+    assert [bool(twin.mapped(child.pid)) for child in (owner, *sharers)] == [False, True, True]
+    assert [child.ask() for child in (owner, *sharers)] == [expected] * 3
+    assert owner.ask("leave") == "left"
+    assert [twin.mapped(sharer.pid) for sharer in sharers] == [0, 0]
+    assert [sharer.ask() for sharer in sharers] == [expected] * 2
+    # One of them owns the weights now.
+    killed, last = sorted(sharers, key=lambda sharer: twin.mapped(sharer.pid))
+    assert [bool(twin.mapped(child.pid)) for child in (killed, last)] == [False, True]
+    killed.kill()
+    answers = [last.ask() for _ in range(3)]
+    assert set(answers) <= {expected, "UNAVAILABLE"}
+    assert answers[-1] == expected
+    assert last.ask("leave") == "left"
+    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
+    assert [owner.end(), last.end()] == [0, 0]
 
 
-@pytest.mark.parametrize("stage", ["registry.load", "warmup.run"])
-def test_an_owner_killed_at_start(stage: str, start: Start, tmp_path: Path) -> None:
-    """The other instances start wherever the first one dies; see test_owner_election, too."""
+def test_owners_killed_at_start(start: Start, gpu: None, tmp_path: Path) -> None:
+    """An instance starts wherever others die, and the next server removes what they left.
+
+    See test_owner_election, too.
+    """
     expected = _lay_out(tmp_path)
-    killed = start(_INSTANCE, tmp_path, "a", f"{stage} = die")
+    killed = [start(_INSTANCE, tmp_path, "a", "registry.load = die")]
     while not list(tmp_path.glob("*/servers/*/weights-*/owner.lock")):
         pass
-    other = start(_INSTANCE, tmp_path, "b")
-    assert other.hear() == "ready"
-    killed.process.wait()
-    assert [other.ask() for _ in range(3)][-1] == expected
-
-
-def test_killed_all_together(start: Start, gpu: None, tmp_path: Path) -> None:
-    """The next instance removes what a killed server left."""
-    _lay_out(tmp_path)
-    instances = [start(_INSTANCE, tmp_path, name) for name in "ab"]
-    assert [instance.hear() for instance in instances] == ["ready", "ready"]
-    for instance in instances:
-        instance.kill()
-        assert not any(Path("/dev/shm").glob(f"torch_{instance.pid}_*"))
+    killed.append(start(_INSTANCE, tmp_path, "b", "warmup.run = die"))
+    assert [child.process.wait() for child in killed] == [-9, -9]
+    last = start(_INSTANCE, tmp_path, "c")
+    assert last.hear() == "ready"
+    assert [last.ask() for _ in range(3)][-1] == expected
+    last.kill()
+    for child in (*killed, last):
+        assert not any(Path("/dev/shm").glob(f"torch_{child.pid}_*"))
     _engine(tmp_path).close()
     assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
 
@@ -427,16 +409,14 @@ def test_nothing_to_share(module: nn.Module | None, join: Join) -> None:
         join(module)
 
 
-def test_error_of_the_driver(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_the_driver(join: Join) -> None:
     """An error of the driver is the reason of the refusal."""
-
-    def refuse(self: Any, what: Any) -> Any:
-        raise NotShared("cuIpcGetMemHandle says CUDA_ERROR_NOT_SUPPORTED")
-
-    monkeypatch.setattr(twin.Twin, "export", refuse)
-    with pytest.raises(ConfigError, match="NOT_SUPPORTED"):
+    error = NotShared("cuIpcGetMemHandle says CUDA_ERROR_NOT_SUPPORTED")
+    with (
+        mock.patch.object(twin.Twin, "export", side_effect=error),
+        pytest.raises(ConfigError, match="NOT_SUPPORTED"),
+    ):
         join(scenarios.affine())
-    monkeypatch.undo()
 
 
 def test_owner_dies_while_it_is_mapped(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -479,14 +459,12 @@ def test_refusals(
         SharedWeights(settings, Artifact(kind, tmp_path), torch.device("cpu"), lambda: None)
 
 
-@pytest.mark.parametrize(
-    ("kind", "option", "expected"),
-    [("GPU", True, True), ("GPU", None, False), ("MODEL", True, True), ("CPU", True, False)],
-)
-def test_requested(kind: str, option: bool | None, expected: bool) -> None:
+def test_requested() -> None:
     """Weights on a GPU are shared on request only; those on a CPU are shared by mapped files."""
-    settings = build.config(kind=kind, enable_weight_sharing=option)
-    assert gpu_sharing.requested(settings) is expected
+    cases = [("GPU", True, True), ("GPU", None, False), ("MODEL", True, True), ("CPU", True, False)]
+    for kind, option, expected in cases:
+        settings = build.config(kind=kind, enable_weight_sharing=option)
+        assert gpu_sharing.requested(settings) is expected
 
 
 def _rewrite(path: Path) -> None:
@@ -504,7 +482,6 @@ def _replace(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "overrides", "device", "same"),
     [
-        (None, {}, "GPU-1", True),
         (None, {"instance": "other", "max_batch_size": 99}, "GPU-1", True),
         (None, {}, "GPU-2", False),
         (None, {"model_kwargs": {"width": 5}}, "GPU-1", False),
@@ -512,7 +489,7 @@ def _replace(path: Path) -> None:
         (_rewrite, {}, "GPU-1", False),
         (_replace, {}, "GPU-1", False),
     ],
-    ids=["same", "other instance", "device", "arguments", "format", "written", "replaced"],
+    ids=["same file", "device", "arguments", "format", "written", "replaced"],
 )
 def test_keys(
     change: Callable[[Path], None] | None,
@@ -521,25 +498,13 @@ def test_keys(
     same: bool,
     tmp_path: Path,
 ) -> None:
-    """Instances with the same files and tensor options on one device share."""
-    path = build.write(tmp_path, "model.py", "x = 1")
-    weights = build.write(tmp_path, "model.pt", "weights")
-    artifact = Artifact(ArtifactType.MODULE, path, weights)
+    """Instances with the same files, also behind links, and tensor options on one device share."""
+    path, weights = (build.write(tmp_path, name, "x = 1") for name in ("model.py", "model.pt"))
+    link = tmp_path / "link.pt"
+    link.symlink_to(weights)
+    artifact, linked = (Artifact(ArtifactType.MODULE, path, file) for file in (weights, link))
     before = gpu_sharing.key(build.config(tmp_path), artifact, "GPU-1")
     if change is not None:
         change(weights)
-    after = gpu_sharing.key(build.config(tmp_path, **overrides), artifact, device)
+    after = gpu_sharing.key(build.config(tmp_path, **overrides), linked, device)
     assert (before == after) is same
-
-
-def test_keys_follow_links(tmp_path: Path) -> None:
-    """Two models whose files are links to one file share it."""
-    path = build.write(tmp_path, "model.pt", "script")
-    link = tmp_path / "link.pt"
-    link.symlink_to(path)
-    settings = build.config(tmp_path)
-    keys = {
-        gpu_sharing.key(settings, Artifact(ArtifactType.TORCHSCRIPT, file), "GPU-1")
-        for file in (path, link)
-    }
-    assert len(keys) == 1

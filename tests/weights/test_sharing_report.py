@@ -1,3 +1,4 @@
+import json
 import logging
 import zipfile
 from collections.abc import Callable
@@ -63,8 +64,7 @@ def _shards(folder: Path) -> None:
     for number, (key, tensor) in enumerate(STATE.items()):
         names[key] = f"model-{number}.safetensors"
         safetensors.torch.save_file({key: tensor}, folder / names[key])
-    index = str({"weight_map": names}).replace("'", '"')
-    (folder / "model.safetensors.index.json").write_text(index)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
 
 
 def _before_zip(folder: Path) -> None:
@@ -114,12 +114,10 @@ def test_instances_share_the_weights_of_a_file(
     shared = report(tmp_path, write, enable_weight_sharing=True)
     assert (shared.mapped.shared, shared.mapped.total) == (BYTES, BYTES)
     assert str(shared) == "0.0 MB of 0.0 MB shared by the instances"
-    build.write(tmp_path, "model.py", SOURCE)
     for kind in ("CPU", "GPU"):
         copied = report(tmp_path, write, enable_weight_sharing=False, kind=kind)
         assert copied.mapped.shared == 0
         assert copied.obstacle == "ENABLE_WEIGHT_SHARING is false"
-        build.write(tmp_path, "model.py", SOURCE)
 
 
 OBSTACLES = [
@@ -140,8 +138,6 @@ def test_obstacles(
 ) -> None:
     """The reason is reported, and fails the load if sharing is required."""
     assert reason in str(report(tmp_path, write, **options))
-    if write is _scripted:
-        build.write(tmp_path, "model.py", SOURCE)
     with pytest.raises(ConfigError, match="ENABLE_WEIGHT_SHARING is true, and only") as caught:
         report(tmp_path, write, enable_weight_sharing=True, **options)
     assert reason in str(caught.value)
@@ -153,19 +149,15 @@ def test_copies_on_a_gpu(tmp_path: Path) -> None:
     assert sharing.obstacle == "each instance has a copy on its device"
 
 
-@pytest.mark.parametrize(("least", "lines"), [(1, 1), (1 << 30, 0)])
 def test_large_copies_are_logged(
-    least: int,
-    lines: int,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only large copies are logged, in one line with the reason."""
-    monkeypatch.setattr(sharing_report, "_MIN_LOGGED_BYTES", least)
-    with caplog.at_level(logging.INFO):
+    caplog.set_level(logging.INFO)
+    for least, lines in ((1 << 30, 0), (1, 1)):
+        monkeypatch.setattr(sharing_report, "_MIN_LOGGED_BYTES", least)
         report(tmp_path, _compressed)
-    assert len([text for text in caplog.messages if "compressed" in text]) == lines
+        assert len([text for text in caplog.messages if "compressed" in text]) == lines
 
 
 # torch 2.13 no longer likes them; files that hold some are there all the same.
@@ -198,47 +190,38 @@ class Extra(Odd):
 
 
 @_QUANTISED
-def test_unusual_tensors() -> None:
-    """Tensors that are not plain are ignored."""
-    module = Extra()
-    signature = introspection.from_function(module.forward)
-    mapped = sharing_report.mapped(Loaded(build.artifact(), module, signature, module))
-    assert mapped.shared == 0
-    assert mapped.total == sum(parameter.nbytes for parameter in module.parameters())
-
-
-@_QUANTISED
-def test_unusual_tensors_of_a_file(tmp_path: Path) -> None:
-    """Sparse and quantized tensors are copied, beside the shared ones."""
+def test_unusual_tensors(tmp_path: Path) -> None:
+    """Tensors of a file that are not plain are copied, beside the shared ones, and not measured."""
     saved, module = Odd(), Odd()
-    torch.save(saved.state_dict(), build.write(tmp_path, "model.pt", b""))
-    artifact = Artifact(
-        ArtifactType.MODULE, tmp_path / "1" / "model.py", tmp_path / "1" / "model.pt"
-    )
+    path = build.write(tmp_path, "model.pt", b"")
+    torch.save(saved.state_dict(), path)
+    artifact = Artifact(ArtifactType.MODULE, path.with_suffix(".py"), path)
     state_dict.load_into(build.config(tmp_path), artifact, module)
     assert torch.equal(module.linear.weight, saved.linear.weight)
     for name, tensor in saved.named_buffers():
         filled: Any = module.get_buffer(name)
         dense = filled.dequantize() if filled.is_quantized else filled.to_dense()
         assert torch.equal(dense, tensor.dequantize() if tensor.is_quantized else tensor.to_dense())
-    assert mapped_files.measure(module.parameters()).shared
+    size = sum(parameter.nbytes for parameter in module.parameters())
+    for owner, shared in ((module, size), (Extra(), 0)):
+        loaded = Loaded(artifact, owner, introspection.from_function(owner.forward), owner)
+        assert sharing_report.mapped(loaded)[:2] == (shared, size)
+
+
+class Quantised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.small: Tensor
+        self.register_buffer("small", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))
+        self.register_buffer("nothing", torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.small.dequantize()
 
 
 @_QUANTISED
 def test_quantised_tensors_of_an_archive_stay(tmp_path: Path) -> None:
     """A scripted model with a quantized tensor is loaded without sharing it."""
-
-    class Quantised(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.small: Tensor
-            small = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
-            self.register_buffer("small", small)
-            self.register_buffer("nothing", torch.empty(0))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.small.dequantize()
-
     path = tmp_path / "model.pt"
     torch.jit.script(Quantised().eval()).save(path)
     loaded = torch.jit.load(path)

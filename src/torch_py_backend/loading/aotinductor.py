@@ -18,7 +18,6 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, summarize
 from torch_py_backend.loading import size_probing
 from torch_py_backend.loading.loaded import Loaded, refuse_method, warn_unused
-from torch_py_backend.loading.size_probing import Run
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.binding import Signature
 
@@ -67,24 +66,14 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     tree = introspection.from_tree(in_spec, {})
     # The leaves are the arguments: a tree would only be built to be flattened again.
     signature = Signature(tree.arguments, tree.leaves, lambda columns: (columns, {}))
-    run = _runner(package)
-    rows = size_probing.row_limits(config, signature, run, device)
-    call = size_probing.accept_sizes_of_one(
-        config, signature, run, lambda: _runner(open_package()), rows, device
+    rows, call = size_probing.probe(
+        config, signature, package.run, lambda: open_package().run, device
     )
 
     def module(*leaves: Tensor) -> Any:
-        return pytree.tree_unflatten(call(*leaves), out_spec)
+        return pytree.tree_unflatten(call(list(leaves)), out_spec)
 
     return Loaded(artifact, module, signature, None, rows)
-
-
-def _runner(package: Any) -> Run:
-    def run(*leaves: Tensor) -> list[Tensor]:
-        outputs: list[Tensor] = package.run(list(leaves))
-        return outputs
-
-    return run
 
 
 def device_of(path: Path) -> torch.device:
@@ -122,22 +111,18 @@ def mismatch(path: Path, device: torch.device | None) -> str:
     """Return how the machine that a package was built for differs from this one; empty: it fits."""
     built = file_types.aoti_metadata(path)
     here = this_machine(device)
-    differences = [
+    return ", ".join(
         f"{label} {built[key]} (here: {here[key]})"
         for key, label in _LABELS.items()
         if built.get(key) and not _fits(key, built[key], here[key])
-    ]
-    return ", ".join(differences)
+    )
 
 
 def this_machine(device: torch.device | None) -> dict[str, str]:
     """Return the facts of this machine under the keys of a package's metadata."""
     on_gpu = device is not None and device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu else ()
-    try:
-        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    except OSError:
-        cpuinfo = ""
+    cpuinfo = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
     lines = (line for line in cpuinfo.splitlines() if line.startswith("flags"))
     flags = set(next(lines, "").split())
     return {

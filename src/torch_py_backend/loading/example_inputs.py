@@ -49,7 +49,7 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     if artifact.kind is ArtifactType.TORCHSERVE:
         return _request_bodies(config)
     source = artifact.path if artifact.kind is ArtifactType.MODULE else artifact.hooks
-    inputs = None if source is None else python_source.example_inputs(config.name, source, NAME)
+    inputs = None if source is None else python_source.example_inputs(config.name, source)
     if inputs is None:
         return None
     item: Item = {}

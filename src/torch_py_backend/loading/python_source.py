@@ -271,20 +271,20 @@ def module_names(model: str, path: Path) -> list[str]:
     return list(_defined(import_source(model, path), _is_module_class))
 
 
-def example_inputs(model: str, path: Path, name: str) -> Mapping[str, object] | None:
-    """Return the result of the function of this name in a model's source; None: it has none.
+def example_inputs(model: str, path: Path) -> Mapping[str, object] | None:
+    """Return what `example_inputs()` of a model's source returns; None: it has none.
 
     Raises:
         SourceError: the function fails, or does not return a dict.
     """
-    function = getattr(import_source(model, path), name, None)
+    function = getattr(import_source(model, path), "example_inputs", None)
     if function is None:
         return None
-    inputs: object = _call(model, path, name, function)
+    inputs: object = _call(model, path, "example_inputs", function)
     if not isinstance(inputs, Mapping):
         raise SourceError(
             model,
-            f"{name}() in {path.name} returns a {type(inputs).__name__}",
+            f"example_inputs() in {path.name} returns a {type(inputs).__name__}",
             expected="a dict of tensors by input name",
         )
     return inputs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
 import torch
@@ -69,42 +69,37 @@ def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
     Raises:
         ConfigError: an optimization does not apply to such an artifact.
     """
-    optimizations, kind = config.options.optimize, loaded.kind
-    if optimizations and kind is ArtifactType.AOTI:
-        raise _refusal(
-            config, optimizations, kind, "The package is compiled already; remove OPTIMIZE."
-        )
-    of_graphs = tuple(name for name in ("freeze", "cuda_graphs") if name in optimizations)
-    if of_graphs and kind is ArtifactType.TORCHSERVE:
-        raise _refusal(config, of_graphs, kind, "Its handler is Python code; remove that.")
+    names, kind = config.options.optimize, loaded.kind
+    is_script = kind is ArtifactType.TORCHSCRIPT
+    freezable = is_script or torch_compile.requested(config)
+    refusals: tuple[tuple[bool, Collection[str], str], ...] = (
+        (kind is ArtifactType.AOTI, names, "The package is compiled already; remove OPTIMIZE."),
+        (
+            kind is ArtifactType.TORCHSERVE,
+            ("freeze", "cuda_graphs"),
+            "Its handler is Python code; remove that.",
+        ),
+        (loaded.owner is None, ("channels_last",), "A function has no weights."),
+        (
+            not freezable,
+            ("freeze",),
+            "Set TORCH_COMPILE_OPTIONAL_PARAMETERS, too: what is frozen is its graph.",
+        ),
+    )
+    for holds, affected, cure in refusals:
+        refused = [name for name in names if name in affected]
+        if holds and refused:
+            raise ConfigError(
+                config.name,
+                f"OPTIMIZE asks for {', '.join(refused)}, and the model is {kind.value}",
+                expected="what applies to it",
+                cure=cure,
+            )
     set_memory_format(config, loaded)
-    if "freeze" in optimizations and kind is ArtifactType.TORCHSCRIPT:
-        return torchscript.freeze(config, loaded)
-    if "freeze" in optimizations and not torch_compile.requested(config):
-        cure = "Set TORCH_COMPILE_OPTIONAL_PARAMETERS, too: what is frozen is its graph."
-        raise _refusal(config, ("freeze",), kind, cure)
-    return loaded.module
+    return torchscript.freeze(config, loaded) if is_script and "freeze" in names else loaded.module
 
 
 def set_memory_format(config: ModelConfig, loaded: Loaded) -> None:
-    """Convert the weights to the memory format that OPTIMIZE names, if any.
-
-    Raises:
-        ConfigError: there are no weights.
-    """
-    if "channels_last" not in config.options.optimize:
-        return
-    if loaded.owner is None:
-        raise _refusal(config, ("channels_last",), loaded.kind, "A function has no weights.")
-    loaded.owner.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-
-
-def _refusal(
-    config: ModelConfig, names: tuple[str, ...], kind: ArtifactType, cure: str
-) -> ConfigError:
-    return ConfigError(
-        config.name,
-        f"OPTIMIZE asks for {', '.join(names)}, and the model is {kind.value}",
-        expected="what applies to it",
-        cure=cure,
-    )
+    """Convert the weights to the memory format that OPTIMIZE names, if any."""
+    if "channels_last" in config.options.optimize and loaded.owner is not None:
+        loaded.owner.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

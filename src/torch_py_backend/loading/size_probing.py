@@ -12,7 +12,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -30,7 +30,7 @@ from torch_py_backend.signature.binding import Signature
 log = logging.getLogger(__name__)
 
 # Calls a package with its leaves, and returns the leaves of its result.
-Run: TypeAlias = "Callable[..., list[Tensor]]"
+Run: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
 # The environment variable that enables runtime checks; a package reads it when it first runs.
 CHECKS = "AOTI_RUNTIME_CHECK_INPUTS"
 
@@ -42,40 +42,98 @@ _TOO_SMALL = re.compile(r"too small at (\d+), expected (?:it )?to be >= (\d+)")
 _STRIDE = re.compile(r"unmatched stride value at \d+")
 _CHECK_MESSAGES = (_AT_LEAST, _AT_MOST, _EXACTLY, _TOO_SMALL, _STRIDE)
 
-# --- rows ------------------------------------------------------------------------------------
-
 # More rows than the limit of any package; a tensor of stride 0 has that many without memory.
 _ENDLESS = 1 << 31
 
+# The index of a leaf, and one of its dimensions.
+_Dim: TypeAlias = "tuple[int, int]"
+# torch.export specializes sizes of 0 and 1: without other limits, a dynamic dimension has at least
+# this size, although the code is mostly correct for 1.
+_DEFAULT_LEAST = 2
+# With more dimensions than this, only all of them together are tried.
+_MOST_COMBINED = 4
+# How many times the memory of a leaf is allocated for an unchecked call.
+_PADDING = 64
 
-def row_limits(
-    config: ModelConfig, signature: Signature, run: Run, device: torch.device | None
-) -> Rows:
+
+def probe(
+    config: ModelConfig,
+    signature: Signature,
+    run: Run,
+    open_unchecked: Callable[[], Run],
+    device: torch.device | None,
+) -> tuple[Rows, Run]:
+    """Return how many rows a package accepts, and a function to call it.
+
+    The function calls a second copy of the package, without checks, for sizes of 1 that the checks
+    refuse although the results are correct. `aot_inductor.check_lowerbound` of inductor's config
+    describes these checks; they cannot be disabled alone. The results for a size of 1 are compared
+    with those of the checked package for 2 (see `_correct`). Dims of -1 in the config are probed.
+    """
+    config = state_store.with_controls(config, signature)
+    specs = {spec.name: spec for spec in config.inputs}
+    if len(specs) != len(signature.leaves or ()) or not all(
+        spec.dtype.torch for spec in specs.values()
+    ):
+        return ANY_ROWS, run  # binding or the warm-up reports inputs that do not match
+    names = binding.bind_inputs(config.name, list(specs), signature).names
+
+    def sample(rows: int | None) -> list[Tensor]:
+        item = example_inputs.item(config, rows)
+        # The checks compare devices before sizes.
+        return [torch.as_tensor(item[name]).to(device or "cpu") for name in names]
+
+    batched = config.max_batch_size > 0
+    rows = _row_limits(run, sample, config.max_batch_size) if batched else ANY_ROWS
+    dynamic = {
+        (leaf, dim)
+        for leaf, name in enumerate(names)
+        for dim, size in enumerate(specs[name].dims, int(batched))
+        if size == -1
+    }
+    # On a GPU, a read past the memory of an input makes the device unusable for the process.
+    if not dynamic or (device is not None and device.type != "cpu"):
+        return rows, run
+    leaves = sample(min(max(rows.least, 2), rows.most or 2) if batched else None)
+    least = _least_sizes(run, leaves, dynamic)
+    refused = [at for at, size in least.items() if size == _DEFAULT_LEAST]
+    unchecked, correct = _open_unchecked(
+        config.name, run, open_unchecked, leaves, list(_combinations(refused, dynamic))
+    )
+    _log_sizes(config.name, names, refused, set().union(*correct))
+
+    def call(leaves: list[Tensor]) -> list[Tensor]:
+        small = frozenset(at for at, size in least.items() if leaves[at[0]].shape[at[1]] < size)
+        if not small:
+            return run(leaves)
+        if small in correct and all(leaves[leaf].shape[dim] == 1 for leaf, dim in small):
+            return unchecked(leaves)
+        leaf, dim = min(small)
+        raise InputError(
+            config.name,
+            f"input '{names[leaf]}' is {list(leaves[leaf].shape)}",
+            expected=f"a size of at least {least[leaf, dim]} in dimension {dim}, for which the"
+            " package was compiled",
+        )
+
+    return rows, call if least else run
+
+
+# --- rows ------------------------------------------------------------------------------------
+
+
+def _row_limits(run: Run, sample: Callable[[int], list[Tensor]], largest: int) -> Rows:
     """Return how many rows a package accepts.
 
     Packages with a dynamic batch are often built for at least two rows, because torch.export
     specializes a size of 1, or for as many rows as the chosen kernel supports.
     """
-    config = state_store.with_controls(config, signature)
-    if not config.max_batch_size or len(config.inputs) != len(signature.leaves or ()):
-        return ANY_ROWS  # binding reports inputs that do not match
-    inputs = binding.bind_inputs(config.name, [spec.name for spec in config.inputs], signature)
-
-    def message(rows: int) -> str:
-        item = example_inputs.item(config, rows)
-        # The checks compare devices before sizes.
-        columns = [
-            value.to(device) if device is not None and isinstance(value, Tensor) else value
-            for value in (item[name] for name in inputs.names)
-        ]
-        return _check_message(lambda: inputs.call(run, columns))
-
-    for_one_row = message(1)
+    for_one_row = _check_message(lambda: run(sample(1)))
     exactly = _EXACTLY.search(for_one_row)
     if exactly:
         return Rows(int(exactly[1]), int(exactly[1]))
     least = _AT_LEAST.search(for_one_row)
-    most = _AT_MOST.search(message(config.max_batch_size))
+    most = _AT_MOST.search(_check_message(lambda: run(sample(largest))))
     return Rows(int(least[1]) if least else 1, int(most[1]) if most else None)
 
 
@@ -98,56 +156,16 @@ def most_rows(call: Callable[[Sequence[Tensor]], object], columns: Sequence[Tens
 
 # --- sizes of 1 ------------------------------------------------------------------------------
 
-# The index of a leaf, and one of its dimensions.
-_Dim: TypeAlias = "tuple[int, int]"
-# torch.export specializes sizes of 0 and 1: without other limits, a dynamic dimension has at least
-# this size, although the code is mostly correct for 1.
-_DEFAULT_LEAST = 2
-# With more dimensions than this, only all of them together are tried.
-_MOST_COMBINED = 4
-# How many times the memory of a leaf is allocated for an unchecked call.
-_PADDING = 64
 
-
-def accept_sizes_of_one(
-    config: ModelConfig,
-    signature: Signature,
+def _open_unchecked(
+    model: str,
     run: Run,
     open_unchecked: Callable[[], Run],
-    rows: Rows,
-    device: torch.device | None,
-) -> Run:
-    """Return the package, called without checks for sizes of 1 where its results are correct.
-
-    `aot_inductor.check_lowerbound` of inductor's config describes the checks that refuse a size of
-    1. They cannot be disabled alone, so the package is opened a second time without any checks. Its
-    results for a size of 1 are compared with those of the checked package for 2 (see `_correct`).
-    Dims of -1 in the config are probed.
-    """
-    config = state_store.with_controls(config, signature)
-    if len(config.inputs) != len(signature.leaves or ()):
-        return run  # binding reports inputs that do not match
-    specs = {spec.name: spec for spec in config.inputs}
-    names = binding.bind_inputs(config.name, list(specs), signature).names
-    start = int(config.max_batch_size > 0)
-    dynamic = {
-        (leaf, start + dim)
-        for leaf, name in enumerate(names)
-        for dim, size in enumerate(specs[name].dims)
-        if size == -1
-    }
-    # On a GPU, a read past the memory of an input makes the device unusable for the process.
-    if not dynamic or (device is not None and device.type != "cpu"):
-        return run
-    item = example_inputs.item(config, min(max(rows.least, 2), rows.most or 2) if start else None)
-    leaves = [value for name in names if isinstance(value := item[name], Tensor)]
-    least = _least_sizes(run, leaves, dynamic)
-    if not least:
-        return run
+    leaves: Sequence[Tensor],
+    candidates: Collection[frozenset[_Dim]],
+) -> tuple[Run, set[frozenset[_Dim]]]:
+    """Return the unchecked package, and which of the candidates are correct with sizes of 1."""
     correct: set[frozenset[_Dim]] = set()
-    candidates = list(
-        _combinations([dim for dim, size in least.items() if size == _DEFAULT_LEAST], dynamic)
-    )
     unchecked = run
     if candidates:
         os.environ[CHECKS] = "0"
@@ -156,28 +174,11 @@ def accept_sizes_of_one(
             with Path(os.devnull).open("wb") as null, _standard_error_to(null.fileno()):
                 correct = {dims for dims in candidates if _correct(run, unchecked, leaves, dims)}
         except RuntimeError as error:  # mostly too little memory
-            log.warning("model '%s': %s", config.name, summarize(error))
+            log.warning("model '%s': %s", model, summarize(error))
         finally:
             os.environ[CHECKS] = "1"
-    if not correct:  # free the second copy and its weights
-        unchecked = run
-    _log_sizes(config, names, least, correct)
-
-    def call(*leaves: Tensor) -> list[Tensor]:
-        small = frozenset(at for at, size in least.items() if leaves[at[0]].shape[at[1]] < size)
-        if not small:
-            return run(*leaves)
-        if small in correct and all(leaves[leaf].shape[dim] == 1 for leaf, dim in small):
-            return unchecked(*leaves)
-        leaf, dim = min(small)
-        raise InputError(
-            config.name,
-            f"input '{names[leaf]}' is {list(leaves[leaf].shape)}",
-            expected=f"a size of at least {least[leaf, dim]} in dimension {dim}, for which the"
-            " package was compiled",
-        )
-
-    return call
+    # Without correct sizes, the second copy and its weights are freed.
+    return unchecked if correct else run, correct
 
 
 def _least_sizes(run: Run, leaves: Sequence[Tensor], dynamic: Iterable[_Dim]) -> dict[_Dim, int]:
@@ -194,7 +195,7 @@ def _least_sizes(run: Run, leaves: Sequence[Tensor], dynamic: Iterable[_Dim]) ->
             sizes[dim] = size
             probe = [*leaves]
             probe[leaf] = leaves[leaf].new_zeros(1).as_strided(sizes, (0,) * len(sizes))
-            return _check_message(lambda: run(*probe))
+            return _check_message(lambda: run(probe))
 
         if _STRIDE.search(message(leaves[leaf].shape[dim])):
             refused = _TOO_SMALL.search(message(1))
@@ -219,28 +220,29 @@ def _combinations(dims: Sequence[_Dim], dynamic: Collection[_Dim]) -> Iterator[f
 def _correct(run: Run, unchecked: Run, leaves: Sequence[Tensor], small: Iterable[_Dim]) -> bool:
     """Return whether an unchecked package computes sizes of 1 as a checked one computes 2.
 
-    The second element is a copy of the first, zeros, or another value. They leave a mean, a masked
-    result and an element-wise result unchanged. Each output must agree in one of these cases.
+    The second element is a copy of the first, or zeros. A copy leaves a mean unchanged, zeros leave
+    a sum, and both an element-wise result. Each output must agree in one of these cases.
     """
     single = [*leaves]
     for leaf, dim in small:
         single[leaf] = single[leaf].narrow(dim, 0, 1)
-    repeated, padded, varied = [*single], [*single], [*single]
-    for leaf, dim in small:
-        repeated[leaf] = torch.cat([repeated[leaf]] * 2, dim)
-        padded[leaf] = torch.cat([padded[leaf], torch.zeros_like(padded[leaf])], dim)
-        other = 1 - varied[leaf] if varied[leaf].is_floating_point() else varied[leaf]
-        varied[leaf] = torch.cat([varied[leaf], other], dim)
+
+    def doubled(second: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        inputs = [*single]
+        for leaf, dim in small:
+            inputs[leaf] = torch.cat([inputs[leaf], second(inputs[leaf])], dim)
+        return list(map(_with_padding, inputs))
+
     try:
         with torch.inference_mode():
-            outputs = [output.clone() for output in unchecked(*map(_with_padding, single))]
+            outputs = [output.clone() for output in unchecked(list(map(_with_padding, single)))]
     except RuntimeError:
         return False
     agree = [False] * len(outputs)
-    for inputs in (repeated, padded, varied):
+    for second in (Tensor.clone, torch.zeros_like):
         try:
             with torch.inference_mode():
-                expected = run(*map(_with_padding, inputs))
+                expected = run(doubled(second))
         except RuntimeError:
             continue
         agree = [
@@ -270,26 +272,21 @@ def _starts_with(reference: Tensor, output: Tensor) -> bool:
 
 
 def _log_sizes(
-    config: ModelConfig,
-    names: Sequence[str],
-    least: Mapping[_Dim, int],
-    correct: Collection[frozenset[_Dim]],
+    model: str, names: Sequence[str], refused: Iterable[_Dim], accepted: Collection[_Dim]
 ) -> None:
-    accepted: set[_Dim] = set().union(*correct)
     if accepted:
         log.info(
             "model '%s': sizes of 1 in %s are computed by a second copy of the package, without"
             " runtime checks.",
-            config.name,
+            model,
             ", ".join(f"dimension {dim} of '{names[leaf]}'" for leaf, dim in sorted(accepted)),
         )
-    by_default = {at for at, size in least.items() if size == _DEFAULT_LEAST}
-    for leaf, dim in sorted(by_default - accepted):
+    for leaf, dim in sorted(set(refused).difference(accepted)):
         log.warning(
             "model '%s': a size of 1 in dimension %d of input '%s' is refused: the package was"
             " compiled for at least 2, and its results for 1 could not be confirmed. Compile it"
             ' with inductor_configs={"aot_inductor.check_lowerbound": False} to serve it.',
-            config.name,
+            model,
             dim,
             names[leaf],
         )

@@ -98,9 +98,16 @@ def _read_weights(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
         return _read_shards(config, path)
     try:
         content = file_types.file_type(path)
-    except OSError as error:
+        if content is FileType.STATE_DICT:
+            # Compressed entries cannot be mapped: their compressed bytes would be read as values.
+            mmap = not file_types.mmap_obstacle(path)
+            state = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+    except Exception as error:  # a damaged pickle raises nearly anything
         raise ArtifactError(
-            config.name, f"the weights {path.name} cannot be read: {summarize(error)}"
+            config.name,
+            f"the weights {path.name} cannot be read with weights_only: {summarize(error)}",
+            expected="a state_dict of plain tensors",
+            cure="Save module.state_dict() there, or convert it to safetensors.",
         ) from error
     if content is not FileType.STATE_DICT:
         raise ArtifactError(
@@ -109,18 +116,6 @@ def _read_weights(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
             expected="a state_dict that torch.save wrote, or safetensors",
             cure="Save module.state_dict() there.",
         )
-    try:
-        # Compressed entries cannot be mapped: their compressed bytes would be read as values.
-        state = torch.load(
-            path, map_location="cpu", mmap=not file_types.mmap_obstacle(path), weights_only=True
-        )
-    except Exception as error:  # a damaged pickle raises nearly anything
-        raise ArtifactError(
-            config.name,
-            f"the weights {path.name} cannot be read with weights_only: {summarize(error)}",
-            expected="a state_dict of plain tensors",
-            cure="Save module.state_dict() there, or convert it to safetensors.",
-        ) from error
     if _is_state_dict(state):
         return state
     entries = state if isinstance(state, Mapping) else {}
@@ -214,10 +209,8 @@ def _truncated(tensor: Tensor, *bounds: float, generator: torch.Generator | None
 
 # Operations that take the shape of their argument, and not its values.
 _SHAPE_ONLY = {
-    torch.ops.aten.empty_like.default,
-    torch.ops.aten.zeros_like.default,
-    torch.ops.aten.ones_like.default,
-    torch.ops.aten.full_like.default,
+    getattr(torch.ops.aten, name).default
+    for name in ("empty_like", "zeros_like", "ones_like", "full_like")
 }
 
 

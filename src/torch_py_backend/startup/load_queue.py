@@ -9,11 +9,9 @@ twice, in its claim and as not free: too few loads at once are safer than too ma
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,10 +22,11 @@ from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config import threads
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import PlatformError, summarize
-from torch_py_backend.processes import server_folder
+from torch_py_backend.processes import private_files, server_folder
 
 log = logging.getLogger(__name__)
 
+# While its lock is held, no other process reads or changes tickets.
 _LOCK = "lock"
 _SUFFIX = ".ticket"
 _POLL_S = 0.03
@@ -144,7 +143,7 @@ class Ticket:
 @contextlib.contextmanager
 def join(folder: Path, ticket: Ticket) -> Iterator[Path]:
     """Hold a ticket at the end of the queue; yield its path. Paths have the order of arrival."""
-    with _locked(folder):
+    with private_files.locked(folder / _LOCK):
         last = max((int(path.stem) for path in folder.glob(f"*{_SUFFIX}")), default=0)
         path = folder / f"{last + 1:012}{_SUFFIX}"
         lock = server_folder.lock(path)
@@ -160,26 +159,15 @@ def join(folder: Path, ticket: Ticket) -> Iterator[Path]:
         yield path
     finally:
         try:
-            with _locked(folder):
+            with private_files.locked(folder / _LOCK):
                 path.unlink(missing_ok=True)
         finally:
             server_folder.release(lock)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of the queue: while it is held, no other process reads or changes tickets."""
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def begin(path: Path, ticket: Ticket, device_free: int) -> list[str]:
     """Begin to load if it is allowed; otherwise return the instances that it waits for."""
-    with _locked(path.parent):
+    with private_files.locked(path.parent / _LOCK):
         others = _live_tickets(path)
         loading = [other for other in others.values() if other.loads]
         earlier = [other for at, other in others.items() if at < path and not other.loads]

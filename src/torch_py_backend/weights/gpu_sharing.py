@@ -250,13 +250,11 @@ class SharedWeights:
             blocks, tensors = _export(self._weights, self._memory)
         except NotShared as error:
             raise not_shared_error(self._config, str(error)) from error
-        offer: _Offer = {
-            "instance": self._config.instance,
-            "facts": self._facts,
-            "blocks": blocks,
-            "tensors": tensors,
-        }
-        owner.offer(offer)
+        owner.offer(
+            _Offer(
+                instance=self._config.instance, facts=self._facts, blocks=blocks, tensors=tensors
+            )
+        )
         log.info("model '%s': '%s' owns the weights.", self._config.name, self._config.instance)
 
     def _map(self, sharer: Sharer) -> bool:
