@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import pytest
 
@@ -25,8 +26,10 @@ class FakeServer:
     Attributes:
         models: each model's state; another text is the reason of a failure.
         pids: the process of each model that has a live one.
+        survivors: processes of every model that outlive an unload.
         refusals: errors of loads.
         threads: the operations in progress, which the test runs; None: they run at once.
+        loading: whether instances load; otherwise they are idle, since `idle_since`.
     """
 
     def __init__(self, *models: str, restarts: int = 3, controls: bool = True) -> None:
@@ -34,6 +37,7 @@ class FakeServer:
         self.ensembles: dict[str, str] = {}
         self.failed_versions: dict[str, str] = {}
         self.pids: dict[str, int] = {}
+        self.survivors: set[int] = set()
         self.failures: list[InstanceFailure] = []
         self.refusals: dict[str, ServerError] = {}
         self.calls: list[str] = []
@@ -42,25 +46,20 @@ class FakeServer:
         self.now = 0.0
         self.threads: list[Callable[[], None]] | None = None
         self.answers = True
-        self.loading = False  # instances load; otherwise they are idle
+        self.loading = False
         self.idle_since = 0.0
         self._last_pid = 100
+        fake = cast("Any", self)
         self.supervisor = Supervisor(
             self.index,
-            self,
-            self if controls else None,
+            fake,
+            fake if controls else None,
             self.events.append,
             restarts=restarts,
             load_seconds=100,
             clock=lambda: self.now,
-            spawn=self.spawn,
+            spawn=lambda run: run() if self.threads is None else self.threads.append(run),
         )
-
-    def spawn(self, function: Callable[[], None]) -> None:
-        if self.threads is None:
-            function()
-        else:
-            self.threads.append(function)
 
     # --- Triton ---
 
@@ -116,7 +115,7 @@ class FakeServer:
         return self.now - self.idle_since if model in self.pids and not self.loading else 0.0
 
     def live_processes(self, model: str) -> set[int]:
-        return {self.pids[model]} if model in self.pids else set()
+        return ({self.pids[model]} if model in self.pids else set()) | self.survivors
 
     def kill(self, model: str, state: InstanceState) -> int:
         is_loading = model in self.pids and self.loading
@@ -125,16 +124,13 @@ class FakeServer:
         self.killed.append(f"{model} {state.name}")
         return len(self.live_processes(model))
 
-    def die(self, model: str, reason: str = "was killed", *, completing: bool = False) -> None:
-        """End an instance; Triton still reports the model as READY."""
-        identity = Identity(self.pids.pop(model, 1), model, "1", f"{model}_0", None)
-        state = InstanceState.COMPLETING if completing else InstanceState.IDLE
+    def die(
+        self, model: str, reason: str = "was killed", state: InstanceState = InstanceState.IDLE
+    ) -> None:
+        """End an instance, which serves unless it is LOADING; Triton's state stays."""
+        pid = 1 if state is InstanceState.LOADING else self.pids.pop(model, 1)
+        identity = Identity(pid, model, "1", f"{model}_0", None)
         self.failures.append(InstanceFailure(identity, reason, state))
-
-    def die_loading(self, model: str, reason: str = _TIMEOUT) -> None:
-        """End an instance that was being loaded, and not one that serves."""
-        identity = Identity(1, model, "1", f"{model}_0", None)
-        self.failures.append(InstanceFailure(identity, reason, InstanceState.LOADING))
 
     # --- for tests ---
 
@@ -146,6 +142,10 @@ class FakeServer:
         end = self.now + seconds
         while self.now < end:
             self.step()
+
+    def take_calls(self) -> list[str]:
+        calls, self.calls = self.calls, []
+        return calls
 
     def take_events(self) -> list[str]:
         events = [f"{event.kind.value} {event.model}" for event in self.events]
@@ -160,10 +160,33 @@ def _serving(*models: str, restarts: int = 3) -> FakeServer:
     server = FakeServer(*models, restarts=restarts)
     server.supervisor.load(models)
     server.step(2)
-    server.events.clear()
-    server.calls.clear()
+    assert server.take_events() == [f"READY {model} 1" for model in models]
+    assert server.take_calls() == [f"load {model}" for model in models]
     assert server.not_ready() == {}
     return server
+
+
+def _loading(*, loading: bool = True) -> tuple[FakeServer, Callable[[], None]]:
+    """Return a server whose model `a` is being loaded, in process 5, and the end of that load."""
+    server = FakeServer("a")
+    server.threads = []
+    server.supervisor.load(["a"])
+    load = server.threads.pop()
+    server.threads, server.loading = None, loading
+    server.pids["a"] = 5
+    return server, load
+
+
+def _fail(server: FakeServer, load: Callable[[], None]) -> None:
+    """End a load whose process was killed; the next one succeeds."""
+    server.refusals["a"] = _DEAD
+    load()
+    server.refusals.clear()
+    server.pids.clear()
+    server.step(3)
+
+
+# --- loads and deaths ------------------------------------------------------------------------
 
 
 def test_models_are_loaded() -> None:
@@ -205,36 +228,35 @@ def test_a_model_that_dies_is_unloaded_and_loaded() -> None:
     assert server.take_events() == ["DOWN a", "READY a 1"]
 
 
-def test_survivors_end_before_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_survivors_end_before_the_load() -> None:
     """Other instances give back their memory first; idle ones are killed after a second."""
     server = _serving("a")
     server.die("a")
-    monkeypatch.setattr(server, "live_processes", lambda model: {5})
+    server.survivors = {5}
     server.step(3)
     assert (server.calls, server.killed) == (["unload a"], [])
     server.advance(1)
     assert set(server.killed) == {"a IDLE"}
     assert server.calls == ["unload a"]
-    monkeypatch.undo()
+    server.survivors = set()
     server.step()
     assert server.calls == ["unload a", "load a"]
 
 
-def test_survivors_delay_the_load_for_ten_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_survivors_delay_the_load_for_ten_seconds_only() -> None:
+    """The death of a survivor is no failure of the load that has begun."""
     server = _serving("a")
     server.die("a")
-    monkeypatch.setattr(server, "live_processes", lambda model: {5})
+    server.survivors = {5}
     server.advance(9)
     assert "load a" not in server.calls
     server.threads = []
     server.advance(2)
     (load,) = server.threads
-    # Its death is none of the new load.
-    survivor = Identity(5, "a", "1", "a_0", None)
-    server.failures.append(InstanceFailure(survivor, "was killed"))
+    server.failures.append(InstanceFailure(Identity(5, "a", "1", "a_0", None), "was killed"))
     server.step()
     load()
-    monkeypatch.undo()
+    server.survivors = set()
     server.step()
     assert server.take_events() == ["DOWN a", "READY a 1"]
 
@@ -253,15 +275,17 @@ def test_a_crash_loop_at_start_up() -> None:
 
 
 def test_a_model_that_dies_again_and_again() -> None:
-    """It is unloaded when it is given up, and serves once a user loads it."""
+    """It is unloaded when it is given up, keeps that reason, and serves once a user loads it."""
     server = _serving("a", restarts=1)
     for _ in range(2):
         server.die("a")
         server.step(3)
-    assert server.calls == ["unload a", "load a", "unload a"]
+    assert server.take_calls() == ["unload a", "load a", "unload a"]
     assert server.take_events() == ["DOWN a", "READY a 1", "GIVEN UP a"]
+    server.models["a"] = "no such file"  # another one's load failed
     server.advance(100)
-    assert server.calls[3:] == []
+    assert server.not_ready() == {"a": "stays down: was killed"}
+    assert server.calls == []
     server.start("a")
     server.advance(1)
     assert server.not_ready() == {}
@@ -315,6 +339,42 @@ def test_an_unload_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.not_ready() == {}
 
 
+@pytest.mark.parametrize("cascades", [True, False])
+def test_an_ensemble_is_loaded_again_with_its_part(cascades: bool) -> None:
+    """Triton unloads an ensemble with its part, and usually loads it with it."""
+    server = _serving("a", "e")
+    server.ensembles["e"] = "a"
+    server.die("a")
+    server.threads = []
+    server.step()
+    server.threads.pop()()
+    server.step()
+    assert server.not_ready()["e"] == "needs the model 'a', which does not serve"
+    if cascades:
+        server.models["e"] = _READY
+    server.threads.pop()()
+    server.step(4)
+    assert server.calls == ["unload a", "load a"] + ([] if cascades else ["load e"])
+    assert server.not_ready() == {}
+    assert server.take_events() == ["DOWN a", "READY a 1"]
+    server.unload("a")  # by a user
+    server.advance(1)
+    assert server.take_events() == ["RELEASED a", "RELEASED e"]
+
+
+def test_a_server_that_does_not_answer() -> None:
+    """It is a problem of the server; no model is taken for unloaded."""
+    server = _serving("a")
+    for answers, problem in ((False, "tritonserver does not answer"), (True, "")):
+        server.answers = answers
+        server.advance(1)
+        assert server.supervisor.snapshot.problem == problem
+    assert server.take_events() == []
+
+
+# --- loads and unloads by users --------------------------------------------------------------
+
+
 def test_users_may_unload_and_load() -> None:
     """A model that a user unloads is not loaded again; one that a user loads is monitored."""
     server = _serving("a", "b")
@@ -326,20 +386,14 @@ def test_users_may_unload_and_load() -> None:
     server.start("c")
     server.advance(1)
     assert server.take_events() == ["READY a 1", "READY c 1"]
+    server.start("d")  # it dies in the same step: it is found before its death is handled
     server.calls.clear()
-    for name in ("a", "c"):
+    for name in ("a", "c", "d"):
         server.die(name)
-    server.step(4)
-    assert sorted(server.calls) == ["load a", "load c", "unload a", "unload c"]
-
-
-def test_a_user_s_load_and_death_in_one_step() -> None:
-    """The model is found before its death is handled."""
-    server = _serving("a")
-    server.start("b")
-    server.die("b")
     server.step()
-    assert server.take_events() == ["READY b 1", "DOWN b"]
+    assert server.take_events() == ["DOWN a", "DOWN c", "READY d 1", "DOWN d"]
+    server.step(3)
+    assert sorted(server.calls) == [f"{act} {name}" for act in ("load", "unload") for name in "acd"]
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -372,125 +426,18 @@ def test_a_user_s_load_that_is_refused() -> None:
     assert server.take_events() == ["READY a 1"]
 
 
-@pytest.mark.parametrize("cascades", [True, False])
-def test_an_ensemble_is_loaded_again_with_its_part(cascades: bool) -> None:
-    """Triton unloads an ensemble with its part, and usually loads it with it."""
-    server = _serving("a", "e")
-    server.ensembles["e"] = "a"
-    server.die("a")
-    server.threads = []
-    server.step()
-    server.threads.pop()()
-    server.step()
-    assert server.not_ready()["e"] == "needs the model 'a', which does not serve"
-    if cascades:
-        server.models["e"] = _READY
-    server.threads.pop()()
-    server.step(4)
-    assert server.calls == ["unload a", "load a"] + ([] if cascades else ["load e"])
-    assert server.not_ready() == {}
-    assert server.take_events() == ["DOWN a", "READY a 1"]
-    server.unload("a")  # by a user
-    server.advance(1)
-    assert server.take_events() == ["RELEASED a", "RELEASED e"]
-
-
-def test_a_load_that_takes_too_long() -> None:
-    """Its process is killed, the load then fails in Triton, and the model is loaded again."""
-    server = FakeServer("a", "b")
-    server.threads = []
-    server.supervisor.load(["a", "b"])
-    load, other = server.threads
-    server.threads = None
-    other()
-    server.pids["a"] = 5
-    server.loading = True
-    server.advance(101)
-    assert set(server.killed) == {"a LOADING"}
-    assert server.not_ready().keys() == {"a"}
-    server.refusals["a"] = _DEAD
-    load()
-    server.refusals.clear()
-    server.pids.clear()
-    server.step(3)
-    assert server.take_events() == ["READY b 1", "DOWN a", "READY a 1"]
-
-
-def test_a_load_that_triton_gave_up() -> None:
-    """Instances that were loaded 30 s ago, while nothing else loads, are killed and replaced."""
-    server = FakeServer("a")
-    server.threads = []
-    server.supervisor.load(["a"])
-    load = server.threads.pop()
-    server.threads = None
-    server.pids["a"] = 5
-    server.loading = True
-    server.advance(40)
-    server.loading, server.idle_since = False, server.now
-    server.advance(29)
-    assert server.killed == []
-    server.advance(2)
-    assert set(server.killed) == {"a IDLE"}
-    server.refusals["a"] = _DEAD
-    load()
-    server.refusals.clear()
-    server.pids.clear()
-    server.step(3)
-    (down, ready) = server.events
-    assert "did not accept it within 30 s of its load" in down.text
-    assert (down.kind, ready.kind) == (EventKind.DOWN, EventKind.READY)
-
-
-def test_a_load_that_triton_gave_up_late() -> None:
-    """After --load-timeout, too, it ends with the death of its instances; it is not given up."""
-    server = FakeServer("a")
-    server.threads = []
-    server.supervisor.load(["a"])
-    server.pids["a"] = 5
-    server.idle_since = 99
-    server.advance(101)
-    assert set(server.killed) == {"a IDLE"}
-    assert server.take_events() == []
-
-
-@pytest.mark.parametrize("what", ["ready", "busy"])
-def test_a_load_that_waits_for_others(what: str) -> None:
-    """A model that is READY, or at work, is left alone while its load lasts."""
-    server = FakeServer("a")
-    server.threads = []
-    server.supervisor.load(["a"])
-    server.pids["a"] = 5
-    if what == "ready":
-        server.models["a"] = _READY
-    for _ in range(80):
-        server.advance(1)
-        if what == "busy":
-            server.idle_since = server.now
-    assert server.killed == []
-
-
-def test_a_load_one_of_whose_instances_died() -> None:
-    """The time limit holds for the other instances."""
-    server = FakeServer("a")
-    server.threads = []
-    server.supervisor.load(["a"])
-    server.pids["a"] = 5
-    server.loading = True
-    server.die_loading("a")
-    server.advance(99)
-    assert server.killed == []
-    server.advance(2)
-    assert set(server.killed) == {"a LOADING"}
-
-
-def test_a_user_s_load_that_dies_while_the_model_serves() -> None:
-    """The failure is reported; what Triton keeps serving is not touched."""
+def test_a_user_s_load_that_dies() -> None:
+    """It is reported; what serves is not touched, and the first load of a model may fail, too."""
     server = _serving("a")
-    server.die_loading("a")
-    server.advance(2)
-    assert server.take_events() == ["FAILED a"]
-    assert server.calls == []
-    assert server.not_ready() == {}
+    server.die("unknown")  # Triton reports other deaths
+    server.step(3)
+    assert server.take_events() == []
+    for model in ("a", "unknown"):
+        server.die(model, _TIMEOUT, InstanceState.LOADING)
+        server.advance(2)
+        assert server.take_events() == [f"FAILED {model}"]
+        assert server.calls == []
+        assert server.supervisor.snapshot.models == {"a": ""}
 
 
 def test_a_user_s_load_that_dies_when_nothing_serves() -> None:
@@ -499,7 +446,7 @@ def test_a_user_s_load_that_dies_when_nothing_serves() -> None:
     server.models["a"] = ""  # Triton's LOADING
     server.advance(2)
     assert server.not_ready() == {"a": "is being loaded"}
-    server.die_loading("a")
+    server.die("a", _TIMEOUT, InstanceState.LOADING)
     server.step()
     server.models["a"] = str(_DEAD)
     server.advance(2)
@@ -509,34 +456,6 @@ def test_a_user_s_load_that_dies_when_nothing_serves() -> None:
     server.start("a")
     server.advance(2)
     assert server.not_ready() == {}
-
-
-def test_a_load_that_never_ends() -> None:
-    """Triton waits for a process that is gone: the model is given up, with the reason."""
-    server = FakeServer("a", "b")
-    server.threads = []
-    server.supervisor.load(["a", "b"])
-    server.threads[1]()
-    server.advance(101)
-    assert server.take_events() == ["READY b 1", "GIVEN UP a"]
-    assert _TIMEOUT in server.not_ready()["a"]
-    assert "only a new server can load it" in server.not_ready()["a"]
-    assert server.supervisor.initial_loads_done
-
-
-def test_a_death_that_triton_does_not_notice() -> None:
-    """A model whose config was being completed is given up at once, not after the time limit."""
-    server = FakeServer("a")
-    server.threads = []
-    server.supervisor.load(["a"])
-    server.die("a", "the process that completes its config was ended by SIGKILL", completing=True)
-    server.step()
-    assert server.take_events() == ["GIVEN UP a"]
-    assert "was ended by SIGKILL; Triton never stops waiting for it" in server.not_ready()["a"]
-    server.refusals["a"] = LoadTimeoutError("it took longer than 130 s")
-    server.threads.pop()()
-    server.step()
-    assert server.take_events() == []
 
 
 def test_triton_alone_controls_its_models() -> None:
@@ -558,36 +477,81 @@ def test_triton_alone_controls_its_models() -> None:
     assert server.take_events() == ["READY a 1"]
 
 
-def test_a_given_up_model_keeps_its_reason() -> None:
-    """Triton's own reason, of a later failure, does not replace that of the death."""
-    server = _serving("a", restarts=0)
-    server.die("a")
-    server.step(2)
-    server.models["a"] = "no such file"
+# --- loads that take long --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_load_that_takes_too_long(dies: bool) -> None:
+    """Its process is killed, the load then fails in Triton, and the model is loaded again."""
+    server, load = _loading()
+    if dies:  # the limit holds for its other instances
+        server.die("a", _TIMEOUT, InstanceState.LOADING)
+    server.advance(99)
+    assert server.killed == []
     server.advance(2)
-    assert server.not_ready() == {"a": "stays down: was killed"}
+    assert set(server.killed) == {"a LOADING"}
+    assert server.not_ready().keys() == {"a"}
+    _fail(server, load)
+    assert server.take_events() == ["DOWN a", "READY a 1"]
 
 
-def test_a_server_that_does_not_answer() -> None:
-    """It is a problem of the server; no model is taken for unloaded."""
-    server = _serving("a")
-    server.answers = False
-    server.advance(1)
-    assert server.supervisor.snapshot.problem == "tritonserver does not answer"
-    server.answers = True
-    server.advance(1)
-    assert server.supervisor.snapshot.problem == ""
+def test_a_load_that_triton_gave_up() -> None:
+    """Instances that were loaded 30 s ago, while nothing else loads, are killed and replaced."""
+    server, load = _loading()
+    server.advance(40)
+    server.loading, server.idle_since = False, server.now
+    server.advance(29)
+    assert server.killed == []
+    server.advance(2)
+    assert set(server.killed) == {"a IDLE"}
+    _fail(server, load)
+    (down, ready) = server.events
+    assert "did not accept it within 30 s of its load" in down.text
+    assert (down.kind, ready.kind) == (EventKind.DOWN, EventKind.READY)
+
+
+def test_a_load_that_triton_gave_up_late() -> None:
+    """After --load-timeout, too, it ends with the death of its instances; it is not given up."""
+    server, _ = _loading(loading=False)
+    server.idle_since = 99
+    server.advance(101)
+    assert set(server.killed) == {"a IDLE"}
     assert server.take_events() == []
 
 
-def test_failures_of_models_that_do_not_serve() -> None:
-    """A model that a user loads for the first time may fail; Triton reports other deaths."""
-    server = _serving("a")
-    server.die("unknown")
-    server.step(3)
+@pytest.mark.parametrize("what", ["ready", "busy"])
+def test_a_load_that_waits_for_others(what: str) -> None:
+    """A model that is READY, or at work, is left alone while its load lasts."""
+    server, _ = _loading(loading=False)
+    server.models["a"] = _READY if what == "ready" else ""
+    for _ in range(80):
+        server.advance(1)
+        if what == "busy":
+            server.idle_since = server.now
+    assert server.killed == []
+
+
+def test_a_load_that_never_ends() -> None:
+    """Triton waits for a process that is gone: the model is given up, with the reason."""
+    server, _ = _loading()
+    server.pids.clear()
+    server.advance(101)
+    assert server.take_events() == ["GIVEN UP a"]
+    assert _TIMEOUT in server.not_ready()["a"]
+    assert "only a new server can load it" in server.not_ready()["a"]
+    assert server.supervisor.initial_loads_done
+
+
+def test_a_death_that_triton_does_not_notice() -> None:
+    """A model whose config was being completed is given up at once, not after the time limit."""
+    server, load = _loading()
+    server.pids.clear()
+    reason = "the process that completes its config was ended by SIGKILL"
+    server.die("a", reason, InstanceState.COMPLETING)
+    server.step()
+    assert server.take_events() == ["GIVEN UP a"]
+    assert f"{reason}; Triton never stops waiting for it" in server.not_ready()["a"]
+    server.refusals["a"] = LoadTimeoutError("it took longer than 130 s")
+    load()
+    server.step()
     assert server.take_events() == []
-    server.die_loading("unknown")
-    server.step(3)
-    assert server.take_events() == ["FAILED unknown"]
-    assert server.calls == []
-    assert server.supervisor.snapshot.models == {"a": ""}

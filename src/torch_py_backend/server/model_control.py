@@ -11,7 +11,6 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import grpc
 
@@ -28,14 +27,6 @@ States = Callable[[], Sequence[ModelState]]
 
 class LoadTimeoutError(ServerError):
     """A load was not completed in time."""
-
-
-class ModelControl(Protocol):
-    """Loads and unloads models; implemented by `RepositoryClient`."""
-
-    def load(self, model: str, seconds: float) -> None: ...
-
-    def unload(self, model: str) -> None: ...
 
 
 class RepositoryClient:
@@ -177,7 +168,7 @@ def start_daemon(function: Callable[[], None]) -> None:
 
 def load(
     states: States,
-    control: ModelControl,
+    control: RepositoryClient,
     model: str,
     seconds: float,
     dependents: Sequence[str],
@@ -195,7 +186,7 @@ def load(
             control.load(dependent, seconds)
 
 
-def unload(states: States, control: ModelControl, model: str) -> set[str]:
+def unload(states: States, control: RepositoryClient, model: str) -> set[str]:
     """Unload a model; return the ensembles that Triton unloaded with it."""
     before = _ready(states)
     control.unload(model)

@@ -11,17 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch_py_backend.processes.instance_status import InstanceState
 from torch_py_backend.server import healing, model_control
 from torch_py_backend.server.healing import Action, EventKind, Lifecycle, Phase, Transition
-from torch_py_backend.server.instances import InstanceFailure
+from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
 from torch_py_backend.server.model_control import (
     LoadTimeoutError,
-    ModelControl,
     ModelStatus,
     Operation,
+    RepositoryClient,
     States,
 )
 
@@ -66,24 +65,6 @@ class Snapshot:
     models: Mapping[str, str] = field(default_factory=dict)
     problem: str = "the server is being started"
     at: float = 0.0
-
-
-class Monitor(Protocol):
-    """Detects failed instances; implemented by `instances.InstanceMonitor`."""
-
-    def check(self) -> list[InstanceFailure]: ...
-
-    def wait(self, seconds: float) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def is_loading(self) -> bool: ...
-
-    def idle_seconds(self, model: str) -> float: ...
-
-    def live_processes(self, model: str) -> set[int]: ...
-
-    def kill(self, model: str, state: InstanceState) -> int: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,8 +117,8 @@ class Supervisor:
     def __init__(
         self,
         states: States,
-        monitor: Monitor,
-        control: ModelControl | None,
+        monitor: InstanceMonitor,
+        control: RepositoryClient | None,
         on_event: Callable[[Event], None],
         *,
         restarts: int,
