@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import io
 import json
@@ -154,7 +153,9 @@ class Bundle:
             if self._load(cache, logging.DEBUG):  # the second attempt logs an error as a warning
                 yield True
                 return
-            with _locked(self.path.with_suffix(".lock")):
+            with contextlib.ExitStack() as stack:
+                with contextlib.suppress(OSError):  # the folder is read-only
+                    stack.enter_context(private_files.locked(self.path.with_suffix(".lock")))
                 loaded = self._load(cache, logging.WARNING)
                 # Before compilation: the instruction sets are part of the keys in inductor's cache.
                 detects = self.uses_vectors and not loaded
@@ -284,18 +285,3 @@ def unpack(payload: bytes, cache: Path) -> None:
         artifacts = archive.read(_TORCH_BUNDLE)
         if artifacts and torch.compiler.load_cache_artifacts(artifacts) is None:
             raise ValueError("torch cannot load it")
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock on a file; the kernel releases it when the process ends."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    except OSError:  # read-only
-        yield
-        return
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -53,6 +56,18 @@ def read(path: Path) -> bytes:
         if reason := risk(status):
             raise PermissionError(reason)
         return file.read()
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file, which is created if it is missing.
+
+    The kernel releases the lock when the process ends.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    with open(os.open(path, flags, 0o600), "rb") as file:  # noqa: PTH123  a descriptor
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def user_folder() -> Path:

@@ -9,11 +9,9 @@ twice, in its claim and as not free: too few loads at once are safer than too ma
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,7 +22,7 @@ from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config import threads
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import PlatformError, summarize
-from torch_py_backend.processes import server_folder
+from torch_py_backend.processes import private_files, server_folder
 
 log = logging.getLogger(__name__)
 
@@ -166,15 +164,9 @@ def join(folder: Path, ticket: Ticket) -> Iterator[Path]:
             server_folder.release(lock)
 
 
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> contextlib.AbstractContextManager[None]:
     """Hold the lock of the queue: while it is held, no other process reads or changes tickets."""
-    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
+    return private_files.locked(folder / _LOCK)
 
 
 def begin(path: Path, ticket: Ticket, device_free: int) -> list[str]:
