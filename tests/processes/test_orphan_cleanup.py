@@ -118,41 +118,25 @@ def test_a_sweep_cleans_up_without_guard(shared: Path) -> None:
     assert living.pid_ends(sleeper)
 
 
-def _names_another_folder(path: Path) -> None:
-    path.write_text("/etc")
-
-
 def _names_a_link(path: Path) -> None:
     link = path.parent / "torch-py-backend-link"
     link.symlink_to("/etc")
     path.write_text(str(link))
 
 
-def _names_no_folder(path: Path) -> None:
-    path.write_bytes(b"/tmp/torch-py-backend-a\0b")
-
-
-def _is_empty(path: Path) -> None:
-    path.write_text("")
-
-
-def _is_a_link(path: Path) -> None:
-    path.symlink_to("/etc/passwd")
-
-
 @pytest.mark.parametrize(
     "forge",
     [
-        _names_another_folder,
-        _names_a_link,
-        _names_no_folder,
-        _is_empty,
-        _is_a_link,
+        pytest.param(lambda path: path.write_text("/etc"), id="another folder"),
+        pytest.param(_names_a_link, id="a link to a folder"),
+        pytest.param(lambda path: path.write_bytes(b"/tmp/torch-py-backend-a\0b"), id="null"),
+        pytest.param(Path.touch, id="empty"),
+        pytest.param(lambda path: path.symlink_to("/etc/passwd"), id="a link"),
         Path.mkdir,
         os.mkfifo,
     ],
 )
-def test_a_forged_file_removes_nothing(forge: Callable[[Path], None], shared: Path) -> None:
+def test_a_forged_file_removes_nothing(forge: Callable[[Path], object], shared: Path) -> None:
     """Other users, who can write to /dev/shm, cannot make us remove files."""
     forge(shared / "torch_py_backend_0_owner")
     (shared / "torch_py_backend_0_region").write_bytes(b"?")
@@ -187,25 +171,16 @@ def test_a_process_during_exec_is_killed(tmp_path: Path, monkeypatch: pytest.Mon
         assert ours.wait(60) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (
-            ["model.py", "torch_py_backend_0123456789ab_5f-e", "1048576"],
-            "torch_py_backend_0123456789ab_5f-e",
-        ),
-        (["model.py", "triton_python_backend_shm_region_5f-e"], ""),
-        ([], ""),
-    ],
-    ids=["ours", "Triton's owner name", "none"],
-)
-def test_region_of_this_process(words: list[str], name: str) -> None:
-    """It is on the command line of Triton's stub."""
+def test_region_of_this_process() -> None:
+    """It is on the command line of Triton's stub; empty without a name of this backend."""
+    region = "torch_py_backend_0123456789ab_5f-e"
     code = "from torch_py_backend.processes import orphan_cleanup; print(orphan_cleanup.region())"
-    ran = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.strip() == name
+    for words, name in (
+        (["model.py", region, "1048576"], region),
+        (["model.py", "triton_python_backend_shm_region_5f-e"], ""),
+    ):
+        printed = subprocess.check_output([sys.executable, "-c", code, *words], text=True)
+        assert printed.strip() == name
 
 
 def test_orphans_in_a_container_are_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
