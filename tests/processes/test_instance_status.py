@@ -55,7 +55,7 @@ def test_without_a_supervisor(value: str, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv(orphan_cleanup.VARIABLE, value)
     monkeypatch.chdir(tmp_path)
     status = instance_status.start(_config())
-    status.ready()
+    status.idle()
     assert status.running_seconds() == 0
     status.busy()
     seconds = [status.running_seconds(), status.running_seconds()]
@@ -99,7 +99,7 @@ def test_states_follow_the_calls(folder: Path) -> None:
     status = instance_status.start(_config())
     reader = _reader(folder)
     statuses = [reader.read()]
-    for report in (status.ready, status.busy, status.idle):
+    for report in (status.idle, status.busy, status.idle):
         report()
         assert status.running_seconds() >= 0
         statuses.append(reader.read())
@@ -118,7 +118,7 @@ def test_poisoned_stays_poisoned(folder: Path) -> None:
     status = instance_status.start(_config())
     reader = _reader(folder)
     status.poisoned("an illegal address: größer" + "x" * 5000)
-    for report in (status.busy, status.idle, status.ready, status.ended):
+    for report in (status.busy, status.idle, status.idle, status.ended):
         report()
     assert reader.read().state is InstanceState.POISONED
     assert reader.read().reason.startswith("an illegal address: größerx")

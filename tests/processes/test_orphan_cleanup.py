@@ -65,7 +65,7 @@ def test_an_owner_cleans_up(shared: Path) -> None:
     for folder in (owner.resources.status_folder, owner.resources.folder):
         assert folder.stat().st_mode & 0o777 == 0o700
     (shared / f"{owner.resources.prefix}region").write_bytes(b"?")
-    with instance(owner.resources.status_folder, "status.ready()") as process:
+    with instance(owner.resources.status_folder, "status.idle()") as process:
         owner.close()
         assert process.wait(30) == -signal.SIGKILL
     owner.close()
@@ -147,8 +147,8 @@ def test_a_forged_file_removes_nothing(forge: Callable[[Path], object], shared: 
 
 def test_only_processes_of_the_server_are_killed(tmp_path: Path) -> None:
     with (
-        instance(tmp_path, "status.ready()") as ours,
-        instance(tmp_path, "status.ready()", mark=False) as other,
+        instance(tmp_path, "status.idle()") as ours,
+        instance(tmp_path, "status.idle()", mark=False) as other,
     ):
         assert not orphan_cleanup.kill(other.pid, tmp_path)
         assert not orphan_cleanup.kill(ours.pid, tmp_path / "other")
@@ -164,7 +164,7 @@ def test_only_processes_of_the_server_are_killed(tmp_path: Path) -> None:
 
 def test_a_process_during_exec_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel does not show its environment for a moment: the list of processes is repeated."""
-    with instance(tmp_path, "status.ready()") as ours:
+    with instance(tmp_path, "status.idle()") as ours:
         lists = iter([[], [ours.pid]])
         monkeypatch.setattr(procfs, "process_ids", lambda: next(lists, []))
         orphan_cleanup.kill_all(tmp_path)

@@ -47,8 +47,8 @@ def _next_failure(monitor: InstanceMonitor) -> InstanceFailure:
 @pytest.mark.parametrize(
     ("what", "then", "state", "says"),
     [
-        ("status.ready()", "os.kill(os.getpid(), 9)", _IDLE, "m_0_0 was ended by SIGKILL"),
-        ("status.ready()", "os.kill(os.getpid(), 7)", _IDLE, "SIGBUS (is /dev/shm full?)"),
+        ("status.idle()", "os.kill(os.getpid(), 9)", _IDLE, "m_0_0 was ended by SIGKILL"),
+        ("status.idle()", "os.kill(os.getpid(), 7)", _IDLE, "SIGBUS (is /dev/shm full?)"),
         ("status.busy()", "os._exit(0)", InstanceState.BUSY, "m_0_0 died"),
         ("pass", "os._exit(3)", _LOADING, "m_0_0 ended with exit code 3 while it was loaded"),
         (
@@ -90,7 +90,7 @@ def test_a_kernel_without_pidfds(
 
     monkeypatch.setattr(os, "pidfd_open", missing)
     monkeypatch.setattr(instances, "_STOPPED_S", 0.2)
-    with instance(tmp_path, "status.ready()") as process:
+    with instance(tmp_path, "status.idle()") as process:
         assert monitor.check() == []
         assert monitor.live_processes("m") == {process.pid}
         process.send_signal(signal.SIGSTOP)
@@ -136,9 +136,9 @@ def test_shared_memory_of_a_dead_instance(
 
 def test_a_normal_end(monitor: InstanceMonitor, tmp_path: Path) -> None:
     """Triton may unload the model: this is no failure."""
-    with instance(tmp_path, "status.ready()", then="sys.stdin.read(); status.ended(); os._exit(0)"):
+    with instance(tmp_path, "status.idle()", then="sys.stdin.read(); status.ended(); os._exit(0)"):
         assert monitor.check() == []
-    with instance(tmp_path, "status.ready(); status.ended()", then="os._exit(0)") as process:
+    with instance(tmp_path, "status.idle(); status.ended()", then="os._exit(0)") as process:
         ended(process)
         assert process.pid not in {failure.identity.pid for failure in monitor.check()}
 
@@ -148,7 +148,7 @@ def test_a_normal_end(monitor: InstanceMonitor, tmp_path: Path) -> None:
     [
         ("status.busy()", "", "hung: a call took longer than EXECUTION_TIMEOUT_MS, 30 ms"),
         (
-            "status.ready()",
+            "status.idle()",
             "os.kill(os.getpid(), signal.SIGSTOP)",
             "was stopped for 2 s by a signal, a debugger or a frozen cgroup",
         ),
@@ -162,7 +162,7 @@ def test_an_instance_that_cannot_serve(
 ) -> None:
     """It is reported once, and killed; a poisoned one a moment later, so that it sends results."""
     with (
-        instance(tmp_path, "status.ready()") as serving,
+        instance(tmp_path, "status.idle()") as serving,
         instance(tmp_path, what, then=then, limit=30) as process,
     ):
         failure = _next_failure(monitor)
@@ -184,7 +184,7 @@ def test_instances_at_work_are_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
             stack.enter_context(instance(tmp_path, what, then=then, limit=limit))
             for what, then, limit in (
                 ("pass", "", 1),
-                ("status.ready()", "", 1),
+                ("status.idle()", "", 1),
                 ("status.busy(); status.idle()", "", 1),
                 # PyDLL keeps the GIL during the call.
                 ("status.busy()", "ctypes.PyDLL(None).sleep(1000)", 0),
@@ -200,7 +200,7 @@ def test_instances_at_work_are_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_short_stop_is_no_failure(monitor: InstanceMonitor, tmp_path: Path) -> None:
     """Profilers stop processes for moments."""
-    with instance(tmp_path, "status.ready()") as process:
+    with instance(tmp_path, "status.idle()") as process:
         for _ in range(3):
             process.send_signal(signal.SIGSTOP)
             assert monitor.check() == []
@@ -213,7 +213,7 @@ def test_what_the_instances_of_a_model_do(tmp_path: Path) -> None:
     """They wait if all do; one is loading until it serves or is dead; each is killed by state."""
     monitor = InstanceMonitor(tmp_path)
     with (
-        instance(tmp_path, "status.ready()") as serving,
+        instance(tmp_path, "status.idle()") as serving,
         instance(tmp_path, "pass", model="n") as other,
     ):
         monitor.check()

@@ -59,7 +59,7 @@ class Snapshot:
     Attributes:
         models: the models that should serve, each with the reason why it does not; empty: it does.
         problem: a problem of the whole server.
-        at: the time of the snapshot, in the clock's seconds.
+        at: when it was taken, in the clock's seconds.
     """
 
     models: Mapping[str, str] = field(default_factory=dict)
@@ -72,7 +72,6 @@ class _Model(Lifecycle):
     """The lifecycle of one model, and the observations of it.
 
     Attributes:
-        name: the model's name.
         operation: the load (in the phase LOADING) or unload in progress.
         processes: the live processes when the model failed, or its last load began.
         failure: why the load in progress, or the last one, failed.
@@ -102,12 +101,9 @@ class Supervisor:
 
     Args:
         states: returns Triton's states of the models.
-        monitor: detects failed instances.
         control: loads and unloads models; None: Triton alone does, and no model is reloaded.
-        on_event: is called with each event.
         restarts: how often a model is reloaded, until it has served for a minute.
         load_seconds: the time limit of one load.
-        clock: returns the seconds of a monotonic clock.
         spawn: runs a function in a thread of its own.
 
     Attributes:
