@@ -142,7 +142,7 @@ def test_forked_processes_hold_no_locks(start: Start, temporary: Path) -> None:
 
 def _shared(base: Path) -> None:
     base.mkdir()
-    base.chmod(0o750)
+    base.chmod(0o770)
 
 
 def _link(base: Path) -> None:
@@ -154,15 +154,15 @@ def _link(base: Path) -> None:
 @pytest.mark.parametrize(
     ("create", "says"),
     [
-        (_shared, "has mode 0750"),
-        (_link, "is not a folder"),
-        (Path.touch, "is not a folder|File exists"),
+        (_shared, "others may write to it .mode 770"),
+        (_link, "it is a link"),
+        (Path.touch, "File exists"),
     ],
 )
 def test_unsafe_folders_are_refused(
     create: Callable[[Path], None], says: str, temporary: Path
 ) -> None:
-    """A folder that others can access is an error, with its cure."""
+    """A folder that others can write to is an error, with its cure."""
     create(_base(temporary))
     with pytest.raises(PlatformError, match=says) as refusal:
         server_folder.enter("digits")
@@ -178,10 +178,11 @@ def test_a_foreign_folder_is_refused(temporary: Path) -> None:
         server_folder.enter("digits")
 
 
-def test_a_missing_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_temporary_folder_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The error names the variable to set."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(PlatformError, match="Set TMPDIR"):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    with pytest.raises(PlatformError, match="set TMPDIR"):
         server_folder.enter("digits")
 
 

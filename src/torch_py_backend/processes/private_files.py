@@ -70,19 +70,23 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-def user_folder() -> Path:
-    """Return this user's private folder for compiled code.
+def shared_folder() -> tuple[Path, str]:
+    """Create this user's folder in the temporary folder, which all of its processes share.
 
-    Its name is fixed, so that instances share it. If another user has created a folder of that
-    name, a new temporary folder is used instead.
+    Returns:
+        The folder, and why it must not be used; empty: it may be.
     """
     folder = Path(tempfile.gettempdir()) / f"torch-py-backend-{os.geteuid()}"
     try:
         reason = create(folder)
-        if folder.is_symlink():
-            reason = "it is a link"
     except OSError as error:
         reason = error.strerror or str(error)
+    return folder, "it is a link" if folder.is_symlink() else reason
+
+
+def user_folder() -> Path:
+    """Return the shared folder, or a new temporary folder if another user has created that."""
+    folder, reason = shared_folder()
     if not reason:
         return folder
     log.warning("%s is not used: %s.", folder, reason)
