@@ -33,34 +33,26 @@ from pathlib import Path
 
 from torch_py_backend.errors import ConfigError
 
-
 def echo(value):
     return value
-
 
 def ours():
     raise ConfigError("digits", "it is [wrong]", expected="something else", cure="Correct it.")
 
-
 def theirs():
     raise ValueError("no such thing as /srv/secret/place/x.bin")
-
 
 def long():
     raise ValueError("x" * 1_000_000)
 
-
 def interrupted():
     raise KeyboardInterrupt
-
 
 def crashes():
     ctypes.string_at(0)
 
-
 def real_time_signal():
     os.kill(os.getpid(), 40)
-
 
 def prints():
     print("by print")
@@ -69,7 +61,6 @@ def prints():
     subprocess.run(["echo", "by echo"], check=True)
     print("at the end")
     return "printed"
-
 
 def closes():
     sys.stdin.close()
@@ -82,15 +73,12 @@ def closes():
             pass
     return "closed"
 
-
 def closes_and_raises():
     sys.stderr.close()
     raise ValueError("broken")
 
-
 def reads():
     return sys.stdin.read() + os.read(0, 1).decode()
-
 
 def changes_directory():
     folder = os.path.abspath("gone")
@@ -99,13 +87,11 @@ def changes_directory():
     os.rmdir(folder)
     return "moved"
 
-
 def forks_and_goes_on():
     if os.fork() == 0:
         return "of the fork"
     os.wait()
     return "of the child"
-
 
 def crashes_after_a_fork():
     if os.fork() == 0:
@@ -113,17 +99,14 @@ def crashes_after_a_fork():
     os.wait()
     os._exit(7)
 
-
 def ignores_signals():
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     time.sleep(600)
 
-
 def leaves_a_thread():
     threading.Thread(target=time.sleep, args=[600]).start()
     return "finished"
-
 
 def leaves_a_process(note, hang, apart):
     other = subprocess.Popen(["sleep", "600"], start_new_session=apart)
@@ -132,7 +115,6 @@ def leaves_a_process(note, hang, apart):
         time.sleep(600)
     return "finished"
 
-
 def forks_apart(note):
     if os.fork() == 0:
         os.setsid()
@@ -140,11 +122,9 @@ def forks_apart(note):
         Path(note).write_text(f"{os.getpid()} {other.pid}")
     time.sleep(600)
 
-
 def sleeps_for_ever(note):
     Path(note).write_text(str(os.getpid()))
     time.sleep(1000)
-
 
 def meets(folder, number, fails):
     if number in fails:
@@ -158,10 +138,8 @@ def meets(folder, number, fails):
         message = yield [number, message]
     raise ConfigError("digits", f"number {number} fails later")
 
-
 def echoes(value):
     yield value
-
 
 def sleeps():
     seconds = yield "ready"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import pytest
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes.instance_status import Identity, InstanceState
-from torch_py_backend.server.healing import EventKind
 from torch_py_backend.server.instances import InstanceFailure
 from torch_py_backend.server.model_control import LoadTimeoutError
 from torch_py_backend.server.supervision import Event, Supervisor
@@ -17,6 +16,7 @@ from torch_py_backend.server.tritonserver import ModelState
 
 _READY, _UNLOADED = "READY", "UNLOADED"
 _DEAD = ServerError("Stub process 'a_0' is not healthy.")
+_STUCK = "Triton never stops waiting for it: only a new server can load it"
 _TIMEOUT = "took longer than 100 s (--load-timeout)"
 
 
@@ -143,26 +143,24 @@ class FakeServer:
         while self.now < end:
             self.step()
 
-    def take_calls(self) -> list[str]:
-        calls, self.calls = self.calls, []
-        return calls
-
-    def take_events(self) -> list[str]:
-        events = [f"{event.kind.value} {event.model}" for event in self.events]
+    def expect(
+        self, events: str = "", calls: str = "", not_ready: Mapping[str, str] | None = None
+    ) -> None:
+        """Check the events and calls since the last check, and why models do not serve now."""
+        reported = ", ".join(f"{event.kind.value} {event.model}" for event in self.events)
+        reasons = {name: why for name, why in self.supervisor.snapshot.models.items() if why}
+        assert (reported, ", ".join(self.calls)) == (events, calls)
+        assert reasons == (not_ready or {})
         self.events.clear()
-        return events
-
-    def not_ready(self) -> dict[str, str]:
-        return {name: why for name, why in self.supervisor.snapshot.models.items() if why}
+        self.calls.clear()
 
 
 def _serving(*models: str, restarts: int = 3) -> FakeServer:
     server = FakeServer(*models, restarts=restarts)
     server.supervisor.load(models)
     server.step(2)
-    assert server.take_events() == [f"READY {model} 1" for model in models]
-    assert server.take_calls() == [f"load {model}" for model in models]
-    assert server.not_ready() == {}
+    events, calls = ([f"{what} {model}" for model in models] for what in ("READY", "load"))
+    server.expect(", ".join(f"{event} 1" for event in events), ", ".join(calls))
     return server
 
 
@@ -201,10 +199,9 @@ def test_models_are_loaded() -> None:
     assert not server.supervisor.initial_loads_done
     server.step()
     assert server.supervisor.initial_loads_done
-    assert server.take_events() == ["READY a 1", "FAILED b 1"]
-    assert server.not_ready() == {"b": "stays down: no model.py"}
+    server.expect("READY a 1, FAILED b 1", "load a, load b", {"b": "stays down: no model.py"})
     server.advance(200)
-    assert server.calls == ["load a", "load b"]
+    server.expect(not_ready={"b": "stays down: no model.py"})
 
 
 def test_a_model_that_dies_is_unloaded_and_loaded() -> None:
@@ -213,19 +210,17 @@ def test_a_model_that_dies_is_unloaded_and_loaded() -> None:
     server.threads = []
     server.die("a", "instance a_0 was ended by SIGKILL")
     server.step()
-    assert server.not_ready() == {"a": "is down: instance a_0 was ended by SIGKILL"}
+    down = {"a": "is down: instance a_0 was ended by SIGKILL"}
+    text = "instance a_0 was ended by SIGKILL; loading it again now (attempt 1 of 3)"
+    assert server.events[0].text == text
+    server.expect("DOWN a", "", down)
     server.threads.pop()()
     server.step()
-    assert "a" in server.not_ready()
+    server.expect("", "unload a", {"a": "is being loaded: instance a_0 was ended by SIGKILL"})
     server.threads.pop()()
     server.step()
-    assert server.calls == ["unload a", "load a"]
-    assert server.not_ready() == {}
-    assert [event.text for event in server.events] == [
-        "instance a_0 was ended by SIGKILL; loading it again now (attempt 1 of 3)",
-        "serves again after 0.4 s",
-    ]
-    assert server.take_events() == ["DOWN a", "READY a 1"]
+    assert server.events[0].text == "serves again after 0.4 s"
+    server.expect("READY a 1", "load a")
 
 
 def test_survivors_end_before_the_load() -> None:
@@ -249,7 +244,7 @@ def test_survivors_delay_the_load_for_ten_seconds_only() -> None:
     server.die("a")
     server.survivors = {5}
     server.advance(9)
-    assert "load a" not in server.calls
+    server.expect("DOWN a", "unload a", {"a": "is down: was killed"})
     server.threads = []
     server.advance(2)
     (load,) = server.threads
@@ -258,7 +253,7 @@ def test_survivors_delay_the_load_for_ten_seconds_only() -> None:
     load()
     server.survivors = set()
     server.step()
-    assert server.take_events() == ["DOWN a", "READY a 1"]
+    server.expect("READY a 1", "load a")
 
 
 def test_a_crash_loop_at_start_up() -> None:
@@ -269,9 +264,11 @@ def test_a_crash_loop_at_start_up() -> None:
     server.step()
     assert server.supervisor.initial_loads_done
     server.advance(30)
-    assert server.calls == ["load a", "load b", "load a", "load a"]
-    assert server.take_events() == ["DOWN a", "READY b 1", "DOWN a", "GIVEN UP a"]
-    assert "Stub process 'a_0' is not healthy" in server.not_ready()["a"]
+    server.expect(
+        "DOWN a, READY b 1, DOWN a, GIVEN UP a",
+        "load a, load b, load a, load a",
+        {"a": "stays down: Stub process 'a_0' is not healthy"},
+    )
 
 
 def test_a_model_that_dies_again_and_again() -> None:
@@ -280,16 +277,14 @@ def test_a_model_that_dies_again_and_again() -> None:
     for _ in range(2):
         server.die("a")
         server.step(3)
-    assert server.take_calls() == ["unload a", "load a", "unload a"]
-    assert server.take_events() == ["DOWN a", "READY a 1", "GIVEN UP a"]
+    given_up = {"a": "stays down: was killed"}
+    server.expect("DOWN a, READY a 1, GIVEN UP a", "unload a, load a, unload a", given_up)
     server.models["a"] = "no such file"  # another one's load failed
     server.advance(100)
-    assert server.not_ready() == {"a": "stays down: was killed"}
-    assert server.calls == []
+    server.expect(not_ready=given_up)
     server.start("a")
     server.advance(1)
-    assert server.not_ready() == {}
-    assert server.take_events() == ["READY a 1"]
+    server.expect("READY a 1")
 
 
 def test_a_death_during_a_load_that_succeeds() -> None:
@@ -305,8 +300,7 @@ def test_a_death_during_a_load_that_succeeds() -> None:
         server.threads.pop()()
     server.step()
     assert server.events[-1].text == "serves again after 0.6 s"
-    assert server.take_events() == ["DOWN a", "READY a 1"]
-    assert server.calls == ["load a", "unload a", "load a"]
+    server.expect("DOWN a, READY a 1", "load a, unload a, load a")
 
 
 def test_a_refusal_after_a_death_is_not_final() -> None:
@@ -315,10 +309,10 @@ def test_a_refusal_after_a_death_is_not_final() -> None:
     server.die("a")
     server.refusals["a"] = ServerError("out of memory")
     server.step(3)
-    assert server.take_events() == ["DOWN a", "DOWN a"]
+    server.expect("DOWN a, DOWN a", "unload a, load a", {"a": "is down: out of memory"})
     server.refusals.clear()
     server.advance(3)
-    assert server.take_events() == ["READY a 1"]
+    server.expect("READY a 1", "load a")
 
 
 def test_an_unload_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,12 +325,10 @@ def test_an_unload_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(server, "unload", refuse)
     server.step(3)
-    assert server.not_ready().keys() == {"a"}
-    assert "load a" not in server.calls
+    server.expect("DOWN a, DOWN a", "", {"a": "is down: no"})
     monkeypatch.undo()
     server.advance(3)
-    assert server.calls == ["unload a", "load a"]
-    assert server.not_ready() == {}
+    server.expect("READY a 1", "unload a, load a")
 
 
 @pytest.mark.parametrize("cascades", [True, False])
@@ -349,17 +341,16 @@ def test_an_ensemble_is_loaded_again_with_its_part(cascades: bool) -> None:
     server.step()
     server.threads.pop()()
     server.step()
-    assert server.not_ready()["e"] == "needs the model 'a', which does not serve"
+    needs = {"a": "is being loaded: was killed", "e": "needs the model 'a', which does not serve"}
+    server.expect("DOWN a", "unload a", needs)
     if cascades:
         server.models["e"] = _READY
     server.threads.pop()()
     server.step(4)
-    assert server.calls == ["unload a", "load a"] + ([] if cascades else ["load e"])
-    assert server.not_ready() == {}
-    assert server.take_events() == ["DOWN a", "READY a 1"]
+    server.expect("READY a 1", "load a" if cascades else "load a, load e")
     server.unload("a")  # by a user
     server.advance(1)
-    assert server.take_events() == ["RELEASED a", "RELEASED e"]
+    server.expect("RELEASED a, RELEASED e", "unload a")
 
 
 def test_a_server_that_does_not_answer() -> None:
@@ -369,7 +360,7 @@ def test_a_server_that_does_not_answer() -> None:
         server.answers = answers
         server.advance(1)
         assert server.supervisor.snapshot.problem == problem
-    assert server.take_events() == []
+    server.expect()
 
 
 # --- loads and unloads by users --------------------------------------------------------------
@@ -380,20 +371,20 @@ def test_users_may_unload_and_load() -> None:
     server = _serving("a", "b")
     server.unload("a")
     server.advance(1)
-    assert server.take_events() == ["RELEASED a"]
+    server.expect("RELEASED a", "unload a")
     assert server.supervisor.snapshot.models == {"b": ""}
     server.start("a")
     server.start("c")
     server.advance(1)
-    assert server.take_events() == ["READY a 1", "READY c 1"]
+    server.expect("READY a 1, READY c 1")
     server.start("d")  # it dies in the same step: it is found before its death is handled
-    server.calls.clear()
-    for name in ("a", "c", "d"):
+    for name in "acd":
         server.die(name)
-    server.step()
-    assert server.take_events() == ["DOWN a", "DOWN c", "READY d 1", "DOWN d"]
-    server.step(3)
-    assert sorted(server.calls) == [f"{act} {name}" for act in ("load", "unload") for name in "acd"]
+    server.step(4)
+    server.expect(
+        "DOWN a, DOWN c, READY d 1, DOWN d, READY a 1, READY c 1, READY d 1",
+        "unload a, unload c, unload d, load a, load c, load d",
+    )
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -404,13 +395,12 @@ def test_a_model_that_a_user_unloads_stays_unloaded(dies: bool, failed_version: 
     if failed_version:
         server.failed_versions["a"] = "no such file"
         server.advance(1)
-    assert server.take_events() == []
+    server.expect()
     server.models["a"] = _UNLOADED
     if dies:
         server.die("a")
     server.advance(2)
-    assert server.calls == []
-    assert server.take_events() == ["RELEASED a"]
+    server.expect("RELEASED a")
     assert server.supervisor.snapshot.models == {}
 
 
@@ -419,11 +409,10 @@ def test_a_user_s_load_that_is_refused() -> None:
     server = _serving("a")
     server.models["a"] = "no such file"
     server.advance(1)
-    assert server.take_events() == ["FAILED a 1"]
-    assert server.not_ready() == {"a": "stays down: no such file"}
+    server.expect("FAILED a 1", "", {"a": "stays down: no such file"})
     server.models["a"] = _READY  # in the same process, or in none, as ensembles
     server.advance(1)
-    assert server.take_events() == ["READY a 1"]
+    server.expect("READY a 1")
 
 
 def test_a_user_s_load_that_dies() -> None:
@@ -431,12 +420,11 @@ def test_a_user_s_load_that_dies() -> None:
     server = _serving("a")
     server.die("unknown")  # Triton reports other deaths
     server.step(3)
-    assert server.take_events() == []
+    server.expect()
     for model in ("a", "unknown"):
         server.die(model, _TIMEOUT, InstanceState.LOADING)
         server.advance(2)
-        assert server.take_events() == [f"FAILED {model}"]
-        assert server.calls == []
+        server.expect(f"FAILED {model}")
         assert server.supervisor.snapshot.models == {"a": ""}
 
 
@@ -445,36 +433,32 @@ def test_a_user_s_load_that_dies_when_nothing_serves() -> None:
     server = _serving("a")
     server.models["a"] = ""  # Triton's LOADING
     server.advance(2)
-    assert server.not_ready() == {"a": "is being loaded"}
+    server.expect(not_ready={"a": "is being loaded"})
     server.die("a", _TIMEOUT, InstanceState.LOADING)
     server.step()
     server.models["a"] = str(_DEAD)
     server.advance(2)
-    assert server.take_events() == ["FAILED a"]
-    assert server.not_ready() == {"a": f"stays down: {_TIMEOUT}"}
-    assert server.calls == []
+    server.expect("FAILED a", "", {"a": f"stays down: {_TIMEOUT}"})
     server.start("a")
     server.advance(2)
-    assert server.not_ready() == {}
+    server.expect("READY a 1")
 
 
 def test_triton_alone_controls_its_models() -> None:
     """In other control modes nothing is loaded or unloaded; readiness is correct all the same."""
     server = FakeServer("a", "b", "c", controls=False)
     server.start("a")
-    server.models["b"] = "no such file"
-    server.models["c"] = _UNLOADED
+    server.models |= {"b": "no such file", "c": _UNLOADED}
     server.step()
-    assert server.take_events() == ["READY a 1", "FAILED b 1"]
+    down = {"b": "stays down: no such file"}
+    server.expect("READY a 1, FAILED b 1", "", down)
     assert server.supervisor.snapshot.models.keys() == {"a", "b"}
     server.die("a")
     server.advance(100)
-    assert server.take_events() == ["GIVEN UP a"]
-    assert server.not_ready()["a"] == "stays down: was killed"
-    assert server.calls == []
+    server.expect("GIVEN UP a", "", down | {"a": "stays down: was killed"})
     server.start("a")
     server.advance(1)
-    assert server.take_events() == ["READY a 1"]
+    server.expect("READY a 1", "", down)
 
 
 # --- loads that take long --------------------------------------------------------------------
@@ -490,9 +474,10 @@ def test_a_load_that_takes_too_long(dies: bool) -> None:
     assert server.killed == []
     server.advance(2)
     assert set(server.killed) == {"a LOADING"}
-    assert server.not_ready().keys() == {"a"}
+    server.expect(not_ready={"a": "is being loaded"})
     _fail(server, load)
-    assert server.take_events() == ["DOWN a", "READY a 1"]
+    assert _TIMEOUT in server.events[0].text
+    server.expect("DOWN a, READY a 1", "load a, load a")
 
 
 def test_a_load_that_triton_gave_up() -> None:
@@ -505,9 +490,8 @@ def test_a_load_that_triton_gave_up() -> None:
     server.advance(2)
     assert set(server.killed) == {"a IDLE"}
     _fail(server, load)
-    (down, ready) = server.events
-    assert "did not accept it within 30 s of its load" in down.text
-    assert (down.kind, ready.kind) == (EventKind.DOWN, EventKind.READY)
+    assert "did not accept it within 30 s of its load" in server.events[0].text
+    server.expect("DOWN a, READY a 1", "load a, load a")
 
 
 def test_a_load_that_triton_gave_up_late() -> None:
@@ -516,7 +500,7 @@ def test_a_load_that_triton_gave_up_late() -> None:
     server.idle_since = 99
     server.advance(101)
     assert set(server.killed) == {"a IDLE"}
-    assert server.take_events() == []
+    server.expect(not_ready={"a": "is being loaded"})
 
 
 @pytest.mark.parametrize("what", ["ready", "busy"])
@@ -536,9 +520,7 @@ def test_a_load_that_never_ends() -> None:
     server, _ = _loading()
     server.pids.clear()
     server.advance(101)
-    assert server.take_events() == ["GIVEN UP a"]
-    assert _TIMEOUT in server.not_ready()["a"]
-    assert "only a new server can load it" in server.not_ready()["a"]
+    server.expect("GIVEN UP a", "", {"a": f"stays down: its load {_TIMEOUT}; {_STUCK}"})
     assert server.supervisor.initial_loads_done
 
 
@@ -546,12 +528,11 @@ def test_a_death_that_triton_does_not_notice() -> None:
     """A model whose config was being completed is given up at once, not after the time limit."""
     server, load = _loading()
     server.pids.clear()
-    reason = "the process that completes its config was ended by SIGKILL"
-    server.die("a", reason, InstanceState.COMPLETING)
+    server.die("a", "was ended by SIGKILL", InstanceState.COMPLETING)
     server.step()
-    assert server.take_events() == ["GIVEN UP a"]
-    assert f"{reason}; Triton never stops waiting for it" in server.not_ready()["a"]
+    given_up = {"a": f"stays down: was ended by SIGKILL; {_STUCK}"}
+    server.expect("GIVEN UP a", "", given_up)
     server.refusals["a"] = LoadTimeoutError("it took longer than 130 s")
     load()
     server.step()
-    assert server.take_events() == []
+    server.expect("", "load a", given_up)
