@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_py_backend.processes import private_files
+from torch_py_backend.processes import private_files, server_folder
 
 _ME = os.geteuid()
 
@@ -76,6 +76,19 @@ def test_only_own_files_are_read(
     write(tmp_path / "file")
     with pytest.raises(error) if error else contextlib.nullcontext():
         assert private_files.read(tmp_path / "file") == b"mine"
+
+
+def test_locked_file(tmp_path: Path) -> None:
+    """The lock is exclusive, and free afterwards; a link is not followed."""
+    path = tmp_path / "lock"
+    with private_files.locked(path):
+        assert server_folder.lock(path) is None
+    lock = server_folder.lock(path)
+    assert lock is not None
+    server_folder.release(lock)
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(OSError, match="symbolic links"), private_files.locked(tmp_path / "link"):
+        pass
 
 
 def _link_to_a_folder(folder: Path) -> None:
