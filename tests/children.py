@@ -19,10 +19,11 @@ Start: TypeAlias = "Callable[..., Child]"
 class Child:
     """A Python process that runs `code`, with `arguments` in sys.argv[1:]."""
 
-    def __init__(self, folder: Path, code: str, *arguments: object) -> None:
+    def __init__(self, folder: Path, code: str, *arguments: object, **variables: str) -> None:
+        own = {"TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(_PATHS)}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, arguments)],
-            env=os.environ | {"TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(_PATHS)},
+            env=os.environ | own | variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -65,8 +66,8 @@ def starting(folder: Path) -> Iterator[Start]:
     """Yield a function that starts children with this temporary folder."""
     started: list[Child] = []
 
-    def start(code: str, *arguments: object) -> Child:
-        started.append(Child(folder, code, *arguments))
+    def start(code: str, *arguments: object, **variables: str) -> Child:
+        started.append(Child(folder, code, *arguments, **variables))
         return started[-1]
 
     try:
