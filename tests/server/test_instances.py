@@ -187,7 +187,7 @@ def test_instances_at_work_are_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
                 ("status.idle()", "", 1),
                 ("status.busy(); status.idle()", "", 1),
                 # PyDLL keeps the GIL during the call.
-                ("status.busy()", "ctypes.PyDLL(None).sleep(1000)", 0),
+                ("status.busy()", "ctypes.PyDLL(None).sleep(1000)", 600_000),
             )
         ]
         for _ in range(20):

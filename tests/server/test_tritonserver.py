@@ -140,7 +140,8 @@ def test_a_server_that_was_not_started(tmp_path: Path) -> None:
     """Its methods raise an error, but it may be stopped; its repository must exist."""
     with pytest.raises(ServerError, match="is not a folder; expected a model repository"):
         Server(tmp_path / "none")
-    server = Server(tmp_path, http_port=0, grpc_port=0, metrics_port=0)
+    server = Server(tmp_path, http_port=80, grpc_port=0, metrics_port=0, address="0.0.0.0")
+    assert server.http_address == "127.0.0.1:80"
     with pytest.raises(ServerError, match="call start"):
         server.wait_loaded()
     server.stop()
