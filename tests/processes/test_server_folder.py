@@ -178,8 +178,12 @@ def test_a_foreign_folder_is_refused(temporary: Path) -> None:
         server_folder.enter("digits")
 
 
-def test_a_temporary_folder_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The error names the variable to set."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    with pytest.raises(PlatformError, match=r"No usable temporary directory.* Set TMPDIR"):
+        server_folder.enter("digits")
     (tmp_path / "file").touch()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
     with pytest.raises(PlatformError, match="set TMPDIR"):

@@ -29,15 +29,16 @@ def enter(model: str) -> ServerFolder:
     Raises:
         PlatformError: the folder cannot be created, or other users can write to it.
     """
-    base, reason = private_files.shared_folder()
-    if reason:
-        raise PlatformError(
-            model,
-            f"{base} cannot be used: {reason}",
-            expected=f"a folder of user {os.geteuid()} with mode 0700, which its instances share",
-            cure="Remove it, or set TMPDIR to a folder of the user that the server runs as.",
-        )
     try:
+        base, reason = private_files.shared_folder()
+        if reason:
+            user = os.geteuid()
+            raise PlatformError(
+                model,
+                f"{base} cannot be used: {reason}",
+                expected=f"a folder of user {user} with mode 0700, which its instances share",
+                cure="Remove it, or set TMPDIR to a folder of the user that the server runs as.",
+            )
         servers = base / "servers"
         servers.mkdir(mode=0o700, exist_ok=True)
         _remove_abandoned(servers)
