@@ -118,31 +118,39 @@ def test_a_sweep_cleans_up_without_guard(shared: Path) -> None:
     assert living.pid_ends(sleeper)
 
 
+def _precious(path: Path) -> Path:
+    """Return a folder of the test's own that a forged file names: it is lost if a check fails."""
+    return path.parent.parent / "precious"
+
+
 def _names_a_link(path: Path) -> None:
     link = path.parent / "torch-py-backend-link"
-    link.symlink_to("/etc")
+    link.symlink_to(_precious(path))
     path.write_text(str(link))
 
 
 @pytest.mark.parametrize(
     "forge",
     [
-        pytest.param(lambda path: path.write_text("/etc"), id="another folder"),
+        pytest.param(lambda path: path.write_text(str(_precious(path))), id="another folder"),
         pytest.param(_names_a_link, id="a link to a folder"),
-        pytest.param(lambda path: path.write_bytes(b"/tmp/torch-py-backend-a\0b"), id="null"),
+        pytest.param(lambda path: path.write_bytes(b"torch-py-backend-a\0b"), id="null"),
         pytest.param(Path.touch, id="empty"),
-        pytest.param(lambda path: path.symlink_to("/etc/passwd"), id="a link"),
+        pytest.param(lambda path: path.symlink_to(_precious(path) / "file"), id="a link"),
         Path.mkdir,
         os.mkfifo,
     ],
 )
 def test_a_forged_file_removes_nothing(forge: Callable[[Path], object], shared: Path) -> None:
     """Other users, who can write to /dev/shm, cannot make us remove files."""
-    forge(shared / "torch_py_backend_0_owner")
+    owner = shared / "torch_py_backend_0_owner"
+    _precious(owner).mkdir()
+    (_precious(owner) / "file").write_text("precious")
+    forge(owner)
     (shared / "torch_py_backend_0_region").write_bytes(b"?")
     assert orphan_cleanup.sweep() == []
     assert (shared / "torch_py_backend_0_region").exists()
-    assert Path("/etc/passwd").exists()
+    assert (_precious(owner) / "file").read_text() == "precious"
 
 
 def test_only_processes_of_the_server_are_killed(tmp_path: Path) -> None:
