@@ -184,8 +184,7 @@ def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
     with pytest.raises(PlatformError, match=r"No usable temporary directory.* Set TMPDIR"):
         server_folder.enter("digits")
-    (tmp_path / "file").touch()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(PlatformError, match="set TMPDIR"):
         server_folder.enter("digits")
 

@@ -78,7 +78,8 @@ def shared_folder() -> tuple[Path, str]:
     """
     folder = Path(tempfile.gettempdir()) / f"torch-py-backend-{os.geteuid()}"
     try:
-        reason = create(folder)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        reason = risk(folder.stat())
     except OSError as error:
         reason = error.strerror or str(error)
     return folder, "it is a link" if folder.is_symlink() else reason
