@@ -125,7 +125,7 @@ class Host:
         assert self.served.process.returncode == 0, self.served.text
         self._running.close()
         self.start()
-        self.served.settle()
+        self.served.wait_loaded()
 
     def kill(self) -> None:
         """The machine falls: all processes end at once. Returns when they are gone."""
@@ -325,7 +325,7 @@ def hosts(folder: Path, numbers: Iterable[int], triton: Sequence[str] = ()) -> I
             one.publish(1)
             one.start()
         for one in made:
-            one.served.settle()
+            one.served.wait_loaded()
         yield made
 
 

@@ -1,4 +1,4 @@
-"""Processes that a test starts, talks to line by line, and ends; whatever happens, none remains."""
+"""Processes with which a test exchanges lines; all are killed at its end."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ Start: TypeAlias = "Callable[..., Child]"
 class Child:
     """A Python process that runs `code`, with `arguments` in sys.argv[1:]."""
 
-    def __init__(self, folder: Path, code: str, *arguments: object) -> None:
+    def __init__(self, folder: Path, code: str, *arguments: object, **variables: str) -> None:
+        own = {"TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(_PATHS)}
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *map(str, arguments)],
-            env=os.environ | {"TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(_PATHS)},
+            env=os.environ | own | variables,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -33,12 +34,12 @@ class Child:
         return self.process.pid
 
     def hear(self) -> str:
-        """The next line that it prints; empty where it has ended."""
+        """Return the next line that it prints; empty if it has ended."""
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
     def tell(self, line: str = "") -> None:
-        """A line for its input()."""
+        """Send a line for its input()."""
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n")
         self.process.stdin.flush()
@@ -48,12 +49,12 @@ class Child:
         return self.hear()
 
     def kill(self) -> None:
-        """As the kernel's OOM killer does it."""
+        """Kill it, as the kernel's OOM killer does."""
         self.process.kill()
         self.process.wait()
 
     def end(self) -> int:
-        """Its exit code, once its input is at its end."""
+        """Close its input, and return its exit code."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -62,11 +63,11 @@ class Child:
 
 @contextlib.contextmanager
 def starting(folder: Path) -> Iterator[Start]:
-    """Starts children whose temporary folder is this one."""
+    """Yield a function that starts children with this temporary folder."""
     started: list[Child] = []
 
-    def start(code: str, *arguments: object) -> Child:
-        started.append(Child(folder, code, *arguments))
+    def start(code: str, *arguments: object, **variables: str) -> Child:
+        started.append(Child(folder, code, *arguments, **variables))
         return started[-1]
 
     try:

@@ -1,4 +1,4 @@
-"""Processes that may end while they are looked at, and their descendants."""
+"""Processes that may end while a test looks at them, and their descendants."""
 
 from __future__ import annotations
 
@@ -10,25 +10,24 @@ import psutil
 
 
 def ended(process: psutil.Process) -> bool:
-    """Whether it is gone, or only waits for somebody to ask how it ended.
+    """Return whether a process is gone or a zombie, which psutil counts as running.
 
-    psutil counts a process of the second kind as running; one whose parent has ended stays of it
-    until the first process of its container asks, which may be never.
+    An orphaned zombie stays until the first process of its container reaps it, perhaps for ever.
     """
     with contextlib.suppress(psutil.NoSuchProcess):
-        # Of a process that is killed the first thread ends before others, which hold what is open.
+        # The main thread of a killed process ends before others, which keep its files open.
         zombie = process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
         return zombie or not process.is_running()
     return True
 
 
 def left(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those of them that have not ended."""
-    return [one for one in processes if not ended(one)]
+    """Return the processes that have not ended."""
+    return [process for process in processes if not ended(process)]
 
 
 def all_end(processes: Iterable[psutil.Process], seconds: float = 120.0) -> bool:
-    """Whether each of them ends within this time: one that was killed takes a moment."""
+    """Return whether all processes end within this time."""
     deadline = time.monotonic() + seconds
     while left(processes):
         if time.monotonic() > deadline:
@@ -46,15 +45,14 @@ def pid_ends(pid: int) -> bool:
 
 
 def descendants(pid: int) -> list[psutil.Process]:
-    """The processes that live below one; none, where it has ended."""
+    """Return the live descendants of a process; none if it has ended."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return left(psutil.Process(pid).children(recursive=True))
     return []
 
 
 def command(process: psutil.Process) -> str:
-    """Its words, joined by blanks; empty where it has ended."""
-    # A ZombieProcess is a NoSuchProcess.
-    with contextlib.suppress(psutil.NoSuchProcess):
+    """Return the command line, joined by blanks; empty if the process has ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # or a ZombieProcess
         return " ".join(process.cmdline())
     return ""

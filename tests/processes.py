@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+from children import starting
 
 from torch_py_backend.processes import orphan_cleanup
 
@@ -30,24 +31,16 @@ time.sleep(1000)
 @contextlib.contextmanager
 def instance(
     folder: Path, what: str, *, then: str = "", model: str = "m", limit: int = 0, mark: bool = True
-) -> Iterator[subprocess.Popen[bytes]]:
+) -> Iterator[subprocess.Popen[str]]:
     """Run a process that publishes a status with the code `what`, and then runs the code `then`."""
-    environment = os.environ | ({orphan_cleanup.VARIABLE: str(folder)} if mark else {})
-    process = subprocess.Popen(
-        [sys.executable, "-c", _PUBLISH.format(what=what, then=then), folder, model, str(limit)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"published\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+    variables = {orphan_cleanup.VARIABLE: str(folder)} if mark else {}
+    with starting(folder) as start:
+        code = _PUBLISH.format(what=what, then=then)
+        child = start(code, folder, model, limit, **variables)
+        assert child.hear() == "published"
+        yield child.process
 
 
-def ended(process: subprocess.Popen[bytes]) -> None:
+def ended(process: subprocess.Popen[str]) -> None:
     """Wait until a process has ended, without reaping it: its exit code can be read again."""
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

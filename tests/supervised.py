@@ -1,4 +1,4 @@
-"""`torch-py-backend serve` in a process of its own, and what it says, leaves and answers."""
+"""`torch-py-backend serve` in a process of its own: its log, processes, endpoints and regions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0
 _SERVING = re.compile(
     r"serving on http://(\S+) and grpc://(\S+); metrics on \S+, readiness on http://(\S+)/ready"
 )
-# As long Triton waits for connections that clients keep open, and for those who will never answer.
+# How long Triton waits for open connections, and for instances that do not answer.
 EXIT = "--exit-timeout-secs=5"
 LONGEST_S = 240.0
 
@@ -47,80 +47,80 @@ class Supervised:
 
     @property
     def log(self) -> str:
-        """What `serve` and its server have logged since they started."""
+        """The log of `serve` and its server since they started."""
         return self._log.read_text(errors="replace")
 
     @property
     def text(self) -> str:
-        """What `serve` and its server have logged since the last call of `skip_log`."""
+        """The log since the last call of `skip_log`."""
         return self.log[self._start :]
 
     def skip_log(self) -> None:
-        """Leave what was logged until now out of `text`."""
+        """Leave the log until now out of `text`."""
         self._start = len(self.log)
 
-    def settle(self) -> None:
+    def wait_loaded(self) -> None:
         """Wait until the first load of every model has ended."""
         match = until(lambda: _SERVING.search(self.text), self)
         self.http, self.grpc, self.health = match.groups()
 
     def family(self) -> list[psutil.Process]:
-        """The server, its instances and the guard."""
+        """Return the server, its instances and the guard."""
         return living.descendants(self.process.pid)
 
     def triton(self) -> psutil.Process:
-        # The server's child has its name too, until it becomes an instance.
-        family = {one.pid: one for one in self.family() if _is_triton(one)}
-        (found,) = [one for one in family.values() if _parent(one) not in family]
-        return found
+        # The server's child has its name, too, until it becomes an instance.
+        family = {process.pid: process for process in self.family() if _is_triton(process)}
+        (server,) = [process for process in family.values() if _parent(process) not in family]
+        return server
 
     def prefix(self) -> str:
-        """How the names of its regions of shared memory begin."""
+        """Return the prefix of the names of its regions of shared memory."""
         match = re.search(r"shm-region-prefix-name=(\S+)", living.command(self.triton()))
         assert match
         return match[1]
 
     def stubs(self, model: str) -> list[psutil.Process]:
-        """The processes of a model that live."""
+        """Return the live processes of a model."""
         return [
-            one
-            for one in living.descendants(self.triton().pid)
-            if "_backend_stub " in living.command(one) and f"/{model}/" in living.command(one)
+            process
+            for process in living.descendants(self.triton().pid)
+            if "_backend_stub " in (command := living.command(process)) and f"/{model}/" in command
         ]
 
-    def told(self, model: str, state: InstanceState) -> list[psutil.Process]:
-        """The processes of a model that tell they are in this state."""
-        found: list[psutil.Process] = []
+    def in_state(self, model: str, state: InstanceState) -> list[psutil.Process]:
+        """Return the processes of a model whose status is this state."""
+        processes: list[psutil.Process] = []
         try:
             folder = Path(self.triton().environ()[orphan_cleanup.VARIABLE])
         except (psutil.Error, KeyError, ValueError):  # it is just starting, or not there
-            return found
+            return processes
         for path in instance_status.files(folder):
             with contextlib.suppress(psutil.Error, OSError, ValueError):
                 reader = instance_status.Reader(path)
                 if reader.identity.model == model and reader.read().state is state:
-                    found.append(psutil.Process(reader.identity.pid))
-        return found
+                    processes.append(psutil.Process(reader.identity.pid))
+        return processes
 
     def ask(self, path: str) -> tuple[int, dict[str, Any]]:
-        """Status and JSON of a readiness endpoint."""
+        """Return the status and JSON of a readiness endpoint."""
         client = http.client.HTTPConnection(self.health, timeout=30)
         client.request("GET", path)
-        answer = client.getresponse()
-        told: dict[str, Any] = json.loads(answer.read())
+        response = client.getresponse()
+        document: dict[str, Any] = json.loads(response.read())
         client.close()
-        return answer.status, told
+        return response.status, document
 
     def ready(self, model: str) -> bool:
         return self.ask(f"/ready/{model}")[0] == 200
 
     def infer(self, model: str, value: float, seconds: float = 60.0) -> list[float]:
-        """One request, over gRPC."""
+        """Send a request over gRPC."""
         with tritonclient.grpc.InferenceServerClient(self.grpc) as client:
             return _infer(tritonclient.grpc, client, model, value, client_timeout=seconds)
 
     def end(self) -> None:
-        """SIGTERM, and wait."""
+        """Send SIGTERM, and wait."""
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(120)
 
@@ -134,7 +134,7 @@ def _is_triton(process: psutil.Process) -> bool:
 def _parent(process: psutil.Process) -> int:
     with contextlib.suppress(psutil.Error):
         return int(process.ppid())
-    return int(process.pid)  # nobody's child any more: it is not the server
+    return int(process.pid)  # it has ended: it is not the server
 
 
 def _infer(module: Any, client: Any, model: str, value: float, **how: Any) -> list[float]:
@@ -158,16 +158,16 @@ class Steady:
                 (tritonclient.grpc, served.grpc),
             )
         ]
-        for one in self._threads:
-            one.start()
+        for thread in self._threads:
+            thread.start()
 
     def _ask(self, module: Any, address: str, model: str) -> None:
         client = module.InferenceServerClient(address)
         while not self._stop.wait(0.01):
             try:
-                answer = _infer(module, client, model, 3.0)
-                if answer != [-3.0] * 4:
-                    self.failures.append(str(answer))
+                values = _infer(module, client, model, 3.0)
+                if values != [-3.0] * 4:
+                    self.failures.append(str(values))
             except Exception as error:
                 self.failures.append(repr(error))
             self.answers += 1
@@ -175,8 +175,8 @@ class Steady:
 
     def end(self) -> None:
         self._stop.set()
-        for one in self._threads:
-            one.join(60)
+        for thread in self._threads:
+            thread.join(60)
 
 
 @contextlib.contextmanager
@@ -187,7 +187,7 @@ def serve(
     triton: Sequence[str] = (),
     **variables: str,
 ) -> Iterator[Supervised]:
-    """A `serve` on a repository, perhaps within a command; whatever is left of it is ended.
+    """Run `serve` on a repository, and kill the processes that it leaves.
 
     Args:
         repository: the model repository.
@@ -213,19 +213,18 @@ def serve(
         finally:
             family = living.descendants(process.pid) if process.poll() is None else []
             process.kill()
-            for one in family:
+            for descendant in family:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
+                    descendant.kill()
             process.wait()
 
 
 def until(what: Callable[[], Any], served: Supervised) -> Any:
-    """The first true answer."""
+    """Return the first true value."""
     deadline = time.monotonic() + LONGEST_S
     while time.monotonic() < deadline:
-        found = what()
-        if found:
-            return found
+        if value := what():
+            return value
         time.sleep(0.05)
     raise AssertionError(served.text[-20000:])
 

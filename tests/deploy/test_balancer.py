@@ -65,7 +65,7 @@ def test_a_host_that_is_killed_takes_only_its_own_requests_along(
         killed = time.monotonic()
         load.go_on(100)
         hosts[0].start()
-        hosts[0].served.settle()
+        hosts[0].served.wait_loaded()
         balancer.until("UP", *hosts)
         load.go_on(50)
     assert load.failures
@@ -86,7 +86,7 @@ def test_a_host_that_hangs_is_given_up(hosts: list[Host], balancer: Balancer) ->
         # Not woken up: a tritonserver of 24.10 may die of the gRPC calls that were cancelled then.
         host.kill()
         host.start()
-        host.served.settle()
+        host.served.wait_loaded()
         balancer.until("UP", *hosts)
         load.go_on(50)
     assert load.failures

@@ -126,7 +126,7 @@ def test_a_second_signal_leaves_nothing_either(repository: Path) -> None:
 def test_requests_are_taken_while_it_drains(repository: Path) -> None:
     """With --drain, SIGTERM ends readiness at once; what still comes is answered, then it ends."""
     with supervised.serve(repository, "--drain=15") as served:
-        served.settle()
+        served.wait_loaded()
         served.process.send_signal(signal.SIGTERM)
         stopping = {"ready": False, "reason": "the server is being stopped"}
         supervised.until(lambda: served.ask("/ready/function") == (503, stopping), served)
@@ -138,7 +138,7 @@ def test_requests_are_taken_while_it_drains(repository: Path) -> None:
 def test_an_empty_repository(tmp_path: Path) -> None:
     """With --allow-empty a repository without models is served; --verbose prints Triton's log."""
     with supervised.serve(tmp_path, "--allow-empty") as served:
-        served.settle()
+        served.wait_loaded()
         assert served.ask("/ready") == (200, {"ready": True})
         assert "Started GRPCInferenceService" in served.text
         assert "is Triton's log" not in served.text

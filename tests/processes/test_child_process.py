@@ -33,42 +33,34 @@ from pathlib import Path
 
 from torch_py_backend.errors import ConfigError
 
-
 def echo(value):
     return value
-
 
 def ours():
     raise ConfigError("digits", "it is [wrong]", expected="something else", cure="Correct it.")
 
-
 def theirs():
     raise ValueError("no such thing as /srv/secret/place/x.bin")
-
 
 def long():
     raise ValueError("x" * 1_000_000)
 
-
 def interrupted():
     raise KeyboardInterrupt
-
 
 def crashes():
     ctypes.string_at(0)
 
-
 def real_time_signal():
     os.kill(os.getpid(), 40)
-
 
 def prints():
     print("by print")
     print("x" * 1_000_000, flush=True)
     os.write(1, b"by write\n")
     subprocess.run(["echo", "by echo"], check=True)
+    print("at the end")
     return "printed"
-
 
 def closes():
     sys.stdin.close()
@@ -81,21 +73,19 @@ def closes():
             pass
     return "closed"
 
-
 def closes_and_raises():
     sys.stderr.close()
     raise ValueError("broken")
 
-
 def reads():
-    return sys.stdin.read()
+    return sys.stdin.read() + os.read(0, 1).decode()
 
-
-def changes_directory(folder):
+def changes_directory():
+    folder = os.path.abspath("gone")
+    os.mkdir(folder)
     os.chdir(folder)
     os.rmdir(folder)
     return "moved"
-
 
 def forks_and_goes_on():
     if os.fork() == 0:
@@ -103,24 +93,20 @@ def forks_and_goes_on():
     os.wait()
     return "of the child"
 
-
 def crashes_after_a_fork():
     if os.fork() == 0:
         return "of the fork"
     os.wait()
     os._exit(7)
 
-
 def ignores_signals():
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     time.sleep(600)
 
-
 def leaves_a_thread():
     threading.Thread(target=time.sleep, args=[600]).start()
     return "finished"
-
 
 def leaves_a_process(note, hang, apart):
     other = subprocess.Popen(["sleep", "600"], start_new_session=apart)
@@ -129,7 +115,6 @@ def leaves_a_process(note, hang, apart):
         time.sleep(600)
     return "finished"
 
-
 def forks_apart(note):
     if os.fork() == 0:
         os.setsid()
@@ -137,6 +122,9 @@ def forks_apart(note):
         Path(note).write_text(f"{os.getpid()} {other.pid}")
     time.sleep(600)
 
+def sleeps_for_ever(note):
+    Path(note).write_text(str(os.getpid()))
+    time.sleep(1000)
 
 def meets(folder, number, fails):
     if number in fails:
@@ -150,14 +138,8 @@ def meets(folder, number, fails):
         message = yield [number, message]
     raise ConfigError("digits", f"number {number} fails later")
 
-
 def echoes(value):
     yield value
-
-
-def hangs():
-    time.sleep(600)
-    yield
 
 def sleeps():
     seconds = yield "ready"
@@ -172,7 +154,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The temporary folder; a child can import the tasks above."""
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "tasks.py").write_text(_TASKS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "tasks"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "tasks"), prepend=os.pathsep)
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     folder = tmp_path / "scratch"
     folder.mkdir()
@@ -207,52 +189,37 @@ def test_result(value: Any) -> None:
         ("reads", ""),
         ("forks_and_goes_on", "of the child"),
         ("leaves_a_thread", "finished"),
+        ("changes_directory", "moved"),
     ],
 )
-def test_functions_that_misbehave(task: str, result: str) -> None:
-    """Closed streams, threads and forks do not change the result; only the child has one."""
-    assert _run(task) == result
+def test_functions_that_misbehave(
+    task: str, result: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closed streams, threads and forks do not change the result; only the child has one.
 
-
-def test_changes_directory(tmp_path: Path) -> None:
-    """A function may change and remove its working directory."""
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    assert _run("changes_directory", folder=str(folder)) == "moved"
-    assert Path.cwd().is_dir()
-
-
-def test_prints_do_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
-    """What the function and its children print goes to standard error."""
-    assert _run("prints") == "printed"
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert {"by print", "by write", "by echo"} <= set(err.splitlines())
-
-
-def test_folder_shadows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in the current folder with the name of a standard module is not imported."""
+    A file in the current folder with the name of another module is not imported.
+    """
     for name in ("json", "contextlib", "torch_py_backend", "numpy"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')\n")
     monkeypatch.chdir(tmp_path)
-    assert _run("echo", value=1) == 1
+    assert _run(task) == result
+
+
+def test_prints_do_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    """What the function and its children print goes to standard error, all of it."""
+    assert _run("prints") == "printed"
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert {"by print", "by write", "by echo", "at the end"} <= set(err.splitlines())
 
 
 # --- errors ----------------------------------------------------------------------------------
 
 
-def test_backend_errors_keep_their_message() -> None:
-    """The parent raises them as a LoadError."""
-    with pytest.raises(LoadError) as refusal:
-        _run("ours")
-    assert str(refusal.value) == (
-        "model 'digits': it is [wrong]; expected something else. Correct it."
-    )
-
-
 @pytest.mark.parametrize(
     ("task", "says"),
     [
+        ("ours", "model 'digits': it is [wrong]; expected something else. Correct it."),
         ("theirs", "ValueError: no such thing as x.bin"),
         ("closes_and_raises", "ValueError: broken"),
         ("long", "ValueError: xxx"),
@@ -288,27 +255,6 @@ def test_time_limit() -> None:
         _run("ignores_signals", seconds=0.5)
 
 
-@pytest.mark.parametrize(
-    ("hang", "apart"), [(True, True), (False, False)], ids=["times out", "finishes"]
-)
-def test_grandchildren_are_killed(tmp_path: Path, hang: bool, apart: bool) -> None:
-    """Processes that the function started end with it, in any session."""
-    note = tmp_path / "pid"
-    if hang:
-        text = _run_until_timeout("leaves_a_process", note, hang=True, apart=apart)
-    else:
-        assert _run("leaves_a_process", note=str(note), hang=False, apart=apart) == "finished"
-        text = note.read_text()
-    assert living.pid_ends(int(text))
-
-
-def test_a_fork_in_its_own_session_is_killed(tmp_path: Path) -> None:
-    """The processes that it started are killed, too."""
-    leader, its_child = map(int, _run_until_timeout("forks_apart", tmp_path / "pid").split())
-    assert living.pid_ends(leader)
-    assert living.pid_ends(its_child)
-
-
 def _run_until_timeout(task: str, note: Path, **arguments: Any) -> str:
     """Return the note of a task that hangs, with a time limit in which it can write one."""
     for seconds in (1, 5, 25, 125):
@@ -317,6 +263,32 @@ def _run_until_timeout(task: str, note: Path, **arguments: Any) -> str:
         if note.is_file() and note.read_text():
             return note.read_text()
     raise AssertionError("the task wrote no note")
+
+
+def test_grandchildren_are_killed(tmp_path: Path) -> None:
+    """Processes that the function started end with it, in any session, and with their own."""
+    note = tmp_path / "pid"
+    assert _run("leaves_a_process", note=str(note), hang=False, apart=False) == "finished"
+    pids = note.read_text()
+    pids += " " + _run_until_timeout("leaves_a_process", note, hang=True, apart=True)
+    pids += " " + _run_until_timeout("forks_apart", tmp_path / "pids")
+    assert all(living.pid_ends(int(pid)) for pid in pids.split())
+
+
+def test_a_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
+    """The kernel kills a child when its parent is killed."""
+    note = tmp_path / "pid"
+    code = (
+        "from torch_py_backend.processes import child_process;"
+        f" child_process.run('m', 'tasks:sleeps_for_ever', {{'note': {str(note)!r}}}, 900)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as parent:
+        while not (note.is_file() and note.read_text()):
+            assert parent.poll() is None
+            time.sleep(0.02)
+        child = psutil.Process(int(note.read_text()))
+        parent.kill()
+    assert living.all_end([child])
 
 
 # --- workers ---------------------------------------------------------------------------------
@@ -333,6 +305,11 @@ def _meeting(folder: Path, fails: list[int]) -> Iterator[Workers]:
     assert _children() <= before
 
 
+def _children() -> set[psutil.Process]:
+    """Return the children of this process."""
+    return {*living.left(psutil.Process().children())}
+
+
 def test_workers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Workers run at the same time; answers are in order; output is discarded."""
     with _meeting(tmp_path, []) as workers:
@@ -344,40 +321,26 @@ def test_workers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("fails", [[0], [2]])
-def test_worker_that_fails(tmp_path: Path, fails: list[int]) -> None:
+@pytest.mark.parametrize("number", [0, 2])
+def test_worker_that_fails(tmp_path: Path, number: int) -> None:
     """The error is that of the worker that failed, not of those that wait for it."""
     with (
-        pytest.raises(LoadError, match=f"number {fails[0]} fails"),
-        _meeting(tmp_path, fails),
+        pytest.raises(LoadError, match=f"number {number} fails"),
+        _meeting(tmp_path, [number]),
     ):
         pytest.fail("it has an answer")
 
 
-def test_workers_without_an_answer() -> None:
-    """A hang is an error, and no process is left."""
-    before = _children()
-    with (
-        pytest.raises(LoadError, match="longer than 1 seconds"),
-        Workers("digits", "tasks:hangs", 2) as workers,
-    ):
-        workers.ask([{}, {}], 1)
-    assert _children() <= before
-
-
 def test_a_late_answer_is_not_that_of_the_next_message() -> None:
-    """After an error nobody is left to answer."""
-    with Workers("digits", "tasks:sleeps", 1) as workers:
-        assert workers.ask([{}], 60) == ["ready"]
+    """After a time-out, no process is left to answer."""
+    before = _children()
+    with Workers("digits", "tasks:sleeps", 2) as workers:
+        assert workers.ask([{}, {}], 60) == ["ready"] * 2
         with pytest.raises(LoadError, match=r"longer than 0\.1 seconds"):
-            workers.ask([1.0], 0.1)
+            workers.ask([1.0, 1.0], 0.1)
+        assert _children() <= before
         with pytest.raises(LoadError, match="ended"):
             workers.ask([0.0], 60)
-
-
-def _children() -> set[psutil.Process]:
-    """Return the children of this process."""
-    return {*living.left(psutil.Process().children())}
 
 
 def test_messages_larger_than_a_pipe() -> None:
@@ -387,29 +350,3 @@ def test_messages_larger_than_a_pipe() -> None:
         assert workers.ask([{"value": value}] * 2, 60) == [value] * 2
     with Workers("digits", "nowhere:nothing", 2) as workers, pytest.raises(LoadError):
         workers.ask([{"value": value}] * 2, 60)
-
-
-def test_a_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
-    """The kernel kills a child when its parent is killed."""
-    task = "tasks:sleeps_for_ever"
-    (tmp_path / "tasks.py").write_text(
-        "import os, sys, time\n"
-        "def sleeps_for_ever(path):\n"
-        "    open(path, 'w').write(str(os.getpid()))\n"
-        "    time.sleep(1000)\n"
-    )
-    code = (
-        "import sys; from torch_py_backend.processes import child_process;"
-        f" child_process.run('m', {task!r}, {{'path': sys.argv[1]}}, 900)"
-    )
-    note = tmp_path / "pid"
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(note)],
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-    ) as parent:
-        while not (note.is_file() and note.read_text()):
-            assert parent.poll() is None
-            time.sleep(0.02)
-        child = psutil.Process(int(note.read_text()))
-        parent.kill()
-    assert living.all_end([child])

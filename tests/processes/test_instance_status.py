@@ -44,34 +44,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _only(folder: Path) -> Reader:
+def _reader(folder: Path) -> Reader:
     (path,) = instance_status.files(folder)
     return Reader(path)
 
 
 @pytest.mark.parametrize("value", ["", "/no/such/folder"])
 def test_without_a_supervisor(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written without a status folder."""
+    """Nothing is written without a status folder, but calls are timed; 0 between them."""
     monkeypatch.setenv(orphan_cleanup.VARIABLE, value)
     monkeypatch.chdir(tmp_path)
     status = instance_status.start(_config())
-    status.busy()
     status.idle()
-    status.ready()
-    status.poisoned("a reason")
-    status.ended()
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("supervised", [True, False])
-def test_seconds_of_the_current_call(
-    supervised: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They are counted with and without a supervisor; 0 between calls."""
-    if not supervised:
-        monkeypatch.delenv(orphan_cleanup.VARIABLE)
-    status = instance_status.start(_config())
-    status.ready()
     assert status.running_seconds() == 0
     status.busy()
     seconds = [status.running_seconds(), status.running_seconds()]
@@ -80,6 +64,9 @@ def test_seconds_of_the_current_call(
     assert status.running_seconds() > 0
     status.idle()
     assert status.running_seconds() == 0
+    status.poisoned("a reason")
+    status.ended()
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -91,7 +78,7 @@ def test_identity(
     """The private file names the process, the instance, its limit and its shared memory."""
     monkeypatch.setattr(orphan_cleanup, "region", lambda: "a_region")
     instance_status.start(_config(**parameters))
-    identity = dataclasses.astuple(_only(folder).identity)
+    identity = dataclasses.astuple(_reader(folder).identity)
     assert identity == (os.getpid(), "grüße", "3", "grüße_0_1", limit, "a_region")
     (path,) = folder.iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -100,58 +87,42 @@ def test_identity(
 def test_a_config_being_completed(folder: Path) -> None:
     """A process that completes a config has a status: Triton never stops waiting for it."""
     status = instance_status.start_completing("m")
-    assert _only(folder).identity.model == "m"
-    assert _only(folder).read().state is InstanceState.COMPLETING
+    assert _reader(folder).identity.model == "m"
+    assert _reader(folder).read().state is InstanceState.COMPLETING
     status.ended()
     assert instance_status.files(folder) == []
 
 
 def test_states_follow_the_calls(folder: Path) -> None:
-    """Each state is published at once, with its start."""
+    """Each state is published at once, with its start; a normal end removes the file."""
     before = time.monotonic_ns()
     status = instance_status.start(_config())
-    reader = _only(folder)
+    reader = _reader(folder)
     statuses = [reader.read()]
-    for report in (status.ready, status.busy, status.idle):
+    for report in (status.idle, status.busy, status.idle):
         report()
+        assert status.running_seconds() >= 0
         statuses.append(reader.read())
-    assert [entry.state for entry in statuses] == [
-        InstanceState.LOADING,
-        InstanceState.IDLE,
-        InstanceState.BUSY,
-        InstanceState.IDLE,
-    ]
+    states = [entry.state.name for entry in statuses]
+    assert states == ["LOADING", "IDLE", "BUSY", "IDLE"]
     times = [before, *(entry.since for entry in statuses), time.monotonic_ns()]
     assert times == sorted(times)
-
-
-def test_poisoned_stays_poisoned(folder: Path) -> None:
-    """No later report changes the state, and the end of the instance is no normal end."""
-    status = instance_status.start(_config())
-    reader = _only(folder)
-    status.poisoned("an illegal address: größer" + "x" * 5000)
-    for report in (status.busy, status.idle, status.ready, status.ended):
-        report()
-    assert reader.read().state is InstanceState.POISONED
-    assert reader.read().reason.startswith("an illegal address: größerx")
-    assert _only(folder).identity.model == "grüße"
-
-
-def test_a_normal_end_removes_the_file(folder: Path) -> None:
-    """The file stays if an instance dies; `ended` may be called twice."""
-    status = instance_status.start(_config())
     status.ended()
     status.ended()
     assert instance_status.files(folder) == []
     status.idle()  # Triton may still be in a call
 
 
-def _truncated(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:100])
-
-
-def _other_name(path: Path) -> None:
-    path.rename(path.with_name("1.status"))
+def test_poisoned_stays_poisoned(folder: Path) -> None:
+    """No later report changes the state, and the end of the instance is no normal end."""
+    status = instance_status.start(_config())
+    reader = _reader(folder)
+    status.poisoned("an illegal address: größer" + "x" * 5000)
+    for report in (status.busy, status.idle, status.idle, status.ended):
+        report()
+    assert reader.read().state is InstanceState.POISONED
+    assert reader.read().reason.startswith("an illegal address: größerx")
+    assert _reader(folder).identity.model == "grüße"
 
 
 def _link(path: Path) -> None:
@@ -159,11 +130,7 @@ def _link(path: Path) -> None:
     path.symlink_to(path.with_name("real"))
 
 
-def _garbage(path: Path) -> None:
-    path.write_bytes(b"{" * path.stat().st_size)
-
-
-def _identity(**changed: object) -> Callable[[Path], None]:
+def _identity(**changed: object) -> Callable[[Path], object]:
     def write(path: Path) -> None:
         identity = {"pid": os.getpid(), "model": "m", "version": "1", "instance": "m_0"}
         text = json.dumps(identity | {"limit_ms": None} | changed).encode()
@@ -175,38 +142,26 @@ def _identity(**changed: object) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     "damage",
     [
-        _truncated,
-        _other_name,
-        _link,
-        _garbage,
-        _identity(pid="1"),
-        _identity(pid=1),
-        _identity(model=3),
-        _identity(limit_ms="soon"),
-        _identity(unknown=1),
-        Path.unlink,
-    ],
-    ids=[
-        "short",
-        "name",
-        "link",
-        "garbage",
-        "pid",
-        "other",
-        "model",
-        "limit",
-        "unknown",
-        "missing",
+        pytest.param(lambda path: path.write_bytes(path.read_bytes()[:100]), id="short"),
+        pytest.param(lambda path: path.rename(path.with_name("1.status")), id="name"),
+        pytest.param(_link, id="link"),
+        pytest.param(lambda path: path.write_bytes(b"{" * path.stat().st_size), id="garbage"),
+        pytest.param(_identity(pid="1"), id="pid"),
+        pytest.param(_identity(pid=1), id="other"),
+        pytest.param(_identity(model=3), id="model"),
+        pytest.param(_identity(limit_ms="soon"), id="limit"),
+        pytest.param(_identity(unknown=1), id="unknown"),
+        pytest.param(Path.unlink, id="missing"),
     ],
 )
-def test_a_file_that_is_not_an_instance_s(damage: Callable[[Path], None], folder: Path) -> None:
+def test_a_file_that_is_not_an_instance_s(damage: Callable[[Path], object], folder: Path) -> None:
     """A forged or damaged file is an error: its process might be killed."""
     instance_status.start(_config())
     (path,) = instance_status.files(folder)
     damage(path)
-    (left,) = instance_status.files(folder) or [path]
+    (remaining,) = instance_status.files(folder) or [path]
     with pytest.raises((ValueError, OSError)):
-        Reader(left)
+        Reader(remaining)
 
 
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_an_owner_cleans_up(shared: Path) -> None:
     for folder in (owner.resources.status_folder, owner.resources.folder):
         assert folder.stat().st_mode & 0o777 == 0o700
     (shared / f"{owner.resources.prefix}region").write_bytes(b"?")
-    with instance(owner.resources.status_folder, "status.ready()") as process:
+    with instance(owner.resources.status_folder, "status.idle()") as process:
         owner.close()
         assert process.wait(30) == -signal.SIGKILL
     owner.close()
@@ -118,53 +118,45 @@ def test_a_sweep_cleans_up_without_guard(shared: Path) -> None:
     assert living.pid_ends(sleeper)
 
 
-def _names_another_folder(path: Path) -> None:
-    path.write_text("/etc")
+def _precious(path: Path) -> Path:
+    """Return a folder of the test's own that a forged file names: it is lost if a check fails."""
+    return path.parent.parent / "precious"
 
 
 def _names_a_link(path: Path) -> None:
     link = path.parent / "torch-py-backend-link"
-    link.symlink_to("/etc")
+    link.symlink_to(_precious(path))
     path.write_text(str(link))
-
-
-def _names_no_folder(path: Path) -> None:
-    path.write_bytes(b"/tmp/torch-py-backend-a\0b")
-
-
-def _is_empty(path: Path) -> None:
-    path.write_text("")
-
-
-def _is_a_link(path: Path) -> None:
-    path.symlink_to("/etc/passwd")
 
 
 @pytest.mark.parametrize(
     "forge",
     [
-        _names_another_folder,
-        _names_a_link,
-        _names_no_folder,
-        _is_empty,
-        _is_a_link,
+        pytest.param(lambda path: path.write_text(str(_precious(path))), id="another folder"),
+        pytest.param(_names_a_link, id="a link to a folder"),
+        pytest.param(lambda path: path.write_bytes(b"torch-py-backend-a\0b"), id="null"),
+        pytest.param(Path.touch, id="empty"),
+        pytest.param(lambda path: path.symlink_to(_precious(path) / "file"), id="a link"),
         Path.mkdir,
         os.mkfifo,
     ],
 )
-def test_a_forged_file_removes_nothing(forge: Callable[[Path], None], shared: Path) -> None:
+def test_a_forged_file_removes_nothing(forge: Callable[[Path], object], shared: Path) -> None:
     """Other users, who can write to /dev/shm, cannot make us remove files."""
-    forge(shared / "torch_py_backend_0_owner")
+    owner = shared / "torch_py_backend_0_owner"
+    _precious(owner).mkdir()
+    (_precious(owner) / "file").write_text("precious")
+    forge(owner)
     (shared / "torch_py_backend_0_region").write_bytes(b"?")
     assert orphan_cleanup.sweep() == []
     assert (shared / "torch_py_backend_0_region").exists()
-    assert Path("/etc/passwd").exists()
+    assert (_precious(owner) / "file").read_text() == "precious"
 
 
 def test_only_processes_of_the_server_are_killed(tmp_path: Path) -> None:
     with (
-        instance(tmp_path, "status.ready()") as ours,
-        instance(tmp_path, "status.ready()", mark=False) as other,
+        instance(tmp_path, "status.idle()") as ours,
+        instance(tmp_path, "status.idle()", mark=False) as other,
     ):
         assert not orphan_cleanup.kill(other.pid, tmp_path)
         assert not orphan_cleanup.kill(ours.pid, tmp_path / "other")
@@ -180,32 +172,23 @@ def test_only_processes_of_the_server_are_killed(tmp_path: Path) -> None:
 
 def test_a_process_during_exec_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel does not show its environment for a moment: the list of processes is repeated."""
-    with instance(tmp_path, "status.ready()") as ours:
+    with instance(tmp_path, "status.idle()") as ours:
         lists = iter([[], [ours.pid]])
         monkeypatch.setattr(procfs, "process_ids", lambda: next(lists, []))
         orphan_cleanup.kill_all(tmp_path)
         assert ours.wait(60) == -signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (
-            ["model.py", "torch_py_backend_0123456789ab_5f-e", "1048576"],
-            "torch_py_backend_0123456789ab_5f-e",
-        ),
-        (["model.py", "triton_python_backend_shm_region_5f-e"], ""),
-        ([], ""),
-    ],
-    ids=["ours", "Triton's owner name", "none"],
-)
-def test_region_of_this_process(words: list[str], name: str) -> None:
-    """It is on the command line of Triton's stub."""
+def test_region_of_this_process() -> None:
+    """It is on the command line of Triton's stub; empty without a name of this backend."""
+    region = "torch_py_backend_0123456789ab_5f-e"
     code = "from torch_py_backend.processes import orphan_cleanup; print(orphan_cleanup.region())"
-    ran = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
-    )
-    assert ran.stdout.strip() == name
+    for words, name in (
+        (["model.py", region, "1048576"], region),
+        (["model.py", "triton_python_backend_shm_region_5f-e"], ""),
+    ):
+        printed = subprocess.check_output([sys.executable, "-c", code, *words], text=True)
+        assert printed.strip() == name
 
 
 def test_orphans_in_a_container_are_reaped(monkeypatch: pytest.MonkeyPatch) -> None:

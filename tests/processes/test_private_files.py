@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import tempfile
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_py_backend.processes import private_files
+from torch_py_backend.processes import private_files, server_folder
 
 _ME = os.geteuid()
 
@@ -29,9 +30,7 @@ def test_risk(tmp_path: Path, owner: int, mode: int, says: str) -> None:
     """A file without risk can be written by this user or root only."""
     values = list(tmp_path.stat())
     values[stat.ST_UID], values[stat.ST_MODE] = owner, stat.S_IFREG | mode
-
     risk = private_files.risk(os.stat_result(values))
-
     assert risk.startswith(says)
     assert bool(risk) == bool(says)
 
@@ -44,69 +43,58 @@ def test_created_folder_is_private(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "a" / "cache").stat().st_mode) == 0o700
-
     (tmp_path / "a").chmod(0o777)
     assert "others may write to it (mode 777)" in private_files.create(tmp_path / "a")
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o777
 
 
-def _own(path: Path) -> None:
+def _write(path: Path, mode: int = 0o600) -> None:
     path.write_bytes(b"mine")
-    path.chmod(0o600)
-
-
-def _shared(path: Path) -> None:
-    path.write_bytes(b"mine")
-    path.chmod(0o666)
+    path.chmod(mode)
 
 
 def _link(path: Path) -> None:
-    _own(path.with_name("target"))
+    _write(path.with_name("target"))
     path.symlink_to("target")
 
 
-def test_own_file_is_read(tmp_path: Path) -> None:
-    """A file that only this user can write is read."""
-    _own(tmp_path / "file")
-
-    assert private_files.read(tmp_path / "file") == b"mine"
-
-
 @pytest.mark.parametrize(
-    ("write", "kind"),
+    ("write", "error"),
     [
-        pytest.param(_shared, PermissionError, id="others may write"),
+        pytest.param(_write, None, id="own"),
+        pytest.param(lambda path: _write(path, 0o666), PermissionError, id="others may write"),
         pytest.param(_link, OSError, id="a link"),
         pytest.param(os.mkfifo, OSError, id="a pipe"),
         pytest.param(Path.mkdir, OSError, id="a folder"),
         pytest.param(lambda path: None, FileNotFoundError, id="nothing"),
     ],
 )
-def test_other_files_are_not_read(
-    tmp_path: Path, write: Callable[[Path], object], kind: type[OSError]
+def test_only_own_files_are_read(
+    tmp_path: Path, write: Callable[[Path], object], error: type[OSError] | None
 ) -> None:
     """Links, pipes, folders and files that others can write are errors."""
     write(tmp_path / "file")
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        assert private_files.read(tmp_path / "file") == b"mine"
 
-    with pytest.raises(kind):
-        private_files.read(tmp_path / "file")
+
+def test_locked_file(tmp_path: Path) -> None:
+    """The lock is exclusive, and free afterwards; a link is not followed."""
+    path = tmp_path / "lock"
+    with private_files.locked(path):
+        assert server_folder.lock(path) is None
+    lock = server_folder.lock(path)
+    assert lock is not None
+    server_folder.release(lock)
+    (tmp_path / "link").symlink_to(path)
+    with pytest.raises(OSError, match="symbolic links"), private_files.locked(tmp_path / "link"):
+        pass
 
 
 def _link_to_a_folder(folder: Path) -> None:
     elsewhere = folder.with_name("elsewhere")
     elsewhere.mkdir(mode=0o700)
     folder.symlink_to(elsewhere)
-
-
-def test_instances_share_the_user_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All processes of a user use the same folder."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    assert (
-        private_files.user_folder()
-        == private_files.user_folder()
-        == tmp_path / f"torch-py-backend-{_ME}"
-    )
 
 
 @pytest.mark.parametrize(
@@ -118,14 +106,14 @@ def test_folder_of_another_user_is_not_used(
     occupy: Callable[[Path], object],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A shared folder, a link or a file of that name is replaced by a new folder."""
+    """All processes of a user use the same folder, unless it is shared, a link or a file."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    occupied = tmp_path / f"torch-py-backend-{_ME}"
-    occupy(occupied)
-
+    shared = tmp_path / f"torch-py-backend-{_ME}"
+    assert private_files.user_folder() == private_files.user_folder() == shared
+    shared.rmdir()
+    occupy(shared)
     folder = private_files.user_folder()
-
-    assert folder != occupied
+    assert folder != shared
     assert folder.parent == tmp_path
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert "is not used" in caplog.text

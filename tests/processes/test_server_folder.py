@@ -64,23 +64,16 @@ def _base(folder: Path) -> Path:
 
 
 def test_instances_of_one_server_share_a_folder(start: Start) -> None:
-    """Children of one process get the same private folder."""
-    folders = {start(_MEMBER).hear() for _ in range(3)}
-    (folder,) = map(Path, folders)
+    """Children of one process get the same private folder; those of another, another one.
+
+    The last instance removes it, also if all leave at the same time.
+    """
+    members = [start(_MEMBER) for _ in range(3)]
+    (folder,) = {Path(member.hear()) for member in members}
     for path in (folder, folder.parent):
         assert stat.S_IMODE(path.stat().st_mode) == 0o700
         assert path.stat().st_uid == os.geteuid()
-
-
-def test_servers_have_folders_of_their_own(start: Start) -> None:
-    folders = {start(_SERVER, _MEMBER).hear() for _ in range(2)}
-    assert len(folders) == 2
-
-
-def test_the_last_instance_removes_the_folder(start: Start) -> None:
-    """Also if all leave at the same time."""
-    members = [start(_MEMBER) for _ in range(3)]
-    folder = Path({member.hear() for member in members}.pop())
+    assert start(_SERVER, _MEMBER).hear() != str(folder)
     assert members.pop().ask() == "left"
     assert folder.is_dir()
     for member in members:
@@ -135,9 +128,11 @@ def test_forked_processes_hold_no_locks(start: Start, temporary: Path) -> None:
     assert server_folder.lock(held) is None
     parent.kill()
     try:
-        taken = server_folder.lock(held)
-        assert taken is not None
-        server_folder.release(taken)
+        for _ in range(2):
+            lock = server_folder.lock(held)
+            assert lock is not None
+            assert server_folder.lock(held) is None
+            server_folder.release(lock)
         folder = server_folder.enter("digits")
         assert not held.exists()
         folder.leave()
@@ -145,18 +140,9 @@ def test_forked_processes_hold_no_locks(start: Start, temporary: Path) -> None:
         os.kill(int(child), 9)
 
 
-def test_a_lock_is_free_once_it_is_released(temporary: Path) -> None:
-    path = temporary / "lock"
-    for _ in range(2):
-        lock = server_folder.lock(path)
-        assert lock is not None
-        assert server_folder.lock(path) is None
-        server_folder.release(lock)
-
-
 def _shared(base: Path) -> None:
     base.mkdir()
-    base.chmod(0o750)
+    base.chmod(0o770)
 
 
 def _link(base: Path) -> None:
@@ -168,15 +154,15 @@ def _link(base: Path) -> None:
 @pytest.mark.parametrize(
     ("create", "says"),
     [
-        (_shared, "has mode 0750"),
-        (_link, "is not a folder"),
-        (Path.touch, "is not a folder|File exists"),
+        (_shared, "others may write to it .mode 770"),
+        (_link, "it is a link"),
+        (Path.touch, "File exists"),
     ],
 )
 def test_unsafe_folders_are_refused(
     create: Callable[[Path], None], says: str, temporary: Path
 ) -> None:
-    """A folder that others can access is an error, with its cure."""
+    """A folder that others can write to is an error, with its cure."""
     create(_base(temporary))
     with pytest.raises(PlatformError, match=says) as refusal:
         server_folder.enter("digits")
@@ -192,28 +178,28 @@ def test_a_foreign_folder_is_refused(temporary: Path) -> None:
         server_folder.enter("digits")
 
 
-def test_a_missing_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The error names the variable to set."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    with pytest.raises(PlatformError, match=r"No usable temporary directory.* Set TMPDIR"):
+        server_folder.enter("digits")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with pytest.raises(PlatformError, match="Set TMPDIR"):
+    with pytest.raises(PlatformError, match="set TMPDIR"):
         server_folder.enter("digits")
 
 
 def test_foreign_entries_are_left_alone(temporary: Path) -> None:
     """Files and links beside the folders of servers are kept."""
-    _base(temporary).mkdir(mode=0o700)
-    cache = _base(temporary) / "compiled"
-    cache.mkdir()
-    base = _base(temporary) / "servers"
-    base.mkdir(mode=0o700)
-    (base / "notes").write_text("mine")
-    outside = temporary / "outside"
-    outside.mkdir()
-    (base / "link").symlink_to(outside)
+    servers = _base(temporary) / "servers"
+    kept = [_base(temporary) / "compiled", temporary / "outside"]
+    for folder in (_base(temporary), servers, *kept):
+        folder.mkdir(mode=0o700)
+    (servers / "notes").write_text("mine")
+    (servers / "link").symlink_to(temporary / "outside")
     server_folder.enter("digits").leave()
-    assert (base / "notes").is_file()
-    assert outside.is_dir()
-    assert cache.is_dir()
+    assert (servers / "notes").is_file()
+    assert all(folder.is_dir() for folder in kept)
 
 
 def _children(parent: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,26 +19,22 @@ from torch_py_backend.processes.instance_status import Identity, InstanceState, 
 from torch_py_backend.server import instances
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
 
+_IDLE, _LOADING = InstanceState.IDLE, InstanceState.LOADING
+# Publishes another identity: in another state, with the name of a region of shared memory.
+_PUBLISH = (
+    "status = InstanceStatus(InstanceState.{state}); status.publish(folder,"
+    " Identity(os.getpid(), model, '', '', None, {region!r}))"
+)
+
 
 @pytest.fixture
 def monitor(tmp_path: Path) -> Iterator[InstanceMonitor]:
-    monitor = InstanceMonitor(tmp_path)
+    monitor = InstanceMonitor(tmp_path, load_seconds=1)
     yield monitor
     monitor.close()
 
 
-@pytest.fixture
-def without_pidfds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a kernel without pidfds."""
-
-    def missing(pid: int, flags: int = 0) -> int:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(os, "pidfd_open", missing)
-
-
-def _until(monitor: InstanceMonitor) -> InstanceFailure:
-    """The next failure."""
+def _next_failure(monitor: InstanceMonitor) -> InstanceFailure:
     for _ in range(6000):
         failures = monitor.check()
         if failures:
@@ -48,38 +45,56 @@ def _until(monitor: InstanceMonitor) -> InstanceFailure:
 
 
 @pytest.mark.parametrize(
-    ("what", "then", "says"),
+    ("what", "then", "state", "says"),
     [
-        ("status.ready()", "os.kill(os.getpid(), signal.SIGKILL)", "m_0_0 was ended by SIGKILL"),
-        ("status.ready()", "os.kill(os.getpid(), signal.SIGBUS)", "SIGBUS (is /dev/shm full?)"),
-        ("status.busy()", "os._exit(0)", "m_0_0 died"),
-        ("pass", "os._exit(3)", "m_0_0 ended with exit code 3 while it was loaded"),
+        ("status.idle()", "os.kill(os.getpid(), 9)", _IDLE, "m_0_0 was ended by SIGKILL"),
+        ("status.idle()", "os.kill(os.getpid(), 7)", _IDLE, "SIGBUS (is /dev/shm full?)"),
+        ("status.busy()", "os._exit(0)", InstanceState.BUSY, "m_0_0 died"),
+        ("pass", "os._exit(3)", _LOADING, "m_0_0 ended with exit code 3 while it was loaded"),
+        (
+            _PUBLISH.format(state="COMPLETING", region=""),
+            "os._exit(1)",
+            InstanceState.COMPLETING,
+            "the process that completes its config ended with exit code 1",
+        ),
     ],
-    ids=["killed", "bus", "exit 0", "loading"],
+    ids=["killed", "bus", "exit 0", "loading", "completing"],
 )
-def test_deaths(what: str, then: str, says: str, monitor: InstanceMonitor, tmp_path: Path) -> None:
-    """Each death is reported once, with its cause, and the file is removed."""
+def test_deaths(
+    what: str,
+    then: str,
+    state: InstanceState,
+    says: str,
+    monitor: InstanceMonitor,
+    tmp_path: Path,
+) -> None:
+    """Each death is reported once, with its cause and last state, and the file is removed."""
     with instance(tmp_path, what, then=then) as process:
         ended(process)
-        failure = _until(monitor)
+        failure = _next_failure(monitor)
         assert says in failure.reason
+        assert failure.state is state
         assert (failure.identity.model, failure.identity.pid) == ("m", process.pid)
         assert monitor.check() == []
         assert monitor.live_processes("m") == set()
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("without_pidfds")
 def test_a_kernel_without_pidfds(
     monitor: InstanceMonitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Processes are polled: a stopped one is killed, and its end is noticed."""
+
+    def missing(pid: int, flags: int = 0) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "pidfd_open", missing)
     monkeypatch.setattr(instances, "_STOPPED_S", 0.2)
-    with instance(tmp_path, "status.ready()") as process:
+    with instance(tmp_path, "status.idle()") as process:
         assert monitor.check() == []
         assert monitor.live_processes("m") == {process.pid}
         process.send_signal(signal.SIGSTOP)
-        assert "was stopped for 0.2 s" in _until(monitor).reason
+        assert "was stopped for 0.2 s" in _next_failure(monitor).reason
         ended(process)
         assert monitor.live_processes("m") == set()
         assert monitor.check() == []
@@ -110,11 +125,7 @@ def test_shared_memory_of_a_dead_instance(
     monkeypatch.setattr(orphan_cleanup, "SHARED_MEMORY", shared)
     region = shared / name
     region.write_bytes(b"?")
-    what = (
-        f"identity = Identity(os.getpid(), model, '', '', None, {name!r});"
-        " status = InstanceStatus(InstanceState.IDLE); status.publish(folder, identity)"
-    )
-    with instance(tmp_path, f"{what}; {status}") as process:
+    with instance(tmp_path, f"{_PUBLISH.format(state='IDLE', region=name)}; {status}") as process:
         assert monitor.check() == []
         assert region.exists()
         process.kill()
@@ -123,22 +134,11 @@ def test_shared_memory_of_a_dead_instance(
     assert region.exists() is stays
 
 
-@pytest.mark.parametrize("what", ["pass", "status.ready()", "status.busy(); status.idle()"])
-def test_a_live_instance(what: str, monitor: InstanceMonitor, tmp_path: Path) -> None:
-    """Loading may take long, and so may waiting: only calls have a limit."""
-    with instance(tmp_path, what, limit=1) as process:
-        time.sleep(0.05)
-        assert monitor.check() == []
-        assert monitor.live_processes("m") == {process.pid}
-        assert monitor.live_processes("n") == set()
-        assert process.poll() is None
-
-
 def test_a_normal_end(monitor: InstanceMonitor, tmp_path: Path) -> None:
     """Triton may unload the model: this is no failure."""
-    with instance(tmp_path, "status.ready()", then="sys.stdin.read(); status.ended(); os._exit(0)"):
+    with instance(tmp_path, "status.idle()", then="sys.stdin.read(); status.ended(); os._exit(0)"):
         assert monitor.check() == []
-    with instance(tmp_path, "status.ready(); status.ended()", then="os._exit(0)") as process:
+    with instance(tmp_path, "status.idle(); status.ended()", then="os._exit(0)") as process:
         ended(process)
         assert process.pid not in {failure.identity.pid for failure in monitor.check()}
 
@@ -147,55 +147,60 @@ def test_a_normal_end(monitor: InstanceMonitor, tmp_path: Path) -> None:
     ("what", "then", "says"),
     [
         ("status.busy()", "", "hung: a call took longer than EXECUTION_TIMEOUT_MS, 30 ms"),
-        ("pass", "os.kill(os.getpid(), signal.SIGSTOP)", "stopped for 0.2 s by a signal"),
+        (
+            "status.idle()",
+            "os.kill(os.getpid(), signal.SIGSTOP)",
+            "was stopped for 2 s by a signal, a debugger or a frozen cgroup",
+        ),
+        ("pass", "", "took longer than 1 s (--load-timeout) while it was loaded"),
+        ("status.poisoned('illegal address')", "", "cannot compute any more: illegal address"),
     ],
-    ids=["busy", "stopped while loading"],
+    ids=["hung", "stopped", "loading", "poisoned"],
 )
-def test_an_instance_that_hangs(
-    what: str,
-    then: str,
-    says: str,
-    monitor: InstanceMonitor,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_an_instance_that_cannot_serve(
+    what: str, then: str, says: str, monitor: InstanceMonitor, tmp_path: Path
 ) -> None:
-    """It is killed, and reported once."""
-    monkeypatch.setattr(instances, "_STOPPED_S", 0.2)
-    with instance(tmp_path, what, then=then, limit=30) as process:
-        assert says in _until(monitor).reason
-        assert process.wait(60) == -signal.SIGKILL
-        while monitor.live_processes("m"):
+    """It is reported once, and killed; a poisoned one a moment later, so that it sends results."""
+    with (
+        instance(tmp_path, "status.idle()") as serving,
+        instance(tmp_path, what, then=then, limit=30) as process,
+    ):
+        failure = _next_failure(monitor)
+        assert (failure.identity.pid, failure.reason) == (process.pid, f"instance m_0_0 {says}")
+        while process.pid in monitor.live_processes("m"):
+            assert monitor.check() == []
             monitor.wait(0.01)
-        assert monitor.check() == []
-
-
-def test_a_stopped_instance_is_killed_after_two_seconds(
-    monitor: InstanceMonitor, tmp_path: Path
-) -> None:
-    """Triton 24.10 aborts if an instance runs again after it was stopped for 6 s."""
-    with instance(tmp_path, "status.busy()") as process:
-        assert monitor.check() == []
-        process.send_signal(signal.SIGSTOP)
-        assert "was stopped for 2 s" in _until(monitor).reason
         assert process.wait(60) == -signal.SIGKILL
+        assert monitor.check() == []
+        assert serving.poll() is None
 
 
-def test_an_instance_that_holds_the_gil_is_left_alone(
-    monitor: InstanceMonitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A call during which no other thread runs is busy, not stopped."""
+def test_instances_at_work_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only calls have a limit; one during which no other thread runs is busy, not stopped."""
     monkeypatch.setattr(instances, "_STOPPED_S", 0.05)
-    then = "ctypes.PyDLL(None).sleep(1000)"  # PyDLL keeps the GIL during the call
-    with instance(tmp_path, "status.busy()", then=then) as process:
+    monitor = InstanceMonitor(tmp_path)
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(instance(tmp_path, what, then=then, limit=limit))
+            for what, then, limit in (
+                ("pass", "", 1),
+                ("status.idle()", "", 1),
+                ("status.busy(); status.idle()", "", 1),
+                # PyDLL keeps the GIL during the call.
+                ("status.busy()", "ctypes.PyDLL(None).sleep(1000)", 600_000),
+            )
+        ]
         for _ in range(20):
             assert monitor.check() == []
             monitor.wait(0.01)
-        assert process.poll() is None
+        assert monitor.live_processes("m") == {process.pid for process in processes}
+        assert [process.poll() for process in processes] == [None] * 4
+    monitor.close()
 
 
 def test_a_short_stop_is_no_failure(monitor: InstanceMonitor, tmp_path: Path) -> None:
     """Profilers stop processes for moments."""
-    with instance(tmp_path, "status.ready()") as process:
+    with instance(tmp_path, "status.idle()") as process:
         for _ in range(3):
             process.send_signal(signal.SIGSTOP)
             assert monitor.check() == []
@@ -204,88 +209,34 @@ def test_a_short_stop_is_no_failure(monitor: InstanceMonitor, tmp_path: Path) ->
         assert process.poll() is None
 
 
-def test_a_load_that_takes_too_long(tmp_path: Path) -> None:
-    """The limit holds for loads through Triton's API, too, and not for instances that serve."""
-    monitor = InstanceMonitor(tmp_path, load_seconds=0.2)
+def test_what_the_instances_of_a_model_do(tmp_path: Path) -> None:
+    """They wait if all do; one is loading until it serves or is dead; each is killed by state."""
+    monitor = InstanceMonitor(tmp_path)
     with (
-        instance(tmp_path, "status.ready()") as serving,
-        instance(tmp_path, "pass") as loading,
-    ):
-        failure = _until(monitor)
-        assert failure.identity.pid == loading.pid
-        assert failure.state is InstanceState.LOADING
-        assert failure.reason == (
-            "instance m_0_0 took longer than 0.2 s (--load-timeout) while it was loaded"
-        )
-        assert loading.wait(60) == -signal.SIGKILL
-        assert serving.poll() is None
-    monitor.close()
-
-
-def test_a_poisoned_instance(
-    monitor: InstanceMonitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It is reported at once, and killed a moment later: it may send computed results."""
-    monkeypatch.setattr(instances, "_GRACE_S", 0.2)
-    with instance(tmp_path, "status.ready(); status.poisoned('illegal address')") as process:
-        assert _until(monitor).reason == "instance m_0_0 cannot compute any more: illegal address"
-        while monitor.live_processes("m"):
-            assert monitor.check() == []
-            monitor.wait(0.01)
-        assert process.wait(60) == -signal.SIGKILL
-        assert monitor.check() == []
-
-
-def test_a_process_that_completes_a_config(monitor: InstanceMonitor, tmp_path: Path) -> None:
-    """Triton never stops waiting for it: its failure is marked."""
-    what = (
-        "identity = Identity(os.getpid(), model, '', '', None);"
-        " status = InstanceStatus(InstanceState.COMPLETING); status.publish(folder, identity)"
-    )
-    with instance(tmp_path, what, then="os._exit(1)") as process:
-        ended(process)
-        failure = _until(monitor)
-        assert failure.state is InstanceState.COMPLETING
-        assert failure.reason == "the process that completes its config ended with exit code 1"
-
-
-def test_idle_seconds(monitor: InstanceMonitor, tmp_path: Path) -> None:
-    """All instances of a model wait, since the last call or load."""
-    with instance(tmp_path, "status.ready()"):
-        monitor.check()
-        assert monitor.idle_seconds("n") == 0
-        assert 0 < monitor.idle_seconds("m") < 60
-        with instance(tmp_path, "status.ready(); status.busy()"):
-            monitor.check()
-            assert monitor.idle_seconds("m") == 0
-
-
-def test_is_loading(monitor: InstanceMonitor, tmp_path: Path) -> None:
-    """An instance that serves, or has died, is not being loaded."""
-    with instance(tmp_path, "status.ready()"):
-        monitor.check()
-        assert not monitor.is_loading()
-        with instance(tmp_path, "pass") as loading:
-            monitor.check()
-            assert monitor.is_loading()
-            loading.kill()
-            ended(loading)
-            monitor.check()
-            assert not monitor.is_loading()
-
-
-def test_kill_by_model_and_state(monitor: InstanceMonitor, tmp_path: Path) -> None:
-    """Other models, and instances in other states, are not killed."""
-    with (
-        instance(tmp_path, "pass") as loading,
-        instance(tmp_path, "status.ready()") as serving,
+        instance(tmp_path, "status.idle()") as serving,
         instance(tmp_path, "pass", model="n") as other,
     ):
         monitor.check()
-        assert monitor.kill("m", InstanceState.LOADING) == 1
-        assert loading.wait(60) == -signal.SIGKILL
-        assert serving.poll() is None
-        assert other.poll() is None
+        assert 0 < monitor.idle_seconds("m") < 60
+        assert monitor.idle_seconds("n") == monitor.idle_seconds("unknown") == 0
+        assert monitor.live_processes("m") == {serving.pid}
+        other.kill()
+        ended(other)
+        monitor.check()
+        assert not monitor.is_loading()
+        with (
+            instance(tmp_path, "pass") as loading,
+            instance(tmp_path, "pass", model="o") as another,
+            instance(tmp_path, "status.busy()"),
+        ):
+            monitor.check()
+            assert monitor.is_loading()
+            assert monitor.idle_seconds("m") == 0
+            assert monitor.kill("m", _LOADING) == 1
+            assert loading.wait(60) == -signal.SIGKILL
+            assert serving.poll() is None
+            assert another.poll() is None
+    monitor.close()
 
 
 @pytest.mark.parametrize("what", ["status.busy()", "status.poisoned('?')"])
@@ -311,13 +262,12 @@ def test_a_process_id_that_was_used_again(monitor: InstanceMonitor, tmp_path: Pa
         stranger.stdout.readline()  # until it runs, its environment cannot be read
         identity = Identity(stranger.pid, "m", "1", "m_0_0", 1)
         InstanceStatus(InstanceState.BUSY).publish(tmp_path, identity)
-        assert _until(monitor).reason == "instance m_0_0 died"
+        assert _next_failure(monitor).reason == "instance m_0_0 died"
         assert stranger.poll() is None
         stranger.kill()
 
 
-def test_damaged_files(monitor: InstanceMonitor, tmp_path: Path) -> None:
-    """They are ignored."""
+def test_damaged_files_are_ignored(monitor: InstanceMonitor, tmp_path: Path) -> None:
     (tmp_path / "1.status").write_bytes(b"?")
     (tmp_path / "2.status").mkdir()
     assert monitor.check() == []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -16,8 +16,6 @@ from torch_py_backend.server import model_control
 from torch_py_backend.server.model_control import LoadTimeoutError, Operation, RepositoryClient
 from torch_py_backend.server.server_arguments import Keys
 from torch_py_backend.server.tritonserver import ModelState
-
-# --- the client ------------------------------------------------------------------------------
 
 
 class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
@@ -53,23 +51,17 @@ def service() -> Iterator[tuple[_Service, str]]:
     server.stop(None).wait()
 
 
-def test_requests_have_names_of_any_length_and_the_keys(service: tuple[_Service, str]) -> None:
-    """Triton's own protobuf reads the messages that are encoded by hand."""
-    requests, address = service
-    client = RepositoryClient(address, Keys(grpc=(("triton-grpc-protocol-key", "v"),)))
+def test_requests_and_errors_of_the_client(service: tuple[_Service, str]) -> None:
+    """Triton's own protobuf reads names of any length; Triton's reason is the error's text."""
+    keys = {"triton-grpc-protocol-key": "v"}
+    client = RepositoryClient(service[1], Keys(grpc=tuple(keys.items())))
     names = ["m", "a" * 127, "b" * 128, "grüße" * 40]
     for name in names:
         client.load(name, 30)
         client.unload(name)
-    client.close()
-    keys = {"triton-grpc-protocol-key": "v"}
-    expected = [(method, name, keys) for name in names for method in ("load", "unload")]
-    assert requests.requests == expected
-
-
-def test_errors_of_the_client(service: tuple[_Service, str]) -> None:
-    """Triton's reason is the error's text; a load that never ends has an error of its own."""
-    client = RepositoryClient(service[1], Keys())
+    assert service[0].requests == [
+        (act, name, keys) for name in names for act in ("load", "unload")
+    ]
     with pytest.raises(ServerError, match=r"^load failed$"):
         client.load("broken", 30)
     with pytest.raises(LoadTimeoutError, match="took longer than 30 s"):
@@ -122,6 +114,7 @@ class _Triton:
     def __init__(self, *ready: str) -> None:
         self.ready = dict.fromkeys(ready, True)
         self.calls: list[str] = []
+        self.control = cast("RepositoryClient", self)
 
     def states(self) -> Sequence[ModelState]:
         return [ModelState(name, "1", ready, "") for name, ready in self.ready.items()]
@@ -138,7 +131,6 @@ class _Triton:
 @pytest.mark.parametrize(
     ("ready", "again", "calls"),
     [
-        pytest.param([], False, ["load part 9"], id="first"),
         pytest.param(["part"], False, ["load part 9"], id="loaded by a user"),
         pytest.param(["part"], True, ["unload part", "load part 9"], id="dead, but READY"),
         pytest.param([], True, ["load part 9"], id="again"),
@@ -149,16 +141,16 @@ def test_a_dead_model_that_is_ready_is_unloaded_first(
 ) -> None:
     """Triton does not load a model that is READY, even if its instances are dead."""
     triton = _Triton(*ready)
-    model_control.load(triton.states, triton, "part", 9.0, (), again=again)
+    model_control.load(triton.states, triton.control, "part", 9.0, (), again=again)
     assert triton.calls == calls
 
 
 def test_ensembles_are_loaded_again_with_their_part() -> None:
     """An unload returns the ensembles that Triton unloaded; a load brings them back."""
     triton = _Triton("part", "ensemble", "other")
-    dependents = model_control.unload(triton.states, triton, "part")
+    dependents = model_control.unload(triton.states, triton.control, "part")
     assert dependents == {"ensemble"}
-    model_control.load(triton.states, triton, "part", 9.0, sorted(dependents), again=True)
+    model_control.load(triton.states, triton.control, "part", 9.0, sorted(dependents), again=True)
     assert triton.calls == ["unload part", "load part 9", "load ensemble 9"]
 
 

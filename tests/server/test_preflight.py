@@ -48,6 +48,10 @@ class _Machine:
 
         self._patch.setattr(metadata, "version", version)
 
+    @property
+    def problems(self) -> list[str]:
+        return list(preflight.machine_problems())
+
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _Machine:
@@ -56,25 +60,14 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _Machine:
     return _Machine(monkeypatch)
 
 
-def _problems() -> list[str]:
-    return list(preflight.machine_problems())
-
-
-def test_machine_without_problems(machine: _Machine) -> None:
-    assert _problems() == []
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(64 << 20, "64 MB"), ((256 << 20) - 1, "255 MB"), (256 << 20, "")],
-    ids=["docker's-default", "just-too-small", "enough"],
-)
-def test_small_shared_memory(machine: _Machine, size: int, text: str) -> None:
+def test_small_shared_memory(machine: _Machine) -> None:
     """Less than 256 MB is a problem; a container gets more with --shm-size."""
-    machine.shared_memory(size)
-    problems = _problems()
-    assert bool(problems) == bool(text)
-    assert all(text in problem and "--shm-size" in problem for problem in problems)
+    machine.shared_memory(256 << 20)
+    assert machine.problems == []
+    machine.shared_memory((256 << 20) - 1)
+    (problem,) = machine.problems
+    assert "has 255 MB" in problem
+    assert "--shm-size" in problem
 
 
 @pytest.mark.parametrize(
@@ -90,9 +83,8 @@ def test_numpy(machine: _Machine, executable: Path, version: str, count: int) ->
     """Numpy 2 is a problem with the wheel's stub, and with no other."""
     machine.server(executable)
     machine.versions(numpy=version)
-    problems = _problems()
-    assert len(problems) == count
-    assert all(f"numpy {version}" in text and "'numpy<2'" in text for text in problems)
+    assert len(machine.problems) == count
+    assert all(f"numpy {version}" in text and "'numpy<2'" in text for text in machine.problems)
 
 
 @pytest.mark.parametrize("name", ["torch", "numpy", "safetensors"])
@@ -106,8 +98,7 @@ def test_missing_package(machine: _Machine, monkeypatch: pytest.MonkeyPatch, nam
     )
     if name == "numpy":
         machine.versions()
-    (problem,) = _problems()
-    assert problem == f"{name} is not installed in this Python; pip install {name}."
+    assert machine.problems == [f"{name} is not installed in this Python; pip install {name}."]
 
 
 @pytest.mark.parametrize("function", ["find", "environment"])
@@ -119,7 +110,7 @@ def test_no_server(machine: _Machine, monkeypatch: pytest.MonkeyPatch, function:
 
     monkeypatch.setattr(tritonserver, function, refuse)
     machine.shared_memory(1)
-    first, second = _problems()
+    first, second = machine.problems
     assert first == "no tritonserver was found. Install one."
     assert "shared memory" in second
 
@@ -127,103 +118,103 @@ def test_no_server(machine: _Machine, monkeypatch: pytest.MonkeyPatch, function:
 def test_shadowing_model(machine: _Machine, tmp_path: Path) -> None:
     """A model.py where the command runs is a problem; a folder of that name is none."""
     (tmp_path / "model.py").mkdir()
-    assert _problems() == []
+    assert machine.problems == []
     (tmp_path / "model.py").rmdir()
     (tmp_path / "model.py").write_text("")
-    (problem,) = _problems()
+    (problem,) = machine.problems
     assert "model.py in this folder shadows" in problem
 
 
 # --- folders ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "noted"),
-    [
-        pytest.param('backend: "pytorch_py"\n', False, id="backend"),
-        pytest.param('platform: "pytorch_libtorch"\n', True, id="platform"),
-        pytest.param(b"max_batch_size: 8 # caf\xe9\n", False, id="not-utf-8"),
-        pytest.param('backend: "pytorch_py" inputs [{ }]', False, id="parse-error"),
-    ],
-)
-def test_folder_without_a_backend(tmp_path: Path, text: str | bytes, noted: bool) -> None:
-    """A platform without `backend` is noted; nothing is said about a config that is unreadable."""
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
     folder = tmp_path / "digits"
     folder.mkdir()
-    (folder / "config.pbtxt").write_bytes(text.encode() if isinstance(text, str) else text)
-    notes = list(preflight.folder_problems(folder))
-    assert len(notes) == noted
-    assert all(note.startswith("digits: ") and '"pytorch_py"' in note for note in notes)
-
-
-@pytest.mark.parametrize(
-    ("text", "other"),
-    [
-        pytest.param('backend: "pytorch_py"', "", id="ours"),
-        pytest.param('backend: "pytorch"', "", id="drop-in"),
-        pytest.param('platform: "pytorch_libtorch"', "", id="platform"),
-        pytest.param('platform: "torch_aoti"', "", id="aoti"),
-        pytest.param('backend: "python"', "python", id="python"),
-        pytest.param('backend: "my_pytorch"', "my_pytorch", id="name-of-choice"),
-        pytest.param('platform: "ensemble"', "ensemble", id="ensemble"),
-    ],
-)
-def test_backend(tmp_path: Path, text: str, other: str) -> None:
-    """A model is served by this backend, or by the one that its config names."""
-    (tmp_path / "config.pbtxt").write_text(text)
-    assert preflight.other_backend(tmp_path, pbtxt.read(tmp_path)) == other
+    return folder
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        pytest.param('backend: "pytorch-py"', "Did you mean pytorch_py?", id="hyphen"),
-        pytest.param('backend: "PyTorch_Py"', "Did you mean pytorch_py?", id="capitals"),
-        pytest.param('backend: "pytroch"', "Did you mean pytorch?", id="transposed"),
+        pytest.param(b'backend: "pytorch_py"\n', [], id="backend"),
         pytest.param(
-            'platform: "pytorch_libtroch"', "Did you mean pytorch_libtorch?", id="platform"
+            b'platform: "pytorch_libtorch"\n', ["digits: ", '"pytorch_py"'], id="platform"
         ),
-        pytest.param('name: "digits"', "config.pbtxt has no `backend`", id="none"),
-        pytest.param(None, "config.pbtxt is missing", id="no-config"),
+        pytest.param(b"max_batch_size: 8 # caf\xe9\n", [], id="not-utf-8"),
+        pytest.param(b'backend: "pytorch_py" inputs [{ }]', [], id="parse-error"),
+        pytest.param(
+            b'backend: "pytorch_py" parameters { key: "%s" value { string_value: "/env.tar.gz" } }'
+            % execution_env.KEY.encode(),
+            ["digits: ", execution_env.KEY, sys.prefix],
+            id="environment",
+        ),
     ],
 )
-def test_backend_that_no_server_has(tmp_path: Path, text: str | None, says: str) -> None:
-    """A misspelt or missing backend is refused, with what to write instead."""
-    if text is not None:
-        (tmp_path / "config.pbtxt").write_text(text)
-    with pytest.raises(ConfigError) as refusal:
-        preflight.other_backend(tmp_path, pbtxt.read(tmp_path))
-    assert says in str(refusal.value)
-    assert "pytorch" in str(refusal.value)
+def test_folder_problems(folder: Path, text: bytes, says: list[str]) -> None:
+    """A platform without `backend`, and an environment of the model's own, are noted.
+
+    Nothing is said about a config that is unreadable.
+    """
+    (folder / "config.pbtxt").write_bytes(text)
+    notes = list(preflight.folder_problems(folder))
+    assert len(notes) == bool(says)
+    assert all(part in note for note in notes for part in says)
 
 
-def test_environment_of_a_models_own(tmp_path: Path) -> None:
-    """A note says that the model is tried with the packages of this environment."""
-    folder = tmp_path / "digits"
-    folder.mkdir()
-    named = f'key: "{execution_env.KEY}" value {{ string_value: "/env.tar.gz" }}'
-    (folder / "config.pbtxt").write_text(f'backend: "pytorch_py" parameters {{ {named} }}')
-    (note,) = preflight.folder_problems(folder)
-    assert execution_env.KEY in note
-    assert sys.prefix in note
-
-
-def test_closed_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that this user cannot read is one note, and nothing in it is opened."""
-    folder = tmp_path / "digits"
-    folder.mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
     (note,) = preflight.folder_problems(folder)
     assert note == f"{folder} cannot be read by this user."
 
 
 @pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ('backend: "pytorch_py"', ""),
+        ('backend: "pytorch"', ""),
+        ('platform: "pytorch_libtorch"', ""),
+        ('platform: "torch_aoti"', ""),
+        ('backend: "python"', "python"),
+        ('backend: "my_pytorch"', "my_pytorch"),
+        ('platform: "ensemble"', "ensemble"),
+    ],
+)
+def test_backend(folder: Path, text: str, other: str) -> None:
+    """A model is served by this backend, or by the one that its config names."""
+    (folder / "config.pbtxt").write_text(text)
+    assert preflight.other_backend(folder, pbtxt.read(folder)) == other
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('backend: "PyTorch-Py"', "Did you mean pytorch_py?"),
+        ('backend: "pytroch"', "Did you mean pytorch?"),
+        ('platform: "pytorch_libtroch"', "Did you mean pytorch_libtorch?"),
+        ('name: "digits"', "config.pbtxt has no `backend`"),
+        (None, "config.pbtxt is missing"),
+    ],
+)
+def test_backend_that_no_server_has(folder: Path, text: str | None, says: str) -> None:
+    """A misspelt or missing backend is refused, with what to write instead."""
+    if text is not None:
+        (folder / "config.pbtxt").write_text(text)
+    with pytest.raises(ConfigError) as refusal:
+        preflight.other_backend(folder, pbtxt.read(folder))
+    assert says in str(refusal.value)
+    assert "pytorch" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
     ("groups", "noted"),
     [
-        pytest.param([("KIND_GPU", 1)], True, id="one"),
-        pytest.param([("KIND_GPU", 2)], False, id="two"),
-        pytest.param([("KIND_CPU", 1)], False, id="no GPU"),
-        pytest.param([("KIND_CPU", 2), ("KIND_GPU", 1)], True, id="both"),
+        ([("KIND_GPU", 1)], True),
+        ([("KIND_GPU", 2)], False),
+        ([("KIND_CPU", 1)], False),
+        ([("KIND_CPU", 2), ("KIND_GPU", 1)], True),
     ],
 )
 def test_hooks_before_an_idle_gpu(groups: list[tuple[str, int]], noted: bool) -> None:

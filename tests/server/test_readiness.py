@@ -56,7 +56,6 @@ def running() -> Iterator[ReadinessServer]:
     ("path", "status", "body"),
     [
         ("/live", 200, {"live": True}),
-        ("/live/", 200, {"live": True}),
         ("/ready?verbose", 503, {"ready": False, "models": {"b": "is down: died"}}),
         ("/ready/a", 200, {"ready": True}),
         ("/ready/gr%C3%BC%C3%9Fe/", 200, {"ready": True}),
@@ -91,20 +90,19 @@ def test_problems_of_the_whole_server(
         assert readiness.answer("/ready")[1].get("reason", "") == reasons[1]
 
 
-def test_ready_with_all_models_and_before_the_first_snapshot() -> None:
-    snapshots = [Snapshot({"a": ""}, "", time.monotonic()), Snapshot()]
+def test_readiness_from_start_to_end() -> None:
+    """Nothing is ready before the first snapshot, nor while the server stops, but it is live.
+
+    A load balancer stops sending requests before the last ones are answered.
+    """
+    snapshots = [Snapshot({"a": ""}, "", time.monotonic())] * 3 + [Snapshot()]
     starting = {"ready": False, "models": {}, "reason": "the server is being started"}
+    stopping = {"ready": False, "reason": "the server is being stopped"}
     with ReadinessServer("127.0.0.1", 0, snapshots.pop, lambda: True) as readiness:
         assert readiness.answer("/ready") == (503, starting)
         assert readiness.answer("/ready") == (200, {"ready": True})
-
-
-def test_nothing_is_ready_while_the_server_stops() -> None:
-    """A load balancer stops sending requests before the last ones are answered."""
-    body = {"ready": False, "reason": "the server is being stopped"}
-    with _readiness_server() as readiness:
         readiness.set_stopping()
-        assert readiness.answer("/ready/a") == (503, body)
+        assert readiness.answer("/ready/a") == (503, stopping)
         assert readiness.answer("/live") == (200, {"live": True})
 
 
@@ -119,6 +117,24 @@ def test_malformed_requests_are_harmless(
     assert capfd.readouterr().err == ""
 
 
+def _open(readiness: ReadinessServer, stack: contextlib.ExitStack, data: bytes) -> socket.socket:
+    """Open a connection, which the server may close at any time, and send something."""
+    connection = stack.enter_context(_connect(readiness))
+    with contextlib.suppress(OSError):
+        connection.sendall(data)
+    return connection
+
+
+def _assert_closed(connection: socket.socket) -> None:
+    with contextlib.suppress(ConnectionResetError):
+        assert connection.recv(1) == b""
+
+
+def _until_threads(number: int) -> None:
+    while threading.active_count() > number:
+        time.sleep(0.01)
+
+
 def test_silent_clients_lose_their_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     """Above the limit, the oldest connections are closed; probes in between are answered."""
     monkeypatch.setattr(_readiness, "_CONNECTIONS", 4)
@@ -126,16 +142,11 @@ def test_silent_clients_lose_their_connections(monkeypatch: pytest.MonkeyPatch) 
     with _readiness_server() as readiness, contextlib.ExitStack() as stack:
         opened = []
         for _ in range(10):
-            for _ in range(3):
-                opened.append(stack.enter_context(_connect(readiness)))
-                with contextlib.suppress(OSError):  # it was closed
-                    opened[-1].sendall(b"GET /re")
+            opened += [_open(readiness, stack, b"GET /re") for _ in range(3)]
             assert _get(readiness)[0] == 200
-            while threading.active_count() - before > 1 + 4:
-                time.sleep(0.01)
+            _until_threads(before + 1 + 4)
         for connection in opened[:-4]:
-            with contextlib.suppress(ConnectionResetError):
-                assert connection.recv(1) == b""
+            _assert_closed(connection)
 
 
 def test_threads_are_limited_while_tritonserver_does_not_answer(
@@ -147,16 +158,11 @@ def test_threads_are_limited_while_tritonserver_does_not_answer(
     before = threading.active_count()
     with _readiness_server(lives=lambda: answers.wait(60)) as readiness:
         with contextlib.ExitStack() as stack:
-            for _ in range(20):
-                last = stack.enter_context(_connect(readiness))
-                with contextlib.suppress(OSError):  # it was closed
-                    last.sendall(b"GET /live HTTP/1.0\r\n\r\n")
-            with contextlib.suppress(ConnectionResetError):
-                assert last.recv(1) == b""
+            opened = [_open(readiness, stack, b"GET /live HTTP/1.0\r\n\r\n") for _ in range(20)]
+            _assert_closed(opened[-1])
             assert threading.active_count() - before <= 1 + 2 * 4
             answers.set()
-        while threading.active_count() - before > 1:
-            time.sleep(0.01)
+        _until_threads(before + 1)
         assert _get(readiness)[0] == 200
 
 

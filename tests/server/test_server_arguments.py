@@ -9,15 +9,15 @@ from documentation import ROOT
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import server_arguments
-from torch_py_backend.server.server_arguments import Keys
+from torch_py_backend.server.server_arguments import SENSITIVE, Keys
 
 _ARGUMENTS = ["--load-model=a", "--log-verbose", "1", "--load-model", "b", "--load-models=c"]
+_ALL = ",".join(SENSITIVE)
 
 
 @pytest.mark.parametrize(
     ("arguments", "values", "rest"),
     [
-        ([], [], []),
         (_ARGUMENTS, ["a", "b"], ["--log-verbose", "1", "--load-models=c"]),
         (["--load-model"], [""], []),
         (["--load-model", "--load-model", "x"], ["--load-model", "x"], ["x"]),
@@ -46,72 +46,52 @@ def test_services_that_are_configured(arguments: list[str], services: list[str])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "keys"),
+    ("arguments", "keys", "exposed"),
     [
-        ([], Keys()),
-        (["--http-restricted-api", "health:k=v=w"], Keys(http=(("k", "v=w"),))),
-        (
-            ["--grpc-restricted-protocol=model-repository,trace:Key=v"],
-            Keys(grpc=(("triton-grpc-protocol-key", "v"),)),
+        pytest.param([], Keys(), list(SENSITIVE), id="none"),
+        pytest.param(
+            [f"--http-restricted-api={_ALL}:k=v=w", "--http-restricted-api", "health:l=x"],
+            Keys(http=(("k", "v=w"), ("l", "x"))),
+            list(SENSITIVE),
+            id="http",
         ),
-        (
-            ["--http-restricted-api=health:a=1", "--http-restricted-api=trace:b=2"],
-            Keys(http=(("a", "1"), ("b", "2"))),
+        pytest.param(
+            server_arguments.restriction_arguments("health, model-repository", "k", "v"),
+            Keys((("k", "v"),), (("triton-grpc-protocol-k", "v"),)),
+            ["shared-memory", "trace", "logging"],
+            id="ours",
         ),
-        (
-            server_arguments.restriction_arguments("trace, logging", "key", "v"),
-            Keys(http=(("key", "v"),), grpc=(("triton-grpc-protocol-key", "v"),)),
+        pytest.param(
+            [
+                f"--http-restricted-api={_ALL}:k=v",
+                "--grpc-restricted-protocol",
+                "trace:k=v",
+                "--grpc-restricted-protocol=logging:L=w",
+            ],
+            Keys((("k", "v"),), (("triton-grpc-protocol-k", "v"), ("triton-grpc-protocol-l", "w"))),
+            ["model-repository", "shared-memory"],
+            id="several",
         ),
     ],
-    ids=["none", "http", "grpc", "several", "ours"],
 )
-def test_keys(arguments: list[str], keys: Keys) -> None:
-    """The keys are those that clients must send to restricted endpoints."""
+def test_keys_and_exposed_endpoints(arguments: list[str], keys: Keys, exposed: list[str]) -> None:
+    """Clients must send the keys; an endpoint is restricted if both protocols require one."""
     assert server_arguments.required_keys(arguments) == keys
+    assert server_arguments.unrestricted(arguments) == exposed
 
 
-@pytest.mark.parametrize("value", ["health", "health:key", "health=key"])
+@pytest.mark.parametrize("value", ["health:key", "health=key"])
 def test_a_restriction_without_a_key(value: str) -> None:
     """The error shows the expected form."""
     with pytest.raises(ServerError, match="expected APIS:KEY=VALUE"):
         server_arguments.required_keys([f"--http-restricted-api={value}"])
 
 
-@pytest.mark.parametrize("apis", ["", "repository", "trace,,logging", "trace:k"])
+@pytest.mark.parametrize("apis", ["repository", "trace,,logging", "trace:k"])
 def test_endpoints_that_triton_does_not_have(apis: str) -> None:
     """A misspelt endpoint would stay open: it is an error, which lists the names."""
     with pytest.raises(ServerError, match="health, metadata, inference"):
         server_arguments.restriction_arguments(apis, "k", "v")
-
-
-_ALL = "model-repository,shared-memory,trace,logging"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "exposed"),
-    [
-        ([], ["model-repository", "shared-memory", "trace", "logging"]),
-        (server_arguments.restriction_arguments(_ALL, "k", "v"), []),
-        (
-            server_arguments.restriction_arguments("health, model-repository", "k", "v"),
-            ["shared-memory", "trace", "logging"],
-        ),
-        ([f"--http-restricted-api={_ALL}:k=v"], _ALL.split(",")),
-        (
-            [
-                f"--http-restricted-api={_ALL}:k=v",
-                "--grpc-restricted-protocol",
-                "trace:k=v",
-                "--grpc-restricted-protocol=logging:l=w",
-            ],
-            ["model-repository", "shared-memory"],
-        ),
-    ],
-    ids=["none", "all", "some", "one protocol", "several"],
-)
-def test_unrestricted_endpoints(arguments: list[str], exposed: list[str]) -> None:
-    """An endpoint is restricted if both protocols require a key for it."""
-    assert server_arguments.unrestricted(arguments) == exposed
 
 
 def test_the_flags_in_the_documentation() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import pytest
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes.instance_status import Identity, InstanceState
-from torch_py_backend.server.healing import EventKind
 from torch_py_backend.server.instances import InstanceFailure
 from torch_py_backend.server.model_control import LoadTimeoutError
 from torch_py_backend.server.supervision import Event, Supervisor
@@ -16,6 +16,7 @@ from torch_py_backend.server.tritonserver import ModelState
 
 _READY, _UNLOADED = "READY", "UNLOADED"
 _DEAD = ServerError("Stub process 'a_0' is not healthy.")
+_STUCK = "Triton never stops waiting for it: only a new server can load it"
 _TIMEOUT = "took longer than 100 s (--load-timeout)"
 
 
@@ -25,8 +26,10 @@ class FakeServer:
     Attributes:
         models: each model's state; another text is the reason of a failure.
         pids: the process of each model that has a live one.
+        survivors: processes of every model that outlive an unload.
         refusals: errors of loads.
         threads: the operations in progress, which the test runs; None: they run at once.
+        loading: whether instances load; otherwise they are idle, since `idle_since`.
     """
 
     def __init__(self, *models: str, restarts: int = 3, controls: bool = True) -> None:
@@ -34,6 +37,7 @@ class FakeServer:
         self.ensembles: dict[str, str] = {}
         self.failed_versions: dict[str, str] = {}
         self.pids: dict[str, int] = {}
+        self.survivors: set[int] = set()
         self.failures: list[InstanceFailure] = []
         self.refusals: dict[str, ServerError] = {}
         self.calls: list[str] = []
@@ -42,25 +46,20 @@ class FakeServer:
         self.now = 0.0
         self.threads: list[Callable[[], None]] | None = None
         self.answers = True
-        self.loading = False  # instances load; otherwise they are idle
+        self.loading = False
         self.idle_since = 0.0
         self._last_pid = 100
+        fake = cast("Any", self)
         self.supervisor = Supervisor(
             self.index,
-            self,
-            self if controls else None,
+            fake,
+            fake if controls else None,
             self.events.append,
             restarts=restarts,
             load_seconds=100,
             clock=lambda: self.now,
-            spawn=self.spawn,
+            spawn=lambda run: run() if self.threads is None else self.threads.append(run),
         )
-
-    def spawn(self, function: Callable[[], None]) -> None:
-        if self.threads is None:
-            function()
-        else:
-            self.threads.append(function)
 
     # --- Triton ---
 
@@ -116,7 +115,7 @@ class FakeServer:
         return self.now - self.idle_since if model in self.pids and not self.loading else 0.0
 
     def live_processes(self, model: str) -> set[int]:
-        return {self.pids[model]} if model in self.pids else set()
+        return ({self.pids[model]} if model in self.pids else set()) | self.survivors
 
     def kill(self, model: str, state: InstanceState) -> int:
         is_loading = model in self.pids and self.loading
@@ -125,16 +124,13 @@ class FakeServer:
         self.killed.append(f"{model} {state.name}")
         return len(self.live_processes(model))
 
-    def die(self, model: str, reason: str = "was killed", *, completing: bool = False) -> None:
-        """End an instance; Triton still reports the model as READY."""
-        identity = Identity(self.pids.pop(model, 1), model, "1", f"{model}_0", None)
-        state = InstanceState.COMPLETING if completing else InstanceState.IDLE
+    def die(
+        self, model: str, reason: str = "was killed", state: InstanceState = InstanceState.IDLE
+    ) -> None:
+        """End an instance, which serves unless it is LOADING; Triton's state stays."""
+        pid = 1 if state is InstanceState.LOADING else self.pids.pop(model, 1)
+        identity = Identity(pid, model, "1", f"{model}_0", None)
         self.failures.append(InstanceFailure(identity, reason, state))
-
-    def die_loading(self, model: str, reason: str = _TIMEOUT) -> None:
-        """End an instance that was being loaded, and not one that serves."""
-        identity = Identity(1, model, "1", f"{model}_0", None)
-        self.failures.append(InstanceFailure(identity, reason, InstanceState.LOADING))
 
     # --- for tests ---
 
@@ -147,23 +143,48 @@ class FakeServer:
         while self.now < end:
             self.step()
 
-    def take_events(self) -> list[str]:
-        events = [f"{event.kind.value} {event.model}" for event in self.events]
+    def expect(
+        self, events: str = "", calls: str = "", not_ready: Mapping[str, str] | None = None
+    ) -> None:
+        """Check the events and calls since the last check, and why models do not serve now."""
+        reported = ", ".join(f"{event.kind.value} {event.model}" for event in self.events)
+        reasons = {name: why for name, why in self.supervisor.snapshot.models.items() if why}
+        assert (reported, ", ".join(self.calls)) == (events, calls)
+        assert reasons == (not_ready or {})
         self.events.clear()
-        return events
-
-    def not_ready(self) -> dict[str, str]:
-        return {name: why for name, why in self.supervisor.snapshot.models.items() if why}
+        self.calls.clear()
 
 
 def _serving(*models: str, restarts: int = 3) -> FakeServer:
     server = FakeServer(*models, restarts=restarts)
     server.supervisor.load(models)
     server.step(2)
-    server.events.clear()
-    server.calls.clear()
-    assert server.not_ready() == {}
+    events, calls = ([f"{what} {model}" for model in models] for what in ("READY", "load"))
+    server.expect(", ".join(f"{event} 1" for event in events), ", ".join(calls))
     return server
+
+
+def _loading(*, loading: bool = True) -> tuple[FakeServer, Callable[[], None]]:
+    """Return a server whose model `a` is being loaded, in process 5, and the end of that load."""
+    server = FakeServer("a")
+    server.threads = []
+    server.supervisor.load(["a"])
+    load = server.threads.pop()
+    server.threads, server.loading = None, loading
+    server.pids["a"] = 5
+    return server, load
+
+
+def _fail(server: FakeServer, load: Callable[[], None]) -> None:
+    """End a load whose process was killed; the next one succeeds."""
+    server.refusals["a"] = _DEAD
+    load()
+    server.refusals.clear()
+    server.pids.clear()
+    server.step(3)
+
+
+# --- loads and deaths ------------------------------------------------------------------------
 
 
 def test_models_are_loaded() -> None:
@@ -178,10 +199,9 @@ def test_models_are_loaded() -> None:
     assert not server.supervisor.initial_loads_done
     server.step()
     assert server.supervisor.initial_loads_done
-    assert server.take_events() == ["READY a 1", "FAILED b 1"]
-    assert server.not_ready() == {"b": "stays down: no model.py"}
+    server.expect("READY a 1, FAILED b 1", "load a, load b", {"b": "stays down: no model.py"})
     server.advance(200)
-    assert server.calls == ["load a", "load b"]
+    server.expect(not_ready={"b": "stays down: no model.py"})
 
 
 def test_a_model_that_dies_is_unloaded_and_loaded() -> None:
@@ -190,53 +210,50 @@ def test_a_model_that_dies_is_unloaded_and_loaded() -> None:
     server.threads = []
     server.die("a", "instance a_0 was ended by SIGKILL")
     server.step()
-    assert server.not_ready() == {"a": "is down: instance a_0 was ended by SIGKILL"}
+    down = {"a": "is down: instance a_0 was ended by SIGKILL"}
+    text = "instance a_0 was ended by SIGKILL; loading it again now (attempt 1 of 3)"
+    assert server.events[0].text == text
+    server.expect("DOWN a", "", down)
     server.threads.pop()()
     server.step()
-    assert "a" in server.not_ready()
+    server.expect("", "unload a", {"a": "is being loaded: instance a_0 was ended by SIGKILL"})
     server.threads.pop()()
     server.step()
-    assert server.calls == ["unload a", "load a"]
-    assert server.not_ready() == {}
-    assert [event.text for event in server.events] == [
-        "instance a_0 was ended by SIGKILL; loading it again now (attempt 1 of 3)",
-        "serves again after 0.4 s",
-    ]
-    assert server.take_events() == ["DOWN a", "READY a 1"]
+    assert server.events[0].text == "serves again after 0.4 s"
+    server.expect("READY a 1", "load a")
 
 
-def test_survivors_end_before_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_survivors_end_before_the_load() -> None:
     """Other instances give back their memory first; idle ones are killed after a second."""
     server = _serving("a")
     server.die("a")
-    monkeypatch.setattr(server, "live_processes", lambda model: {5})
+    server.survivors = {5}
     server.step(3)
     assert (server.calls, server.killed) == (["unload a"], [])
     server.advance(1)
     assert set(server.killed) == {"a IDLE"}
     assert server.calls == ["unload a"]
-    monkeypatch.undo()
+    server.survivors = set()
     server.step()
     assert server.calls == ["unload a", "load a"]
 
 
-def test_survivors_delay_the_load_for_ten_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_survivors_delay_the_load_for_ten_seconds_only() -> None:
+    """The death of a survivor is no failure of the load that has begun."""
     server = _serving("a")
     server.die("a")
-    monkeypatch.setattr(server, "live_processes", lambda model: {5})
+    server.survivors = {5}
     server.advance(9)
-    assert "load a" not in server.calls
+    server.expect("DOWN a", "unload a", {"a": "is down: was killed"})
     server.threads = []
     server.advance(2)
     (load,) = server.threads
-    # Its death is none of the new load.
-    survivor = Identity(5, "a", "1", "a_0", None)
-    server.failures.append(InstanceFailure(survivor, "was killed"))
+    server.failures.append(InstanceFailure(Identity(5, "a", "1", "a_0", None), "was killed"))
     server.step()
     load()
-    monkeypatch.undo()
+    server.survivors = set()
     server.step()
-    assert server.take_events() == ["DOWN a", "READY a 1"]
+    server.expect("READY a 1", "load a")
 
 
 def test_a_crash_loop_at_start_up() -> None:
@@ -247,25 +264,27 @@ def test_a_crash_loop_at_start_up() -> None:
     server.step()
     assert server.supervisor.initial_loads_done
     server.advance(30)
-    assert server.calls == ["load a", "load b", "load a", "load a"]
-    assert server.take_events() == ["DOWN a", "READY b 1", "DOWN a", "GIVEN UP a"]
-    assert "Stub process 'a_0' is not healthy" in server.not_ready()["a"]
+    server.expect(
+        "DOWN a, READY b 1, DOWN a, GIVEN UP a",
+        "load a, load b, load a, load a",
+        {"a": "stays down: Stub process 'a_0' is not healthy"},
+    )
 
 
 def test_a_model_that_dies_again_and_again() -> None:
-    """It is unloaded when it is given up, and serves once a user loads it."""
+    """It is unloaded when it is given up, keeps that reason, and serves once a user loads it."""
     server = _serving("a", restarts=1)
     for _ in range(2):
         server.die("a")
         server.step(3)
-    assert server.calls == ["unload a", "load a", "unload a"]
-    assert server.take_events() == ["DOWN a", "READY a 1", "GIVEN UP a"]
+    given_up = {"a": "stays down: was killed"}
+    server.expect("DOWN a, READY a 1, GIVEN UP a", "unload a, load a, unload a", given_up)
+    server.models["a"] = "no such file"  # another one's load failed
     server.advance(100)
-    assert server.calls[3:] == []
+    server.expect(not_ready=given_up)
     server.start("a")
     server.advance(1)
-    assert server.not_ready() == {}
-    assert server.take_events() == ["READY a 1"]
+    server.expect("READY a 1")
 
 
 def test_a_death_during_a_load_that_succeeds() -> None:
@@ -281,8 +300,7 @@ def test_a_death_during_a_load_that_succeeds() -> None:
         server.threads.pop()()
     server.step()
     assert server.events[-1].text == "serves again after 0.6 s"
-    assert server.take_events() == ["DOWN a", "READY a 1"]
-    assert server.calls == ["load a", "unload a", "load a"]
+    server.expect("DOWN a, READY a 1", "load a, unload a, load a")
 
 
 def test_a_refusal_after_a_death_is_not_final() -> None:
@@ -291,10 +309,10 @@ def test_a_refusal_after_a_death_is_not_final() -> None:
     server.die("a")
     server.refusals["a"] = ServerError("out of memory")
     server.step(3)
-    assert server.take_events() == ["DOWN a", "DOWN a"]
+    server.expect("DOWN a, DOWN a", "unload a, load a", {"a": "is down: out of memory"})
     server.refusals.clear()
     server.advance(3)
-    assert server.take_events() == ["READY a 1"]
+    server.expect("READY a 1", "load a")
 
 
 def test_an_unload_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,69 +325,10 @@ def test_an_unload_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(server, "unload", refuse)
     server.step(3)
-    assert server.not_ready().keys() == {"a"}
-    assert "load a" not in server.calls
+    server.expect("DOWN a, DOWN a", "", {"a": "is down: no"})
     monkeypatch.undo()
     server.advance(3)
-    assert server.calls == ["unload a", "load a"]
-    assert server.not_ready() == {}
-
-
-def test_users_may_unload_and_load() -> None:
-    """A model that a user unloads is not loaded again; one that a user loads is monitored."""
-    server = _serving("a", "b")
-    server.unload("a")
-    server.advance(1)
-    assert server.take_events() == ["RELEASED a"]
-    assert server.supervisor.snapshot.models == {"b": ""}
-    server.start("a")
-    server.start("c")
-    server.advance(1)
-    assert server.take_events() == ["READY a 1", "READY c 1"]
-    server.calls.clear()
-    for name in ("a", "c"):
-        server.die(name)
-    server.step(4)
-    assert sorted(server.calls) == ["load a", "load c", "unload a", "unload c"]
-
-
-def test_a_user_s_load_and_death_in_one_step() -> None:
-    """The model is found before its death is handled."""
-    server = _serving("a")
-    server.start("b")
-    server.die("b")
-    server.step()
-    assert server.take_events() == ["READY b 1", "DOWN b"]
-
-
-@pytest.mark.parametrize("dies", [False, True])
-@pytest.mark.parametrize("failed_version", [False, True])
-def test_a_model_that_a_user_unloads_stays_unloaded(dies: bool, failed_version: bool) -> None:
-    """Also if Triton kills its process, or still reports that another version failed before."""
-    server = _serving("a")
-    if failed_version:
-        server.failed_versions["a"] = "no such file"
-        server.advance(1)
-    assert server.take_events() == []
-    server.models["a"] = _UNLOADED
-    if dies:
-        server.die("a")
-    server.advance(2)
-    assert server.calls == []
-    assert server.take_events() == ["RELEASED a"]
-    assert server.supervisor.snapshot.models == {}
-
-
-def test_a_user_s_load_that_is_refused() -> None:
-    """A load through Triton's API that fails, after which no version serves, is reported."""
-    server = _serving("a")
-    server.models["a"] = "no such file"
-    server.advance(1)
-    assert server.take_events() == ["FAILED a 1"]
-    assert server.not_ready() == {"a": "stays down: no such file"}
-    server.models["a"] = _READY  # in the same process, or in none, as ensembles
-    server.advance(1)
-    assert server.take_events() == ["READY a 1"]
+    server.expect("READY a 1", "unload a, load a")
 
 
 @pytest.mark.parametrize("cascades", [True, False])
@@ -382,115 +341,91 @@ def test_an_ensemble_is_loaded_again_with_its_part(cascades: bool) -> None:
     server.step()
     server.threads.pop()()
     server.step()
-    assert server.not_ready()["e"] == "needs the model 'a', which does not serve"
+    needs = {"a": "is being loaded: was killed", "e": "needs the model 'a', which does not serve"}
+    server.expect("DOWN a", "unload a", needs)
     if cascades:
         server.models["e"] = _READY
     server.threads.pop()()
     server.step(4)
-    assert server.calls == ["unload a", "load a"] + ([] if cascades else ["load e"])
-    assert server.not_ready() == {}
-    assert server.take_events() == ["DOWN a", "READY a 1"]
+    server.expect("READY a 1", "load a" if cascades else "load a, load e")
     server.unload("a")  # by a user
     server.advance(1)
-    assert server.take_events() == ["RELEASED a", "RELEASED e"]
+    server.expect("RELEASED a, RELEASED e", "unload a")
 
 
-def test_a_load_that_takes_too_long() -> None:
-    """Its process is killed, the load then fails in Triton, and the model is loaded again."""
-    server = FakeServer("a", "b")
-    server.threads = []
-    server.supervisor.load(["a", "b"])
-    load, other = server.threads
-    server.threads = None
-    other()
-    server.pids["a"] = 5
-    server.loading = True
-    server.advance(101)
-    assert set(server.killed) == {"a LOADING"}
-    assert server.not_ready().keys() == {"a"}
-    server.refusals["a"] = _DEAD
-    load()
-    server.refusals.clear()
-    server.pids.clear()
-    server.step(3)
-    assert server.take_events() == ["READY b 1", "DOWN a", "READY a 1"]
-
-
-def test_a_load_that_triton_gave_up() -> None:
-    """Instances that were loaded 30 s ago, while nothing else loads, are killed and replaced."""
-    server = FakeServer("a")
-    server.threads = []
-    server.supervisor.load(["a"])
-    load = server.threads.pop()
-    server.threads = None
-    server.pids["a"] = 5
-    server.loading = True
-    server.advance(40)
-    server.loading, server.idle_since = False, server.now
-    server.advance(29)
-    assert server.killed == []
-    server.advance(2)
-    assert set(server.killed) == {"a IDLE"}
-    server.refusals["a"] = _DEAD
-    load()
-    server.refusals.clear()
-    server.pids.clear()
-    server.step(3)
-    (down, ready) = server.events
-    assert "did not accept it within 30 s of its load" in down.text
-    assert (down.kind, ready.kind) == (EventKind.DOWN, EventKind.READY)
-
-
-def test_a_load_that_triton_gave_up_late() -> None:
-    """After --load-timeout, too, it ends with the death of its instances; it is not given up."""
-    server = FakeServer("a")
-    server.threads = []
-    server.supervisor.load(["a"])
-    server.pids["a"] = 5
-    server.idle_since = 99
-    server.advance(101)
-    assert set(server.killed) == {"a IDLE"}
-    assert server.take_events() == []
-
-
-@pytest.mark.parametrize("what", ["ready", "busy"])
-def test_a_load_that_waits_for_others(what: str) -> None:
-    """A model that is READY, or at work, is left alone while its load lasts."""
-    server = FakeServer("a")
-    server.threads = []
-    server.supervisor.load(["a"])
-    server.pids["a"] = 5
-    if what == "ready":
-        server.models["a"] = _READY
-    for _ in range(80):
-        server.advance(1)
-        if what == "busy":
-            server.idle_since = server.now
-    assert server.killed == []
-
-
-def test_a_load_one_of_whose_instances_died() -> None:
-    """The time limit holds for the other instances."""
-    server = FakeServer("a")
-    server.threads = []
-    server.supervisor.load(["a"])
-    server.pids["a"] = 5
-    server.loading = True
-    server.die_loading("a")
-    server.advance(99)
-    assert server.killed == []
-    server.advance(2)
-    assert set(server.killed) == {"a LOADING"}
-
-
-def test_a_user_s_load_that_dies_while_the_model_serves() -> None:
-    """The failure is reported; what Triton keeps serving is not touched."""
+def test_a_server_that_does_not_answer() -> None:
+    """It is a problem of the server; no model is taken for unloaded."""
     server = _serving("a")
-    server.die_loading("a")
+    for answers, problem in ((False, "tritonserver does not answer"), (True, "")):
+        server.answers = answers
+        server.advance(1)
+        assert server.supervisor.snapshot.problem == problem
+    server.expect()
+
+
+# --- loads and unloads by users --------------------------------------------------------------
+
+
+def test_users_may_unload_and_load() -> None:
+    """A model that a user unloads is not loaded again; one that a user loads is monitored."""
+    server = _serving("a", "b")
+    server.unload("a")
+    server.advance(1)
+    server.expect("RELEASED a", "unload a")
+    assert server.supervisor.snapshot.models == {"b": ""}
+    server.start("a")
+    server.start("c")
+    server.advance(1)
+    server.expect("READY a 1, READY c 1")
+    server.start("d")  # it dies in the same step: it is found before its death is handled
+    for name in "acd":
+        server.die(name)
+    server.step(4)
+    server.expect(
+        "DOWN a, DOWN c, READY d 1, DOWN d, READY a 1, READY c 1, READY d 1",
+        "unload a, unload c, unload d, load a, load c, load d",
+    )
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("failed_version", [False, True])
+def test_a_model_that_a_user_unloads_stays_unloaded(dies: bool, failed_version: bool) -> None:
+    """Also if Triton kills its process, or still reports that another version failed before."""
+    server = _serving("a")
+    if failed_version:
+        server.failed_versions["a"] = "no such file"
+        server.advance(1)
+    server.expect()
+    server.models["a"] = _UNLOADED
+    if dies:
+        server.die("a")
     server.advance(2)
-    assert server.take_events() == ["FAILED a"]
-    assert server.calls == []
-    assert server.not_ready() == {}
+    server.expect("RELEASED a")
+    assert server.supervisor.snapshot.models == {}
+
+
+def test_a_user_s_load_that_is_refused() -> None:
+    """A load through Triton's API that fails, after which no version serves, is reported."""
+    server = _serving("a")
+    server.models["a"] = "no such file"
+    server.advance(1)
+    server.expect("FAILED a 1", "", {"a": "stays down: no such file"})
+    server.models["a"] = _READY  # in the same process, or in none, as ensembles
+    server.advance(1)
+    server.expect("READY a 1")
+
+
+def test_a_user_s_load_that_dies() -> None:
+    """It is reported; what serves is not touched, and the first load of a model may fail, too."""
+    server = _serving("a")
+    server.die("unknown")  # Triton reports other deaths
+    server.step(3)
+    server.expect()
+    for model in ("a", "unknown"):
+        server.die(model, _TIMEOUT, InstanceState.LOADING)
+        server.advance(2)
+        server.expect(f"FAILED {model}")
+        assert server.supervisor.snapshot.models == {"a": ""}
 
 
 def test_a_user_s_load_that_dies_when_nothing_serves() -> None:
@@ -498,96 +433,106 @@ def test_a_user_s_load_that_dies_when_nothing_serves() -> None:
     server = _serving("a")
     server.models["a"] = ""  # Triton's LOADING
     server.advance(2)
-    assert server.not_ready() == {"a": "is being loaded"}
-    server.die_loading("a")
+    server.expect(not_ready={"a": "is being loaded"})
+    server.die("a", _TIMEOUT, InstanceState.LOADING)
     server.step()
     server.models["a"] = str(_DEAD)
     server.advance(2)
-    assert server.take_events() == ["FAILED a"]
-    assert server.not_ready() == {"a": f"stays down: {_TIMEOUT}"}
-    assert server.calls == []
+    server.expect("FAILED a", "", {"a": f"stays down: {_TIMEOUT}"})
     server.start("a")
     server.advance(2)
-    assert server.not_ready() == {}
-
-
-def test_a_load_that_never_ends() -> None:
-    """Triton waits for a process that is gone: the model is given up, with the reason."""
-    server = FakeServer("a", "b")
-    server.threads = []
-    server.supervisor.load(["a", "b"])
-    server.threads[1]()
-    server.advance(101)
-    assert server.take_events() == ["READY b 1", "GIVEN UP a"]
-    assert _TIMEOUT in server.not_ready()["a"]
-    assert "only a new server can load it" in server.not_ready()["a"]
-    assert server.supervisor.initial_loads_done
-
-
-def test_a_death_that_triton_does_not_notice() -> None:
-    """A model whose config was being completed is given up at once, not after the time limit."""
-    server = FakeServer("a")
-    server.threads = []
-    server.supervisor.load(["a"])
-    server.die("a", "the process that completes its config was ended by SIGKILL", completing=True)
-    server.step()
-    assert server.take_events() == ["GIVEN UP a"]
-    assert "was ended by SIGKILL; Triton never stops waiting for it" in server.not_ready()["a"]
-    server.refusals["a"] = LoadTimeoutError("it took longer than 130 s")
-    server.threads.pop()()
-    server.step()
-    assert server.take_events() == []
+    server.expect("READY a 1")
 
 
 def test_triton_alone_controls_its_models() -> None:
     """In other control modes nothing is loaded or unloaded; readiness is correct all the same."""
     server = FakeServer("a", "b", "c", controls=False)
     server.start("a")
-    server.models["b"] = "no such file"
-    server.models["c"] = _UNLOADED
+    server.models |= {"b": "no such file", "c": _UNLOADED}
     server.step()
-    assert server.take_events() == ["READY a 1", "FAILED b 1"]
+    down = {"b": "stays down: no such file"}
+    server.expect("READY a 1, FAILED b 1", "", down)
     assert server.supervisor.snapshot.models.keys() == {"a", "b"}
     server.die("a")
     server.advance(100)
-    assert server.take_events() == ["GIVEN UP a"]
-    assert server.not_ready()["a"] == "stays down: was killed"
-    assert server.calls == []
+    server.expect("GIVEN UP a", "", down | {"a": "stays down: was killed"})
     server.start("a")
     server.advance(1)
-    assert server.take_events() == ["READY a 1"]
+    server.expect("READY a 1", "", down)
 
 
-def test_a_given_up_model_keeps_its_reason() -> None:
-    """Triton's own reason, of a later failure, does not replace that of the death."""
-    server = _serving("a", restarts=0)
-    server.die("a")
-    server.step(2)
-    server.models["a"] = "no such file"
+# --- loads that take long --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_load_that_takes_too_long(dies: bool) -> None:
+    """Its process is killed, the load then fails in Triton, and the model is loaded again."""
+    server, load = _loading()
+    if dies:  # the limit holds for its other instances
+        server.die("a", _TIMEOUT, InstanceState.LOADING)
+    server.advance(99)
+    assert server.killed == []
     server.advance(2)
-    assert server.not_ready() == {"a": "stays down: was killed"}
+    assert set(server.killed) == {"a LOADING"}
+    server.expect(not_ready={"a": "is being loaded"})
+    _fail(server, load)
+    assert _TIMEOUT in server.events[0].text
+    server.expect("DOWN a, READY a 1", "load a, load a")
 
 
-def test_a_server_that_does_not_answer() -> None:
-    """It is a problem of the server; no model is taken for unloaded."""
-    server = _serving("a")
-    server.answers = False
-    server.advance(1)
-    assert server.supervisor.snapshot.problem == "tritonserver does not answer"
-    server.answers = True
-    server.advance(1)
-    assert server.supervisor.snapshot.problem == ""
-    assert server.take_events() == []
+def test_a_load_that_triton_gave_up() -> None:
+    """Instances that were loaded 30 s ago, while nothing else loads, are killed and replaced."""
+    server, load = _loading()
+    server.advance(40)
+    server.loading, server.idle_since = False, server.now
+    server.advance(29)
+    assert server.killed == []
+    server.advance(2)
+    assert set(server.killed) == {"a IDLE"}
+    _fail(server, load)
+    assert "did not accept it within 30 s of its load" in server.events[0].text
+    server.expect("DOWN a, READY a 1", "load a, load a")
 
 
-def test_failures_of_models_that_do_not_serve() -> None:
-    """A model that a user loads for the first time may fail; Triton reports other deaths."""
-    server = _serving("a")
-    server.die("unknown")
-    server.step(3)
-    assert server.take_events() == []
-    server.die_loading("unknown")
-    server.step(3)
-    assert server.take_events() == ["FAILED unknown"]
-    assert server.calls == []
-    assert server.supervisor.snapshot.models == {"a": ""}
+def test_a_load_that_triton_gave_up_late() -> None:
+    """After --load-timeout, too, it ends with the death of its instances; it is not given up."""
+    server, _ = _loading(loading=False)
+    server.idle_since = 99
+    server.advance(101)
+    assert set(server.killed) == {"a IDLE"}
+    server.expect(not_ready={"a": "is being loaded"})
+
+
+@pytest.mark.parametrize("what", ["ready", "busy"])
+def test_a_load_that_waits_for_others(what: str) -> None:
+    """A model that is READY, or at work, is left alone while its load lasts."""
+    server, _ = _loading(loading=False)
+    server.models["a"] = _READY if what == "ready" else ""
+    for _ in range(80):
+        server.advance(1)
+        if what == "busy":
+            server.idle_since = server.now
+    assert server.killed == []
+
+
+def test_a_load_that_never_ends() -> None:
+    """Triton waits for a process that is gone: the model is given up, with the reason."""
+    server, _ = _loading()
+    server.pids.clear()
+    server.advance(101)
+    server.expect("GIVEN UP a", "", {"a": f"stays down: its load {_TIMEOUT}; {_STUCK}"})
+    assert server.supervisor.initial_loads_done
+
+
+def test_a_death_that_triton_does_not_notice() -> None:
+    """A model whose config was being completed is given up at once, not after the time limit."""
+    server, load = _loading()
+    server.pids.clear()
+    server.die("a", "was ended by SIGKILL", InstanceState.COMPLETING)
+    server.step()
+    given_up = {"a": f"stays down: was ended by SIGKILL; {_STUCK}"}
+    server.expect("GIVEN UP a", "", given_up)
+    server.refusals["a"] = LoadTimeoutError("it took longer than 130 s")
+    load()
+    server.step()
+    server.expect("", "load a", given_up)

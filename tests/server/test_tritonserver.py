@@ -8,8 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import living
@@ -48,25 +46,14 @@ def test_order_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert tmp_path / "named/lib" in triton.libraries
 
 
-@pytest.mark.parametrize(
-    ("prepare", "says"),
-    [
-        (lambda folder: folder / "nothing", "is not a file"),
-        (lambda folder: _tree(folder, stub=False), "does not support Python"),
-    ],
-    ids=["no file", "no stub"],
-)
-def test_a_server_without_its_parts(
-    prepare: Callable[[Path], Path], says: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ServerError, match=says):
-        tritonserver.find(prepare(tmp_path))
-
-
-def test_no_server_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error names the extra to install."""
+def test_a_server_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names what is missing; without any server, the extra to install."""
+    with pytest.raises(ServerError, match="is not a file"):
+        tritonserver.find(tmp_path / "nothing")
+    with pytest.raises(ServerError, match="does not support Python"):
+        tritonserver.find(_tree(tmp_path, stub=False))
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(tritonserver, "NGC", tmp_path)
+    monkeypatch.setattr(tritonserver, "NGC", tmp_path / "none")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ServerError, match=r"pip install 'torch-py-backend\[server\]'"):
         tritonserver.find()
@@ -86,20 +73,17 @@ def test_the_backend_directory_holds_both_backends(tmp_path: Path) -> None:
         assert not (tmp_path / name).is_symlink()
 
 
-def test_environment_leads_to_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's stub runs the first python3 on PATH."""
+def test_environment_leads_to_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's stub runs the first python3 on PATH: a Python without one beside it is refused."""
     monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
-    values = tritonserver.environment(tritonserver.find())
+    triton = tritonserver.find()
+    values = tritonserver.environment(triton)
     first = Path(values["PATH"].split(os.pathsep)[0])
     assert (first / "python3").resolve() == Path(sys.executable).resolve()
     assert values["LD_LIBRARY_PATH"].endswith(f"{os.pathsep}/somewhere")
-
-
-def test_environment_of_a_lone_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Python without a python3 beside it is refused: the stub would run another one."""
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ServerError, match="is not this Python"):
-        tritonserver.environment(tritonserver.find())
+        tritonserver.environment(triton)
 
 
 def test_ports() -> None:
@@ -152,14 +136,12 @@ def test_one_port_for_two_services() -> None:
         tritonserver.check_ports("127.0.0.1", {"--http-port": port, "--grpc-port": port})
 
 
-def test_a_repository_that_is_missing(tmp_path: Path) -> None:
+def test_a_server_that_was_not_started(tmp_path: Path) -> None:
+    """Its methods raise an error, but it may be stopped; its repository must exist."""
     with pytest.raises(ServerError, match="is not a folder; expected a model repository"):
         Server(tmp_path / "none")
-
-
-def test_a_server_that_was_not_started(tmp_path: Path) -> None:
-    """Its methods raise an error, but it may be stopped."""
-    server = Server(tmp_path, http_port=0, grpc_port=0, metrics_port=0)
+    server = Server(tmp_path, http_port=80, grpc_port=0, metrics_port=0, address="0.0.0.0")
+    assert server.http_address == "127.0.0.1:80"
     with pytest.raises(ServerError, match="call start"):
         server.wait_loaded()
     server.stop()
@@ -188,24 +170,6 @@ def test_states_of_models() -> None:
     assert failed == ModelState("b", "", False, "because")
 
 
-def test_an_end_while_a_process_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux 6.15 and later report ENOENT for a process that is being reaped."""
-    code = "import subprocess; subprocess.run(['sleep', '1000'], check=False)"
-    process = subprocess.Popen([sys.executable, "-c", code])
-    (child,) = _until(lambda: psutil.Process(process.pid).children())
-    opened = os.pidfd_open
-
-    def pidfd_open(pid: int, flags: int = 0) -> int:
-        if pid == child.pid:
-            raise FileNotFoundError(2, "No such file or directory")
-        return opened(pid, flags)
-
-    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
-    tritonserver.terminate(process, 60, in_children=False)
-    assert process.poll() is not None
-    assert living.all_end([child])
-
-
 def _stopping(child: str, on_sigterm: str) -> subprocess.Popen[bytes]:
     """Start a process with a child, in place of a tritonserver; it sleeps after SIGTERM."""
     code = (
@@ -220,31 +184,39 @@ def _stopping(child: str, on_sigterm: str) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_a_server_without_instances_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton waits for instances that it has lost; all models ran in processes that have ended."""
-    monkeypatch.setattr(tritonserver, "_IDLE_SECONDS", 0.2)
-    with _stopping("exit", on_sigterm="None") as process:
-        tritonserver.terminate(process, 10_000, in_children=True)
-        assert process.returncode == -signal.SIGKILL
+def test_an_end_while_a_process_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux 6.15 and later report ENOENT for a process that is being reaped."""
+    with _stopping("exec sleep 1000", "os._exit(3)") as process:
+        (child,) = psutil.Process(process.pid).children()
+        opened = os.pidfd_open
+
+        def pidfd_open(pid: int, flags: int = 0) -> int:
+            if pid == child.pid:
+                raise FileNotFoundError(2, "No such file or directory")
+            return opened(pid, flags)
+
+        monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+        tritonserver.terminate(process, 60, in_children=False)
+        assert process.returncode == 3
+        assert living.all_end([child])
 
 
 @pytest.mark.parametrize(
-    ("child", "in_children"), [("sleep 1000", True), ("exit", False)], ids=["instance", "foreign"]
+    ("child", "on_sigterm", "in_children", "code"),
+    [
+        pytest.param("exit", "None", True, -signal.SIGKILL, id="idle"),
+        pytest.param("sleep 1000", "time.sleep(0.5) or os._exit(3)", True, 3, id="instance"),
+        pytest.param("exit", "time.sleep(0.5) or os._exit(3)", False, 3, id="foreign"),
+    ],
 )
-def test_a_server_that_may_be_busy_ends_by_itself(
-    child: str, in_children: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_server_without_instances_is_not_waited_for(
+    child: str, on_sigterm: str, in_children: bool, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While an instance runs, or a model may run in tritonserver itself, it is not killed."""
-    monkeypatch.setattr(tritonserver, "_IDLE_SECONDS", 0.0)
-    with _stopping(child, on_sigterm="time.sleep(0.5) or os._exit(3)") as process:
+    """Triton waits for instances that it has lost: once all have ended, it is killed.
+
+    It ends by itself while an instance runs, or a model may run in tritonserver itself.
+    """
+    monkeypatch.setattr(tritonserver, "_IDLE_SECONDS", 0.2)
+    with _stopping(child, on_sigterm) as process:
         tritonserver.terminate(process, 10_000, in_children=in_children)
-        assert process.returncode == 3
-
-
-def _until(what: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
-    """The first list that is not empty."""
-    deadline = time.monotonic() + 60
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return what()
+        assert process.returncode == code

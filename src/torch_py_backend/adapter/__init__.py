@@ -71,7 +71,7 @@ class TritonPythonModel:
             if isinstance(error, BackendError):
                 raise pb_utils.TritonModelException(str(error)) from error
             raise
-        self._status.ready()
+        self._status.idle()
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:

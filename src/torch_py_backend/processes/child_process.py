@@ -39,6 +39,7 @@ _START = (
 _PR_SET_PDEATHSIG = 1
 # The interval between checks of children that run together.
 _POLL_S = 0.02
+_CURE = "The server's log may say more."
 
 
 def run(
@@ -61,34 +62,22 @@ def run(
     Raises:
         LoadError: the function raised, the child died, or it took too long.
     """
-    deadline = time.monotonic() + seconds
-    with _child(task, quiet=quiet) as child:
-        child.send(arguments)
-        child.close_messages()
-        while time.monotonic() < deadline and child.process.poll() is None:
-            time.sleep(_POLL_S)
-        return child.result(model, seconds)
+    with Workers(model, task, 1, quiet=quiet) as workers:
+        return workers.ask([arguments], seconds)[0]
 
 
 class Workers:
-    """Child processes that each run a generator function and answer messages at the same time.
+    """Child processes that run a function and answer messages at the same time.
 
-    The first message to a child has the keyword arguments of the function; its answer is what the
-    generator yields first. Each further message is sent to the generator. Output is discarded.
-    Used as a context manager, which kills the children at its end.
+    The first message to a child has the keyword arguments of the function. Its answer is the result
+    or, of a generator, what that yields first; each further message is sent to the generator. Used
+    as a context manager, which kills the children at its end.
     """
 
-    def __init__(self, model: str, task: str, count: int) -> None:
-        """Start the children.
-
-        Args:
-            model: the model's name, for error messages.
-            task: the generator function, as `module:function`.
-            count: the number of children.
-        """
+    def __init__(self, model: str, task: str, count: int, *, quiet: bool = True) -> None:
         self._model = model
         with contextlib.ExitStack() as stack:
-            self._children = [stack.enter_context(_child(task, quiet=True)) for _ in range(count)]
+            self._children = [stack.enter_context(_child(task, quiet=quiet)) for _ in range(count)]
             self._stack = stack.pop_all()
 
     def __enter__(self) -> Self:
@@ -116,101 +105,80 @@ class Workers:
         deadline = time.monotonic() + seconds
         children = self._children[: len(messages)]
         for child, message in zip(children, messages, strict=True):
-            child.result_file.unlink(missing_ok=True)
             child.send(message)
-        while time.monotonic() < deadline:
-            if all(child.result_file.is_file() for child in children):
-                break
-            if any(child.failed() for child in children):
-                break
-            time.sleep(_POLL_S)
-        # A child that failed comes before those that took too long.
-        for child in sorted(children, key=lambda child: not child.failed()):
-            if child.failed() or not child.result_file.is_file():
-                try:
-                    child.result(self._model, seconds)
-                finally:
-                    self.close()
-        return [json.loads(child.result_file.read_bytes())["result"] for child in children]
+        try:
+            while True:
+                # The error of a child comes before those that wait for it.
+                outcomes = [child.outcome(self._model) for child in children]
+                if None not in outcomes:
+                    return [outcome["result"] for outcome in outcomes if outcome is not None]
+                if time.monotonic() > deadline:
+                    reason = f"trying the model took longer than {seconds:g} seconds"
+                    raise LoadError(self._model, reason, cure=_CURE)
+                time.sleep(_POLL_S)
+        except LoadError:
+            self.close()
+            raise
 
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """A process that runs a task, and the file that it writes its result to."""
+    """A process that runs a task, and the file that it writes its answer to."""
 
     process: subprocess.Popen[bytes]
-    result_file: Path
-
-    @property
-    def messages(self) -> IO[bytes]:
-        return cast("IO[bytes]", self.process.stdin)
+    answer: Path
 
     def send(self, message: object) -> None:
-        # The pipe is broken if the child died, or closed (a ValueError); `result` reports that.
+        self.answer.unlink(missing_ok=True)
+        # The pipe is broken if the child died, or closed (a ValueError); `outcome` reports that.
         with contextlib.suppress(BrokenPipeError, ValueError):
-            self.messages.write(json.dumps(message).encode() + b"\n")
-            self.messages.flush()
+            stdin = cast("IO[bytes]", self.process.stdin)
+            stdin.write(json.dumps(message).encode() + b"\n")
+            stdin.flush()
 
-    def close_messages(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self.messages.close()
-
-    def failed(self) -> bool:
-        """Return whether the function raised, or the process ended without a result."""
-        ended = self.process.poll() is not None
-        if self.result_file.is_file():
-            return "error" in json.loads(self.result_file.read_bytes())
-        return ended
-
-    def result(self, model: str, seconds: float) -> Any:
-        """Return the result of the task.
+    def outcome(self, model: str) -> dict[str, Any] | None:
+        """Return the answer to the last message, or None while there is none.
 
         Raises:
-            LoadError: the task failed, or the child ended without a result.
+            LoadError: the task failed, or the child ended without an answer.
         """
-        code = self.process.poll()
-        if not self.result_file.is_file():
-            if code is None:
-                reason = f"trying the model took longer than {seconds:g} seconds"
-            elif code < 0:
-                reason = f"trying the model ended with {procfs.signal_name(-code)}"
-            else:
-                reason = f"trying the model ended the process with exit code {code}"
-            raise LoadError(model, reason, cure="The server's log may say more.")
-        outcome = json.loads(self.result_file.read_bytes())
-        if "error" in outcome:
-            raise LoadError.from_message(outcome["error"], outcome["traceback"])
-        return outcome["result"]
+        code = self.process.poll()  # before the answer, which may be the last act of the child
+        if self.answer.is_file():
+            outcome: dict[str, Any] = json.loads(self.answer.read_bytes())
+            if "error" in outcome:
+                raise LoadError.from_message(outcome["error"], outcome["traceback"])
+            return outcome
+        if code is None:
+            return None
+        how = (
+            f"with {procfs.signal_name(-code)}"
+            if code < 0
+            else f"the process with exit code {code}"
+        )
+        raise LoadError(model, f"trying the model ended {how}", cure=_CURE)
 
 
 @contextlib.contextmanager
 def _child(task: str, *, quiet: bool) -> Iterator[_Child]:
     with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
-        result_file = Path(folder) / "result.json"
+        answer = Path(folder) / "answer.json"
         process = subprocess.Popen(  # noqa: S603  this Python, this package
-            [sys.executable, "-c", _START, str(Path(__file__).parents[2]), task, str(result_file)],
+            [sys.executable, "-c", _START, str(Path(__file__).parents[2]), task, str(answer)],
             stdin=subprocess.PIPE,
             # The model's output must not mix with the command's output.
             stdout=subprocess.DEVNULL if quiet else 2,
             stderr=subprocess.DEVNULL if quiet else None,
             start_new_session=True,
         )
-        child = _Child(process, result_file)
         try:
-            yield child
+            yield _Child(process, answer)
         finally:
-            _kill_tree(process)
-            child.close_messages()
-
-
-def _kill_tree(child: subprocess.Popen[bytes]) -> None:
-    """Kill a child and its descendants."""
-    # If the child has ended, its process ID may belong to another process.
-    descendants = procfs.descendants(child.pid) if child.poll() is None else []
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    _kill(descendants)
-    child.wait()
+            # If the child has ended, its process ID may belong to another process.
+            descendants = procfs.descendants(process.pid) if process.poll() is None else []
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            _kill(descendants)
+            process.communicate()  # closes the pipe
 
 
 def _kill(pids: Iterable[int]) -> None:
@@ -219,22 +187,28 @@ def _kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
+# --- in the child ----------------------------------------------------------------------------
+
+
 def main() -> None:
-    """Run the task that the command line names, and write its results; called in the child."""
+    """Run the task that the command line names, and write its answers."""
     _, _, task, path = sys.argv
     child = os.getpid()
     # A model's call may not return: the kernel kills this process when its parent dies.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
-    arguments = json.loads(sys.stdin.readline())
+    # The model must not read the messages: its standard input is empty.
+    messages = os.fdopen(os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     module, _, function = task.partition(":")
     try:
+        arguments = json.loads(messages.readline())
         result = getattr(importlib.import_module(module), function)(**arguments)
         if isinstance(result, Generator):
             answer = next(result)
             while os.getpid() == child:  # not a process that the model forked
                 _write(path, {"result": answer})
-                message = sys.stdin.readline()
+                message = messages.readline()
                 if not message:
                     break
                 answer = result.send(json.loads(message))
@@ -247,12 +221,12 @@ def main() -> None:
         with contextlib.suppress(ValueError, OSError):  # the model may have closed stderr
             traceback.print_exc()
         outcome = {"error": summarize(error), "traceback": traceback.format_exc()}
-    if os.getpid() == child:  # not a process that the model forked
-        _write(path, outcome)
+    # First: the parent kills this process when it has read the answer.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError, AttributeError):
             stream.flush()
-    if os.getpid() == child:
+    if os.getpid() == child:  # not a process that the model forked
+        _write(path, outcome)
         _kill(procfs.descendants(child))
     # Threads of the model must not delay the exit.
     os._exit(0)

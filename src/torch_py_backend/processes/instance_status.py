@@ -46,7 +46,6 @@ class Identity:
     """The identity of an instance.
 
     Attributes:
-        instance: the instance's name.
         limit_ms: the time limit of one call of the model; None: no limit.
         region: the name of the shared memory between Triton and the instance; empty: unknown.
     """
@@ -98,17 +97,13 @@ class InstanceStatus:
         self._word = memoryview(self._map).cast("Q")
         Path(part).rename(self._path)
 
-    def ready(self) -> None:
-        """Report that the instance is loaded and waits for requests."""
-        self.idle()
-
     def busy(self) -> None:
         """Report the start of a call."""
         if not self._poisoned:
             self._word[0] = time.monotonic_ns() << _STATE_BITS | InstanceState.BUSY
 
     def idle(self) -> None:
-        """Report the end of a call. A poisoned instance stays poisoned."""
+        """Report the end of a load or a call. A poisoned instance stays poisoned."""
         if not self._poisoned:
             self._word[0] = time.monotonic_ns() << _STATE_BITS | InstanceState.IDLE
 
@@ -144,11 +139,15 @@ def start(config: ModelConfig) -> InstanceStatus:
 
 def start_completing(model: str) -> InstanceStatus:
     """Return the status of a process that completes a model's config and then ends."""
-    return _start(InstanceState.COMPLETING, model, "", "", None)
+    return _start(InstanceState.COMPLETING, model)
 
 
 def _start(
-    state: InstanceState, model: str, version: str, instance: str, limit_ms: int | None
+    state: InstanceState,
+    model: str,
+    version: str = "",
+    instance: str = "",
+    limit_ms: int | None = None,
 ) -> InstanceStatus:
     status = InstanceStatus(state)
     folder = os.environ.get(VARIABLE)

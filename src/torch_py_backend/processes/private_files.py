@@ -60,32 +60,34 @@ def read(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file; the kernel releases it when the process ends.
+    """Hold an exclusive lock on a file, which is created if it is missing.
 
-    Raises:
-        OSError: the file cannot be created or opened for writing.
+    The kernel releases the lock when the process ends.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    with open(os.open(path, flags, 0o600), "rb") as file:  # noqa: PTH123  a descriptor
+        fcntl.flock(file, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(descriptor)
 
 
-def user_folder() -> Path:
-    """Return this user's private folder for compiled code.
+def shared_folder() -> tuple[Path, str]:
+    """Create this user's folder in the temporary folder, which all of its processes share.
 
-    Its name is fixed, so that instances share it. If another user has created a folder of that
-    name, a new temporary folder is used instead.
+    Returns:
+        The folder, and why it must not be used; empty: it may be.
     """
     folder = Path(tempfile.gettempdir()) / f"torch-py-backend-{os.geteuid()}"
     try:
-        reason = create(folder)
-        if folder.is_symlink():
-            reason = "it is a link"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        reason = risk(folder.stat())
     except OSError as error:
         reason = error.strerror or str(error)
+    return folder, "it is a link" if folder.is_symlink() else reason
+
+
+def user_folder() -> Path:
+    """Return the shared folder, or a new temporary folder if another user has created that."""
+    folder, reason = shared_folder()
     if not reason:
         return folder
     log.warning("%s is not used: %s.", folder, reason)

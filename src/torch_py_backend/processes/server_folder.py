@@ -14,12 +14,10 @@ import errno
 import fcntl
 import os
 import shutil
-import stat
-import tempfile
 from pathlib import Path
 
 from torch_py_backend.errors import PlatformError, summarize
-from torch_py_backend.processes import procfs
+from torch_py_backend.processes import private_files, procfs
 
 # Another process may remove a folder between its creation and its locking: then try again.
 _ATTEMPTS = 100
@@ -29,12 +27,18 @@ def enter(model: str) -> ServerFolder:
     """Enter the folder of the server that started this process.
 
     Raises:
-        PlatformError: the folder cannot be created, or other users can access it.
+        PlatformError: the folder cannot be created, or other users can write to it.
     """
     try:
-        base = Path(tempfile.gettempdir()) / f"torch-py-backend-{os.geteuid()}"
-        base.mkdir(mode=0o700, exist_ok=True)
-        _check_private(model, base)
+        base, reason = private_files.shared_folder()
+        if reason:
+            user = os.geteuid()
+            raise PlatformError(
+                model,
+                f"{base} cannot be used: {reason}",
+                expected=f"a folder of user {user} with mode 0700, which its instances share",
+                cure="Remove it, or set TMPDIR to a folder of the user that the server runs as.",
+            )
         servers = base / "servers"
         servers.mkdir(mode=0o700, exist_ok=True)
         _remove_abandoned(servers)
@@ -138,26 +142,6 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 
 # --- folders ---------------------------------------------------------------------------------
-
-
-def _check_private(model: str, base: Path) -> None:
-    """Raise an error if other users can access the folder."""
-    status = base.lstat()
-    mode = stat.S_IMODE(status.st_mode)
-    if not stat.S_ISDIR(status.st_mode):
-        problem = "is not a folder"
-    elif status.st_uid != os.geteuid():
-        problem = f"belongs to user {status.st_uid}"
-    elif mode & 0o077:
-        problem = f"has mode {mode:04o}"
-    else:
-        return
-    raise PlatformError(
-        model,
-        f"{base} {problem}",
-        expected=f"a folder of user {os.geteuid()} with mode 0700, which its instances share",
-        cure="Remove it, or set TMPDIR to a folder of the user that the server runs as.",
-    )
 
 
 def server_name(pid: int) -> str:

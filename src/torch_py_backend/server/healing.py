@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-_FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 60.0
 # A model that has served for this long may be reloaded as often as at first.
 _STABLE_AFTER_S = 60.0
@@ -39,9 +38,7 @@ class Transition:
 
     Attributes:
         before: the phases in which it has an effect.
-        after: the next phase.
         event: what is reported to the user; None: nothing.
-        text: the text of the event.
         action: what the supervisor does.
     """
 
@@ -94,7 +91,6 @@ class Lifecycle:
 
     Attributes:
         restarts: how often the model is reloaded, until it has served for a minute.
-        phase: the phase.
         since: when it last started or stopped to serve.
         reason: why it does not serve.
         attempts: how often it was reloaded since it last served for a minute.
@@ -142,8 +138,6 @@ class Lifecycle:
 
 
 def delay(attempt: int) -> float:
-    """Return the seconds to wait before an attempt, counted from 1, which does not wait."""
-    if attempt <= 1:
-        return 0.0
+    """Return the seconds to wait before an attempt: 0 for the first one, 1, 2, 4 and so on."""
     # The exponent is bounded, so that the power does not overflow.
-    return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(attempt - 2, 16))
+    return 0.0 if attempt <= 1 else min(_LONGEST_DELAY_S, 2.0 ** min(attempt - 2, 16))

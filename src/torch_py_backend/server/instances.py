@@ -28,7 +28,6 @@ class InstanceFailure:
     """An instance that cannot serve any more.
 
     Attributes:
-        reason: what happened, as a sentence without full stop.
         state: the last state. While it was COMPLETING, Triton never stops waiting for it; while it
             was LOADING, other instances of the model may serve.
     """
@@ -41,8 +40,7 @@ class InstanceFailure:
 class InstanceMonitor:
     """Monitors the processes that have a status file in a folder. For use in one thread.
 
-    Args:
-        load_seconds: the time limit for loading an instance, by `serve` or through Triton's API.
+    The time limit for loading an instance holds for loads through Triton's API, too.
     """
 
     def __init__(self, folder: Path, load_seconds: float = math.inf) -> None:
@@ -87,11 +85,12 @@ class InstanceMonitor:
 
     def is_loading(self) -> bool:
         """Return whether an instance of any model is being loaded, or a config completed."""
-        loading = (InstanceState.LOADING, InstanceState.COMPLETING)
-        return any(
-            not instance.ended and instance.reader.read().state in loading
+        states = {
+            instance.reader.read().state
             for instance in self._instances.values()
-        )
+            if not instance.ended
+        }
+        return bool(states & {InstanceState.LOADING, InstanceState.COMPLETING})
 
     def idle_seconds(self, model: str) -> float:
         """Return how long all instances of a model have waited; 0 if one does not, or without one.
@@ -156,11 +155,11 @@ class _Instance:
     def has_ended(self) -> bool:
         if self._pid_reused:
             return True
-        if self.pidfd is not None:
-            poll = select.poll()
-            poll.register(self.pidfd, select.POLLIN)
-            return bool(poll.poll(0))
-        return procfs.has_ended(self.identity.pid)
+        if self.pidfd is None:
+            return procfs.has_ended(self.identity.pid)
+        poll = select.poll()
+        poll.register(self.pidfd, select.POLLIN)
+        return bool(poll.poll(0))
 
     def check(self) -> InstanceFailure | None:
         """Return the failure of this instance, once; kill the process if it hangs."""

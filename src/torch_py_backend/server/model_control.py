@@ -11,7 +11,6 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import grpc
 
@@ -28,14 +27,6 @@ States = Callable[[], Sequence[ModelState]]
 
 class LoadTimeoutError(ServerError):
     """A load was not completed in time."""
-
-
-class ModelControl(Protocol):
-    """Loads and unloads models; implemented by `RepositoryClient`."""
-
-    def load(self, model: str, seconds: float) -> None: ...
-
-    def unload(self, model: str) -> None: ...
 
 
 class RepositoryClient:
@@ -65,9 +56,8 @@ class RepositoryClient:
         name = model.encode()
         # Field 2 of both messages is `model_name`. Its length has seven bits a byte; the eighth
         # marks that another byte follows.
-        size = len(name)
-        length = bytes([size] if size <= 0x7F else [size & 0x7F | 0x80, size >> 7])  # noqa: PLR2004
-        message = b"\x12" + length + name
+        low, high = len(name) & 0x7F, len(name) >> 7
+        message = b"\x12" + bytes([low | 0x80, high] if high else [low]) + name
         try:
             call(message, timeout=seconds, metadata=self._metadata, wait_for_ready=True)
         except grpc.RpcError as error:
@@ -90,7 +80,7 @@ class ModelStatus:
     """The status of all versions of a model.
 
     Attributes:
-        unloaded: all versions were unloaded, or are being unloaded.
+        unloaded: whether all versions were unloaded, or are being unloaded.
         reason: why a version does not serve that was not unloaded, in Triton's words.
         versions: the versions that serve; all versions if none serves.
         serving: the versions that serve.
@@ -117,10 +107,10 @@ def by_model(states: Sequence[ModelState]) -> dict[str, ModelStatus]:
     statuses = {}
     for name, versions in grouped.items():
         serving = [state.version for state in versions if state.ready]
-        reasons = [state.reason for state in versions if state.reason and not state.unloaded]
+        reasons = (state.reason for state in versions if state.reason and not state.unloaded)
         statuses[name] = ModelStatus(
             unloaded=all(state.unloaded for state in versions),
-            reason=reasons[0] if reasons else "",
+            reason=next(reasons, ""),
             versions=",".join(serving or [state.version for state in versions if state.version]),
             serving=frozenset(serving),
             withdrawn=frozenset(state.version for state in versions if state.unloaded),
@@ -145,7 +135,7 @@ class Operation:
     """A load or an unload in a thread of its own.
 
     Attributes:
-        started: the start, in seconds of the supervisor's clock.
+        started: when it began, by the supervisor's clock.
         dependents: after an unload: the ensembles that Triton unloaded with the model.
         error: after a failure: the reason; None: the operation succeeded, or the server ended.
         done: whether it has ended. Set last.
@@ -177,7 +167,7 @@ def start_daemon(function: Callable[[], None]) -> None:
 
 def load(
     states: States,
-    control: ModelControl,
+    control: RepositoryClient,
     model: str,
     seconds: float,
     dependents: Sequence[str],
@@ -195,7 +185,7 @@ def load(
             control.load(dependent, seconds)
 
 
-def unload(states: States, control: ModelControl, model: str) -> set[str]:
+def unload(states: States, control: RepositoryClient, model: str) -> set[str]:
     """Unload a model; return the ensembles that Triton unloaded with it."""
     before = _ready(states)
     control.unload(model)

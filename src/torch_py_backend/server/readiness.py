@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from torch_py_backend.errors import ServerError
+from torch_py_backend.server import tritonserver
 from torch_py_backend.server.supervision import Snapshot
 
 if TYPE_CHECKING:
@@ -34,12 +35,7 @@ Response = tuple[HTTPStatus, dict[str, object]]
 
 
 class ReadinessServer(ThreadingHTTPServer):
-    """The HTTP server of these endpoints, as a context manager.
-
-    Args:
-        port: the port; 0 takes a free one.
-        snapshot: returns the readiness of the models.
-        lives: returns whether tritonserver answers.
+    """The HTTP server of these endpoints, as a context manager; port 0 takes a free one.
 
     Raises:
         ServerError: the port is taken.
@@ -64,8 +60,7 @@ class ReadinessServer(ThreadingHTTPServer):
         self._stopping = False
         self._connections: list[socket.socket] = []
         self._lock = threading.Lock()
-        host = "127.0.0.1" if address == "0.0.0.0" else address  # noqa: S104
-        self.address = f"{host}:{self.server_port}"
+        self.address = tritonserver.client_address(address, self.server_port)
 
     def set_stopping(self) -> None:
         """Report from now on that nothing is ready."""
@@ -89,12 +84,11 @@ class ReadinessServer(ThreadingHTTPServer):
                 return HTTPStatus.SERVICE_UNAVAILABLE, body | (
                     {"reason": problem} if problem else {}
                 )
-            case ["ready", model]:
-                reason = problem or snapshot.models.get(model, "")
-                if not reason and model not in snapshot.models:
-                    body = {"ready": False, "reason": "no such model should serve"}
-                    return HTTPStatus.NOT_FOUND, body
-                return _response("ready", reason)
+            case ["ready", model] if problem or model in snapshot.models:
+                return _response("ready", problem or snapshot.models[model])
+            case ["ready", _]:
+                body = {"ready": False, "reason": "no such model should serve"}
+                return HTTPStatus.NOT_FOUND, body
         return HTTPStatus.NOT_FOUND, {"error": "expected /live, /ready or /ready/MODEL"}
 
     def __enter__(self) -> Self:

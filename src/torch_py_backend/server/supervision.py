@@ -11,17 +11,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from torch_py_backend.processes.instance_status import InstanceState
 from torch_py_backend.server import healing, model_control
 from torch_py_backend.server.healing import Action, EventKind, Lifecycle, Phase, Transition
-from torch_py_backend.server.instances import InstanceFailure
+from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
 from torch_py_backend.server.model_control import (
     LoadTimeoutError,
-    ModelControl,
     ModelStatus,
     Operation,
+    RepositoryClient,
     States,
 )
 
@@ -60,7 +59,7 @@ class Snapshot:
     Attributes:
         models: the models that should serve, each with the reason why it does not; empty: it does.
         problem: a problem of the whole server.
-        at: the time of the snapshot, in the clock's seconds.
+        at: when it was taken, in the clock's seconds.
     """
 
     models: Mapping[str, str] = field(default_factory=dict)
@@ -68,30 +67,11 @@ class Snapshot:
     at: float = 0.0
 
 
-class Monitor(Protocol):
-    """Detects failed instances; implemented by `instances.InstanceMonitor`."""
-
-    def check(self) -> list[InstanceFailure]: ...
-
-    def wait(self, seconds: float) -> None: ...
-
-    def wake(self) -> None: ...
-
-    def is_loading(self) -> bool: ...
-
-    def idle_seconds(self, model: str) -> float: ...
-
-    def live_processes(self, model: str) -> set[int]: ...
-
-    def kill(self, model: str, state: InstanceState) -> int: ...
-
-
 @dataclass(slots=True, kw_only=True)
 class _Model(Lifecycle):
     """The lifecycle of one model, and the observations of it.
 
     Attributes:
-        name: the model's name.
         operation: the load (in the phase LOADING) or unload in progress.
         processes: the live processes when the model failed, or its last load began.
         failure: why the load in progress, or the last one, failed.
@@ -121,12 +101,9 @@ class Supervisor:
 
     Args:
         states: returns Triton's states of the models.
-        monitor: detects failed instances.
         control: loads and unloads models; None: Triton alone does, and no model is reloaded.
-        on_event: is called with each event.
         restarts: how often a model is reloaded, until it has served for a minute.
         load_seconds: the time limit of one load.
-        clock: returns the seconds of a monotonic clock.
         spawn: runs a function in a thread of its own.
 
     Attributes:
@@ -136,8 +113,8 @@ class Supervisor:
     def __init__(
         self,
         states: States,
-        monitor: Monitor,
-        control: ModelControl | None,
+        monitor: InstanceMonitor,
+        control: RepositoryClient | None,
         on_event: Callable[[Event], None],
         *,
         restarts: int,

@@ -75,8 +75,7 @@ class ModelState:
 
     Attributes:
         version: the version; empty if Triton does not report one.
-        ready: whether it serves.
-        reason: why it does not.
+        reason: why it does not serve.
         unloaded: whether it was unloaded, or is being unloaded.
     """
 
@@ -96,11 +95,10 @@ def find(executable: Path | None = None) -> TritonInstallation:
     Raises:
         ServerError: there is none, or it has no Python backend or no stub for this Python.
     """
-    on_path = shutil.which("tritonserver")
-    if executable is None and on_path:
-        executable = Path(on_path)
-    elif executable is None and (NGC / "bin" / "tritonserver").is_file():
-        executable = NGC / "bin" / "tritonserver"
+    if executable is None:
+        name = "tritonserver"
+        path = shutil.which(name) or shutil.which(name, path=NGC / "bin")
+        executable = Path(path) if path else None
     wheel = importlib.util.find_spec("pytriton")  # not imported
     if executable is not None:
         if not executable.is_file():
@@ -170,27 +168,27 @@ def environment(triton: TritonInstallation) -> dict[str, str]:
             f"Triton's stub runs the first python3 on PATH, and {python3} is not this Python"
             f" ({sys.executable}). Run from a virtual environment: python -m venv .venv."
         )
-    prepended = {
-        "LD_LIBRARY_PATH": [str(path) for path in triton.libraries],
-        "PATH": [str(folder)],
-    }
     values = dict(os.environ)
-    for name, paths in prepended.items():
-        values[name] = os.pathsep.join(filter(None, [*paths, values.get(name, "")]))
+    for name, paths in (("LD_LIBRARY_PATH", triton.libraries), ("PATH", (folder,))):
+        values[name] = os.pathsep.join(filter(None, [*map(str, paths), values.get(name, "")]))
     return values
 
 
 def ports(*requested: int) -> list[int]:
     """Return the ports, with a free port in place of each 0."""
-    with contextlib.ExitStack() as open_sockets:
-        chosen = list(requested)
-        for index, port in enumerate(requested):
-            if not port:
-                # Open until all are chosen, so that they differ. "": free on all addresses.
-                listener = open_sockets.enter_context(socket.socket())
-                listener.bind(("", 0))
-                chosen[index] = listener.getsockname()[1]
-        return chosen
+    with contextlib.ExitStack() as stack:
+        # Open until all are chosen, so that they differ. "": free on all addresses.
+        sockets = [stack.enter_context(socket.socket()) for _ in requested]
+        for free in sockets:
+            free.bind(("", 0))
+        return [
+            port or free.getsockname()[1] for port, free in zip(requested, sockets, strict=True)
+        ]
+
+
+def client_address(address: str, port: int) -> str:
+    """Return the address at which clients on this machine reach a service."""
+    return f"{'127.0.0.1' if address == '0.0.0.0' else address}:{port}"  # noqa: S104
 
 
 def check_ports(address: str, requested: Mapping[str, int]) -> None:
@@ -250,9 +248,8 @@ class Server:
         self._repository = repository.absolute()
         self._ports = ports(http_port, grpc_port, metrics_port)
         self._address = address
-        host = "127.0.0.1" if address == "0.0.0.0" else address  # noqa: S104
         self.http_address, self.grpc_address, self.metrics_address = (
-            f"{host}:{port}" for port in self._ports
+            client_address(address, port) for port in self._ports
         )
         self._triton = find(executable)
         self._arguments = tuple(arguments)
@@ -277,7 +274,6 @@ class Server:
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The process of the running tritonserver."""
         if self._process is None:
             raise ServerError("the server was not started; call start() first.")
         return self._process
@@ -286,7 +282,7 @@ class Server:
         """Start the server, which loads its models before it listens.
 
         Raises:
-            ServerError: the server cannot run on this machine; the message says why.
+            ServerError: the server cannot run on this machine.
         """
         variables = environment(self._triton)
         orphan_cleanup.sweep()
@@ -333,16 +329,12 @@ class Server:
     def wait_loaded(self, timeout: float = math.inf) -> list[ModelState]:
         """Wait until the server has tried to load every model, and return their states.
 
-        Args:
-            timeout: the time limit in seconds.
-
         Raises:
             ServerError: the server ended, or took too long.
         """
         deadline = time.monotonic() + timeout
         while True:
-            code = self.process.poll()
-            if code is not None:
+            if (code := self.process.poll()) is not None:
                 raise ServerError(
                     f"tritonserver ended with exit code {code}; its log says why{self.log_name}."
                 )
@@ -366,9 +358,8 @@ class Server:
         return False
 
     def _request(self, path: str, data: bytes | None = None) -> http.client.HTTPResponse:
-        request = urllib.request.Request(
-            f"http://{self.http_address}/v2/{path}", data=data, headers=dict(self.keys.http)
-        )
+        url = f"http://{self.http_address}/v2/{path}"
+        request = urllib.request.Request(url, data, dict(self.keys.http))
         response: http.client.HTTPResponse
         response = urllib.request.urlopen(request, timeout=_REQUEST_SECONDS)  # noqa: S310
         return response
@@ -390,11 +381,10 @@ class Server:
 
     def stop(self) -> None:
         """Stop the server, and remove its instances and shared memory. May be called twice."""
-        process = self._process
-        if process is not None:
+        if self._process is not None:
             with _interrupts_deferred():
-                in_children = process.poll() is None and self._computes_in_children()
-                self._process = None
+                in_children = self._process.poll() is None and self._computes_in_children()
+                process, self._process = self._process, None
                 terminate(process, self._exit_seconds, in_children=in_children)
         resource_owner, self._resource_owner = self._resource_owner, None
         if resource_owner is not None:
@@ -466,12 +456,8 @@ def _is_running(process: psutil.Process) -> bool:
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
     """Ignore Ctrl-C, so that it does not interrupt the shutdown of the server."""
-    try:
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # not the main thread, which receives signals
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ValueError):  # not the main thread, which receives signals
+            previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            stack.callback(signal.signal, signal.SIGINT, previous)
         yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, previous)

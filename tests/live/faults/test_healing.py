@@ -102,7 +102,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
     (repository / "ensemble" / "1").mkdir(parents=True)
     (repository / "ensemble" / "config.pbtxt").write_text(_ENSEMBLE)
     with serve(repository, "--restarts=6") as running:
-        running.settle()
+        running.wait_loaded()
         yield running
 
 
@@ -188,7 +188,7 @@ def test_death_in_forward(value: float, says: str, served: Supervised) -> None:
         asking = threading.Thread(target=ask)
         asking.start()
         if value == 104.0:
-            until(lambda: served.told("victim", InstanceState.BUSY), served)
+            until(lambda: served.in_state("victim", InstanceState.BUSY), served)
             for one in old:
                 one.kill()
         until(lambda: not served.ready("victim"), served)
@@ -248,7 +248,7 @@ def test_killed_during_its_load(served: Supervised) -> None:
     with _undisturbed(served):
         for one in old:
             one.kill()
-        for one in until(lambda: served.told("slow", InstanceState.LOADING), served):
+        for one in until(lambda: served.in_state("slow", InstanceState.LOADING), served):
             one.kill()
         until(lambda: "DOWN    slow" in served.text.partition("DOWN    slow")[2], served)
         _healed(served, "slow", old, "(attempt 2 of 6)")
@@ -260,7 +260,7 @@ def test_stopped_during_its_load(served: Supervised) -> None:
     old = served.stubs("slow")
     for one in old:
         one.kill()
-    for one in until(lambda: served.told("slow", InstanceState.LOADING), served):
+    for one in until(lambda: served.in_state("slow", InstanceState.LOADING), served):
         one.suspend()
     _until_told(served, "slow: instance slow_0_0 was stopped for 2 s")
     until(lambda: served.ready("slow"), served)
@@ -319,7 +319,7 @@ def test_a_model_one_of_whose_versions_failed_is_unloaded(tmp_path: Path) -> Non
     config = x_to_y() + "version_policy { all {} }\n"
     folder = _model("steady", config=config).lay_out(tmp_path)
     with serve(tmp_path, triton=[_NEVER]) as served:
-        served.settle()
+        served.wait_loaded()
         (folder / "2").mkdir()
         (folder / "2" / "model.py").write_text("raise ValueError('no luck')\n")
         _refused(served, "no luck")
@@ -338,7 +338,7 @@ def test_the_end_after_a_fault(fault: str, tmp_path: Path) -> None:
     """Triton has lost an instance, and waits for it when it ends: `serve` does not."""
     folder = _model("steady", config=x_to_y(WARMUP="false")).lay_out(tmp_path)
     with serve(tmp_path, triton=[_NEVER]) as served:
-        served.settle()
+        served.wait_loaded()
         if fault == "os._exit":
             with pytest.raises(InferenceServerException):
                 served.infer("steady", 101.0)
@@ -361,7 +361,7 @@ def test_death_while_a_config_is_completed(tmp_path: Path) -> None:
         stubs = until(lambda: _completing(served), served)
         for one in stubs:
             one.kill()
-        served.settle()
+        served.wait_loaded()
         assert served.ready("steady")
         assert served.infer("steady", 1.0) == [-1.0] * 4
         status, told = served.ask("/ready/completed")
@@ -374,7 +374,7 @@ def test_death_while_a_config_is_completed(tmp_path: Path) -> None:
 def _completing(served: Supervised) -> list[psutil.Process]:
     """The process that completes a config, once there is one."""
     with contextlib.suppress(ValueError, psutil.Error):  # no tritonserver yet
-        return served.told("completed", InstanceState.COMPLETING)
+        return served.in_state("completed", InstanceState.COMPLETING)
     return []
 
 
@@ -391,7 +391,7 @@ def test_a_load_that_takes_too_long(tmp_path: Path) -> None:
         _model("changed", built="time.sleep(1000)").lay_out(tmp_path / "new")
         (tmp_path / "new/changed/1/model.py").replace(tmp_path / "changed/1/model.py")
         loads = {name: _loading(served, name) for name in ("unknown", "changed")}
-        served.settle()
+        served.wait_loaded()
         for name, (asking, refusals) in loads.items():
             _until_told(served, f"FAILED  {name}: instance {name}_0_0 took longer than 90 s")
             asking.join(120)
@@ -440,7 +440,7 @@ def test_serve_is_killed(guarded: bool, tmp_path: Path) -> None:
     _model("steady").lay_out(tmp_path)
     _model("hangs").lay_out(tmp_path)
     with serve(tmp_path) as served:
-        served.settle()
+        served.wait_loaded()
         family, prefix, triton = served.family(), served.prefix(), served.triton()
         for one in served.stubs("hangs"):
             one.suspend()
@@ -456,7 +456,7 @@ def test_serve_is_killed(guarded: bool, tmp_path: Path) -> None:
             served.process.wait()
             assert regions(prefix)
     with serve(tmp_path) as served:
-        served.settle()
+        served.wait_loaded()
         assert regions(prefix) == []
         assert living.all_end(family)
         assert living.ended(triton)
@@ -467,7 +467,7 @@ def test_tritonserver_dies(number: signal.Signals, tmp_path: Path) -> None:
     """Serve says so, cleans up and ends with the signal's exit code: Kubernetes starts it again."""
     _model("steady").lay_out(tmp_path)
     with serve(tmp_path) as served:
-        served.settle()
+        served.wait_loaded()
         family, prefix = served.family(), served.prefix()
         served.triton().send_signal(number)
         assert served.process.wait(60) == 128 + number
@@ -480,11 +480,11 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
     """Readiness ends first; the request in flight gets its answer; nothing is left."""
     _model("steady", config=x_to_y(WARMUP="false")).lay_out(tmp_path)
     with serve(tmp_path, triton=["--exit-timeout-secs=30"]) as served:
-        served.settle()
+        served.wait_loaded()
         family, prefix, answers = served.family(), served.prefix(), []
         asking = threading.Thread(target=lambda: answers.append(served.infer("steady", 104.0)))
         asking.start()
-        until(lambda: served.told("steady", InstanceState.BUSY), served)
+        until(lambda: served.in_state("steady", InstanceState.BUSY), served)
         assert served.ask("/ready") == (200, {"ready": True})
         served.process.send_signal(signal.SIGTERM)
         until(lambda: served.ask("/ready")[0] == 503, served)
@@ -500,7 +500,7 @@ def test_triton_alone_controls_its_models(tmp_path: Path) -> None:
     """With another --model-control-mode nothing is healed, and readiness tells the truth."""
     _model("steady").lay_out(tmp_path)
     with serve(tmp_path, triton=["--model-control-mode=none"]) as served:
-        served.settle()
+        served.wait_loaded()
         assert served.ask("/ready") == (200, {"ready": True})
         for one in served.stubs("steady"):
             one.kill()
@@ -513,7 +513,7 @@ def test_restricted_endpoints(tmp_path: Path) -> None:
     _model("steady").lay_out(tmp_path)
     key = {"TORCH_PY_BACKEND_ADMIN_KEY": "a secret"}
     with serve(tmp_path, "--restrict=model-repository,health", **key) as served:
-        served.settle()
+        served.wait_loaded()
         assert served.infer("steady", 1.0) == [-1.0] * 4
         assert served.ask("/live")[0] == 200
         for one in served.family():

@@ -43,7 +43,7 @@ def served(tmp_path: Path) -> Iterator[Supervised]:
         one.lay_out(tmp_path / "repository")
     wrapped = ("unshare", "-m", "sh", "-c", f'{_SMALL} && exec "$@"', "sh")
     with supervised.serve(tmp_path / "repository", within=wrapped) as running:
-        running.settle()
+        running.wait_loaded()
         yield running
 
 

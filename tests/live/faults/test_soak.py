@@ -76,7 +76,7 @@ def server(tmp_path: Path) -> Iterator[Supervised]:
     for served in _ALL:
         served.scenario.lay_out(tmp_path / "repository")
     with supervised.serve(tmp_path / "repository", "--restarts=1000") as server:
-        server.settle()
+        server.wait_loaded()
         assert all(server.ready(served.name) for served in _ALL), server.text
         yield server
 

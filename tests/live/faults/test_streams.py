@@ -37,7 +37,7 @@ _LIMIT = 'parameters { key: "EXECUTION_TIMEOUT_MS" value { string_value: "3000" 
 def served(tmp_path: Path) -> Iterator[Supervised]:
     Scenario("endless", scenarios.text(_ENDLESS), _CONFIG + _LIMIT).lay_out(tmp_path)
     with serve(tmp_path) as supervised:
-        supervised.settle()
+        supervised.wait_loaded()
         yield supervised
 
 
