@@ -89,17 +89,11 @@ def load_label_mapping(mapping_file_path: str) -> dict[str, str] | None:
         log.info("%s does not exist: answers have the numbers of classes.", path.name)
         return None
     document = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(document, dict):
-        raise ValueError(f"{path.name} holds no object of names by class")  # noqa: TRY004
-    listed = document.get("object_type_names")
-    if isinstance(listed, list):
-        return {str(number): name for number, name in enumerate(listed)}
-    names = {
-        key: value[-1] if isinstance(value, list) else value for key, value in document.items()
-    }
-    for key, name in names.items():
-        if not isinstance(name, str):
-            raise ValueError(f"{path.name} has no name, but {name!r}, for class {key}")  # noqa: TRY004
+    entries = document.get("object_type_names", document) if isinstance(document, dict) else {}
+    numbered = enumerate(entries) if isinstance(entries, list) else entries.items()
+    names = {str(key): value[-1] if isinstance(value, list) else value for key, value in numbered}
+    if not names or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{path.name} is not an object of names by class")
     return names
 
 
