@@ -92,7 +92,8 @@ def test_model_file(
     """The model is the named file of its version, else model.py, model.pt or model.pt2."""
     version = store(tmp_path, files).rename(tmp_path / "12")
     artifact = discovery.find(build.config(tmp_path, version="12", default_model_filename=name))
-    assert artifact == Artifact(kind, *(version / file for file in found.split()))
+    model, _, beside = found.partition(" ")
+    assert artifact == Artifact(kind, version / model, version / beside if beside else None)
 
 
 @pytest.mark.parametrize(
