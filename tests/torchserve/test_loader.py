@@ -479,7 +479,7 @@ def test_images(width: int, height: int, mode: str) -> None:
 def test_whole_images() -> None:
     """For detectors, images keep their size; their values are between 0 and 1."""
     image = _opened(archives.image(30, 20))
-    tensor = handlers.ImageNetTransform(side=None)(image)
+    tensor = handlers.ImageNetTransform(whole=True)(image)
     expected = torch.from_numpy(np.asarray(image, dtype=np.float32) / 255).permute(2, 0, 1)
     torch.testing.assert_close(tensor, expected)
 
