@@ -260,6 +260,27 @@ def test_invalid_models(tmp_path: Path, change: Mapping[str, bytes | str], messa
     assert message in _load_error(tmp_path, {**archives.eager(), **change})
 
 
+@pytest.mark.parametrize(
+    ("handler", "files", "message"),
+    [
+        ("image_classifier", {}, "the manifest names neither a serializedFile nor a modelFile"),
+        ("object_detector", {"m.pt": archives.saved({})}, "m.pt is a state_dict: weights without"),
+        ("image_segmenter", {"m.pt": b"\x08\x07pytorch"}, "m.pt is an ONNX model; expected Torch"),
+        (
+            "text_classifier",
+            {"m.pt": archives.scripted(archives.Scale())},
+            "source_vocab.pt cannot",
+        ),
+    ],
+)
+def test_files_that_a_handler_cannot_load(
+    tmp_path: Path, handler: str, files: Mapping[str, bytes | str], message: str
+) -> None:
+    """Files that a handler of TorchServe lacks or cannot load fail the load."""
+    manifest = archives.manifest(handler, serializedFile=next(iter(files), ""))
+    assert message in _load_error(tmp_path, {**files, archives.MANIFEST: manifest})
+
+
 def test_archives_that_were_changed(tmp_path: Path) -> None:
     """The load checks the manifest like the import; for a .mar file it names `import-mar`."""
     served = Served(tmp_path, archives.eager())

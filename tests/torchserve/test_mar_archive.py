@@ -370,6 +370,7 @@ def _settings(tmp_path: Path, written: str) -> dict[str, object]:
 
 def test_settings_without_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without PyYAML, an archive with settings raises an error that says what to install."""
+    assert _settings(tmp_path, "# none") == {}
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ArchiveError, match=r"pip install 'torch-py-backend\[torchserve\]'"):
         _settings(tmp_path, "batchSize: 4")
