@@ -226,6 +226,16 @@ def test_large_pickle_is_read_in_part(
     assert peak < 32 << 20
 
 
+def test_large_directory_is_not_read(tmp_path: Path) -> None:
+    """A zip states the size of its list of members itself; a large one is refused before."""
+    crowded(tmp_path / "model.pt")
+    with (
+        file_types.BoundedFile(tmp_path / "model.pt") as file,
+        pytest.raises(file_types.DirectoryTooLargeError),
+    ):
+        zipfile.ZipFile(file)
+
+
 @pytest.mark.parametrize(
     ("write", "obstacle"),
     [

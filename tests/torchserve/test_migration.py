@@ -199,6 +199,7 @@ def test_options(tmp_path: Path) -> None:
         ("x = row['data']", "handler.py", "data", ""),
         ("x = row.get('data') or row.get('body')", "handler.py", "body", ""),
         ("body = data", "handler.py", "body", "handler.py does not say which it reads"),
+        ("body = data", "x\ny/handler.py", "body", "does not say which it reads"),
         ("body = data", "image_classifier", "body", ""),
         ("body = data", "base_handler", "body", "import with --content-type application/json"),
     ],
@@ -208,6 +209,7 @@ def test_fields_of_requests(
 ) -> None:
     """The field is the key in the handler's source, and the report says what is unknown."""
     migrated = _migrate(tmp_path, {"batchSize": 2}, handler, source=source)
+    assert _read(tmp_path, migrated)["input"][0]["name"] == name
     assert migrated.inputs == (name,)
     assert note in "".join(migrated.not_converted)
     assert len(migrated.not_converted) == bool(note)
