@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import models
 import numpy as np
 import torch
 from torch import nn
@@ -76,6 +77,16 @@ def scripted(module: nn.Module) -> bytes:
     return file.getvalue()
 
 
+def image(width: int = 320, height: int = 280, mode: str = "RGB", seed: int = 0) -> bytes:
+    """A PNG of noise."""
+    from PIL import Image
+
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(values, "RGBA").convert(mode).save(file, "PNG")
+    return file.getvalue()
+
+
 # --- models ----------------------------------------------------------------------------------
 
 
@@ -102,19 +113,42 @@ class Colours(nn.Module):
         return classes
 
 
-SCALE = """
-import torch
-from torch import nn
+class Segments(nn.Module):
+    """Two classes of each pixel."""
 
-
-class Scale(nn.Module):
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
+        self.convolution = nn.Conv2d(3, 2, 1)
 
-    def forward(self, x):
-        return x * self.weight
-"""
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": self.convolution(x)}
+
+
+class Detector(nn.Module):
+    """Two boxes in each image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.boxes = nn.Parameter(torch.zeros(2, 4))
+
+    def forward(self, images: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+        labels, scores = torch.tensor([1, 2]), torch.tensor([0.75, 0.25])
+        return [{"boxes": self.boxes, "labels": labels, "scores": scores} for _ in images]
+
+
+class Bag(nn.Module):
+    """Two classes of a text with a vocabulary of six tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(6, 2)
+
+    def forward(self, text: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        classes: torch.Tensor = self.embedding(text, offsets)
+        return classes
+
+
+SCALE = models.source(Scale)
 
 # JSON numbers in, JSON out; a request may be refused, or make the batch fail.
 NUMBERS = """
@@ -200,69 +234,12 @@ def eager(factor: float = 3.0) -> Files:
     }
 
 
-# Models of TorchServe's built-in handlers, each in a model.py beside a state_dict: the form that
-# TorchServe's own examples have.
-_COLOURS_PY = """
-from torch import nn
-
-
-class Colours(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 7)
-
-    def forward(self, x):
-        return self.linear(x.mean(dim=(2, 3)))
-"""
-
-_SEGMENTS_PY = """
-from torch import nn
-
-
-class Segments(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.convolution = nn.Conv2d(3, 2, 1)
-
-    def forward(self, x):
-        return {"out": self.convolution(x)}
-"""
-
-_DETECTOR_PY = """
-import torch
-from torch import nn
-
-
-class Detector(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.boxes = nn.Parameter(torch.zeros(2, 4))
-
-    def forward(self, images):
-        labels, scores = torch.tensor([1, 2]), torch.tensor([0.75, 0.25])
-        return [{"boxes": self.boxes, "labels": labels, "scores": scores} for _ in images]
-"""
-
-_BAG_PY = """
-from torch import nn
-
-
-class Bag(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.EmbeddingBag(6, 2)
-
-    def forward(self, text, offsets):
-        return self.embedding(text, offsets)
-"""
-
-
 @dataclass(frozen=True)
 class BuiltIn:
     """A built-in handler with a model.
 
     Attributes:
-        source: its model.py.
+        model: its class, in a model.py.
         state: the weights.
         body: a request.
         answers: whether this is the answer to it.
@@ -270,7 +247,7 @@ class BuiltIn:
         content_type: what the client sends as Content-Type.
     """
 
-    source: str
+    model: type[nn.Module]
     state: Mapping[str, torch.Tensor]
     body: Callable[[], bytes]
     answers: Callable[[Any], bool]
@@ -281,7 +258,7 @@ class BuiltIn:
         """The files of the archive."""
         model = {"serializedFile": "weights.pth", "modelFile": "model.py"}
         return {
-            "model.py": self.source,
+            "model.py": models.source(self.model),
             "weights.pth": saved(self.state),
             MANIFEST: manifest(handler, **model),
             **self.files,
@@ -290,40 +267,40 @@ class BuiltIn:
 
 BUILT_IN: Mapping[str, BuiltIn] = {
     "base_handler": BuiltIn(
-        SCALE,
+        Scale,
         {"weight": torch.tensor([3.0])},
         body=lambda: b"2",
         answers=lambda answer: answer == 6.0,
         content_type="application/json",
     ),
     "image_classifier": BuiltIn(
-        _COLOURS_PY,
+        Colours,
         {"linear.weight": torch.zeros(7, 3), "linear.bias": torch.arange(7.0)},
-        body=lambda: image(),  # noqa: PLW0108  it is defined below
+        body=image,
         answers=lambda answer: list(answer) == ["6", "5", "4", "3", "2"],
     ),
     "image_segmenter": BuiltIn(
-        _SEGMENTS_PY,
+        Segments,
         {
             "convolution.weight": torch.zeros(2, 3, 1, 1),
             "convolution.bias": torch.tensor([0.0, 99.0]),
         },
-        body=lambda: image(),  # noqa: PLW0108
+        body=image,
         answers=lambda answer: answer == [[[1.0, 1.0]] * 224] * 224,
     ),
     "object_detector": BuiltIn(
-        _DETECTOR_PY,
+        Detector,
         {"boxes": torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])},
-        body=lambda: image(),  # noqa: PLW0108
+        body=image,
         answers=lambda answer: answer == [{"cat": [1.0, 2.0, 3.0, 4.0], "score": 0.75}],
         files={"index_to_name.json": '{"object_type_names": ["sky", "cat", "dog"]}'},
     ),
     "text_classifier": BuiltIn(
-        _BAG_PY,
+        Bag,
         {"embedding.weight": torch.arange(12.0).reshape(6, 2) * torch.tensor([1.0, 1.1])},
         # is not bad cafe, and the bigrams: is not, not bad, bad cafe
         body="<b>Isn't</b> bad, Café!".encode,
-        answers=lambda answer: _is_close(answer, _text_answer([4, 1, 2, 5, 0, 3, 0])),
+        answers=lambda answer: _is_text_answer(answer, [4, 1, 2, 5, 0, 3, 0]),
         files={
             "source_vocab.pt": saved(
                 {"<unk>": 0, "not": 1, "bad": 2, "not bad": 3, "is": 4, "cafe": 5}
@@ -334,16 +311,11 @@ BUILT_IN: Mapping[str, BuiltIn] = {
 }
 
 
-def _text_answer(numbers: list[int]) -> dict[str, float]:
+def _is_text_answer(answer: dict[str, float], numbers: list[int]) -> bool:
     weights = BUILT_IN["text_classifier"].state["embedding.weight"]
-    negative, positive = torch.softmax(weights[numbers].mean(dim=0), dim=0).tolist()
-    return {"negative": negative, "positive": positive}
-
-
-def _is_close(answer: dict[str, float], expected: dict[str, float]) -> bool:
-    return answer.keys() == expected.keys() and all(
-        abs(answer[name] - value) < 1e-5 for name, value in expected.items()
-    )
+    expected = torch.softmax(weights[numbers].mean(dim=0), dim=0)
+    values = torch.tensor([answer["negative"], answer["positive"]])
+    return len(answer) == 2 and torch.allclose(values, expected, atol=1e-5)
 
 
 def classifier(**more: str | bytes) -> Files:
@@ -365,13 +337,3 @@ def colours() -> Colours:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Colours().eval()
-
-
-def image(width: int = 320, height: int = 280, mode: str = "RGB", seed: int = 0) -> bytes:
-    """A PNG of noise."""
-    from PIL import Image
-
-    values = np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(values, "RGBA").convert(mode).save(file, "PNG")
-    return file.getvalue()

@@ -28,22 +28,15 @@ from torch_py_backend.torchserve.mar_archive import Limits
 Target = Callable[[Path, bytes], None]
 
 
-def content(folder: Path, data: bytes) -> None:
-    """The type of a file, and the advice about it."""
-    path = folder / "model.pt2"
-    path.write_bytes(data)
-    file_type = file_types.file_type(path)
-    assert file_types.advice(file_type, path)
-    if file_type is file_types.FileType.AOTI:
-        file_types.aoti_metadata(path)
-
-
 def artifact(folder: Path, data: bytes) -> None:
-    """Discovery of a model whose file is damaged."""
+    """Discovery of a model whose file is damaged, and what is known of it before it is loaded."""
     (folder / "1").mkdir(exist_ok=True)
-    (folder / "1" / "model.pt").write_bytes(data)
+    path = folder / "1" / "model.pt"
+    path.write_bytes(data)
     with contextlib.suppress(LoadError):
         discovery.find(build.config(folder))
+    file_types.aoti_metadata(path)
+    file_types.mmap_obstacle(path)
 
 
 def index(folder: Path, data: bytes) -> None:
@@ -113,20 +106,13 @@ def settings(folder: Path, data: bytes) -> None:
         pbtxt.parse("net", _migrated(folder))
 
 
-def handler(folder: Path, data: bytes) -> None:
-    """The source of a handler."""
-    files = {"handler.py": data, archives.MANIFEST: archives.manifest().encode()}
-    pbtxt.parse("net", _migrated(archives.write_folder(folder, files)))
-
-
 def _migrated(folder: Path) -> str:
     contents = mar_archive.read_manifest(folder, "net.mar")
     return migration.migrate("net.mar", "net", folder, contents).config
 
 
-_TARGETS = (content, artifact, index, source, option, config, tuned)
-_ARCHIVES = (archive, manifest, settings, handler)
-TARGETS: dict[str, Target] = {target.__name__: target for target in (*_TARGETS, *_ARCHIVES)}
+_TARGETS = (artifact, index, source, option, config, tuned, archive, manifest, settings)
+TARGETS: dict[str, Target] = {target.__name__: target for target in _TARGETS}
 
 
 # --- seeds -----------------------------------------------------------------

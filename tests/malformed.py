@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,29 @@ class Malformed:
     method: str = "ModelInfer"
 
 
+# Changes a document of HTTP or a message of gRPC.
+_Change = Callable[[Any, Random], object]
+
+
+def _number(random: Random, *bounds: int) -> int:
+    return int(random.integers(*bounds))
+
+
+def _pick(random: Random, values: Any) -> Any:
+    return values[_number(random, len(values))]
+
+
+def _damage(data: bytearray, how: str, random: Random, flips: int) -> None:
+    """Cut bytes off, change some of them, or replace them all."""
+    if how == "cut":
+        del data[_number(random, len(data)) :]
+    elif how == "flip":
+        for _ in range(_number(random, 1, flips)):
+            data[_number(random, len(data))] = _number(random, 256)
+    elif how == "noise":
+        data[:] = random.bytes(_number(random, 0, 300))
+
+
 # --- HTTP --------------------------------------------------------------------------------------
 
 _ODD: tuple[Any, ...] = (
@@ -48,6 +71,14 @@ _TYPES = (
     "FP32", "FP64", "FP16", "BF16", "INT64", "INT8", "UINT64", "BOOL", "BYTES", "fp32", "TYPE_FP32",
     "", "FP33", None, 7, "STRING",
 )  # fmt: skip
+_NAMES = ("", "y", "X", "x\0", "../x", "x" * 3000, "INPUT__0", "\ud800", "漢")
+_SIZES = (-1, 0, 1, 3, 7, 2**31, 2**63, 10**18, "16", None, 1.5)
+_PARAMETERS: tuple[Any, ...] = (
+    [], "x", 5, {"sequence_id": 7, "sequence_start": True, "sequence_end": True}, {"priority": -1},
+    {"priority": 2**70}, {"timeout": -5}, {"timeout": "soon"}, {"sequence_id": 2**64},
+    {"sequence_start": "yes"}, {"x": [1]}, {"x": {"y": 1}}, {"triton_x": 1},
+)  # fmt: skip
+_ONE_MORE = {"name": "more", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
 
 
 def _document(served: Served, random: Random) -> tuple[dict[str, Any], bytes]:
@@ -67,100 +98,78 @@ def _places(node: Any) -> list[tuple[Any, Any]]:
     return found
 
 
-def _pick(random: Random, values: Any) -> Any:
-    return values[int(random.integers(len(values)))]
-
-
-def _odd_value(head: dict[str, Any], random: Random) -> None:
+def _odd_value(head: Any, random: Random) -> None:
     container, key = _pick(random, _places(head))
     container[key] = copy.deepcopy(_pick(random, _ODD))
 
 
-def _missing_value(head: dict[str, Any], random: Random) -> None:
+def _missing_value(head: Any, random: Random) -> None:
     container, key = _pick(random, _places(head))
     del container[key]
 
 
-def _odd_shape(head: dict[str, Any], random: Random) -> None:
-    _pick(random, head["inputs"])["shape"] = _pick(random, _SHAPES)
+def _odd(key: str, values: Any) -> _Change:
+    """Return a change of one value of one input."""
+
+    def change(head: Any, random: Random) -> None:
+        _pick(random, head["inputs"])[key] = _pick(random, values)
+
+    return change
 
 
-def _odd_type(head: dict[str, Any], random: Random) -> None:
-    _pick(random, head["inputs"])["datatype"] = _pick(random, _TYPES)
-
-
-def _odd_name(head: dict[str, Any], random: Random) -> None:
-    names = ["", "y", "X", "x\0", "../x", "x" * 3000, "INPUT__0", "\ud800", "漢"]
-    _pick(random, head["inputs"])["name"] = _pick(random, names)
-
-
-def _twice(head: dict[str, Any], random: Random) -> None:
+def _twice(head: Any, random: Random) -> None:
     entry = _pick(random, head["inputs"])
-    head["inputs"] += [copy.deepcopy(entry)] * int(random.integers(1, 40))
+    head["inputs"] += [copy.deepcopy(entry)] * _number(random, 1, 40)
 
 
-def _one_less(head: dict[str, Any], random: Random) -> None:
-    head["inputs"].pop(int(random.integers(len(head["inputs"]))))
+def _odd_size(head: Any, random: Random) -> None:
+    size = {"binary_data_size": _pick(random, _SIZES)}
+    _pick(random, head["inputs"])["parameters"] = size
 
 
-def _one_more(head: dict[str, Any], random: Random) -> None:
-    head["inputs"].append(
-        {"name": "more", "datatype": "FP32", "shape": [1, 4], "data": [1, 2, 3, 4]}
-    )
-
-
-def _odd_size(head: dict[str, Any], random: Random) -> None:
-    sizes = [-1, 0, 1, 3, 7, 2**31, 2**63, 10**18, "16", None, 1.5]
-    _pick(random, head["inputs"])["parameters"] = {"binary_data_size": _pick(random, sizes)}
-
-
-def _odd_data(head: dict[str, Any], random: Random) -> None:
+def _odd_data(head: Any, random: Random) -> None:
     entry = _pick(random, head["inputs"])
     entry.pop("parameters", None)
     data = entry.get("data") or [1.0]
-    count = len(data)
-    odd: tuple[list[Any], ...] = ([None], ["x"], [1e400], [{}], [True], [10**30])
-    entry["data"] = _pick(
-        random,
-        [data[:-1], [*data, *data], [data], [[data], data], data[0], None, "text"]
-        + [one * count for one in odd],
-    )
+    wrong = [data[:-1], [*data, *data], [data], [[data], data], data[0], None, "text"]
+    odd: tuple[Any, ...] = (None, "x", 1e400, {}, True, 10**30)
+    entry["data"] = _pick(random, wrong + [[one] * len(data) for one in odd])
 
 
-def _odd_outputs(head: dict[str, Any], random: Random) -> None:
+def _odd_outputs(head: Any, random: Random) -> None:
     region = {"shared_memory_region": "none", "shared_memory_byte_size": 8}
     ways: list[dict[str, Any]] = [region, {"binary_data": "x"}]
     if all(entry.get("datatype") != "BYTES" for entry in head["inputs"]):
         # A tritonserver of 24.10 divides by the size of a string's element, and dies.
         ways += [{"classification": -3}, {"classification": 10**9}]
-    parameters = _pick(random, ways)
-    head["outputs"] = _pick(
-        random,
-        [[{"name": "z"}], [{}], "y", [None], [{"name": "y"}] * 50]  # noqa: RUF005
-        + [[{"name": "y", "parameters": parameters}]],
-    )
+    odd = [{"name": "y", "parameters": _pick(random, ways)}]
+    head["outputs"] = _pick(random, [[{"name": "z"}], [{}], "y", [None], [{"name": "y"}] * 50, odd])
 
 
-def _odd_parameters(head: dict[str, Any], random: Random) -> None:
-    sequence = {"sequence_id": 7, "sequence_start": True, "sequence_end": True}
-    odd: list[Any] = [[], "x", 5, sequence, {"priority": -1}, {"priority": 2**70}, {"timeout": -5}]
-    odd += [{"timeout": "soon"}, {"sequence_id": 2**64}, {"sequence_start": "yes"}, {"x": [1]}]
-    odd += [{"x": {"y": 1}}, {"triton_x": 1}]
-    head["parameters"] = _pick(random, odd)
-
-
-def _shared_memory(head: dict[str, Any], random: Random) -> None:
+def _shared_memory(head: Any, random: Random) -> None:
     region = {"shared_memory_region": _pick(random, ["none", "", "/dev/mem", "../x"])}
     sizes = {"shared_memory_byte_size": _pick(random, [16, 0, -1, 2**63])}
     _pick(random, head["inputs"])["parameters"] = region | sizes
 
 
-_DOCUMENT: tuple[Callable[[dict[str, Any], Random], None], ...] = (
-    _odd_value, _odd_value, _missing_value, _odd_shape, _odd_type, _odd_name, _twice, _one_less,
-    _one_more, _odd_size, _odd_data, _odd_outputs, _odd_parameters, _shared_memory,
-)  # fmt: skip
-
-
+_DOCUMENT: Mapping[str, _Change] = {
+    "odd value": _odd_value,
+    "another odd value": _odd_value,
+    "missing value": _missing_value,
+    "odd shape": _odd("shape", _SHAPES),
+    "odd type": _odd("datatype", _TYPES),
+    "odd name": _odd("name", _NAMES),
+    "twice": _twice,
+    "one less": lambda head, random: head["inputs"].pop(_number(random, len(head["inputs"]))),
+    "one more": lambda head, _: head["inputs"].append(copy.deepcopy(_ONE_MORE)),
+    "odd size": _odd_size,
+    "odd data": _odd_data,
+    "odd outputs": _odd_outputs,
+    "odd parameters": lambda head, random: head.update(
+        parameters=copy.deepcopy(_pick(random, _PARAMETERS))
+    ),
+    "shared memory": _shared_memory,
+}
 _MOST_VALUES = 10**6
 
 
@@ -184,17 +193,17 @@ def _of_document(served: Served, random: Random) -> Malformed:
     """A document that says what it should not."""
     head, tail = _document(served, random)
     done = []
-    for _ in range(int(random.integers(1, 3))):
-        change = _pick(random, _DOCUMENT)
+    for _ in range(_number(random, 1, 3)):
+        name, change = _pick(random, [*_DOCUMENT.items()])
         try:
             change(head, random)
         except (LookupError, TypeError, AttributeError, ValueError):
             continue  # the first change has taken away what the second looks for
-        done.append(change.__name__)
+        done.append(name)
     if _claims_memory(head):
         return _of_document(served, random)
     text = json.dumps(head).encode()
-    return Malformed(" ".join(done), hostile.post(hostile.infer_path(served.name), text, tail))
+    return Malformed(", ".join(done), hostile.post(hostile.infer_path(served.name), text, tail))
 
 
 def _of_bytes(served: Served, random: Random) -> Malformed:
@@ -202,21 +211,15 @@ def _of_bytes(served: Served, random: Random) -> Malformed:
     document, tail = _document(served, random)
     head = bytearray(json.dumps(document).encode())
     how = _pick(random, ["cut", "flip", "noise", "utf8", "deep", "tail", "strings"])
-    if how == "cut":
-        del head[int(random.integers(len(head))) :]
-    elif how == "flip":
-        for _ in range(int(random.integers(1, 9))):
-            head[int(random.integers(len(head)))] = int(random.integers(256))
-    elif how == "noise":
-        head[:] = random.bytes(int(random.integers(0, 300)))
-    elif how == "utf8":
-        at = int(random.integers(len(head)))
+    _damage(head, how, random, 9)
+    if how == "utf8":
+        at = _number(random, len(head))
         head[at:at] = _pick(random, [b"\xff", b"\xc3\x28", b"\xed\xa0\x80", b"\x00"])
     elif how == "deep":
-        head[:] = b'{"inputs":' + _pick(random, [b"[", b'{"a":']) * int(random.integers(10, 2000))
+        head[:] = b'{"inputs":' + _pick(random, [b"[", b'{"a":']) * _number(random, 10, 2000)
     elif how == "tail":
-        tail = tail[: int(random.integers(len(tail) + 1))]
-    elif tail:  # lengths of strings, and what is no UTF-8
+        tail = tail[: _number(random, len(tail) + 1)]
+    elif how == "strings" and tail:  # lengths of strings, and what is no UTF-8
         tail = random.bytes(len(tail))
     return Malformed(how, hostile.post(hostile.infer_path(served.name), bytes(head), tail))
 
@@ -228,49 +231,39 @@ def _of_headers(served: Served, random: Random) -> Malformed:
     path = hostile.infer_path(served.name)
     numbers = [-1, 0, 1, len(head) - 1, len(head) + 1, 10**6, 2**31, 2**63, 2**64, "", "x", "1e3"]
     how = _pick(random, ["json", "length", "path", "first line", "encoding", "header"])
+    headers: dict[str, Any] = {}
+    first = b"POST"
     if how == "json":
         headers = {"Inference-Header-Content-Length": _pick(random, numbers)}
-        request = hostile.post(path, head, tail, headers)
     elif how == "length":
-        request = hostile.post(path, head, tail, {"Content-Length": _pick(random, numbers)})
+        headers = {"Content-Length": _pick(random, numbers)}
     elif how == "path":
-        paths = [
-            "/v2/models//infer",
-            "/v2/models/none/infer",
-            "/v2/models/%00/infer",
-            "/v2/" + "a" * 3000,
-        ]
-        paths += [
-            f"/v2/models/{served.name}/versions/{one}/infer" for one in ("9", "x", "-1", "2e5")
-        ]
+        paths = ["/v2/models//infer", "/v2/models/none/infer", "/v2/models/%00/infer"]
+        paths.append("/v2/" + "a" * 3000)
+        versions = ("9", "x", "-1", "2e5")
+        paths += [f"/v2/models/{served.name}/versions/{one}/infer" for one in versions]
         paths += ["/v2/models/../../etc/passwd/infer", f"{path}?a=%zz", f"/{path}", f"{path}/more"]
-        request = hostile.post(_pick(random, paths), head, tail)
+        path = _pick(random, paths)
     elif how == "first line":
-        request = hostile.post(path, head, tail)
         wrong = [b"GET", b"PUT", b"DELETE", b"BREW", b"post", b"POST" * 100, b"\x00", b""]
-        request = _pick(random, wrong) + request.removeprefix(b"POST")
+        first = _pick(random, wrong)
     elif how == "encoding":
-        request = hostile.post(
-            path, head, tail, {"Content-Encoding": _pick(random, ["gzip", "deflate", "br", "x"])}
-        )
+        headers = {"Content-Encoding": _pick(random, ["gzip", "deflate", "br", "x"])}
     else:
-        extra = {"X": "a" * int(random.integers(1, 9000)), "Connection": "x", "Expect": "200-ok"}
-        request = hostile.post(path, head, tail, {"Host": "", "Accept-Encoding": "\udcff", **extra})
-    return Malformed(how, request, ends=True)
+        extra = {"X": "a" * _number(random, 1, 9000), "Connection": "x", "Expect": "200-ok"}
+        headers = {"Host": "", "Accept-Encoding": "\udcff", **extra}
+    request = hostile.post(path, head, tail, headers)
+    return Malformed(how, first + request.removeprefix(b"POST"), ends=True)
 
 
 def http(served: Served, random: Random) -> Malformed:
     """One malformed request over HTTP."""
     kinds = (_of_document, _of_document, _of_document, _of_bytes, _of_headers)
-    made: Malformed = _pick(random, kinds)(served, random)
-    return made
+    malformed: Malformed = _pick(random, kinds)(served, random)
+    return malformed
 
 
 # --- gRPC --------------------------------------------------------------------------------------
-
-
-def _message(served: Served, random: Random) -> Any:
-    return hostile.message(served.name, served.call(random).inputs)
 
 
 def _wrong_shape(request: Any, random: Random) -> None:
@@ -281,20 +274,19 @@ def _wrong_shape(request: Any, random: Random) -> None:
     entry.shape.extend(shape)
 
 
-def _wrong_type(request: Any, random: Random) -> None:
-    names = [one for one in _TYPES if isinstance(one, str)]
-    _pick(random, request.inputs).datatype = _pick(random, names)
+def _wrong(field: str, values: Any) -> _Change:
+    """Return a change of one field of one input."""
 
+    def change(request: Any, random: Random) -> None:
+        value = _pick(random, values)
+        setattr(_pick(random, request.inputs), field, value)
 
-def _wrong_name(request: Any, random: Random) -> None:
-    _pick(random, request.inputs).name = _pick(
-        random, ["", "y", "x" * 3000, "漢", "\0", "INPUT__0"]
-    )
+    return change
 
 
 def _doubled(request: Any, random: Random) -> None:
     entry = _pick(random, request.inputs)
-    for _ in range(int(random.integers(1, 40))):
+    for _ in range(_number(random, 1, 40)):
         request.inputs.add().CopyFrom(entry)
         if random.integers(2):
             request.raw_input_contents.append(b"\0" * 16)
@@ -302,11 +294,11 @@ def _doubled(request: Any, random: Random) -> None:
 
 def _dropped(request: Any, random: Random) -> None:
     part = _pick(random, [request.inputs, request.raw_input_contents])
-    del part[int(random.integers(len(part)))]
+    del part[_number(random, len(part))]
 
 
 def _wrong_bytes(request: Any, random: Random) -> None:
-    at = int(random.integers(len(request.raw_input_contents)))
+    at = _number(random, len(request.raw_input_contents))
     size = len(request.raw_input_contents[at])
     sizes = [0, 1, size, max(0, size - 1), size + 1, 4 * size, 100_000]
     request.raw_input_contents[at] = random.bytes(_pick(random, sizes))
@@ -315,9 +307,9 @@ def _wrong_bytes(request: Any, random: Random) -> None:
 def _typed(request: Any, random: Random) -> None:
     """Typed contents, of the wrong type or number, beside raw ones or in their place."""
     contents = _pick(random, request.inputs).contents
-    contents.fp32_contents.extend([1.0] * int(random.integers(0, 9)))
-    contents.int_contents.extend([1] * int(random.integers(0, 3)))
-    contents.bytes_contents.extend([b"\xff"] * int(random.integers(0, 3)))
+    contents.fp32_contents.extend([1.0] * _number(random, 0, 9))
+    contents.int_contents.extend([1] * _number(random, 0, 3))
+    contents.bytes_contents.extend([b"\xff"] * _number(random, 0, 3))
     if random.integers(2):
         del request.raw_input_contents[:]
 
@@ -346,33 +338,36 @@ def _wrong_outputs(request: Any, random: Random) -> None:
         output.parameters["classification"].int64_param = _pick(random, [-1, 0, 2**62])
 
 
-_MESSAGE: tuple[Callable[[Any, Random], None], ...] = (
-    _wrong_shape, _wrong_type, _wrong_name, _doubled, _dropped, _wrong_bytes, _wrong_bytes, _typed,
-    _wrong_model, _wrong_parameters, _wrong_outputs,
-)  # fmt: skip
+_MESSAGE: Mapping[str, _Change] = {
+    "shape": _wrong_shape,
+    "type": _wrong("datatype", [one for one in _TYPES if isinstance(one, str)]),
+    "name": _wrong("name", ["", "y", "x" * 3000, "漢", "\0", "INPUT__0"]),
+    "doubled": _doubled,
+    "dropped": _dropped,
+    "bytes": _wrong_bytes,
+    "other bytes": _wrong_bytes,
+    "typed": _typed,
+    "model": _wrong_model,
+    "parameters": _wrong_parameters,
+    "outputs": _wrong_outputs,
+}
 
 
 def grpc(served: Served, random: Random) -> Malformed:
     """One malformed request over gRPC."""
-    message = _message(served, random)
+    message = hostile.message(served.name, served.call(random).inputs)
     if random.integers(5) == 0:
         data = bytearray(message.SerializeToString())
         how = _pick(random, ["cut", "flip", "noise", "method"])
-        if how == "cut":
-            del data[int(random.integers(len(data))) :]
-        elif how == "flip":
-            for _ in range(int(random.integers(1, 6))):
-                data[int(random.integers(len(data)))] = int(random.integers(256))
-        elif how == "noise":
-            data[:] = random.bytes(int(random.integers(0, 300)))
+        _damage(data, how, random, 6)
         methods = ["ModelConfig", "ModelMetadata", "None", "ModelStatistics", "ModelReady"]
         method = _pick(random, methods) if how == "method" else "ModelInfer"
         return Malformed(how, bytes(data), method=method)
     done = []
-    for _ in range(int(random.integers(1, 3))):
-        change = _pick(random, _MESSAGE)
+    for _ in range(_number(random, 1, 3)):
+        name, change = _pick(random, [*_MESSAGE.items()])
         if message.inputs and message.raw_input_contents:
             change(message, random)
-            done.append(change.__name__)
+            done.append(name)
     assert isinstance(message, service_pb2.ModelInferRequest)
-    return Malformed(" ".join(done), message.SerializeToString())
+    return Malformed(", ".join(done), message.SerializeToString())

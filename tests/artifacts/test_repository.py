@@ -23,25 +23,25 @@ def _lay_out(root: Path, *entries: str) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    ("entries", "expected"),
-    [
-        pytest.param(("a/config.pbtxt", "b/config.pbtxt"), ["a", "b"], id="configs"),
-        pytest.param(("b/1/", "a/2/"), ["a", "b"], id="versions-without-config"),
-        pytest.param(("a/1/", "notes.txt", "docs/text.md", "b/latest/"), ["a"], id="others"),
-        pytest.param(("ü [x]/1/", "a b/1/"), ["a b", "ü [x]"], id="odd-names"),
-        pytest.param(("a/0/", "b/-1/", "c/1.5/", "d/v1/", "e/1"), [], id="no-versions"),
-        pytest.param(("config.pbtxt", "1/", "2/config.pbtxt"), ["."], id="itself"),
-        pytest.param(("1/model.pt",), ["."], id="itself-without-config"),
-        pytest.param(("7/config.pbtxt", "7/1/"), ["7"], id="model-named-by-a-number"),
-        pytest.param(("7/1/model.pt", "a/1/"), ["7", "a"], id="the-same-without-config"),
-        pytest.param(("a/7/config.pbtxt", "b/1/"), ["b"], id="repository-in-a-repository"),
-        pytest.param(("7/config.pbtxt", "1/model.pt"), ["."], id="version-and-a-number"),
-        pytest.param((), [], id="empty"),
-    ],
-)
-def test_models(tmp_path: Path, entries: tuple[str, ...], expected: list[str]) -> None:
+_REPOSITORIES = {
+    "configs": (("a/config.pbtxt", "b/config.pbtxt"), ["a", "b"]),
+    "versions-without-config": (("b/1/", "a/2/"), ["a", "b"]),
+    "others": (("a/1/", "notes.txt", "docs/text.md", "b/latest/"), ["a"]),
+    "odd-names": (("ü [x]/1/", "a b/1/"), ["a b", "ü [x]"]),
+    "no-versions": (("a/0/", "b/-1/", "c/1.5/", "d/v1/", "e/1"), []),
+    "itself": (("config.pbtxt", "1/", "2/config.pbtxt"), ["."]),
+    "itself-without-config": (("1/model.pt",), ["."]),
+    "model-named-by-a-number": (("7/config.pbtxt", "7/1/"), ["7"]),
+    "the-same-without-config": (("7/1/model.pt", "a/1/"), ["7", "a"]),
+    "repository-in-a-repository": (("a/7/config.pbtxt", "b/1/"), ["b"]),
+    "version-and-a-number": (("7/config.pbtxt", "1/model.pt"), ["."]),
+}
+
+
+@pytest.mark.parametrize("name", _REPOSITORIES)
+def test_models(tmp_path: Path, name: str) -> None:
     """A path with a config or a version is a model; otherwise its folders are searched."""
+    entries, expected = _REPOSITORIES[name]
     root = _lay_out(tmp_path / "repository", *entries)
     assert repository.models(root) == [root / name for name in expected]
 
@@ -56,24 +56,13 @@ def test_models_behind_links(tmp_path: Path) -> None:
     assert repository.models(root) == [root / "linked"]
 
 
-@pytest.mark.parametrize(
-    ("entries", "expected"),
-    [
-        pytest.param(("10/", "9/", "2/"), ["2", "9", "10"], id="as-numbers"),
-        pytest.param(("1/", "0/", "-3/", "x/", "1.5/"), ["1"], id="only-numbers-above-0"),
-        pytest.param(("1/", "2", "3/model.pt"), ["1", "3"], id="only-folders"),
-        pytest.param((), [], id="none"),
-    ],
-)
-def test_versions(tmp_path: Path, entries: tuple[str, ...], expected: list[str]) -> None:
-    """Versions are folders whose names are numbers above 0, in numeric order."""
-    folder = _lay_out(tmp_path / "digits", *entries)
-    assert repository.versions(folder) == expected
-
-
-def test_latest(tmp_path: Path) -> None:
-    """The version with the highest number is served."""
-    assert repository.latest(_lay_out(tmp_path / "digits", "9/", "10/")) == "10"
+def test_versions(tmp_path: Path) -> None:
+    """Versions are folders named by numbers above 0, in numeric order; the last is served."""
+    folder = _lay_out(
+        tmp_path / "digits", "10/", "9/", "2/model.pt", "0/", "-3/", "x/", "1.5/", "3"
+    )
+    assert repository.versions(folder) == ["2", "9", "10"]
+    assert repository.latest(folder) == "10"
 
 
 def test_latest_without_versions(tmp_path: Path) -> None:

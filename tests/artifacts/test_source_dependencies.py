@@ -144,7 +144,7 @@ def test_weights_are_renamed_with_the_source(tmp_path: Path, suffix: str) -> Non
 def test_two_weights_files(tmp_path: Path) -> None:
     """Two weights files are an error."""
     source = _lay_out(tmp_path, {"net.py": "", "net.pt": "", "net.safetensors": ""})
-    with pytest.raises(ArtifactError, match=r"net\.safetensors and net\.pt lie beside net\.py"):
+    with pytest.raises(ArtifactError, match=r"net\.safetensors and net\.pt; expected one"):
         source_dependencies.find("digits", source)
 
 

@@ -16,88 +16,59 @@ _STEPS = (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        pytest.param(_YIELDS, True, id="forward"),
-        pytest.param(_YIELDS.replace("def", "async def"), True, id="asynchronous"),
-        pytest.param(_YIELDS.replace("yield", "yield from"), True, id="yield-from"),
-        pytest.param(_YIELDS.replace("yield x", "y = yield x"), True, id="assigned"),
-        pytest.param(_STEPS, True, id="begin-and-step"),
-        pytest.param(_STEPS.replace("begin", "start"), False, id="step-alone"),
-        pytest.param(_STEPS.replace("step", "stop"), False, id="begin-alone"),
-        pytest.param(_PLAIN, False, id="plain"),
-        pytest.param(_PLAIN + "\ndef helper():\n    yield 1\n", False, id="helper-yields"),
-        pytest.param(_YIELDS.replace("forward", "other"), False, id="another-method"),
-        pytest.param(
-            "class A(B):\n    def forward(self):\n        def f():\n            yield 1\n", False,
-            id="function-within",
-        ),
-        pytest.param(
-            "class A(B):\n    def forward(self):\n        return (a for a in f)\n",
-            False,
-            id="expression",
-        ),
-        pytest.param(_YIELDS + "class D(A):\n    pass\n", True, id="inherited"),
-        pytest.param(
-            _YIELDS.replace("nn.Module", "B") + _PLAIN.replace("nn.Module", "A"), True, id="circle"
-        ),
-        pytest.param("def forward(x):\n    yield x\n", True, id="function"),
-        pytest.param("def forward(x):\n    return x\n", False, id="plain-function"),
-        pytest.param(
-            _PLAIN + _STEPS.replace("(nn.Module)", ""), False, id="a-helper-with-begin-and-step"
-        ),
-        pytest.param(_PLAIN + _YIELDS.replace("A(", "_A("), False, id="a-private-class"),
-        pytest.param(
-            "def _parts(x):\n    yield x\n\n\ndef forward(x):\n    return list(_parts(x))\n",
-            False,
-            id="a-private-function",
-        ),
-        pytest.param(
-            "def example_inputs():\n    yield 1\n\n\ndef forward(x):\n    return x\n",
-            False,
-            id="an-example",
-        ),
-        pytest.param(
-            "class Options:\n    size = 3\n\n\ndef forward(x):\n    yield x\n",
-            True,
-            id="function-beside-a-class",
-        ),
-        pytest.param("# yield\nyielded = 'yield'\n", False, id="a-word"),
-        pytest.param("def forward(:\n", False, id="no-python"),
-        pytest.param("\0", False, id="no-text"),
-        pytest.param("", False, id="empty"),
-    ],
-)  # fmt: skip
-def test_in_source(text: str, expected: bool, tmp_path: Path) -> None:
+_STREAMS = {
+    "forward": _YIELDS,
+    "asynchronous": _YIELDS.replace("def", "async def"),
+    "yield-from": _YIELDS.replace("yield", "yield from"),
+    "assigned": _YIELDS.replace("yield x", "y = yield x"),
+    "begin-and-step": _STEPS,
+    "inherited": _YIELDS + "class D(A):\n    pass\n",
+    "circle": _YIELDS.replace("nn.Module", "B") + _PLAIN.replace("nn.Module", "A"),
+    "function": "def forward(x):\n    yield x\n",
+    "function-beside-a-class": "class Options:\n    size = 3\ndef forward(x):\n    yield x\n",
+}
+_OTHERS = {
+    "step-alone": _STEPS.replace("begin", "start"),
+    "begin-alone": _STEPS.replace("step", "stop"),
+    "helper-yields": _PLAIN + "\ndef helper():\n    yield 1\n",
+    "another-method": _YIELDS.replace("forward", "other"),
+    "function-within": _YIELDS.replace("yield x", "def f():\n            yield 1"),
+    "expression": _YIELDS.replace("yield x", "return (a for a in x)"),
+    "plain-function": "def forward(x):\n    return x\n",
+    "a-helper-with-begin-and-step": _PLAIN + _STEPS.replace("(nn.Module)", ""),
+    "a-private-class": _PLAIN + _YIELDS.replace("A(", "_A("),
+    "a-private-function": "def _parts(x):\n    yield x\ndef forward(x):\n    return _parts(x)\n",
+    "an-example": "def example_inputs():\n    yield 1\ndef forward(x):\n    return x\n",
+    "a-word": "# yield\nyielded = 'yield'\n",
+    "no-python": "def forward(:\n",
+    "no-text": "\0",
+}
+
+
+@pytest.mark.parametrize("name", [*_STREAMS, *_OTHERS])
+def test_in_source(name: str, tmp_path: Path) -> None:
     """The served class or function yields, or has begin() and step(); others do not count."""
     path = tmp_path / "model.py"
-    path.write_text(text)
-    assert stream_detection.is_streaming(path) is expected
+    path.write_text((_STREAMS | _OTHERS)[name])
+    assert stream_detection.is_streaming(path) is (name in _STREAMS)
 
 
 @pytest.mark.parametrize(
     ("named", "method", "expected"),
     [
-        ("A", None, True),
         ("B", None, False),
         ("C", None, True),
         ("f", None, True),
         ("absent", None, False),
         ("A", "other", False),
         ("C", "begin", False),
-        (None, None, True),
     ],
 )
 def test_named_class_and_method(
-    named: str | None, method: str | None, expected: bool, tmp_path: Path
+    named: str, method: str | None, expected: bool, tmp_path: Path
 ) -> None:
-    """MODEL_CLASS and METHOD select the code to inspect."""
+    """MODEL_CLASS and METHOD select the code to inspect; a missing file does not stream."""
     path = tmp_path / "model.py"
+    assert not stream_detection.is_streaming(path, named=named, method=method)
     path.write_text(_YIELDS + _PLAIN + _STEPS + "def f(x):\n    yield x\n")
     assert stream_detection.is_streaming(path, named=named, method=method) is expected
-
-
-def test_missing_file(tmp_path: Path) -> None:
-    """A missing file does not stream; loading it reports the error."""
-    assert stream_detection.is_streaming(tmp_path / "model.py") is False

@@ -18,7 +18,7 @@ import torch
 
 from torch_py_backend.errors import ArchiveError
 from torch_py_backend.torchserve import mar_archive
-from torch_py_backend.torchserve.mar_archive import Limits
+from torch_py_backend.torchserve.mar_archive import Limits, Manifest
 
 _FILES: archives.Files = {
     "handler.py": "x = 1\n",
@@ -46,23 +46,22 @@ def _expected() -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "make",
     [
-        pytest.param(lambda path: archives.write(path, _FILES), id="zip-store"),
-        pytest.param(
-            lambda path: archives.write(path, _FILES, compression=zipfile.ZIP_DEFLATED),
-            id="default",
-        ),
-        pytest.param(lambda path: archives.write_tar(path, _FILES), id="tgz"),
-        pytest.param(lambda path: archives.write_tar(path, _FILES, "./net"), id="tgz-dot"),
-        pytest.param(lambda path: archives.write_folder(path, _FILES), id="no-archive"),
+        lambda path: archives.write(path, _FILES, compression=zipfile.ZIP_DEFLATED),
+        lambda path: archives.write_tar(path, _FILES, "./net"),
+        lambda path: archives.write_folder(path, _FILES),
     ],
+    ids=["mar", "tgz", "no-archive"],
 )
 def test_all_formats_of_the_archiver(tmp_path: Path, make: Callable[[Path], Path]) -> None:
-    """All formats of torch-model-archiver unpack to the same files."""
+    """All formats of torch-model-archiver unpack to the same files; the source stays as it was."""
+    source = make(tmp_path / "net.mar")
+    before = {path: path.stat().st_mtime_ns for path in (source, *source.rglob("*"))}
     folder = tmp_path / "out" / "model.mar"
     folder.parent.mkdir()
-    mar_archive.unpack(make(tmp_path / "net.mar"), folder, Limits())
+    mar_archive.unpack(source, folder, Limits())
     assert _tree(folder) == _expected()
     assert [path.name for path in folder.parent.iterdir()] == ["model.mar"]
+    assert {path: path.stat().st_mtime_ns for path in (source, *source.rglob("*"))} == before
 
 
 def test_empty_folders_and_executables(tmp_path: Path) -> None:
@@ -88,13 +87,12 @@ def _zip(*names: str, **how: int) -> Callable[[Path], object]:
     )
 
 
-def _zip_entry(name: str, mode: int = 0, *, twice: bool = False) -> Callable[[Path], object]:
+def _zip_entry(mode: int) -> Callable[[Path], object]:
     def make(path: Path) -> None:
         with zipfile.ZipFile(path, "w") as archive:
-            for _ in range(1 + twice):
-                entry = zipfile.ZipInfo(name)
-                entry.external_attr = mode << 16
-                archive.writestr(entry, "/etc/passwd")
+            entry = zipfile.ZipInfo("special")
+            entry.external_attr = mode << 16
+            archive.writestr(entry, "/etc/passwd")
 
     return make
 
@@ -165,14 +163,27 @@ def _tar_headers(kind: bytes, count: int) -> Callable[[Path], object]:
     return make
 
 
-def _truncated(path: Path) -> None:
-    archives.write(path, _FILES)
-    path.write_bytes(path.read_bytes()[:-200])
+def _truncated(write: Callable[..., Path]) -> Callable[[Path], object]:
+    def make(path: Path) -> None:
+        write(path, _FILES)
+        path.write_bytes(path.read_bytes()[:-200])
+
+    return make
 
 
-def _truncated_tar(path: Path) -> None:
-    archives.write_tar(path, _FILES)
-    path.write_bytes(path.read_bytes()[:-200])
+def _twice(path: Path) -> None:
+    """Write an archive with two files of the same name."""
+    _zip("name1", "name2")(path)
+    path.write_bytes(path.read_bytes().replace(b"name2", b"name1"))
+
+
+def _early_offset(path: Path) -> None:
+    """Write an archive with a member that starts before the beginning of the file."""
+    _zip("x")(path)
+    content = bytearray(path.read_bytes())
+    end = content.rindex(b"PK\x05\x06")
+    content[end + 16 : end + 20] = struct.pack("<I", 1 << 20)
+    path.write_bytes(content)
 
 
 def _link_in_folder(path: Path) -> None:
@@ -180,57 +191,49 @@ def _link_in_folder(path: Path) -> None:
     (path / "link").symlink_to("/etc/passwd")
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        pytest.param(_zip("../evil"), "holds the name '../evil'", id="dots"),
-        pytest.param(_zip("x" * 300), "holds the name", id="long"),
-        pytest.param(_zip("a/b", "a"), "holds a twice", id="folder-as-file"),
-        pytest.param(_zip("/tmp/evil"), "holds the name '/tmp/evil'", id="absolute"),
-        pytest.param(_zip("..\\evil"), "holds the name", id="backslash"),
-        pytest.param(_zip("a\nb"), "holds the name 'a?b'", id="newline"),
-        pytest.param(_nul, "holds the name 'handler.py?x'", id="zero"),
-        pytest.param(_zip("a", "a/b"), "holds a/b twice", id="file-as-folder"),
-        pytest.param(_zip_entry("link", stat.S_IFLNK | 0o777), "is a link", id="link"),
-        pytest.param(_zip_entry("pipe", stat.S_IFIFO), "special file", id="pipe"),
-        pytest.param(_encrypted, "handler.py is encrypted", id="encrypted"),
-        pytest.param(
-            _zip("x", compression=zipfile.ZIP_LZMA), "compressed with method 14", id="lzma"
-        ),
-        pytest.param(_lying_size, "damaged", id="lying-size"),
-        pytest.param(_truncated, "damaged", id="truncated"),
-        pytest.param(_tar("../evil"), "holds the name '../evil'", id="tar-dots"),
-        pytest.param(_tar("a", tarfile.SYMTYPE, "/etc/passwd"), "is a link", id="tar-link"),
-        pytest.param(_tar("a", tarfile.LNKTYPE, "b"), "is a link", id="tar-hard-link"),
-        pytest.param(_tar_sized(1 << 60), "larger than 10 GB", id="tar-size"),
-        pytest.param(_tar_sized(1 << 20), "damaged", id="tar-short"),
-        pytest.param(_tar_long_name, "longer than any archive's", id="tar-long-name"),
-        pytest.param(_tar_headers(tarfile.XHDTYPE, 3000), "damaged", id="tar-pax-chain"),
-        pytest.param(
-            _tar_headers(tarfile.DIRTYPE, 10_001), "more than 10000 folders", id="tar-folders"
-        ),
-        pytest.param(_zip("a/" * 1500 + "x"), "in at most 31 folders", id="deep"),
-        pytest.param(_truncated_tar, "damaged", id="tar-truncated"),
-        pytest.param(_link_in_folder, "is a link", id="folder-link"),
-        pytest.param(lambda path: path.write_bytes(b""), "it is empty", id="empty"),
-        pytest.param(lambda path: path.write_bytes(b"<!doctype html>"), "an HTML page", id="html"),
-        pytest.param(
-            lambda path: torch.jit.script(models.Negate()).save(path),
-            "it is TorchScript; expected what torch-model-archiver wrote. Make a model folder",
-            id="torchscript",
-        ),
-        pytest.param(
-            lambda path: archives.write(path, {"handler.py": ""}),
-            "holds no MAR-INF/MANIFEST.json",
-            id="no-manifest",
-        ),
-        pytest.param(
-            lambda path: archives.write(path, {"a/x": "", "b/y": ""}), "holds no MAR-INF", id="two"
-        ),
-    ],
-)
-def test_invalid_archives(tmp_path: Path, make: Callable[[Path], object], message: str) -> None:
+_INVALID: dict[str, tuple[Callable[[Path], object], str]] = {
+    "dots": (_zip("../evil"), "holds the name '../evil'"),
+    "long": (_zip("x" * 300), "holds the name"),
+    "absolute": (_zip("/tmp/evil"), "holds the name '/tmp/evil'"),
+    "backslash": (_zip("..\\evil"), "holds the name"),
+    "newline": (_zip("a\nb"), "holds the name 'a?b'"),
+    "zero": (_nul, "holds the name 'handler.py?x'"),
+    "deep": (_zip("a/" * 1500 + "x"), "in at most 31 folders"),
+    "twice": (_twice, "holds name1 twice"),
+    "folder-as-file": (_zip("a/b", "a"), "holds a twice"),
+    "file-as-folder": (_zip("a", "a/b"), "holds a/b twice"),
+    "file-as-two-folders": (_zip("a", "a/b/c"), "holds a/b/c twice"),
+    "link": (_zip_entry(stat.S_IFLNK | 0o777), "is a link"),
+    "pipe": (_zip_entry(stat.S_IFIFO), "special file"),
+    "encrypted": (_encrypted, "is encrypted, password required"),
+    "lzma": (_zip("x", compression=zipfile.ZIP_LZMA), "compressed with method 14"),
+    "lying-size": (_lying_size, "damaged"),
+    "early-offset": (_early_offset, "damaged"),
+    "truncated": (_truncated(archives.write), "damaged"),
+    "tar-dots": (_tar("../evil"), "holds the name '../evil'"),
+    "tar-link": (_tar("a", tarfile.SYMTYPE, "/etc/passwd"), "is a link"),
+    "tar-hard-link": (_tar("a", tarfile.LNKTYPE, "b"), "is a link"),
+    "tar-size": (_tar_sized(1 << 60), "larger than 10 GB"),
+    "tar-short": (_tar_sized(1 << 20), "damaged"),
+    "tar-long-name": (_tar_long_name, "damaged: DirectoryTooLargeError"),
+    "tar-pax-chain": (_tar_headers(tarfile.XHDTYPE, 3000), "damaged"),
+    "tar-folders": (_tar_headers(tarfile.DIRTYPE, 10_001), "more than 10000 files and folders"),
+    "tar-truncated": (_truncated(archives.write_tar), "damaged"),
+    "folder-link": (_link_in_folder, "is a link"),
+    "empty": (lambda path: path.write_bytes(b""), "it is empty; expected an archive of torch-mod"),
+    "model": (
+        lambda path: torch.jit.script(models.Negate()).save(path),
+        "no MAR-INF/MANIFEST.json; expected what torch-model-archiver wrote. For a model file, use",
+    ),
+    "two-folders": (lambda path: archives.write(path, {"a/x": "", "b/y": ""}), "holds no MAR-INF"),
+}
+
+
+@pytest.mark.parametrize("name", _INVALID)
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_invalid_archives(tmp_path: Path, name: str) -> None:
     """A malicious or damaged archive raises an error, and no files are left."""
+    make, message = _INVALID[name]
     make(tmp_path / "net.mar")
     target = tmp_path / "out" / "within" / "model.mar"
     target.parent.mkdir(parents=True)
@@ -244,18 +247,10 @@ def test_invalid_archives(tmp_path: Path, make: Callable[[Path], object], messag
     assert not list(tmp_path.rglob("*evil*"))
 
 
-def test_duplicate_name(tmp_path: Path) -> None:
-    """An archive with two files of the same name raises an error."""
-    with pytest.warns(UserWarning, match="Duplicate name"):
-        _zip_entry("a", twice=True)(tmp_path / "net.mar")
-    with pytest.raises(ArchiveError, match="holds a twice"):
-        mar_archive.unpack(tmp_path / "net.mar", tmp_path / "out", Limits())
-
-
 @pytest.mark.parametrize(
     ("write", "limits", "message"),
     [
-        (archives.write, Limits(files=3), "more than 3 files. Allow more with --max-files"),
+        (archives.write, Limits(files=3), "more than 3 files and folders. Allow more with --max-f"),
         (archives.write_tar, Limits(gigabytes=0.0005), "larger than 0.0005 GB. Allow more with"),
         (archives.write_folder, Limits(gigabytes=0.0005), "larger than 0.0005 GB"),
     ],
@@ -293,57 +288,51 @@ def test_zip_bomb(tmp_path: Path) -> None:
 # --- manifests -------------------------------------------------------------------------------
 
 
-def test_manifest(tmp_path: Path) -> None:
-    """The fields of a manifest."""
-    folder = archives.write_folder(tmp_path / "net", archives.eager())
-    manifest = mar_archive.read_manifest(folder, "net.mar")
-    assert (manifest.model_name, manifest.handler) == ("net", "handler.py")
-    assert (manifest.serialized_file, manifest.model_file) == ("model.pt", "model.py")
-    assert (manifest.requirements_file, manifest.config_file) == ("", "")
-    assert mar_archive.read_settings(folder, manifest, "net.mar") == {}
+def _manifest(tmp_path: Path, manifest: str, settings: str = "") -> tuple[Path, Manifest]:
+    files = {"handler.py": "", "c.yaml": settings, archives.MANIFEST: manifest}
+    folder = archives.write_folder(tmp_path / "net", files)
+    return folder, mar_archive.read_manifest(folder, "net.mar")
 
 
 @pytest.mark.parametrize(
     ("handler", "module", "function"),
     [
-        ("handler.py", "handler", "handle"),
         ("../handler.py", "handler", "handle"),
         ("handler:answer", "handler", "answer"),
         ("image_classifier", "image_classifier", "handle"),
     ],
 )
-def test_handler_names(tmp_path: Path, handler: str, module: str, function: str) -> None:
+def test_manifest(tmp_path: Path, handler: str, module: str, function: str) -> None:
     """A handler is a file, a module, a function in it, or a handler of TorchServe."""
-    files = {"handler.py": "", archives.MANIFEST: archives.manifest(handler)}
-    folder = archives.write_folder(tmp_path / "net", files)
-    manifest = mar_archive.read_manifest(folder, "net.mar")
+    folder, manifest = _manifest(tmp_path, archives.manifest(handler))
+    assert (manifest.model_name, manifest.handler) == ("net", handler)
     assert (manifest.handler_module, manifest.handler_function) == (module, function)
+    assert (manifest.requirements_file, manifest.config_file) == ("", "")
+    assert mar_archive.read_settings(folder, manifest, "net.mar") == {}
 
 
 @pytest.mark.parametrize(
     ("manifest", "message"),
     [
         ("[" * 100_000, "is not JSON"),
-        ("[]", "is not a JSON object"),
-        (" " * (2 << 20), "larger than a manifest"),
-        ('{"workflow": {"workflowName": "w"}}', "it is a workflow; expected a model. Import"),
+        (" " * (2 << 20), "MANIFEST.json is too large; expected at most 1048576 bytes"),
+        ("[]", "no object 'model'"),
+        ('{"workflow": {"workflowName": "w"}}', "no object 'model'. Of a workflow (.war), import"),
         ('{"runtime": "LSP", "model": {}}', "its runtime is 'LSP'; expected a handler written"),
-        ('{"model": []}', "no object 'model'"),
         ('{"model": {"handler": "handler.py"}}', "no text for 'modelName'"),
         ('{"model": {"modelName": "net", "handler": 3}}', "no text for 'handler'"),
-        (archives.manifest("gone.py"), "its handler is gone, which it does not hold; expected"),
+        (archives.manifest("gone.py"), "its handler is 'gone.py', which it does not hold"),
         (archives.manifest("import os"), "its handler is 'import os'"),
         (archives.manifest("vllm_handler"), "Triton's vLLM backend"),
         (archives.manifest(serializedFile="no.pt"), "the serializedFile no.pt, which the archive"),
         (archives.manifest(configFile="../x.yaml"), "holds the name '../x.yaml'"),
+        (archives.manifest(sourceVocab=["a"]), "names the sourceVocab ['a'], which"),
     ],
 )
 def test_invalid_manifests(tmp_path: Path, manifest: str, message: str) -> None:
     """An invalid manifest raises an error with the reason."""
-    files = {"handler.py": "", archives.MANIFEST: manifest}
-    folder = archives.write_folder(tmp_path / "net", files)
     with pytest.raises(ArchiveError) as error:
-        mar_archive.read_manifest(folder, "net.mar")
+        _manifest(tmp_path, manifest)
     assert message in str(error.value)
 
 
@@ -357,13 +346,13 @@ def _references(doubled: str) -> str:
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        ("- 1\n- 2", "model-config.yaml holds a list; expected keys and values"),
+        ("- 1\n- 2", "c.yaml holds a list; expected keys and values"),
         ("a: !!python/object/apply:os.system ['true']", "cannot be read: could not determine"),
-        ("a: " + "[" * 2000, "model-config.yaml cannot be read"),
-        ("#" * (2 << 20), "larger than settings are"),
-        (_references("[*a{0}, *a{0}]"), "expands to more than 100000 values"),
-        (_references("{{<<: [*a{0}, *a{0}]}}"), "expands to more than 100000 values"),
-        ("a: &a [*a, *a]", "expands to more than 100000 values"),
+        ("a: " + "[" * 1000, "c.yaml cannot be read"),
+        ("#" * (2 << 20), "c.yaml is too large"),
+        (_references("[*a{0}, *a{0}]"), "expand to more than 100000 values"),
+        (_references("{{<<: [*a{0}, *a{0}]}}"), "expand to more than 100000 values"),
+        ("a: &a [*a, *a]", "expand to more than 100000 values"),
     ],
 )
 def test_invalid_settings(tmp_path: Path, written: str, message: str) -> None:
@@ -375,27 +364,13 @@ def test_invalid_settings(tmp_path: Path, written: str, message: str) -> None:
 
 
 def _settings(tmp_path: Path, written: str) -> dict[str, object]:
-    files = {
-        "handler.py": "",
-        "model-config.yaml": written,
-        archives.MANIFEST: archives.manifest(configFile="model-config.yaml"),
-    }
-    folder = archives.write_folder(tmp_path / "net", files)
-    manifest = mar_archive.read_manifest(folder, "net.mar")
+    folder, manifest = _manifest(tmp_path, archives.manifest(configFile="c.yaml"), written)
     return mar_archive.read_settings(folder, manifest, "net.mar")
 
 
 def test_settings_without_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without PyYAML, an archive with settings raises an error that says what to install."""
+    assert _settings(tmp_path, "# none") == {}
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ArchiveError, match=r"pip install 'torch-py-backend\[torchserve\]'"):
         _settings(tmp_path, "batchSize: 4")
-
-
-def test_the_source_folder_is_not_changed(tmp_path: Path) -> None:
-    """Unpacking a folder writes to the target only."""
-    folder = archives.write_folder(tmp_path / "net", _FILES)
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
-    mar_archive.unpack(folder, tmp_path / "out", Limits())
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-    assert _tree(tmp_path / "out") == _expected()

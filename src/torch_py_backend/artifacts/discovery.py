@@ -64,7 +64,7 @@ class Artifact:
         return [self.path] if self.path.is_file() else []
 
 
-WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
+_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
 # The folder of an unpacked TorchServe archive.
 ARCHIVE = "model.mar"
 # The default class of hooks, and the methods that it may have.
@@ -236,16 +236,25 @@ def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path, stem: str
     if name:
         return Artifact(kind, path, _named_file(config, "WEIGHTS", name))
     folder = path if kind is ArtifactType.FACTORY else path.parent
-    beside = [folder / f"{stem}{suffix}" for suffix in WEIGHT_SUFFIXES]
-    present = [path for path in beside if path.is_file()]
+    return Artifact(kind, path, weights_beside(config.name, folder, stem))
+
+
+def weights_beside(model: str, folder: Path, stem: str) -> Path | None:
+    """Return the weights file with this stem in a folder; None: there is none.
+
+    Raises:
+        ArtifactError: there are several.
+    """
+    paths = [folder / f"{stem}{suffix}" for suffix in _WEIGHT_SUFFIXES]
+    present = [path for path in paths if path.is_file()]
     if len(present) > 1:
         raise ArtifactError(
-            config.name,
-            f"version {config.version} holds {' and '.join(path.name for path in present)}",
+            model,
+            f"its folder holds {' and '.join(path.name for path in present)}",
             expected="one file of weights",
             cure="Remove the others, or name the one to use with the parameter WEIGHTS.",
         )
-    return Artifact(kind, path, present[0] if present else None)
+    return present[0] if present else None
 
 
 def _named_file(config: ModelConfig, option: str, name: str) -> Path:

@@ -40,7 +40,6 @@ class FileType(enum.Enum):
     NUMPY = "a numpy array"
     EMPTY = "empty"
     TRUNCATED = "a truncated or damaged zip archive"
-    CROWDED = "a zip archive whose list of members is longer than any model's"
     BOMB = "a zip archive that inflates to a hundred times its size"
     UNKNOWN = "not a file that torch.save, torch.jit.save or torch.export.save wrote"
 
@@ -104,9 +103,7 @@ def file_type(path: Path) -> FileType:
     try:
         with BoundedFile(path) as bounded, zipfile.ZipFile(bounded) as archive:
             return _archive_type(archive)
-    except DirectoryTooLargeError:
-        return FileType.CROWDED
-    except Exception:  # zipfile, zlib, lzma and bz2 raise different errors
+    except Exception:  # zipfile, zlib, lzma, bz2 and BoundedFile raise different errors
         return FileType.TRUNCATED
 
 
@@ -161,13 +158,13 @@ def mmap_obstacle(weights: Path) -> str:
     if weights.suffix in (".safetensors", ".json"):
         return ""
     try:
-        with weights.open("rb") as file:
+        with BoundedFile(weights) as file:
             if file.read(2) != b"PK":
                 return f"{weights.name} is not a zip archive: torch older than 1.6 wrote it"
-        with zipfile.ZipFile(weights) as archive:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                return f"the entries of {weights.name} are compressed"
-    except (OSError, zipfile.BadZipFile):  # loading the file reports the error
+            with zipfile.ZipFile(file) as archive:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    return f"the entries of {weights.name} are compressed"
+    except Exception:  # damaged or unreadable, which loading it reports
         return f"{weights.name} cannot be read"
     return ""
 

@@ -11,7 +11,6 @@ from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
 from pathlib import Path, PurePosixPath
 
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import WEIGHT_SUFFIXES
 from torch_py_backend.errors import ArtifactError
 
 
@@ -34,22 +33,15 @@ def find(model: str, source: Path, weights: Path | None = None) -> dict[str, Pat
     if weights is not None:
         suffix = ".safetensors" if weights.suffix == ".safetensors" else ".pt"
         return files | {f"model{suffix}": weights}
-    present = {
-        suffix: path for suffix in WEIGHT_SUFFIXES if (path := source.with_suffix(suffix)).is_file()
+    path = discovery.weights_beside(model, source.parent, source.stem)
+    if path is None:
+        return files
+    files["model" + path.name.removeprefix(source.stem)] = path
+    return files | {
+        name: shard
+        for name, shard in discovery.shard_files(path).items()
+        if not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
     }
-    if len(present) > 1:
-        names = " and ".join(path.name for path in present.values())
-        raise ArtifactError(
-            model, f"{names} lie beside {source.name}", expected="one file of weights"
-        )
-    for suffix, path in present.items():
-        files[f"model{suffix}"] = path
-        files |= {
-            name: shard
-            for name, shard in discovery.shard_files(path).items()
-            if not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
-        }
-    return files
 
 
 # --- modules ---------------------------------------------------------------------------------

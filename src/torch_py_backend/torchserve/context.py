@@ -31,59 +31,36 @@ class Dimension:
         self.value = value
 
 
-class Metric:
-    """A metric that is not recorded."""
-
-    def add_or_update(self, *_args: object, **_named: object) -> None: ...
-
-    update = reset = add_or_update
-
-
 class Metrics:
-    """`context.metrics`: accepts the calls of TorchServe's and records nothing."""
+    """`context.metrics`, and the metrics that it returns: accepts calls and records nothing."""
 
-    def add_metric(self, *_args: object, **_named: object) -> None: ...
+    def add_metric(self, *_args: object, **_named: object) -> Metrics:
+        return self
 
     add_counter = add_time = add_size = add_percent = add_error = add_metric
-
-    def get_metric(self, *_args: object, **_named: object) -> Metric:
-        return Metric()
-
-    add_metric_to_cache = get_metric
+    get_metric = add_metric_to_cache = add_or_update = update = reset = add_metric
 
 
 class RequestProcessor:
-    """The headers of a request, and the status of its response."""
+    """The headers of a request, and the status and headers of its response."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
-        self._headers = dict(headers)
-        self._response_headers: dict[str, str] = {}
+        self.headers = dict(headers)
+        self.response_headers: dict[str, str] = {}
         self.status = _OK
         self.phrase: str | None = None
 
     def get_request_property(self, key: str) -> str | None:
-        return self._headers.get(key)
+        return self.headers.get(key)
 
     def get_request_properties(self) -> dict[str, str]:
-        return self._headers
+        return self.headers
 
     def report_status(self, code: int, reason_phrase: str | None = None) -> None:
         self.status, self.phrase = code, reason_phrase
 
-    def get_response_status_code(self) -> int:
-        return self.status
-
-    def get_response_status_phrase(self) -> str | None:
-        return self.phrase
-
     def add_response_property(self, key: str, value: str) -> None:
-        self._response_headers[key] = value
-
-    def get_response_headers(self) -> dict[str, str]:
-        return self._response_headers
-
-    def get_response_header(self, key: str) -> str | None:
-        return self._response_headers.get(key)
+        self.response_headers[key] = value
 
 
 class Context:
@@ -135,10 +112,10 @@ class Context:
         return None if self.request_ids is None else self.request_ids.get(idx)
 
     def get_request_header(self, idx: int, key: str) -> str | None:
-        return self.request_processor[idx].get_request_property(key)
+        return self.request_processor[idx].headers.get(key)
 
     def get_all_request_header(self, idx: int) -> dict[str, str]:
-        return self.request_processor[idx].get_request_properties()
+        return self.request_processor[idx].headers
 
     def get_sequence_id(self, idx: int) -> str | None:
         return self.get_request_header(idx, "ts_request_sequence_id")
@@ -150,10 +127,10 @@ class Context:
         return self.get_response_headers(idx).get("content-type")
 
     def set_response_header(self, idx: int, key: str, value: str) -> None:
-        self.request_processor[idx].add_response_property(key, value)
+        self.request_processor[idx].response_headers[key] = value
 
     def get_response_headers(self, idx: int) -> dict[str, str]:
-        return self.request_processor[idx].get_response_headers()
+        return self.request_processor[idx].response_headers
 
     def set_response_status(self, code: int = _OK, phrase: str = "", idx: int = 0) -> None:
         self.request_processor[idx].report_status(code, phrase)
@@ -163,5 +140,4 @@ class Context:
             processor.report_status(code, phrase)
 
     def get_response_status(self, idx: int) -> tuple[int, str | None]:
-        processor = self.request_processor[idx]
-        return processor.status, processor.phrase
+        return self.request_processor[idx].status, self.request_processor[idx].phrase

@@ -45,6 +45,9 @@ Data: TypeAlias = Any
 
 _MEAN = (0.485, 0.456, 0.406)
 _DEVIATION = (0.229, 0.224, 0.225)
+# The length of the shorter side of a resized image, and of a cropped one's sides.
+_RESIZED = 256
+_CROPPED = 224
 # Formats that Pillow decodes itself: for EPS it would start Ghostscript on the client's bytes.
 FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
 # For images that are not resized: as floats, 12 bytes per pixel or 300 MB in all.
@@ -89,17 +92,11 @@ def load_label_mapping(mapping_file_path: str) -> dict[str, str] | None:
         log.info("%s does not exist: answers have the numbers of classes.", path.name)
         return None
     document = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(document, dict):
-        raise ValueError(f"{path.name} holds no object of names by class")  # noqa: TRY004
-    listed = document.get("object_type_names")
-    if isinstance(listed, list):
-        return {str(number): name for number, name in enumerate(listed)}
-    names = {
-        key: value[-1] if isinstance(value, list) else value for key, value in document.items()
-    }
-    for key, name in names.items():
-        if not isinstance(name, str):
-            raise ValueError(f"{path.name} has no name, but {name!r}, for class {key}")  # noqa: TRY004
+    entries = document.get("object_type_names", document) if isinstance(document, dict) else {}
+    numbered = enumerate(entries) if isinstance(entries, list) else entries.items()
+    names = {str(key): value[-1] if isinstance(value, list) else value for key, value in numbered}
+    if not names or not all(isinstance(name, str) for name in names.values()):
+        raise ValueError(f"{path.name} is not an object of names by class")
     return names
 
 
@@ -131,19 +128,11 @@ def map_class_to_label(
 
 
 class BaseHandler:
-    """Loads the model of the manifest and answers with preprocess, inference and postprocess.
-
-    Attributes:
-        model: the model; loaded by `initialize`.
-        device: its device.
-        mapping: names of classes by their numbers, from index_to_name.json.
-        context: the context of the batch.
-        initialized: whether the model is loaded.
-    """
+    """Loads the model of the manifest and answers with preprocess, inference and postprocess."""
 
     def __init__(self) -> None:
         self.model: Any = None
-        self.mapping: dict[str, str] | None = None
+        self.mapping: dict[str, str] | None = None  # names of classes, from index_to_name.json
         self.device: Any = None  # a torch.device after `initialize`
         self.initialized = False
         self.context: Context | None = None
@@ -259,29 +248,26 @@ def request_body(row: Mapping[str, object]) -> Data:
 class ImageNetTransform:
     """The transforms Resize(256), CenterCrop(224), ToTensor and Normalize of torchvision.
 
-    Attributes:
-        side: the size of the shorter side after resizing; None: neither resize, crop nor normalize.
-        crop: the side of the square in the middle.
+    For a `whole` image, only ToTensor.
     """
 
-    side: int | None = 256
-    crop: int = 224
+    whole: bool = False
 
     def __call__(self, image: Image) -> Tensor:
         """Return an image as a tensor [3, height, width]."""
         image = image.convert("RGB")  # mean and deviation are of three channels
-        if self.side is not None:
+        if not self.whole:
             width, height = image.size
             short, long = sorted(image.size)
-            if short != self.side:
-                other = int(self.side * long / short)
-                width, height = (self.side, other) if width <= height else (other, self.side)
+            if short != _RESIZED:
+                other = int(_RESIZED * long / short)
+                width, height = (_RESIZED, other) if width <= height else (other, _RESIZED)
                 image = image.resize((width, height), pillow().Resampling.BILINEAR)
-            left, top = round((width - self.crop) / 2), round((height - self.crop) / 2)
-            image = image.crop((left, top, left + self.crop, top + self.crop))
+            left, top = round((width - _CROPPED) / 2), round((height - _CROPPED) / 2)
+            image = image.crop((left, top, left + _CROPPED, top + _CROPPED))
         pixels = torch.from_numpy(np.array(image, dtype=np.uint8))
         tensor = pixels.permute(2, 0, 1).contiguous().to(torch.float32).div_(255)
-        if self.side is None:
+        if self.whole:
             return tensor
         mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _DEVIATION))
         return (tensor - mean) / deviation
@@ -334,11 +320,7 @@ class VisionHandler(BaseHandler):
         image: Image = pillow().open(io.BytesIO(content), formats=FORMATS)  # not decoded yet
         limit = pillow().MAX_IMAGE_PIXELS
         transform = self.image_processing
-        if (
-            limit is not None
-            and isinstance(transform, ImageNetTransform)
-            and transform.side is None
-        ):
+        if limit is not None and transform == ImageNetTransform(whole=True):
             limit = min(limit, _MAX_FLOAT_PIXELS)
         width, height = image.size
         if limit is not None and width * height > limit:
@@ -378,7 +360,7 @@ class ImageSegmenter(VisionHandler):
 class ObjectDetector(VisionHandler):
     """Returns the objects in each image: the box by the name of its class, and the score."""
 
-    image_processing: ClassVar[Any] = ImageNetTransform(side=None)
+    image_processing: ClassVar[Any] = ImageNetTransform(whole=True)
     threshold = 0.5
 
     def postprocess(self, data: Data) -> Data:

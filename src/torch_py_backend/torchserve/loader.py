@@ -13,11 +13,11 @@ import io
 import json
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -50,11 +50,9 @@ from torch_py_backend.torchserve.mar_archive import Manifest
 
 log = logging.getLogger(__name__)
 
-# The values of a request's fields, and all fields of each request.
-Field: TypeAlias = object
-Requests: TypeAlias = "Sequence[Mapping[str, Field]]"
-# A handler; a function that is a handler is first called without requests, to initialize itself.
-Handle: TypeAlias = "Callable[[Requests | None, Context], object]"
+# A handler, called with a list of requests, which are dicts, and the context. A function that is a
+# handler is first called with None, to initialize itself.
+Handle: TypeAlias = "Callable[[list[dict[str, Any]] | None, Context], object]"
 
 # HTTP status codes: the first client error, overload, the first server error.
 _CLIENT_ERROR = 400
@@ -68,16 +66,13 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     Raises:
         LoadError: it cannot be served.
     """
-    for problem, applies in (
-        ("config.pbtxt has sequence_batching", config.sequencing is not None),
-        ("the model is decoupled", config.decoupled),
-    ):
-        if applies:
-            raise ConfigError(
-                config.name,
-                f"{problem}, and {artifact.path.name} is {artifact.kind.value}",
-                cure="A handler sends one response per request and keeps no state; remove it.",
-            )
+    if config.sequencing is not None or config.decoupled:
+        raise ConfigError(
+            config.name,
+            f"{artifact.path.name} is {artifact.kind.value}, and config.pbtxt has sequence_batching"
+            " or a decoupled transaction policy",
+            cure="A handler sends one response per request and keeps no state; remove that.",
+        )
     tensors = (*config.inputs, *config.outputs)
     if (
         any(spec.dtype.triton != "BYTES" for spec in tensors)
@@ -106,16 +101,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
 
 
 def _initialize(config: ModelConfig, folder: Path, device: torch.device | None) -> Served:
-    """Import and initialize the handler of an archive.
-
-    Args:
-        config: the model's config.
-        folder: the folder of the unpacked archive.
-        device: the device that the context names; None: the handler's own choice.
-
-    Raises:
-        LoadError: it cannot be served.
-    """
+    """Import and initialize the handler of an archive."""
     kwargs = config.options.model_kwargs or {}
     content_type = kwargs.get("content_type", "")
     if kwargs.keys() - {"content_type"} or not isinstance(content_type, str):
@@ -219,12 +205,11 @@ def _compile(config: ModelConfig, instance: object) -> None:
             type(model).__name__,
         )
         return
-    parameters = config.options.torch_compile_optional_parameters or {}
-    required = config.options.compile_required or parameters.get("fullgraph", False)
     # Code that cannot be compiled runs eagerly; torch logs it.
-    torch._dynamo.config.suppress_errors = not required  # noqa: SLF001  a setting, under no other name
+    suppress_errors = not torch_compile.required(config)
+    torch._dynamo.config.suppress_errors = suppress_errors  # noqa: SLF001  it has no other name
     try:
-        model.compile(**parameters)
+        model.compile(**(config.options.torch_compile_optional_parameters or {}))
     except Exception as error:  # any error of torch.compile for an unknown value
         raise torch_compile.parameter_error(config, error) from error
 
@@ -235,12 +220,7 @@ def _compile(config: ModelConfig, instance: object) -> None:
 class Served(nn.Module):
     """Calls a handler with the rows of a batch and returns one answer for each.
 
-    Args:
-        config: the model's config.
-        handle: the handler.
-        context: the handler's context.
-        content_type: the content type of bodies; empty: bytes.
-        modules: the modules that the handler calls; their weights are the model's.
+    The weights of `modules`, which the handler calls, are the model's.
     """
 
     def __init__(
@@ -278,9 +258,9 @@ class Served(nn.Module):
         try:
             answers = self._handle(requests, self._context)
         except self._prediction_error as error:
-            status, message = getattr(error, "error_code", None), getattr(error, "message", error)
-            refusal = self._refusal(status, message)
-            if refusal is None:  # a server error: the log has its traceback
+            message = getattr(error, "message", error)
+            refusal = self._refusal(getattr(error, "error_code", None), message)
+            if isinstance(refusal, OutputError):  # a server error: the log has its traceback
                 raise
             raise refusal from error
         if not isinstance(answers, list) or len(answers) != len(requests):
@@ -292,42 +272,34 @@ class Served(nn.Module):
                 expected="a list with one answer for each request",
             )
         for processor in self._context.request_processor:
-            status, phrase = processor.status, processor.phrase
-            if status >= _CLIENT_ERROR:
-                raise self._refusal(status, phrase) or OutputError(
-                    self._model, _problem(status, phrase)
-                )
+            if processor.status >= _CLIENT_ERROR:
+                raise self._refusal(processor.status, processor.phrase)
         encoded: Strings = np.empty(len(answers), dtype=np.object_)
         encoded[:] = [_encode(self._model, answer) for answer in answers]
         return encoded
 
-    def _refusal(self, status: object, message: object) -> BackendError | None:
-        """Return the error for a client error, or for a lack of resources; None: another status."""
+    def _refusal(self, status: object, message: object) -> BackendError:
+        """Return the error for an answer with an error status."""
+        text = "" if message is None else sanitize_line(str(message))
+        answer = f"the handler answered {status}" + (f": {text}" if text else "")
         if not isinstance(status, int):
-            return None
+            return OutputError(self._model, answer)
         if status in _UNAVAILABLE:
-            return UnavailableError(self._model, _problem(status, message))
-        if _CLIENT_ERROR <= status < _SERVER_ERROR:
-            return InputError(self._model, _problem(status, message))
-        return None
+            return UnavailableError(self._model, answer)
+        is_client_error = _CLIENT_ERROR <= status < _SERVER_ERROR
+        return (InputError if is_client_error else OutputError)(self._model, answer)
 
 
-def _problem(status: object, message: object) -> str:
-    """Return the answer of a handler for an error message."""
-    text = "" if message is None else sanitize_line(str(message))
-    return f"the handler answered {status}" + (f": {text}" if text else "")
-
-
-def _decoder(content_type: str) -> Callable[[bytes], Field]:
+def _decoder(content_type: str) -> Callable[[bytes], object]:
     """Return a function that reads a body of a content type; an invalid body stays bytes."""
     if content_type == "application/json":
-        read: Callable[[bytes], Field] = json.loads
+        read: Callable[[bytes], object] = json.loads
     elif content_type.startswith("text/"):
         read = bytes.decode
     else:
         return bytearray
 
-    def decode(body: bytes) -> Field:
+    def decode(body: bytes) -> object:
         try:
             return read(body)
         except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError

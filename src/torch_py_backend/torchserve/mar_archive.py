@@ -8,7 +8,6 @@ the archive declares are not trusted.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gzip
 import json
 import shutil
@@ -19,15 +18,12 @@ import zlib
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, NamedTuple, Protocol
+from typing import IO, Any, NamedTuple
 
 from torch_py_backend.artifacts import file_types
-from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.errors import ArchiveError, join_names, summarize
 
 MANIFEST = Path("MAR-INF", "MANIFEST.json")
-# The vocabulary of a text handler, where the manifest names none.
-VOCABULARY = "source_vocab.pt"
 # Handlers of TorchServe that are supported here.
 HANDLERS = (
     "base_handler",
@@ -43,6 +39,8 @@ _ALTERNATIVES = {
     "trt_llm_handler": "Triton's TensorRT-LLM backend serves such models.",
     "dali_image_classifier": "Triton's DALI backend reads images on the GPU.",
 }
+# The keys of a manifest that name files of the archive.
+_FILE_KEYS = ("serializedFile", "modelFile", "requirementsFile", "configFile", "sourceVocab")
 
 _CHUNK_BYTES = 1 << 20
 _GIGABYTE = 1 << 30
@@ -53,20 +51,17 @@ _MAX_VALUES = 100_000
 _MAX_NAME_BYTES = 255
 # The deepest path: code that walks through folders is recursive.
 _MAX_DEPTH = 32
-_RUNTIMES = ("python", "python3")
-# Models with their code, which need no source of a class.
-PROGRAMS = (FileType.TORCHSCRIPT, FileType.EXPORTED, FileType.AOTI)
-# Exceptions for damaged files, beside OSError. RecursionError: tarfile is recursive for chains of
-# headers.
+# Exceptions for damaged files, beside OSError. RuntimeError: encrypted members, unknown methods of
+# compression, and chains of headers, for which tarfile is recursive.
 _DAMAGE_ERRORS = (
     zipfile.BadZipFile,
     tarfile.TarError,
     gzip.BadGzipFile,
     zlib.error,
     EOFError,
-    NotImplementedError,
-    RecursionError,
+    RuntimeError,
     ValueError,
+    file_types.DirectoryTooLargeError,
 )
 
 
@@ -79,16 +74,10 @@ class Limits:
 
 
 class _Member(NamedTuple):
-    """A file or folder in an archive.
-
-    Attributes:
-        name: its name.
-        size: its declared size.
-        file: the open file; None: it is a folder.
-    """
+    """A file in an archive, open for reading; or a folder, without a file."""
 
     name: str
-    size: int = 0
+    declared_bytes: int = 0
     file: IO[bytes] | None = None
 
 
@@ -109,10 +98,6 @@ def unpack(archive: Path, folder: Path, limits: Limits) -> None:
     try:
         with contextlib.closing(_read_members(archive)) as members:
             _write_members(archive.name, scratch, members, limits)
-    except file_types.DirectoryTooLargeError:
-        raise ArchiveError(
-            archive.name, "its list of files, or one name in it, is longer than any archive's"
-        ) from None
     except _DAMAGE_ERRORS as error:
         raise ArchiveError(
             archive.name,
@@ -124,13 +109,11 @@ def unpack(archive: Path, folder: Path, limits: Limits) -> None:
     roots = [scratch, *entries] if len(entries) == 1 else [scratch]
     root = next((root for root in roots if (root / MANIFEST).is_file()), None)
     if root is None:
-        content = file_types.file_type(archive) if archive.is_file() else FileType.UNKNOWN
-        is_model = content in PROGRAMS
         raise ArchiveError(
             archive.name,
-            f"it holds no {MANIFEST}" + (f"; it is {content.value}" if is_model else ""),
+            f"it holds no {MANIFEST}",
             expected="what torch-model-archiver wrote",
-            cure="Make a model folder of it with `torch-py-backend init`." if is_model else "",
+            cure="For a model file, use `torch-py-backend init`.",
         )
     root.rename(folder)
     shutil.rmtree(scratch, ignore_errors=True)
@@ -139,13 +122,7 @@ def unpack(archive: Path, folder: Path, limits: Limits) -> None:
 def _read_members(archive: Path) -> _Members:
     """Yield the members of an archive; each file is closed when the next one is requested."""
     if archive.is_dir():
-        for path in sorted(archive.rglob("*")):
-            name = path.relative_to(archive).as_posix()
-            if path.is_symlink() or not (path.is_file() or path.is_dir()):
-                raise _not_a_file(archive, name)
-            if path.is_file():
-                with path.open("rb") as file:
-                    yield _Member(name, path.stat().st_size, file)
+        yield from _folder_members(archive)
         return
     with archive.open("rb") as file:
         magic = file.read(4)
@@ -161,32 +138,39 @@ def _read_members(archive: Path) -> _Members:
         )
 
 
+def _folder_members(folder: Path) -> _Members:
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise _not_a_file(folder, name)
+        if path.is_file():
+            with path.open("rb") as file:
+                yield _Member(name, path.stat().st_size, file)
+
+
 def _zip_members(path: Path) -> _Members:
     with file_types.BoundedFile(path) as bounded, zipfile.ZipFile(bounded) as archive:
         for entry in archive.infolist():
+            # zipfile cuts `filename` at a zero byte, which may hide the rest of the name.
+            name = entry.orig_filename
             if entry.is_dir():
-                yield _Member(entry.filename)
+                yield _Member(name)
                 continue
-            # zipfile cuts a name at a zero byte, which may hide the rest of it.
-            _safe_path(path.name, entry.orig_filename)
             if stat.S_IFMT(entry.external_attr >> 16) not in (0, stat.S_IFREG):
-                raise _not_a_file(path, entry.filename)
-            if entry.flag_bits & 1:
-                raise ArchiveError(
-                    path.name, f"{entry.filename} is encrypted", cure="Make it without a password."
-                )
+                raise _not_a_file(path, name)
+            # The other methods inflate any number of bytes for each read.
             if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                 raise ArchiveError(
                     path.name,
-                    f"{entry.filename} is compressed with method {entry.compress_type}",
+                    f"{name} is compressed with method {entry.compress_type}",
                     expected="deflate, or no compression, as torch-model-archiver writes",
                 )
             try:
                 file = archive.open(entry)
             except OSError as error:  # its declared offset is before the beginning of the file
-                raise zipfile.BadZipFile(f"{entry.filename}: {error.strerror}") from error
+                raise zipfile.BadZipFile(f"{name}: {error.strerror}") from error
             with file:
-                yield _Member(entry.filename, entry.file_size, file)
+                yield _Member(name, entry.file_size, file)
 
 
 class _Inflated(gzip.GzipFile):
@@ -242,38 +226,34 @@ def _write_members(archive: str, folder: Path, members: Iterable[_Member], limit
         cure="Allow more with --max-gigabytes, if you trust it.",
     )
     bytes_left = int(limits.gigabytes * _GIGABYTE)
-    files: set[PurePosixPath] = set()
-    folders: set[PurePosixPath] = set()
-    counts = {"files": 0, "folders": 0}
-    for member in members:
-        kind = "folders" if member.file is None else "files"
-        counts[kind] += 1
-        if counts[kind] > limits.files:
+    for number, member in enumerate(members):
+        if number == limits.files:
             raise ArchiveError(
                 archive,
-                f"it holds more than {limits.files} {kind}",
+                f"it holds more than {limits.files} files and folders",
                 cure="Allow more with --max-files, if you trust it.",
             )
         if member.file is None:
             continue
         path = _safe_path(archive, member.name)
-        if path in files or path in folders or not files.isdisjoint(path.parents):
-            raise ArchiveError(archive, f"it holds {path} twice", cure="Create the archive again.")
-        files.add(path)
-        folders.update(path.parents)
-        if member.size > bytes_left:
+        if member.declared_bytes > bytes_left:
             raise too_large
-        target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("xb") as written:
+        try:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            target = (folder / path).open("xb")
+        except (FileExistsError, NotADirectoryError):
+            raise ArchiveError(
+                archive, f"it holds {path} twice", cure="Create the archive again."
+            ) from None
+        with target:
             while chunk := member.file.read(_CHUNK_BYTES):
                 bytes_left -= len(chunk)
                 if bytes_left < 0:
                     raise too_large
-                written.write(chunk)
+                target.write(chunk)
 
 
-# --- manifest and settings ------------------------------------------------------------------
+# --- manifest and settings -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,21 +264,15 @@ class Manifest:
         model_name: the name of the model.
         handler: a file or module of the archive, or a handler of TorchServe; with `:function`, a
             function in it.
-        serialized_file: the weights or the program.
-        model_file: the source of the module for the weights.
-        requirements_file: the required packages.
-        config_file: settings in YAML.
-        vocabulary: the numbers of tokens, for a text handler.
+        requirements_file: the required packages; empty: the manifest names none.
+        config_file: settings in YAML; empty: the manifest names none.
         document: the JSON object.
     """
 
     model_name: str
     handler: str
-    serialized_file: str
-    model_file: str
     requirements_file: str
     config_file: str
-    vocabulary: str
     document: Mapping[str, object]
 
     @property
@@ -322,83 +296,64 @@ def read_manifest(folder: Path, archive: str) -> Manifest:
     Raises:
         ArchiveError: there is no manifest, or its model cannot be served.
     """
-    document = _read_json(folder / MANIFEST, archive)
-    if "workflow" in document:
+    try:
+        document = json.loads(_read_text(archive, folder, str(MANIFEST)))
+    except (ValueError, RecursionError) as error:
+        raise ArchiveError(archive, f"{MANIFEST} is not JSON: {summarize(error)}") from None
+    model = document.get("model") if isinstance(document, dict) else None
+    if not isinstance(model, dict):
         raise ArchiveError(
             archive,
-            "it is a workflow",
-            expected="a model",
-            cure="Import the models that it names, and join them with a Triton ensemble.",
+            f"{MANIFEST} has no object 'model'",
+            cure="Of a workflow (.war), import the models, and join them with a Triton ensemble.",
         )
-    runtime = str(document.get("runtime", _RUNTIMES[0]))
-    if runtime.lower() not in _RUNTIMES:
+    runtime = str(document.get("runtime", "python"))
+    if runtime.lower() not in ("python", "python3"):
         raise ArchiveError(
             archive, f"its runtime is '{runtime}'", expected="a handler written in Python"
         )
-    model = document.get("model")
-    if not isinstance(model, dict):
-        raise ArchiveError(archive, f"{MANIFEST} has no object 'model'")
-    file = functools.partial(_optional_file, archive, folder, model)
+    files = {key: str(model.get(key) or "") for key in _FILE_KEYS}
+    for key, name in files.items():
+        if name and not (folder / _safe_path(archive, name)).is_file():
+            raise ArchiveError(
+                archive,
+                f"{MANIFEST} names the {key} {name}, which the archive does not hold",
+                cure="Create the archive again.",
+            )
     manifest = Manifest(
-        model_name=_required_text(archive, model, "modelName"),
-        handler=_required_text(archive, model, "handler"),
-        serialized_file=file("serializedFile"),
-        model_file=file("modelFile"),
-        requirements_file=file("requirementsFile"),
-        config_file=file("configFile"),
-        vocabulary=file("sourceVocab"),
+        model_name=_text(archive, model, "modelName"),
+        handler=_text(archive, model, "handler"),
+        requirements_file=files["requirementsFile"],
+        config_file=files["configFile"],
         document=document,
     )
     name = manifest.handler_module
-    if not name.isidentifier():
+    if not name.isidentifier() or not (name in HANDLERS or holds_module(folder, name)):
         raise ArchiveError(
             archive,
-            f"its handler is '{manifest.handler}'",
-            expected="a Python file, or the name of a handler",
-        )
-    if name not in HANDLERS and not holds_module(folder, name):
-        raise ArchiveError(
-            archive,
-            f"its handler is {name}, which it does not hold",
-            expected=f"a file {name}.py in it, or one of {join_names(HANDLERS)}",
+            f"its handler is '{manifest.handler}', which it does not hold",
+            expected=f"a Python file in it, or one of {join_names(HANDLERS)}",
             cure=_ALTERNATIVES.get(name, ""),
         )
     return manifest
 
 
-def _read_json(path: Path, archive: str) -> dict[str, object]:
-    try:
-        if path.stat().st_size > _MAX_TEXT_BYTES:
-            raise ArchiveError(archive, f"{MANIFEST} is larger than a manifest")
-        document = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise ArchiveError(archive, f"it holds no {MANIFEST}") from None
-    except (ValueError, RecursionError) as error:
-        raise ArchiveError(archive, f"{MANIFEST} is not JSON: {summarize(error)}") from None
-    if not isinstance(document, dict):
-        raise ArchiveError(archive, f"{MANIFEST} is not a JSON object")
-    return document
+def _read_text(archive: str, folder: Path, name: str) -> bytes:
+    path = folder / name
+    if not path.is_file():
+        raise ArchiveError(archive, f"it holds no {name}")
+    if path.stat().st_size > _MAX_TEXT_BYTES:
+        raise ArchiveError(
+            archive, f"{name} is too large", expected=f"at most {_MAX_TEXT_BYTES} bytes"
+        )
+    return path.read_bytes()
 
 
-def _required_text(archive: str, model: Mapping[str, object], key: str) -> str:
+def _text(archive: str, model: Mapping[str, object], key: str) -> str:
     value = model.get(key)
     if not isinstance(value, str) or not value.strip():
         raise ArchiveError(archive, f"{MANIFEST} has no text for '{key}'")
     return value.strip()
-
-
-def _optional_file(archive: str, folder: Path, model: Mapping[str, object], key: str) -> str:
-    """Return the file that a manifest names; empty: it names none."""
-    if model.get(key) in (None, ""):
-        return ""
-    name = _required_text(archive, model, key)
-    if not (folder / _safe_path(archive, name)).is_file():
-        raise ArchiveError(
-            archive,
-            f"{MANIFEST} names the {key} {name}, which the archive does not hold",
-            cure="Create the archive again.",
-        )
-    return name
 
 
 def holds_module(folder: Path, module: str) -> bool:
@@ -422,46 +377,37 @@ def read_settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, o
             f"{manifest.config_file} cannot be read: {error}",
             cure="pip install 'torch-py-backend[torchserve]'.",
         ) from None
-    path = folder / manifest.config_file
-    if path.stat().st_size > _MAX_TEXT_BYTES:
-        raise ArchiveError(archive, f"{path.name} is larger than settings are")
+    text = _read_text(archive, folder, manifest.config_file)
     try:
-        text = path.read_bytes()
         root = yaml.compose(text, yaml.SafeLoader)
-        if root is not None and not _is_bounded(root):
-            raise ArchiveError(
-                archive,
-                f"{path.name} expands to more than {_MAX_VALUES} values",
-                expected="settings that do not repeat themselves by reference",
-            )
+        if root is not None:
+            _check_size(root)
         document = yaml.safe_load(text)
-    except ArchiveError:
-        raise
     except Exception as error:  # int(), datetime() and others parse its values
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ArchiveError(archive, f"{path.name} cannot be read: {reason}") from None
+        raise ArchiveError(archive, f"{manifest.config_file} cannot be read: {reason}") from None
     if not isinstance(document, dict | None):
         raise ArchiveError(
-            archive, f"{path.name} holds a {type(document).__name__}", expected="keys and values"
+            archive,
+            f"{manifest.config_file} holds a {type(document).__name__}",
+            expected="keys and values",
         )
     return document or {}
 
 
-class _Node(Protocol):
-    """A node of PyYAML's: `value` is a text, nodes, or pairs of nodes."""
-
-    value: str | list[_Node | tuple[_Node, _Node]]
-
-
-def _is_bounded(root: _Node) -> bool:
-    """Return whether at most `_MAX_VALUES` values would be constructed from PyYAML's nodes.
+def _check_size(root: Any) -> None:
+    """Check that at most `_MAX_VALUES` values would be constructed from PyYAML's nodes.
 
     With nested references, a kilobyte of YAML can stand for values that fill any memory.
+
+    Raises:
+        ValueError: there would be more.
     """
     pending, count = [root], 0
-    while pending and count + len(pending) <= _MAX_VALUES:
-        value = pending.pop().value
+    while pending:
+        value = pending.pop().value  # a text, nodes, or pairs of nodes
         count += 1
+        if count + len(pending) > _MAX_VALUES:
+            raise ValueError(f"references expand to more than {_MAX_VALUES} values")
         for node in value if isinstance(value, list) else ():
             pending += node if isinstance(node, tuple) else (node,)
-    return count + len(pending) <= _MAX_VALUES

@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import NoReturn, TypeVar
 
 from torch_py_backend.torchserve import context, handlers, text
-from torch_py_backend.torchserve.handler_lint import PROVIDED
 
 T = TypeVar("T", bound="Callable[..., object]")
 
@@ -45,14 +44,39 @@ def send_intermediate_predict_response(*_args: object, **_named: object) -> NoRe
     )
 
 
-_MEMBERS: Mapping[str, object] = {
-    "__version__": context.VERSION,
-    **vars(context),
-    **vars(handlers),
-    **vars(text),
-    "MetricTypes": MetricTypes,
-    "timed": timed,
-    "send_intermediate_predict_response": send_intermediate_predict_response,
+def _members(*values: type | Callable[..., object]) -> dict[str, object]:
+    return {value.__name__: value for value in values}
+
+
+# The modules that handlers can import, with their contents.
+MODULES: Mapping[str, Mapping[str, object]] = {
+    "ts": {"__version__": context.VERSION},
+    "ts.context": _members(context.Context, context.RequestProcessor),
+    "ts.handler_utils": {},
+    "ts.handler_utils.text_utils": _members(text.get_tokenizer, text.ngrams_iterator),
+    "ts.handler_utils.timer": _members(timed),
+    "ts.handler_utils.utils": _members(send_intermediate_predict_response),
+    "ts.metrics": {},
+    "ts.metrics.dimension": _members(context.Dimension),
+    "ts.metrics.metric_type_enum": _members(MetricTypes),
+    "ts.protocol": {},
+    "ts.protocol.otf_message_handler": _members(send_intermediate_predict_response),
+    "ts.torch_handler": {},
+    "ts.torch_handler.base_handler": _members(handlers.BaseHandler),
+    "ts.torch_handler.image_classifier": _members(handlers.ImageClassifier),
+    "ts.torch_handler.image_segmenter": _members(handlers.ImageSegmenter),
+    "ts.torch_handler.object_detector": _members(handlers.ObjectDetector),
+    "ts.torch_handler.text_classifier": _members(text.TextClassifier),
+    "ts.torch_handler.text_handler": _members(text.TextHandler),
+    "ts.torch_handler.vision_handler": _members(handlers.VisionHandler),
+    "ts.utils": {},
+    "ts.utils.util": _members(
+        handlers.PredictionException,
+        handlers.list_classes_from_module,
+        handlers.load_label_mapping,
+        handlers.map_class_to_label,
+    ),
+    "ts.version": {"__version__": context.VERSION},
 }
 
 
@@ -68,13 +92,13 @@ def install() -> bool:
         spec = None
     if spec is not None and spec.loader is not None:
         return False
-    for name, members in PROVIDED.items():
+    for name, members in MODULES.items():
         module = ModuleType(name, f"A part of TorchServe's {name}, by torch-py-backend.")
-        is_package = any(other.startswith(f"{name}.") for other in PROVIDED)
+        is_package = any(other.startswith(f"{name}.") for other in MODULES)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)
         if is_package:
             module.__path__ = []
-        vars(module).update({member: _MEMBERS[member] for member in members})
+        vars(module).update(members)
         sys.modules[name] = module
         parent, _, last = name.rpartition(".")
         if parent:

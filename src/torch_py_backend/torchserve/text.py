@@ -14,7 +14,6 @@ import torch
 from torch_py_backend.errors import ArtifactError, summarize
 from torch_py_backend.torchserve.context import Context, current_config
 from torch_py_backend.torchserve.handlers import BaseHandler, Data, map_class_to_label, request_body
-from torch_py_backend.torchserve.mar_archive import VOCABULARY
 
 _MARKUP = re.compile(r"<.*?>|&(?:[a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
 
@@ -127,7 +126,7 @@ class TextHandler(BaseHandler):
         self.initialized = True
 
     def get_source_vocab_path(self, ctx: Context) -> str:
-        return str(Path(ctx.system_properties["model_dir"], VOCABULARY))
+        return str(Path(ctx.system_properties["model_dir"], "source_vocab.pt"))
 
     def _expand_contractions(self, text: str) -> str:
         return _CONTRACTION.sub(_expand, text).replace("'", "")
