@@ -48,7 +48,7 @@ def refuse(text: str, *arguments: str, cwd: Path | None = None) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def here(_model: str, task: str, arguments: Mapping[str, Any], *_: object, **__: object) -> Any:
+def here(model: str, task: str, arguments: Mapping[str, Any], *rest: object, **_: object) -> Any:
     """Run a task of `child_process.run` in this process, which need not import torch again."""
     module, _, function = task.partition(":")
     path, modules = list(sys.path), set(sys.modules)

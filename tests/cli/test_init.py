@@ -263,8 +263,8 @@ def test_init_of_a_pretrained_folder(tmp_path: Path) -> None:
 def test_init_of_a_folder_that_names_no_class(tmp_path: Path) -> None:
     """A config.json may name a class of transformers only."""
     (tmp_path / "net").mkdir()
-    for architectures in (["os.system"], 7, [[]]):
-        text = json.dumps({"architectures": architectures})
+    for architectures in ('["os.system"]', "7", "[[]]"):
+        text = f'{{"architectures": {architectures}}}'
         (tmp_path / "net" / "config.json").write_text(text)
         refuse("net is a folder without a config.json of transf", "init", "net", cwd=tmp_path)
     assert not (tmp_path / "models").exists()
