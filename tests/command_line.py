@@ -50,7 +50,7 @@ def refuse(text: str, *arguments: str, cwd: Path | None = None) -> None:
 
 def here(model: str, task: str, arguments: Mapping[str, Any], *rest: object, **_: object) -> Any:
     """Run a task of `child_process.run` in this process, which need not import torch again."""
-    module, _, function = task.partition(":")
+    module, function = task.split(":")
     path, modules = list(sys.path), set(sys.modules)
     try:
         sent = json.loads(json.dumps(arguments))

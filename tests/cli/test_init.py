@@ -179,18 +179,15 @@ def test_init_without_examples(tmp_path: Path) -> None:
 
 
 def test_init_of_weights(tmp_path: Path) -> None:
-    """Weights require their class; once its file is beside them, the same command succeeds."""
+    """Weights require their class, and a class its weights; shapes do not depend on them."""
     safetensors.torch.save_file(Classifier().state_dict(), tmp_path / "net.safetensors")
     text = "Write net.py beside it, with the class that it belongs to"
     refuse(text, "init", "net.safetensors", _IMAGES, cwd=tmp_path)
     scenarios.text(models.source(Classifier), "net.py")(tmp_path)
-    _init(tmp_path, "net.safetensors", _IMAGES)
-    assert (tmp_path / "net" / "1" / "model.safetensors").is_file()
+    _init(tmp_path, "net.safetensors", _IMAGES, "--name=both")
+    assert (tmp_path / "both" / "1" / "model.safetensors").is_file()
+    (tmp_path / "net.safetensors").unlink()
 
-
-def test_init_without_weights(tmp_path: Path) -> None:
-    """Without weights, the command to save them is proposed; shapes do not depend on them."""
-    scenarios.text(models.source(Classifier), "net.py")(tmp_path)
     done = run("init", "net.py", _IMAGES, cwd=tmp_path)
     assert done.returncode == 1
     assert "there is no weights file beside model.py" in done.stdout
@@ -199,7 +196,7 @@ def test_init_without_weights(tmp_path: Path) -> None:
     torch.save(Classifier().state_dict(), tmp_path / "net.pt")
     refuse("or replace it with --force", "init", "net.py", _IMAGES, cwd=tmp_path)
     _init(tmp_path, "net.py", _IMAGES, "--force")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["net", "net.pt", "net.py"]
+    assert {path.name for path in tmp_path.iterdir()} == {"both", "net", "net.pt", "net.py"}
 
 
 _TAKES = """

@@ -228,18 +228,13 @@ def test_failure_leaves_the_old_archive(problem: str, tmp_path: Path) -> None:
     [
         ("env.zip", "is no .tar.gz file"),
         ("missing/env.tar.gz", "cannot write"),
-        ("/dev/null/env.tar.gz", "cannot write"),
         ("env/env.tar.gz", "lies in the environment"),
     ],
 )
-def test_invalid_outputs(
-    output: str, says: str, sound: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_outputs(output: str, says: str, sound: Path) -> None:
     """A wrong name, a missing folder and the environment itself are refused."""
-    monkeypatch.chdir(sound.parent)
-    with pytest.raises(PackError) as refusal:
-        packing.write(packing.inspect(sound), Path(output))
-    assert says in str(refusal.value)
+    with pytest.raises(PackError, match=says):
+        packing.write(packing.inspect(sound), sound.parent / output)
 
 
 # --- conda -----------------------------------------------------------------------------------
@@ -280,19 +275,16 @@ def test_conda(conda: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_conda_pack_fails(conda: Path, tmp_path: Path) -> None:
-    """An error of conda-pack is an error of one line, and no file is left."""
-    broken = tmp_path / "env"
-    shutil.copytree(conda, broken, symlinks=True)
-    (broken / f"lib/python{PYTHON}/this.py").unlink()
+def test_conda_pack_fails(conda: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Errors of conda-pack are one line, no file is left, and a missing one is named."""
+    module = conda / f"lib/python{PYTHON}/this.py"
+    content = module.read_bytes()
+    module.unlink()
     with pytest.raises(PackError, match=r"conda-pack: .*deleted") as refusal:
-        packing.write(packing.inspect(broken), tmp_path / "env.tar.gz")
+        packing.write(packing.inspect(conda), tmp_path / "env.tar.gz")
     assert "\n" not in str(refusal.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["env"]
-
-
-def test_without_conda_pack(conda: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without conda-pack, the error names the extra."""
+    module.write_bytes(content)
     monkeypatch.setitem(sys.modules, "conda_pack", None)
     with pytest.raises(PackError, match=r"torch-py-backend\[pack\]"):
         packing.write(packing.inspect(conda), tmp_path / "env.tar.gz")
+    assert list(tmp_path.iterdir()) == []
