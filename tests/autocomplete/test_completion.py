@@ -64,9 +64,6 @@ def _complete(monkeypatch: pytest.MonkeyPatch, schema: Entry, **written: Any) ->
     ("document", "incomplete"),
     [
         ({"input": [_X, _MASK], "output": [_Y, _Z]}, False),
-        ({"input": [_X], "output": [_tensor("y", dims=[-1])], "max_batch_size": 0}, False),
-        ({}, True),
-        ({"input": [_X]}, True),
         ({"input": [_X], "output": []}, True),
         ({"output": [_Y]}, True),
         ({"input": [_X, _tensor("m")], "output": [_Y]}, True),
@@ -171,13 +168,6 @@ def test_arguments_of_the_child_process(
     assert model.calls == [(build.MODEL, target, {"arguments": arguments}, limit)]
 
 
-def test_wrong_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parameter that is invalid at load raises before a child process is started."""
-    parameters = {"AUTO_COMPLETE_TIMEOUT_S": {"string_value": "soon"}}
-    with pytest.raises(OptionError, match="AUTO_COMPLETE_TIMEOUT_S is 'soon'"):
-        _complete(monkeypatch, _BATCHED, parameters=parameters)
-
-
 def test_errors_of_the_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the child process is raised again, and the config is unchanged."""
 
@@ -255,11 +245,16 @@ def test_partial_inputs(monkeypatch: pytest.MonkeyPatch, written: Entry, complet
 
 
 def test_partial_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A config may list a part of the outputs, by name or by number."""
+    """A config may list a part of the outputs; names come before numbers."""
     written = [_tensor("OUTPUT__1", None), _tensor("y")]
     document = _complete(monkeypatch, _BATCHED, output=written)
     assert document["output"] == [_tensor("OUTPUT__1", "TYPE_STRING", [1]), _Y]
     assert document["input"] == _BATCHED["input"]
+    swapped = [_tensor("OUTPUT__1", dims=[1]), _tensor("OUTPUT__0", dims=[2])]
+    document = _complete(
+        monkeypatch, {**_BATCHED, "output": swapped}, output=[_tensor("OUTPUT__0")]
+    )
+    assert document["output"] == [_tensor("OUTPUT__0", dims=[2])]
 
 
 _NO_DIMS = {"dims": [1], "reshape": {"shape": []}}
@@ -291,36 +286,26 @@ def test_one_value_a_row(
     assert document["output"] == [{"name": "y", **expected}]
 
 
-def test_names_come_before_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor whose name looks like another one's number is found by its name."""
-    schema = {**_BATCHED, "input": [_tensor("INPUT__1", dims=[1]), _tensor("INPUT__0", dims=[2])]}
-    document = _complete(monkeypatch, schema, input=[_tensor("INPUT__0")], max_batch_size=8)
-    assert document["input"] == [_tensor("INPUT__0", dims=[2])]
+_LATE = {"AUTO_COMPLETE_TIMEOUT_S": {"string_value": "soon"}}
 
 
 @pytest.mark.parametrize(
     ("written", "message"),
     [
         ({"input": [_tensor("x", "TYPE_INT32")]}, "'x' is TYPE_INT32 in config.pbtxt; expected"),
-        ({"output": [_tensor("OUTPUT__1", "TYPE_BOOL")]}, "'OUTPUT__1' is TYPE_BOOL"),
         ({"input": [_tensor("picture", None)]}, "expected names among x, mask, INPUT__0"),
         ({"output": [_tensor("OUTPUT__2", None)]}, "output 'OUTPUT__2' lacks data_type or dims"),
         ({"output": [_tensor("x", None)]}, "output 'x' lacks"),
-        ({"input": [_tensor("", None)]}, "input '' lacks"),
+        # Their dims cannot be inferred.
+        ({"input": [_X], "batch_input": [{}]}, "has batch_input and lacks inputs or outputs"),
+        ({"input": [_X], "batch_output": [{}]}, "has batch_output and lacks inputs or outputs"),
+        ({"parameters": _LATE}, "AUTO_COMPLETE_TIMEOUT_S is 'soon'"),
     ],
 )
-def test_contradictions(monkeypatch: pytest.MonkeyPatch, written: Entry, message: str) -> None:
-    """A tensor that the model lacks, or has with another type, raises with both sides."""
-    with pytest.raises(ConfigError, match=re.escape(message)):
+def test_refused(monkeypatch: pytest.MonkeyPatch, written: Entry, message: str) -> None:
+    """Tensors that the model lacks or has with another type, and bad settings, are refused."""
+    with pytest.raises((ConfigError, OptionError), match=re.escape(message)):
         _complete(monkeypatch, _BATCHED, max_batch_size=8, **written)
-
-
-@pytest.mark.parametrize("role", ["batch_input", "batch_output"])
-def test_ragged_batches(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
-    """A config with ragged inputs must be complete: their dims cannot be inferred."""
-    with pytest.raises(ConfigError) as error:
-        _complete(monkeypatch, _BATCHED, input=[_X], **{role: [{"source_input": ["x"]}]})
-    assert f"config.pbtxt has {role} and lacks inputs or outputs" in str(error.value)
 
 
 # --- sequences -------------------------------------------------------------------------------

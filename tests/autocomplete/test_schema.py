@@ -85,6 +85,11 @@ class _Rows(nn.Module):
         return x.sum(1) * weight
 
 
+class _Total(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
 class _Complex(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.complex(x, x)
@@ -147,32 +152,23 @@ _THREE = "OUTPUT__0 FP32 [3]"
             64,
             id="one-value-a-row",
         ),
+        # Without a batch dimension, Triton allows no empty dims.
+        pytest.param(
+            lambda: _export(_Total(), None, torch.rand(2, 4)),
+            "x FP32 [2, 4]",
+            "OUTPUT__0 FP32 [1]",
+            0,
+            id="scalar",
+        ),
     ],
 )
 def test_exported(
-    tmp_path: Path,
-    program: Callable[[], Any],
-    inputs: str,
-    outputs: str,
-    size: int,
+    tmp_path: Path, program: Callable[[], Any], inputs: str, outputs: str, size: int
 ) -> None:
-    """Names, types, dims and the batch come from the program, which is not run."""
-    (tmp_path / "1").mkdir()
+    """Names, types, dims and the batch come from the program; it and examples are not used."""
+    build.write(tmp_path, "example_inputs.safetensors", b"no such file")
     torch.export.save(program(), tmp_path / "1" / "model.pt2")
     assert _describe(tmp_path) == (inputs, outputs, size)
-
-
-class _Total(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sum()
-
-
-def test_exported_scalar(tmp_path: Path) -> None:
-    """Without a batch dimension, a scalar is a list of one value: Triton allows no empty dims."""
-    (tmp_path / "1").mkdir()
-    torch.export.save(_export(_Total(), None, torch.rand(2, 4)), tmp_path / "1" / "model.pt2")
-    described = _schema(tmp_path)
-    assert described["output"] == [{"name": "OUTPUT__0", "data_type": "TYPE_FP32", "dims": [1]}]
 
 
 # --- inputs that config.pbtxt lists ------------------------------------------------------------
@@ -230,23 +226,20 @@ def test_variable_dims_of_an_example(tmp_path: Path) -> None:
     assert outputs == "OUTPUT__0 FP32 [-1]"
 
 
-@pytest.mark.parametrize("result", ["tuple(x.unbind(1))", "x.int() if x.shape[1] % 8 else x"])
-def test_outputs_that_depend_on_sizes(tmp_path: Path, result: str) -> None:
-    """Outputs whose number, rank or type depends on a variable dim raise an error."""
-    build.write(tmp_path, "model.py", f"{_HEADER}\ndef forward(x):\n    return {result}\n".encode())
-    with pytest.raises(ConfigError, match="other outputs for other sizes") as error:
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("def forward(x):\n    return tuple(x.unbind(1))\n", "other outputs for other sizes"),
+        ("def forward(x):\n    return x.int() if x.shape[1] % 8 else x\n", "for other sizes"),
+        (_STRICT, "the model fails with made-up values for its inputs: .*x is too small.*example"),
+    ],
+)
+def test_outputs_that_made_up_values_do_not_show(source: str, message: str, tmp_path: Path) -> None:
+    """Outputs that depend on sizes, or on values, raise an error with the cure."""
+    build.write(tmp_path, "model.py", source)
+    with pytest.raises(ConfigError, match=message) as error:
         _describe(tmp_path, input=_listed(x=[-1]), max_batch_size=4)
     assert "write the outputs into config.pbtxt" in str(error.value)
-
-
-def test_made_up_values_fail(tmp_path: Path) -> None:
-    """If a model fails with made-up values, the error asks for an example."""
-    build.write(tmp_path, "model.py", _STRICT.encode())
-    with pytest.raises(ConfigError) as error:
-        _describe(tmp_path, input=_listed(x=[3]), max_batch_size=4)
-    assert "the model fails with made-up values for its inputs" in str(error.value)
-    assert "x is too small" in str(error.value)
-    assert "example_inputs.safetensors" in str(error.value)
 
 
 def test_arguments(tmp_path: Path) -> None:
@@ -257,13 +250,6 @@ def test_arguments(tmp_path: Path) -> None:
         "arguments": ["x", "texts", "scale"],
         "inputs": [{"name": "x"}, {"name": "texts", "data_type": "TYPE_STRING", "dims": [-1]}],
     }
-
-
-def test_exported_needs_no_examples(tmp_path: Path) -> None:
-    """The schema of a program does not need its examples, which are not read."""
-    build.write(tmp_path, "model.pt2", kinds._exported("one"))
-    build.write(tmp_path, "example_inputs.safetensors", b"no such file")
-    assert _describe(tmp_path) == (_ONE, _THREE, 64)
 
 
 @pytest.mark.slow
@@ -322,42 +308,76 @@ def example_inputs():
 
 
 @pytest.mark.parametrize(
-    ("body", "examples", "inputs", "outputs", "size"),
+    ("body", "examples", "described"),
     [
-        ("x * 2", "{'x': torch.rand(1, 4)}", [4], [4], 8),
-        ("x[:2]", "{'x': torch.rand(2, 4)}", [2, 4], [2, 4], 0),
-        ("x.t() @ x", "{'x': torch.rand(4, 4)}", [4, 4], [4, 4], 0),
-        ("x.repeat(2, 1)", "{'x': torch.rand(2, 4)}", [2, 4], [4, 4], 0),
-        ("x.reshape(2, 2)", "{'x': torch.rand(2, 2)}", [2, 2], [2, 2], 0),
-        ("float(x.sum())", "{'x': torch.rand(2)}", [2], [1], 0),
-        ("x + 1", "{'x': torch.tensor(1.0)}", [1], [1], 0),
-        ("x.clone().add_(1)", "{'x': torch.rand(2, 4, requires_grad=True)}", [4], [4], 8),
+        ("x * 2", "torch.rand(1, 4)", ("x FP32 [4]", "OUTPUT__0 FP32 [4]", 8)),
+        ("x[:2]", "torch.rand(2, 4)", ("x FP32 [2, 4]", "OUTPUT__0 FP32 [2, 4]", 0)),
+        ("x.t() @ x", "torch.rand(4, 4)", ("x FP32 [4, 4]", "OUTPUT__0 FP32 [4, 4]", 0)),
+        ("x.repeat(2, 1)", "torch.rand(2, 4)", ("x FP32 [2, 4]", "OUTPUT__0 FP32 [4, 4]", 0)),
+        ("x.reshape(2, 2)", "torch.rand(2, 2)", ("x FP32 [2, 2]", "OUTPUT__0 FP32 [2, 2]", 0)),
+        (
+            "(x, x.mean(0))",
+            "torch.rand(2, 4)",
+            ("x FP32 [2, 4]", "OUTPUT__0 FP32 [2, 4]; OUTPUT__1 FP32 [4]", 0),
+        ),
+        (
+            "{'double': 2 * x, 'ids': x.argmax(1)}",
+            "torch.rand(2, 4, requires_grad=True)",
+            ("x FP32 [4]", "double FP32 [4]; ids INT64 [1]", 8),
+        ),
+        ("float(x.sum())", "torch.rand(2)", ("x FP32 [2]", "OUTPUT__0 FP32 [1]", 0)),
+        ("x + 1", "torch.tensor(1.0)", ("x FP32 [1]", "OUTPUT__0 FP32 [1]", 0)),
+        (
+            "x @ table",
+            "torch.rand(2, 4), 'table': torch.rand(4, 3)",
+            ("x FP32 [2, 4]; table FP32 [4, 3]", "OUTPUT__0 FP32 [2, 3]", 0),
+        ),
+        (
+            "x.sum(1) * table",
+            "torch.rand(2, 4), 'INPUT__1': torch.rand(2)",
+            ("x FP32 [4]; INPUT__1 FP32 [1]", "OUTPUT__0 FP32 [1]", 8),
+        ),
+        (
+            "[text + '!' for text in texts]",
+            "['a', 'b']",
+            ("x STRING [1]", "OUTPUT__0 STRING [1]", 8),
+        ),
+        (
+            "torch.tensor([len(text) for text in texts])",
+            "[b'one']",
+            ("x STRING [1]", "OUTPUT__0 INT64 [1]", 8),
+        ),
+        ("'-'.join(texts)", "['one', 'two']", ("x STRING [2]", "OUTPUT__0 STRING [1]", 0)),
+        (
+            "torch.ones(len(texts) // 2)",
+            "np.array([['a', 'b'], ['c', 'd']])",
+            ("x STRING [2]", "OUTPUT__0 FP32 [1]", 8),
+        ),
     ],
 )
-def test_batch(
-    tmp_path: Path, body: str, examples: str, inputs: list[int], outputs: list[int], size: int
+def test_examples(
+    body: str, examples: str, described: tuple[str, str, int], tmp_path: Path
 ) -> None:
-    """The first dimension is a batch if it is that of all outputs, too, and grows with it."""
-    build.write(tmp_path, "model.py", _FUNCTION.format(body=body, examples=examples))
-    assert _describe(tmp_path) == (f"x FP32 {inputs}", f"OUTPUT__0 FP32 {outputs}", size)
+    """Names, types and dims are those of the example and of what forward() makes of it.
 
-
-def test_unequal_first_dims(tmp_path: Path) -> None:
-    """Inputs whose first dims differ have no batch dimension."""
-    source = _FUNCTION.replace("(x)", "(x, table)").format(
-        body="x @ table", examples="{'x': torch.rand(2, 4), 'table': torch.rand(4, 3)}"
+    The first dimension is a batch if it is that of all outputs, too, and grows with it.
+    """
+    arguments = "(x: list[str])" if "texts" in body else "(x, table=None)"
+    source = _FUNCTION.replace("(x)", arguments).format(
+        body=body.replace("texts", "x"), examples=f"{{'x': {examples}}}"
     )
     build.write(tmp_path, "model.py", source)
-    inputs = "x FP32 [2, 4]; table FP32 [4, 3]"
-    assert _describe(tmp_path) == (inputs, "OUTPUT__0 FP32 [2, 3]", 0)
+    assert _describe(tmp_path) == described
 
 
-def test_batch_needs_every_output(tmp_path: Path) -> None:
-    """One output that does not grow with the rows means that there is no batch dimension."""
-    source = _FUNCTION.format(body="(x, x.mean(0))", examples="{'x': torch.rand(2, 4)}")
+def test_one_value_per_row(tmp_path: Path) -> None:
+    """Triton requires a dimension, which a reshape removes."""
+    source = _FUNCTION.format(body="x + 1", examples="{'x': torch.rand(2)}")
     build.write(tmp_path, "model.py", source)
-    outputs = "OUTPUT__0 FP32 [2, 4]; OUTPUT__1 FP32 [4]"
-    assert _describe(tmp_path) == ("x FP32 [2, 4]", outputs, 0)
+    entry = {"data_type": "TYPE_FP32", "dims": [1], "reshape": {"shape": []}}
+    described = _schema(tmp_path)
+    assert described["input"] == [{"name": "x", **entry}]
+    assert described["output"] == [{"name": "OUTPUT__0", **entry}]
 
 
 @pytest.mark.parametrize("file", ["model.py", "model.pt"])
@@ -414,52 +434,6 @@ def test_meta_tensors_before_real_ones(tmp_path: Path, body: str, devices: list[
     assert recorded.split() == devices
 
 
-@pytest.mark.parametrize(
-    ("body", "examples", "inputs", "outputs", "size"),
-    [
-        ("[text + '!' for text in x]", "['one', 'two']", [1], "STRING [1]", 8),
-        ("torch.tensor([len(text) for text in x])", "[b'one']", [1], "INT64 [1]", 8),
-        ("'-'.join(x)", "['one', 'two']", [2], "STRING [1]", 0),
-        ("torch.ones(len(x) // 2)", "np.array([['a', 'b'], ['c', 'd']])", [2], "FP32 [1]", 8),
-    ],
-)
-def test_strings(
-    tmp_path: Path,
-    body: str,
-    examples: str,
-    inputs: list[int],
-    outputs: str,
-    size: int,
-) -> None:
-    """Examples may be lists and arrays of strings."""
-    source = _FUNCTION.replace("(x)", "(x: list[str])").format(
-        body=body, examples=f"{{'x': {examples}}}"
-    )
-    build.write(tmp_path, "model.py", source)
-    assert _describe(tmp_path) == (f"x STRING {inputs}", f"OUTPUT__0 {outputs}", size)
-
-
-def test_names_of_results(tmp_path: Path) -> None:
-    """Outputs are named after the keys of a dict, inputs after the examples."""
-    source = _FUNCTION.format(
-        body="{'double': 2 * x, 'ids': x.argmax(1)}", examples="{'INPUT__0': torch.rand(2, 4)}"
-    )
-    build.write(tmp_path, "model.py", source)
-    outputs = "double FP32 [4]; ids INT64 [1]"
-    assert _describe(tmp_path) == ("INPUT__0 FP32 [4]", outputs, 8)
-
-
-def test_one_value_per_row(tmp_path: Path) -> None:
-    """A tensor of one value per row is reshaped to the shape of its example."""
-    source = _FUNCTION.replace("(x)", "(x, weight)").format(
-        body="x.sum(1) * weight", examples="{'x': torch.rand(2, 4), 'weight': torch.rand(2)}"
-    )
-    build.write(tmp_path, "model.py", source)
-    _, weight = _schema(tmp_path)["input"]
-    assert weight["dims"] == [1]
-    assert weight["reshape"] == {"shape": []}
-
-
 # --- errors ----------------------------------------------------------------------------------
 
 
@@ -474,10 +448,13 @@ def test_one_value_per_row(tmp_path: Path) -> None:
         ("{'y': torch.rand(2, 4), 'z': torch.rand(2)}", "2 inputs do not fit forward(x)"),
         ("{'x': torch.rand(2, 5)}", "forward() raised"),
         ("{'x': torch.rand(2, 4).cfloat()}", "tensor 'x' is complex64"),
+        (None, "example_inputs.safetensors"),
     ],
 )
-def test_invalid_examples(tmp_path: Path, examples: str, message: str) -> None:
+def test_invalid_examples(tmp_path: Path, examples: str | None, message: str) -> None:
     """Invalid examples raise an error with what they are and what is expected."""
+    if examples is None:
+        build.write(tmp_path, "example_inputs.safetensors", b"<html>not found</html>")
     source = _FUNCTION.format(body="x @ torch.rand(4, 3)", examples=examples)
     build.write(tmp_path, "model.py", source)
     with pytest.raises((LoadError, ForwardError)) as error:
@@ -494,32 +471,112 @@ def test_without_examples(tmp_path: Path, kind: str) -> None:
     else:
         (tmp_path / "1").mkdir()
         torch.jit.script(models.Negate()).save(tmp_path / "1" / "model.pt")
-    with pytest.raises(ConfigError) as error:
-        _describe(tmp_path)
-    for part in ("lists no inputs or no outputs", "example_inputs.safetensors", "example_inputs()"):
-        assert part in str(error.value)
-
-
-def test_damaged_examples(tmp_path: Path) -> None:
-    """A file of examples that cannot be read raises an error with its name."""
-    build.write(tmp_path, "model.py", models.source(models.Negate))
-    build.write(tmp_path, "example_inputs.safetensors", b"<html>not found</html>")
-    with pytest.raises(LoadError, match=r"model 'digits': example_inputs\.safetensors"):
+    parts = "lists no inputs or no outputs.*example_inputs.safetensors.*example_inputs\\(\\)"
+    with pytest.raises(ConfigError, match=parts):
         _describe(tmp_path)
 
 
 def test_type_that_triton_lacks(tmp_path: Path) -> None:
     """An output of a dtype that Triton lacks raises an error, for an exported program, too."""
-    example = "{'x': torch.rand(2, 4)}"
-    build.write(
-        tmp_path, "model.py", _FUNCTION.format(body="torch.complex(x, x)", examples=example)
-    )
-    with pytest.raises(SourceError, match=r"model 'digits': tensor 'OUTPUT__0' is complex64"):
-        _describe(tmp_path)
-    (tmp_path / "1" / "model.py").unlink()
+    (tmp_path / "1").mkdir()
     program = _export(_Complex(), None, torch.rand(2, 4))
     torch.export.save(program, tmp_path / "1" / "model.pt2")
     with pytest.raises(SourceError, match="tensor 'OUTPUT__0' is complex64"):
+        _describe(tmp_path)
+
+
+# --- hooks -----------------------------------------------------------------------------------
+
+_HOOKS = (
+    _HEADER
+    + """
+def forward(x):
+    assert x.ndim == 2, "rows are required"
+    return x[:, :3]
+
+
+class Hooks:
+    def {hook}:
+        return {prepared}
+
+    def postprocess(self, result):
+        return {finished}
+
+
+{example}
+"""
+)
+_ROW = {"hook": "preprocess(self, x)", "prepared": "x * 2", "finished": "result", "example": ""}
+_TEXT = {
+    "hook": "preprocess(self, text: str, scale: float = 2.0)",
+    "prepared": "torch.ones(4) * scale",
+}
+_PAIR = "def example_inputs():\n    return {'x': torch.rand(2, 4), 'm': torch.rand(2, 4)}"
+
+
+@pytest.mark.parametrize(
+    ("parts", "config", "described"),
+    [
+        (_TEXT, {}, ("text STRING [1]; scale FP32 [1]", "OUTPUT__0 FP32 [3]", 8)),
+        (
+            {
+                "hook": "preprocess_batch(self, texts: list[str])",
+                "prepared": "torch.ones(len(texts), 4)",
+                "finished": "{'label': str(len(result))}",
+            },
+            {},
+            ("texts STRING [1]", "label STRING [1]", 8),
+        ),
+        (
+            {},
+            {"input": "x", "max_batch_size": 2},
+            ("x FP32 [4]", "OUTPUT__0 FP32 [3]", 2),
+        ),
+        (
+            {"hook": "preprocess(self, x, m)", "example": _PAIR},
+            {},
+            ("x FP32 [4]; m FP32 [4]", "OUTPUT__0 FP32 [3]", 8),
+        ),
+        (
+            {
+                "prepared": "x.reshape(2, 4)",
+                "example": _PAIR.replace(", 'm': torch.rand(2, 4)", ""),
+            },
+            {},
+            ("x FP32 [2, 4]", "OUTPUT__0 FP32 [2, 3]", 0),
+        ),
+    ],
+    ids=["annotated", "batch-annotated", "listed", "example", "without-a-batch"],
+)
+def test_hooks(
+    parts: dict[str, str],
+    config: dict[str, Any],
+    described: tuple[str, str, int],
+    tmp_path: Path,
+) -> None:
+    """Inputs come from annotations, the config or an example, outputs from a run of the hooks."""
+    build.write(tmp_path, "model.py", _HOOKS.format(**_ROW | parts))
+    if "input" in config:
+        config = {**config, "input": _listed(x=[4])}
+    assert _describe(tmp_path, **config) == described
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({}, "the hooks do not define the shapes of their inputs"),
+        (_TEXT | {"prepared": "torch.ones(4).nothing"}, "the hooks cannot be run .* no attribute"),
+        (
+            {"hook": "preprocess_batch(self, x, m)", "prepared": "x.nothing", "example": _PAIR},
+            "the hooks cannot be run",
+        ),
+    ],
+    ids=["no-annotations", "fails", "batch-fails"],
+)
+def test_hooks_that_cannot_be_run(parts: dict[str, str], message: str, tmp_path: Path) -> None:
+    """The error asks for inputs, or for an example that the hooks accept."""
+    build.write(tmp_path, "model.py", _HOOKS.format(**_ROW | parts))
+    with pytest.raises(ConfigError, match=f"(?s){message}.*example_inputs.safetensors"):
         _describe(tmp_path)
 
 

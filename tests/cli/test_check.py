@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import command_line
 import models
 import pytest
 import scenarios
@@ -18,28 +17,14 @@ from command_line import run, tree
 from torch_py_backend.cli.check import check
 from torch_py_backend.processes import child_process
 from torch_py_backend.server import preflight
+from torch_py_backend.tools import model_folder
 
-_APP = "from torch_py_backend.cli import app; app()"
 _NEGATE = models.source(models.Negate)
 _COMPLETE = scenarios.x_to_y()
 _BARE = 'backend: "pytorch_py"\n'
-_GAPS = (
-    _NEGATE
-    + """
-
-def example_inputs():
-    return {"x": torch.rand(2, 4)}
-"""
-)
-_HANGS = (
-    _NEGATE
-    + """
-
-def example_inputs():
-    while True:
-        pass
-"""
-)
+_EXAMPLE = "\n\ndef example_inputs():\n    return {'x': torch.rand(2, 4)}\n"
+_GAPS = _NEGATE + _EXAMPLE
+_HANGS = _NEGATE + _EXAMPLE.replace("return", "while True:\n        pass\n    return")
 # Whatever it does when it is imported, it can be served.
 _NOISY = (
     """
@@ -57,21 +42,15 @@ os.chdir(tempfile.gettempdir())
 """
     + _NEGATE
 )
-_RAISES = """
+_RAISES = f"""
+import torch
 from helper import refuse
-from torch import Tensor, nn
 
 
-class Net(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+class Net(torch.nn.Module):
+    def forward(self, x):
         return refuse(x)
-
-
-def example_inputs():
-    import torch
-
-    return {"x": torch.rand(2, 4)}
-"""
+{_EXAMPLE}"""
 _REFUSE = """
 import torch
 
@@ -94,6 +73,7 @@ _MODELS: dict[str, tuple[str | bytes, str]] = {
     "exits": (_COMPLETE, "import os\n\nos._exit(7)\n"),
     "hangs": (_BARE + _LIMIT, _HANGS),
     "no_versions": (_COMPLETE, ""),
+    "renamed": (f'name: "other"\n{_COMPLETE}', _NEGATE),
     "raises": (_COMPLETE, _RAISES),
     "raises_in_completion": (_BARE, _RAISES),
 }
@@ -114,91 +94,74 @@ def _lay_out(repository: Path, *names: str) -> Path:
     return repository
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `check --json` prints on a repository of good and of broken models."""
-    folder = tmp_path_factory.mktemp("check")
-    repository = _lay_out(folder / "repository", *_MODELS.keys() - {"good", "raises"})
+_PROCESSES = ("noisy", "exits", "hangs")
+
+
+@pytest.fixture
+def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run all models in this process but those that need one of their own."""
+    child = child_process.run
+
+    def run(model: str, *arguments: Any, **keywords: Any) -> Any:
+        task = child if model in _PROCESSES else command_line.here
+        return task(model, *arguments, **keywords)
+
+    monkeypatch.setattr(child_process, "run", run)
+
+
+def test_a_repository(here: None, tmp_path: Path) -> None:
+    """A broken model does not keep others from being tried; standard output is JSON alone."""
+    repository = _lay_out(tmp_path / "repository", *_MODELS.keys() - {"good", "raises"})
     (repository / "notes.txt").write_text("no model")
     (repository / "broken link").symlink_to("/no/such/model")
-    done = run("check", "--json", "repository", cwd=folder)
+    done = run("check", "--json", "repository", cwd=tmp_path)
     assert done.returncode == 1, done.stderr[-2000:]
-    document: dict[str, Any] = json.loads(done.stdout)
-    return document
-
-
-def _model(report: dict[str, Any], name: str) -> dict[str, Any]:
-    return next(model for model in report["models"] if model["model"] == name)
-
-
-def test_every_model_is_reported(report: dict[str, Any]) -> None:
-    """A broken model does not keep others from being tried; standard output is JSON alone."""
-    names = [model["model"] for model in report["models"]]
-    assert names == sorted(_MODELS.keys() - {"good", "raises"})
-    served = [model["model"] for model in report["models"] if "error" not in model]
-    assert served == ["gaps [red] ü", "noisy", "other", "typo"]
-    assert _model(report, "other") == {"model": "other", "skipped": "python"}
+    report = json.loads(done.stdout)
     assert report["environment"] == list(preflight.machine_problems())
-
-
-@pytest.mark.parametrize(
-    ("name", "output", "notes"),
-    [("noisy", "y FP32 [4]", []), ("gaps [red] ü", "OUTPUT__0 FP32 [4]", ["leaves out inputs"])],
-)
-def test_a_model_that_serves_is_described(
-    report: dict[str, Any], name: str, output: str, notes: list[str]
-) -> None:
-    """Also a model that prints, closes streams or forks; a completed config is noted."""
-    model = _model(report, name)
-    assert model["version"] == "1"
-    assert model["artifact"] == "model.py: Python source and weights"
-    assert model["inputs"] == ["x FP32 [4] → x"]
-    assert model["outputs"] == [output]
-    assert (model["max_batch_size"], model["options"], model["warnings"]) == (8, {}, [])
-    for note, text in zip(model["notes"], notes, strict=True):
-        assert text in note
-
-
-def test_warnings_and_notes(report: dict[str, Any]) -> None:
-    """What a load warns about is a warning; a config that cannot be read has no notes."""
-    assert _model(report, "broken_config")["notes"] == []
-    (warning,) = _model(report, "typo")["warnings"]
+    reports = {model["model"]: model for model in report["models"]}
+    assert list(reports) == sorted(_MODELS.keys() - {"good", "raises"})
+    served = [name for name, model in reports.items() if "error" not in model]
+    assert served == ["gaps [red] ü", "noisy", "other", "typo"]
+    assert reports["other"] == {"model": "other", "skipped": "python"}
+    # Also a model that prints, closes streams or forks is served; a completed config is noted.
+    for name, output, notes in (
+        ("noisy", "y FP32 [4]", []),
+        ("gaps [red] ü", "OUTPUT__0 FP32 [4]", ["config.pbtxt leaves out inputs or outputs"]),
+    ):
+        model = reports[name]
+        assert model["version"] == "1"
+        assert model["artifact"] == "model.py: Python source and weights"
+        assert model["inputs"] == ["x FP32 [4] → x"]
+        assert model["outputs"] == [output]
+        assert (model["max_batch_size"], model["options"], model["warnings"]) == (8, {}, [])
+        assert [note.partition(";")[0] for note in model["notes"]] == notes
+    (warning,) = reports["typo"]["warnings"]
     assert "Did you mean AUTO_COMPLETE_TIMEOUT_S?" in warning
-
-
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("misspelt", "Did you mean pytorch_py?"),
-        ("no_backend", "config.pbtxt has no `backend`"),
-        ("broken_config", "config.pbtxt cannot be read: 2:"),
-        ("latin", "config.pbtxt cannot be read"),
-        ("broken_source", "model.py fails at line 1: SyntaxError"),
-        ("exits", "trying the model ended the process with exit code 7"),
-        ("hangs", "trying the model took longer than 1 seconds"),
-        ("no_versions", "the model folder has no versions"),
-    ],
-)
-def test_a_broken_model_has_the_server_s_error(
-    report: dict[str, Any], name: str, says: str
-) -> None:
-    """The error is the line that the server would log."""
-    error = _model(report, name)["error"]
-    assert error.startswith(f"model '{name}': ")
-    assert says in error
-    assert "\n" not in error
-
-
-def test_the_line_of_the_user_s_code_is_named(report: dict[str, Any]) -> None:
-    """It is the innermost line of the model's own files, and no line of a library."""
-    model = _model(report, "raises_in_completion")
-    assert "RuntimeError: mat1 and mat2 shapes" in model["error"]
+    assert reports["broken_config"]["notes"] == []
+    for name, says in {
+        "misspelt": "Did you mean pytorch_py?",
+        "no_backend": "config.pbtxt has no `backend`",
+        "broken_config": "config.pbtxt cannot be read: 2:",
+        "latin": "config.pbtxt cannot be read",
+        "broken_source": "model.py fails at line 1: SyntaxError",
+        "exits": "trying the model ended the process with exit code 7",
+        "hangs": "trying the model took longer than 1 seconds",
+        "no_versions": "the model folder has no versions",
+        "renamed": "config.pbtxt names the model 'other'; expected the folder's name",
+        "raises_in_completion": "RuntimeError: mat1 and mat2 shapes",
+    }.items():
+        error = reports[name]["error"]
+        assert error.startswith(f"model '{name}': ")
+        assert says in error
+        assert "\n" not in error
+        assert "traceback" not in reports[name]
+    # The innermost line of the model's own files is named, and no line of a library.
     source = "return torch.relu(x) @ torch.ones(3, 2)"
-    assert model["at"].endswith(f"/raises_in_completion/1/helper.py:6 in refuse: {source}")
-    assert "traceback" not in model
+    at = f"/raises_in_completion/1/helper.py:6 in refuse: {source}"
+    assert reports["raises_in_completion"]["at"].endswith(at)
 
 
-def test_traceback_is_printed_below_the_error(tmp_path: Path) -> None:
+def test_traceback_is_printed_below_the_error(here: None, tmp_path: Path) -> None:
     _lay_out(tmp_path, "raises")
     done = run("check", "--traceback", str(tmp_path))
     assert done.returncode == 1
@@ -207,26 +170,31 @@ def test_traceback_is_printed_below_the_error(tmp_path: Path) -> None:
     assert 'model.py", line 8, in forward\n    return refuse(x)\n' in text
 
 
-def test_each_model_is_printed_when_it_is_done(tmp_path: Path) -> None:
-    """The first model's line is printed before the next one is tried; brackets are text."""
-    done = tmp_path / "done"
-    waits = f"import pathlib, time\nwhile not pathlib.Path({str(done)!r}).exists():\n"
-    _lay_out(tmp_path, "broken_config", "gaps [red] ü")
-    path = tmp_path / "gaps [red] ü" / "1" / "model.py"
-    path.write_text(f"{waits}    time.sleep(0.01)\n{path.read_text()}")
-    (tmp_path / "gaps [red] ü" / "config.pbtxt").write_text(_COMPLETE)
-    command = [sys.executable, "-c", _APP, "check", "--timeout=120", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("FAILED  model 'broken_config': ")
-        done.touch()
-        assert process.stdout.readline() == "OK      gaps [red] ü 1\n"
-        words = [line.split() for line in process.stdout]
-    assert ["inputs", "x", "FP32", "[4]", "→", "x"] in words
-    assert process.returncode == 1
+def test_each_model_is_printed_when_it_is_done(
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model's lines are printed before the next one is tried; brackets are text."""
+    printed: list[str] = []
+    inspect = model_folder.inspect
+
+    def inspecting(*arguments: Any) -> Any:
+        printed.append(capsys.readouterr().out)
+        return inspect(*arguments)
+
+    monkeypatch.setattr(model_folder, "inspect", inspecting)
+    _lay_out(tmp_path, "broken_config", "gaps [red] ü", "other")
+    with pytest.raises(typer.Exit) as end:
+        check(tmp_path, timeout=120.0)
+    printed.append(capsys.readouterr().out)
+    assert end.value.exit_code == 1
+    assert printed[0].startswith("FAILED  model 'broken_config': ")
+    lines = printed[1].splitlines()
+    assert lines[0] == "OK      gaps [red] ü 1"
+    assert ["inputs", "x", "FP32", "[4]", "→", "x"] in [line.split() for line in lines]
+    assert "SKIPPED other: served by python" in lines
 
 
-def test_one_model_by_a_relative_path(tmp_path: Path) -> None:
+def test_one_model_by_a_relative_path(here: None, tmp_path: Path) -> None:
     """A model folder may be checked itself; nothing in it changes."""
     _lay_out(tmp_path, "good")
     before = tree(tmp_path)
@@ -234,15 +202,6 @@ def test_one_model_by_a_relative_path(tmp_path: Path) -> None:
     assert done.stdout.startswith("OK      good 1\n")
     assert done.returncode == int(bool(list(preflight.machine_problems())))
     assert tree(tmp_path) == before
-
-
-def test_timeout(tmp_path: Path) -> None:
-    """--timeout limits the completion of the config, too."""
-    _lay_out(tmp_path, "hangs")
-    (tmp_path / "hangs" / "config.pbtxt").write_text(_BARE)
-    done = run("check", "--json", "--timeout=1", str(tmp_path))
-    (model,) = json.loads(done.stdout)["models"]
-    assert "trying the model took longer than 1 seconds" in model["error"]
 
 
 def test_completion_and_load_share_the_timeout(
@@ -269,10 +228,9 @@ def test_completion_and_load_share_the_timeout(
 def test_an_empty_folder(tmp_path: Path) -> None:
     """A folder without models is a problem and exit code 1, in words and in JSON."""
     done = run("check", str(tmp_path))
-    assert done.returncode == 1
-    assert f"{tmp_path} holds no models" in done.stdout
+    assert (done.returncode, f"PROBLEM {tmp_path} holds no models" in done.stdout) == (1, True)
     done = run("check", "--json", str(tmp_path))
-    assert done.returncode == 1
-    document = json.loads(done.stdout)
-    assert document["models"] == []
-    assert any("holds no models" in problem for problem in document["environment"])
+    assert (done.returncode, "holds no models" in json.loads(done.stdout)["environment"][-1]) == (
+        1,
+        True,
+    )

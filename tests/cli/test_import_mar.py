@@ -13,8 +13,15 @@ import pytest
 from command_line import tree
 
 from torch_py_backend.config import pbtxt
+from torch_py_backend.processes import child_process
 
 _run = functools.partial(command_line.run, "import-mar")
+
+
+@pytest.fixture(autouse=True)
+def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the handlers in this process."""
+    monkeypatch.setattr(child_process, "run", command_line.here)
 
 
 @pytest.mark.parametrize(
@@ -110,51 +117,42 @@ def test_an_archive_that_does_not_load(tmp_path: Path) -> None:
     assert (tmp_path / "net" / "config.pbtxt").is_file()
 
 
-def _occupied(folder: Path) -> None:
-    archives.write(folder / "net.mar", archives.eager())
-    (folder / "net").mkdir()
+def _archive(**more: str) -> Callable[[Path], object]:
+    return lambda path: archives.write(path, {**archives.eager(), **more})
 
 
-def _hostile(folder: Path) -> None:
-    archives.write(folder / "net.mar", {**archives.eager(), "../evil": "x"})
-
-
-def _good(folder: Path) -> None:
-    archives.write(folder / "net.mar", archives.eager())
+_GOOD = _archive()
+_HOSTILE = _archive(**{"../evil": "x"})
 
 
 @pytest.mark.parametrize(
-    ("prepare", "arguments", "says"),
+    ("write", "arguments", "says"),
     [
-        (lambda folder: None, ["net.mar"], "net.mar is not there; expected an archive"),
-        (lambda folder: (folder / "net.mar").write_bytes(b"<html>"), ["net.mar"], "an HTML page"),
-        (_hostile, ["net.mar"], "net.mar: it holds the name '../evil'"),
-        (_occupied, ["net.mar"], "exists already; give another folder with --output."),
-        (_good, ["net.mar", "--output=models/.hidden"], "the model's name is '.hidden'"),
-        (_hostile, ["net.mar", "--output=a/b/net"], "net.mar: it holds the name '../evil'"),
-        (_good, ["net.mar", "--output=/dev/null/net"], "cannot import net.mar into /dev/null"),
-        (_good, ["net.mar", "--input=../x"], "--input: it is ../x; expected names"),
-        (_good, ["net.mar", "--input=a", "--input=a"], "--input: it is a, a; expected names"),
-        (_good, ["net.mar", "--example=none"], "--example is none, which is not a file"),
-        (_good, ["net.mar", "--max-files=2"], "more than 2 files"),
-        (_good, ["net.mar", "--max-gigabytes=0.000001"], ""),
-        (
-            lambda folder: archives.write(folder / "net.mar", {"x": "y"}),
-            ["net.mar"],
-            "it holds no MAR-INF/MANIFEST.json",
-        ),
+        (lambda path: None, [], "net.mar is not there; expected an archive"),
+        (lambda path: path.write_bytes(b"<html>"), [], "an HTML page"),
+        (_HOSTILE, [], "net.mar: it holds the name '../evil'"),
+        (_HOSTILE, ["--output=a/b/net"], "net.mar: it holds the name '../evil'"),
+        (lambda path: archives.write(path, {"x": "y"}), [], "it holds no MAR-INF/MANIFEST.json"),
+        (_GOOD, ["--output=taken"], "exists already; give another folder with --output."),
+        (_GOOD, ["--output=models/.hidden"], "the model's name is '.hidden'"),
+        (_GOOD, ["--output=/dev/null/net"], "cannot import net.mar into /dev/null"),
+        (_GOOD, ["--input=../x"], "--input: it is ../x; expected names"),
+        (_GOOD, ["--input=a", "--input=a"], "--input: it is a, a; expected names"),
+        (_GOOD, ["--example=none"], "--example is none, which is not a file"),
+        (_GOOD, ["--max-files=2"], "more than 2 files"),
     ],
 )
 def test_nothing_is_made(
-    tmp_path: Path, prepare: Callable[[Path], object], arguments: list[str], says: str
+    tmp_path: Path, write: Callable[[Path], object], arguments: list[str], says: str
 ) -> None:
-    """One line, exit code 1 (or 2 for a bad value of an option), and the folder as it was."""
+    """What cannot be imported is an error of one line, and the folder stays as it was."""
     inside = tmp_path / "inside"
-    inside.mkdir()
-    prepare(inside)
+    (inside / "taken").mkdir(parents=True)
+    write(inside / "net.mar")
     before = tree(tmp_path)
-    if says:
-        command_line.refuse(says, "import-mar", *arguments, cwd=inside)
-    else:
-        assert _run(*arguments, cwd=inside).returncode == 2
+    command_line.refuse(says, "import-mar", "net.mar", *arguments, cwd=inside)
     assert tree(tmp_path) == before
+
+
+def test_a_value_that_an_option_refuses(tmp_path: Path) -> None:
+    assert _run("net.mar", "--max-gigabytes=0.000001", cwd=tmp_path).returncode == 2

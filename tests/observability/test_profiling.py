@@ -20,7 +20,6 @@ import torch
 from scenarios import Scenario
 
 from torch_py_backend.adapter import TritonPythonModel
-from torch_py_backend.errors import BackendError, ConfigError
 from torch_py_backend.observability import profiling
 
 _SECONDS = 60
@@ -165,10 +164,8 @@ def test_a_removed_folder_costs_the_trace_only(process: None, tmp_path: Path) ->
     [
         ({"PROFILE_DIR": "traces"}, "PROFILE_DIR is 'traces'. Give an absolute path"),
         ({"PROFILE_DIR": "/no/such/folder"}, "cannot be written to: No such file or directory"),
-        ({"PROFILE_DIR": "/dev/null"}, "cannot be written to: Not a directory"),
-        ({"PROFILE_DIR": "/proc"}, "expected an existing folder that the server's user"),
+        ({"PROFILE_DIR": "/dev/null"}, "to: Not a directory; expected an existing folder that the"),
         ({"PROFILE_BATCHES": "3"}, "PROFILE_BATCHES is set, and PROFILE_DIR is not"),
-        ({"PROFILE_DIR": "/tmp", "PROFILE_BATCHES": "0"}, "the parameter PROFILE_BATCHES is '0'"),
     ],
 )
 def test_bad_parameters(
@@ -180,7 +177,6 @@ def test_bad_parameters(
     with pytest.raises(fake_triton.TritonModelException) as error:
         TritonPythonModel().initialize(fake_triton.arguments(scenario.lay_out(tmp_path)))
     assert message in str(error.value)
-    assert issubclass(ConfigError, BackendError)
 
 
 def test_a_trace_is_written_whole_or_not_at_all(tmp_path: Path) -> None:

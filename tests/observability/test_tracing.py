@@ -276,22 +276,14 @@ def test_unset_with_an_exporter(
     assert (span.name, span.trace, span.parent) == ("forward", *_FIRST)
 
 
-@pytest.mark.parametrize(
-    "context",
-    [
-        "{",
-        "null",
-        "[]",
-        '{"traceparent": 5}',
-        json.dumps({"traceparent": "00-nothing-01"}),
-        json.dumps({"traceparent": f"00-{_FIRST[0]}-{_FIRST[1]}-01", "tracestate": '=,"\\'}),
-    ],
-)
-def test_invalid_context(context: str, tmp_path: Path, spans: InMemorySpanExporter) -> None:
+def test_invalid_context(tmp_path: Path, spans: InMemorySpanExporter) -> None:
     """A request whose trace context is invalid is answered: clients send parts of it."""
     served = _Served(tmp_path, "plain")
     x = fake_triton.Tensor("x", np.ones((1, 1), dtype=np.float32))
-    served.run(fake_triton.InferenceRequest([x], trace=InferenceTrace(context)))
+    state = {"traceparent": f"00-{_FIRST[0]}-{_FIRST[1]}-01", "tracestate": '=,"\\'}
+    fields: list[dict[str, object]] = [{"traceparent": 5}, {"traceparent": "00-no-01"}, {**state}]
+    for context in ("{", "null", "[]", *map(json.dumps, fields)):
+        served.run(fake_triton.InferenceRequest([x], trace=InferenceTrace(context)))
 
 
 def _without_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -305,23 +297,23 @@ def _without_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", find)
 
 
-def test_unset_without_the_sdk(
-    tmp_path: Path, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If TRACING is unset, a model is served without OpenTelemetry."""
-    _without_sdk(monkeypatch)
-    served = _Served(tmp_path, "hooked")
-    assert served.run(served.request(*_FIRST)) == [[0, 0]]
+@pytest.fixture(params=["sdk", "server"])
+def lacking(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A process without OpenTelemetry, or on a server without traces."""
+    lacks: str = request.param
+    if lacks == "sdk":
+        _without_sdk(monkeypatch)
+    else:
+        monkeypatch.delattr(fake_triton.InferenceRequest, "trace")
+    return lacks
 
 
-def test_unset_on_an_old_server(
-    tmp_path: Path, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If TRACING is unset, a model is served on servers without traces."""
-    monkeypatch.delattr(fake_triton.InferenceRequest, "trace")
+def test_unset_without_traces(lacking: str, tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    """If TRACING is unset, a model is served without OpenTelemetry, and on old servers."""
     served = _Served(tmp_path, "hooked")
     x = fake_triton.Tensor("x", np.ones((1, 1), dtype=np.float32))
-    assert served.run(fake_triton.InferenceRequest([x])) == [[0, 0]]
+    request = served.request(*_FIRST) if lacking == "sdk" else fake_triton.InferenceRequest([x])
+    assert served.run(request) == [[0, 0]]
 
 
 def _load_error(name: str, message: str, tmp_path: Path) -> None:
@@ -330,20 +322,10 @@ def _load_error(name: str, message: str, tmp_path: Path) -> None:
     assert message in str(error.value)
 
 
-def test_required_without_the_sdk(
-    tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TRACING true without OpenTelemetry fails the load; the message has what to install."""
-    _without_sdk(monkeypatch)
-    _load_error("plain", "pip install 'torch-py-backend[tracing]'", tmp_path)
-
-
-def test_required_on_an_old_server(
-    tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TRACING true on a server without traces fails the load."""
-    monkeypatch.delattr(fake_triton.InferenceRequest, "trace")
-    _load_error("plain", "expected Triton 24.04 or later", tmp_path)
+def test_required_without_traces(lacking: str, tmp_path: Path, provider: None) -> None:
+    """TRACING true without OpenTelemetry, or on an old server, fails the load with the cure."""
+    cures = {"sdk": "pip install 'torch-py-backend[tracing]'", "server": "Triton 24.04 or later"}
+    _load_error("plain", cures[lacking], tmp_path)
 
 
 # --- exporters ---------------------------------------------------------------------------------
@@ -362,31 +344,14 @@ def test_exported(tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatc
     assert answer == traced.ends(span.trace, span.id)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("OTEL_TRACES_EXPORTER", "carrier pigeon", "the exporter carrier pigeon, which is not"),
-        ("OTEL_EXPORTER_OTLP_PROTOCOL", "smoke", "the exporter smoke, which is not"),
-    ],
-)
-def test_bad_variables(
-    name: str,
-    value: str,
-    message: str,
-    tmp_path: Path,
-    provider: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An OTEL_* variable with an unknown value fails the load, rather than losing all spans."""
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setenv(name, value)
-    _load_error("plain", message, tmp_path)
-
-
 def test_exporter_that_fails(
     tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An exporter that raises fails the load, with its reason."""
+    """An unknown exporter, or one that raises, fails the load, rather than losing all spans."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    for name in ("OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_TRACES_EXPORTER"):
+        monkeypatch.setenv(name, name.lower())
+        _load_error("plain", f"the exporter {name.lower()}, which is not", tmp_path / name)
 
     def fail() -> Any:
         raise ValueError("no certificate")
@@ -413,11 +378,9 @@ def test_unreachable_collector(
             thread.join(_SECONDS)
 
 
-@pytest.mark.parametrize("value", ["none", "", " none , "])
-def test_exporter_none(
-    value: str, tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_exporter_none(tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """OTEL_TRACES_EXPORTER none sends no spans; an empty value counts as unset."""
-    monkeypatch.setenv("OTEL_TRACES_EXPORTER", value)
-    _Served(tmp_path, "plain")
-    assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+    for value in ("", " none , "):
+        monkeypatch.setenv("OTEL_TRACES_EXPORTER", value)
+        _Served(tmp_path / value.strip(), "plain")
+        assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)

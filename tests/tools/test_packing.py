@@ -18,7 +18,7 @@ from packed import PYTHON, SITE
 
 from torch_py_backend.errors import PackError
 from torch_py_backend.tools import packing
-from torch_py_backend.tools.packing import Environment, Kind
+from torch_py_backend.tools.packing import Environment
 
 _PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
 
@@ -46,15 +46,17 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def archive(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> packing.Packed:
+def archive(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """That environment, packed."""
-    return packing.write(packing.inspect(sound), tmp_path_factory.mktemp("archive") / "env.tar.gz")
+    path = tmp_path_factory.mktemp("archive") / "env.tar.gz"
+    packing.write(packing.inspect(sound), path)
+    return path
 
 
 @pytest.fixture(scope="module")
-def unpacked(archive: packing.Packed, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The archive, as Triton unpacks it."""
-    return packed.unpack(archive.path, tmp_path_factory.mktemp("unpacked"))
+    return packed.unpack(archive, tmp_path_factory.mktemp("unpacked"))
 
 
 # --- inspected, and checked ------------------------------------------------------------------
@@ -67,12 +69,11 @@ def test_inspect(tmp_path: Path) -> None:
     packed.install(folder, "mine", "1.0", origin)
     (folder / SITE / "outside.pth").write_text(f"{tmp_path}\n")
     environment = packing.inspect(folder)
-    assert environment.kind is Kind.LAYER
+    assert environment.kind == "layer"
     assert environment.python == PYTHON
     assert environment.packages["torch"] == "2.13.0+cpu"
     assert environment.base == sys.base_prefix
-    assert environment.editable == ["mine"]
-    assert str(tmp_path) in environment.outside
+    assert {"mine", str(tmp_path)} <= set(environment.outside)
     packing.check(environment, PYTHON, numpy_1=True)  # a layer may have both
 
 
@@ -103,13 +104,10 @@ def test_invalid_environments(lines: tuple[str, ...] | None, says: str, tmp_path
     ("packages", "changes", "says"),
     [
         ({}, {"python": "3.8"}, f"has Python 3.8, and the server's stub runs Python {PYTHON}"),
-        ({"torch": None}, {}, "lacks torch, which each instance of a model imports: "),
-        ({"numpy": None}, {}, "-m pip install 'numpy'"),
-        ({"safetensors": None}, {}, "-m pip install 'safetensors>=0.4.3'"),
-        ({"torch": "2.5.1+cu124"}, {}, "has torch 2.5.1+cu124; expected 2.6"),
+        ({"numpy": None}, {}, "has numpy not; each instance of a model imports numpy: "),
+        ({"torch": "2.5.1+cu124"}, {}, "has torch 2.5.1+cu124; each"),
         ({"numpy": "2.1.0"}, {}, "garbles tensors of numpy 2"),
-        ({}, {"editable": ["mine"]}, "installed with pip's -e, whose files lie elsewhere: mine"),
-        ({}, {"outside": ["/elsewhere"]}, "imports from folders outside itself: /elsewhere"),
+        ({}, {"outside": ["/elsewhere"]}, "imports from outside itself: /elsewhere"),
     ],
 )
 def test_refused(
@@ -122,10 +120,10 @@ def test_refused(
     assert says in str(refusal.value)
 
 
-@pytest.mark.parametrize("torch", ["2.6.0", "3.0", "2.10.0a0+git1234"])
-def test_accepted(torch: str, sound: Path) -> None:
+def test_accepted(sound: Path) -> None:
     """Torch from 2.6 on is accepted, and numpy 2 unless the stub garbles it."""
-    packing.check(_changed(sound, {"torch": torch, "numpy": "2.1.0"}), PYTHON, numpy_1=False)
+    for torch in ("2.6.0", "3.0", "2.10.0a0+git1234"):
+        packing.check(_changed(sound, {"torch": torch, "numpy": "2.1.0"}), PYTHON, numpy_1=False)
 
 
 def _changed(folder: Path, packages: dict[str, str | None], **changes: Any) -> Environment:
@@ -167,16 +165,14 @@ def test_commands_run_with_the_python_beside_them(unpacked: Path) -> None:
     assert packed.activated(unpacked, "extra").stdout == "7\n"
 
 
-def test_contents(archive: packing.Packed) -> None:
-    """An archive has the reported sizes, no owners, no unneeded files and no links out of it."""
-    assert archive.size == archive.path.stat().st_size
-    with tarfile.open(archive.path) as opened:
+def test_contents(archive: Path) -> None:
+    """An archive has no owners, no unneeded files and no links out of it; all can read it."""
+    assert archive.stat().st_mode & 0o444 == 0o444
+    with tarfile.open(archive) as opened:
         members = opened.getmembers()
         linked = opened.extractfile(f"{SITE}/cached.py")
         assert linked is not None
         assert linked.read() == b"CACHED = 1\n"  # a link out of the environment
-        assert opened.getmember(f"{SITE}/beside.py").linkname == "extra.py"
-    assert archive.unpacked == sum(member.size for member in members)
     assert {(entry.uid, entry.gid, entry.uname, entry.gname) for entry in members} == {
         (0, 0, "", "")
     }
@@ -186,49 +182,23 @@ def test_contents(archive: packing.Packed) -> None:
     assert {"bin/python3", f"{SITE}/extra.py", f"lib/python{PYTHON}/os.py"} <= set(names)
     assert not [name for name in names if re.search(r"/python[\d.]+/test/|libpython.*\.a$", name)]
     assert "pyvenv.cfg" not in names
-
-
-@pytest.mark.parametrize(
-    ("name", "left_out"),
-    [
-        ("test", True),
-        ("encodings/__pycache__/utf_8.cpython-311.pyc", False),
-        ("encodings/__pycache__/utf_8.cpython-311.pyc.140213", True),
-    ],
-)
-def test_excluded_files(name: str, left_out: bool) -> None:
-    """Unneeded files and files that are being written are left out."""
-    assert bool(packing._NEEDLESS.fullmatch(name)) == left_out
+    bytecode = "encodings/__pycache__/utf_8.cpython-311.pyc"
+    assert packing._NEEDLESS.fullmatch(f"{bytecode}.140213")  # it is being written
+    assert not packing._NEEDLESS.fullmatch(bytecode)
 
 
 def test_a_layer_needs_the_same_python(tmp_path: Path) -> None:
     """A layer has its packages only."""
     folder = packed.make(tmp_path / "env", layer=True)
     (folder / SITE / "extra.py").write_text("")
-    archive = packing.write(packing.inspect(folder), tmp_path / "layer.tar.gz")
-    assert archive.unpacked < 1 << 20
-    unpacked = packed.unpack(archive.path, tmp_path / "unpacked")
+    packing.write(packing.inspect(folder), tmp_path / "layer.tar.gz")
+    assert (tmp_path / "layer.tar.gz").stat().st_size < 1 << 20
+    unpacked = packed.unpack(tmp_path / "layer.tar.gz", tmp_path / "unpacked")
     shutil.rmtree(folder)
     done = packed.activated(unpacked, "python3", "-I", "-c", _REPORT)
     assert done.returncode == 0, done.stderr
     prefix, base, *_ = json.loads(done.stdout)
     assert (prefix, base) == (str(unpacked), sys.base_prefix)
-
-
-@pytest.mark.parametrize("built_for", [PYTHON, "3.8"])
-def test_a_stub_for_another_python_is_reported(
-    built_for: str, unpacked: Path, tmp_path: Path
-) -> None:
-    """A stub for another Python is reported in the log, and started."""
-    stub = tmp_path / "triton_python_backend_stub"
-    stub.write_text(f"#!/bin/sh\n# libpython{built_for}.so.1.0\necho started $1\n")
-    stub.chmod(0o755)
-    done = packed.activated(unpacked, str(stub), "model.py")
-    assert done.stdout == "started model.py\n"
-    if built_for == PYTHON:
-        assert done.stderr == ""
-    else:
-        assert f"names an environment for Python {PYTHON}, and {stub} is built" in done.stderr
 
 
 # --- atomic writes ---------------------------------------------------------------------------
@@ -241,7 +211,7 @@ def test_failure_leaves_the_old_archive(problem: str, tmp_path: Path) -> None:
     output = tmp_path / "out" / "env.tar.gz"
     output.parent.mkdir()
     output.write_bytes(b"old")
-    environment, says = packing.inspect(folder), "share is a link to"
+    environment, says = packing.inspect(folder), "share is a link to a folder"
     if problem == "link":
         (folder / "share").symlink_to(folder.parent)
     else:
@@ -258,27 +228,22 @@ def test_failure_leaves_the_old_archive(problem: str, tmp_path: Path) -> None:
     [
         ("env.zip", "is no .tar.gz file"),
         ("missing/env.tar.gz", "cannot write"),
-        ("/dev/null/env.tar.gz", "cannot write"),
         ("env/env.tar.gz", "lies in the environment"),
     ],
 )
-def test_invalid_outputs(
-    output: str, says: str, sound: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_outputs(output: str, says: str, sound: Path) -> None:
     """A wrong name, a missing folder and the environment itself are refused."""
-    monkeypatch.chdir(sound.parent)
-    with pytest.raises(PackError) as refusal:
-        packing.write(packing.inspect(sound), Path(output))
-    assert says in str(refusal.value)
+    with pytest.raises(PackError, match=says):
+        packing.write(packing.inspect(sound), sound.parent / output)
 
 
 # --- conda -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def conda(archive: packing.Packed, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def conda(archive: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment as conda lays it out, with an interpreter of its own."""
-    folder = packed.unpack(archive.path, tmp_path_factory.mktemp("conda") / "env")
+    folder = packed.unpack(archive, tmp_path_factory.mktemp("conda") / "env")
     (folder / "bin" / "activate").unlink()
     meta = folder / "conda-meta"
     meta.mkdir()
@@ -301,29 +266,25 @@ def conda(archive: packing.Packed, tmp_path_factory: pytest.TempPathFactory) -> 
 def test_conda(conda: Path, tmp_path: Path) -> None:
     """conda-pack packs environments of conda; they run as Triton starts them."""
     environment = packing.inspect(conda)
-    assert environment.kind is Kind.CONDA
-    archive = packing.write(environment, tmp_path / "conda.tar.gz")
-    assert archive.unpacked > archive.size > 0
-    unpacked = packed.unpack(archive.path, tmp_path / "unpacked")
+    assert environment.kind == "conda"
+    packing.write(environment, tmp_path / "conda.tar.gz")
+    unpacked = packed.unpack(tmp_path / "conda.tar.gz", tmp_path / "unpacked")
     done = packed.activated(unpacked, "python3", "-I", "-c", _REPORT)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)[0] == str(unpacked)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_conda_pack_fails(conda: Path, tmp_path: Path) -> None:
-    """An error of conda-pack is an error of one line, and no file is left."""
-    broken = tmp_path / "env"
-    shutil.copytree(conda, broken, symlinks=True)
-    (broken / f"lib/python{PYTHON}/this.py").unlink()
+def test_conda_pack_fails(conda: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Errors of conda-pack are one line, no file is left, and a missing one is named."""
+    module = conda / f"lib/python{PYTHON}/this.py"
+    content = module.read_bytes()
+    module.unlink()
     with pytest.raises(PackError, match=r"conda-pack: .*deleted") as refusal:
-        packing.write(packing.inspect(broken), tmp_path / "env.tar.gz")
+        packing.write(packing.inspect(conda), tmp_path / "env.tar.gz")
     assert "\n" not in str(refusal.value)
-    assert [path.name for path in tmp_path.iterdir()] == ["env"]
-
-
-def test_without_conda_pack(conda: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without conda-pack, the error names the extra."""
+    module.write_bytes(content)
     monkeypatch.setitem(sys.modules, "conda_pack", None)
     with pytest.raises(PackError, match=r"torch-py-backend\[pack\]"):
         packing.write(packing.inspect(conda), tmp_path / "env.tar.gz")
+    assert list(tmp_path.iterdir()) == []

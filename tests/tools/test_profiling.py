@@ -104,18 +104,14 @@ def test_streams(name: str, resume: str, process: None, tmp_path: Path) -> None:
     assert names >= {"outputs", "gather"}
 
 
-def test_memory(process: None, tmp_path: Path) -> None:
-    """With `memory`, the summary has the allocations of operators."""
-    summary, _ = _run(tmp_path, _NEGATE, memory=True)
-    assert any(row["memory_mb"] > 0 for row in summary["operators"])
-
-
 def test_without_a_batch_dimension(process: None, tmp_path: Path) -> None:
-    """A model that does not batch is called with one request."""
+    """A model that does not batch is called with one request; allocations are recorded."""
     text = scenarios.config({"x": [4]}, {"y": [4]}, max_batch_size=0)
-    summary, stages = _run(tmp_path, Scenario("negate", scenarios.python(models.Negate), text))
+    scenario = Scenario("negate", scenarios.python(models.Negate), text)
+    summary, stages = _run(tmp_path, scenario, memory=True)
     assert summary["requests"] == 1
     assert [stage.name for stage in stages].count("batch") == 2
+    assert any(row["memory_mb"] > 0 for row in summary["operators"])
 
 
 @pytest.mark.parametrize(

@@ -119,10 +119,7 @@ def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
     artifact = discovery.find(config)
     hooks = user_hooks.load(dataclasses.replace(config, max_batch_size=1), artifact)
     stage = (hooks.preprocess or hooks.preprocess_batch) if hooks is not None else None
-    if stage is not None:
-        signature = stage.signature()
-    else:
-        signature = registry.load(artifact, config, _META).signature
+    signature = stage.signature() if stage else registry.load(artifact, config, _META).signature
     named = [argument for argument in signature.arguments if argument.named]
     required = [argument for argument in named if argument.required] or named
     inputs: list[JsonObject] = []
@@ -158,18 +155,20 @@ def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, undecided: bool
     are made up. `undecided`: config.pbtxt does not say whether the model is decoupled.
     """
     artifact = discovery.find(config)
+    packaged = artifact.kind is ArtifactType.AOTI
+    # Trial runs happen before an instance has a device.
+    device = aotinductor.device_of(artifact.path) if packaged else torch.device("cpu")
     # The batch dimension is not known yet; hooks for batches need one.
     batched = dataclasses.replace(config, max_batch_size=config.max_batch_size or 1)
     hooks = user_hooks.load(batched, artifact)
     if hooks is not None:
-        return _from_hooks(config, artifact, hooks, listed)
+        return _from_hooks(config, artifact, hooks, listed, device)
     if undecided and artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY):
         # Otherwise, a model that makes streams would be refused.
         config = dataclasses.replace(config, decoupled=True)
     if artifact.kind is ArtifactType.EXPORTED:
         return _from_program(config, exported_program.describe(config, artifact.path))
-    # Compiled code reads memory, which meta tensors lack.
-    if artifact.kind is not ArtifactType.AOTI:
+    if not packaged:  # compiled code reads memory, which meta tensors lack
         try:
             return _from_runs(config, artifact, _META, listed)
         except LoadError:
@@ -177,7 +176,7 @@ def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, undecided: bool
         except Exception as error:  # the model reads values, or the device
             log.debug("model '%s' does not run on meta tensors: %s", config.name, error)
     try:
-        return _from_runs(config, artifact, _device(artifact), listed)
+        return _from_runs(config, artifact, device, listed)
     except ForwardError as error:
         if not listed or example_inputs.find(config, artifact) is not None:
             raise
@@ -188,13 +187,6 @@ def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, undecided: bool
             cure=f"Correct the inputs; or put valid values beside the model ({example_inputs.NAME}"
             ".safetensors); or write the outputs into config.pbtxt.",
         ) from error
-
-
-def _device(artifact: Artifact) -> torch.device:
-    """Return the device for trial runs, which happen before an instance has one."""
-    if artifact.kind is ArtifactType.AOTI:
-        return aotinductor.device_of(artifact.path)
-    return torch.device("cpu")
 
 
 def _batch_size(most_rows: int | None) -> int:
@@ -239,15 +231,16 @@ def _row_specs(specs: Iterable[TensorSpec], *, batched: bool) -> tuple[TensorSpe
 def _named_parts(config: ModelConfig, result: object, of: str) -> dict[str, object]:
     """Return the leaves of a result by their names."""
     names = results.leaf_names(result)
-    return dict(
-        zip(names, results.bind_outputs(config.name, names, result, of)(result), strict=True)
+    parts = results.bind_outputs(config.name, names, result, of)(result)
+    return dict(zip(names, parts, strict=True))
+
+
+def _output_specs(config: ModelConfig, parts: Mapping[str, object]) -> tuple[TensorSpec, ...]:
+    """Return the specs of a result's leaves, with all dims."""
+    values = (
+        (name, output_extraction.unchecked(config.name, name, part)) for name, part in parts.items()
     )
-
-
-def _plain(config: ModelConfig, parts: Mapping[str, object]) -> dict[str, Value]:
-    return {
-        name: output_extraction.unchecked(config.name, name, part) for name, part in parts.items()
-    }
+    return _specs(config, dict(values))
 
 
 # --- exported programs -------------------------------------------------------------------------
@@ -255,9 +248,8 @@ def _plain(config: ModelConfig, parts: Mapping[str, object]) -> dict[str, Value]
 
 def _from_program(config: ModelConfig, described: exported_program.Description) -> Schema:
     """Return the schema that an exported program declares; sizes that are not fixed are -1."""
-    first_dims = [dims[:1] for _, _, dims in (*described.inputs, *described.outputs)]
-    # A fixed first dimension is not taken for a batch.
-    batched = bool(first_dims) and all(dims == (-1,) for dims in first_dims)
+    first_dims = {dims[:1] for _, _, dims in (*described.inputs, *described.outputs)}
+    batched = first_dims == {(-1,)}  # a fixed first dimension is not taken for a batch
     inputs, outputs = (
         _row_specs(
             (TensorSpec(name, _dtype(config, name, dtype), dims) for name, dtype, dims in tensors),
@@ -265,10 +257,8 @@ def _from_program(config: ModelConfig, described: exported_program.Description) 
         )
         for tensors in (described.inputs, described.outputs)
     )
-    hidden = [
-        *_names_of(_sequence_inputs(config), inputs),
-        *_names_of([state.output for state in config.states], outputs),
-    ]
+    states = [state.output for state in config.states]
+    hidden = [*_names_of(_sequence_inputs(config), inputs), *_names_of(states, outputs)]
     max_batch_size = _batch_size(described.rows.most) if batched else 0
     return Schema(inputs, outputs, max_batch_size, frozenset(hidden))
 
@@ -294,7 +284,11 @@ def _names_of(references: Iterable[str], specs: Sequence[TensorSpec]) -> Iterato
 
 
 def _from_hooks(
-    config: ModelConfig, artifact: Artifact, hooks: Hooks, listed: Sequence[TensorSpec]
+    config: ModelConfig,
+    artifact: Artifact,
+    hooks: Hooks,
+    listed: Sequence[TensorSpec],
+    device: torch.device,
 ) -> Schema:
     """Return inputs from an example, the config or annotations, and outputs from a trial run.
 
@@ -303,28 +297,24 @@ def _from_hooks(
     """
     example = example_inputs.find(config, artifact)
     specs = listed if listed or example is not None else _annotated(config, hooks)
-    device = _device(artifact)
     loaded = registry.load(artifact, config, device)
+
+    def run(inputs: Sequence[TensorSpec], size: int) -> Schema:
+        settings = dataclasses.replace(config, inputs=tuple(inputs), max_batch_size=size)
+        item = example or example_inputs.item(settings, 2 if size else None)
+        return _run_hooks(settings, loaded, hooks, item, device)
+
     if example is None:
-        size = config.max_batch_size if listed else _DEFAULT_BATCH_SIZE
-        config = dataclasses.replace(config, inputs=tuple(specs), max_batch_size=size)
-        item = example_inputs.item(config, 2 if size else None)
-        return _run_hooks(config, loaded, hooks, item, device)
+        return run(specs, config.max_batch_size if listed else _DEFAULT_BATCH_SIZE)
     specs = _specs(config, example)
     if len({spec.dims[:1] for spec in specs}) == 1 and all(spec.dims for spec in specs):
-        batched = dataclasses.replace(
-            config,
-            inputs=_row_specs(specs, batched=True),
-            max_batch_size=_batch_size(loaded.rows.most),
-        )
         try:
-            return _run_hooks(batched, loaded, hooks, example, device)
+            return run(_row_specs(specs, batched=True), _batch_size(loaded.rows.most))
         except ConfigError as error:
             if hooks.per_batch:
                 raise
             log.debug("%s It is tried without a batch dimension.", error)
-    config = dataclasses.replace(config, inputs=specs, max_batch_size=0)
-    return _run_hooks(config, loaded, hooks, example, device)
+    return run(specs, 0)
 
 
 def _annotated(config: ModelConfig, hooks: Hooks) -> tuple[TensorSpec, ...]:
@@ -361,17 +351,15 @@ def _run_hooks(
         with device_runtime.guard():
             result, of_row = pipeline.tried(loaded.module, example)
     except Exception as error:  # the model's own code runs here
-        failure = (
-            error if isinstance(error, BackendError) else _forward_error(config, loaded, error)
-        )
+        known = isinstance(error, BackendError)
         raise ConfigError(
             config.name,
             "config.pbtxt lists no inputs or no outputs, and the hooks cannot be run to infer them:"
-            f" {failure}",
+            f" {error if known else _forward_error(config, loaded, error)}",
             cure=f"Put valid inputs beside the model, in a function {example_inputs.NAME}() or"
             f" {example_inputs.NAME}.safetensors, or write the outputs into config.pbtxt.",
         ) from error
-    outputs = _specs(config, _plain(config, _named_parts(config, result, "postprocess()")))
+    outputs = _output_specs(config, _named_parts(config, result, "postprocess()"))
     batched = config.max_batch_size > 0
     if not (batched and of_row):
         outputs = _row_specs(outputs, batched=batched)
@@ -397,10 +385,7 @@ def _forward_error(config: ModelConfig, loaded: Loaded, error: Exception) -> For
 
 
 def _from_runs(
-    config: ModelConfig,
-    artifact: Artifact,
-    device: torch.device,
-    listed: Sequence[TensorSpec],
+    config: ModelConfig, artifact: Artifact, device: torch.device, listed: Sequence[TensorSpec]
 ) -> Schema:
     """Run the model with the example, or with made-up values for listed inputs.
 
@@ -412,10 +397,8 @@ def _from_runs(
     if listed:
         return trial.schema_of_listed(listed, example or {})
     if example is None:
-        raise _no_example(
-            config,
-            f"{artifact.kind.value} does not define the shapes that {trial.loaded.signature} takes",
-        )
+        kind, signature = artifact.kind.value, trial.loaded.signature
+        raise _no_example(config, f"{kind} does not define the shapes that {signature} takes")
     return trial.schema(example)
 
 
@@ -448,11 +431,12 @@ class _Trial:
             if self.device is _META:
                 raise
             return schema  # the model takes the sizes of the example only
-        forms = [
-            [(spec.name, spec.dtype, len(spec.dims)) for spec in outputs]
-            for outputs in (schema.outputs, smaller.outputs)
-        ]
-        if forms[0] != forms[1]:
+        pairs = list(zip(schema.outputs, smaller.outputs, strict=False))
+        same = len(schema.outputs) == len(smaller.outputs) and all(
+            (one.name, one.dtype, len(one.dims)) == (other.name, other.dtype, len(other.dims))
+            for one, other in pairs
+        )
+        if not same:
             raise ConfigError(
                 self.config.name,
                 "config.pbtxt lists no outputs, and the model returns other outputs for other"
@@ -460,11 +444,13 @@ class _Trial:
                 f" {join_names(map(str, smaller.outputs))}",
                 cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
             )
-        outputs = []
-        for spec, smaller_spec in zip(schema.outputs, smaller.outputs, strict=True):
-            sizes = zip(spec.dims, smaller_spec.dims, strict=True)
-            dims = tuple(size if size == smaller_size else -1 for size, smaller_size in sizes)
-            outputs.append(dataclasses.replace(spec, dims=dims))
+        outputs = (
+            dataclasses.replace(
+                one,
+                dims=tuple(a if a == b else -1 for a, b in zip(one.dims, other.dims, strict=True)),
+            )
+            for one, other in pairs
+        )
         return dataclasses.replace(schema, outputs=tuple(outputs))
 
     def schema(self, item: Item) -> Schema:
@@ -473,21 +459,22 @@ class _Trial:
         The first dimension is the batch if it grows.
         """
         example = self._with_sequence_inputs(item)
+        inputs = _specs(self.config, example)
         outputs, states = self._call(example)
+        first_dims = {spec.dims[:1] for spec in inputs}
+        batched = len(first_dims) == 1 and first_dims != {()} and self._grows(example, outputs)
         max_batch_size = 0
-        first_dims = {tuple(value.shape[:1]) for value in example.values()}
-        if len(first_dims) == 1 and first_dims != {()} and self._grows(example, outputs):
-            max_batch_size = _batch_size(
-                self._probe_rows(example)
-                if self.loaded.kind is ArtifactType.AOTI
-                else self.loaded.rows.most
-            )
-        input_specs, output_specs = (
-            _row_specs(_specs(self.config, values), batched=max_batch_size > 0)
-            for values in (example, outputs)
+        if batched:
+            packaged = self.loaded.kind is ArtifactType.AOTI
+            most = self._probe_rows(example) if packaged else self.loaded.rows.most
+            max_batch_size = _batch_size(most)
+        return Schema(
+            _row_specs(inputs, batched=batched),
+            _row_specs(outputs, batched=batched),
+            max_batch_size,
+            states.union(_sequence_inputs(self.config)),
+            self.loaded.streams,
         )
-        hidden = states.union(_sequence_inputs(self.config))
-        return Schema(input_specs, output_specs, max_batch_size, hidden, self.loaded.streams)
 
     def _with_sequence_inputs(self, example: Item) -> Item:
         """Return the example with initial states and controls, which requests do not contain."""
@@ -502,8 +489,8 @@ class _Trial:
             **example_inputs.item(bound, count, example=example),
         }
 
-    def _call(self, item: Item) -> tuple[dict[str, Value], frozenset[str]]:
-        """Return all outputs by name, and the names of those that are states of a sequence."""
+    def _call(self, item: Item) -> tuple[tuple[TensorSpec, ...], frozenset[str]]:
+        """Return the specs of all outputs, and the names of those that are states of a sequence."""
         config = dataclasses.replace(
             self.config, max_batch_size=0, inputs=_specs(self.config, item)
         )
@@ -525,14 +512,14 @@ class _Trial:
         except Exception as error:  # the model's own code runs here
             raise _forward_error(config, self.loaded, error) from error
         parts = _named_parts(config, result, "forward()")
-        states: Sequence[object] = ()
-        if config.states:
-            state_names = [state.output for state in config.states]
-            states = results.bind_outputs(config.name, state_names, result)(result)
         names = {id(part): name for name, part in parts.items()}
-        return _plain(config, parts), frozenset(names[id(part)] for part in states)
+        references = [state.output for state in config.states]
+        states: Sequence[object] = ()
+        if references:
+            states = results.bind_outputs(config.name, references, result)(result)
+        return _output_specs(config, parts), frozenset(names[id(part)] for part in states)
 
-    def _grows(self, example: Item, outputs: Mapping[str, Value]) -> bool:
+    def _grows(self, example: Item, outputs: Sequence[TensorSpec]) -> bool:
         """Return whether the first dim of every output, and no other, doubles with the rows."""
         doubled: Item = {
             name: torch.cat([value, value])
@@ -547,12 +534,12 @@ class _Trial:
                 raise
             return False
         rows = next(iter(example.values())).shape[0]
-        return outputs.keys() == twice.keys() and all(
-            value.ndim > 0
-            and value.shape[0] == rows
-            and twice[name].shape == (2 * rows, *value.shape[1:])
-            for name, value in outputs.items()
-        )
+        expected = [
+            (spec.name, (2 * rows, *spec.dims[1:])) for spec in outputs if spec.dims[:1] == (rows,)
+        ]
+        return len(expected) == len(outputs) and expected == [
+            (spec.name, spec.dims) for spec in twice
+        ]
 
     def _probe_rows(self, example: Item) -> int | None:
         """Return the largest number of rows of a compiled package; None: no limit."""

@@ -72,14 +72,13 @@ def import_mar(
         raise InstallError(f"{archive} is not there; expected an archive of torch-model-archiver.")
     if example is not None and not example.is_file():
         raise InstallError(f"--example is {example}, which is not a file.")
-    duplicates = len(set(inputs or ())) < len(inputs or ())
-    if duplicates or not all(_INPUT.fullmatch(name) for name in inputs or ()):
-        raise ArchiveError(
-            "--input", f"it is {', '.join(inputs or ())}", expected="names, each once"
-        )
-    parent = (output.absolute().parent if output is not None else Path.cwd()).resolve()
+    fields = tuple(inputs or ())
+    if len(set(fields)) < len(fields) or not all(map(_INPUT.fullmatch, fields)):
+        raise ArchiveError("--input", f"it is {', '.join(fields)}", expected="names, each once")
+    parent, name = Path.cwd(), ""
     if output is not None:  # checked before gigabytes are unpacked
-        _refuse_name(output.absolute().name, parent)
+        parent, name = output.absolute().parent.resolve(), output.absolute().name
+        _refuse_name(name, parent)
     try:
         # Written under a temporary name and then moved: a server that watches the repository
         # never sees a part of the folder.
@@ -90,14 +89,14 @@ def import_mar(
             unpacked = Path(scratch) / ARCHIVE
             mar_archive.unpack(archive, unpacked, Limits(max_gigabytes, max_files))
             manifest = mar_archive.read_manifest(unpacked, archive.name)
-            name = output.absolute().name if output is not None else manifest.model_name
+            name = name or manifest.model_name
             _refuse_name(name, parent)
             result = migration.migrate(
                 archive.name,
                 name,
                 unpacked,
                 manifest,
-                inputs=tuple(inputs or ()),
+                inputs=fields,
                 content_type=content_type,
                 example=example is not None,
             )

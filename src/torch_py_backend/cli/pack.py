@@ -9,11 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from torch_py_backend.config import execution_env
+from torch_py_backend.config import execution_env, pbtxt
 from torch_py_backend.errors import PackError, ServerError
 from torch_py_backend.server import preflight, tritonserver
 from torch_py_backend.tools import packing
-from torch_py_backend.tools.packing import Kind
 
 _MEGABYTE = 1 << 20
 
@@ -47,20 +46,17 @@ def pack(
         raise PackError(f"--python is '{python}'; expected a version such as 3.12.")
     environment = packing.inspect(env)
     packing.check(environment, stub_python, numpy_1=numpy_1)
-    path = output or Path(f"{environment.folder.name}{packing.SUFFIX}")
+    path = (output or Path(f"{environment.folder.name}{packing.SUFFIX}")).absolute()
     console = Console(soft_wrap=True, highlight=False, emoji=False, markup=False)
     with console.status(f"packing {env}"):
-        packed = packing.write(environment, path)
-    size, unpacked = (f"{size / _MEGABYTE:,.1f} MB" for size in (packed.size, packed.unpacked))
-    console.print(f"packed {packed.path}: {size}, unpacked {unpacked}")
+        packing.write(environment, path)
     versions = ", ".join(f"{name} {environment.packages[name]}" for name in packing.NEEDED)
+    value = f"{execution_env.MODEL_FOLDER}/{path.name}"
+    console.print(f"packed {path}: {path.stat().st_size / _MEGABYTE:,.1f} MB")
     console.print(f"with Python {environment.python}, {versions}")
     console.print("Put it into the model's folder, beside config.pbtxt, and add there:")
-    value = f"{execution_env.MODEL_FOLDER}/{packed.path.name}"
-    console.print(
-        f'parameters {{ key: "{execution_env.KEY}" value {{ string_value: "{value}" }} }}'
-    )
-    if environment.kind is Kind.LAYER:
+    console.print(pbtxt.parameter(execution_env.KEY, value))
+    if environment.kind == "layer":
         console.print(
             f"It is a layer: the server's machine must have the same {environment.executable} with"
             " the same packages."

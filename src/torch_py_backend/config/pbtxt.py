@@ -42,6 +42,16 @@ def read(folder: Path) -> JsonObject:
     return document
 
 
+def quote(value: str) -> str:
+    """Return a string of config.pbtxt. The escapes of JSON are protobuf's as well."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def parameter(key: str, value: str) -> str:
+    """Return the line of config.pbtxt that sets a parameter."""
+    return f"parameters {{ key: {quote(key)} value {{ string_value: {quote(value)} }} }}"
+
+
 def model_dims(entry: Document) -> list[int]:
     """Return the dims of an input or output as the model sees it.
 

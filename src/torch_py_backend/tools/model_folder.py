@@ -6,7 +6,6 @@ Imports no torch: the model's code runs in child processes.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import re
@@ -30,7 +29,7 @@ NAME = re.compile(r"[\w-][\w.\- ]*")
 _TIMEOUT_S = 600.0
 # The number of rows in the call that shows whether the model takes batches.
 _BATCH_SIZE = 8
-_INPUTS_ON_GPU = 'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }'
+_INPUTS_ON_GPU = pbtxt.parameter("FORCE_CPU_ONLY_INPUT_TENSORS", "no")
 
 
 @dataclass(slots=True)
@@ -137,12 +136,9 @@ def inspect(
     Raises:
         LoadError: the model cannot be served; the message says why.
     """
-    report: JsonObject = child_process.run(
-        folder.name,
-        "torch_py_backend.tools.trial:inspect",
-        {"arguments": pbtxt.arguments(folder, version, document)},
-        seconds,
-    )
+    arguments = {"arguments": pbtxt.arguments(folder, version, document)}
+    task = "torch_py_backend.tools.trial:inspect"
+    report: JsonObject = child_process.run(folder.name, task, arguments, seconds)
     return report
 
 
@@ -192,12 +188,9 @@ def _signature(folder: Path, document: Document) -> JsonObject:
     Raises:
         LoadError: the model does not load.
     """
-    signature: JsonObject = child_process.run(
-        folder.name,
-        "torch_py_backend.autocomplete.schema:describe_arguments",
-        {"arguments": pbtxt.arguments(folder, "1", document)},
-        _TIMEOUT_S,
-    )
+    arguments = {"arguments": pbtxt.arguments(folder, "1", document)}
+    task = "torch_py_backend.autocomplete.schema:describe_arguments"
+    signature: JsonObject = child_process.run(folder.name, task, arguments, _TIMEOUT_S)
     return signature
 
 
@@ -249,12 +242,12 @@ def _report_gaps(
     report: FolderReport,
 ) -> Document:
     """Report the gaps of a config that could not be completed; return the model's signature."""
-    problem = ""
+    problems = []
     signature: Document = {}
     try:
         signature = _signature(folder, document)
     except LoadError as refusal:
-        problem = f"does not load: {refusal}"
+        problems.append(f"does not load: {refusal}")
         if artifact.lacks_weights:  # if it loads without weights, they are the problem
             with contextlib.suppress(LoadError):
                 signature = _signature(folder, _weightless(document))
@@ -270,7 +263,7 @@ def _report_gaps(
             names = join_names(argument["name"] for argument in report.missing)
             reason = f"the types and sizes of {names} are not known"
         report.lines += [f"takes    {signature['signature']}", f"not complete: {reason}"]
-    report.lines += [problem] if problem else []
+    report.lines += problems
     return signature
 
 
@@ -337,19 +330,20 @@ def _config_lines(
     yield "# With KIND_GPU, inputs that are on the GPU already stay there:"
     yield f"{'' if on_gpu else '# '}{_INPUTS_ON_GPU}"
     for key, entry in document["parameters"].items():
-        value = json.dumps(entry["string_value"])
-        yield f"parameters {{ key: {json.dumps(key)} value {{ string_value: {value} }} }}"
+        yield pbtxt.parameter(key, entry["string_value"])
+
+
+_COMMENTS = {
+    "input": "# What a client sends; dims without the batch dimension, -1 is any size.",
+    "output": "# What a client receives.",
+}
 
 
 def _tensors(role: str, document: Document, signature: Document) -> Iterator[str]:
-    entries = document[role]
-    if entries:
-        yield {
-            "input": "# What a client sends; dims without the batch dimension, -1 is any size.",
-            "output": "# What a client receives.",
-        }[role]
+    if document[role]:
+        yield _COMMENTS[role]
         yield f"{role} ["
-        yield ",\n".join(f"  {_tensor(entry)}" for entry in entries)
+        yield ",\n".join(f"  {_tensor(entry)}" for entry in document[role])
         yield "]"
         return
     if signature:
@@ -360,15 +354,15 @@ def _tensors(role: str, document: Document, signature: Document) -> Iterator[str
 
 def _tensor(entry: Document) -> str:
     """Return the message of an input or output; unknown fields have a placeholder."""
-    name = json.dumps(entry["name"], ensure_ascii=False)
-    fields = f"name: {name} data_type: {entry.get('data_type', 'TYPE_FP32')}"
-    fields += f" dims: {_dims(entry['dims']) if 'dims' in entry else '[ … ]'}"
+    dims = entry.get("dims", ["…"])
+    fields = [
+        f"name: {pbtxt.quote(entry['name'])}",
+        f"data_type: {entry.get('data_type', 'TYPE_FP32')}",
+        f"dims: [ {', '.join(map(str, dims))} ]",
+    ]
     if "reshape" in entry:
-        fields += f" reshape {{ shape: {_dims(entry['reshape']['shape'])} }}"
+        sizes = ", ".join(map(str, entry["reshape"]["shape"]))
+        fields.append(f"reshape {{ shape: [ {sizes} ] }}")
     if entry.get("optional"):
-        fields += " optional: true"
-    return f"{{ {fields} }}"
-
-
-def _dims(sizes: Sequence[int]) -> str:
-    return f"[ {', '.join(map(str, sizes))} ]" if sizes else "[ ]"
+        fields.append("optional: true")
+    return f"{{ {' '.join(fields)} }}"

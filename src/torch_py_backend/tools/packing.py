@@ -17,11 +17,10 @@ import re
 import subprocess
 import tarfile
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
+from typing import Literal
 
 from torch_py_backend.errors import PackError, join_names
 
@@ -38,7 +37,6 @@ _ACTIVATION = re.compile(r"bin/[Aa]ctivate.*")
 _REPLACED = re.compile(r"bin/(python[\d.]*|[Aa]ctivate.*)|pyvenv\.cfg|lib64")
 # As conda-pack. Higher levels take twice the time and hardly make libraries smaller.
 _COMPRESSION = 4
-_SECONDS = 120
 
 # Run by the environment's Python.
 _PROBE = """
@@ -66,8 +64,7 @@ libraries = [path for path in (os.path.join(folder, name) for folder in folders)
 print(json.dumps({
     "python": "%d.%d" % sys.version_info[:2],
     "packages": packages,
-    "editable": editable,
-    "outside": outside,
+    "outside": editable + outside,
     "base": sys.base_prefix,
     "executable": os.path.realpath(sys.executable),
     # The headers are for torch.compile; Debian's are a package of their own.
@@ -77,9 +74,8 @@ print(json.dumps({
 }))
 """
 
-# Triton runs: bash -c "source bin/activate && exec env LD_LIBRARY_PATH=lib:... STUB ...". A stub
-# for another Python is reported but started, because the load hangs if no stub starts.
-_ACTIVATE = """\
+# Triton runs: bash -c "source bin/activate && exec env LD_LIBRARY_PATH=lib:... STUB ...".
+_ACTIVATE = b"""\
 # Sourced by Triton before it starts a stub in this environment. Written by torch-py-backend pack.
 VIRTUAL_ENV="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export VIRTUAL_ENV
@@ -87,24 +83,7 @@ export PATH="$VIRTUAL_ENV/bin:$PATH"
 # Triton removes its own entry again, and processes that a model starts need libpython, too.
 export LD_LIBRARY_PATH="$VIRTUAL_ENV/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 unset PYTHONHOME
-for word in $BASH_EXECUTION_STRING; do
-    case "$word" in
-        */triton_python_backend_stub)
-            grep -q 'libpython@PYTHON@\\.so' "$word" ||
-                echo "EXECUTION_ENV_PATH names an environment for Python @PYTHON@, and $word" \\
-                    "is built for another: nothing in the environment will be found." >&2
-            ;;
-    esac
-done
 """
-
-
-class Kind(Enum):
-    """The type of an environment."""
-
-    VENV = "venv"
-    LAYER = "layer"
-    CONDA = "conda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +95,7 @@ class Environment:
         kind: its type.
         python: its Python version, as 3.12.
         packages: versions of the installed packages by name.
-        editable: packages installed with pip's -e, whose files are elsewhere.
-        outside: folders elsewhere on its import path.
+        outside: packages installed with pip's -e, and folders elsewhere on its import path.
         base: the folder of the base Python, from which the environment was made.
         executable: the base Python's interpreter.
         trees: the base Python's standard library and headers.
@@ -125,24 +103,14 @@ class Environment:
     """
 
     folder: Path
-    kind: Kind
+    kind: Literal["venv", "layer", "conda"]
     python: str
     packages: Mapping[str, str]
-    editable: Sequence[str]
     outside: Sequence[str]
     base: str
     executable: str
     trees: Sequence[str]
     library: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """An archive, with its size packed and unpacked in bytes."""
-
-    path: Path
-    size: int
-    unpacked: int
 
 
 def inspect(folder: Path) -> Environment:
@@ -152,35 +120,27 @@ def inspect(folder: Path) -> Environment:
         PackError: the folder is not an environment, or its Python does not run.
     """
     folder = folder.absolute()
-    if (folder / "conda-meta").is_dir():
-        kind = Kind.CONDA
-    else:
-        try:
-            config = (folder / "pyvenv.cfg").read_text(encoding="utf-8")
-        except OSError:
+    config = folder / "pyvenv.cfg"
+    kind: Literal["venv", "layer", "conda"] = "conda"
+    if not (folder / "conda-meta").is_dir():
+        if not config.is_file():
             raise PackError(
                 f"{folder} is no environment: it has neither pyvenv.cfg nor conda-meta. Name the"
                 " folder of a virtual or conda environment."
-            ) from None
-        layer = re.search(r"^include-system-site-packages\s*=\s*true", config, re.MULTILINE)
-        kind = Kind.LAYER if layer else Kind.VENV
+            )
+        layered = re.search(r"include-system-site-packages\s*=\s*true", config.read_text("utf-8"))
+        kind = "layer" if layered else "venv"
     python = folder / "bin" / "python"
     try:
         # Isolated as the stub: without PYTHONPATH and the user's site-packages.
         done = subprocess.run(  # noqa: S603  the environment's own
-            [python, "-I", "-c", _PROBE],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_SECONDS,
+            [python, "-I", "-c", _PROBE], capture_output=True, text=True, check=False
         )
     except OSError as error:
         raise PackError(f"{python} does not run: {error.strerror}.") from None
-    except subprocess.TimeoutExpired:
-        raise PackError(f"{python} did not answer within {_SECONDS} seconds.") from None
-    except subprocess.CalledProcessError as error:
-        last = (error.stderr.strip().splitlines() or ["it printed no error"])[-1]
-        raise PackError(f"{python} does not run: {last}") from None
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["it printed no error"])[-1]
+        raise PackError(f"{python} does not run: {last}")
     return Environment(folder, kind, **json.loads(done.stdout))
 
 
@@ -202,34 +162,25 @@ def check(environment: Environment, stub: str, *, numpy_1: bool) -> None:
             f" environment with python{stub}; or put a stub for Python {python}, named"
             f" triton_python_backend_stub, into the model's folder, and pass --python {python}."
         )
+    pip = f"{folder}/bin/python -m pip install"
     for name, least in NEEDED.items():
         version = environment.packages.get(name)
-        if version is None:
-            reason = f"{folder} lacks {name}, which each instance of a model imports"
-        elif _numbers(version) < _numbers(least):
-            reason = f"{folder} has {name} {version}; expected {least} or newer"
-        else:
-            continue
         requirement = f"{name}>={least}" if least else name
-        raise PackError(f"{reason}: {folder}/bin/python -m pip install '{requirement}'.")
+        if version is None or _numbers(version) < _numbers(least):
+            raise PackError(
+                f"{folder} has {name} {version or 'not'}; each instance of a model imports"
+                f" {requirement}: {pip} '{requirement}'."
+            )
     numpy = environment.packages["numpy"]
     if numpy_1 and _numbers(numpy) >= (2,):
         raise PackError(
             f"{folder} has numpy {numpy}, and the stub of this server garbles tensors of numpy 2:"
-            f" {folder}/bin/python -m pip install 'numpy<2', or use a server of 24.11 or newer."
+            f" {pip} 'numpy<2', or use a server of 24.11 or newer."
         )
-    if environment.kind is Kind.LAYER:
-        return
-    if environment.editable:
+    if environment.outside and environment.kind != "layer":
         raise PackError(
-            f"{folder} has packages installed with pip's -e, whose files lie"
-            f" elsewhere: {join_names(environment.editable)}. Install them without -e."
-        )
-    if environment.outside:
-        raise PackError(
-            f"{folder} imports from folders outside itself:"
-            f" {join_names(environment.outside)}. Install what is in them, or remove the .pth"
-            " files that name them."
+            f"{folder} imports from outside itself: {join_names(environment.outside)}. Install"
+            " these packages without pip's -e, and remove .pth files that name folders."
         )
 
 
@@ -238,7 +189,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", version)[0])))
 
 
-def write(environment: Environment, output: Path) -> Packed:
+def write(environment: Environment, output: Path) -> None:
     """Write the whole archive, or nothing.
 
     Raises:
@@ -249,24 +200,17 @@ def write(environment: Environment, output: Path) -> Packed:
         raise PackError(f"{output} is no {SUFFIX} file, and Triton unpacks no other.")
     if environment.folder in output.parents:
         raise PackError(f"{output} lies in the environment; write it to another folder.")
+    pack = _pack_conda if environment.kind == "conda" else _pack_venv
     try:
-        descriptor, name = tempfile.mkstemp(suffix=SUFFIX, prefix=".", dir=output.parent)
-        os.close(descriptor)
-        staged = Path(name)
-        try:
-            pack = _pack_conda if environment.kind is Kind.CONDA else _pack_venv
-            unpacked = pack(environment, staged)
-            size = staged.stat().st_size
-            staged.chmod(0o644)  # the server may run as another user
+        with tempfile.TemporaryDirectory(prefix=".", dir=output.parent) as scratch:
+            staged = Path(scratch) / output.name
+            pack(environment, staged)
             staged.replace(output)
-        finally:
-            staged.unlink(missing_ok=True)
     except OSError as error:
         raise PackError(f"cannot write {output}: {error}.") from None
-    return Packed(output, size, unpacked)
 
 
-def _pack_conda(environment: Environment, path: Path) -> int:
+def _pack_conda(environment: Environment, path: Path) -> None:
     try:
         import conda_pack  # noqa: PLC0415  in an extra
     except ImportError as error:
@@ -276,95 +220,73 @@ def _pack_conda(environment: Environment, path: Path) -> int:
         ) from None
     try:
         conda_pack.pack(
-            prefix=str(environment.folder),
-            output=str(path),
-            format="tar.gz",
-            force=True,
-            compress_level=_COMPRESSION,
+            prefix=str(environment.folder), output=str(path), compress_level=_COMPRESSION
         )
     except conda_pack.CondaPackException as error:
         raise PackError(f"conda-pack: {' '.join(str(error).split())}") from None
-    return sum(path.lstat().st_size for path in environment.folder.rglob("*") if path.is_file())
 
 
-def _pack_venv(environment: Environment, path: Path) -> int:
+def _pack_venv(environment: Environment, path: Path) -> None:
     python, library = environment.python, environment.library
-    with tarfile.open(path, "w:gz", compresslevel=_COMPRESSION) as archive:
-        _add_script(archive, "bin/activate", _ACTIVATE.replace("@PYTHON@", python).encode())
-        if environment.kind is Kind.LAYER:
-            _add_tree(archive, environment, environment.folder, "", _ACTIVATION)
-        elif library is None:
+    layer = environment.kind == "layer"
+    # Links are replaced by their files, which may be in uv's cache. A layer's Python stays a link.
+    with tarfile.open(path, "w:gz", compresslevel=_COMPRESSION, dereference=not layer) as archive:
+        _add_script(archive, "bin/activate", _ACTIVATE)
+        _add_tree(archive, environment.folder, "", _ACTIVATION if layer else _REPLACED)
+        if layer:
+            return
+        if library is None:
             raise PackError(
                 f"{environment.base} has no libpython{python}.so.1.0, which Triton's stub loads."
                 f" Install it (Debian: libpython{python}), or make the environment with another"
                 " Python."
             )
-        else:
-            _add_tree(archive, environment, environment.folder, "", _REPLACED)
-            program = f"python{python}"
-            _add(archive, Path(environment.executable), f"bin/{program}")
-            for name in ("bin/python", "bin/python3"):
-                link = tarfile.TarInfo(name)
-                link.type, link.linkname = tarfile.SYMTYPE, program
-                archive.addfile(link)
-            _add(archive, Path(library).resolve(), f"lib/{Path(library).name}")
-            for tree in environment.trees:
-                name = os.path.relpath(tree, environment.base)
-                _add_tree(archive, environment, Path(tree), name, _NEEDLESS)
-        return sum(member.size for member in archive.getmembers())
+        archive.add(environment.executable, f"bin/python{python}", filter=_without_owner)
+        for name in ("bin/python", "bin/python3"):
+            link = tarfile.TarInfo(name)
+            link.type, link.linkname = tarfile.SYMTYPE, f"python{python}"
+            archive.addfile(link)
+        archive.add(library, f"lib/{Path(library).name}", filter=_without_owner)
+        for tree in map(Path, environment.trees):
+            _add_tree(archive, tree, f"{os.path.relpath(tree, environment.base)}/", _NEEDLESS)
 
 
 def _add_tree(
-    archive: tarfile.TarFile,
-    environment: Environment,
-    folder: Path,
-    name: str,
-    excluded: re.Pattern[str],
+    archive: tarfile.TarFile, folder: Path, prefix: str, excluded: re.Pattern[str]
 ) -> None:
-    """Add a folder's files except those whose paths in the folder are excluded.
+    """Add a folder except the paths in it that are excluded.
 
-    Scripts start the Python beside them. Links that lead out of the environment are replaced by
-    their files, except in a layer.
+    Scripts of an environment start the Python beside them.
     """
-    root = environment.folder.resolve()
-    shebang = f"#!{environment.folder}/bin/python".encode()
-    for parent, folders, files in os.walk(folder):
-        within = Path(parent).relative_to(folder)
-        folders[:] = [child for child in folders if not excluded.fullmatch(str(within / child))]
-        links = [child for child in folders if Path(parent, child).is_symlink()]
-        for child in sorted([*files, *links]):
-            path, target = Path(parent, child), str(Path(name, within, child))
-            if excluded.fullmatch(str(within / child)):
-                continue
-            if path.is_symlink():
-                resolved = path.resolve()
-                inside = resolved.is_relative_to(root) and not path.readlink().is_absolute()
-                if inside or environment.kind is Kind.LAYER:
-                    _add(archive, path, target)
-                elif path.is_file():
-                    _add(archive, resolved, target)
-                else:
-                    raise PackError(
-                        f"{path} is a link to {resolved}, outside the environment. Replace it by"
-                        " what it leads to."
-                    )
-            elif target.startswith("bin/") and path.read_bytes().startswith(shebang):
-                _, _, rest = path.read_bytes().partition(b"\n")
-                _add_script(archive, target, b"#!/usr/bin/env python3\n" + rest)
-            else:
-                _add(archive, path, target)
+    shebang = f"#!{folder}/bin/python".encode()
+
+    def adapt(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        name = entry.name.removeprefix(prefix)
+        if excluded.fullmatch(name):
+            return None
+        if entry.isdir() and (folder / name).is_symlink():  # it may lead to a folder around it
+            raise PackError(
+                f"{folder / name} is a link to a folder. Replace it by what it leads to."
+            )
+        if entry.isreg() and name.startswith("bin/"):
+            content = (folder / name).read_bytes()
+            if content.startswith(shebang):
+                _, _, rest = content.partition(b"\n")
+                _add_script(archive, entry.name, b"#!/usr/bin/env python3\n" + rest)
+                return None
+        return _without_owner(entry)
+
+    for child in sorted(folder.iterdir()):
+        archive.add(child, f"{prefix}{child.name}", filter=adapt)
 
 
-def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
-    def without_owner(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-        entry.uid = entry.gid = 0
-        entry.uname = entry.gname = ""
-        return entry
-
-    archive.add(path, name, recursive=False, filter=without_owner)
+def _without_owner(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+    entry.uid = entry.gid = 0
+    entry.uname = entry.gname = ""
+    return entry
 
 
 def _add_script(archive: tarfile.TarFile, name: str, text: bytes) -> None:
     entry = tarfile.TarInfo(name)
-    entry.size, entry.mode, entry.mtime = len(text), 0o755, int(time.time())
+    entry.size, entry.mode = len(text), 0o755
     archive.addfile(entry, io.BytesIO(text))

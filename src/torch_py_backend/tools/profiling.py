@@ -124,24 +124,20 @@ def _stages(profiler: profile) -> list[dict[str, Any]]:
         if event.name.startswith(PREFIX) and event.device_type.name == "CPU"
     ]
     for event in sorted(ranges, key=lambda event: event.time_range.start):
-        names: list[str] = []
+        path: tuple[str, ...] = ()
         outer: FunctionEvent | None = event
         while outer is not None:
             if outer.name.startswith(PREFIX):
-                names.insert(0, outer.name.removeprefix(PREFIX))
+                path = (outer.name.removeprefix(PREFIX), *path)
             outer = outer.cpu_parent
-        path = tuple(names)
         row = rows.setdefault(
             path, {"stage": path[-1], "depth": len(path) - 1, "calls": 0, "ms": 0.0}
         )
         row["calls"] += 1
         row["ms"] += event.time_range.elapsed_us() * _MS
-    order = list(rows)
-
-    def rank(path: tuple[str, ...]) -> list[int]:
-        return [order.index(path[:end]) for end in range(1, len(path) + 1)]
-
-    return [rows[path] for path in sorted(order, key=rank)]
+    order = {path: position for position, path in enumerate(rows)}
+    ranks = {path: [order[path[: end + 1]] for end in range(len(path))] for path in order}
+    return [rows[path] for path in sorted(order, key=ranks.__getitem__)]
 
 
 def _operators(profiler: profile) -> list[dict[str, Any]]:
