@@ -36,7 +36,7 @@ from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import model_config, pbtxt, threads
 from torch_py_backend.errors import BenchError, ServerError
 from torch_py_backend.startup import builder
-from torch_py_backend.tools.load_generator import Closed, Point, Result, ServerWork
+from torch_py_backend.tools.load_generator import Point, Result, ServerWork
 
 _PEERS = Path(contenders.__file__).parent / "peers"
 
@@ -290,7 +290,7 @@ def _point(throughput: float, p50: float, p99: float, busy: float, batch: int | 
     latencies = np.sort(np.concatenate([np.full(51, p50), np.full(48, p99), [p99, p99]]))
     server = None if batch is None else ServerWork(0, 0, {}, {batch: 1})
     result = Result(len(latencies) / throughput, latencies, np.empty(0), 0, "", busy)
-    return Point(Closed(1), result, server)
+    return Point(1, result, server)
 
 
 def _row(model: str, against: str, concurrency: int, ratios: list[float], p99: float) -> Row:

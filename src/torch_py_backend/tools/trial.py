@@ -19,8 +19,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -32,13 +30,11 @@ from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.config.options import TABLE
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
-    ArtifactError,
     BackendError,
     ConfigError,
     LoadError,
     OutputError,
     WarmupError,
-    summarize,
 )
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.signature import binding
@@ -152,8 +148,7 @@ def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> di
     warm_up(engine, [1])
     item, source = find_inputs(settings, inputs)
     torch.save(item, Path(folder) / _INPUTS)
-    full, longest = 1, _LONGEST_BATCH_S
-    largest = max(1, settings.max_batch_size)
+    full, longest, largest = 1, _LONGEST_BATCH_S, max(1, settings.max_batch_size)
     for rows in sorted({*(1 << power for power in range(largest.bit_length())), largest}):
         seconds = min(_durations(engine, tile(settings, item, rows)))
         if rows == 1:
@@ -195,21 +190,8 @@ def find_inputs(settings: ModelConfig, inputs: str | None) -> tuple[Item, str]:
             return example_inputs.item(settings, settings.max_batch_size or None), "made-up values"
         item, source = example, example_inputs.NAME
     else:
-        source = Path(inputs).name
-        try:
-            item = dict(safetensors.torch.load_file(inputs))
-        except (safetensors.SafetensorError, OSError) as error:
-            raise ArtifactError(
-                settings.name,
-                f"the inputs in {source} cannot be read: {summarize(error)}",
-                expected="a file that safetensors.torch.save_file wrote",
-            ) from error
-    _check_inputs(settings, item, source)
-    return item, source
-
-
-def _check_inputs(settings: ModelConfig, item: Item, source: str) -> None:
-    """Raise for names, types and sizes that Triton refuses in a request."""
+        item, source = example_inputs.read(settings, Path(inputs)), Path(inputs).name
+    # Names, types and sizes that Triton refuses in a request.
     specs = {spec.name: spec for spec in settings.inputs}
     needed = {spec.name for spec in _sent(settings) if not spec.optional}
     if not needed <= item.keys() <= specs.keys():
@@ -227,6 +209,7 @@ def _check_inputs(settings: ModelConfig, item: Item, source: str) -> None:
                 f"the input '{name}' in {source} is {kind} {list(value.shape)}",
                 expected=f"{rows}{specs[name]}",
             )
+    return item, source
 
 
 def tile(settings: ModelConfig, item: Item, rows: int) -> Item:
