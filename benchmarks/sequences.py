@@ -4,12 +4,12 @@
 
 All sequences run at the same time over a few gRPC connections; the next step of a sequence is sent
 when the last one is answered. (Streams crash tritonserver 24.10 now and then, with any backend: a
-race when requests are released.) The values of all steps are compared with eager PyTorch's. Then three models are measured in turn, A B C A B C …:
-the model with state, "scheduled" and "stateless". The last two get zeros as state each time;
-"scheduled" has the same sequence_batching, so that the cost of Triton's scheduler is separate from
-that of states; "stateless" has dynamic_batching. All compute the same and batch as many rows.
-"state" keeps the states that sequence_batching names, "option" those of STATE: for the former,
-Triton allocates memory, too.
+race when requests are released.) The values of all steps are compared with eager PyTorch's. Then
+three models are measured in turn, A B C A B C …: the model with state, "scheduled" and "stateless".
+The last two get zeros as state each time; "scheduled" has the same sequence_batching, so that the
+cost of Triton's scheduler is separate from that of states; "stateless" has dynamic_batching. All
+compute the same and batch as many rows. "state" keeps the states that sequence_batching names,
+"option" those of STATE: for the former, Triton allocates memory, too.
 """
 
 from __future__ import annotations
@@ -138,11 +138,7 @@ def eager(sent: NDArray[np.float32], *, stateful: bool) -> NDArray[np.float32]:
 
 
 async def send_all(address: str, model: str, sent: NDArray[np.float32]) -> Turn:
-    """Send all steps of all sequences.
-
-    Raises:
-        BenchError: a request failed.
-    """
+    """Send all steps of all sequences; raise if a request fails."""
     values = np.empty_like(sent)
     before = _statistics(address, model)
     started = time.perf_counter()

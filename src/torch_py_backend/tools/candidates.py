@@ -152,13 +152,9 @@ def configured(facts: Facts, parameters: Mapping[str, str], instances: int) -> C
 
 
 def screen(facts: Facts, allowed: Allowed, base: Candidate, *, compiled: bool) -> list[Candidate]:
-    """Return the runtimes that suit the model, with one count of threads and instances.
+    """Return the runtimes that suit the model: those that compile, or the others.
 
-    Args:
-        facts: the model and the machine.
-        allowed: the user's limits.
-        base: the candidate whose counts are used, if they are allowed.
-        compiled: whether to return the runtimes that compile, or the others.
+    All have the counts of threads and instances of `base`, if these are allowed.
     """
     threads, instances = int(base.parameters.get("NUM_THREADS", facts.threads)), base.instances
     if allowed.threads and threads not in allowed.threads:
@@ -177,11 +173,8 @@ def spread(
 ) -> list[Candidate]:
     """Return the best runtimes with other counts of threads and instances.
 
-    Args:
-        facts: the model and the machine.
-        allowed: the user's limits.
-        best: the measured candidates, the best first, and the memory of one instance in MB; what
-            does not fit is left out.
+    `best` has the measured candidates, the best first, with the memory of one instance in MB; what
+    does not fit into the machine's memory is left out.
     """
     finalists: dict[frozenset[tuple[str, str]], tuple[Candidate, float]] = {}
     for candidate, memory_mb in best:

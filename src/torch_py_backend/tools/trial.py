@@ -1,6 +1,7 @@
 """Load a model without a server: describe it, compare it with a reference, measure it.
 
-To be run in a child process, because it runs the model's code.
+To be run in a child process, because it runs the model's code. `arguments` are Triton's arguments
+of `initialize`; `prepare` writes inputs and the reference's outputs into `folder`, for `measure`.
 
 The reference is the same model as loaded, without any optimization. The error of an output is the
 largest |value - reference| / (|reference| + typical) over several batch sizes, where typical is the
@@ -73,14 +74,7 @@ def warm_up(engine: Engine, row_counts: Sequence[int] = ()) -> None:
 
 
 def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
-    """Load and warm up a model.
-
-    Args:
-        arguments: Triton's arguments of `initialize`.
-
-    Returns:
-        Artifact, weights, signature, the rule that binds inputs to arguments, inputs, outputs,
-        max_batch_size, options in force and warnings, as JSON.
+    """Load and warm up a model; return what it is, takes and gives, as JSON.
 
     Raises:
         LoadError: the model cannot be served.
@@ -128,12 +122,7 @@ def _described(spec: TensorSpec) -> str:
 
 
 def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> dict[str, Any]:
-    """Write the inputs and the reference's outputs, for `measure`.
-
-    Args:
-        arguments: Triton's arguments of `initialize`, with the settings of the reference.
-        folder: the folder to write into.
-        inputs: a safetensors file with inputs by name; None for examples, else made-up values.
+    """Write the inputs (of a safetensors file, if it is given) and the reference's outputs.
 
     Returns:
         The artifact's kind, the source of the inputs, and the number of rows of a full batch:
@@ -248,11 +237,7 @@ def measure(
 
     A message has `rows`, 1 or `batch`, and `seconds`, the duration of the measurement.
 
-    Args:
-        arguments: Triton's arguments of `initialize`, with the candidate's settings.
-        folder: the folder into which `prepare` wrote.
-        batch: the number of rows of a full batch.
-        watched: parameters that must have an effect.
+    Parameters in `watched` must have an effect.
 
     Yields:
         First error, load time and memory, then for each message the median `latency_ms` of a call

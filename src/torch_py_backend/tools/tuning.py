@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from torch_py_backend.artifacts.discovery import ArtifactType
-from torch_py_backend.config import model_config, options, pbtxt, threads
+from torch_py_backend.config import model_config, pbtxt, threads
 from torch_py_backend.config.options import TABLE
 from torch_py_backend.errors import LoadError, TuneError
 from torch_py_backend.processes import child_process
@@ -150,8 +150,8 @@ def summarize(
     """Return a candidate's measurements as one row.
 
     Args:
-        candidate: its settings.
-        batch: the number of rows of a full batch.
+        candidate: the candidate.
+        batch: rows of a full batch.
         loads: the first answer of each instance, see `trial.measure`.
         rounds: the figures of the untuned configuration and of the candidate.
         beside: the number of processes of the untuned configuration at that time.
@@ -202,13 +202,8 @@ def ranked(rows: Sequence[Row], max_error: float, goal: Goal) -> list[Row]:
 def choose(rows: Sequence[Row], max_error: float, goal: Goal) -> Row | None:
     """Return the simplest of the rows whose gain is near the best.
 
-    For both figures, only rows that lose in neither may be chosen, unless the untuned configuration
-    is outside the tolerance.
-
-    Args:
-        rows: the untuned configuration, then the candidates.
-        max_error: the tolerance.
-        goal: what the row is chosen by.
+    The first row is the untuned configuration. For both figures, only rows that lose in neither may
+    be chosen, unless the untuned configuration is outside the tolerance.
     """
     fitting = ranked(rows, max_error, goal)
     if goal is Goal.BOTH and rows and rows[0] in fitting:
@@ -344,11 +339,7 @@ class Tuning:
         return choose(self.rows, self.plan.max_error, self.plan.goal)
 
     def run(self, begin: Callable[[Candidate], None], end: Callable[[Row], None]) -> None:
-        """Measure everything.
-
-        Args:
-            begin: called with each candidate before it is loaded.
-            end: called with each candidate's row.
+        """Measure everything; call `begin` before a candidate is loaded, and `end` with its row.
 
         Raises:
             LoadError: the model cannot be run even without optimization.
@@ -416,32 +407,26 @@ class Tuning:
         )
         self.inputs, self.batch = prepared["inputs"], prepared["batch"]
         # Without the tuned parameters, which may be invalid.
-        untuned = model_config.parse(plan.arguments({}, plan.current().instances))
-        document = plan.document
-        configured = options.parse(document["name"], document.get("parameters", {}))
-        batched = document["max_batch_size"] > 0
-        ranks = [
-            len(entry.get("reshape", {"shape": entry["dims"]})["shape"]) + batched
-            for entry in document["input"]
-            if entry["data_type"].startswith("TYPE_FP")
-        ]
+        config = model_config.parse(plan.arguments({}, plan.current().instances))
+        batched = config.max_batch_size > 0
         return Facts(
             kind=ArtifactType[prepared["kind"]],
-            images=_IMAGE_RANK in ranks,
-            gpu=document["instance_group"][0]["kind"] == "KIND_GPU",
+            images=any(
+                len(spec.dims) + batched == _IMAGE_RANK and spec.dtype.triton.startswith("FP")
+                for spec in config.inputs
+            ),
+            gpu=config.kind == "GPU",
             batched=batched,
             cores=cores,
-            threads=threads.budget(untuned).intra_op,
+            threads=threads.budget(config).intra_op,
             memory_mb=_MEMORY * psutil.virtual_memory().available / (1 << 20),
-            divided=configured.device_map is not None,
+            divided=config.options.device_map is not None,
         )
 
     def _measure(self, candidate: Candidate, memory_mb: float) -> Row:
         """Measure a candidate; the first one that can be measured stays loaded beside the others.
 
-        Args:
-            candidate: the settings to measure.
-            memory_mb: memory for the untuned configuration and a candidate together.
+        `memory_mb` is for the untuned configuration and a candidate together.
         """
         plan = self.plan
         # The compiled code of candidates stays out of the model's folder.
