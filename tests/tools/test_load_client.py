@@ -116,7 +116,7 @@ def _http(status: int, body: str) -> bytes:
     ("protocol", "answer", "says"),
     [
         ("http", _http(404, "<html>"), "no tritonserver answers at http://"),
-        ("http", _http(400, '{"error": "not allowed"}'), "not allowed"),
+        ("http", _http(400, '{"error": "not allowed"}'), r"127.0.0.1:\d+: not allowed\. Is it"),
         ("http", _http(200, "hello"), "no tritonserver answers at http://"),
         ("http", b"SSH-2.0-OpenSSH\r\n\r\n", r"answers at http://127.0.0.1:\d+: \S"),
         ("grpc", _http(200, ""), "no tritonserver answers at grpc://"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -81,33 +82,37 @@ def test_a_server_that_never_answers() -> None:
 
 def test_failures_are_counted() -> None:
     """A failed request has no latency; the result has the first one's message."""
-    count = 0
+    numbers = itertools.count(1)
 
     async def send() -> None:
-        nonlocal count
-        count += 1
+        number = next(numbers)
         await asyncio.sleep(0.01)
-        if count % 2:
-            raise ServerError(f"failure {count}.")
+        if number % 2:
+            raise ServerError(f"failure {number}.")
 
     result = _run(send, 2)
-    assert result.errors > 0
-    assert len(result.latencies) > 0
-    assert result.errors + len(result.latencies) == count
-    assert result.first_error.startswith("failure ")
+    assert result.errors == len(result.latencies) > 1
+    assert result.errors + len(result.latencies) == next(numbers) - 1
+    assert result.first_error == "failure 1."
 
 
 def test_immediate_failures() -> None:
     """A client that raises immediately does not block the event loop."""
+    sent = 0
 
-    async def send() -> None:
-        await asyncio.sleep(0.1 if sent else 0)
-        sent.append(1)
-        raise OSError("/a/folder/of/mine refused")
+    async def run() -> Result:
+        stop = asyncio.Event()
 
-    sent: list[int] = []
-    result = _run(send, 1)
-    assert result.errors == len(sent)
+        async def send() -> None:
+            nonlocal sent
+            sent += 1
+            stop.set()
+            raise OSError("/a/folder/of/mine refused")
+
+        return await load_generator.run(send, 1, 2.0, stop=stop)
+
+    result = asyncio.run(run())
+    assert result.errors == sent < 100
     assert result.first_error == "OSError: mine refused"
     assert np.isnan(result.percentiles(50)).all()
 

@@ -159,6 +159,7 @@ def _x(shape: list[int], datatype: str = "FP32", data: Any = None) -> bytes:
         ("x.json", _x([1, 2], "FP8"), None, "FP8 is no type of Triton's"),
         ("x.json", _x([1, 2], "FP16"), None, r"x as FP16 \[1, 2\]; model 'm' takes FP32 \[-1, 2\]"),
         ("x.json", _x([1, 3]), None, r"x as FP32 \[1, 3\]"),
+        ("x.json", _x([2]), None, r"x as FP32 \[2\]"),
         ("x.json", _x([5, 2]), None, "holds 5 rows; model 'm' takes 1 to 4 .* Choose with --rows"),
         ("x.json", _x([0, 2]), 1, "holds 0 rows"),
         ("x.json", _x([1, 2]), 5, "--rows is 5"),

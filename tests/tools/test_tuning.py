@@ -280,6 +280,20 @@ def test_images(tmp_path: Path, children: _Children, tensor: str, images: bool) 
     assert any("channels_last" in candidate for candidate in tried) == images
 
 
+def test_divided_models(tmp_path: Path, children: _Children) -> None:
+    """A model that DEVICE_MAP spreads over devices is tried in eager only."""
+    children.kind = "MODULE"
+    text = (
+        _CONFIG
+        + """
+instance_group [{ kind: KIND_MODEL count: 1 }]
+parameters { key: "DEVICE_MAP" value { string_value: "devices.json" } }
+"""
+    )
+    tried = _run(Tuning(_plan(tmp_path, text, allowed=_QUICK)))
+    assert {candidate.partition(",")[0] for candidate in tried} == {"eager"}
+
+
 # --- rows and the choice ---------------------------------------------------------------------
 
 
