@@ -18,7 +18,7 @@ from torch_py_backend.errors import BenchError
 from torch_py_backend.server import Server
 from torch_py_backend.tools import load_client, load_generator
 from torch_py_backend.tools.load_client import Address
-from torch_py_backend.tools.load_generator import Closed, Point, ReadStatistics, Send
+from torch_py_backend.tools.load_generator import Point, ReadStatistics, Send
 from torch_py_backend.tools.payloads import Payload
 
 LOAD_SECONDS = 600
@@ -66,7 +66,7 @@ async def turn(connection: Connection, concurrency: int, seconds: float) -> Poin
         BenchError: a request failed or was not answered.
     """
     send, statistics = connection
-    point = await load_generator.measure(send, Closed(concurrency), seconds, statistics=statistics)
+    point = await load_generator.measure(send, concurrency, seconds, statistics=statistics)
     assert point is not None  # noqa: S101  nothing stops it
     if point.result.errors or point.result.unanswered.size:
         raise BenchError(

@@ -2,15 +2,14 @@
 
     python -m benchmarks.sequences [--sequences 1000] [--steps 100] [--pairs 3] [--way state]
 
-All sequences run at the same time over gRPC; the next step of a sequence is sent when the last one
-is answered. They are calls over a few connections or, with --stream, as many streams, which crash
-tritonserver 24.10 now and then, with any backend (a race when requests are released). The values of
-all steps are compared with eager PyTorch's. Then three models are measured in turn, A B C A B C …:
-the model with state, "scheduled" and "stateless". The last two get zeros as state each time;
-"scheduled" has the same sequence_batching, so that the cost of Triton's scheduler is separate from
-that of states; "stateless" has dynamic_batching. All compute the same and batch as many rows.
-"state" keeps the states that sequence_batching names, "option" those of STATE: for the former,
-Triton allocates memory, too.
+All sequences run at the same time over a few gRPC connections; the next step of a sequence is sent
+when the last one is answered. (Streams crash tritonserver 24.10 now and then, with any backend: a
+race when requests are released.) The values of all steps are compared with eager PyTorch's. Then
+three models are measured in turn, A B C A B C …: the model with state, "scheduled" and "stateless".
+The last two get zeros as state each time; "scheduled" has the same sequence_batching, so that the
+cost of Triton's scheduler is separate from that of states; "stateless" has dynamic_batching. All
+compute the same and batch as many rows. "state" keeps the states that sequence_batching names,
+"option" those of STATE: for the former, Triton allocates memory, too.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import argparse
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,7 +33,6 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from benchmarks import harness
 from benchmarks.tables import markdown, spread
-from torch_py_backend.errors import BenchError
 from torch_py_backend.tools import load_generator
 
 _WIDTH = 128
@@ -139,24 +137,14 @@ def eager(sent: NDArray[np.float32], *, stateful: bool) -> NDArray[np.float32]:
     return np.stack(outputs, axis=1)
 
 
-async def send_all(
-    address: str,
-    model: str,
-    sent: NDArray[np.float32],
-    stream: bool,  # noqa: FBT001
-) -> Turn:
-    """Send all steps of all sequences.
-
-    Raises:
-        BenchError: a request failed.
-    """
+async def send_all(address: str, model: str, sent: NDArray[np.float32]) -> Turn:
+    """Send all steps of all sequences; raise if a request fails."""
     values = np.empty_like(sent)
     before = _statistics(address, model)
     started = time.perf_counter()
     shares = np.array_split(np.arange(len(sent)), _CONNECTIONS)
-    way = _streamed if stream else _called
     await asyncio.wait_for(
-        asyncio.gather(*(way(address, model, sent, values, share) for share in shares)),
+        asyncio.gather(*(_send(address, model, sent, values, share) for share in shares)),
         _LONGEST_S,
     )
     seconds = time.perf_counter() - started
@@ -172,38 +160,7 @@ def _statistics(address: str, model: str) -> dict[str, object]:
         return statistics
 
 
-async def _streamed(
-    address: str,
-    model: str,
-    sent: NDArray[np.float32],
-    values: NDArray[np.float32],
-    share: NDArray[np.int64],
-) -> None:
-    """Sequences of one stream: a step is sent when the one before it is answered."""
-    due: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
-    for place in share.tolist():
-        due.put_nowait((place, 0))
-
-    async def requests() -> AsyncIterator[service_pb2.ModelInferRequest]:
-        while (step := await due.get()) is not None:
-            yield _request(model, sent, *step)
-
-    left = share.size * sent.shape[1]
-    async with grpc.aio.insecure_channel(address) as channel:
-        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-        async for answer in stub.ModelStreamInfer(requests()):
-            if answer.error_message:
-                raise BenchError(f"a step of {model} failed: {answer.error_message}")
-            place, number = map(int, answer.infer_response.id.split("-"))
-            values[place, number] = _values(answer.infer_response)
-            if number + 1 < sent.shape[1]:
-                due.put_nowait((place, number + 1))
-            left -= 1
-            if not left:
-                due.put_nowait(None)
-
-
-async def _called(
+async def _send(
     address: str,
     model: str,
     sent: NDArray[np.float32],
@@ -217,20 +174,16 @@ async def _called(
         async def sequence(place: int) -> None:
             for number in range(sent.shape[1]):
                 answer = await stub.ModelInfer(_request(model, sent, place, number))
-                values[place, number] = _values(answer)
+                (content,) = answer.raw_output_contents
+                values[place, number] = np.frombuffer(content, dtype=np.float32)
 
         await asyncio.gather(*map(sequence, share.tolist()))
-
-
-def _values(answer: service_pb2.ModelInferResponse) -> NDArray[np.float32]:
-    (content,) = answer.raw_output_contents
-    return np.frombuffer(content, dtype=np.float32)
 
 
 def _request(
     model: str, sent: NDArray[np.float32], place: int, number: int
 ) -> service_pb2.ModelInferRequest:
-    request = service_pb2.ModelInferRequest(model_name=model, id=f"{place}-{number}")
+    request = service_pb2.ModelInferRequest(model_name=model)
     if model != _STATELESS:
         request.parameters["sequence_id"].int64_param = place + 1
         request.parameters["sequence_start"].bool_param = number == 0
@@ -247,7 +200,6 @@ def main(words: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--way", choices=_WAYS, default=_WAYS[0])
-    parser.add_argument("--stream", action="store_true", help="gRPC streams instead of calls")
     settings = parser.parse_args(words)
     sent = inputs(settings.sequences, settings.steps)
     models = (settings.way, _SCHEDULED, _STATELESS)
@@ -258,7 +210,7 @@ def main(words: list[str]) -> None:
         with harness.served(repository) as server:
 
             def send(model: str) -> Turn:
-                return asyncio.run(send_all(server.grpc_address, model, sent, settings.stream))
+                return asyncio.run(send_all(server.grpc_address, model, sent))
 
             for model in models:
                 expected = eager(sent, stateful=model == settings.way)

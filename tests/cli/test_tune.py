@@ -2,64 +2,32 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
-import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import command_line
 import living
 import models
 import pytest
 import torch
-from typer.testing import CliRunner
+from rich.console import Console
+from typing_extensions import Self
 
-from torch_py_backend import cli
+from torch_py_backend.cli.interruption import SIGNALS
 from torch_py_backend.config import pbtxt, tuned_settings
-from torch_py_backend.errors import BackendError
-
-_COMMAND = "from torch_py_backend.cli import app; app()"
-# Each candidate is twice as fast as the one before it. After ENDS of them, one never ends.
-_SIMULATED = """
-import contextlib, itertools, os, time
-from torch_py_backend.cli import app
+from torch_py_backend.errors import LoadError
 from torch_py_backend.processes import child_process
 from torch_py_backend.tools import tuning
 
-numbers = itertools.count()
-
-class Workers:
-    alive = True
-
-    def __init__(self, model, task, count):
-        self.number = next(numbers)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        pass
-
-    def ask(self, messages, seconds):
-        if self.number == int(os.environ.get("ENDS", -1)):
-            time.sleep(600)
-        if "arguments" in messages[0]:
-            error = float(os.environ.get("ERROR", 0))
-            memory = {"memory_mb": 1, "private_mb": 1, "device_memory_mb": 0, "device_free_mb": 0}
-            return [{"error": error, "load_s": 1, **memory}] * len(messages)
-        speed = 2.0**self.number
-        return [{"latency_ms": 1 / speed, "throughput": speed}] * len(messages)
-
-def run(model, task, arguments, seconds, quiet):
-    return {"kind": "TORCHSCRIPT", "inputs": "made-up values", "batch": 2}
-
-child_process.run, tuning.Workers = run, Workers
-app()
-"""
+_COMMAND = "from torch_py_backend.cli import app; app()"
 _ENVIRONMENT = os.environ | {"COLUMNS": "200", "TERM": "dumb"}
 _CONFIG = """# mine
 backend: "pytorch_py"
@@ -69,6 +37,7 @@ output [{ name: "y" data_type: TYPE_FP32 dims: [ 4 ] }]
 """
 _SETTING = 'parameters {{ key: "{}" value {{ string_value: "{}" }} }}\n'
 _AUTOMATIC = _CONFIG + _SETTING.format("OPTIMIZE", "auto")
+_Command: TypeAlias = Callable[..., subprocess.CompletedProcess[str]]
 _BEST_SO_FAR = "stopped before everything was measured; the choice is the best so far"
 
 
@@ -80,24 +49,48 @@ def _model(folder: Path, text: str = _CONFIG) -> Path:
     return folder / "negate"
 
 
-def _tune(
-    *arguments: Any, code: str = _SIMULATED, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, "tune", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=_ENVIRONMENT | variables,
-    )
+class _Workers:
+    """Simulated candidates: each is faster than the one before it; one may never end."""
+
+    alive = True
+    started = 0
+    growth = 2.0
+    endless = -1
+    error = 0.0
+
+    def __init__(self, *_: object) -> None:
+        self._number = _Workers.started
+        _Workers.started += 1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def ask(self, messages: list[dict[str, Any]], _seconds: float) -> list[dict[str, float]]:
+        if self._number == self.endless:
+            time.sleep(600)
+        if "arguments" in messages[0]:
+            memory = {"memory_mb": 1, "private_mb": 1, "device_memory_mb": 0, "device_free_mb": 0}
+            return [{"error": self.error, "load_s": 1, **memory}] * len(messages)
+        speed = self.growth**self._number
+        return [{"latency_ms": 1 / speed, "throughput": speed}] * len(messages)
 
 
-def _tree(folder: Path) -> dict[str, tuple[int, bytes]]:
-    return {
-        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+@pytest.fixture
+def tune(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Command]:
+    """The command with simulated measurements; signals, which it leaves ignored, are restored."""
+    prepared = {"kind": "TORCHSCRIPT", "inputs": "made-up values", "batch": 2}
+    monkeypatch.setattr(child_process, "run", lambda *_, **__: prepared)
+    monkeypatch.setattr(tuning, "Workers", _Workers)
+    for name in ("started", "growth", "endless", "error"):
+        monkeypatch.setattr(_Workers, name, getattr(_Workers, name))
+    handlers = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGALRM)}
+    yield lambda *arguments: command_line.run("tune", *map(str, arguments))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def _choice(model: Path) -> dict[str, str] | None:
@@ -109,10 +102,16 @@ def _choice(model: Path) -> dict[str, str] | None:
 
 @pytest.mark.slow
 def test_measured(tmp_path: Path) -> None:
-    """A table, the results and a plot; the choice in config.pbtxt, whose rest stays as it was."""
+    """A table and the results; the choice in config.pbtxt, whose rest stays as it was."""
     model = _model(tmp_path)
     limits = ("--quick", "--threads=1", "--instances=1")
-    done = _tune(model, *limits, "--json", tmp_path / "run.json", code=_COMMAND)
+    done = subprocess.run(
+        [sys.executable, "-c", _COMMAND, "tune", model, *limits, "--json", tmp_path / "run.json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=_ENVIRONMENT,
+    )
     assert done.returncode == 0, done.stderr
     assert "TorchScript" in done.stdout
     assert "inputs: made-up values; batches of 2; tolerance 0.0001; chosen for both" in done.stdout
@@ -130,25 +129,14 @@ def test_measured(tmp_path: Path) -> None:
     assert parameters == chosen["parameters"] == _choice(model)
     (entry,) = json.loads((model / "tuned.json").read_text())["machines"].values()
     assert entry == results
-    assert (model / "tuned.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize("goal", ["latency", "throughput", "both"])
-def test_goal(tmp_path: Path, goal: str) -> None:
-    """The option says what is chosen by, and the result repeats it."""
-    done = _tune(_model(tmp_path), "--quick", f"--for={goal}", "--json", tmp_path / "run.json")
-    assert done.returncode == 0, done.stderr
-    assert f"chosen for {goal}" in done.stdout
-    assert json.loads((tmp_path / "run.json").read_text())["conditions"]["for"] == goal
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+def test_interrupted(tmp_path: Path) -> None:
     """A signal ends the children; what was measured is printed and saved, and the best is kept."""
     model = _model(tmp_path)
     process = subprocess.Popen(
-        [sys.executable, "-c", _COMMAND, "tune", str(model), "--rounds=9"],
+        [sys.executable, "-c", _COMMAND, "tune", str(model)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -158,7 +146,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     while "untuned" not in process.stderr.readline():
         assert process.poll() is None
     children = living.descendants(process.pid)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Traceback" not in stderr
@@ -172,13 +160,36 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     assert living.all_end(children)
 
 
-def test_deadline(tmp_path: Path) -> None:
+# --- the results of simulated measurements ---------------------------------------------------
+
+
+def test_goal(tune: _Command, tmp_path: Path) -> None:
+    """The option says what is chosen by, and the result repeats it."""
+    model = _model(tmp_path)
+    done = tune(model, "--quick", "--for=latency", "--json", tmp_path / "run.json")
+    assert done.returncode == 0, done.stderr
+    assert "chosen for latency" in done.stdout
+    assert json.loads((tmp_path / "run.json").read_text())["conditions"]["for"] == "latency"
+    assert f"written into {model / 'config.pbtxt'}" in done.stdout
+
+
+def test_nothing_is_better(tune: _Command, tmp_path: Path) -> None:
+    """If the untuned settings stay, config.pbtxt does, too."""
+    model = _model(tmp_path)
+    _Workers.growth = 1.0
+    done = tune(model, "--quick", "--for=latency")
+    assert "config.pbtxt has these settings already" in done.stdout
+    assert (model / "config.pbtxt").read_text() == _CONFIG
+
+
+def test_deadline(tune: _Command, tmp_path: Path) -> None:
     """At the deadline, the best so far is written; tuned.json keeps the choice of a whole run."""
     model = _model(tmp_path)
     whole = {"parameters": {"NUM_THREADS": "7"}, "instances": 1}
     machine = tuned_settings.machine_facts()
     tuned_settings.save(model, {"machine": machine, "chosen": whole})
-    done = _tune(model, "--deadline=5", ENDS="2")
+    _Workers.endless = 2
+    done = tune(model, "--deadline=3")
     assert done.returncode == 0, done.stderr
     assert _BEST_SO_FAR in done.stdout
     assert "keeps its earlier choice" in done.stdout
@@ -186,115 +197,103 @@ def test_deadline(tmp_path: Path) -> None:
     assert _choice(model) == {"NUM_THREADS": "7"}
 
 
-def test_stopped_before_the_first_measurement(tmp_path: Path) -> None:
+def test_stopped_before_the_first_measurement(tune: _Command, tmp_path: Path) -> None:
     """Without a measurement there is no choice, and nothing is written."""
     model = _model(tmp_path)
-    before = _tree(model)
-    done = _tune(model, "--deadline=1", ENDS="0")
+    before = command_line.tree(model)
+    _Workers.endless = 0
+    done = tune(model, "--deadline=1")
     assert done.returncode == 130
     assert "stopped before everything was measured; config.pbtxt is as it was" in done.stdout
-    assert _tree(model) == before
+    assert command_line.tree(model) == before
 
 
 @pytest.mark.parametrize("arguments", [["--dry-run"], []], ids=["dry-run", "write"])
-def test_automatic(tmp_path: Path, arguments: list[str]) -> None:
+def test_automatic(tune: _Command, tmp_path: Path, arguments: list[str]) -> None:
     """OPTIMIZE "auto" reads tuned.json at load, so config.pbtxt stays; --dry-run writes neither."""
     model = _model(tmp_path, _AUTOMATIC)
-    before = _tree(model)
-    done = _tune(model, "--quick", *arguments)
+    before = command_line.tree(model)
+    done = tune(model, "--quick", *arguments)
     assert done.returncode == 0, done.stderr
     takes = "would take" if arguments else "takes"
     assert f'OPTIMIZE "auto" {takes} it from tuned.json' in done.stdout
     assert (model / "config.pbtxt").read_text() == _AUTOMATIC
-    assert (_tree(model) == before) == (_choice(model) is None) == bool(arguments)
+    assert (command_line.tree(model) == before) == (_choice(model) is None) == bool(arguments)
 
 
-def test_dry_run_on_a_terminal(tmp_path: Path) -> None:
-    """--dry-run writes nothing. The terminal shows what is measured, and what was found."""
-    model = _model(tmp_path)
-    before = _tree(model)
-    ours, theirs = os.openpty()
-    # A terminal holds only some kilobytes for its reader: a thread keeps reading.
-    shown: list[bytes] = []
-    reader = threading.Thread(target=_read_all, args=(ours, shown))
-    reader.start()
-    done = subprocess.run(
-        [sys.executable, "-c", _SIMULATED, "tune", str(model), "--quick", "--dry-run"],
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        check=False,
-        env=_ENVIRONMENT | {"TERM": "xterm"},
-    )
-    os.close(theirs)
-    reader.join()
-    os.close(ours)
-    text = b"".join(shown).decode()
-    assert done.returncode == 0, text
-    assert "the reference, in eager" in text
-    assert "best so far" in text
-    assert "None" not in text
-    assert b"chosen" in done.stdout
-    assert b"+parameters" in done.stdout
-    assert b"wrote" not in done.stdout
-    assert _tree(model) == before
-
-
-def _read_all(terminal: int, shown: list[bytes]) -> None:
-    with contextlib.suppress(OSError):  # the other end is closed
-        while read := os.read(terminal, 1 << 16):
-            shown.append(read)
-
-
-def test_dry_run_elsewhere(tmp_path: Path) -> None:
-    """With --dry-run and --output the model's folder is left alone."""
+def test_dry_run_on_a_terminal(
+    tune: _Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--dry-run writes --output only. The terminal shows what is measured, and what was found."""
     model = _model(tmp_path, _CONFIG + _SETTING.format("NUM_THREADS", "1"))
-    before = _tree(model)
+    before = command_line.tree(model)
+    shown = io.StringIO()
+    terminal = Console(file=shown, force_terminal=True, width=100)
+    monkeypatch.setattr(sys.modules["torch_py_backend.cli.tune"], "_ERR", terminal)
+    done = tune(model, "--quick", "--dry-run")
+    assert done.returncode == 0, shown.getvalue()
+    assert "the reference, in eager" in shown.getvalue()
+    assert "best so far" in shown.getvalue()
+    assert "None" not in shown.getvalue()
+    assert "chosen" in done.stdout
+    assert "+parameters" in done.stdout
+    assert "wrote" not in done.stdout
+    assert command_line.tree(model) == before
     output = tmp_path / "new" / "folder"
-    done = _tune(model, "--quick", "--dry-run", "--output", output)
-    assert done.returncode == 0, done.stderr
-    assert _tree(model) == before
-    assert sorted(path.name for path in output.iterdir()) == ["tuned.json", "tuned.png"]
+    assert tune(model, "--quick", "--dry-run", "--output", output).returncode == 0
+    assert command_line.tree(model) == before
+    assert [path.name for path in output.iterdir()] == ["tuned.json"]
 
 
-def test_no_candidate_is_exact(tmp_path: Path) -> None:
+def test_no_candidate_is_exact(tune: _Command, tmp_path: Path) -> None:
     """A tolerance that nothing meets: the closest is named, and config.pbtxt is as it was."""
     model = _model(tmp_path)
-    done = _tune(model, "--quick", "--max-error", "1e-6", ERROR="0.5")
+    _Workers.error = 0.5
+    done = tune(model, "--quick", "--max-error", "1e-6")
     assert done.returncode == 1
     assert "no candidate of 'negate' is within --max-error 1e-06" in done.stderr
     assert "with 0.5" in done.stderr
-    assert "Traceback" not in done.stderr
     assert "inexact" in done.stdout
     assert (model / "config.pbtxt").read_text() == _CONFIG
     assert _choice(model) is None
 
 
-def _refusal(*arguments: Any) -> str:
-    """The error of a command that is refused before anything is measured."""
-    result = CliRunner().invoke(cli.commands, ["tune", *map(str, arguments)])
-    assert isinstance(result.exception, BackendError)
-    return str(result.exception)
+def test_every_candidate_fails(
+    tune: _Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If nothing can be measured, the error has the first reason."""
+
+    def fail(*_: object) -> None:
+        raise LoadError("negate", "it crashed")
+
+    monkeypatch.setattr(_Workers, "ask", fail)
+    done = tune(_model(tmp_path), "--quick")
+    assert done.returncode == 1
+    assert "every candidate failed, the first with: model 'negate': it crashed" in done.stderr
+
+
+# --- what is refused before anything is measured ---------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--threads=0"], "--threads is '0'; expected counts"),
-        (["--threads=1,two"], "--threads is '1,two'"),
-        (["--instances=-1"], "--instances is '-1'"),
+        (["--instances=1,two"], "--instances is '1,two'"),
         (["--max-error=-1"], "--max-error is -1; expected a number"),
         (["--max-error=nan"], "--max-error is nan"),
         (["--inputs=/no/such/file"], "/no/such/file is not a file"),
         (["--output=/dev/null/x"], "cannot write into /dev/null/x"),
         (["--json=/dev/null/x"], "cannot write /dev/null/x: Not a directory"),
+        (["--json=/"], "cannot write /: it is a folder"),
     ],
 )
 def test_refused_options(tmp_path: Path, arguments: list[str], says: str) -> None:
-    """Options that contradict each other, and files that cannot be written, are refused."""
+    """Invalid options, and files that cannot be written, are refused."""
     model = _model(tmp_path)
-    before = _tree(model)
-    assert says in _refusal(model, *arguments)
-    assert _tree(model) == before
+    before = command_line.tree(model)
+    command_line.refuse(says, "tune", str(model), *arguments)
+    assert command_line.tree(model) == before
 
 
 @pytest.mark.parametrize(
@@ -309,19 +308,14 @@ def test_refused_options(tmp_path: Path, arguments: list[str], says: str) -> Non
 )
 def test_refused_configs(tmp_path: Path, text: str, arguments: tuple[str, ...], says: str) -> None:
     """A config that could not be written in the end is refused at the start."""
-    assert says in _refusal(_model(tmp_path, text), *arguments)
+    command_line.refuse(says, "tune", str(_model(tmp_path, text)), *arguments)
 
 
 def test_refused_folders(tmp_path: Path) -> None:
-    """A file is no model, nor is a repository, whose models are named."""
+    """Refused are a file, a repository, and a tuned.json that could not be added to."""
     model = _model(tmp_path)
-    assert "/dev/null is not a folder" in _refusal("/dev/null")
-    assert f"{tmp_path} is a repository; name one of {model}." in _refusal(tmp_path)
-
-
-def test_damaged_results(tmp_path: Path) -> None:
-    """A tuned.json that could not be added to is refused before anything is measured."""
-    model = _model(tmp_path)
+    command_line.refuse("/dev/null is not a folder", "tune", "/dev/null")
+    command_line.refuse(f"is a repository; name one of {model}.", "tune", str(tmp_path))
     (model / "tuned.json").write_text("{")
-    assert "tuned.json cannot be read" in _refusal(model, "--quick")
+    command_line.refuse("tuned.json cannot be read", "tune", str(model), "--quick")
     assert (model / "tuned.json").read_text() == "{"

@@ -28,56 +28,34 @@ def _screen(allowed: Allowed | None = None, **facts: Any) -> list[str]:
     ]
 
 
+_SCRIPT = {"kind": ArtifactType.TORCHSCRIPT, "images": True}
+_AOTI = {"kind": ArtifactType.AOTI, "images": True, "gpu": True}
+_PLAIN, _BUCKETS = "; compile + freeze; compile", "; compile, buckets"
+
+
 @pytest.mark.parametrize(
     ("facts", "titles"),
     [
-        pytest.param({}, ["eager", "compile + freeze", "compile", "compile, buckets"], id="module"),
-        pytest.param(
-            {"batched": False}, ["eager", "compile + freeze", "compile"], id="without-batches"
-        ),
-        pytest.param(
+        ({}, "eager" + _PLAIN + _BUCKETS),
+        ({"batched": False}, "eager" + _PLAIN),
+        (
             {"images": True, "kind": ArtifactType.EXPORTED},
-            [
-                "eager",
-                "channels_last",
-                "compile + freeze",
-                "compile",
-                "compile + channels_last",
-                "compile, buckets",
-            ],
-            id="images",
+            "eager; channels_last" + _PLAIN + "; compile + channels_last" + _BUCKETS,
         ),
-        pytest.param(
-            {"kind": ArtifactType.TORCHSCRIPT, "images": True},
-            ["TorchScript", "freeze", "freeze + channels_last"],
-            id="torchscript",
-        ),
-        pytest.param(
-            {"kind": ArtifactType.AOTI, "images": True, "gpu": True}, ["AOTInductor"], id="aoti"
-        ),
-        pytest.param(
+        (_SCRIPT, "TorchScript; freeze; freeze + channels_last"),
+        (_AOTI, "AOTInductor"),
+        (
             {"gpu": True},
-            [
-                "eager",
-                "cuda_graphs",
-                "compile + cuda_graphs",
-                "compile + freeze",
-                "compile",
-                "compile, buckets",
-            ],
-            id="gpu",
+            "eager; cuda_graphs; compile + cuda_graphs" + _PLAIN + _BUCKETS,
         ),
+        # With DEVICE_MAP only eager is tried, because the config refuses the others.
+        ({"images": True, "gpu": True, "divided": True}, "eager"),
     ],
+    ids=["module", "without-batches", "images", "torchscript", "aoti", "gpu", "divided"],
 )
-def test_screened(facts: dict[str, Any], titles: list[str]) -> None:
+def test_screened(facts: dict[str, Any], titles: str) -> None:
     """Every runtime of the artifact is tried; those that compile come last."""
-    assert _screen(**facts) == titles
-
-
-def test_divided_models_run_eagerly() -> None:
-    """With DEVICE_MAP only eager is tried, because the config refuses the others."""
-    tried = _screen(Allowed(reduced_precision=True), images=True, gpu=True, divided=True)
-    assert tried == ["eager"]
+    assert "; ".join(_screen(**facts)) == titles
 
 
 @pytest.mark.parametrize("kind", [ArtifactType.MODULE, ArtifactType.AOTI])
@@ -94,11 +72,9 @@ def test_reduced_precision_is_optional(kind: ArtifactType) -> None:
 @pytest.mark.parametrize(
     ("allowed", "counts"),
     [
-        (Allowed(), ("2", 3)),
         (Allowed(threads=(1, 2), instances=(2, 3)), ("2", 3)),
         (Allowed(threads=(1, 4, 8), instances=(1, 2)), ("4", 1)),
     ],
-    ids=["configured", "allowed", "not-allowed"],
 )
 def test_counts_of_runtimes(allowed: Allowed, counts: tuple[str, int]) -> None:
     """Runtimes are tried with the base's counts of threads and instances, if they are allowed."""
@@ -117,11 +93,13 @@ def test_configured() -> None:
         assert candidates.configured(_FACTS, parameters, 2) == Candidate(title, parameters, 2)
 
 
-def test_unmeasured() -> None:
-    """Settings are tried once; without NUM_THREADS they equal those with the default's count."""
-    tried = [Candidate("a", {"NUM_THREADS": "4"}), *[Candidate("b", {"NUM_THREADS": "2"})] * 2]
-    (left,) = candidates.unmeasured(_FACTS, tried, [_CURRENT])
-    assert left.title == "b"
+def test_settings() -> None:
+    """Without NUM_THREADS, settings equal those with the default's count."""
+    same = [Candidate("a", {"NUM_THREADS": "4"}), Candidate("b", {})]
+    others = [Candidate("a", {"NUM_THREADS": "2"}), Candidate("a", {}, 2)]
+    keys = [candidates.settings(_FACTS, candidate) for candidate in (*same, *others)]
+    assert keys[0] == keys[1]
+    assert len({*keys}) == 3
 
 
 def test_values_are_accepted() -> None:
@@ -141,55 +119,45 @@ def test_values_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("allowed", "facts", "shares"),
     [
-        pytest.param(
-            Allowed(), {}, [(4, 1), (2, 1), (2, 2), (1, 1), (1, 4)], id="halves-of-the-cores"
-        ),
-        pytest.param(Allowed(), {"cores": 1}, [(1, 1)], id="one-core"),
-        pytest.param(Allowed(threads=(1, 3)), {}, [(1, 1), (1, 4), (3, 1)], id="threads"),
-        pytest.param(Allowed(instances=(2, 3)), {}, [(2, 2), (1, 2), (1, 3)], id="instances"),
-        pytest.param(Allowed(threads=(2,), instances=(2,)), {}, [(2, 2)], id="both"),
-        pytest.param(Allowed(), {"gpu": True, "cores": 2}, [(2, 1), (1, 1), (1, 2)], id="gpu"),
-        pytest.param(
-            Allowed(keep_instances=3), {}, [(4, 3), (2, 3), (1, 3)], id="configured-instances"
-        ),
-        pytest.param(
-            Allowed(quick=True), {"cores": 8}, [(8, 1), (4, 1), (4, 2), (1, 1), (1, 8)], id="quick"
-        ),
-        pytest.param(Allowed(), {"memory_mb": 250}, [(4, 1), (2, 1), (2, 2), (1, 1)], id="memory"),
+        (Allowed(), {}, [(4, 1), (2, 1), (2, 2), (1, 1), (1, 4)]),
+        (Allowed(), {"cores": 1}, [(1, 1)]),
+        (Allowed(threads=(1, 3)), {}, [(1, 1), (1, 4), (3, 1)]),
+        (Allowed(instances=(2, 3)), {}, [(2, 2), (1, 2), (1, 3)]),
+        (Allowed(), {"gpu": True, "cores": 2}, [(2, 1), (1, 1), (1, 2)]),
+        (Allowed(keep_instances=3), {}, [(4, 3), (2, 3), (1, 3)]),
+        (Allowed(quick=True), {"cores": 8}, [(8, 1), (4, 1), (4, 2), (1, 1), (1, 8)]),
+        (Allowed(), {"memory_mb": 250}, [(4, 1), (2, 1), (2, 2), (1, 1)]),
     ],
+    ids=["halves", "one-core", "threads", "instances", "gpu", "configured", "quick", "memory"],
 )
 def test_spread(allowed: Allowed, facts: dict[str, Any], shares: list[tuple[int, int]]) -> None:
     """Threads times instances do not exceed the cores, nor the instances the memory."""
-    best = [Candidate("eager", {"NUM_THREADS": "4"})]
-    tried = candidates.spread(dataclasses.replace(_FACTS, **facts), allowed, best, {"eager": 100.0})
+    best = [(Candidate("eager", {"NUM_THREADS": "4"}), 100.0)]
+    tried = candidates.spread(dataclasses.replace(_FACTS, **facts), allowed, best)
     assert [(int(candidate.threads), candidate.instances) for candidate in tried] == shares
 
 
-def test_only_the_best_two_are_spread() -> None:
-    """Only the two best runtimes of the screening are tried further."""
+@pytest.mark.parametrize(("quick", "titles"), [(False, ["a", "c"]), (True, ["a"])])
+def test_only_the_best_are_spread(quick: bool, titles: list[str]) -> None:
+    """Only the two best runtimes of the screening are tried further; one with --quick."""
     best = [
         Candidate("a", {"OPTIMIZE": "freeze", "NUM_THREADS": "1"}),
         Candidate("b", {"OPTIMIZE": "freeze", "NUM_THREADS": "2"}),
         Candidate("c", {}),
         Candidate("d", {"OPTIMIZE": "bf16"}),
     ]
-    tried = candidates.spread(_FACTS, Allowed(threads=(2,), instances=(1,)), best, {})
-    assert [candidate.title for candidate in tried] == ["a", "c"]
-    (quick,) = candidates.spread(
-        _FACTS, Allowed(threads=(2,), instances=(1,), quick=True), best, {}
-    )
-    assert quick.title == "a"
+    allowed = Allowed(threads=(2,), instances=(1,), quick=quick)
+    tried = candidates.spread(_FACTS, allowed, [(candidate, 0.0) for candidate in best])
+    assert [candidate.title for candidate in tried] == titles
 
 
 def test_simplest() -> None:
     """Fewer words in the parameters are simpler, then fewer instances."""
-    eager = Candidate("eager", {"NUM_THREADS": "4"})
-    more = Candidate("eager", {"NUM_THREADS": "1"}, 4)
-    frozen = Candidate("freeze", {"OPTIMIZE": "freeze"})
-    both = Candidate("both", {"OPTIMIZE": "freeze,bf16"})
-    assert sorted([both, frozen, more, eager], key=lambda candidate: candidate.complexity) == [
-        eager,
-        more,
-        frozen,
-        both,
+    ranked = [
+        Candidate("eager", {"NUM_THREADS": "4"}),
+        Candidate("eager", {"NUM_THREADS": "1"}, 4),
+        Candidate("freeze", {"OPTIMIZE": "freeze"}),
+        Candidate("both", {"OPTIMIZE": "freeze,bf16"}),
     ]
+    mixed = [ranked[number] for number in (3, 2, 1, 0)]
+    assert sorted(mixed, key=lambda candidate: candidate.complexity) == ranked

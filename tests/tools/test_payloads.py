@@ -24,6 +24,7 @@ _OPTIONAL = Model(
     4,
     (Input("x", "FP32", (2,), optional=False), Input("y", "INT64", (1,), optional=True)),
 )
+_FLOAT8 = safetensors.torch.save({"x": torch.ones(1, 2, dtype=torch.float8_e5m2)})
 _BF16 = Model("m", 0, (Input("x", "BF16", (2,), optional=False),))
 
 
@@ -69,35 +70,17 @@ def test_made_up_of_every_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "rows", "shape"),
-    [(_BATCHED, None, (1, 2)), (_BATCHED, 4, (4, 2)), (_PLAIN, None, (1, 2))],
-    ids=["one-row", "rows", "no-batch"],
-)
-def test_made_up_shapes(target: Model, rows: int | None, shape: tuple[int, ...]) -> None:
-    """Requests have a batch dimension if the model has one."""
-    (payload,) = payloads.generate(target, rows)
-    assert payload["x"].array.shape == shape
-
-
-def test_a_seed_fixes_the_values() -> None:
-    """Equal seeds give equal values."""
-    first, second, other = (
-        payloads.generate(_BATCHED, 1, seed)[0]["x"].encoded() for seed in (1, 1, 2)
-    )
-    assert first == second != other
-
-
-@pytest.mark.parametrize(
     ("target", "rows", "says"),
     [
         (_BATCHED, 0, "--rows is 0; model 'm' takes 1 to 4 rows"),
         (_BATCHED, 5, "--rows is 5"),
         (_PLAIN, 1, "has no batch dimension"),
     ],
-    ids=["none", "too-many", "no-batch"],
 )
 def test_rows_that_are_refused(target: Model, rows: int, says: str) -> None:
-    """A number of rows that the model does not take is refused."""
+    """A number of rows that the model does not take is refused; by default it is one."""
+    (payload,) = payloads.generate(target, None)
+    assert payload["x"].array.shape == (1, 2)
     with pytest.raises(BenchError, match=says):
         payloads.generate(target, rows)
 
@@ -145,14 +128,9 @@ def test_json(
 
 @pytest.mark.parametrize(
     ("rows", "sent"),
-    [
-        (1, [[1], [2], [3]]),
-        (2, [[1, 2], [3, 1]]),
-        (3, [[1, 2, 3]]),
-        (4, [[1, 2, 3, 1]]),
-    ],
+    [(None, [[1, 2, 3]]), (1, [[1], [2], [3]]), (2, [[1, 2], [3, 1]]), (4, [[1, 2, 3, 1]])],
 )
-def test_rows_of_a_file(rows: int, sent: list[list[int]], tmp_path: Path) -> None:
+def test_rows_of_a_file(rows: int | None, sent: list[list[int]], tmp_path: Path) -> None:
     """A file's rows are sent in order, and the last request is filled from the start."""
     path = tmp_path / "x.json"
     path.write_bytes(_x([3, 2], data=[[number, 0] for number in (1, 2, 3)]))
@@ -173,7 +151,6 @@ def _x(shape: list[int], datatype: str = "FP32", data: Any = None) -> bytes:
         ("x.json", None, None, "cannot read .*x.json: No such file or directory"),
         ("x.json", b"{", None, "cannot understand .*: JSONDecodeError: Expecting property name"),
         ("x.json", b"[1]", None, "cannot understand .*; expected safetensors, or JSON"),
-        ("x.json", b'{"inputs": [3]}', None, "cannot understand"),
         ("x.json", b'{"inputs": []}', None, "holds no inputs"),
         ("x.json", _x([1, 2], data=[1, 2, 3]), None, "cannot reshape"),
         ("x.json", b'{"inputs": [{"name": "x"}]}', None, "KeyError: 'datatype'"),
@@ -184,18 +161,11 @@ def _x(shape: list[int], datatype: str = "FP32", data: Any = None) -> bytes:
         ("x.json", _x([1, 3]), None, r"x as FP32 \[1, 3\]"),
         ("x.json", _x([2]), None, r"x as FP32 \[2\]"),
         ("x.json", _x([5, 2]), None, "holds 5 rows; model 'm' takes 1 to 4 .* Choose with --rows"),
-        ("x.json", _x([0, 2]), None, "holds 0 rows"),
         ("x.json", _x([0, 2]), 1, "holds 0 rows"),
         ("x.json", _x([1, 2]), 5, "--rows is 5"),
         ("x.safetensors", b"no such thing", None, "cannot understand .*: "),
-        ("x.safetensors", safetensors.torch.save({}), None, "holds no inputs"),
         ("x.safetensors", safetensors.torch.save({"z": torch.ones(1)}), None, "holds z; model"),
-        (
-            "x.safetensors",
-            safetensors.torch.save({"x": torch.ones(1, 2, dtype=torch.float8_e5m2)}),
-            None,
-            "x is of type F8_E5M2, which Triton does not have",
-        ),
+        ("x.safetensors", _FLOAT8, None, "x is of type F8_E5M2, which Triton does not have"),
     ],
 )
 def test_files_that_are_refused(
@@ -209,11 +179,11 @@ def test_files_that_are_refused(
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("rows", [None, 2])
-def test_inputs_of_different_rows_are_refused(rows: int | None, tmp_path: Path) -> None:
+def test_inputs_of_different_rows_are_refused(tmp_path: Path) -> None:
     """All inputs of a request have the same number of rows."""
     path = tmp_path / "x.safetensors"
     tensors = {"x": torch.ones(2, 2), "y": torch.ones(3, 1, dtype=torch.int64)}
     safetensors.torch.save_file(tensors, path)
-    with pytest.raises(BenchError, match="differ in their number of rows"):
-        payloads.read(path, _OPTIONAL, rows)
+    for rows in (None, 2):
+        with pytest.raises(BenchError, match="differ in their number of rows"):
+            payloads.read(path, _OPTIONAL, rows)

@@ -1,10 +1,9 @@
-"""Results of bench and tune as tables, JSON, notes and a plot."""
+"""Results of bench and tune as tables, JSON and notes."""
 
 from __future__ import annotations
 
 import io
 import json
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -14,20 +13,13 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from torch_py_backend.errors import BenchError, TuneError
+from torch_py_backend.config import tuned_settings
+from torch_py_backend.errors import BenchError
 from torch_py_backend.tools import report
-from torch_py_backend.tools.candidates import Candidate
-from torch_py_backend.tools.load_generator import (
-    STAGES,
-    Closed,
-    Load,
-    Open,
-    Point,
-    Result,
-    ServerWork,
-)
+from torch_py_backend.tools.candidates import Allowed, Candidate
+from torch_py_backend.tools.load_generator import STAGES, Point, Result, ServerWork
 from torch_py_backend.tools.report import Report
-from torch_py_backend.tools.tuning import Row
+from torch_py_backend.tools.tuning import Goal, Plan, Row, Tuning
 
 _SERVER = ServerWork(20, 0, dict.fromkeys(STAGES, 0.002), {1: 4, 4: 4})
 
@@ -41,15 +33,15 @@ def _printed(table: Table, width: int = 80) -> list[str]:
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (math.nan, "-"),
+        (None, "-"),
         (0, "0.00"),
         (0.0698, "0.070"),
         (1.234, "1.23"),
         (99.04, "99.0"),
-        (12345.6, "12,346"),
+        (1e4, "10,000"),
     ],
 )
-def test_three_digits(value: float, text: str) -> None:
+def test_three_digits(value: float | None, text: str) -> None:
     """Figures have about three digits, and no exponent."""
     assert report.three_digits(value) == text
 
@@ -68,23 +60,22 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
 
 
 def _result(
-    answered: int = 20, *, errors: int = 0, unanswered: int = 0, busy: float = 0.5, took: float = 2
+    answered: int = 20, *, errors: int = 0, unanswered: int = 0, busy: float = 0.5
 ) -> Result:
     latencies = np.linspace(0.001, 0.1, answered)
     first = "it <broke>." if errors else ""
-    return Result(took, latencies, np.full(unanswered, 3.0), errors, first, busy)
+    return Result(2, latencies, np.full(unanswered, 3.0), errors, first, busy)
 
 
-def _report(*results: Result, load: Load | None = None, **options: Any) -> Report:
+def _report(*results: Result, **options: Any) -> Report:
     server = options.pop("server", _SERVER)
-    loads = [load or Closed(1), Closed(8)]
-    points = [Point(load, result, server) for load, result in zip(loads, results, strict=False)]
+    points = [Point(8**number, result, server) for number, result in enumerate(results)]
     return Report("m", 2, 1, "grpc://h:1", "made up", points=points, **options)
 
 
 def test_table() -> None:
     """The table has one line for each point: requests, latencies, Triton's split and batches."""
-    lines = _printed(_report(_result(), _result(1234, took=1)).table())
+    lines = _printed(_report(_result(), _result(2468)).table())
     assert "m on grpc://h:1, 1 row in a request" in lines[0]
     assert lines[1].split() == [
         "concurrency", "req/s", "p50", "p90", "p99", "max", "queue", "input", "infer", "output",
@@ -117,11 +108,11 @@ def test_unknown_figures() -> None:
 
 def test_json_of_bench() -> None:
     """The JSON is strictly valid and has all figures, with units in the names."""
-    document = _report(_result(errors=1), load=Open(0.5), rows=2, interrupted=True).as_json()
+    document = _report(_result(errors=1), rows=2, interrupted=True).as_json()
     assert json.loads(json.dumps(document, allow_nan=False)) == document
     assert document["interrupted"] is True
     (entry,) = document["points"]
-    assert entry["rate"] == 0.5
+    assert entry["concurrency"] == 1
     assert entry["requests_per_second"] == 10
     assert entry["rows_per_second"] == 20
     assert (entry["answered"], entry["failed"], entry["first_error"]) == (20, 1, "it <broke>.")
@@ -130,46 +121,29 @@ def test_json_of_bench() -> None:
     assert entry["triton"]["batches"] == {"1": 4, "4": 4}
 
 
-@pytest.mark.parametrize(
-    ("results", "says"),
-    [
-        (
-            _report(_result(errors=2)),
-            r"^concurrency 1: 2 of 22 requests failed; the first: it <broke>.$",
-        ),
-        (_report(_result(unanswered=3)), "3 of 23 requests had no answer"),
-        (_report(_result(busy=0.97)), "the client used 97% of a core"),
-        (
-            _report(_result(took=5), load=Open(9)),
-            r"^rate 9: the server did not keep up; what was due in 2 s took 5.0 s.$",
-        ),
-        (_report(_result(), interrupted=True), "^Interrupted"),
-    ],
-    ids=["errors", "unanswered", "busy", "overload", "interrupted"],
-)
-def test_notes(results: Report, says: str) -> None:
-    """Each reason to doubt the figures is one sentence."""
-    (note,) = results.notes()
-    assert re.search(says, note)
-
-
-def test_a_sound_measurement_has_no_notes() -> None:
-    """Nothing is noted without a reason; a closed load may take longer than planned."""
-    assert _report(_result(), _result(took=5)).notes() == []
+def test_notes() -> None:
+    """Each reason to doubt the figures is one sentence; without a reason there is none."""
+    doubtful = [_result(errors=2), _result(unanswered=3), _result(busy=0.97)]
+    notes = _report(*doubtful, interrupted=True).notes()
+    says = (
+        r"^concurrency 1: 2 of 22 requests failed; the first: it <broke>.$",
+        "^concurrency 8: 3 of 23 requests had no answer",
+        "^concurrency 64: the client used 97% of a core",
+        "^Interrupted",
+    )
+    for note, pattern in zip(notes, says, strict=True):
+        assert re.search(pattern, note)
+    assert _report(_result(), _result()).notes() == []
 
 
 # --- tune ------------------------------------------------------------------------------------
 
 _MEASURED: dict[str, Any] = {
-    "rounds": 3,
-    "latency_ms": 1.234,
-    "batch": 8,
-    "throughput": 12345.6,
-    "memory_mb": 321.0,
+    "rounds": 3, "latency_ms": 1.234, "batch": 8, "throughput": 12345.6, "memory_mb": 321.0,
     "load_s": 4.0,
-}
+}  # fmt: skip
 _EAGER = Row(Candidate("eager", {"NUM_THREADS": "2"}), **_MEASURED)
-_GAINS = {"latency_gain": 2.468, "throughput_gain": 0.0121, "throughput_spread": 0.07}
+_GAINS = {"latency_gain": 2.468, "throughput_gain": 1.5, "throughput_spread": 0.07}
 _FROZEN = Row(
     Candidate("freeze", {}, 3), **(_MEASURED | _GAINS | {"latency_ms": 0.5, "throughput": 150.0})
 )
@@ -187,7 +161,7 @@ def test_tuning_table() -> None:
     """The table has each candidate's settings, figures, gains and result."""
     lines = _rows(_ROWS, 0.1, _FROZEN)
     assert "eager 2 x 1 1.23 1.00 12,346 1.00 321 0 4.0 untuned" in lines
-    assert "freeze auto x 3 0.50 2.47 150 0.01 7% 321 0 4.0 chosen" in lines
+    assert "freeze auto x 3 0.50 2.47 150 1.50 7% 321 0 4.0 chosen" in lines
     assert "[bold]bf16 auto x 1 1.23 1.00 12,346 1.00 0% 321 2e-01 4.0 inexact" in lines
     assert "compile auto x 1 failed" in lines
     assert "GPU MB" not in " ".join(lines)
@@ -195,9 +169,8 @@ def test_tuning_table() -> None:
 
 def test_tuning_line() -> None:
     """A line has both figures and both gains, or the failure."""
-    assert (
-        report.tuning_line(_FROZEN) == "freeze, auto threads x 3: 0.50 ms (2.47), 150 rows/s (0.01)"
-    )
+    line = "freeze, auto threads x 3: 0.50 ms (2.47), 150 rows/s (1.50)"
+    assert report.tuning_line(_FROZEN) == line
     assert report.tuning_line(_FAILED).endswith(": model 'digits': it hangs [/].")
 
 
@@ -208,34 +181,23 @@ def test_memory_of_a_gpu() -> None:
     assert "321 77 0 4.0" in " ".join(lines)
 
 
-def test_tuning_entry() -> None:
+def test_tuning_entry(tmp_path: Path) -> None:
     """An entry of tuned.json has the machine, the rows and the choice, and is strict JSON."""
-    entry = report.tuning_entry({"cores": 2}, _ROWS, _FROZEN, {"rounds": 3})
-    document = json.loads(json.dumps(entry, allow_nan=False))
-    assert document["machine"] == {"cores": 2}
+    plan = Plan(tmp_path, "1", {}, Allowed(), 0.1, Goal.BOTH, None, 60.0)
+    run = Tuning(plan)
+    assert report.tuning_entry(run)["chosen"] is None
+    run.rows = _ROWS
+    document = json.loads(json.dumps(report.tuning_entry(run), allow_nan=False))
+    assert document["machine"] == tuned_settings.machine_facts()
+    assert document["conditions"]["for"] == "both"
     assert document["chosen"] == {
         "parameters": {},
         "instances": 3,
         "latency_ms": 0.5,
         "latency_gain": 2.468,
         "throughput": 150.0,
-        "throughput_gain": 0.0121,
+        "throughput_gain": 1.5,
     }
-    assert [row["candidate"]["title"] for row in document["rows"]] == [
-        "eager",
-        "freeze",
-        "[bold]bf16",
-        "compile",
-    ]
+    titles = [row["candidate"]["title"] for row in document["rows"]]
+    assert titles == ["eager", "freeze", "[bold]bf16", "compile"]
     assert document["rows"][0]["candidate"]["parameters"] == {"NUM_THREADS": "2"}
-    assert report.tuning_entry({}, _ROWS, None, {})["chosen"] is None
-
-
-@pytest.mark.parametrize("rows", [_ROWS, [_FAILED], []], ids=["all", "failed", "none"])
-def test_plot(tmp_path: Path, rows: list[Row]) -> None:
-    """The plot is a PNG for any rows."""
-    choice = rows[0] if rows and rows[0] is _EAGER else None
-    report.plot(tmp_path / "a.png", "a [title] $x_", rows, 0.1, choice)
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(TuneError, match="cannot write"):
-        report.plot(tmp_path / "nowhere" / "a.png", "title", rows, 0.1, None)

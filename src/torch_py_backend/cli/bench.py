@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeAlias, TypeVar
+from typing import Annotated, TypeAlias
 
 import typer
 from rich.console import Console
@@ -22,15 +22,12 @@ from torch_py_backend.errors import BenchError, ServerError
 from torch_py_backend.server.tritonserver import Server
 from torch_py_backend.tools import artifact_files, load_client, load_generator, payloads, report
 from torch_py_backend.tools.load_client import Address
-from torch_py_backend.tools.load_generator import Closed, Load, Open
 from torch_py_backend.tools.payloads import Model, Payload
 from torch_py_backend.tools.report import Report
 
-_CONCURRENCY = "1,8,32"
-_LIMIT = 100_000  # of either load: more than one client can send
+_LIMIT = 100_000  # of outstanding requests: more than one client can send
 _LOG_LINES = 10
 _TABLE_WIDTH = 100
-_Number = TypeVar("_Number", int, float)
 _MakeRequests: TypeAlias = Callable[[Model], tuple[str, list[Payload]]]
 _STDERR = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
@@ -46,11 +43,8 @@ def bench(
     ],
     model: Annotated[str, typer.Argument(help="The model's name.")],
     concurrency: Annotated[
-        str, typer.Option(help=f"Numbers of outstanding requests; by default {_CONCURRENCY}.")
-    ] = "",
-    rate: Annotated[
-        str, typer.Option(help="Instead: requests per second, whatever the server does: 100,200.")
-    ] = "",
+        str, typer.Option(help="Numbers of outstanding requests, one load for each.")
+    ] = "1,8,32",
     duration: Annotated[float, typer.Option(help="Seconds for each load.")] = 5.0,
     warmup: Annotated[
         float, typer.Option(help="Seconds before each load that do not count.")
@@ -71,20 +65,9 @@ def bench(
     json_path: Annotated[
         str, typer.Option("--json", help="Write the figures as JSON; - prints them only.")
     ] = "",
-    seed: Annotated[int, typer.Option(help="Seed of made-up values and sending times.", min=0)] = 0,
 ) -> None:
     """Put load on a model; report throughput, latencies, Triton's split and batch sizes."""
-    if concurrency and rate:
-        raise BenchError(
-            "--concurrency and --rate are both given; a load is closed (a number of"
-            " outstanding requests) or open (requests per second). Give one of them."
-        )
-    loads: Sequence[Load]
-    if rate:
-        loads = [Open(number, seed) for number in _numbers("--rate", rate, float)]
-    else:
-        counts = _numbers("--concurrency", concurrency or _CONCURRENCY, int)
-        loads = [Closed(number) for number in counts]
+    loads = _counts(concurrency)
     results = Report(
         model,
         _seconds("--duration", duration),
@@ -96,14 +79,12 @@ def bench(
     interruption.raise_at_signals()
     try:
         with _served(target, model, protocol) as (address, folder):
-            loop = load_generator.event_loop()
-            make_requests = partial(_requests, folder, inputs, rows, seed)
+            make_requests = partial(_requests, folder, inputs, rows)
             try:
-                loop.run_until_complete(_measure(results, loads, address, make_requests))
+                asyncio.run(_measure(results, loads, address, make_requests))
             finally:
-                loop.close()
-                # A further signal must not interrupt the shutdown of the server. close() resets
-                # handlers.
+                # A further signal must not interrupt the shutdown of the server. asyncio.run()
+                # resets handlers.
                 interruption.ignore_signals()
     except Stopped:
         results.interrupted = True
@@ -121,17 +102,17 @@ def bench(
 # --- options ---------------------------------------------------------------------------------
 
 
-def _numbers(option: str, text: str, kind: Callable[[str], _Number]) -> list[_Number]:
+def _counts(text: str) -> list[int]:
     try:
-        numbers = [kind(part) for part in text.split(",")]
+        counts = [int(part) for part in text.split(",")]
     except ValueError:
-        numbers = []
-    if not numbers or not all(0 < number <= _LIMIT for number in numbers):
-        noun = "integers above 0," if kind is int else "numbers above 0,"
+        counts = []
+    if not counts or not all(0 < count <= _LIMIT for count in counts):
         raise BenchError(
-            f"{option} is '{text}'; expected {noun} up to {_LIMIT}, separated by commas."
+            f"--concurrency is '{text}'; expected integers above 0, up to {_LIMIT}, separated by"
+            " commas."
         )
-    return numbers
+    return counts
 
 
 def _seconds(option: str, value: float, *, or_zero: bool = False) -> float:
@@ -186,7 +167,7 @@ def _served(target: str, model: str, protocol: str) -> Iterator[tuple[Address, P
 
 
 async def _measure(
-    results: Report, loads: Sequence[Load], address: Address, make_requests: _MakeRequests
+    results: Report, loads: list[int], address: Address, make_requests: _MakeRequests
 ) -> None:
     """Add one point for each load to the report; a signal ends the load and keeps its point."""
     stop = asyncio.Event()
@@ -201,12 +182,12 @@ async def _measure(
             counts = [len(next(iter(payload.values())).array) for payload in requests]
             results.rows = sum(counts) / len(counts)
         send = client.sender(results.model, requests)
-        for position, load in enumerate(loads, start=1):
+        for position, concurrency in enumerate(loads, start=1):
             if _STDERR.is_terminal:
-                _STDERR.print(f"{load} ({position} of {len(loads)})")
+                _STDERR.print(f"concurrency {concurrency} ({position} of {len(loads)})")
             point = await load_generator.measure(
                 send,
-                load,
+                concurrency,
                 results.seconds,
                 warmup=results.warmup,
                 statistics=partial(client.statistics, results.model),
@@ -220,7 +201,7 @@ async def _measure(
 
 
 def _requests(
-    folder: Path | None, inputs: Path | None, rows: int | None, seed: int, target: Model
+    folder: Path | None, inputs: Path | None, rows: int | None, target: Model
 ) -> tuple[str, list[Payload]]:
     """Return the source of the inputs, and the requests."""
     if inputs is not None:
@@ -229,7 +210,7 @@ def _requests(
         example = folder / repository.latest(folder) / artifact_files.EXAMPLE
         if example.is_file():
             return example.name, payloads.read(example, target, rows)
-    return "made up", payloads.generate(target, rows, seed)
+    return "made up", payloads.generate(target, rows)
 
 
 def _print(results: Report, *, as_json: bool) -> None:

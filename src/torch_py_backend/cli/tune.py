@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -73,9 +72,6 @@ def tune(
             "--quick", help="Try fewer counts, measure less, and choose within about a minute."
         ),
     ] = False,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="The most measurements of each candidate.")
-    ] = None,
     timeout: Annotated[
         float, typer.Option(min=1, help="Time limit of a candidate's load, in seconds.")
     ] = 300.0,
@@ -86,8 +82,7 @@ def tune(
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Folder of tuned.json and tuned.png; by default the model's folder, and none with"
-            " --dry-run."
+            help="Folder of tuned.json; by default the model's folder, and none with --dry-run."
         ),
     ] = None,
     json_path: Annotated[
@@ -124,8 +119,6 @@ def tune(
         max_error=max_error,
         goal=goal,
         inputs=inputs,
-        rounds=rounds or (5 if quick else 9),
-        seconds=0.1,
         timeout_s=timeout,
     )
     output = output or (None if dry_run else folder)
@@ -167,8 +160,6 @@ def _check(plan: Plan, output: Path | None, json_path: Path | None, *, dry_run: 
     if output is not None:
         tuned_settings.check_writable(output)
         tuned_settings.read_choice(output, "")  # raises for a damaged tuned.json
-        if not report.can_plot():
-            _ERR.print("no plot: matplotlib is missing; pip install 'torch-py-backend[tune]'")
     if json_path is not None:
         report.check_writable(json_path)
     if not dry_run and not plan.automatic:
@@ -224,32 +215,17 @@ def _report(
     )
     if choice is not None:
         _OUT.print(f"chosen: {report.tuning_line(choice)}", markup=False)
-    machine = tuned_settings.machine_facts()
-    conditions = {
-        "inputs": tuning.inputs,
-        "batch": tuning.batch,
-        "max_error": plan.max_error,
-        "for": plan.goal.value,
-        "rounds": plan.rounds,
-        "seconds": plan.seconds,
-        "allowed": asdict(plan.allowed),
-    }
-    entry = report.tuning_entry(machine, tuning.rows, choice, conditions)
+    entry = report.tuning_entry(tuning)
     if json_path is not None:
         report.write_json(json_path, entry)
         _OUT.print(f"wrote {json_path}")
     if output is None:
         return False
-    earlier = tuned_settings.read_choice(output, tuned_settings.fingerprint(machine))
+    earlier = tuned_settings.read_choice(output, tuned_settings.fingerprint(entry["machine"]))
     if earlier is not None and (choice is None or not tuning.screened):
         _OUT.print(f"{output / tuned_settings.FILE} keeps its earlier choice for this machine")
         return False
     _OUT.print(f"wrote {tuned_settings.save(output, entry)}")
-    if report.can_plot():
-        path = output / report.PLOT
-        title = f"{plan.document['name']} on {machine['processor']}, {machine['cores']} cores"
-        report.plot(path, title, tuning.rows, plan.max_error, choice)
-        _OUT.print(f"wrote {path}")
     return True
 
 
@@ -289,8 +265,7 @@ def _no_choice(tuning: Tuning) -> TuneError:
     plan = tuning.plan
     measured = [row for row in tuning.rows if row.rounds]
     if not measured:
-        reasons = {row.failure for row in tuning.rows}
-        return TuneError(f"every candidate failed, the first with: {min(reasons)}")
+        return TuneError(f"every candidate failed, the first with: {tuning.rows[0].failure}")
     closest = min(measured, key=lambda row: row.error)
     return TuneError(
         f"no candidate of '{plan.document['name']}' is within --max-error {plan.max_error:g}; the"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from pathlib import Path
 
 import numpy as np
 import safetensors
@@ -38,14 +39,7 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     """
     path = config.version_folder / f"{NAME}.safetensors"
     if path.is_file():
-        try:
-            return dict(safetensors.torch.load_file(path))
-        except (safetensors.SafetensorError, OSError) as error:
-            raise ArtifactError(
-                config.name,
-                f"{path.name} is not valid safetensors: {summarize(error)}",
-                cure="Write it with safetensors.torch.save_file.",
-            ) from error
+        return read(config, path)
     if artifact.kind is ArtifactType.TORCHSERVE:
         return _request_bodies(config)
     source = artifact.path if artifact.kind is ArtifactType.MODULE else artifact.hooks
@@ -66,6 +60,22 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
             )
         item[name] = strings
     return item
+
+
+def read(config: ModelConfig, path: Path) -> Item:
+    """Return the tensors of a safetensors file by name.
+
+    Raises:
+        ArtifactError: the file cannot be read.
+    """
+    try:
+        return dict(safetensors.torch.load_file(path))
+    except (safetensors.SafetensorError, OSError) as error:
+        raise ArtifactError(
+            config.name,
+            f"{path.name} is not valid safetensors: {summarize(error)}",
+            cure="Write it with safetensors.torch.save_file.",
+        ) from error
 
 
 def _request_bodies(config: ModelConfig) -> Item | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,56 +94,47 @@ class _Runtime(NamedTuple):
         kinds: the artifacts that can be run this way.
         parameters: the parameters of config.pbtxt.
         needs: the fact that must be true.
-        divisible: whether a divided model can be run this way; the config refuses the others.
     """
 
     title: str
     kinds: Sequence[ArtifactType]
     parameters: Mapping[str, str]
     needs: str = ""
-    divisible: bool = False
 
     def suits(self, facts: Facts) -> bool:
         return (
             facts.kind in self.kinds
             and (not self.needs or getattr(facts, self.needs))
-            and (self.divisible or not facts.divided)
+            # The config refuses the others for a divided model.
+            and (not self.parameters or not facts.divided)
         )
 
 
 _EAGER = (ArtifactType.MODULE, ArtifactType.FACTORY, ArtifactType.EXPORTED)
 _SCRIPT = (ArtifactType.TORCHSCRIPT,)
-_AOTI = (ArtifactType.AOTI,)
 _AUTOCAST = [kind for kind in ArtifactType if kind is not ArtifactType.AOTI]
 _COMPILED = {_COMPILE: "{}"}
 _GRAPHS = {"OPTIMIZE": "cuda_graphs", "BATCH_BUCKETS": "auto"}
 _BUCKETS = {_COMPILE: '{"dynamic": false}', "BATCH_BUCKETS": "auto"}
+_CHANNELS_LAST = {"OPTIMIZE": "channels_last"}
 # Those that often are the fastest come first: a run may end before all are measured.
 _FULL_PRECISION = (
-    _Runtime("eager", _EAGER, {}, divisible=True),
-    _Runtime("TorchScript", _SCRIPT, {}, divisible=True),
-    _Runtime("AOTInductor", _AOTI, {}, divisible=True),
-    _Runtime("channels_last", _EAGER, {"OPTIMIZE": "channels_last"}, "images"),
-    _Runtime("freeze", _SCRIPT, {"OPTIMIZE": "freeze"}, divisible=True),
-    _Runtime(
-        "freeze + channels_last",
-        _SCRIPT,
-        {"OPTIMIZE": "freeze,channels_last"},
-        "images",
-        divisible=True,
-    ),
+    _Runtime("eager", _EAGER, {}),
+    _Runtime("TorchScript", _SCRIPT, {}),
+    _Runtime("AOTInductor", (ArtifactType.AOTI,), {}),
+    _Runtime("channels_last", _EAGER, _CHANNELS_LAST, "images"),
+    _Runtime("freeze", _SCRIPT, {"OPTIMIZE": "freeze"}),
+    _Runtime("freeze + channels_last", _SCRIPT, {"OPTIMIZE": "freeze,channels_last"}, "images"),
     _Runtime("cuda_graphs", _EAGER, _GRAPHS, "gpu"),
     _Runtime("compile + cuda_graphs", _EAGER, _GRAPHS | _COMPILED, "gpu"),
     _Runtime("compile + freeze", _EAGER, {"OPTIMIZE": "freeze"} | _COMPILED),
     _Runtime("compile", _EAGER, _COMPILED),
-    _Runtime(
-        "compile + channels_last", _EAGER, {"OPTIMIZE": "channels_last"} | _COMPILED, "images"
-    ),
+    _Runtime("compile + channels_last", _EAGER, _CHANNELS_LAST | _COMPILED, "images"),
     _Runtime("compile, buckets", _EAGER, _BUCKETS, "batched"),
 )
 _REDUCED_PRECISION = (
     _Runtime("bf16", _AUTOCAST, {"OPTIMIZE": "bf16"}),
-    _Runtime("freeze + bf16", _SCRIPT, {"OPTIMIZE": "freeze,bf16"}, divisible=True),
+    _Runtime("freeze + bf16", _SCRIPT, {"OPTIMIZE": "freeze,bf16"}),
     _Runtime("fp16", _AUTOCAST, {"OPTIMIZE": "fp16"}, "gpu"),
     _Runtime("compile + fp16", _EAGER, {"OPTIMIZE": "fp16"} | _COMPILED, "gpu"),
     _Runtime("compile + freeze + bf16", _EAGER, {"OPTIMIZE": "freeze,bf16"} | _COMPILED),
@@ -162,13 +152,9 @@ def configured(facts: Facts, parameters: Mapping[str, str], instances: int) -> C
 
 
 def screen(facts: Facts, allowed: Allowed, base: Candidate, *, compiled: bool) -> list[Candidate]:
-    """Return the runtimes that suit the model, with one count of threads and instances.
+    """Return the runtimes that suit the model: those that compile, or the others.
 
-    Args:
-        facts: the model and the machine.
-        allowed: the user's limits.
-        base: the candidate whose counts are used, if they are allowed.
-        compiled: whether to return the runtimes that compile, or the others.
+    All have the counts of threads and instances of `base`, if these are allowed.
     """
     threads, instances = int(base.parameters.get("NUM_THREADS", facts.threads)), base.instances
     if allowed.threads and threads not in allowed.threads:
@@ -183,40 +169,28 @@ def screen(facts: Facts, allowed: Allowed, base: Candidate, *, compiled: bool) -
 
 
 def spread(
-    facts: Facts, allowed: Allowed, best: Sequence[Candidate], memory_mb: Mapping[str, float]
+    facts: Facts, allowed: Allowed, best: Sequence[tuple[Candidate, float]]
 ) -> list[Candidate]:
     """Return the best runtimes with other counts of threads and instances.
 
-    Args:
-        facts: the model and the machine.
-        allowed: the user's limits.
-        best: the measured candidates, the best first.
-        memory_mb: memory of one instance of each, by title; what does not fit is left out.
+    `best` has the measured candidates, the best first, with the memory of one instance in MB; what
+    does not fit into the machine's memory is left out.
     """
-    finalists: list[Candidate] = []
-    for candidate in best:
-        if all(candidate.runtime != finalist.runtime for finalist in finalists):
-            finalists.append(candidate)
+    finalists: dict[frozenset[tuple[str, str]], tuple[Candidate, float]] = {}
+    for candidate, memory_mb in best:
+        finalists.setdefault(frozenset(candidate.runtime.items()), (candidate, memory_mb))
     return [
         Candidate(finalist.title, finalist.runtime | {"NUM_THREADS": str(threads)}, instances)
-        for finalist in finalists[: 1 if allowed.quick else 2]
+        for finalist, memory_mb in [*finalists.values()][: 1 if allowed.quick else 2]
         for threads, instances in shares(facts, allowed)
-        if memory_mb.get(finalist.title, 0) * instances <= facts.memory_mb
+        if memory_mb * instances <= facts.memory_mb
     ]
 
 
-def unmeasured(
-    facts: Facts, candidates: Iterable[Candidate], measured: Iterable[Candidate]
-) -> list[Candidate]:
-    """Return the candidates whose settings equal those of no other, nor of a measured one."""
-
-    def settings(candidate: Candidate) -> str:
-        parameters = {"NUM_THREADS": str(facts.threads), **candidate.parameters}
-        return json.dumps([parameters, candidate.instances], sort_keys=True)
-
-    known = {settings(candidate) for candidate in measured}
-    distinct = {settings(candidate): candidate for candidate in candidates}
-    return [candidate for key, candidate in distinct.items() if key not in known]
+def settings(facts: Facts, candidate: Candidate) -> tuple[frozenset[tuple[str, str]], int]:
+    """Return a key that is equal for candidates with the same settings."""
+    parameters = {"NUM_THREADS": str(facts.threads), **candidate.parameters}
+    return frozenset(parameters.items()), candidate.instances
 
 
 def shares(facts: Facts, allowed: Allowed) -> Iterator[tuple[int, int]]:

@@ -91,12 +91,12 @@ def model(name: str, config: Mapping[str, Any]) -> Model:
     return Model(name, int(config.get("max_batch_size", 0)), tuple(inputs))
 
 
-def generate(target: Model, rows: int | None, seed: int = 0) -> list[Payload]:
+def generate(target: Model, rows: int | None) -> list[Payload]:
     """Return one request of valid values: random floats below 1, ones, a short text.
 
     Dimensions of -1 become 1. Optional inputs are included.
     """
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
     unbatched = rows is None and not target.max_batch_size
     batch = [] if unbatched else [_checked_rows(target, 1 if rows is None else rows)]
     payload: Payload = {}
@@ -148,25 +148,23 @@ def read(path: Path, target: Model, rows: int | None) -> list[Payload]:
     _check_inputs(path, payload, target)
     if rows is None and not target.max_batch_size:
         return [payload]
-    size = None if rows is None else _checked_rows(target, rows)
     counts = {len(tensor.array) for tensor in payload.values()}
     if len(counts) > 1:
         raise BenchError(f"{path} holds inputs that differ in their number of rows.")
     (count,) = counts
-    if size is not None and count:
-        return [
-            {
-                name: Tensor(tensor.datatype, tensor.array[np.arange(start, start + size) % count])
-                for name, tensor in payload.items()
-            }
-            for start in range(0, count, size)
-        ]
-    if not 1 <= count <= target.max_batch_size:
+    size = count if rows is None else _checked_rows(target, rows)
+    if not (count and 1 <= size <= target.max_batch_size):
         raise BenchError(
             f"{path} holds {count} rows; model '{target.name}' takes 1 to"
             f" {target.max_batch_size} (its max_batch_size) in a request. Choose with --rows."
         )
-    return [payload]
+    return [
+        {
+            name: Tensor(tensor.datatype, tensor.array[np.arange(start, start + size) % count])
+            for name, tensor in payload.items()
+        }
+        for start in range(0, count, size)
+    ]
 
 
 _deserialized: Callable[[bytes], list[tuple[str, dict[str, Any]]]] = safetensors.deserialize

@@ -1,9 +1,7 @@
-"""Results of bench and tune as tables, JSON, notes and a plot."""
+"""Results of bench and tune as tables, JSON and notes."""
 
 from __future__ import annotations
 
-import importlib.util
-import io
 import json
 import math
 import os
@@ -20,27 +18,21 @@ from rich.table import Table
 from torch_py_backend.config import tuned_settings
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import BenchError
-from torch_py_backend.tools import tuning
-from torch_py_backend.tools.load_generator import STAGES, Open, Point, ServerWork
-from torch_py_backend.tools.tuning import Row
+from torch_py_backend.tools.load_generator import STAGES, Point, ServerWork
+from torch_py_backend.tools.tuning import SECONDS, Row, Tuning, fits
 
-PLOT = "tuned.png"
 _PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 # Above this share of a core, the client is likely to limit the figures.
 _BUSY = 0.85
-# An open load is an overload if its answers take this many times its duration.
-_LATE = 1.2
 _MILLI = 1e3
-# The most rows on the Pareto front whose names are drawn; more would overlap.
-_LABELLED = 6
 
 
 # --- tables and files ------------------------------------------------------------------------
 
 
-def three_digits(value: float) -> str:
-    """Return a figure with about three digits and without an exponent; a dash for nan."""
-    if math.isnan(value):
+def three_digits(value: float | None) -> str:
+    """Return a figure with about three digits and without an exponent; a dash for None."""
+    if value is None:
         return "-"
     limits = ((3, 0.1), (2, 10), (1, 100))
     digits = next((digits for digits, limit in limits if 0 < value < limit), 0 if value else 2)
@@ -131,43 +123,8 @@ class Report:
     points: list[Point] = field(default_factory=list)
     interrupted: bool = False
 
-    @property
-    def kind(self) -> str:
-        """The quantity that differs between the points."""
-        return "rate" if isinstance(self.points[0].load, Open) else "concurrency"
-
     def as_json(self) -> JsonObject:
         """Return all figures; an unknown figure is null."""
-        points = []
-        for point in self.points:
-            result, server = point.result, point.server or ServerWork()
-            latencies = zip(_PERCENTILES, result.percentiles(*_PERCENTILES.values()), strict=True)
-            stages = server.stages.items()
-            points.append(
-                {
-                    self.kind: _amount(point),
-                    "seconds": result.seconds,
-                    "answered": len(result.latencies),
-                    "failed": result.errors,
-                    "first_error": result.first_error or None,
-                    "unanswered": len(result.unanswered),
-                    "requests_per_second": result.throughput,
-                    "rows_per_second": result.throughput * self.rows,
-                    "latency_ms": {
-                        name: None if math.isnan(value) else value * _MILLI
-                        for name, value in latencies
-                    },
-                    "triton": {
-                        "requests": server.requests,
-                        "failures": server.failures,
-                        "per_request_ms": {stage: value * _MILLI for stage, value in stages},
-                        "calls": server.calls,
-                        "rows_per_call": server.rows / server.calls if server.calls else None,
-                        "batches": {str(size): count for size, count in server.batches.items()},
-                    },
-                    "client_busy": result.busy,
-                }
-            )
         return {
             "model": self.model,
             "server": self.server,
@@ -176,34 +133,59 @@ class Report:
             "seconds": self.seconds,
             "warmup_seconds": self.warmup,
             "interrupted": self.interrupted,
-            "points": points,
+            "points": [self._figures(point) for point in self.points],
+        }
+
+    def _figures(self, point: Point) -> JsonObject:
+        result, server = point.result, point.server or ServerWork()
+        latencies = result.percentiles(*_PERCENTILES.values())
+        return {
+            "concurrency": point.concurrency,
+            "seconds": result.seconds,
+            "answered": len(result.latencies),
+            "failed": result.errors,
+            "first_error": result.first_error or None,
+            "unanswered": len(result.unanswered),
+            "requests_per_second": result.throughput,
+            "rows_per_second": result.throughput * self.rows,
+            "latency_ms": {
+                name: None if math.isnan(value) else value * _MILLI
+                for name, value in zip(_PERCENTILES, latencies, strict=True)
+            },
+            "triton": {
+                "requests": server.requests,
+                "failures": server.failures,
+                "per_request_ms": {stage: value * _MILLI for stage, value in server.stages.items()},
+                "calls": server.calls,
+                "rows_per_call": server.rows / server.calls if server.calls else None,
+                "batches": {str(size): count for size, count in server.batches.items()},
+            },
+            "client_busy": result.busy,
         }
 
     def table(self) -> Table:
         """Return one row for each point; times are in milliseconds."""
         stages = [stage.removeprefix("compute_") for stage in STAGES]
         result = table(
-            (self.kind, "req/s", *_PERCENTILES, *stages, "rows/call"),
+            ("concurrency", "req/s", *_PERCENTILES, *stages, "rows/call"),
             text_columns=0,
             title=f"{self.model} on {self.server},"
             f" {'1 row' if self.rows == 1 else f'{self.rows:g} rows'} in a request",
             caption="p50 to max: latency; queue to output: means of Triton's own; all in ms",
         )
         for point in self.points:
-            throughput, server = point.result.throughput, point.server or ServerWork()
+            figures = self._figures(point)
+            throughput, triton = figures["requests_per_second"], figures["triton"]
             times = [
-                *point.result.percentiles(*_PERCENTILES.values()),
-                *(server.stages.get(stage, math.nan) for stage in STAGES),
+                *figures["latency_ms"].values(),
+                *map(triton["per_request_ms"].get, STAGES),
             ]
-            calls = "-"
-            if server.batches:
-                smallest, largest = min(server.batches), max(server.batches)
-                calls = f"{server.rows / server.calls:.1f} ({smallest}-{largest})"
+            sizes = [*map(int, triton["batches"])]
             result.add_row(
-                f"{_amount(point):g}",
+                str(point.concurrency),
                 f"{throughput:,.{1 if throughput < 100 else 0}f}",  # noqa: PLR2004
-                *(three_digits(value * _MILLI) for value in times),
-                calls,
+                *map(three_digits, times),
+                f"{triton['rows_per_call']:.1f} ({min(sizes)}-{max(sizes)})" if sizes else "-",
             )
         return result
 
@@ -211,9 +193,10 @@ class Report:
         """Return a sentence for each reason to doubt the figures."""
         sentences = []
         for point in self.points:
-            load, result = point.load, point.result
+            result = point.result
             unanswered = result.unanswered.size
             total = len(result.latencies) + result.errors + unanswered
+            load = f"concurrency {point.concurrency}"
             if result.errors:
                 sentences.append(
                     f"{load}: {result.errors} of {total} requests failed; the first:"
@@ -224,11 +207,6 @@ class Report:
                     f"{load}: {unanswered} of {total} requests had no answer when the measurement"
                     " ended; they count with their age."
                 )
-            if isinstance(load, Open) and result.seconds > self.seconds * _LATE:
-                sentences.append(
-                    f"{load}: the server did not keep up; what was due in {self.seconds:g} s took"
-                    f" {result.seconds:.1f} s."
-                )
             if result.busy > _BUSY:
                 sentences.append(
                     f"{load}: the client used {result.busy:.0%} of a core; it may be what limits"
@@ -237,10 +215,6 @@ class Report:
         if self.interrupted:
             sentences.append("Interrupted: points are missing or cut short.")
         return sentences
-
-
-def _amount(point: Point) -> float:
-    return point.load.rate if isinstance(point.load, Open) else point.load.concurrency
 
 
 # --- tune ------------------------------------------------------------------------------------
@@ -266,117 +240,58 @@ def tuning_table(rows: Sequence[Row], max_error: float, choice: Row | None) -> T
     on_gpu = any(row.device_memory_mb for row in rows)
     figures = ("ms", "gain", "rows/s", "gain", "±", "MB", *["GPU MB"] * on_gpu, "error", "load s")
     result = table(("candidate", "threads\nx inst.", *figures, ""))
-    for number, row in enumerate(rows):
-        remark = "untuned" if number == 0 else ""
-        if not tuning.fits(row, max_error):
-            remark = "failed" if row.failure else "inexact"
-        remark = "chosen" if row == choice else remark
-        cells = [""] * len(figures)
-        if row.rounds:
-            cells = [
-                three_digits(row.latency_ms),
-                f"{row.latency_gain:.2f}",
-                three_digits(row.throughput),
-                f"{row.throughput_gain:.2f}",
-                f"{max(row.latency_spread, row.throughput_spread):.0%}" if number else "",
-                f"{row.memory_mb:,.0f}",
-                *[f"{row.device_memory_mb:,.0f}"] * on_gpu,
-                f"{row.error:.0e}" if row.error else "0",
-                f"{row.load_s:.1f}",
-            ]
+    for row in rows:
+        untuned = row is rows[0]
+        if row == choice:
+            remark, style = "chosen", "bold green"
+        elif not fits(row, max_error):
+            remark, style = "failed" if row.failure else "inexact", "dim"
+        else:
+            remark, style = "untuned" if untuned else "", ""
+        cells = [
+            three_digits(row.latency_ms),
+            f"{row.latency_gain:.2f}",
+            three_digits(row.throughput),
+            f"{row.throughput_gain:.2f}",
+            "" if untuned else f"{max(row.latency_spread, row.throughput_spread):.0%}",
+            f"{row.memory_mb:,.0f}",
+            *[f"{row.device_memory_mb:,.0f}"] * on_gpu,
+            f"{row.error:.0e}" if row.error else "0",
+            f"{row.load_s:.1f}",
+        ]
         result.add_row(
             escape(row.candidate.title),
             f"{row.candidate.threads} x {row.candidate.instances}",
-            *cells,
+            *(cells if row.rounds else [""] * len(figures)),
             f" {remark}",
-            style={"chosen": "bold green", "inexact": "dim", "failed": "dim"}.get(remark, ""),
+            style=style,
         )
     return result
 
 
-def tuning_entry(
-    machine: Mapping[str, object],
-    rows: Sequence[Row],
-    choice: Row | None,
-    conditions: Mapping[str, object],
-) -> dict[str, object]:
-    """Return the entry of tuned.json of one machine.
-
-    Args:
-        machine: the result of `tuned_settings.machine_facts`.
-        rows: the measurements.
-        choice: the chosen row.
-        conditions: the options of the run.
-    """
-    chosen = choice and {
-        "parameters": dict(choice.candidate.parameters),
-        "instances": choice.candidate.instances,
-        "latency_ms": choice.latency_ms,
-        "latency_gain": choice.latency_gain,
-        "throughput": choice.throughput,
-        "throughput_gain": choice.throughput_gain,
-    }
+def tuning_entry(tuning: Tuning) -> JsonObject:
+    """Return the entry of this machine in tuned.json."""
+    plan, choice = tuning.plan, tuning.choice()
     return {
-        "machine": dict(machine),
+        "machine": tuned_settings.machine_facts(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "conditions": dict(conditions),
-        "chosen": chosen,
-        "rows": [asdict(row) for row in rows],
+        "conditions": {
+            "inputs": tuning.inputs,
+            "batch": tuning.batch,
+            "max_error": plan.max_error,
+            "for": plan.goal.value,
+            "rounds": plan.rounds,
+            "seconds": SECONDS,
+            "allowed": asdict(plan.allowed),
+        },
+        "chosen": choice
+        and {
+            "parameters": dict(choice.candidate.parameters),
+            "instances": choice.candidate.instances,
+            "latency_ms": choice.latency_ms,
+            "latency_gain": choice.latency_gain,
+            "throughput": choice.throughput,
+            "throughput_gain": choice.throughput_gain,
+        },
+        "rows": [asdict(row) for row in tuning.rows],
     }
-
-
-def can_plot() -> bool:
-    """Return whether matplotlib is installed."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
-def plot(path: Path, title: str, rows: Sequence[Row], max_error: float, choice: Row | None) -> None:
-    """Draw latency against throughput as a PNG: each row, the Pareto front, the choice.
-
-    Raises:
-        TuneError: the file cannot be written.
-    """
-    from matplotlib.figure import Figure  # noqa: PLC0415  slow, and not everywhere
-    from matplotlib.ticker import LogFormatter  # noqa: PLC0415
-
-    figure = Figure(figsize=(9, 6), layout="constrained")
-    # Logarithmic, because candidates differ by factors.
-    axes = figure.add_subplot(
-        title=title,
-        xlabel="latency of one row, ms (median)",
-        ylabel="rows per second with full batches",
-        xscale="log",
-        yscale="log",
-    )
-    fitting = [row for row in rows if tuning.fits(row, max_error)]
-    others = [row for row in rows if row.rounds and row not in fitting]
-    front, chosen = tuning.front(fitting), [choice] if choice else []
-    for label, group, form, colour, size in (
-        ("outside the tolerance", others, "x", "tab:red", 6),
-        ("measured", fitting, "o", "tab:gray", 6),
-        ("Pareto front", front, "o-", "tab:blue", 6),
-        ("chosen", chosen, "*", "tab:green", 18),
-    ):
-        if group:
-            latencies = [row.latency_ms for row in group]
-            throughputs = [row.throughput for row in group]
-            axes.plot(latencies, throughputs, form, label=label, color=colour, markersize=size)
-    labelled = front[: _LABELLED - 1] + [row for row in chosen if row not in front]
-    for number, row in enumerate(labelled):
-        axes.annotate(
-            str(row.candidate),
-            (row.latency_ms, row.throughput),
-            xytext=(10, -14 if number % 2 else 8),
-            textcoords="offset points",
-            fontsize="small",
-        )
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:,g}")
-        axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))  # no powers of ten
-    axes.margins(x=0.3, y=0.15)
-    axes.grid(which="both", alpha=0.2)
-    if fitting or others:  # matplotlib warns about an empty legend
-        figure.legend(loc="outside lower center", ncols=4)
-    png = io.BytesIO()
-    figure.savefig(png, format="png", dpi=120)
-    tuned_settings.write_atomically(path, png.getvalue())

@@ -1,6 +1,7 @@
 """Load a model without a server: describe it, compare it with a reference, measure it.
 
-To be run in a child process, because it runs the model's code.
+To be run in a child process, because it runs the model's code. `arguments` are Triton's arguments
+of `initialize`; `prepare` writes inputs and the reference's outputs into `folder`, for `measure`.
 
 The reference is the same model as loaded, without any optimization. The error of an output is the
 largest |value - reference| / (|reference| + typical) over several batch sizes, where typical is the
@@ -19,8 +20,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -32,13 +31,11 @@ from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.config.options import TABLE
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
-    ArtifactError,
     BackendError,
     ConfigError,
     LoadError,
     OutputError,
     WarmupError,
-    summarize,
 )
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.signature import binding
@@ -77,14 +74,7 @@ def warm_up(engine: Engine, row_counts: Sequence[int] = ()) -> None:
 
 
 def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
-    """Load and warm up a model.
-
-    Args:
-        arguments: Triton's arguments of `initialize`.
-
-    Returns:
-        Artifact, weights, signature, the rule that binds inputs to arguments, inputs, outputs,
-        max_batch_size, options in force and warnings, as JSON.
+    """Load and warm up a model; return what it is, takes and gives, as JSON.
 
     Raises:
         LoadError: the model cannot be served.
@@ -132,12 +122,7 @@ def _described(spec: TensorSpec) -> str:
 
 
 def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> dict[str, Any]:
-    """Write the inputs and the reference's outputs, for `measure`.
-
-    Args:
-        arguments: Triton's arguments of `initialize`, with the settings of the reference.
-        folder: the folder to write into.
-        inputs: a safetensors file with inputs by name; None for examples, else made-up values.
+    """Write the inputs (of a safetensors file, if it is given) and the reference's outputs.
 
     Returns:
         The artifact's kind, the source of the inputs, and the number of rows of a full batch:
@@ -152,8 +137,7 @@ def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> di
     warm_up(engine, [1])
     item, source = find_inputs(settings, inputs)
     torch.save(item, Path(folder) / _INPUTS)
-    full, longest = 1, _LONGEST_BATCH_S
-    largest = max(1, settings.max_batch_size)
+    full, longest, largest = 1, _LONGEST_BATCH_S, max(1, settings.max_batch_size)
     for rows in sorted({*(1 << power for power in range(largest.bit_length())), largest}):
         seconds = min(_durations(engine, tile(settings, item, rows)))
         if rows == 1:
@@ -195,21 +179,8 @@ def find_inputs(settings: ModelConfig, inputs: str | None) -> tuple[Item, str]:
             return example_inputs.item(settings, settings.max_batch_size or None), "made-up values"
         item, source = example, example_inputs.NAME
     else:
-        source = Path(inputs).name
-        try:
-            item = dict(safetensors.torch.load_file(inputs))
-        except (safetensors.SafetensorError, OSError) as error:
-            raise ArtifactError(
-                settings.name,
-                f"the inputs in {source} cannot be read: {summarize(error)}",
-                expected="a file that safetensors.torch.save_file wrote",
-            ) from error
-    _check_inputs(settings, item, source)
-    return item, source
-
-
-def _check_inputs(settings: ModelConfig, item: Item, source: str) -> None:
-    """Raise for names, types and sizes that Triton refuses in a request."""
+        item, source = example_inputs.read(settings, Path(inputs)), Path(inputs).name
+    # Names, types and sizes that Triton refuses in a request.
     specs = {spec.name: spec for spec in settings.inputs}
     needed = {spec.name for spec in _sent(settings) if not spec.optional}
     if not needed <= item.keys() <= specs.keys():
@@ -227,6 +198,7 @@ def _check_inputs(settings: ModelConfig, item: Item, source: str) -> None:
                 f"the input '{name}' in {source} is {kind} {list(value.shape)}",
                 expected=f"{rows}{specs[name]}",
             )
+    return item, source
 
 
 def tile(settings: ModelConfig, item: Item, rows: int) -> Item:
@@ -265,11 +237,7 @@ def measure(
 
     A message has `rows`, 1 or `batch`, and `seconds`, the duration of the measurement.
 
-    Args:
-        arguments: Triton's arguments of `initialize`, with the candidate's settings.
-        folder: the folder into which `prepare` wrote.
-        batch: the number of rows of a full batch.
-        watched: parameters that must have an effect.
+    Parameters in `watched` must have an effect.
 
     Yields:
         First error, load time and memory, then for each message the median `latency_ms` of a call

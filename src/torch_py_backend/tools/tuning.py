@@ -14,7 +14,7 @@ import dataclasses
 import enum
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from torch_py_backend.artifacts.discovery import ArtifactType
-from torch_py_backend.config import model_config, options, pbtxt, threads
+from torch_py_backend.config import model_config, pbtxt, threads
 from torch_py_backend.config.options import TABLE
 from torch_py_backend.errors import LoadError, TuneError
 from torch_py_backend.processes import child_process
@@ -49,6 +49,8 @@ _IMAGE_RANK = 4
 _NOISE, _MOST_NOISE = 0.02, 0.05
 # The rounds of a candidate that is clearly behind.
 _FEWEST_ROUNDS = 3
+# The duration of each measurement of one figure.
+SECONDS = 0.1
 _MEASURE = "torch_py_backend.tools.trial:measure"
 
 
@@ -134,7 +136,7 @@ class Row:
 
     def loses(self) -> bool:
         """Return whether the untuned configuration is better in latency or in throughput."""
-        gains = self.gain(Goal.LATENCY), self.gain(Goal.THROUGHPUT)
+        gains = map(self.gain, (Goal.LATENCY, Goal.THROUGHPUT))
         return any(gain.value < 1 - gain.noise for gain in gains)
 
 
@@ -148,8 +150,8 @@ def summarize(
     """Return a candidate's measurements as one row.
 
     Args:
-        candidate: its settings.
-        batch: the number of rows of a full batch.
+        candidate: the candidate.
+        batch: rows of a full batch.
         loads: the first answer of each instance, see `trial.measure`.
         rounds: the figures of the untuned configuration and of the candidate.
         beside: the number of processes of the untuned configuration at that time.
@@ -188,7 +190,7 @@ def _gain(ratios: Sequence[float]) -> Gain:
 
 def fits(row: Row, max_error: float) -> bool:
     """Return whether a row may be chosen: it was measured and is within the tolerance."""
-    return row.rounds > 0 and not row.failure and row.error <= max_error
+    return row.rounds > 0 and row.error <= max_error
 
 
 def ranked(rows: Sequence[Row], max_error: float, goal: Goal) -> list[Row]:
@@ -200,13 +202,8 @@ def ranked(rows: Sequence[Row], max_error: float, goal: Goal) -> list[Row]:
 def choose(rows: Sequence[Row], max_error: float, goal: Goal) -> Row | None:
     """Return the simplest of the rows whose gain is near the best.
 
-    For both figures, only rows that lose in neither may be chosen, unless the untuned configuration
-    is outside the tolerance.
-
-    Args:
-        rows: the untuned configuration, then the candidates.
-        max_error: the tolerance.
-        goal: what the row is chosen by.
+    The first row is the untuned configuration. For both figures, only rows that lose in neither may
+    be chosen, unless the untuned configuration is outside the tolerance.
     """
     fitting = ranked(rows, max_error, goal)
     if goal is Goal.BOTH and rows and rows[0] in fitting:
@@ -214,14 +211,13 @@ def choose(rows: Sequence[Row], max_error: float, goal: Goal) -> Row | None:
     if not fitting:
         return None
     best = fitting[0].gain(goal)
-    close = []
-    for row in fitting:
-        own = row.gain(goal)
-        if own.value >= best.value * (1 - max(best.noise, own.noise)):
-            close.append(row)
+
+    def is_close(own: Gain) -> bool:
+        return own.value >= best.value * (1 - max(best.noise, own.noise))
+
     # Of equals, the untuned configuration stays.
     return min(
-        close,
+        (row for row in fitting if is_close(row.gain(goal))),
         key=lambda row: (row.candidate.complexity, row is not rows[0], -row.gain(goal).value),
     )
 
@@ -232,15 +228,6 @@ def is_behind(row: Row, best: Row, goal: Goal) -> bool:
     if goal is Goal.BOTH and min(row.latency_gain, row.throughput_gain) < 1 - 2 * _MOST_NOISE:
         return True
     return own.value * (1 + 2 * own.noise) < other.value * (1 - other.noise)
-
-
-def front(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows that no other row beats in both latency and throughput, by latency."""
-    best: list[Row] = []
-    for row in sorted(rows, key=lambda row: (row.latency_ms, -row.throughput)):
-        if not best or row.throughput > best[-1].throughput:
-            best.append(row)
-    return best
 
 
 # --- measuring -------------------------------------------------------------------------------
@@ -258,8 +245,6 @@ class Plan:
         max_error: the largest error of a row that may be chosen.
         goal: what a row is chosen by.
         inputs: a safetensors file; None for the model's examples, else made-up values.
-        rounds: the most measurements of each candidate.
-        seconds: duration of each measurement of one figure.
         timeout_s: time limit of a candidate's load, and of each of its measurements.
     """
 
@@ -270,9 +255,12 @@ class Plan:
     max_error: float
     goal: Goal
     inputs: Path | None
-    rounds: int
-    seconds: float
     timeout_s: float
+
+    @property
+    def rounds(self) -> int:
+        """The most measurements of each candidate."""
+        return 5 if self.allowed.quick else 9
 
     @property
     def automatic(self) -> bool:
@@ -316,12 +304,11 @@ class _Loaded(NamedTuple):
     workers: Workers
     instances: int
 
-    def measure(self, batch: int, plan: Plan) -> Figures:
+    def measure(self, batch: int, timeout_s: float) -> Figures:
         """Measure one instance with one request in flight, then all instances with full batches."""
-        single = {"rows": 1, "seconds": plan.seconds}
-        (latency,) = self.workers.ask([single], plan.timeout_s)
-        full = {"rows": batch, "seconds": plan.seconds}
-        answers = self.workers.ask([full] * self.instances, plan.timeout_s)
+        (latency,) = self.workers.ask([{"rows": 1, "seconds": SECONDS}], timeout_s)
+        full = {"rows": batch, "seconds": SECONDS}
+        answers = self.workers.ask([full] * self.instances, timeout_s)
         return Figures(latency["latency_ms"], sum(answer["throughput"] for answer in answers))
 
 
@@ -352,61 +339,55 @@ class Tuning:
         return choose(self.rows, self.plan.max_error, self.plan.goal)
 
     def run(self, begin: Callable[[Candidate], None], end: Callable[[Row], None]) -> None:
-        """Measure everything.
-
-        Args:
-            begin: called with each candidate before it is loaded.
-            end: called with each candidate's row.
+        """Measure everything; call `begin` before a candidate is loaded, and `end` with its row.
 
         Raises:
             LoadError: the model cannot be run even without optimization.
             TuneError: the user's limits leave nothing to try.
         """
-        plan, allowed = self.plan, self.plan.allowed
         with (
             tempfile.TemporaryDirectory(prefix="torch-py-backend-tune-") as self._folder,
             self._kept,
         ):
             facts = self._prepare()
-            if not any(True for _ in candidates.shares(facts, allowed)):
-                raise TuneError(
-                    f"--threads {','.join(map(str, allowed.threads)) or 'any'} and --instances"
-                    f" {','.join(map(str, allowed.instances)) or 'any'} ask for more than the"
-                    f" {facts.cores} cores that there are."
-                )
-
-            def measure(group: Iterable[Candidate]) -> None:
-                measured = [row.candidate for row in self.rows]
-                for candidate in candidates.unmeasured(facts, group, measured):
+            measured = set()
+            for candidate in self._candidates(facts):
+                settings = candidates.settings(facts, candidate)
+                if settings not in measured:
+                    measured.add(settings)
                     begin(candidate)
                     self.rows.append(self._measure(candidate, facts.memory_mb))
                     end(self.rows[-1])
 
-            def best() -> list[Candidate]:
-                return [row.candidate for row in ranked(self.rows, plan.max_error, plan.goal)]
+    def _candidates(self, facts: Facts) -> Iterator[Candidate]:
+        """Yield what to measure; later candidates depend on the rows of earlier ones."""
+        plan, allowed = self.plan, self.plan.allowed
+        if not any(True for _ in candidates.shares(facts, allowed)):
+            raise TuneError(
+                f"--threads {','.join(map(str, allowed.threads)) or 'any'} and --instances"
+                f" {','.join(map(str, allowed.instances)) or 'any'} ask for more than the"
+                f" {facts.cores} cores that there are."
+            )
+        current = plan.current()
+        if plan.goal is Goal.LATENCY and not allowed.instances:
+            # One request in flight needs one instance: the configured count stays.
+            allowed = dataclasses.replace(allowed, keep_instances=current.instances)
+        untuned = candidates.configured(facts, current.parameters, current.instances)
+        yield untuned
+        if self._untuned is not None:
+            free = facts.memory_mb - self.rows[0].memory_mb
+            facts = dataclasses.replace(facts, memory_mb=free)
+        yield from candidates.screen(facts, allowed, untuned, compiled=False)
+        yield from candidates.spread(facts, allowed, self._best())
+        base = next((candidate for candidate, _ in self._best()), untuned)
+        yield from candidates.screen(facts, allowed, base, compiled=True)
+        self.screened = True
+        yield from candidates.spread(facts, allowed, self._best())
 
-            def spread() -> list[Candidate]:
-                memory = {
-                    row.candidate.title: row.memory_mb / row.candidate.instances
-                    for row in self.rows
-                }
-                return candidates.spread(facts, allowed, best(), memory)
-
-            current = plan.current()
-            untuned = candidates.configured(facts, current.parameters, current.instances)
-            if plan.goal is Goal.LATENCY and not allowed.instances:
-                # One request in flight needs one instance: the configured count stays.
-                allowed = dataclasses.replace(allowed, keep_instances=current.instances)
-            measure([untuned])
-            if self._untuned is not None:
-                free = facts.memory_mb - self.rows[0].memory_mb
-                facts = dataclasses.replace(facts, memory_mb=free)
-            measure(candidates.screen(facts, allowed, untuned, compiled=False))
-            measure(spread())
-            base = (best() or [untuned])[0]
-            measure(candidates.screen(facts, allowed, base, compiled=True))
-            self.screened = True
-            measure(spread())
+    def _best(self) -> list[tuple[Candidate, float]]:
+        """Return the candidates within the tolerance, the best first, with MB of an instance."""
+        rows = ranked(self.rows, self.plan.max_error, self.plan.goal)
+        return [(row.candidate, row.memory_mb / row.candidate.instances) for row in rows]
 
     def _prepare(self) -> Facts:
         """Run the reference, and return the facts of the model and the machine."""
@@ -426,32 +407,26 @@ class Tuning:
         )
         self.inputs, self.batch = prepared["inputs"], prepared["batch"]
         # Without the tuned parameters, which may be invalid.
-        untuned = model_config.parse(plan.arguments({}, plan.current().instances))
-        document = plan.document
-        configured = options.parse(document["name"], document.get("parameters", {}))
-        batched = document["max_batch_size"] > 0
-        ranks = [
-            len(entry.get("reshape", {"shape": entry["dims"]})["shape"]) + batched
-            for entry in document["input"]
-            if entry["data_type"].startswith("TYPE_FP")
-        ]
+        config = model_config.parse(plan.arguments({}, plan.current().instances))
+        batched = config.max_batch_size > 0
         return Facts(
             kind=ArtifactType[prepared["kind"]],
-            images=_IMAGE_RANK in ranks,
-            gpu=document["instance_group"][0]["kind"] == "KIND_GPU",
+            images=any(
+                len(spec.dims) + batched == _IMAGE_RANK and spec.dtype.triton.startswith("FP")
+                for spec in config.inputs
+            ),
+            gpu=config.kind == "GPU",
             batched=batched,
             cores=cores,
-            threads=threads.budget(untuned).intra_op,
+            threads=threads.budget(config).intra_op,
             memory_mb=_MEMORY * psutil.virtual_memory().available / (1 << 20),
-            divided=configured.device_map is not None,
+            divided=config.options.device_map is not None,
         )
 
     def _measure(self, candidate: Candidate, memory_mb: float) -> Row:
         """Measure a candidate; the first one that can be measured stays loaded beside the others.
 
-        Args:
-            candidate: the settings to measure.
-            memory_mb: memory for the untuned configuration and a candidate together.
+        `memory_mb` is for the untuned configuration and a candidate together.
         """
         plan = self.plan
         # The compiled code of candidates stays out of the model's folder.
@@ -499,16 +474,19 @@ class Tuning:
         alone, untuned = self._untuned_figures, self._untuned
         beside = untuned.instances if untuned is not None else 0
         rounds: list[tuple[Figures, Figures]] = []
+
+        def figures(of: _Loaded) -> Figures:
+            return of.measure(self.batch, plan.timeout_s)
+
         for number in range(plan.rounds):
             if untuned is None:
-                own = loaded.measure(self.batch, plan)
+                own = figures(loaded)
                 rounds.append((alone[number % len(alone)] if alone else own, own))
             elif number % 2:
-                own = loaded.measure(self.batch, plan)
-                rounds.append((untuned.measure(self.batch, plan), own))
+                own = figures(loaded)
+                rounds.append((figures(untuned), own))
             else:
-                first = untuned.measure(self.batch, plan)
-                rounds.append((first, loaded.measure(self.batch, plan)))
+                rounds.append((figures(untuned), figures(loaded)))
             row = summarize(candidate, self.batch, loads, rounds, beside)
             if number + 1 < _FEWEST_ROUNDS:
                 continue
