@@ -20,7 +20,7 @@ import scenarios
 import torch
 import tritonclient.grpc
 import tritonclient.http
-from scenarios import Call, Refused, assert_close
+from scenarios import Call, Refused, Scenario, assert_close
 from supervised import EXIT
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
@@ -39,16 +39,23 @@ _GRPC = {
     500: "INTERNAL",
     503: "UNAVAILABLE",
 }
+_REFUSED = scenarios.REFUSED_ON_SERVER | kinds.REFUSED_ON_SERVER | hooked.REFUSED_ON_SERVER
+
+
+def _served(table: Sequence[Scenario]) -> tuple[Scenario, ...]:
+    return tuple(one for one in table if not one.load_error or one.name in _REFUSED)
+
+
+_SINGLE = _served([one for one in scenarios.TABLE if one not in scenarios.SEQUENCES])
 # What one server serves together: all at once would not fit a small machine's memory.
 TABLES = {
-    "scenarios": tuple(
-        one for one in scenarios.TABLE if not one.load_error and one not in scenarios.SEQUENCES
+    "requests": tuple(one for one in _SINGLE if not one.load_error),
+    "sequences and hooks": (
+        *scenarios.SEQUENCES,
+        *_served(hooked.TABLE),
+        *(one for one in _SINGLE if one.load_error),
     ),
-    "sequences": scenarios.SEQUENCES,
-    "refused": tuple(one for one in scenarios.TABLE if one.load_error),
-    "kinds": kinds.TABLE,
-    "hooked": hooked.TABLE,
-    "function": tuple(one for one in scenarios.TABLE if one.name == "function"),
+    "kinds": _served(kinds.TABLE),
 }
 
 

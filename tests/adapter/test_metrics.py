@@ -68,7 +68,7 @@ _KINDS = {
         scenarios.text(streamed.CONTINUOUS),
         streamed.config({"start": "FP32", "count": "INT32"}, {"y": "FP32"}),
     ),
-    "sequences": next(one for one in scenarios.SEQUENCES if one.name == "state_begins_anew"),
+    "sequences": next(one for one in scenarios.SEQUENCES if one.name == "state_oldest"),
     "compiled": Scenario(
         "compiled",
         scenarios.text(_BRANCHES),

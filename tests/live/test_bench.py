@@ -33,6 +33,8 @@ _RAISES = """
 def raises(x):
     raise ValueError("never")
 """
+_RAISED = "requests failed; the first: model 'raises': raises() raised ValueError: never"
+_UNKNOWN = "no model 'nothing'; its models: broken, example, negate, raises, single."
 
 
 def _command(*arguments: str) -> list[str]:
@@ -81,10 +83,12 @@ def _document(done: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("protocol", ["grpc", "http"])
 @pytest.mark.parametrize(
-    ("load", "kind", "amounts"),
-    [("--concurrency=1,3", "concurrency", [1, 3]), ("--rate=50,100", "rate", [50, 100])],
+    ("protocol", "load", "kind", "amounts"),
+    [
+        ("grpc", "--concurrency=1,3", "concurrency", [1, 3]),
+        ("http", "--rate=50,100", "rate", [50, 100]),
+    ],
     ids=["closed", "open"],
 )
 def test_counts_agree_with_triton(
@@ -149,25 +153,23 @@ def test_a_repository(repository: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "says"),
+    ("protocol", "model", "message"),
     [
-        (
-            "raises",
-            "requests failed; the first: model 'raises': raises() raised ValueError: never",
-        ),
-        ("broken", "model 'broken' is not ready on the server: "),
-        ("nothing", "no model 'nothing'; its models: broken, example, negate, raises, single."),
+        ("grpc", "raises", _RAISED),
+        ("http", "broken", "model 'broken' is not ready on the server: "),
+        ("grpc", "nothing", _UNKNOWN),
+        ("", "broken", "model 'broken' is not ready on the server: "),
+        ("", "nothing", _UNKNOWN),
     ],
 )
-@pytest.mark.parametrize("protocol", ["grpc", "http", ""])
 def test_models_that_cannot_be_measured(
-    protocol: str, model: str, says: str, server: Server, repository: Path, tmp_path: Path
+    protocol: str, model: str, message: str, server: Server, repository: Path, tmp_path: Path
 ) -> None:
     """One sentence, exit code 1, and no file; on a running server and on one of our own."""
     where = _url(server, protocol) if protocol else str(repository)
     done = _bench(where, model, f"--json={tmp_path / 'a.json'}", *_SHORT)
     assert done.returncode == 1
-    assert says in done.stderr
+    assert message in done.stderr
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import models
 import numpy as np
@@ -27,16 +30,23 @@ def test_rows_return_to_their_owner(protocol: str, server: Server) -> None:
     with ThreadPoolExecutor(_CLIENTS) as pool:
         rows = sum(pool.map(lambda number: _client(server, protocol, number), range(_CLIENTS)))
     assert rows > _CLIENTS * _REQUESTS
-    client = tritonclient.grpc.InferenceServerClient(server.grpc_address)
+    with tritonclient.grpc.InferenceServerClient(server.grpc_address) as client:
+        _until(lambda: _statistics(client, "batched").inference_count >= rows)
+        statistics = _statistics(client, "batched")
+    assert statistics.execution_count < statistics.inference_count, "no batch was ever formed"
+
+
+def _until(happened: Callable[[], bool]) -> None:
+    """Triton counts a batch after it has answered it, and receives our counts once a second."""
     deadline = time.monotonic() + 60
-    (statistics,) = client.get_inference_statistics("batched").model_stats
-    # Triton counts a batch after it has answered it.
-    while statistics.inference_count < rows:
+    while not happened():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-        (statistics,) = client.get_inference_statistics("batched").model_stats
-    assert statistics.execution_count < statistics.inference_count, "no batch was ever formed"
-    client.close()
+
+
+def _statistics(client: tritonclient.grpc.InferenceServerClient, model: str) -> Any:
+    (statistics,) = client.get_inference_statistics(model).model_stats
+    return statistics
 
 
 def _client(server: Server, protocol: str, number: int) -> int:
@@ -57,6 +67,55 @@ def _client(server: Server, protocol: str, number: int) -> int:
 
 
 _MODULE = scenarios.affine()
+
+
+# --- requests of different lengths in one batch ---------------------------------------------------
+
+_LENGTHS = 64
+_PADDED = scenarios.Scenario(
+    "padded_left",
+    scenarios.python(models.Tokens),
+    scenarios.tokens(
+        '{"ids": {"value": 7, "side": "left", "mask": "mask"}}',
+        "dynamic_batching { max_queue_delay_microseconds: 500000 }\n",
+    ),
+)
+
+
+def test_lengths_share_a_batch_and_come_back(server: Server) -> None:
+    """Each request gets its own tokens back, of its own length, out of batches of many lengths."""
+    with (
+        tritonclient.grpc.InferenceServerClient(server.grpc_address) as client,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        list(pool.map(lambda number: _check_tokens(client, number), range(_LENGTHS)))
+        _until(lambda: _statistics(client, "padded_left").inference_count == _LENGTHS)
+        # One length a batch would need about as many executions as requests.
+        assert _statistics(client, "padded_left").execution_count < _LENGTHS / 2
+    _until(lambda: all(_row_metrics(server, "padded_left")))
+
+
+def _row_metrics(server: Server, model: str) -> list[float]:
+    """Rows, values and padded values, by Triton's metrics."""
+    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics") as answer:
+        metrics = answer.read().decode()
+    labels = f'{{model="{model}",version="1"}}'
+    matches = (
+        re.search(rf"pytorch_py_{name}_total{re.escape(labels)} (\S+)", metrics)
+        for name in ("rows", "values", "padded_values")
+    )
+    return [float(match[1]) if match else 0.0 for match in matches]
+
+
+def _check_tokens(client: tritonclient.grpc.InferenceServerClient, number: int) -> None:
+    length = 1 + number % 13
+    ids = np.arange(number, number + length).reshape(1, length)
+    tensor = tritonclient.grpc.InferInput("ids", [1, length], "INT64")
+    tensor.set_data_from_numpy(ids)
+    answer = client.infer("padded_left", [tensor])
+    places = np.arange(1, length + 1)
+    np.testing.assert_array_equal(answer.as_numpy("y"), ids * 100 + places)
+    assert answer.as_numpy("count").tolist() == [[length]]
 
 
 # --- two instances of a model with hooks ---------------------------------------------------------
@@ -141,6 +200,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             "instance_group [{ kind: KIND_CPU count: 2 }]\n",
         )
     )
-    _OVERLAPPING.lay_out(folder / "repository")
+    for scenario in (_OVERLAPPING, _PADDED):
+        scenario.lay_out(folder / "repository")
     with serving.running(folder) as server:
         yield server

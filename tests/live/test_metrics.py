@@ -111,7 +111,7 @@ def server(repository: Path) -> Iterator[Server]:
 def alone(tmp_path: Path) -> Iterator[Server]:
     """A server that may die, with the model that takes a name."""
     (taker,) = [one for one in _TABLE if one.name == "taker"]
-    (refused,) = [one for one in scenarios.SEQUENCES if one.name == "state_begins_anew"]
+    (refused,) = [one for one in scenarios.SEQUENCES if one.name == "state_oldest"]
     for scenario in (taker, refused):
         scenario.lay_out(tmp_path / "repository")
     arguments = ("--model-control-mode=explicit", "--load-model=taker")
@@ -358,13 +358,13 @@ def test_a_name_that_is_taken(alone: Server) -> None:
     """Another backend's metric of another kind: the load fails with a sentence."""
     with tritonclient.grpc.InferenceServerClient(alone.grpc_address) as client:
         with pytest.raises(InferenceServerException) as refusal:
-            client.load_model("state_begins_anew")
+            client.load_model("state_oldest")
         if "Triton refuses the metric" not in refusal.value.message():
             # Triton reads what it refuses with from memory that it has freed, and may die of it.
             code = alone.process.wait(_SECONDS)
             assert code in (-signal.SIGSEGV, -signal.SIGABRT)
             pytest.skip("tritonserver 24.10 has died of its own refusal")
     assert (
-        "model 'state_begins_anew': Triton refuses the metric pytorch_py_sequences (Family name"
+        "model 'state_oldest': Triton refuses the metric pytorch_py_sequences (Family name"
         " already exists with different type); expected a server where nothing else has"
     ) in refusal.value.message()

@@ -22,7 +22,7 @@ from torch_py_backend.server import Server
 
 # The answers of a stream come in the order of its requests: none may wait for another's end, so
 # there are no more sequences than slots.
-_SEQUENCES = {"direct": 16, "oldest": 48, "option": 48}
+_SEQUENCES = {"direct": 16, "option": 48}
 _STEPS = 12
 _TWO = "instance_group [{ kind: KIND_CPU count: 2 }]\n"
 # A machine that does several things at once may keep a step waiting for seconds.
@@ -51,9 +51,9 @@ class Sums(nn.Module):
 
 
 _OLDEST = "oldest { max_candidate_sequences: 64 max_queue_delay_microseconds: 1000 }"
+# Strategies with the two ways to have a state, in pairs: "idle" is the third one.
 _MODELS = {
     "direct": (models.Accumulate, _config(f"direct {{ }} {_PATIENT}")),
-    "oldest": (models.Accumulate, _config(f"{_OLDEST} {_PATIENT}")),
     "option": (Sums, _config(f"{_OLDEST} {_PATIENT}", **_PAIRS)),
     "slots": (
         models.Slots,
@@ -103,7 +103,7 @@ def _ask(client: Any, model: str, name: int | str, value: float, flags: str = ""
     return float(result.as_numpy("y")[0, 0])
 
 
-@pytest.mark.parametrize("model", ["direct", "oldest", "option"])
+@pytest.mark.parametrize("model", ["direct", "option"])
 def test_many_sequences_at_once(model: str, client: Any) -> None:
     """Numbers and texts are ids, steps of all are mixed, and each sequence has its own totals."""
     numbers = range(1, _SEQUENCES[model] + 1)
@@ -134,7 +134,7 @@ def test_many_sequences_at_once(model: str, client: Any) -> None:
     client.stop_stream()
 
 
-@pytest.mark.parametrize("model", ["direct", "oldest", "option"])
+@pytest.mark.parametrize("model", ["direct", "option"])
 def test_out_of_order(model: str, client: Any) -> None:
     """What begins nowhere, and what has ended, is told the flag that it lacks, and harms nobody."""
     assert _ask(client, model, 5, 1, "s") == 1
@@ -181,13 +181,11 @@ def _await_metrics(server: Server, model: str, wanted: dict[str, float]) -> None
 def test_live_sequences_are_told(server: Server, client: Any) -> None:
     """Metrics tell how many sequences there are over all instances, and what they take."""
     for name in range(1, 6):
-        _ask(client, "oldest", name, 1, "s")
         _ask(client, "option", name, 1, "s")
-    for model in ("oldest", "option"):
-        _await_metrics(server, model, {"sequences": 5, "sequence_bytes": 5 * 16})
-        for name in range(1, 6):
-            _ask(client, model, name, 1, "e")
-        _await_metrics(server, model, {"sequences": 0, "sequence_bytes": 0})
+    _await_metrics(server, "option", {"sequences": 5, "sequence_bytes": 5 * 16})
+    for name in range(1, 6):
+        _ask(client, "option", name, 1, "e")
+    _await_metrics(server, "option", {"sequences": 0, "sequence_bytes": 0})
 
 
 def test_what_idles_is_freed(server: Server, client: Any) -> None:
