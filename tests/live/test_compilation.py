@@ -67,9 +67,7 @@ def client(folder: Path) -> Iterator[tritonclient.http.InferenceServerClient]:
 
 
 def _infer(client: tritonclient.http.InferenceServerClient, model: str, x: Any) -> Any:
-    tensor = tritonclient.http.InferInput("x", list(x.shape), "FP32")
-    tensor.set_data_from_numpy(x)
-    return client.infer(model, [tensor]).as_numpy("y")
+    return client.infer(model, serving.infer_inputs(tritonclient.http, {"x": x})).as_numpy("y")
 
 
 def _compilations(folder: Path, model: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 import serving
 import tritonclient.grpc
 from scenarios import config, tensor
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.server.tritonserver import ModelState
 
@@ -84,8 +84,8 @@ class Speaker(nn.Module):
 
 class Hooks:
     def preprocess(self, text: bytes) -> Tensor:
-        found = model("lengths", timeout=60)(text=[[text]])["y"]
-        return model("double")(x=found)["y"][0]
+        lengths = model("lengths", timeout=60)(text=[[text]])["y"]
+        return model("double")(x=lengths)["y"][0]
 
     def postprocess(self, result: Tensor) -> dict:
         return {"y": model("spoken")(x=result.unsqueeze(0))["y"].item()}
@@ -130,14 +130,11 @@ class Asked:
 
     def infer(self, name: str, **inputs: Any) -> Any:
         """The output y."""
-        sent = []
-        for key, value in inputs.items():
-            array = np.array(value, dtype=np.float32 if key == "x" else np.object_)
-            one = tritonclient.grpc.InferInput(
-                key, list(array.shape), np_to_triton_dtype(array.dtype)
-            )
-            one.set_data_from_numpy(array)
-            sent.append(one)
+        arrays = {
+            key: np.array(value, dtype=np.float32 if key == "x" else np.object_)
+            for key, value in inputs.items()
+        }
+        sent = serving.infer_inputs(tritonclient.grpc, arrays)
         return self.client.infer(name, sent, client_timeout=60).as_numpy("y").tolist()
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import time
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +14,7 @@ import scenarios
 import serving
 import tritonclient.grpc
 import tritonclient.http
+from grpc_streams import metric
 
 from torch_py_backend.server import Server
 
@@ -31,17 +29,10 @@ def test_rows_return_to_their_owner(protocol: str, server: Server) -> None:
         rows = sum(pool.map(lambda number: _client(server, protocol, number), range(_CLIENTS)))
     assert rows > _CLIENTS * _REQUESTS
     with tritonclient.grpc.InferenceServerClient(server.grpc_address) as client:
-        _until(lambda: _statistics(client, "batched").inference_count >= rows)
+        # Triton counts a batch after it has answered it.
+        serving.until(lambda: _statistics(client, "batched").inference_count >= rows)
         statistics = _statistics(client, "batched")
     assert statistics.execution_count < statistics.inference_count, "no batch was ever formed"
-
-
-def _until(happened: Callable[[], bool]) -> None:
-    """Triton counts a batch after it has answered it, and receives our counts once a second."""
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
 
 
 def _statistics(client: tritonclient.grpc.InferenceServerClient, model: str) -> Any:
@@ -57,9 +48,7 @@ def _client(server: Server, protocol: str, number: int) -> int:
     total = 0
     for _ in range(_REQUESTS):
         x = random.standard_normal((int(random.integers(1, 9)), 4)).astype(np.float32)
-        tensor = module.InferInput("x", list(x.shape), "FP32")
-        tensor.set_data_from_numpy(x)
-        y = client.infer("batched", [tensor]).as_numpy("y")
+        y = client.infer("batched", serving.infer_inputs(module, {"x": x})).as_numpy("y")
         np.testing.assert_allclose(y, scenarios.eager(_MODULE, x=x), rtol=1e-4, atol=1e-5)
         total += len(x)
     client.close()
@@ -89,30 +78,18 @@ def test_lengths_share_a_batch_and_come_back(server: Server) -> None:
         ThreadPoolExecutor(16) as pool,
     ):
         list(pool.map(lambda number: _check_tokens(client, number), range(_LENGTHS)))
-        _until(lambda: _statistics(client, "padded_left").inference_count == _LENGTHS)
+        serving.until(lambda: _statistics(client, "padded_left").inference_count == _LENGTHS)
         # One length a batch would need about as many executions as requests.
         assert _statistics(client, "padded_left").execution_count < _LENGTHS / 2
-    _until(lambda: all(_row_metrics(server, "padded_left")))
-
-
-def _row_metrics(server: Server, model: str) -> list[float]:
-    """Rows, values and padded values, by Triton's metrics."""
-    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics") as answer:
-        metrics = answer.read().decode()
-    labels = f'{{model="{model}",version="1"}}'
-    matches = (
-        re.search(rf"pytorch_py_{name}_total{re.escape(labels)} (\S+)", metrics)
-        for name in ("rows", "values", "padded_values")
-    )
-    return [float(match[1]) if match else 0.0 for match in matches]
+    for name in ("rows", "values", "padded_values"):
+        series = f"pytorch_py_{name}_total"
+        serving.until(lambda series=series: metric(server, series, "padded_left"))  # type: ignore[misc]
 
 
 def _check_tokens(client: tritonclient.grpc.InferenceServerClient, number: int) -> None:
     length = 1 + number % 13
     ids = np.arange(number, number + length).reshape(1, length)
-    tensor = tritonclient.grpc.InferInput("ids", [1, length], "INT64")
-    tensor.set_data_from_numpy(ids)
-    answer = client.infer("padded_left", [tensor])
+    answer = client.infer("padded_left", serving.infer_inputs(tritonclient.grpc, {"ids": ids}))
     places = np.arange(1, length + 1)
     np.testing.assert_array_equal(answer.as_numpy("y"), ids * 100 + places)
     assert answer.as_numpy("count").tolist() == [[length]]
@@ -178,9 +155,8 @@ def test_hooks_of_one_batch_overlap_with_forward_of_another(server: Server) -> N
 
 
 def _sent(client: tritonclient.grpc.InferenceServerClient, value: float) -> dict[str, float]:
-    tensor = tritonclient.grpc.InferInput("x", [1, 1], "FP32")
-    tensor.set_data_from_numpy(np.array([[value]], dtype=np.float32))
-    answer = client.infer("overlapping", [tensor], client_timeout=120)
+    inputs = serving.infer_inputs(tritonclient.grpc, {"x": np.array([[value]], dtype=np.float32)})
+    answer = client.infer("overlapping", inputs, client_timeout=120)
     return {name: float(answer.as_numpy(name)[0, 0]) for name in ("seen", "process")}
 
 

@@ -23,7 +23,7 @@ import scenarios
 import torch
 from resnet50 import ResNet50
 from scenarios import Call, Scenario, floats, tensor
-from serving import Serving
+from serving import Serving, infer_inputs
 from serving import running as started
 from torch import Tensor, nn
 from tritonclient import grpc, http
@@ -372,9 +372,8 @@ def over_grpc(running: tritonserver.Server, model: str, images: Array) -> Array:
 
 
 def infer(protocol: Any, client: Any, model: str, images: Array) -> Array:
-    sent = protocol.InferInput("input__0", list(images.shape), "FP32")
-    sent.set_data_from_numpy(images)
-    logits: Array = client.infer(model, [sent]).as_numpy("output__0")
+    inputs = infer_inputs(protocol, {"input__0": images})
+    logits: Array = client.infer(model, inputs).as_numpy("output__0")
     return logits
 
 

@@ -75,15 +75,13 @@ class Imported:
     def ask(self, protocol: str, name: str, field: str, body: bytes) -> bytes:
         """One request with one field."""
         module = {"http": tritonclient.http, "grpc": tritonclient.grpc}[protocol]
-        answer = getattr(self, protocol).infer(name, [_input(module, field, body)])
+        answer = getattr(self, protocol).infer(name, _inputs(module, field, body))
         value: bytes = answer.as_numpy("output")[0, 0]
         return value
 
 
-def _input(module: Any, field: str, body: bytes) -> Any:
-    tensor = module.InferInput(field, [1, 1], "BYTES")
-    tensor.set_data_from_numpy(np.array([[body]], dtype=np.object_))
-    return tensor
+def _inputs(module: Any, field: str, body: bytes) -> list[Any]:
+    return serving.infer_inputs(module, {field: np.array([[body]], dtype=np.object_)})
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +156,7 @@ def test_requests_share_a_batch(imported: Imported) -> None:
     for body in bodies:
         imported.grpc.async_infer(
             "counts",
-            [_input(tritonclient.grpc, "data", body)],
+            _inputs(tritonclient.grpc, "data", body),
             lambda result, error: answers.put((result, error)),
         )
     found = []
@@ -177,7 +175,7 @@ def test_one_bad_request_of_a_batch(imported: Imported) -> None:
     for body in bodies:
         imported.grpc.async_infer(
             "numbers",
-            [_input(tritonclient.grpc, "body", body)],
+            _inputs(tritonclient.grpc, "body", body),
             lambda result, error, body=body: answers.put((body, result, error)),
         )
     for _ in bodies:

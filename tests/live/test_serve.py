@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import scenarios
+import serving
 import supervised
 import tritonclient.grpc
 import tritonclient.http
@@ -94,9 +95,8 @@ def test_serves_and_leaves_nothing(numbers: tuple[signal.Signals, ...], reposito
         http, grpc, _ = (part.decode() for part in _SERVING.search(text).groups())  # type: ignore[union-attr]
         for module, address in ((tritonclient.http, http), (tritonclient.grpc, grpc)):
             client = module.InferenceServerClient(address)
-            tensor = module.InferInput("x", [1, 4], "FP32")
-            tensor.set_data_from_numpy(np.ones((1, 4), dtype=np.float32))
-            answer = client.infer("function", [tensor]).as_numpy("y")
+            inputs = serving.infer_inputs(module, {"x": np.ones((1, 4), dtype=np.float32)})
+            answer = client.infer("function", inputs).as_numpy("y")
             assert answer.tolist() == [[2.0] * 4]
             client.close()
         for number in numbers:

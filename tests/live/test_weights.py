@@ -6,10 +6,8 @@ import contextlib
 import json
 import re
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import living
 import numpy as np
@@ -18,11 +16,12 @@ import pytest
 import safetensors.torch
 import torch
 import tritonclient.grpc
-from serving import running
+from serving import infer_inputs, running, until
 from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.server import Server
 
+_SECONDS = 240
 _WIDTH = 2048
 _INSTANCES = 2
 _X = np.ones((1, _WIDTH), np.float32)
@@ -65,9 +64,8 @@ class Served:
         self.client = tritonclient.grpc.InferenceServerClient(server.grpc_address)
 
     def answer(self) -> float:
-        tensor = tritonclient.grpc.InferInput("x", list(_X.shape), "FP32")
-        tensor.set_data_from_numpy(_X)
-        result = self.client.infer("wide", [tensor]).as_numpy("y")
+        inputs = infer_inputs(tritonclient.grpc, {"x": _X})
+        result = self.client.infer("wide", inputs).as_numpy("y")
         assert len(set(result.flat)) == 1, "weights of two files"
         return float(result.flat[0])
 
@@ -86,11 +84,11 @@ class Served:
     def regions(self) -> list[Path]:
         """Shared memory under the prefix that this server was given: others may run here."""
         words = living.command(psutil.Process(self.server.process.pid))
-        told = re.search(r"shm-region-prefix-name=(\S+)", words)
-        assert told is not None
-        found = Path("/dev/shm").glob(f"{told[1]}*")
-        # One file tells whose they are.
-        return [path for path in found if not path.name.endswith("_owner")]
+        prefix = re.search(r"shm-region-prefix-name=(\S+)", words)
+        assert prefix is not None
+        paths = Path("/dev/shm").glob(f"{prefix[1]}*")
+        # One file names their owner.
+        return [path for path in paths if not path.name.endswith("_owner")]
 
     def mapped(self, pid: int) -> dict[str, int]:
         """What smaps says of the file in one process, in bytes, summed over its mappings."""
@@ -118,7 +116,7 @@ def served(shared: Served) -> Served:
     if set(shared.several()) != {1}:
         taken = shared.taken()
         _write(shared.path, 1)
-        until(lambda: shared.taken() == taken + _INSTANCES)
+        until(lambda: shared.taken() == taken + _INSTANCES, _SECONDS)
     return shared
 
 
@@ -138,14 +136,6 @@ def serving(tmp_path: Path, *, leases: bool = True) -> Iterator[Served]:
         made = Served(server, path, tmp_path / "server.log")
         yield made
         made.client.close()
-
-
-def until(happened: Callable[[], Any]) -> None:
-    """Wait for what a server does by itself; four minutes are a failure."""
-    end = time.monotonic() + 240
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def test_instances_have_the_weights_once(served: Served) -> None:
@@ -171,17 +161,17 @@ def test_new_weights_under_load(served: Served) -> None:
     asking = [threading.Thread(target=ask) for _ in range(4)]
     for one in asking:
         one.start()
-    until(lambda: bool(seen))
+    until(lambda: bool(seen), _SECONDS)
     for number, value in enumerate((2.0, 3.0), 1):
         _write(served.path, value)
         # Twenty answers may all be one instance's, which was quicker than the others.
-        until(lambda number=number: served.taken() == taken + number * _INSTANCES)  # type: ignore[misc]
-        until(lambda value=value: seen[-20:] == [value] * 20)  # type: ignore[misc]
+        until(lambda number=number: served.taken() == taken + number * _INSTANCES, _SECONDS)  # type: ignore[misc]
+        until(lambda value=value: seen[-20:] == [value] * 20, _SECONDS)  # type: ignore[misc]
     ended.set()
     for one in asking:
         one.join()
     assert set(seen) == {1.0, 2.0, 3.0}
-    until(lambda: all(served.mapped(one.pid) for one in served.instances()))
+    until(lambda: all(served.mapped(one.pid) for one in served.instances()), _SECONDS)
     assert served.taken() == taken + 2 * _INSTANCES
 
 
@@ -195,7 +185,7 @@ def test_a_file_that_is_written_over_in_place_harms_nobody(served: Served) -> No
         file.flush()
         assert set(served.several()) == {1}
         file.write(content[len(content) // 2 :])
-    until(lambda: served.taken() == taken + _INSTANCES)
+    until(lambda: served.taken() == taken + _INSTANCES, _SECONDS)
     assert set(served.several()) == {2}
 
 
@@ -207,7 +197,7 @@ def test_files_of_a_load_request_are_watched_with_a_warning(served: Served) -> N
     warning = "WATCH_WEIGHTS watches Triton's copy of the model"
     assert warning not in served.log.read_text(errors="replace")
     served.client.load_model("wide", config=json.dumps(config), files=files)
-    until(lambda: warning in served.log.read_text(errors="replace"))
+    until(lambda: warning in served.log.read_text(errors="replace"), _SECONDS)
     assert served.answer() == 1
     # From the repository again.
     served.client.load_model("wide")
@@ -220,7 +210,7 @@ def test_unload_gives_everything_back(served: Served) -> None:
     for _ in range(2):
         served.client.unload_model("wide")
         # Triton reaps a process before it gives back what they shared.
-        until(lambda: not served.instances() and not served.regions())
+        until(lambda: not served.instances() and not served.regions(), _SECONDS)
         served.client.load_model("wide")
         assert served.answer() == 1
         assert len(served.instances()) == _INSTANCES
@@ -239,4 +229,6 @@ def test_who_reads_behind_the_end_of_a_file_leaves_a_word(tmp_path: Path) -> Non
             return served.log.read_text(errors="replace")
 
         # It is written piece by piece.
-        until(lambda: "in forward" in said().partition("Fatal Python error: Bus error")[2])
+        until(
+            lambda: "in forward" in said().partition("Fatal Python error: Bus error")[2], _SECONDS
+        )

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
-import re
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +15,7 @@ import scenarios
 import serving
 import torch
 import tritonclient.grpc
+from grpc_streams import metric
 from tritonclient.grpc import InferenceServerException
 
 from torch_py_backend.processes import instance_status
@@ -102,34 +99,12 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
 
 
 def _inputs(value: float) -> list[Any]:
-    x = tritonclient.grpc.InferInput("x", [1, 4], "FP32")
-    x.set_data_from_numpy(np.full((1, 4), value, dtype=np.float32))
-    return [x]
+    x = np.full((1, 4), value, dtype=np.float32)
+    return serving.infer_inputs(tritonclient.grpc, {"x": x})
 
 
 def _ask(client: Any, model: str, value: float) -> Any:
     return client.infer(model, _inputs(value)).as_numpy("y")
-
-
-def _metrics(server: Server) -> str:
-    """Triton begins to listen for them after it has begun for requests."""
-    address = f"http://{server.metrics_address}/metrics"
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline:
-        with (
-            contextlib.suppress(urllib.error.URLError),
-            urllib.request.urlopen(address, timeout=60) as page,
-        ):
-            return str(page.read().decode())
-        time.sleep(0.05)
-    raise AssertionError(address)
-
-
-def _gauge(server: Server, model: str) -> float:
-    text = _metrics(server)
-    labelled = rf'^pytorch_py_poisoned{{[^}}]*model="{model}"[^}}]*}} (\S+)$'
-    (line,) = re.findall(labelled, text, re.MULTILINE)
-    return float(line)
 
 
 def _refused(client: Any, model: str, value: float) -> str:
@@ -142,7 +117,7 @@ def _refused(client: Any, model: str, value: float) -> str:
 def test_an_instance_that_stays(running: tuple[Server, Any, Path]) -> None:
     """It refuses all requests at once with the reason; other models are answered."""
     server, client, log = running
-    assert _gauge(server, "stays") == 0
+    assert metric(server, "pytorch_py_poisoned", "stays") == 0
     assert (_ask(client, "stays", 3) == 6).all()
 
     for value in (-1, 3, 4):
@@ -151,8 +126,8 @@ def test_an_instance_that_stays(running: tuple[Server, Any, Path]) -> None:
         assert "device-side assert triggered" in message
         assert "/" not in message
 
-    assert _gauge(server, "stays") == 1
-    assert _gauge(server, "counts") == 0
+    assert metric(server, "pytorch_py_poisoned", "stays") == 1
+    assert metric(server, "pytorch_py_poisoned", "counts") == 0
     assert (_ask(client, "counts", 0) == 0).all()
     text = log.read_text(errors="replace")
     assert text.count("instance stays_0_0 is poisoned and refuses all requests") == 1
@@ -188,7 +163,7 @@ def test_requests_that_nobody_waits_for(running: tuple[Server, Any, Path]) -> No
         )
 
     send(5)
-    _until_busy(server, "counts")
+    serving.until(lambda: _is_busy(server, "counts"))
     calls = [send(0.1) for _ in range(3)]
     send(0.1, client_timeout=0.2)
     time.sleep(0.3)  # until it is past
@@ -201,11 +176,9 @@ def test_requests_that_nobody_waits_for(running: tuple[Server, Any, Path]) -> No
     assert (_ask(client, "counts", 0.1) == 3).all()
 
 
-def _until_busy(server: Server, model: str) -> None:
-    deadline = time.monotonic() + 60
-    while not any(
-        one.identity.model == model and one.read().state is InstanceState.BUSY
-        for one in map(instance_status.Reader, instance_status.files(server.status_folder))
-    ):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+def _is_busy(server: Server, model: str) -> bool:
+    readers = map(instance_status.Reader, instance_status.files(server.status_folder))
+    return any(
+        reader.identity.model == model and reader.read().state is InstanceState.BUSY
+        for reader in readers
+    )
