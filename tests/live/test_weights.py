@@ -189,20 +189,6 @@ def test_a_file_that_is_written_over_in_place_harms_nobody(served: Served) -> No
     assert set(served.several()) == {2}
 
 
-def test_files_of_a_load_request_are_watched_with_a_warning(served: Served) -> None:
-    """Triton keeps them in a folder of its own, as it does what it fetches from a cloud store."""
-    config = served.client.get_model_config("wide", as_json=True)["config"]
-    names = ("model.py", "model.safetensors")
-    files = {f"file:1/{name}": served.path.with_name(name).read_bytes() for name in names}
-    warning = "WATCH_WEIGHTS watches Triton's copy of the model"
-    assert warning not in served.log.read_text(errors="replace")
-    served.client.load_model("wide", config=json.dumps(config), files=files)
-    until(lambda: warning in served.log.read_text(errors="replace"), _SECONDS)
-    assert served.answer() == 1
-    # From the repository again.
-    served.client.load_model("wide")
-
-
 def test_unload_gives_everything_back(served: Served) -> None:
     """No process, no shared memory, no mapping of the file is left; and it can be loaded again."""
     regions = len(served.regions())
@@ -215,6 +201,18 @@ def test_unload_gives_everything_back(served: Served) -> None:
         assert served.answer() == 1
         assert len(served.instances()) == _INSTANCES
     assert len(served.regions()) == regions
+
+
+def test_files_of_a_load_request_are_watched_with_a_warning(served: Served) -> None:
+    """Triton keeps them in a folder of its own, as it does what it fetches from a cloud store."""
+    config = served.client.get_model_config("wide", as_json=True)["config"]
+    names = ("model.py", "model.safetensors")
+    files = {f"file:1/{name}": served.path.with_name(name).read_bytes() for name in names}
+    warning = "WATCH_WEIGHTS watches Triton's copy of the model"
+    assert warning not in served.log.read_text(errors="replace")
+    served.client.load_model("wide", config=json.dumps(config), files=files)
+    until(lambda: warning in served.log.read_text(errors="replace"), _SECONDS)
+    assert served.answer() == 1
 
 
 def test_who_reads_behind_the_end_of_a_file_leaves_a_word(tmp_path: Path) -> None:
