@@ -28,7 +28,7 @@ TESTS = Path(__file__).parent
 PAGE = TESTS.parent / "docs" / "compatibility.md"
 # One of each way through the backend: kinds of artifacts, types, errors, batches, states.
 SCENARIOS = (
-    "script_by_name", "module_safetensors", "factory", "every_type", "bytes_in_rows",
+    "script_by_name", "module_one", "factory", "every_type", "bytes_in_rows",
     "optional_inputs", "padded", "poison", "compiled", "state_oldest", "state_grows",
     "complete_export_nested", "complete_aoti", "complete_torchscript",
 )  # fmt: skip

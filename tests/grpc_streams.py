@@ -57,7 +57,7 @@ def responses(call: Any) -> Iterator[dict[str, Any] | str]:
 
 
 def metric(server: Server, name: str, model: str) -> float:
-    """The sum of a metric over a model's instances, as the server tells it at this moment."""
+    """The sum of a metric over a model's instances, as the server has it at this moment."""
     with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=60) as answer:
         lines = answer.read().decode().splitlines()
     return sum(

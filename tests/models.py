@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import textwrap
 from collections.abc import Callable
@@ -61,13 +60,10 @@ class Negate(nn.Module):
 
 
 class WithDefault(nn.Module):
-    def forward(self, x: Tensor, scale: float = 2.0, *, bias: Tensor) -> Tensor:
-        return x * scale + bias
+    """Takes a number that configs leave out; returns more than they list."""
 
-
-class TakesDict(nn.Module):
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        return inputs["a"] - inputs["b"]
+    def forward(self, x: Tensor, scale: float = 2.0, *, bias: Tensor) -> dict[str, Tensor]:
+        return {"double": 2 * x, "y": x * scale + bias, "triple": 3 * x}
 
 
 class ReturnsDict(nn.Module):
@@ -85,29 +81,22 @@ class ReturnsNamedTuple(nn.Module):
         return Pair(x + 1, x + 2)
 
 
-@dataclasses.dataclass
-class Scores:
-    scores: Tensor
-    best: Tensor
+class Outputs(nn.Module):
+    """Outputs of several layouts in memory and of several origins; x comes in pairs of pairs."""
 
-
-class ReturnsDataclass(nn.Module):
-    def forward(self, x: Tensor) -> Scores:
-        return Scores(x, x.argmax(dim=1, keepdim=True))
-
-
-class Strided(nn.Module):
-    """Outputs whose memory is not laid out as their shape says."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        wide = torch.stack([x, -x], dim=2)
-        return wide[:, :, 0], x[:1].expand(x.shape[0], -1), torch.view_as_complex(wide).conj().imag
-
-
-class RequiresGrad(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        rows = x.flatten(1)
+        wide = torch.stack([rows, -rows], dim=2)
         with torch.enable_grad():
-            return x * torch.ones(4, requires_grad=True)
+            gradient = x * torch.ones(2, 2, requires_grad=True)
+        return {
+            "y": -x,
+            "total": x.sum(dim=(1, 2)),
+            "gradient": gradient,
+            "a": wide[:, :, 0],
+            "b": rows[:1].expand(len(rows), -1),
+            "c": torch.view_as_complex(wide).conj().imag,
+        }
 
 
 class Raises(nn.Module):
@@ -119,19 +108,19 @@ class Raises(nn.Module):
         return x
 
 
-class Exits(nn.Module):
-    """Tries to end the process when a value is negative."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        if bool((x < 0).any()):
-            raise SystemExit(3)
-        return x
-
-
 class Judge(nn.Module):
-    """Takes offence at some values, each in its own way; messages hold what must not leave."""
+    """Fails at some values, at each in another way; messages hold what must not leave."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
+        wrong: Any = {
+            -4: lambda: x[:-1],
+            -5: lambda: torch.empty(10**15),
+            -6: lambda: x.to("meta"),
+            -7: x.double,
+            -8: lambda: x[:, :2],
+            -9: lambda: torch.cat([x, x]),
+            -10: lambda: "text",
+        }
         for value in x.flatten().tolist():
             if value == -1:
                 raise ValueError(f"bad value in {__file__}, {object()} of 10.1.2.3:8000")
@@ -139,34 +128,9 @@ class Judge(nn.Module):
                 raise SystemExit(3)
             if value == -3:
                 raise RuntimeError("bad \ud800\x00 character")
-            if value == -4:
-                return x[:-1]
-            if value == -5:
-                return torch.empty(10**15)
-            if value == -6:
-                return x.to("meta")
+            if value in wrong:
+                return wrong[value]()
         return x * 2
-
-
-class Divides(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return 1 / x
-
-
-class WrongWhenNegative(nn.Module):
-    """Returns what the config contradicts when the first value is negative."""
-
-    def forward(self, x: Tensor) -> Any:
-        kind = int(x.flatten()[0])
-        if kind == -1:
-            return x.double()
-        if kind == -2:
-            return x[:, :2]
-        if kind == -3:
-            return torch.cat([x, x])
-        if kind == -4:
-            return "text"
-        return x
 
 
 class Settings(nn.Module):
@@ -250,27 +214,20 @@ class Tied(nn.Module):
 
 
 class Optionals(nn.Module):
-    """Two tensors that may be left out: one has a default, the other may be None."""
+    """Tensors that may be left out: two of them only together."""
 
-    def forward(self, x: Tensor, scale: Tensor | None, *, bias: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        scale: Tensor | None,
+        state: tuple[Tensor, Tensor] | None = None,
+        *,
+        bias: Tensor | None = None,
+    ) -> Tensor:
         scaled = x if scale is None else x * scale
+        if state is not None:
+            scaled = scaled * state[0] + state[1]
         return scaled if bias is None else scaled + bias
-
-
-class Stateful(nn.Module):
-    """An LSTM's state: two tensors that come together or not at all."""
-
-    def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        return x if state is None else x * state[0] + state[1]
-
-
-class Scalars(nn.Module):
-    """Arguments that are no tensors."""
-
-    def forward(self, x: Tensor, power: int, factor: float, negative: bool, unit: str) -> Tensor:
-        assert (type(power), type(factor), type(negative), type(unit)) == (int, float, bool, str)
-        result = x**power * factor * {"one": 1.0, "ten": 10.0}[unit]
-        return -result if negative else result
 
 
 class Lists(nn.Module):
@@ -293,12 +250,12 @@ class Rows(nn.Module):
         return [" ".join(row) for row in words]
 
 
-class Methods(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        raise NotImplementedError
+class Strings(nn.Module):
+    """Bytes that are no text in rows of two, and strings in rows as they were sent."""
 
-    def encode(self, x: Tensor) -> Tensor:
-        return x + 1
+    def forward(self, blobs: list[bytes], words: list[list[str]]) -> dict[str, Any]:
+        pairs = [[blobs[i + 1], blobs[i]] for i in range(0, len(blobs), 2)]
+        return {"y": pairs, "joined": [" ".join(row) for row in words]}
 
 
 class BFloat(nn.Module):
@@ -307,18 +264,20 @@ class BFloat(nn.Module):
         self.weight = nn.Parameter(torch.tensor([2.0], dtype=torch.bfloat16))
 
     def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def encode(self, x: Tensor) -> Tensor:
         assert x.dtype is torch.bfloat16
         return x * self.weight
 
 
-def maximum(x: Tensor) -> Any:
-    """What torch.max returns has named fields that are no named tuple's."""
-    return torch.max(x, dim=1, keepdim=True)
+def negative_and_mean(x: Tensor) -> dict[str, Tensor]:
+    """The mean is a tensor without dimensions."""
+    return {"y": -x, "mean": x.mean()}
 
 
-def mean(x: Tensor) -> Tensor:
-    """A tensor without dimensions."""
-    return x.mean()
+def mirror(x: Tensor, b: Tensor) -> dict[str, Tensor]:
+    return {"x": x, "b": b, "y": -x}
 
 
 def double(x: Tensor) -> Tensor:
@@ -355,11 +314,6 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.convolution(x))
-
-
-def total(x: Tensor) -> Tensor:
-    """A scalar for each row."""
-    return x.sum(dim=1)
 
 
 class Mixed(nn.Module):
@@ -404,6 +358,25 @@ class Journal(nn.Module):
     def forward(self, words: list[str], pages: list[str]) -> dict[str, list[str]]:
         written = [page + word for page, word in zip(pages, words, strict=True)]
         return {"y": written, "new_pages": written}
+
+
+class Chronicle(nn.Module):
+    """States of strings and of numbers."""
+
+    def forward(
+        self, x: Tensor, words: list[str], pages: list[str], story: list[str], total: Tensor
+    ) -> dict[str, Any]:
+        pages = [page + word for page, word in zip(pages, words, strict=True)]
+        story = [part + word for part, word in zip(story, words, strict=True)]
+        total = total + x
+        return {
+            "y": total,
+            "written": pages,
+            "told": story,
+            "new_pages": pages,
+            "new_story": story,
+            "sum": total,
+        }
 
 
 class Remembers(nn.Module):

@@ -7,7 +7,7 @@ import os
 import queue
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import scenarios
 import torch
 import tritonclient.grpc
 import tritonclient.http
-from scenarios import Call, Refused, assert_close
+from scenarios import Call, Refused, Scenario, assert_close
 from supervised import EXIT
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
@@ -32,6 +32,8 @@ from torch_py_backend.server.tritonserver import ModelState, Server
 _LONGEST_S = 540
 # For so long Triton does not leave instances idle that it has not forgotten.
 _FORGOTTEN_S = 30
+# What Triton dies of where an instance did not answer in time.
+_STALLED = "boost::interprocess::lock_exception"
 # A port that is free here may be the one that a server of another process will have in a moment.
 _ADDRESS = f"127.0.0.{2 + int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0').removeprefix('gw'))}"
 _GRPC = {
@@ -39,16 +41,23 @@ _GRPC = {
     500: "INTERNAL",
     503: "UNAVAILABLE",
 }
+_REFUSED = scenarios.REFUSED_ON_SERVER | kinds.REFUSED_ON_SERVER | hooked.REFUSED_ON_SERVER
+
+
+def _served(table: Sequence[Scenario]) -> tuple[Scenario, ...]:
+    return tuple(one for one in table if not one.load_error or one.name in _REFUSED)
+
+
+_SINGLE = _served([one for one in scenarios.TABLE if one not in scenarios.SEQUENCES])
 # What one server serves together: all at once would not fit a small machine's memory.
 TABLES = {
-    "scenarios": tuple(
-        one for one in scenarios.TABLE if not one.load_error and one not in scenarios.SEQUENCES
+    "requests": tuple(one for one in _SINGLE if not one.load_error),
+    "sequences and hooks": (
+        *scenarios.SEQUENCES,
+        *_served(hooked.TABLE),
+        *(one for one in _SINGLE if one.load_error),
     ),
-    "sequences": scenarios.SEQUENCES,
-    "refused": tuple(one for one in scenarios.TABLE if one.load_error),
-    "kinds": kinds.TABLE,
-    "hooked": hooked.TABLE,
-    "function": tuple(one for one in scenarios.TABLE if one.name == "function"),
+    "kinds": _served(kinds.TABLE),
 }
 
 
@@ -67,20 +76,17 @@ class Serving:
         return self.log_path.read_text(errors="replace")
 
     def until_logged(self, part: str) -> None:
-        """Wait for what is said of a request that has its answer: Triton writes it later."""
-        deadline = time.monotonic() + 60
-        while part not in self.log:
-            assert time.monotonic() < deadline, part
-            time.sleep(0.05)
+        """Wait for a part of the log: Triton writes it after a request has its answer."""
+        until(lambda: part in self.log)
 
     def check(self, protocol: str, name: str, call: Call) -> None:
         """One request has the answer, or the refusal, that the table has."""
         if isinstance(call.expected, Refused):
             with pytest.raises(InferenceServerException) as refusal:
-                self.infer(protocol, name, call.inputs, [], **_told(call))
+                self.infer(protocol, name, call.inputs, [], **_options(call))
             _check_refusal(refusal.value, call.expected, protocol)
             return
-        result = self.infer(protocol, name, call.inputs, list(call.expected), **_told(call))
+        result = self.infer(protocol, name, call.inputs, list(call.expected), **_options(call))
         _check_result(result, call.expected)
 
     def check_together(self, name: str, batch: Sequence[Call]) -> None:
@@ -90,10 +96,10 @@ class Serving:
             answers.append(queue.SimpleQueue())
             self.grpc.async_infer(
                 name,
-                _inputs(tritonclient.grpc, call.inputs),
+                infer_inputs(tritonclient.grpc, call.inputs),
                 lambda result, error, answer=answers[-1]: answer.put((result, error)),
                 request_id=f"{name}-{place}",
-                **_told(call),
+                **_options(call),
             )
         for call, answer in zip(batch, answers, strict=True):
             result, error = answer.get(timeout=120)
@@ -110,13 +116,21 @@ class Serving:
         name: str,
         inputs: dict[str, Any],
         outputs: list[str],
-        **told: Any,
+        **options: Any,
     ) -> Any:
         """One request over `http` or `grpc`; torch tensors are sent as BF16."""
         module = {"http": tritonclient.http, "grpc": tritonclient.grpc}[protocol]
-        wanted = [module.InferRequestedOutput(one) for one in outputs]
+        wanted = [module.InferRequestedOutput(output) for output in outputs]
         send = getattr(self, protocol).infer
-        return send(name, _inputs(module, inputs), outputs=wanted, **told)
+        return send(name, infer_inputs(module, inputs), outputs=wanted, **options)
+
+
+def until(happened: Callable[[], object], seconds: float = 60) -> None:
+    """Wait for what a server does by itself."""
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager
@@ -142,8 +156,8 @@ def _loaded(
 ) -> tuple[Server, list[ModelState]]:
     """Return a server and the states of its models.
 
-    Triton 24.10 never ends a load during which the machine stalled for a second. `serve` notices;
-    here, the server is replaced.
+    Triton 24.10 never ends a load during which the machine stalled for a second, or dies of it.
+    `serve` notices; here, the server is replaced.
     """
     deadline = time.monotonic() + _LONGEST_S
     while True:
@@ -158,7 +172,13 @@ def _loaded(
                 log=attempt.enter_context(log_path.open("wb")),
             )
             attempt.enter_context(server)
-            states = _states(server, deadline)
+            states = None
+            try:
+                states = _states(server, deadline)
+            except ServerError:
+                log = log_path.read_text(errors="replace")
+                if _STALLED not in log or time.monotonic() > deadline:
+                    raise
             if states is not None:
                 stack.push(attempt.pop_all())
                 return server, states
@@ -207,17 +227,12 @@ def asked(folder: Path) -> Iterator[Serving]:
         grpc.close()
 
 
-def _told(call: Call) -> dict[str, Any]:
-    """What clients say beside inputs: a place in a sequence, and parameters."""
-    told: dict[str, Any] = {"parameters": call.parameters or None}
-    turn = call.turn
-    if turn is not None:
-        told |= {
-            "sequence_id": turn.id,
-            "sequence_start": turn.starts,
-            "sequence_end": turn.ends,
-        }
-    return told
+def _options(call: Call) -> dict[str, Any]:
+    """What a client sends beside inputs: a place in a sequence, and parameters."""
+    options: dict[str, Any] = {"parameters": call.parameters or None}
+    if call.turn is not None:
+        options["sequence_id"], options["sequence_start"], options["sequence_end"] = call.turn
+    return options
 
 
 def _check_refusal(error: InferenceServerException, expected: Refused, protocol: str) -> None:
@@ -230,13 +245,14 @@ def _check_refusal(error: InferenceServerException, expected: Refused, protocol:
 
 def _check_result(result: Any, expected: dict[str, Any]) -> None:
     for output, value in expected.items():
-        came, wanted = result.as_numpy(output), to_numpy(value)
-        assert came.dtype == wanted.dtype
-        assert came.shape == wanted.shape
-        assert_close(came, wanted)
+        array, wanted = result.as_numpy(output), to_numpy(value)
+        assert array.dtype == wanted.dtype
+        assert array.shape == wanted.shape
+        assert_close(array, wanted)
 
 
-def _inputs(module: Any, inputs: dict[str, Any]) -> list[Any]:
+def infer_inputs(module: Any, inputs: Mapping[str, Any]) -> list[Any]:
+    """Return arrays as the inputs of tritonclient.http or tritonclient.grpc."""
     sent = []
     for key, value in inputs.items():
         array = to_numpy(value)

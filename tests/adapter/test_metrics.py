@@ -59,7 +59,7 @@ _KINDS = {
         scenarios.text(streamed.CONTINUOUS),
         streamed.config({"start": "FP32", "count": "INT32"}, {"y": "FP32"}),
     ),
-    "sequences": named("state_begins_anew"),
+    "sequences": named("state_oldest"),
     "compiled": Scenario(
         "compiled",
         scenarios.text(_BRANCHES),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import models
 import numpy as np
+import pytest
 import scenarios
 import serving
 import tritonclient.http
@@ -29,33 +32,6 @@ def counting(graph, samples):
 """
 
 
-def test_no_request_pays_for_a_compilation(tmp_path: Path) -> None:
-    """Requests of 1 to 8 rows run what the warm-up compiled, and add no compilation."""
-    parameters = {
-        "TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "counting"}',
-        "WEIGHTS": "none",
-    }
-    folder = scenarios.Scenario(
-        "compiled",
-        scenarios.text(_COUNTING + models.source(models.Compiled)),
-        scenarios.config({"x": [4]}, {"y": [2]}, parameters=parameters)
-        + 'parameters { key: "MODEL_CLASS" value { string_value: "Compiled" } }\n',
-    ).lay_out(tmp_path / "repository")
-    count = folder / "1" / "compilations"
-    with serving.running(tmp_path) as server:
-        before = count.read_text()
-        client = tritonclient.http.InferenceServerClient(server.http_address)
-        for rows in (3, 8, 1, 5, 2, 7, 4, 6):
-            tensor = tritonclient.http.InferInput("x", [rows, 4], "FP32")
-            tensor.set_data_from_numpy(np.ones((rows, 4), dtype=np.float32))
-            assert client.infer("compiled", [tensor]).as_numpy("y").shape == (rows, 2)
-        client.close()
-        assert before
-        assert count.read_text() == before
-    # Nor does one run beside what was compiled.
-    assert "run eagerly" not in (tmp_path / "server.log").read_text(errors="replace")
-
-
 class Widening(nn.Module):
     """Its graph has a guard: fewer columns than rows is another branch."""
 
@@ -63,28 +39,63 @@ class Widening(nn.Module):
         return x * 2 if x.shape[1] > 4 else x * 2.0
 
 
-def test_shape_that_was_not_met_runs_eagerly(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The server's folder, with a model of fixed size and one whose size varies."""
+    folder = tmp_path_factory.mktemp("compilation")
+    for module, sizes in ((models.Compiled, ([4], [2])), (Widening, ([-1], [-1]))):
+        parameters = {
+            "TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "counting"}',
+            "MODEL_CLASS": module.__name__,
+            "WEIGHTS": "none",
+        }
+        scenarios.Scenario(
+            module.__name__.lower(),
+            scenarios.text(_COUNTING + models.source(module)),
+            scenarios.config({"x": sizes[0]}, {"y": sizes[1]}, parameters=parameters),
+        ).lay_out(folder / "repository")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(folder: Path) -> Iterator[tritonclient.http.InferenceServerClient]:
+    with (
+        serving.running(folder) as server,
+        tritonclient.http.InferenceServerClient(server.http_address) as client,
+    ):
+        yield client
+
+
+def _infer(client: tritonclient.http.InferenceServerClient, model: str, x: Any) -> Any:
+    return client.infer(model, serving.infer_inputs(tritonclient.http, {"x": x})).as_numpy("y")
+
+
+def _compilations(folder: Path, model: str) -> str:
+    return (folder / "repository" / model / "1" / "compilations").read_text()
+
+
+def test_no_request_pays_for_a_compilation(
+    client: tritonclient.http.InferenceServerClient, folder: Path
+) -> None:
+    """Requests of 1 to 8 rows run what the warm-up compiled, and add no compilation."""
+    before = _compilations(folder, "compiled")
+    for rows in (3, 8, 1, 5, 2, 7, 4, 6):
+        assert _infer(client, "compiled", np.ones((rows, 4), np.float32)).shape == (rows, 2)
+    assert before
+    assert _compilations(folder, "compiled") == before
+    # Nor does one run beside what was compiled.
+    assert "run eagerly" not in (folder / "server.log").read_text(errors="replace")
+
+
+def test_shape_that_was_not_met_runs_eagerly(
+    client: tritonclient.http.InferenceServerClient, folder: Path
+) -> None:
     """A length beyond the warm-up's compiles nothing, is answered, and logged once."""
-    parameters = {
-        "TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "counting"}',
-        "MODEL_CLASS": "Widening",
-    }
-    folder = scenarios.Scenario(
-        "widening",
-        scenarios.text(_COUNTING + models.source(Widening)),
-        scenarios.config({"x": [-1]}, {"y": [-1]}, parameters=parameters),
-    ).lay_out(tmp_path / "repository")
-    count = folder / "1" / "compilations"
-    with serving.running(tmp_path) as server:
-        before = count.read_text()
-        client = tritonclient.http.InferenceServerClient(server.http_address)
-        for length in (8, 6, 3, 2, 9, 1):
-            x = np.ones((2, length), dtype=np.float32)
-            tensor = tritonclient.http.InferInput("x", list(x.shape), "FP32")
-            tensor.set_data_from_numpy(x)
-            np.testing.assert_array_equal(client.infer("widening", [tensor]).as_numpy("y"), x * 2)
-        client.close()
-        assert before
-        assert count.read_text() == before
-    log = (tmp_path / "server.log").read_text(errors="replace")
+    before = _compilations(folder, "widening")
+    for length in (8, 6, 3, 2, 9, 1):
+        x = np.ones((2, length), np.float32)
+        np.testing.assert_array_equal(_infer(client, "widening", x), x * 2)
+    assert before
+    assert _compilations(folder, "widening") == before
+    log = (folder / "server.log").read_text(errors="replace")
     assert log.count("were not met in the warm-up") == 1

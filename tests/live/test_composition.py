@@ -12,7 +12,7 @@ import pytest
 import serving
 import tritonclient.grpc
 from scenarios import config, tensor
-from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.server.tritonserver import ModelState
 
@@ -27,10 +27,15 @@ from torch_py_backend.composition import model
 
 """
 _DOUBLE = """\
+import time
+
+
 class Double(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if bool((x < 0).any()):
             raise ValueError("negative")
+        if bool((x == 100).any()):
+            time.sleep(2)
         return 2 * x
 """
 # Takes text, counts its letters.
@@ -56,20 +61,20 @@ class Hooks:
     def postprocess(self, result: Tensor) -> str:
         return f"{int(result)} letters"
 """
+# The input `call` says which call it makes.
 _CALLER = """\
 class Caller(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return model("double")(x=x)["y"] + 1
-"""
-_TOGETHER = """\
-class Together(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return asyncio.run(self.ask(x))
+    def forward(self, x: Tensor, call: str) -> Tensor:
+        if call == "together":
+            return asyncio.run(self.ask(x))
+        # A first call may take longer than half a second on a busy machine.
+        timeout = 0.5 if bool((x == 100).any()) else 60.0
+        return model(call, timeout=timeout)(x=x)["y"] + 1
 
     async def ask(self, x: Tensor) -> Tensor:
-        other = model("double", timeout=60)
-        found = await asyncio.gather(*(other.asynchronously(x=x + one) for one in range(3)))
-        return sum(one["y"] for one in found)
+        double = model("double", timeout=60)
+        answers = await asyncio.gather(*(double.asynchronously(x=x + one) for one in range(3)))
+        return sum(answer["y"] for answer in answers)
 """
 _SPEAKER = """\
 class Speaker(nn.Module):
@@ -79,25 +84,12 @@ class Speaker(nn.Module):
 
 class Hooks:
     def preprocess(self, text: bytes) -> Tensor:
-        found = model("lengths", timeout=60)(text=[[text]])["y"]
-        return model("double")(x=found)["y"][0]
+        lengths = model("lengths", timeout=60)(text=[[text]])["y"]
+        return model("double")(x=lengths)["y"][0]
 
     def postprocess(self, result: Tensor) -> dict:
         return {"y": model("spoken")(x=result.unsqueeze(0))["y"].item()}
 """
-_SLOW = """\
-import time
-
-
-class Slow(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(float(x.max()))
-        return x
-"""
-# A first call may take longer than half a second on a busy machine.
-_IMPATIENT = _CALLER.replace(
-    'model("double")', 'model("slow", timeout=0.5 if bool((x > 0).any()) else 60.0)'
-)
 _X_TO_Y = config({"x": [1]}, {"y": [1]}, more="dynamic_batching { }\n")
 _TEXT = tensor("input", "text", [1], "STRING")
 _WORDS = tensor("output", "y", [1], "STRING")
@@ -118,13 +110,12 @@ _MODELS = {
     "double": (_DOUBLE, _X_TO_Y),
     "lengths": (_LENGTHS, config({}, {"y": [1]}) + _TEXT),
     "spoken": (_SPOKEN, config({"x": [1]}, {}) + _WORDS),
-    "caller": (_CALLER, _X_TO_Y),
-    "together": (_TOGETHER, _X_TO_Y),
+    "caller": (
+        _CALLER,
+        config({"x": [1]}, {"y": [1]}, parameters={"WARMUP": "false"})
+        + tensor("input", "call", [1], "STRING"),
+    ),
     "speaker": (_SPEAKER, config({}, {}) + _TEXT + _WORDS),
-    "itself": (_CALLER.replace("double", "itself"), _X_TO_Y),
-    "lonely": (_CALLER.replace("double", "absent"), _X_TO_Y),
-    "slow": (_SLOW, config({"x": [1]}, {"y": [1]}, parameters={"WARMUP": "false"})),
-    "impatient": (_IMPATIENT, config({"x": [1]}, {"y": [1]})),
     "ensemble": ("", _ENSEMBLE),
 }
 
@@ -139,14 +130,11 @@ class Asked:
 
     def infer(self, name: str, **inputs: Any) -> Any:
         """The output y."""
-        sent = []
-        for key, value in inputs.items():
-            array = np.array(value, dtype=np.object_ if key == "text" else np.float32)
-            one = tritonclient.grpc.InferInput(
-                key, list(array.shape), np_to_triton_dtype(array.dtype)
-            )
-            one.set_data_from_numpy(array)
-            sent.append(one)
+        arrays = {
+            key: np.array(value, dtype=np.float32 if key == "x" else np.object_)
+            for key, value in inputs.items()
+        }
+        sent = serving.infer_inputs(tritonclient.grpc, arrays)
         return self.client.infer(name, sent, client_timeout=60).as_numpy("y").tolist()
 
 
@@ -167,18 +155,17 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
 
 
 def test_all_load(asked: Asked) -> None:
-    """Models that call others load beside them, in whatever order."""
+    """Models whose warm-up calls others load beside them, in whatever order."""
     assert {name: one.reason for name, one in asked.states.items() if not one.ready} == {}
 
 
 @pytest.mark.parametrize(
     ("name", "inputs", "expected"),
     [
-        ("caller", {"x": [[1.0], [2.0]]}, [[3.0], [5.0]]),
-        ("together", {"x": [[1.0]]}, [[12.0]]),
+        ("caller", {"x": [[1.0], [2.0]], "call": [["double"]] * 2}, [[3.0], [5.0]]),
+        ("caller", {"x": [[1.0]], "call": [["together"]]}, [[12.0]]),
         ("speaker", {"text": [["four"], ["seven"]]}, [[b"8 letters"], [b"10 letters"]]),
         ("ensemble", {"text": [["four"], ["seven"]]}, [[b"8 letters"], [b"10 letters"]]),
-        ("impatient", {"x": [[0.0]]}, [[1.0]]),
     ],
 )
 def test_answers(name: str, inputs: dict[str, Any], expected: Any, asked: Asked) -> None:
@@ -190,13 +177,17 @@ def test_answers(name: str, inputs: dict[str, Any], expected: Any, asked: Asked)
 @pytest.mark.parametrize(
     ("name", "inputs", "code", "says"),
     [
-        ("caller", {"x": [[-1.0]]}, "INTERNAL", "model 'double': it answers: model 'double'"),
+        (
+            "caller",
+            {"x": [[-1.0]], "call": [["double"]]},
+            "INTERNAL",
+            "model 'double': it answers: model 'double'",
+        ),
         # Of a call, 24.10 does not pass the code on.
         ("speaker", {"text": [[""]]}, "IN", "ValueError: no letters"),
         ("ensemble", {"text": [[""]]}, "INVALID_ARGUMENT", "ValueError: no letters"),
-        ("itself", {"x": [[1.0]]}, "INTERNAL", "the model calls itself"),
-        ("lonely", {"x": [[1.0]]}, "INTERNAL", "model 'absent'"),
-        ("impatient", {"x": [[2.0]]}, "UNAVAILABLE", "no answer came within 0.5 seconds"),
+        ("caller", {"x": [[1.0]], "call": [["caller"]]}, "INTERNAL", "the model calls itself"),
+        ("caller", {"x": [[1.0]], "call": [["absent"]]}, "INTERNAL", "model 'absent'"),
     ],
 )
 def test_errors(name: str, inputs: dict[str, Any], code: str, says: str, asked: Asked) -> None:
@@ -208,9 +199,12 @@ def test_errors(name: str, inputs: dict[str, Any], code: str, says: str, asked: 
     assert "Traceback" not in refusal.value.message()
 
 
-def test_after_a_timeout(asked: Asked) -> None:
-    """An answer that nobody waits for any more harms neither the caller nor who gives it."""
-    with pytest.raises(InferenceServerException, match="no answer came within"):
-        asked.infer("impatient", x=[[2.0]])
-    assert asked.infer("slow", x=[[0.0]]) == [[0.0]]  # waits until it is done with the other
-    assert asked.infer("impatient", x=[[0.0]]) == [[1.0]]
+def test_timeout(asked: Asked) -> None:
+    """An answer that comes too late is an error with its code, and disturbs no later call."""
+    call = [["double"]]
+    with pytest.raises(InferenceServerException) as refusal:
+        asked.infer("caller", x=[[100.0]], call=call)
+    assert "no answer came within 0.5 seconds" in refusal.value.message()
+    assert "UNAVAILABLE" in refusal.value.status()
+    assert asked.infer("double", x=[[0.0]]) == [[0.0]]  # once it is done with the late one
+    assert asked.infer("caller", x=[[0.0]], call=call) == [[1.0]]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import models
 import numpy as np
@@ -14,6 +14,7 @@ import scenarios
 import serving
 import tritonclient.grpc
 import tritonclient.http
+from grpc_streams import metric
 
 from torch_py_backend.server import Server
 
@@ -27,16 +28,16 @@ def test_rows_return_to_their_owner(protocol: str, server: Server) -> None:
     with ThreadPoolExecutor(_CLIENTS) as pool:
         rows = sum(pool.map(lambda number: _client(server, protocol, number), range(_CLIENTS)))
     assert rows > _CLIENTS * _REQUESTS
-    client = tritonclient.grpc.InferenceServerClient(server.grpc_address)
-    deadline = time.monotonic() + 60
-    (statistics,) = client.get_inference_statistics("batched").model_stats
-    # Triton counts a batch after it has answered it.
-    while statistics.inference_count < rows:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-        (statistics,) = client.get_inference_statistics("batched").model_stats
+    with tritonclient.grpc.InferenceServerClient(server.grpc_address) as client:
+        # Triton counts a batch after it has answered it.
+        serving.until(lambda: _statistics(client, "batched").inference_count >= rows)
+        statistics = _statistics(client, "batched")
     assert statistics.execution_count < statistics.inference_count, "no batch was ever formed"
-    client.close()
+
+
+def _statistics(client: tritonclient.grpc.InferenceServerClient, model: str) -> Any:
+    (statistics,) = client.get_inference_statistics(model).model_stats
+    return statistics
 
 
 def _client(server: Server, protocol: str, number: int) -> int:
@@ -47,9 +48,7 @@ def _client(server: Server, protocol: str, number: int) -> int:
     total = 0
     for _ in range(_REQUESTS):
         x = random.standard_normal((int(random.integers(1, 9)), 4)).astype(np.float32)
-        tensor = module.InferInput("x", list(x.shape), "FP32")
-        tensor.set_data_from_numpy(x)
-        y = client.infer("batched", [tensor]).as_numpy("y")
+        y = client.infer("batched", serving.infer_inputs(module, {"x": x})).as_numpy("y")
         np.testing.assert_allclose(y, scenarios.eager(_MODULE, x=x), rtol=1e-4, atol=1e-5)
         total += len(x)
     client.close()
@@ -57,6 +56,43 @@ def _client(server: Server, protocol: str, number: int) -> int:
 
 
 _MODULE = scenarios.affine()
+
+
+# --- requests of different lengths in one batch ---------------------------------------------------
+
+_LENGTHS = 64
+_PADDED = scenarios.Scenario(
+    "padded_left",
+    scenarios.python(models.Tokens),
+    scenarios.tokens(
+        '{"ids": {"value": 7, "side": "left", "mask": "mask"}}',
+        "dynamic_batching { max_queue_delay_microseconds: 500000 }\n",
+    ),
+)
+
+
+def test_lengths_share_a_batch_and_come_back(server: Server) -> None:
+    """Each request gets its own tokens back, of its own length, out of batches of many lengths."""
+    with (
+        tritonclient.grpc.InferenceServerClient(server.grpc_address) as client,
+        ThreadPoolExecutor(16) as pool,
+    ):
+        list(pool.map(lambda number: _check_tokens(client, number), range(_LENGTHS)))
+        serving.until(lambda: _statistics(client, "padded_left").inference_count == _LENGTHS)
+        # One length a batch would need about as many executions as requests.
+        assert _statistics(client, "padded_left").execution_count < _LENGTHS / 2
+    for name in ("rows", "values", "padded_values"):
+        series = f"pytorch_py_{name}_total"
+        serving.until(lambda series=series: metric(server, series, "padded_left"))  # type: ignore[misc]
+
+
+def _check_tokens(client: tritonclient.grpc.InferenceServerClient, number: int) -> None:
+    length = 1 + number % 13
+    ids = np.arange(number, number + length).reshape(1, length)
+    answer = client.infer("padded_left", serving.infer_inputs(tritonclient.grpc, {"ids": ids}))
+    places = np.arange(1, length + 1)
+    np.testing.assert_array_equal(answer.as_numpy("y"), ids * 100 + places)
+    assert answer.as_numpy("count").tolist() == [[length]]
 
 
 # --- two instances of a model with hooks ---------------------------------------------------------
@@ -119,9 +155,8 @@ def test_hooks_of_one_batch_overlap_with_forward_of_another(server: Server) -> N
 
 
 def _sent(client: tritonclient.grpc.InferenceServerClient, value: float) -> dict[str, float]:
-    tensor = tritonclient.grpc.InferInput("x", [1, 1], "FP32")
-    tensor.set_data_from_numpy(np.array([[value]], dtype=np.float32))
-    answer = client.infer("overlapping", [tensor], client_timeout=120)
+    inputs = serving.infer_inputs(tritonclient.grpc, {"x": np.array([[value]], dtype=np.float32)})
+    answer = client.infer("overlapping", inputs, client_timeout=120)
     return {name: float(answer.as_numpy(name)[0, 0]) for name in ("seen", "process")}
 
 
@@ -141,6 +176,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             "instance_group [{ kind: KIND_CPU count: 2 }]\n",
         )
     )
-    _OVERLAPPING.lay_out(folder / "repository")
+    for scenario in (_OVERLAPPING, _PADDED):
+        scenario.lay_out(folder / "repository")
     with serving.running(folder) as server:
         yield server

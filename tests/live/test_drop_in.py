@@ -1,8 +1,8 @@
 """Repositories written for Triton's C++ LibTorch backend and its Python runtime, served unchanged.
 
 `install --name pytorch` puts our backend where Triton looks for LibTorch's. The first config below
-is the one in the manner of Triton's documentation, the last the one of its PyTorch tutorial: both
-serve ResNet-50. After them come small models, one for each thing that such repositories do.
+is in the manner of Triton's documentation, the second that of its PyTorch tutorial: both serve
+ResNet-50. After them come small models, one for each thing that such repositories do.
 
 `backend: "python"` with `platform: "pytorch"`, the other way to ask for the Python runtime, is not
 here: Triton gives such a model to its Python backend, and none of ours is asked.
@@ -23,7 +23,7 @@ import scenarios
 import torch
 from resnet50 import ResNet50
 from scenarios import Call, Scenario, floats, tensor
-from serving import Serving
+from serving import Serving, infer_inputs
 from serving import running as started
 from torch import Tensor, nn
 from tritonclient import grpc, http
@@ -54,10 +54,6 @@ output [
 ]
 """
 
-OURS = LIBTORCH.replace('platform: "pytorch_libtorch"', 'backend: "pytorch_py"').replace(
-    'name: "resnet50"', 'name: "resnet50_pytorch_py"'
-)
-
 TUTORIAL = """
 name: "resnet50_tutorial"
 platform: "pytorch_libtorch"
@@ -80,7 +76,7 @@ output [
 ]
 """
 
-CONFIGS = {"resnet50": LIBTORCH, "resnet50_pytorch_py": OURS, "resnet50_tutorial": TUTORIAL}
+CONFIGS = {"resnet50": LIBTORCH, "resnet50_tutorial": TUTORIAL}
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -121,23 +117,9 @@ class Backbone(nn.Module):
         return result
 
 
-class FromDict(nn.Module):
-    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
-        return inputs["first"] - 2 * inputs["second"]
-
-
 class Louder(nn.Module):
     def forward(self, texts: list[str]) -> tuple[Tensor, list[str]]:
         return torch.tensor([len(text) for text in texts]), [text + "!" for text in texts]
-
-
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convolution = nn.Conv1d(1, 2, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.relu(self.convolution(x.unsqueeze(1)))
 
 
 class Parser(nn.Module):
@@ -191,7 +173,7 @@ def libtorch(*tensors: str, first: str = 'platform: "pytorch_libtorch"', **param
     return "\n".join(lines) + "\n"
 
 
-A, B, X = floats(3, 4), floats(3, 4, seed=1), floats(2, 8, seed=2)
+A, B = floats(3, 4), floats(3, 4, seed=1)
 LONG = floats(2, 16, seed=3)
 MIXED = dict(
     zip(("OUTPUT0", "OUTPUT1"), eager(Mixer, torch.from_numpy(A), torch.from_numpy(B)), strict=True)
@@ -214,18 +196,7 @@ EVERY_PARAMETER = {
     "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
 }
 
-(RAGGED,) = (one for one in scenarios.RAGGED if one.name == "batch_inputs_by_index")
-
 FEATURES = (
-    Scenario(
-        "python_runtime",
-        scenarios.both(
-            scenarios.python(Mixer),
-            lambda folder: torch.save(seeded(Mixer).state_dict(), folder / "model.pt"),
-        ),
-        libtorch(TWO_INPUTS, TWO_OUTPUTS, first='backend: "pytorch"\nruntime: "model.py"'),
-        (Call({"INPUT0": A, "INPUT1": B}, MIXED),),
-    ),
     Scenario(
         "python_runtime_options",
         scenarios.both(
@@ -258,31 +229,6 @@ FEATURES = (
         logs=("Backbone is served, the first in the alphabet",),
     ),
     Scenario(
-        "argument_names",
-        scenarios.script(seeded(Mixer)),
-        libtorch(TWO_INPUTS, TWO_OUTPUTS),
-        (Call({"INPUT0": A, "INPUT1": B}, MIXED),),
-    ),
-    Scenario(
-        "dict_input",
-        scenarios.script(FromDict()),
-        libtorch(
-            tensor("input", "second", [4]),
-            tensor("input", "first", [4]),
-            tensor("output", "OUTPUT__0", [4]),
-        ),
-        (
-            Call(
-                {"second": B, "first": A},
-                {
-                    "OUTPUT__0": eager(
-                        FromDict, {"first": torch.from_numpy(A), "second": torch.from_numpy(B)}
-                    )[0]
-                },
-            ),
-        ),
-    ),
-    Scenario(
         "strings",
         scenarios.script(Louder()),
         libtorch(
@@ -302,24 +248,6 @@ FEATURES = (
                 },
             ),
         ),
-    ),
-    Scenario(
-        "batch_inputs",
-        RAGGED.write,
-        RAGGED.config.replace('backend: "pytorch_py"', 'platform: "pytorch_libtorch"'),
-        RAGGED.calls,
-        batches=RAGGED.batches,
-    ),
-    Scenario(
-        "every_parameter",
-        scenarios.script(seeded(Scaled)),
-        libtorch(
-            tensor("input", "INPUT__0", [8]),
-            tensor("output", "OUTPUT__0", [2, 6]),
-            **EVERY_PARAMETER,
-        ),
-        (Call({"INPUT__0": X}, {"OUTPUT__0": eager(Scaled, torch.from_numpy(X))[0]}),),
-        logs=("the parameter ENABLE_NVFUSER has no effect",),
     ),
     Scenario(
         "other_dims",
@@ -348,18 +276,21 @@ FEATURES = (
         logs=("'string_parser': the warm-up with INPUT__0 [8, 1] failed",),
     ),
     Scenario(
-        "smallest_size",
+        "every_parameter",
         scenarios.script(seeded(Window)),
-        libtorch(tensor("input", "INPUT__0", [-1]), tensor("output", "OUTPUT__0", [1])),
+        libtorch(
+            tensor("input", "INPUT__0", [-1]), tensor("output", "OUTPUT__0", [1]), **EVERY_PARAMETER
+        ),
         (Call({"INPUT__0": LONG}, {"OUTPUT__0": eager(Window, torch.from_numpy(LONG))[0]}),),
-        logs=("'smallest_size': the warm-up with INPUT__0 [8, 8] failed",),
+        logs=(
+            "the parameter ENABLE_NVFUSER has no effect",
+            "'every_parameter': the warm-up with INPUT__0 [8, 8] failed",
+        ),
     ),
 )
-# `platform: "torch_aoti"`: as its users write it, and as docs/from-libtorch.md says.
-AOTI_PLATFORM = {
-    "aoti_unchanged": 'backend: "pytorch"\nplatform: "torch_aoti"',
-    "aoti_changed": 'backend: "pytorch_py"',
-}
+# As users of AOTInductor write it. docs/from-libtorch.md says what to change: then it is a config
+# as any other.
+AOTI = libtorch(TWO_INPUTS, TWO_OUTPUTS, first='backend: "pytorch"\nplatform: "torch_aoti"')
 BY_NAME = {one.name: one for one in FEATURES}
 
 
@@ -403,9 +334,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, network: ResNet50) -> P
     for feature in FEATURES:
         feature.lay_out(root)
     # Of any kind: Triton refuses the platform before a backend sees the model.
-    for name, lines in AOTI_PLATFORM.items():
-        text = libtorch(TWO_INPUTS, TWO_OUTPUTS, first=lines)
-        Scenario(name, scenarios.script(seeded(Mixer)), text).lay_out(root)
+    Scenario("aoti", scenarios.script(seeded(Mixer)), AOTI).lay_out(root)
     return root
 
 
@@ -428,7 +357,7 @@ def running(repository: Path, backends: Path) -> Iterator[tritonserver.Server]:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         with started(repository.parent, f"--backend-directory={backends}") as one:
             ready = {state.name for state in one.models() if state.ready}
-            assert ready - AOTI_PLATFORM.keys() == {*CONFIGS, *BY_NAME}
+            assert ready - {"aoti"} == {*CONFIGS, *BY_NAME}
             yield one
 
 
@@ -443,9 +372,8 @@ def over_grpc(running: tritonserver.Server, model: str, images: Array) -> Array:
 
 
 def infer(protocol: Any, client: Any, model: str, images: Array) -> Array:
-    sent = protocol.InferInput("input__0", list(images.shape), "FP32")
-    sent.set_data_from_numpy(images)
-    logits: Array = client.infer(model, [sent]).as_numpy("output__0")
+    inputs = infer_inputs(protocol, {"input__0": images})
+    logits: Array = client.infer(model, inputs).as_numpy("output__0")
     return logits
 
 
@@ -458,18 +386,16 @@ def test_config_without_our_name_is_triton_s_pytorch_backend(running: tritonserv
         chosen = {name: client.get_model_config(name)["backend"] for name in CONFIGS}
     assert chosen == {
         "resnet50": "pytorch",
-        "resnet50_pytorch_py": "pytorch_py",
         "resnet50_tutorial": "pytorch",
     }
 
 
 @both_protocols
 @pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("model", ["resnet50", "resnet50_pytorch_py"])
 def test_batches_are_answered_as_by_the_network_itself(
-    running: tritonserver.Server, images: Array, expected: Array, model: str, rows: int, ask: Ask
+    running: tritonserver.Server, images: Array, expected: Array, rows: int, ask: Ask
 ) -> None:
-    logits = ask(running, model, images[:rows])
+    logits = ask(running, "resnet50", images[:rows])
     np.testing.assert_allclose(logits, expected[:rows], rtol=1e-4, atol=1e-6)
 
 
@@ -507,12 +433,10 @@ def test_a_repository_s_own_way_is_served_as_it_is(
 
 
 def test_the_platform_torch_aoti(serving: Serving) -> None:
-    """Servers that do not know it refuse it themselves; the documented change serves the model."""
-    ready = {state.name for state in serving.server.models() if state.ready}
-    assert "aoti_changed" in ready
+    """Servers that do not know it refuse it themselves."""
     refused = "unexpected 'platform' and 'backend' pair, got:torch_aoti, pytorch"
-    assert refused in serving.log or "aoti_unchanged" in ready
-    serving.check("http", "aoti_changed", Call({"INPUT0": A, "INPUT1": B}, MIXED))
+    ready = {state.name for state in serving.server.models() if state.ready}
+    assert refused in serving.log or "aoti" in ready
 
 
 def test_requests_of_one_batch_get_their_own_strings(serving: Serving) -> None:

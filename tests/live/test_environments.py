@@ -95,9 +95,8 @@ def test_model_in_its_own_environment(name: str, running: _Running) -> None:
     """A model imports what only its environment has: from an archive, a layer, and a folder."""
     assert running.states[name].ready, running.states[name].reason
     x = np.arange(4, dtype=np.float32).reshape(1, 4)
-    sent = tritonclient.grpc.InferInput("x", [1, 4], "FP32")
-    sent.set_data_from_numpy(x)
-    np.testing.assert_array_equal(running.client.infer(name, [sent]).as_numpy("y"), x + 42)
+    inputs = serving.infer_inputs(tritonclient.grpc, {"x": x})
+    np.testing.assert_array_equal(running.client.infer(name, inputs).as_numpy("y"), x + 42)
 
 
 def test_model_without_it(running: _Running) -> None:

@@ -38,10 +38,9 @@ def forward(x):
         yield x
 """
 _CONFIG = streamed.config({"x": "FP32"}, {"y": "FP32"})
-_NARROW = 'parameters { key: "MAX_STREAMS" value { string_value: "2" } }\n'
+_NARROW = 'parameters { key: "MAX_STREAMS" value { string_value: "3" } }\n'
 _MODELS = (
-    Scenario("endless", scenarios.text(_ENDLESS), _CONFIG),
-    Scenario("narrow", scenarios.text(_ENDLESS), _CONFIG + _NARROW),
+    Scenario("endless", scenarios.text(_ENDLESS), _CONFIG + _NARROW),
     *(one.scenario for one in streamed.TABLE if one.scenario.name == "asynchronous"),
 )
 _DIED = "tritonserver has died of a cancellation"
@@ -132,16 +131,16 @@ def test_a_client_that_disconnects(server: Server) -> None:
 def test_more_streams_than_there_is_room_for(client: Client, server: Server) -> None:
     """Beyond MAX_STREAMS requests wait, and are served when others end."""
     with _or_skipped(server):
-        first = [client.ask("narrow", _X) for _ in range(2)]
+        first = [client.ask("endless", _X) for _ in range(3)]
         for call in first:
             next(responses(call))
-        late = client.ask("narrow", _X)
-        _until(server, lambda: metric(server, "pytorch_py_live_streams", "narrow") == 2)
+        late = client.ask("endless", _X)
+        _until(server, lambda: metric(server, "pytorch_py_live_streams", "endless") == 3)
         first[0].cancel()
         assert isinstance(next(responses(late)), dict)
         for call in (*first, late):
             call.cancel()
-        _until(server, lambda: metric(server, "pytorch_py_live_streams", "narrow") == 0)
+        _until(server, lambda: metric(server, "pytorch_py_live_streams", "endless") == 0)
 
 
 def test_unload_with_live_streams(client: Client, server: Server) -> None:

@@ -7,7 +7,7 @@ import re
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,7 +111,7 @@ def server(repository: Path) -> Iterator[Server]:
 def alone(tmp_path: Path) -> Iterator[Server]:
     """A server that may die, with the model that takes a name."""
     (taker,) = [one for one in _TABLE if one.name == "taker"]
-    (refused,) = [one for one in scenarios.SEQUENCES if one.name == "state_begins_anew"]
+    (refused,) = [one for one in scenarios.SEQUENCES if one.name == "state_oldest"]
     for scenario in (taker, refused):
         scenario.lay_out(tmp_path / "repository")
     arguments = ("--model-control-mode=explicit", "--load-model=taker")
@@ -143,57 +143,44 @@ def page(server: Server) -> str:
 
 def scrape(server: Server) -> list[Sample]:
     """Every sample, once."""
-    found = []
+    samples = []
     for line in page(server).splitlines():
         if line and not line.startswith("#"):
             match = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
             assert match is not None, line
             labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
-            found.append(Sample(match[1], labels, float(match[3])))
-    keys = [(one.name, *sorted(one.labels.items())) for one in found]
+            samples.append(Sample(match[1], labels, float(match[3])))
+    keys = [(sample.name, *sorted(sample.labels.items())) for sample in samples]
     assert len(set(keys)) == len(keys)
-    return found
+    return samples
 
 
-def told(server: Server, model: str, name: str, label: str = "") -> dict[str, float]:
+def series(server: Server, model: str, name: str, label: str = "") -> dict[str, float]:
     """A model's series by one of its labels; what is 0 is left out."""
     return {
-        one.labels.get(label, ""): one.value
-        for one in scrape(server)
-        if one.name == f"pytorch_py_{name}" and one.labels["model"] == model and one.value
+        sample.labels.get(label, ""): sample.value
+        for sample in scrape(server)
+        if sample.name == f"pytorch_py_{name}" and sample.labels["model"] == model and sample.value
     }
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Wait for what is told once a second."""
-    deadline = time.monotonic() + _SECONDS
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert holds()
 
 
 def send(client: Any, model: str, value: float, rows: int) -> str:
     """One request; the name of gRPC's code."""
-    x = tritonclient.grpc.InferInput("x", [rows, 4], "FP32")
-    x.set_data_from_numpy(np.full((rows, 4), value, dtype=np.float32))
+    return _code(client, model, x=np.full((rows, 4), value, dtype=np.float32))
+
+
+def _code(client: Any, model: str, **arrays: Any) -> str:
     try:
-        client.infer(model, [x])
+        client.infer(model, serving.infer_inputs(tritonclient.grpc, arrays))
     except InferenceServerException as error:
         return str(error.status()).rpartition(".")[2]
     return "OK"
 
 
 def tokens(client: Any, length: int, mask: int) -> str:
-    inputs = []
-    for name, size in (("ids", length), ("mask", mask)):
-        tensor = tritonclient.grpc.InferInput(name, [1, size], "INT64")
-        tensor.set_data_from_numpy(np.ones((1, size), dtype=np.int64))
-        inputs.append(tensor)
-    try:
-        client.infer("padded", inputs)
-    except InferenceServerException as error:
-        return str(error.status()).rpartition(".")[2]
-    return "OK"
+    sizes = {"ids": length, "mask": mask}
+    arrays = {name: np.ones((1, size), dtype=np.int64) for name, size in sizes.items()}
+    return _code(client, "padded", **arrays)
 
 
 # --- what adds up ----------------------------------------------------------------------------
@@ -206,16 +193,18 @@ def test_requests_and_batches(server: Server, client: Any) -> None:
     assert sorted(codes) == ["INTERNAL", *["OK"] * 6, "UNAVAILABLE"]
 
     wanted = {"OK": 6, "INTERNAL": 1, "UNAVAILABLE": 1}
-    until(lambda: told(server, "filled", "requests_total", "code") == wanted)
-    until(lambda: told(server, "filled", "rows_total") == {"": 1 + 4 + 4 + 8 + 8 + 4 + 1 + 1})
-    until(lambda: told(server, "filled", "batch_rows_sum") == {"": 1 + 3 + 4 + 5 + 8 + 1})
-    until(lambda: told(server, "filled", "batch_rows_count") == {"": 6})
+    serving.until(lambda: series(server, "filled", "requests_total", "code") == wanted)
+    serving.until(
+        lambda: series(server, "filled", "rows_total") == {"": 1 + 4 + 4 + 8 + 8 + 4 + 1 + 1}
+    )
+    serving.until(lambda: series(server, "filled", "batch_rows_sum") == {"": 1 + 3 + 4 + 5 + 8 + 1})
+    serving.until(lambda: series(server, "filled", "batch_rows_count") == {"": 6})
     buckets = {"1": 2, "2": 2, "4": 4, "8": 6, "+Inf": 6}
-    until(lambda: told(server, "filled", "batch_rows_bucket", "le") == buckets)
+    serving.until(lambda: series(server, "filled", "batch_rows_bucket", "le") == buckets)
     # What only filled a bucket, of batches that failed not.
-    until(lambda: told(server, "filled", "filled_rows_total") == {"": 1 + 3})
+    serving.until(lambda: series(server, "filled", "filled_rows_total") == {"": 1 + 3})
     stages = {"gather", "forward"}
-    until(lambda: stages <= set(told(server, "filled", "stage_seconds_total", "stage")))
+    serving.until(lambda: stages <= set(series(server, "filled", "stage_seconds_total", "stage")))
 
 
 def test_memory_that_runs_out(server: Server, client: Any) -> None:
@@ -225,11 +214,11 @@ def test_memory_that_runs_out(server: Server, client: Any) -> None:
     assert send(client, "narrow", -1, 1) == "INTERNAL"
 
     wanted = {"OK": 2, "INTERNAL": 1}
-    until(lambda: told(server, "narrow", "requests_total", "code") == wanted)
-    until(lambda: told(server, "narrow", "memory_splits_total") == {"": 1})
-    until(lambda: told(server, "narrow", "retried_rows_total") == {"": 5})
-    until(lambda: told(server, "narrow", "batch_rows_sum") == {"": 9})
-    until(lambda: told(server, "narrow", "batch_rows_count") == {"": 5})
+    serving.until(lambda: series(server, "narrow", "requests_total", "code") == wanted)
+    serving.until(lambda: series(server, "narrow", "memory_splits_total") == {"": 1})
+    serving.until(lambda: series(server, "narrow", "retried_rows_total") == {"": 5})
+    serving.until(lambda: series(server, "narrow", "batch_rows_sum") == {"": 9})
+    serving.until(lambda: series(server, "narrow", "batch_rows_count") == {"": 5})
 
 
 def test_padding(server: Server, client: Any) -> None:
@@ -239,10 +228,10 @@ def test_padding(server: Server, client: Any) -> None:
     ]  # fmt: skip
 
     wanted = {"OK": 2, "INVALID_ARG": 1}
-    until(lambda: told(server, "padded", "requests_total", "code") == wanted)
+    serving.until(lambda: series(server, "padded", "requests_total", "code") == wanted)
     # Ids and mask of each.
-    until(lambda: told(server, "padded", "values_total") == {"": 2 * (3 + 5)})
-    assert told(server, "padded", "padded_values_total") == {}
+    serving.until(lambda: series(server, "padded", "values_total") == {"": 2 * (3 + 5)})
+    assert series(server, "padded", "padded_values_total") == {}
 
 
 def test_streams(server: Server) -> None:
@@ -253,9 +242,9 @@ def test_streams(server: Server) -> None:
         assert len([one for one in responses(call) if one != {}]) == come
 
     wanted = {"OK": 2, "INTERNAL": 1}
-    until(lambda: told(server, "ticker", "requests_total", "code") == wanted)
-    until(lambda: told(server, "ticker", "stream_responses_total") == {"": 3 + 7})
-    until(lambda: told(server, "ticker", "live_streams") == {})
+    serving.until(lambda: series(server, "ticker", "requests_total", "code") == wanted)
+    serving.until(lambda: series(server, "ticker", "stream_responses_total") == {"": 3 + 7})
+    serving.until(lambda: series(server, "ticker", "live_streams") == {})
 
 
 # --- names -----------------------------------------------------------------------------------
@@ -293,13 +282,13 @@ def test_queries_find_triton_s_metrics(server: Server) -> None:
 
 def test_loaded_anew(server: Server, client: Any) -> None:
     """A model's counters go on when it is loaded anew; its instances' gauges are 0 meanwhile."""
-    before = told(server, "padded", "requests_total", "code")
+    before = series(server, "padded", "requests_total", "code")
     assert tokens(client, 4, 4) == "OK"
     client.unload_model("padded")
-    until(lambda: not gauges(server, "padded"))
+    serving.until(lambda: not gauges(server, "padded"))
     # The last request was told, however soon it was followed by the end.
     once = {**before, "OK": before.get("OK", 0) + 1}
-    assert told(server, "padded", "requests_total", "code") == once
+    assert series(server, "padded", "requests_total", "code") == once
 
     client.load_model("padded")
     assert gauges(server, "padded") == {
@@ -308,8 +297,8 @@ def test_loaded_anew(server: Server, client: Any) -> None:
     }
     assert tokens(client, 4, 4) == "OK"
     twice = {**before, "OK": before.get("OK", 0) + 2}
-    until(lambda: told(server, "padded", "requests_total", "code") == twice)
-    until(lambda: told(server, "padded", "batch_rows_sum") == {"": twice["OK"]})
+    serving.until(lambda: series(server, "padded", "requests_total", "code") == twice)
+    serving.until(lambda: series(server, "padded", "batch_rows_sum") == {"": twice["OK"]})
 
 
 def gauges(server: Server, model: str) -> set[str]:
@@ -324,17 +313,17 @@ def gauges(server: Server, model: str) -> set[str]:
 def test_a_call_that_goes_on(server: Server, repository: Path, client: Any) -> None:
     """A model that hangs is told by the time of its call; its heart beats all the same."""
     call, beat = "running_call_seconds", "heartbeat_timestamp_seconds"
-    x = tritonclient.grpc.InferInput("x", [1, 4], "FP32")
-    x.set_data_from_numpy(np.full((1, 4), 200, dtype=np.float32))
+    x = np.full((1, 4), 200, dtype=np.float32)
+    inputs = serving.infer_inputs(tritonclient.grpc, {"x": x})
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    before = told(server, "narrow", beat)
-    client.async_infer("narrow", [x], lambda result, error: answers.put(error))
-    until(lambda: max(told(server, "narrow", call).values(), default=0) > 1)
+    before = series(server, "narrow", beat)
+    client.async_infer("narrow", inputs, lambda result, error: answers.put(error))
+    serving.until(lambda: max(series(server, "narrow", call).values(), default=0) > 1)
     assert answers.empty()
-    assert told(server, "narrow", beat) != before
+    assert series(server, "narrow", beat) != before
     (repository / "narrow" / "1" / "seen").touch()
     assert answers.get(timeout=_SECONDS) is None
-    until(lambda: told(server, "narrow", call) == {})
+    serving.until(lambda: series(server, "narrow", call) == {})
 
 
 def test_a_process_that_is_gone(server: Server, client: Any) -> None:
@@ -346,10 +335,10 @@ def test_a_process_that_is_gone(server: Server, client: Any) -> None:
     ]
     psutil.Process(pid).kill()
     beat = "heartbeat_timestamp_seconds"
-    until(lambda: time.time() - max(told(server, "narrow", beat).values()) > 3)
+    serving.until(lambda: time.time() - max(series(server, "narrow", beat).values()) > 3)
     client.unload_model("narrow")
     client.load_model("narrow")
-    until(lambda: time.time() - max(told(server, "narrow", beat).values()) < 3)
+    serving.until(lambda: time.time() - max(series(server, "narrow", beat).values()) < 3)
     assert send(client, "narrow", 1, 1) == "OK"
     assert Path(f"/proc/{server.process.pid}").exists()
 
@@ -358,13 +347,13 @@ def test_a_name_that_is_taken(alone: Server) -> None:
     """Another backend's metric of another kind: the load fails with a sentence."""
     with tritonclient.grpc.InferenceServerClient(alone.grpc_address) as client:
         with pytest.raises(InferenceServerException) as refusal:
-            client.load_model("state_begins_anew")
+            client.load_model("state_oldest")
         if "Triton refuses the metric" not in refusal.value.message():
             # Triton reads what it refuses with from memory that it has freed, and may die of it.
             code = alone.process.wait(_SECONDS)
             assert code in (-signal.SIGSEGV, -signal.SIGABRT)
             pytest.skip("tritonserver 24.10 has died of its own refusal")
     assert (
-        "model 'state_begins_anew': Triton refuses the metric pytorch_py_sequences (Family name"
+        "model 'state_oldest': Triton refuses the metric pytorch_py_sequences (Family name"
         " already exists with different type); expected a server where nothing else has"
     ) in refusal.value.message()

@@ -81,83 +81,6 @@ class Hooks:
 
 KINDS = ("cat", "dog", "newt", "owl")
 """
-# What a page of Torch Hub's says, with functions where it has torchvision's.
-_HUB = """\
-from io import BytesIO
-
-import numpy as np
-import torch
-from PIL import Image
-from torch import nn
-
-
-class Compose:
-    def __init__(self, steps):
-        self.steps = steps
-
-    def __call__(self, image):
-        for step in self.steps:
-            image = step(image)
-        return image
-
-
-def resize(side):
-    def step(image):
-        scale = side / min(image.size)
-        return image.resize([round(scale * one) for one in image.size], Image.Resampling.BILINEAR)
-
-    return step
-
-
-def center_crop(side):
-    def step(image):
-        left, top = (round((one - side) / 2) for one in image.size)
-        return image.crop((left, top, left + side, top + side))
-
-    return step
-
-
-def to_tensor(image):
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
-
-
-def normalize(mean, std):
-    mean, std = (torch.tensor(one).view(3, 1, 1) for one in (mean, std))
-    return lambda image: (image - mean) / std
-
-
-transform = Compose([
-    lambda image: image.convert("RGB"),
-    resize(36),
-    center_crop(32),
-    to_tensor,
-    normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
-])
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(
-            nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
-            nn.Linear(32, 4),
-        )
-
-    def forward(self, image):
-        return self.layers(image)
-
-
-class Hooks:
-    def preprocess(self, image: bytes):
-        return transform(Image.open(BytesIO(image)))
-
-    def postprocess(self, result):
-        shares = torch.nn.functional.softmax(result, dim=0)
-        return {"label": KINDS[int(shares.argmax())], "share": shares.max()}
-
-
-KINDS = ("cat", "dog", "newt", "owl")
-"""
 _IMAGES = (
     'backend: "pytorch_py"\nmax_batch_size: 8\n'
     + tensor("input", "image", [1], "STRING")
@@ -199,17 +122,6 @@ def processor() -> Any:
 
 
 @pytest.fixture(scope="module")
-def hub() -> dict[str, Any]:
-    """What the source in the folder defines, and its module with weights."""
-    source: dict[str, Any] = {}
-    exec(_HUB, source)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(2)
-        source["net"] = source["Net"]().eval()
-    return source
-
-
-@pytest.fixture(scope="module")
 def classifier() -> Any:
     """Random weights, the same in every run."""
     settings = transformers.BertConfig(
@@ -244,7 +156,6 @@ def serving(
     tokenizer: Any,
     watcher: Any,
     processor: Any,
-    hub: dict[str, Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("pipelines")
@@ -257,8 +168,6 @@ def serving(
         watcher.save_pretrained, processor.save_pretrained, scenarios.text(_PICTURES)
     )
     Scenario("pictures", pictures, _IMAGES + _FACTORY).lay_out(repository)
-    written = Scenario("hub", scenarios.text(_HUB), _IMAGES).lay_out(repository)
-    safetensors.torch.save_file(hub["net"].state_dict(), written / "1" / "model.safetensors")
     shutil.copytree(_EXAMPLES / "digits_png", repository / "digits_png")
     with asked(folder) as running:
         yield running
@@ -380,17 +289,22 @@ def _seen(shares: list[Any], *files: bytes) -> Call:
     return Call({"image": column(*files)}, {"label": column(*labels), "share": best})
 
 
-def _in_all_ways(serving: Serving, model: str, look: Any) -> None:
-    """PNG and JPEG, of all sizes, one and two a request, alone and together; and what is none."""
-    assert serving.states[model].ready, serving.states[model].reason
+def test_an_image_processor_of_hugging_face(serving: Serving, watcher: Any, processor: Any) -> None:
+    """A processor's settings beside the weights; labels and shares as in eager.
+
+    PNG and JPEG, of all sizes, one and two a request, alone and together; and what is no image.
+    """
+    assert serving.states["pictures"].ready, serving.states["pictures"].reason
     files = [
         _photo("PNG", 40, 40, 0),
         _photo("JPEG", 200, 120, 1),
         _photo("PNG", 31, 77, 2),
         _photo("JPEG", 32, 32, 3),
     ]
+    images = [Image.open(BytesIO(file)).convert("RGB") for file in files]
     with torch.inference_mode():
-        shares = [look(Image.open(BytesIO(file)).convert("RGB")).softmax(0) for file in files]
+        logits = [watcher(**processor(image, return_tensors="pt")).logits[0] for image in images]
+    shares = [one.softmax(0) for one in logits]
     calls = [
         _seen(shares[:1], files[0]),
         _seen(shares[1:3], *files[1:3]),
@@ -399,19 +313,5 @@ def _in_all_ways(serving: Serving, model: str, look: Any) -> None:
     ]
     for call in calls:
         for protocol in ("http", "grpc"):
-            serving.check(protocol, model, call)
-    serving.check_together(model, calls)
-
-
-def test_an_image_processor_of_hugging_face(serving: Serving, watcher: Any, processor: Any) -> None:
-    """A processor's settings beside the weights, labels and shares as in eager."""
-    _in_all_ways(
-        serving,
-        "pictures",
-        lambda image: watcher(**processor(image, return_tensors="pt")).logits[0],
-    )
-
-
-def test_transforms_as_torch_hub_has_them(serving: Serving, hub: dict[str, Any]) -> None:
-    """A pipeline of functions and a module in one source, labels and shares as in eager."""
-    _in_all_ways(serving, "hub", lambda image: hub["net"](hub["transform"](image)[None])[0])
+            serving.check(protocol, "pictures", call)
+    serving.check_together("pictures", calls)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 from scenarios import Scenario
 from serving import TABLES, Serving
+from tritonclient.utils import InferenceServerException
 
-_SERVED = ("scenarios", "sequences", "refused", "kinds", "hooked")
-_GOOD = [(name, one) for name in _SERVED for one in TABLES[name] if not one.load_error]
-_BAD = [(name, one) for name in _SERVED for one in TABLES[name] if one.load_error]
+_ROWS = [(name, scenario) for name, table in TABLES.items() for scenario in table]
+_GOOD = [(name, scenario) for name, scenario in _ROWS if not scenario.load_error]
+_BAD = [(name, scenario) for name, scenario in _ROWS if scenario.load_error]
 
 
 def _id(value: object) -> str:
@@ -40,3 +44,31 @@ def test_refusals(scenario: Scenario, serving: Serving) -> None:
     assert not state.ready
     for part in scenario.load_error:
         assert part in state.reason
+
+
+_X = {"x": np.ones((2, 4), dtype=np.float32)}
+
+
+@pytest.mark.parametrize("serving", ["requests"], indirect=True, scope="module")
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize(
+    ("inputs", "output", "message"),
+    [
+        ({"x": np.ones((2, 4), dtype=np.int64)}, "y", "data-type"),
+        ({"x": np.ones((2, 5), dtype=np.float32)}, "y", "shape"),
+        ({"x": np.ones((9, 4), dtype=np.float32)}, "y", "batch-size must be <= 8"),
+        ({"y": np.ones((2, 4), dtype=np.float32)}, "y", "'y'"),
+        ({}, "y", "expected 1 inputs but got 0"),
+        (_X, "z", "unexpected inference output 'z'"),
+    ],
+    ids=["dtype", "shape", "rows", "name", "none", "output"],
+)
+def test_requests_that_triton_refuses(
+    inputs: dict[str, Any], output: str, message: str, protocol: str, serving: Serving
+) -> None:
+    """Triton names the fault, the request reaches no model, and the next good one is answered."""
+    with pytest.raises(InferenceServerException) as refusal:
+        serving.infer(protocol, "function", inputs, [output])
+    assert message in refusal.value.message()
+    result = serving.infer(protocol, "function", _X, ["y"])
+    np.testing.assert_array_equal(result.as_numpy("y"), 2 * _X["x"])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import queue
-import re
-import time
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +12,7 @@ import pytest
 import scenarios
 import serving
 import tritonclient.grpc
+from grpc_streams import metric
 from torch import Tensor, nn
 from tritonclient.utils import InferenceServerException
 
@@ -22,7 +20,7 @@ from torch_py_backend.server import Server
 
 # The answers of a stream come in the order of its requests: none may wait for another's end, so
 # there are no more sequences than slots.
-_SEQUENCES = {"direct": 16, "oldest": 48, "option": 48}
+_SEQUENCES = {"direct": 16, "option": 48}
 _STEPS = 12
 _TWO = "instance_group [{ kind: KIND_CPU count: 2 }]\n"
 # A machine that does several things at once may keep a step waiting for seconds.
@@ -51,9 +49,9 @@ class Sums(nn.Module):
 
 
 _OLDEST = "oldest { max_candidate_sequences: 64 max_queue_delay_microseconds: 1000 }"
+# Strategies with the two ways to have a state, in pairs: "idle" is the third one.
 _MODELS = {
     "direct": (models.Accumulate, _config(f"direct {{ }} {_PATIENT}")),
-    "oldest": (models.Accumulate, _config(f"{_OLDEST} {_PATIENT}")),
     "option": (Sums, _config(f"{_OLDEST} {_PATIENT}", **_PAIRS)),
     "slots": (
         models.Slots,
@@ -86,16 +84,15 @@ def client(server: Server) -> Iterator[tritonclient.grpc.InferenceServerClient]:
         yield client
 
 
-def _input(value: float) -> Any:
-    tensor = tritonclient.grpc.InferInput("x", [1, 4], "FP32")
-    tensor.set_data_from_numpy(np.full((1, 4), value, dtype=np.float32))
-    return tensor
+def _inputs(value: float) -> list[Any]:
+    x = np.full((1, 4), value, dtype=np.float32)
+    return serving.infer_inputs(tritonclient.grpc, {"x": x})
 
 
 def _ask(client: Any, model: str, name: int | str, value: float, flags: str = "") -> float:
     result = client.infer(
         model,
-        [_input(value)],
+        _inputs(value),
         sequence_id=name,
         sequence_start="s" in flags,
         sequence_end="e" in flags,
@@ -103,7 +100,7 @@ def _ask(client: Any, model: str, name: int | str, value: float, flags: str = ""
     return float(result.as_numpy("y")[0, 0])
 
 
-@pytest.mark.parametrize("model", ["direct", "oldest", "option"])
+@pytest.mark.parametrize("model", ["direct", "option"])
 def test_many_sequences_at_once(model: str, client: Any) -> None:
     """Numbers and texts are ids, steps of all are mixed, and each sequence has its own totals."""
     numbers = range(1, _SEQUENCES[model] + 1)
@@ -115,7 +112,7 @@ def test_many_sequences_at_once(model: str, client: Any) -> None:
     def send(place: int, number: int) -> None:
         client.async_stream_infer(
             model,
-            [_input(values[place, number])],
+            _inputs(values[place, number]),
             request_id=f"{place}-{number}",
             sequence_id=names[place],
             sequence_start=number == 0,
@@ -134,9 +131,9 @@ def test_many_sequences_at_once(model: str, client: Any) -> None:
     client.stop_stream()
 
 
-@pytest.mark.parametrize("model", ["direct", "oldest", "option"])
+@pytest.mark.parametrize("model", ["direct", "option"])
 def test_out_of_order(model: str, client: Any) -> None:
-    """What begins nowhere, and what has ended, is told the flag that it lacks, and harms nobody."""
+    """A step without a beginning is refused with the flag that it lacks; others are answered."""
     assert _ask(client, model, 5, 1, "s") == 1
     for name in (77, "seventy-seven"):
         with pytest.raises(InferenceServerException, match=f"sequence {name} .*START flag"):
@@ -145,7 +142,7 @@ def test_out_of_order(model: str, client: Any) -> None:
     with pytest.raises(InferenceServerException, match=r"sequence 5 .*START flag"):
         _ask(client, model, 5, 1)
     with pytest.raises(InferenceServerException, match="non-zero or non-empty correlation ID"):
-        client.infer(model, [_input(1)])
+        client.infer(model, _inputs(1))
     assert _ask(client, model, 5, 7, "s") == 7
     assert _ask(client, model, 5, 7, "s") == 7
     assert _ask(client, model, 5, 7, "e") == 14
@@ -161,40 +158,27 @@ def test_slots_of_the_models_own(client: Any) -> None:
     assert _ask(client, "slots", 1, 1, "e") == 3
 
 
-def _metrics(server: Server, model: str) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics") as page:
-        text = page.read().decode()
-    found = re.findall(rf'pytorch_py_(sequence\w*){{[^}}]*model="{model}"[^}}]*}} (\S+)', text)
-    sums: dict[str, float] = {}
-    for name, value in found:
-        sums[name] = sums.get(name, 0) + float(value)
-    return sums
+def _await_metrics(server: Server, model: str, sequences: int, size: int) -> None:
+    """Wait until so many sequences are counted over all instances, and so many bytes."""
+    names = ("pytorch_py_sequences", "pytorch_py_sequence_bytes")
+    serving.until(lambda: [metric(server, name, model) for name in names] == [sequences, size])
 
 
-def _await_metrics(server: Server, model: str, wanted: dict[str, float]) -> None:
-    until = time.monotonic() + 60
-    while (found := _metrics(server, model)) != wanted and time.monotonic() < until:
-        time.sleep(0.1)
-    assert found == wanted
-
-
-def test_live_sequences_are_told(server: Server, client: Any) -> None:
-    """Metrics tell how many sequences there are over all instances, and what they take."""
+def test_live_sequences_are_counted(server: Server, client: Any) -> None:
+    """Metrics have the number of sequences over all instances, and their bytes."""
     for name in range(1, 6):
-        _ask(client, "oldest", name, 1, "s")
         _ask(client, "option", name, 1, "s")
-    for model in ("oldest", "option"):
-        _await_metrics(server, model, {"sequences": 5, "sequence_bytes": 5 * 16})
-        for name in range(1, 6):
-            _ask(client, model, name, 1, "e")
-        _await_metrics(server, model, {"sequences": 0, "sequence_bytes": 0})
+    _await_metrics(server, "option", 5, 5 * 16)
+    for name in range(1, 6):
+        _ask(client, "option", name, 1, "e")
+    _await_metrics(server, "option", 0, 0)
 
 
 def test_what_idles_is_freed(server: Server, client: Any) -> None:
     """A sequence that its client has left is forgotten, without another request."""
     assert _ask(client, "idle", 1, 1, "s") == 1
-    _await_metrics(server, "idle", {"sequences": 1, "sequence_bytes": 16})
-    _await_metrics(server, "idle", {"sequences": 0, "sequence_bytes": 0})
+    _await_metrics(server, "idle", 1, 16)
+    _await_metrics(server, "idle", 0, 0)
     with pytest.raises(InferenceServerException, match=r"sequence 1 .*START flag"):
         _ask(client, "idle", 1, 1)
     assert _ask(client, "idle", 1, 5, "s") == 5

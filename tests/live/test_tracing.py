@@ -57,15 +57,13 @@ def spans(server: Server, collector: Collector) -> Collector:
     return collector
 
 
-def _input(module: Any) -> Any:
-    tensor = module.InferInput("x", [1, 1], "FP32")
-    tensor.set_data_from_numpy(np.ones((1, 1), dtype=np.float32))
-    return tensor
+def _inputs(module: Any) -> list[Any]:
+    return serving.infer_inputs(module, {"x": np.ones((1, 1), dtype=np.float32)})
 
 
 def _ask(server: Server, name: str, **headers: str) -> list[int]:
     with tritonclient.http.InferenceServerClient(server.http_address) as client:
-        result = client.infer(name, [_input(tritonclient.http)], headers=headers)
+        result = client.infer(name, _inputs(tritonclient.http), headers=headers)
         told: list[int] = result.as_numpy("y").ravel().tolist()
         return told
 
@@ -99,7 +97,7 @@ def test_batch(server: Server, spans: Collector) -> None:
         for _ in range(3):
             client.async_infer(
                 "together",
-                [_input(tritonclient.grpc)],
+                _inputs(tritonclient.grpc),
                 lambda result, error: answers.put((result, error)),
             )
         results = [answers.get(timeout=_SECONDS) for _ in range(3)]

@@ -14,6 +14,7 @@ import scenarios
 import supervised
 import tritonclient.grpc
 from scenarios import Scenario
+from serving import infer_inputs
 from supervised import Steady, Supervised, until
 from tritonclient.utils import InferenceServerException
 
@@ -48,11 +49,10 @@ def served(tmp_path: Path) -> Iterator[Supervised]:
 
 
 def _ask(served: Supervised, values: int) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    tensor = tritonclient.grpc.InferInput("x", [1, values], "FP32")
-    tensor.set_data_from_numpy(np.ones((1, values), np.float32))
+    inputs = infer_inputs(tritonclient.grpc, {"x": np.ones((1, values), np.float32)})
     with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
         answer: np.ndarray[tuple[int, ...], np.dtype[np.float32]] = client.infer(
-            "large", [tensor], client_timeout=120
+            "large", inputs, client_timeout=120
         ).as_numpy("y")
         return answer
 
