@@ -8,9 +8,12 @@ into a newer release, for which there is no real server here.
 from __future__ import annotations
 
 import asyncio
+import functools
+import importlib.util
 import json
 import re
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -18,8 +21,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import pytest
 import torch
-from google.protobuf import json_format, text_format
-from tritonclient.grpc import model_config_pb2
 
 
 class TritonModelException(Exception):  # noqa: N818  Triton's name
@@ -474,8 +475,26 @@ def _states(sequencing: dict[str, Any], document: dict[str, Any]) -> Iterator[Te
             yield Tensor(state["input_name"], np.full(shape, 77, dtype=np.float32))
 
 
+@functools.cache
+def _model_config_pb2() -> Any:
+    """Return Triton's messages; the package that they are in imports grpc, which they do not need.
+
+    A machine with a GPU may have neither.
+    """
+    package = importlib.util.find_spec("tritonclient")
+    assert package is not None
+    assert package.submodule_search_locations is not None
+    path = Path(package.submodule_search_locations[0], "grpc", "model_config_pb2.py")
+    module = types.ModuleType("model_config_pb2")
+    exec(compile(path.read_text(), path, "exec"), vars(module))
+    return module
+
+
 def arguments(folder: Path, version: str = "1") -> dict[str, str]:
     """Return Triton's arguments of `initialize` for the model in a folder."""
+    from google.protobuf import json_format, text_format
+
+    model_config_pb2 = _model_config_pb2()
     text = (folder / "config.pbtxt").read_text()
     message = text_format.Parse(text, model_config_pb2.ModelConfig())
     message.name = folder.name

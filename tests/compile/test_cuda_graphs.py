@@ -1,4 +1,4 @@
-"""CUDA graphs of the warm-up, with a substitute for captures; test_gpu.py captures real ones."""
+"""CUDA graphs of the warm-up, with a substitute for captures; tests/gpu captures real ones."""
 
 from __future__ import annotations
 

@@ -1,9 +1,13 @@
-"""What needs a CUDA device: where things run, and that they come back right."""
+"""What needs a CUDA device: where things run, and that they come back right.
+
+`make gpu DEVICE=cpu` runs those without the mark `_CUDA` on the CPU, which proves that they run.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,9 +41,13 @@ from torch_py_backend.loading import registry
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 
+_ON_CPU = os.environ.get("GPU_DEVICE") == "cpu"
+_KIND = "CPU" if _ON_CPU else "GPU"
+_NO_GPU = not torch.cuda.is_available()
+_CUDA = pytest.mark.skipif(_NO_GPU, reason="no CUDA device on this machine")
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine"),
+    pytest.mark.skipif(_NO_GPU and not _ON_CPU, reason="no CUDA device on this machine"),
 ]
 
 _ON_GPU = [one for one in scenarios.NAMES + scenarios.FILES + scenarios.BATCHES if one.calls]
@@ -48,24 +56,45 @@ _ON_GPU += [
 ]
 
 
+def _serve(scenario: scenarios.Scenario, folder: Path) -> tuple[TritonPythonModel, dict[str, Any]]:
+    """Return a scenario's model on the GPU, unless its config places it, and its config."""
+    model = TritonPythonModel()
+    arguments = fake_triton.arguments(scenario.lay_out(folder))
+    if arguments["model_instance_kind"] == "CPU":
+        arguments |= {"model_instance_kind": _KIND}
+    arguments = fake_triton.completed(model, arguments)
+    model.initialize(arguments)
+    return model, json.loads(arguments["model_config"])
+
+
+def _assert_answer(response: Any, call: scenarios.Call) -> None:
+    """The response has the values of the table, or an error if that has one."""
+    if isinstance(call.expected, scenarios.Refused):
+        assert response.error() is not None
+        return
+    assert response.error() is None, response.error().message()
+    for tensor in response.output_tensors():
+        expected = call.expected.get(tensor.name())
+        if expected is None:
+            continue
+        if isinstance(expected, torch.Tensor):  # BF16
+            actual = torch.utils.dlpack.from_dlpack(tensor.to_dlpack()).cpu()
+            torch.testing.assert_close(actual.reshape(expected.shape), expected)
+        else:
+            actual = tensor.as_numpy().reshape(expected.shape)
+            np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("scenario", _ON_GPU, ids=lambda one: one.name)
 def test_scenario_on_the_gpu(scenario: scenarios.Scenario, tmp_path: Path, process: None) -> None:
     """What the table says happens, with KIND_GPU."""
-    arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
-    model = TritonPythonModel()
-    model.initialize(arguments | {"model_instance_kind": "GPU"})
-    document = json.loads(arguments["model_config"])
+    model, document = _serve(scenario, tmp_path)
     for call in scenario.calls:
-        assert isinstance(call.expected, dict)
         (response,) = model.execute([fake_triton.request(call.inputs, document)])
-        assert response.error() is None, response.error().message()
-        for tensor in response.output_tensors():
-            expected = call.expected.get(tensor.name())
-            if expected is not None:
-                came = tensor.as_numpy().reshape(expected.shape)
-                np.testing.assert_allclose(came, expected, rtol=1e-3, atol=1e-4)
+        _assert_answer(response, call)
 
 
+@_CUDA
 def test_batch_inputs_are_where_their_source_is() -> None:
     """What is made of the shapes of tensors on the GPU does not call the outputs to the host."""
     (count, x), _ = Ragged(test_ragged.config()).gather(
@@ -84,22 +113,14 @@ _SEQUENCES = [one for one in scenarios.SEQUENCES if "strings" not in one.name]
 @pytest.mark.parametrize("scenario", _SEQUENCES, ids=lambda one: one.name)
 def test_sequences_on_the_gpu(scenario: scenarios.Scenario, tmp_path: Path, process: None) -> None:
     """States stay on the GPU from step to step, and nothing else differs."""
-    arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
-    model = TritonPythonModel()
-    model.initialize(arguments | {"model_instance_kind": "GPU"})
-    document = json.loads(arguments["model_config"])
+    model, document = _serve(scenario, tmp_path)
     for call in scenario.calls:
         turn = call.turn or fake_triton.Turn(0)
         (response,) = model.execute([fake_triton.request(call.inputs, document, "", turn)])
-        if isinstance(call.expected, scenarios.Refused):
-            assert response.error() is not None
-            continue
-        assert response.error() is None, response.error().message()
-        for tensor in response.output_tensors():
-            came = torch.utils.dlpack.from_dlpack(tensor.to_dlpack()).cpu().numpy()
-            np.testing.assert_allclose(came, call.expected[tensor.name()], rtol=1e-3, atol=1e-4)
+        _assert_answer(response, call)
 
 
+@_CUDA
 def test_states_are_on_the_gpu(tmp_path: Path) -> None:
     """What is kept of a sequence never leaves the device."""
     settings = stateful.config(stateful.make_state())
@@ -110,6 +131,7 @@ def test_states_are_on_the_gpu(tmp_path: Path) -> None:
     assert all(isinstance(value, torch.Tensor) and value.is_cuda for value in kept)
 
 
+@_CUDA
 @pytest.mark.slow
 def test_a_package_for_cuda_is_completed(tmp_path: Path, process: None) -> None:
     """Its shapes and rows are found out on the GPU: a package runs on the device of its build only.
@@ -143,6 +165,7 @@ def test_a_package_for_cuda_is_completed(tmp_path: Path, process: None) -> None:
         np.testing.assert_allclose(tensor.as_numpy(), expected, rtol=1e-3, atol=1e-4)
 
 
+@_CUDA
 def test_inputs_on_the_gpu_for_a_model_on_the_cpu(tmp_path: Path, process: None) -> None:
     """With FORCE_CPU_ONLY_INPUT_TENSORS "no" Triton leaves them there, whatever the instance is.
 
@@ -169,6 +192,7 @@ def test_inputs_on_the_gpu_for_a_model_on_the_cpu(tmp_path: Path, process: None)
         np.testing.assert_array_equal(tensor.as_numpy(), 2 * x.numpy())
 
 
+@_CUDA
 def test_runs_on_its_device_and_stream(tmp_path: Path, process: None) -> None:
     """The model's inputs are on the GPU, and work goes to a stream of the instance's own."""
     scenario = scenarios.Scenario(
@@ -185,6 +209,7 @@ def test_runs_on_its_device_and_stream(tmp_path: Path, process: None) -> None:
     assert tensor.as_numpy().tolist() == [[1.0, 1.0]]
 
 
+@_CUDA
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
 def test_graphs_give_what_the_model_gives(tmp_path: Path, process: None, rows: int) -> None:
     """A replayed graph answers each batch with its own values, also one that fills a bucket."""
@@ -293,6 +318,7 @@ class Strays(torch.nn.Module):
         return x * 2
 
 
+@_CUDA
 @pytest.mark.parametrize("definition", [Asserts, Strays])
 def test_a_broken_device_is_one_instances(definition: Any, tmp_path: Path, process: None) -> None:
     """An instance whose context is spoilt computes nothing any more; another one serves on."""
@@ -323,6 +349,7 @@ class Hungry(torch.nn.Module):
         return x * 2 * activation[:, :1]
 
 
+@_CUDA
 def test_batches_that_do_not_fit_on_the_gpu(tmp_path: Path) -> None:
     """A batch that needs more than there is, is run in pieces, this time and the next."""
     batch = [float(value) for value in range(8)]
@@ -331,6 +358,7 @@ def test_batches_that_do_not_fit_on_the_gpu(tmp_path: Path) -> None:
         assert answers == [2 * value for value in batch]
 
 
+@_CUDA
 def test_an_instances_share_of_memory(tmp_path: Path) -> None:
     """With CUDA_MEMORY_FRACTION a single row may be too much: 503, and the instance serves on."""
     ((answers, ready),) = _answers(
@@ -421,6 +449,7 @@ def _used(start: Start, folder: Path, how: str) -> int:
     return used
 
 
+@_CUDA
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", [ArtifactType.MODULE, ArtifactType.TORCHSCRIPT, ArtifactType.EXPORTED]
@@ -433,6 +462,7 @@ def test_weights_are_on_the_gpu_once(kind: ArtifactType, tmp_path: Path) -> None
     assert saved >= 2.9 * _WIDE_BYTES
 
 
+@_CUDA
 @pytest.mark.slow
 def test_the_owner_of_weights_killed(tmp_path: Path) -> None:
     """No answer is wrong; afterwards, one has loaded again, and the other maps."""
@@ -475,6 +505,7 @@ class TwoParts(torch.nn.Module):
 _TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
+@_CUDA
 @pytest.mark.parametrize(
     "places",
     [
@@ -528,6 +559,7 @@ class Far(torch.nn.Module):
         return far * 2 * work[0, 0]
 
 
+@_CUDA
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_an_output_on_another_device_is_waited_for(tmp_path: Path, process: None) -> None:
     """KIND_MODEL: a copy runs on the current stream of its source's device.
@@ -550,6 +582,7 @@ def test_an_output_on_another_device_is_waited_for(tmp_path: Path, process: None
         np.testing.assert_array_equal(tensor.as_numpy(), 2 * sent)
 
 
+@_CUDA
 def test_kept_inputs_are_read_on_the_models_stream() -> None:
     """A decoupled request's inputs are copied on the stream that the model reads them on.
 
@@ -574,6 +607,7 @@ def test_kept_inputs_are_read_on_the_models_stream() -> None:
         assert bool((torch.as_tensor(item["x"]) == 7).all())
 
 
+@_CUDA
 def test_masks_are_made_on_the_models_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """What PAD makes of inputs on the GPU is not read before it is there."""
     x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
@@ -604,6 +638,7 @@ def test_masks_are_made_on_the_models_stream(monkeypatch: pytest.MonkeyPatch) ->
         assert streams == [torch.cuda.current_stream()] * 2
 
 
+@_CUDA
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4, 5), (2, 3, 4, 0)])
 def test_empty_outputs_that_stay_on_the_gpu(shape: tuple[int, ...]) -> None:
     """Triton's utilities compare strides even of a tensor without values.
@@ -615,6 +650,7 @@ def test_empty_outputs_that_stay_on_the_gpu(shape: tuple[int, ...]) -> None:
     assert tuple(torch.utils.dlpack.from_dlpack(written.to_dlpack()).shape) == shape
 
 
+@_CUDA
 def test_graphs_with_autocast(tmp_path: Path, process: None) -> None:
     """What a graph has captured does not read casts of weights that are freed by then.
 
@@ -654,6 +690,7 @@ class Counting(torch.nn.Module):
         return x
 
 
+@_CUDA
 def test_buffers_that_graphs_write_are_seen() -> None:
     """A replay changes a buffer and not its version."""
     module = Counting().cuda()

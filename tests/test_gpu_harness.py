@@ -1,0 +1,74 @@
+"""`make gpu` on the CPU: imports, fixtures, measurements and the page of results."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import gpu
+from benchmarks.gpu import Results, Step
+
+_ROOT = Path(gpu.__file__).parents[1]
+
+
+@pytest.mark.slow
+def test_the_whole_run(tmp_path: Path) -> None:
+    """Every step ends well, its results are on the page, and a second run has nothing to do."""
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--minutes", "9"]
+    command += ["--results", str(tmp_path / "results.jsonl"), "--page", str(tmp_path / "gpu.md")]
+    outputs = []
+    for _ in range(2):
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        outputs.append(done.stdout)
+    assert [f"{step.name} (" in outputs[0] for step in gpu.STEPS] == [True] * len(gpu.STEPS)
+    assert not any(f"{step.name} (" in outputs[1] for step in gpu.STEPS)
+    page = (tmp_path / "gpu.md").read_text()
+    assert " 0 failed" in page
+    assert "| served ÷ loop | BERT-base, batch 2 |" in page
+    assert "| compiled ÷ eager | ConvNeXt-T, batch 2, default |" in page
+
+
+def test_a_step_that_is_cut_off(tmp_path: Path) -> None:
+    """A step that takes too long is run again by the next call; a failure is reported once."""
+    results = Results(tmp_path / "results.jsonl", {"device": "cpu"})
+    gpu.run(Step("graphs", 0.01), "cpu", results)
+    assert not results.ended("graphs")
+    gpu.run(Step("no such case", 60), "cpu", results)
+    assert results.ended("no such case")
+    again = Results(results.path, {"device": "cpu"})
+    assert [(line["step"], line["end"]) for line in again.lines[1:]] == [
+        ("graphs", "time"),
+        ("no such case", "exit code 2"),
+    ]
+    assert "invalid choice" in again.lines[2]["last lines"][-1]
+
+
+def test_results_of_other_code_are_dropped(tmp_path: Path) -> None:
+    """Results of another machine or of changed code begin anew."""
+    path = tmp_path / "results.jsonl"
+    Results(path, {"code": "1"}).add({"step": "served", "end": "ok", "seconds": 1.0})
+    assert Results(path, {"code": "1"}).ended("served")
+    assert not Results(path, {"code": "2"}).ended("served")
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"code": "2"}]
+
+
+def test_failed_tests_are_on_the_page() -> None:
+    """The page names what failed with its first lines, and why tests were skipped."""
+    text = gpu.page(
+        [
+            {"device": "cuda", "gpu": "one"},
+            {"test": "tests/gpu/test_gpu.py::test_a", "outcome": "failed", "reason": "E  1 == 2"},
+            {"test": "tests/gpu/test_gpu.py::test_b", "outcome": "skipped", "reason": "two GPUs"},
+            {"test": "tests/gpu/test_gpu.py::test_c", "outcome": "passed"},
+            {"figure": "copy", "of": "1 MiB", "value": 0.9, "least": 0.8, "most": 1.0},
+        ]
+    )
+    assert "1 passed, 1 failed, 1 skipped" in text
+    assert "`tests/gpu/test_gpu.py::test_a`\n\n```text\nE  1 == 2\n```" in text
+    assert "two GPUs" in text
+    assert "| copy | 1 MiB | 0.90 (0.80..1.00) |  |" in text
