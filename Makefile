@@ -46,7 +46,7 @@ gpu:
 # Wheels for any Python from 3.10 on.
 gpu-site: constraints.txt
 	$(PYTHON) -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target $@ --constraint constraints.txt \
-		safetensors protobuf tritonclient hypothesis sortedcontainers psutil
+		safetensors protobuf tritonclient psutil
 	touch $@
 
 # The documentation as a site, in site/; a page, link or heading that is missing is an error.

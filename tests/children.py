@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 # A child imports no torch, unless its code does.
 _PATHS = [str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent)]
+_PATHS += filter(None, [os.environ.get("PYTHONPATH")])
 
 Start: TypeAlias = "Callable[..., Child]"
 

@@ -1,21 +1,33 @@
-"""Configs of models whose sequences keep states."""
+"""Models whose sequences keep states: their configs, and engines with a clock of the test."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import build
+import numpy as np
+import torch
+from torch import nn
 
+from torch_py_backend.batching import runtime
+from torch_py_backend.batching.gather_scatter import Outcome
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
+from torch_py_backend.config.options import Options
 from torch_py_backend.config.sequence_config import (
     ControlInput,
     InitialState,
     SequenceConfig,
     State,
 )
+from torch_py_backend.engine.engine import Engine
+from torch_py_backend.errors import BackendError
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.sequences import state_store
+from torch_py_backend.sequences.state_store import Sequences, Step
+from torch_py_backend.signature import introspection
 
 IDLE_S = 5.0
 SLOTS = 16
@@ -46,3 +58,42 @@ def config(*states: State, controls: Sequence[ControlInput] = (), **overrides: A
     return dataclasses.replace(
         plain, inputs=(*plain.inputs, *inputs), outputs=(*plain.outputs, *outputs)
     )
+
+
+def engine(settings: ModelConfig, model: Callable[..., Any], device: str = "cpu") -> Engine:
+    module = model.to(device) if isinstance(model, nn.Module) else None
+    signature = introspection.from_function(model if module is None else module.forward)
+    loaded = Loaded(build.artifact(), model, signature, module)
+    surroundings = runtime.create(Options(), torch.device(device), ())
+    settings = state_store.with_controls(settings, signature)
+    return Engine(settings, loaded, surroundings, build.artifact())
+
+
+class Served:
+    """A model with the states of its sequences, and a clock that tests set."""
+
+    def __init__(
+        self, settings: ModelConfig, model: Callable[..., Any], device: str = "cpu"
+    ) -> None:
+        self.now = 100.0
+        self.engine = engine(settings, model, device)
+        self.states = Sequences(
+            self.engine.config, self.engine.run, self.engine.device, lambda: self.now
+        )
+
+    def send(self, *steps: Step) -> list[Any]:
+        """Return the first value of `y` of each outcome, or its error."""
+        return [_first(outcome) for outcome in self.states.run(steps)]
+
+
+def _first(outcome: Outcome) -> Any:
+    if isinstance(outcome, BackendError) or not outcome:
+        return outcome
+    assert outcome.keys() == {"y"}
+    return float(torch.as_tensor(outcome["y"]).flatten()[0])
+
+
+def step(name: int | str, value: float, flags: str = "") -> Step:
+    """Return a step with `value` in four columns; flags: s for START, e for END."""
+    row = np.full((1, 4), value, dtype=np.float32)
+    return Step(name, "s" in flags, "e" in flags, {"x": row})

@@ -24,7 +24,6 @@ import stateful
 import torch
 from batching import test_ragged
 from children import Start, starting
-from sequences import test_state_store
 from torch import Tensor
 
 from torch_py_backend.adapter import TritonPythonModel, messages
@@ -124,9 +123,9 @@ def test_sequences_on_the_gpu(scenario: scenarios.Scenario, tmp_path: Path, proc
 def test_states_are_on_the_gpu(tmp_path: Path) -> None:
     """What is kept of a sequence never leaves the device."""
     settings = stateful.config(stateful.make_state())
-    served = test_state_store.Served(settings, models.Accumulate(), "cuda")
+    served = stateful.Served(settings, models.Accumulate(), "cuda")
     for flags in ("s", "", ""):
-        served.send(test_state_store.step(1, 1, flags), test_state_store.step(2, 1, flags))
+        served.send(stateful.step(1, 1, flags), stateful.step(2, 1, flags))
     kept = [one.values["total"] for one in served.states._sequences.values()]
     assert all(isinstance(value, torch.Tensor) and value.is_cuda for value in kept)
 

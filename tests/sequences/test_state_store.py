@@ -12,66 +12,23 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stateful import IDLE_S, SLOTS, config, make_state
+from stateful import IDLE_S, SLOTS, Served, config, engine, make_state, step
 from torch import Tensor, nn
 
-from torch_py_backend.batching import runtime
-from torch_py_backend.batching.gather_scatter import Item, Outcome
+from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.config import dtypes
-from torch_py_backend.config.model_config import ModelConfig, Origin
-from torch_py_backend.config.options import Options
+from torch_py_backend.config.model_config import Origin
 from torch_py_backend.config.sequence_config import ControlInput, InitialState, State
-from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import BackendError, ForwardError, InputError, OutputError
+from torch_py_backend.errors import ForwardError, InputError, OutputError
 from torch_py_backend.loading import example_inputs
-from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences import row_pool, state_store
 from torch_py_backend.sequences.row_pool import Pool
-from torch_py_backend.sequences.state_store import Sequences, Step
+from torch_py_backend.sequences.state_store import Step
 from torch_py_backend.signature import introspection
 from torch_py_backend.startup import warmup
 
 # Longer than the idle time, plus the time a request may still be queued.
 _FORGOTTEN_S = IDLE_S + 1.5
-
-
-def engine(settings: ModelConfig, model: Callable[..., Any], device: str = "cpu") -> Engine:
-    module = model.to(device) if isinstance(model, nn.Module) else None
-    signature = introspection.from_function(model if module is None else module.forward)
-    loaded = Loaded(build.artifact(), model, signature, module)
-    surroundings = runtime.create(Options(), torch.device(device), ())
-    settings = state_store.with_controls(settings, signature)
-    return Engine(settings, loaded, surroundings, build.artifact())
-
-
-class Served:
-    """A model with the states of its sequences, and a clock that tests set."""
-
-    def __init__(
-        self, settings: ModelConfig, model: Callable[..., Any], device: str = "cpu"
-    ) -> None:
-        self.now = 100.0
-        self.engine = engine(settings, model, device)
-        self.states = Sequences(
-            self.engine.config, self.engine.run, self.engine.device, lambda: self.now
-        )
-
-    def send(self, *steps: Step) -> list[Any]:
-        """Return the first value of `y` of each outcome, or its error."""
-        return [_first(outcome) for outcome in self.states.run(steps)]
-
-
-def _first(outcome: Outcome) -> Any:
-    if isinstance(outcome, BackendError) or not outcome:
-        return outcome
-    assert outcome.keys() == {"y"}
-    return float(torch.as_tensor(outcome["y"]).flatten()[0])
-
-
-def step(name: int | str, value: float, flags: str = "") -> Step:
-    """Return a step with `value` in four columns; flags: s for START, e for END."""
-    row = np.full((1, 4), value, dtype=np.float32)
-    return Step(name, "s" in flags, "e" in flags, {"x": row})
 
 
 def accumulating(**overrides: Any) -> Served:
