@@ -81,7 +81,7 @@ class OutputExtractor:
         if self._outputs is None or len(self._specs) != 1:
             return None
         (spec,) = self._specs
-        sample = torch.empty(0)
+        sample = object()  # a tensor would warn where a key is looked up in it
         try:
             parts = self._outputs(sample)
         except (LookupError, AttributeError, TypeError):

@@ -32,6 +32,18 @@ def raise_at_signals(deadline_s: float | None = None) -> None:
 
 
 def ignore_signals() -> None:
-    """Ignore the signals from now on."""
+    """Ignore the signals from now on.
+
+    Python would report SIG_IGN for a signal that is pending as a race condition.
+    """
     for number in (*SIGNALS, signal.SIGALRM):
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, _ignore)
+
+
+def ignores_signals() -> bool:
+    """Return whether a signal was received, or signals are ignored for another reason."""
+    return signal.getsignal(signal.SIGTERM) is _ignore
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import signal
 import tempfile
 import time
 from collections.abc import Sequence
@@ -210,7 +209,7 @@ def _supervise(
     """
     announced = False
     while server.process.poll() is None:
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        if interruption.ignores_signals():
             raise Stopped
         supervisor.step()
         orphan_cleanup.reap_orphans(server.process.pid)
