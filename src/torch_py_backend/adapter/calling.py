@@ -114,10 +114,9 @@ def _in_time(called: Model, execute: Callable[[], Any], seconds: float) -> Resul
             answer.set_exception(error)
 
     threading.Thread(target=wait, name="calling", daemon=True).start()
-    try:
-        return answer.result(seconds)
-    except futures.TimeoutError:
-        raise _late(called) from None
+    if not futures.wait([answer], seconds).done:
+        raise _late(called)
+    return answer.result()
 
 
 def _late(called: Model) -> CallError:

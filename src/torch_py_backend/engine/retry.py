@@ -118,7 +118,7 @@ class RetryPolicy:
         self._attempt = attempt
         self._called = called
         self._repeats = repeats
-        # Ragged rows of one request cannot be told apart: they stay in one call.
+        # The rows of a ragged request are not separable: they stay in one call.
         self._divides = not config.concatenates
         self._device = device
         self._counts = counts

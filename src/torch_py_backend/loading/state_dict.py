@@ -102,6 +102,10 @@ def _read_weights(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
             # Compressed entries cannot be mapped: their compressed bytes would be read as values.
             mmap = not file_types.mmap_obstacle(path)
             state = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+    except OSError as error:
+        raise ArtifactError(
+            config.name, f"the weights {path.name} cannot be read: {summarize(error)}"
+        ) from error
     except Exception as error:  # a damaged pickle raises nearly anything
         raise ArtifactError(
             config.name,
