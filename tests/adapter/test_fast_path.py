@@ -272,7 +272,7 @@ def test_failed_calls(
         assert module.calls == calls
 
 
-def test_failed_slow_calls_are_not_repeated_for_cancelled_requests(
+def test_after_a_slow_failure_requests_are_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The duration of a failed batch decides, too, whether to look for cancelled requests."""

@@ -397,6 +397,7 @@ def test_no_retry_if_disabled() -> None:
     assert check(sent, served.run(sent), OutOfMemoryError) == list(range(8))
     assert check(sent, served.run(sent), OutOfMemoryError) == []
     assert model.calls == [8, 4, 4]
+    assert served.counts.memory_splits == 0
 
 
 def test_pieces_that_cannot_be_joined() -> None:

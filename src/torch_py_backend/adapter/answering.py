@@ -33,8 +33,8 @@ log = logging.getLogger(__name__)
 # What `read` returns and `run` takes: an item, or a step of a sequence.
 T = TypeVar("T")
 
-# Checking whether a request was cancelled takes 26 microseconds. Check only if the last batch took
-# twenty times as long for each request: that costs at most a twentieth of the time.
+# Checking whether a request was cancelled takes 26 microseconds. Requests are checked only if the
+# last batch took twenty times as long as their checks, which then cost a twentieth of the time.
 CHECK_CANCELLED_S = 20 * 26e-6
 # The most reports of one batch in the log; equal ones are merged.
 _MOST_LOGGED = 8
@@ -46,7 +46,7 @@ class Answering(Generic[T]):
     """Answers the requests of one instance.
 
     Attributes:
-        seconds: the duration of the last batch, whichever path it took.
+        last_batch_seconds: the duration of the last batch, whichever path it took.
 
     Args:
         engine: the model.
@@ -88,11 +88,11 @@ class Answering(Generic[T]):
             self._counts.count_requests(fatal.code, self._count_sent(requests))
             return [messages.write(fatal) for _ in requests]
         if self._skips_cancelled and self.last_batch_seconds > len(requests) * CHECK_CANCELLED_S:
-            return self.answer_uncancelled(requests)
+            return self.check_and_answer(requests)
         return self._answer_all(requests)
 
-    def answer_uncancelled(self, requests: Sequence[Request]) -> list[Response]:
-        """Answer requests; refuse those cancelled while they waited for the previous batch."""
+    def check_and_answer(self, requests: Sequence[Request]) -> list[Response]:
+        """Answer requests; refuse those that were cancelled."""
         cancelled = CancelledError(self._model)
         refused = {at: cancelled for at, request in enumerate(requests) if request.is_cancelled()}
         return self._answer_others(requests, refused) if refused else self._answer_all(requests)
@@ -153,7 +153,7 @@ class Answering(Generic[T]):
                 parameters = {"weights": self._watcher.digest}
             write = partial(messages.write, parameters=parameters)
             responses = self.respond(requests, outcomes, write)
-        # Not set for a batch that was cancelled as a whole: its duration predicts nothing.
+        # Unset for a batch of refused requests only (`_answer_others`): it predicts nothing.
         self.last_batch_seconds = time.perf_counter() - began
         return responses
 

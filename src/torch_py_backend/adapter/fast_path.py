@@ -74,7 +74,7 @@ def build(engine: Engine, general: answering.Answering[Any], *, allowed: bool = 
         if general.last_batch_seconds > count * answering.CHECK_CANCELLED_S and any(
             request.is_cancelled() for request in requests
         ):
-            return general.answer_uncancelled(requests)
+            return general.check_and_answer(requests)
         began = clock()
         batch = read(requests)
         if batch is None:

@@ -16,7 +16,9 @@ Rule: TypeAlias = tuple[bool, str, str]
 
 
 def check(config: ModelConfig, *, complete: bool = True) -> None:
-    """Raise for the first rule that applies; without `complete`, the config has no tensors yet.
+    """Raise for the first rule that applies.
+
+    Before the config is completed, only rules apply that decide how the model is run for that.
 
     Raises:
         ConfigError: two settings conflict.

@@ -85,7 +85,7 @@ class RetryPolicy:
         fatal: the error for every request once the process cannot use its device; else None.
         reason: the cause of `fatal` in a few words.
         capacity: the limits on rows for one call.
-        on_call: called before each retry, which then gets a time limit of its own.
+        on_call: called before each call, which then gets a time limit of its own.
 
     Args:
         config: the model's config.
@@ -159,7 +159,7 @@ class RetryPolicy:
             shape, rows = _shape(group), sum(self._sizes(group))
             before = self.capacity.remembered(shape)
             if self._lower_limit(shape, rows) and self._repeats(len(group.items)):
-                self._counts.retried_rows += rows
+                self._count_split(rows)
                 return self._run_in_parts(group, before, calls, copy_outputs=copy_outputs)
         final = failure.memory or failure.repeats or self.fatal is not None
         if final or len(group.items) == 1 or not self._repeats(len(group.items)):
@@ -206,7 +206,7 @@ class RetryPolicy:
             if isinstance(result, Failure) and result.memory and self.fatal is None:
                 rows = sum(last - first for _, first, last in parts)
                 if self._lower_limit(shape, rows):
-                    self._counts.retried_rows += rows
+                    self._count_split(rows)
                     pending.extendleft(reversed(parts))
                     continue
                 result = [self.refusal(result)] * len(parts)
@@ -308,7 +308,6 @@ class RetryPolicy:
         less = self.capacity.failed(shape, rows)
         if less is None:
             return False
-        self._counts.memory_splits += 1
         log.warning(
             "model '%s': memory ran out with %d rows of the shapes %s; they are called with at most"
             " %d for a while.",
@@ -318,6 +317,10 @@ class RetryPolicy:
             less,
         )
         return True
+
+    def _count_split(self, rows: int) -> None:
+        self._counts.retried_rows += rows
+        self._counts.memory_splits += 1
 
     def refusal(self, failure: Failure) -> BackendError:
         """Return the error of a failure, marked for the log; `fatal` once there is that."""

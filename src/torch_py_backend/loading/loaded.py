@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.config.options import Options
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.binding import Signature
@@ -91,9 +92,9 @@ def refuse_method(artifact: Artifact, config: ModelConfig) -> None:
 
 
 def warn_unused(config: ModelConfig, *fields: str) -> None:
-    """Log a warning for each of these options that is set."""
+    """Log a warning for each of these options that differs from its default."""
     for field in fields:
-        if getattr(config.options, field) is not None:
+        if getattr(config.options, field) != getattr(Options(), field):
             log.warning(
                 "model '%s': the parameter %s has no effect: the artifact is complete in itself.",
                 config.name,

@@ -101,6 +101,7 @@ class Stepper:
         """Run steps until no stream waits for one."""
         while self._pending:
             waiting, self._pending = self._pending, []
+            # A result that is done has been cancelled: the stream's client has left.
             waiting = [pending for pending in waiting if not pending.result.done()]
             most = self._capacity.most(_SHAPE) or max(len(waiting), 1)
             for start in range(0, len(waiting), most):

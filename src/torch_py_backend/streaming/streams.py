@@ -61,7 +61,7 @@ class Consumer(Protocol):
         """End without another response; with the error and its traceback if the stream failed."""
 
     def cancelled(self) -> bool:
-        """Return whether the request was cancelled. Called after each step."""
+        """Return whether the request was cancelled. Called after each step but the last."""
 
 
 class Streams:
