@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 import scenarios
 import torch
-from resnet50 import ResNet50
 from scenarios import Call, Scenario, floats, tensor
 from serving import Serving, infer_inputs
 from serving import running as started
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from tritonclient import grpc, http
 from typer.testing import CliRunner
 
+from benchmarks.networks import ResNet50
 from torch_py_backend import cli
 from torch_py_backend.server import tritonserver
 
