@@ -14,7 +14,7 @@ import pytest
 from processes import instance
 
 from torch_py_backend.processes import orphan_cleanup, procfs
-from torch_py_backend.processes.orphan_cleanup import ResourceOwner
+from torch_py_backend.processes.orphan_cleanup import ResourceOwner, ServerResources
 
 _OWNER = """
 import os, subprocess, sys, time
@@ -151,6 +151,14 @@ def test_a_forged_file_removes_nothing(forge: Callable[[Path], object], shared: 
     assert orphan_cleanup.sweep() == []
     assert (shared / "torch_py_backend_0_region").exists()
     assert (_precious(owner) / "file").read_text() == "precious"
+
+
+def test_only_folders_of_servers_are_removed(tmp_path: Path) -> None:
+    """Whatever folder is named, only one with the name of a server's folder is removed."""
+    for name in ("precious", "torch-py-backend-a"):
+        (tmp_path / name).mkdir()
+        ServerResources("torch_py_backend_none_", tmp_path / name).remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
 def test_only_processes_of_the_server_are_killed(tmp_path: Path) -> None:

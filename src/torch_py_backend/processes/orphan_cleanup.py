@@ -68,7 +68,9 @@ class ServerResources:
         for region in SHARED_MEMORY.glob(f"{self.prefix}*"):
             with contextlib.suppress(OSError):  # owned by another user, or removed already
                 region.unlink()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        # Checked again here: this may run as root, for a path that was read from a file.
+        if self.folder.name.startswith(_FOLDER):
+            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class ResourceOwner:
