@@ -168,7 +168,7 @@ def numbers(*rows: float) -> np.ndarray[Any, Any]:
 
 
 _TEXT = tensor("input", "text", [1], "STRING")
-_COUNTS = (
+COUNTS_CONFIG = (
     config({}, {"share": [1]})
     + _TEXT
     + tensor("output", "letter", [1], "STRING")
@@ -325,13 +325,13 @@ BAD = (
     _refused(
         "unknown_argument",
         COUNTS.replace("text: str", "text: str, language: str"),
-        _COUNTS,
+        COUNTS_CONFIG,
         "no input feeds preprocess()'s argument language",
     ),
     _refused(
         "wrong_signature",
         COUNTS.replace("result: Tensor, parameters", "result: Tensor, labels: list"),
-        _COUNTS,
+        COUNTS_CONFIG,
         "Hooks.postprocess(result: torch.Tensor, labels: list) -> dict in model.py",
         "missing a required argument: 'labels'",
         "expected postprocess(self, result), and after that parameters",

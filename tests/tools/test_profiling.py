@@ -78,7 +78,8 @@ def test_stages(process: None, tmp_path: Path) -> None:
 
 def test_hooks(process: None, tmp_path: Path) -> None:
     """Each hook is a range of its name: one for each row, or one for each batch."""
-    summary, stages = _run(tmp_path, _named(hooked.TABLE, "hooks_counts"), requests=2)
+    counts = Scenario("counts", hooked.model(hooked.COUNTS), hooked.COUNTS_CONFIG)
+    summary, stages = _run(tmp_path, counts, requests=2)
     steps = ("preprocess", "forward", "postprocess")
     order = [stage.name for stage in stages if stage.name in steps]
     assert order == ["preprocess", "preprocess", "forward", "postprocess", "postprocess"] * 2
@@ -118,7 +119,7 @@ def test_without_a_batch_dimension(process: None, tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({"requests": 9}, "--batch-size is 9, and max_batch_size is 8"),
-        ({"inputs": "/no/such.safetensors"}, "the inputs in such.safetensors cannot be read"),
+        ({"inputs": "/no/such.safetensors"}, "such.safetensors cannot be read"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str, process: None, tmp_path: Path) -> None:

@@ -70,7 +70,11 @@ def read(config: ModelConfig, path: Path) -> Item:
     """
     try:
         return dict(safetensors.torch.load_file(path))
-    except (safetensors.SafetensorError, OSError) as error:
+    except OSError as error:
+        raise ArtifactError(
+            config.name, f"{path.name} cannot be read: {summarize(error)}"
+        ) from error
+    except safetensors.SafetensorError as error:
         raise ArtifactError(
             config.name,
             f"{path.name} is not valid safetensors: {summarize(error)}",
