@@ -237,6 +237,8 @@ class ResponseSender:
             self.ended.set()
 
     def is_cancelled(self) -> bool:
+        if self.ended.is_set():
+            raise AssertionError("the real server would read freed memory, and die of it")
         return self.cancelled
 
 

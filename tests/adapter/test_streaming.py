@@ -189,6 +189,23 @@ def test_a_client_that_leaves_before_its_stream_begins(
     _until(lambda: _live() == 0)
 
 
+@pytest.mark.parametrize("how", ["the last response", "the end"])
+def test_a_stream_that_has_ended_is_not_checked(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A poll between the end of a stream and of its task does not query Triton, which would die."""
+    monkeypatch.setattr(streaming, "_POLLED_CHECK_S", 0)
+    served = _Served(tmp_path, _model(_ENDLESS))
+    client = streaming._Client(served.model._streaming, served.request(_X))
+    assert not client.left()
+    if how == "the end":
+        client.end(None)
+    else:
+        client.send({}, last=True)
+    assert not client.left()
+    assert not client.cancelled()
+
+
 def test_an_unexpected_exception_ends_a_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -221,10 +221,13 @@ class _Client:
         self._name = messages.request_id(request)
         self._checked = time.monotonic()
         self._gone = False
+        # After the final response, a query would read memory that Triton has freed: 24.10 dies.
+        self._ended = False
         self.error: BackendError | None = None
 
     def send(self, outcome: dict[str, Value], *, last: bool) -> None:
         """Send a response."""
+        self._ended = last
         try:
             response = messages.write(outcome)
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL * last)
@@ -238,7 +241,7 @@ class _Client:
 
     def end(self, error: BackendError | None, text: str = "") -> None:
         """End the stream for the client; log the error."""
-        self.error = error
+        self.error, self._ended = error, True
         send = self._sender.send
         if error is not None:
             send = partial(send, messages.write(error))
@@ -268,7 +271,7 @@ class _Client:
     def _check(self, seconds: float) -> bool:
         """Query Triton if the last query is at least `seconds` seconds ago."""
         now = time.monotonic()
-        if now >= self._checked + seconds:
+        if now >= self._checked + seconds and not self._ended:
             self._checked = now
             self._gone = self._sender.is_cancelled()
         return self._gone
