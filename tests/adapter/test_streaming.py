@@ -196,6 +196,7 @@ def test_a_stream_that_has_ended_is_not_checked(
     """A poll between the end of a stream and of its task does not query Triton, which would die."""
     monkeypatch.setattr(streaming, "_POLLED_CHECK_S", 0)
     served = _Served(tmp_path, _model(_ENDLESS))
+    assert served.model._streaming is not None
     client = streaming._Client(served.model._streaming, served.request(_X))
     assert not client.left()
     if how == "the end":
