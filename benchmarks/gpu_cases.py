@@ -306,7 +306,7 @@ def compiled_one(bench: Bench) -> Iterator[Figure]:
 def _on_device(engine: Engine, x: Tensor) -> Callable[[], Tensor]:
     def call() -> Tensor:
         with engine.guard():
-            result: Tensor = engine.runner.module(x)
+            result: Tensor = engine.runner.forward.call(x)
         return result
 
     return call

@@ -110,9 +110,8 @@ def test_binding_errors_are_not_retried() -> None:
     """A config that names missing outputs fails every request, so it is not retried."""
     model = Model()
     served = engine(model)
-    served.runner.extract = OutputExtractor(
-        build.config(outputs=(build.spec("RESULT[3]"),))
-    ).extract
+    extractor = OutputExtractor(build.config(outputs=(build.spec("RESULT[3]"),)))
+    served.runner.extract.replace(extractor.extract)
     outcomes = served.run(items([1.0, 2.0, 3.0]))
     assert [type(outcome) for outcome in outcomes] == [BindingError] * 3
     assert model.calls == [3]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
+from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine.engine import Engine
@@ -49,7 +50,7 @@ def hook(name: str, function: Callable[..., Any]) -> Hook:
     arguments = introspection.from_function(function).arguments
     takes_parameters = any(each.name == request_parameters.ARGUMENT for each in arguments)
     client_errors = name.startswith("preprocess")
-    return Hook(build.MODEL, name, function, name, takes_parameters, client_errors)
+    return Hook(build.MODEL, name, Stage(name, function), name, takes_parameters, client_errors)
 
 
 def engine(

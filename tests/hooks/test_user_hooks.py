@@ -12,6 +12,7 @@ import torch
 
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import ArtifactType
+from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config.batch_io import BatchOutput
 from torch_py_backend.errors import (
     ArtifactError,
@@ -84,7 +85,7 @@ def test_folder(tmp_path: Path) -> None:
     hooks = load(tmp_path, _NET + code)
     assert hooks is not None
     assert hooks.postprocess is not None
-    assert hooks.postprocess.function.__self__.folder == tmp_path / "1"  # type: ignore[attr-defined]
+    assert hooks.postprocess.stage.call.__self__.folder == tmp_path / "1"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,12 @@ def test_client_errors(error: BaseException, refused: bool) -> None:
 
     for client_errors in (True, False):
         hook = Hook(
-            "digits", "preprocess", fails, "", takes_parameters=False, client_errors=client_errors
+            "digits",
+            "preprocess",
+            Stage("", fails),
+            "",
+            takes_parameters=False,
+            client_errors=client_errors,
         )
         with pytest.raises(InputError if refused and client_errors else HookError) as raised:
             hook()
@@ -271,7 +277,9 @@ def test_files_of_hooks(tmp_path: Path) -> None:
 def test_as_text() -> None:
     """The text lists the methods in the order in which they run, as they are declared."""
     hooks = {
-        name: Hook("m", name, str, f"{name}(x)", takes_parameters=False, client_errors=False)
+        name: Hook(
+            "m", name, Stage(name, str), f"{name}(x)", takes_parameters=False, client_errors=False
+        )
         for name in ("postprocess", "preprocess")
     }
     assert str(Hooks(**hooks)) == "preprocess(x), postprocess(x)"

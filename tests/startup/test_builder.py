@@ -96,7 +96,7 @@ def test_torchscript_with_bytes(optimize: tuple[str, ...], tmp_path: Path) -> No
     torch.jit.script(Echo().eval()).save(tmp_path / "1" / "model.pt")
     specs: Any = {"inputs": (build.spec("x", "BYTES", (1,)),), "outputs": OUTPUTS}
     engine = _build(build.config(tmp_path, optimize=optimize, **specs))
-    module: Any = engine.runner.module
+    module: Any = engine.runner.forward.call
     assert module.original_name == "Echo"  # hooks may use attributes of the module
     for first in (b"text", b"\xff\x00x", b"\xff"):
         sent = np.array([[first], ["é".encode()]], dtype=np.object_)

@@ -153,15 +153,6 @@ class Grouping:
             and self._required == self._names
         )
 
-    def stages(self) -> list[tuple[str, object, str]]:
-        """Return the stages of grouping: each one's name, owner and attribute."""
-        return [
-            ("group", self, "single_group"),
-            ("admit", self, "admit"),
-            ("group", self, "group"),
-            ("convert", self, "convert"),
-        ]
-
     def single_group(self, items: Sequence[Item]) -> Group | None:
         """Return all items as one group if the config alone allows that; else None.
 

@@ -20,9 +20,9 @@ from torch_py_backend.batching.grouping import Group, Grouping
 from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
 from torch_py_backend.batching.padding import Padding
 from torch_py_backend.batching.ragged import Ragged
+from torch_py_backend.batching.stage import Around, Stage
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine import instrumentation, plain_call, side_effects
-from torch_py_backend.engine.instrumentation import Around, Stage
+from torch_py_backend.engine import plain_call, side_effects
 from torch_py_backend.engine.model_runner import Extract, ModelRunner
 from torch_py_backend.engine.plain_call import PlainCall
 from torch_py_backend.engine.retry import Failure, RetryPolicy, reported
@@ -36,18 +36,6 @@ from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences.state_columns import StateColumns
 from torch_py_backend.weights import gpu_sharing, sharing_report
-
-# The engine's own stages, by name: the attribute that runs each.
-_STAGES = {
-    "run": "_run",
-    "streamed": "calling",
-    "hook": "_call_hook",
-    "call": "_attempt",
-    "gather": "_gather",
-    "host to device": "_to_device",
-    "device to host": "_to_host",
-    "scatter": "_scatter",
-}
 
 
 class Engine:
@@ -101,10 +89,8 @@ class Engine:
         self._grouping: Grouping | HookedPipeline
         if hooks is None:
             self._grouping = Grouping(config, loaded.signature, self._padding)
-            self._run = partial(self._run_items, self._grouping)
         else:
             self._grouping = HookedPipeline(config, loaded.signature, hooks, device_runtime)
-            self._run = partial(self._run_hooked, self._grouping)
             if self._grouping.postprocesses:  # after scatter
                 self._names, extract = hooked_pipeline.UNPROCESSED, self._grouping.split
                 self._clone, self._finite = hooked_pipeline.copy_rows, None
@@ -117,10 +103,6 @@ class Engine:
         self.pads_batches = self._padding is not None or bool(rows.buckets) or rows.least > 1
         # PAD creates masks on the model's own stream.
         self._admitting = self.guard if self._padding else contextlib.nullcontext
-        self._gather = gather_scatter.gather if self._ragged is None else self._ragged.gather
-        self._to_device = device_runtime.to_device
-        self._call = self.runner.call
-        self._to_host: Callable[..., Sequence[Value | ItemRows]] = device_runtime.to_host
         self.stream_calls = StreamCalls(
             config,
             self._grouping,
@@ -130,11 +112,11 @@ class Engine:
             self.counts,
             loaded.step,
         )
+        self._stages = self._make_stages()
         self.side_effects = SideEffects(loaded.owner, captured=self.runner.captures)
         self.recovery = RetryPolicy(
             config,
-            # Looked up late: it may be instrumented.
-            lambda group, *, copy_outputs: self._attempt(group, copy_outputs=copy_outputs),
+            self._batch,
             called=loaded.signature.name,
             rows=rows,
             repeats=self.repeats,
@@ -145,6 +127,45 @@ class Engine:
         self._limits = self.recovery.capacity.limits
         self._shared: gpu_sharing.SharedWeights | None = None
         self._prepares = False
+
+    def _make_stages(self) -> list[Stage[Any]]:
+        """Make the stages that batches run, and return them with those of all other parts."""
+        grouping, device_runtime = self._grouping, self._runtime
+        self._streamed = Stage("streamed", self._calling)
+        self._hook = Stage("hook", self._call_hook)
+        self._group = Stage("group", grouping.group)
+        self._batch = Stage("call", self._attempt)
+        self._gather: Stage[Callable[..., Batch]] = Stage(
+            "gather", gather_scatter.gather if self._ragged is None else self._ragged.gather
+        )
+        self._to_device = Stage("host to device", device_runtime.to_device)
+        self._to_host: Stage[Callable[..., Sequence[Value | ItemRows]]] = Stage(
+            "device to host", device_runtime.to_host
+        )
+        self._scattered = Stage("scatter", self._scatter)
+        self._run: Stage[Callable[[Sequence[Item]], Sequence[Outcome]]]
+        if isinstance(grouping, Grouping):
+            self._run = Stage("run", self._run_items)
+            self._single_group = Stage("group", grouping.single_group)
+            self._admit = Stage("admit", grouping.admit)
+            others: list[Stage[Any]] = [
+                self._single_group,
+                self._admit,
+                self.runner.convert,
+                self.runner.forward,
+            ]
+        else:  # without `runner.forward`: hooks get the module itself and may read its attributes
+            self._run = Stage("run", partial(self._run_hooked, grouping))
+            self._begin = Stage("prepare", grouping.begin)
+            self._finish = Stage("finish", grouping.finish)
+            others = [self._begin, self._finish, *grouping.stages]
+        return [
+            *(self._run, self._streamed, self._hook, self._group, self._batch),
+            *(self._gather, self._to_device, self._to_host, self._scattered),
+            *others,
+            self.runner.extract,
+            *self.stream_calls.stages,
+        ]
 
     def share(self, shared: gpu_sharing.SharedWeights) -> None:
         """Share one copy of the weights with other instances.
@@ -190,9 +211,12 @@ class Engine:
         effects = self.side_effects
         return (items > 1 or not effects.writes_inputs) and not effects.writes_buffers()
 
+    def calling(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a call of the model for a stream."""
+        return self._streamed.call()
+
     @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
-        """The context of each call of the model for a stream."""
+    def _calling(self) -> Iterator[None]:
         with self.lock:
             self.recovery.on_call()
             with self.guard():
@@ -200,15 +224,14 @@ class Engine:
 
     def instrument(self, around: Around) -> Callable[[], None]:
         """Wrap the stages with `around`; the returned function removes the wrappers."""
-        stages: list[Stage] = [
-            *((name, self, attribute) for name, attribute in _STAGES.items()),
-            ("outputs", self.runner, "extract"),
-            *self.stream_calls.stages(),
-            *self._grouping.stages(),
-        ]
-        if self.hooks is None:  # hooks get the module itself and may read its attributes
-            stages.append(("forward", self.runner, "module"))
-        return instrumentation.wrap(stages, around)
+        for stage in self._stages:
+            stage.add(around)
+
+        def remove() -> None:
+            for stage in self._stages:
+                stage.remove(around)
+
+        return remove
 
     def plain_call(self) -> PlainCall | None:
         """Return the call of a plain model; None: it is not plain, or no call was compared yet."""
@@ -237,8 +260,8 @@ class Engine:
         return PlainCall(
             binding.names,
             tuple(ranks[name] for name in binding.names),
-            plain_call.bind(binding, self.runner.module),
-            self.runner.extract,
+            plain_call.bind(binding, self.runner.forward.call),
+            self.runner.extract.call,
             self._runtime.to_host,
             self._names,
             self._extractor.only_tensor(),
@@ -255,8 +278,7 @@ class Engine:
         with self.lock:
             if self._shared is not None:
                 return self._run_shared(self._shared, items)
-            outcomes: Sequence[Outcome] = self._run(items)
-            return outcomes
+            return self._run.call(items)
 
     def _run_shared(
         self, shared: gpu_sharing.SharedWeights, items: Sequence[Item]
@@ -268,7 +290,7 @@ class Engine:
             if refusal is None:
                 if not present:  # the weights are at other addresses now
                     self.side_effects.reset_baseline()
-                outcomes: Sequence[Outcome] = self._run(items)
+                outcomes = self._run.call(items)
                 refusal = shared.lost()
                 if refusal is None:
                     return outcomes
@@ -278,13 +300,13 @@ class Engine:
             self.recovery.fatal = refusal
         return [reported(refusal)] * len(items)
 
-    def _run_items(self, grouping: Grouping, items: Sequence[Item]) -> Sequence[Outcome]:
-        whole = grouping.single_group(items)
+    def _run_items(self, items: Sequence[Item]) -> Sequence[Outcome]:
+        whole = self._single_group.call(items)
         if whole is not None:
             outcomes = self._run_group(whole)
         else:
             with self._admitting():
-                outcomes = self._run_admitted([grouping.admit(item) for item in items])
+                outcomes = self._run_admitted([self._admit.call(item) for item in items])
         if self._clean is not None:
             self.clean()
         return outcomes
@@ -295,21 +317,21 @@ class Engine:
         copies = len(items) > 1
         with self.guard():
             began = time.perf_counter()
-            begin = partial(pipeline.begin, copies=copies)
-            begun = [self._call_hook(place, begin, item) for place, item in enumerate(items)]
+            begin = partial(self._begin.call, copies=copies)
+            begun = [self._hook.call(place, begin, item) for place, item in enumerate(items)]
             prepared = [
-                prepare if isinstance(prepare, BackendError) else self._call_hook(place, prepare)
+                prepare if isinstance(prepare, BackendError) else self._hook.call(place, prepare)
                 for place, prepare in enumerate(begun)
             ]
             self.counts.preprocess_seconds += time.perf_counter() - began
             outcomes: Sequence[Outcome] = self._run_admitted(list(prepared))
             if pipeline.postprocesses:
                 ran = time.perf_counter()
-                finish = partial(pipeline.finish, copies=copies)
+                finish = partial(self._finish.call, copies=copies)
                 outcomes = [
                     outcome
                     if isinstance(outcome, BackendError)
-                    else self._call_hook(place, finish, outcome, prepared[place])
+                    else self._hook.call(place, finish, outcome, prepared[place])
                     for place, outcome in enumerate(outcomes)
                 ]
                 self.counts.postprocess_seconds += time.perf_counter() - ran
@@ -339,7 +361,7 @@ class Engine:
             for position, item in enumerate(items)
             if not isinstance(item, BackendError)
         ]
-        groups = self._grouping.group(admitted)
+        groups = self._group.call(admitted)
         for number, group in enumerate(groups, 1):
             results = self._run_group(group, copy_outputs=number < len(groups))
             for position, outcome in zip(group.positions, results, strict=True):
@@ -350,7 +372,7 @@ class Engine:
         if self._limits or self.recovery.fatal is not None:
             return self.recovery.run(group, copy_outputs=copy_outputs)
         try:
-            return self._attempt(group, copy_outputs=copy_outputs)
+            return self._batch.call(group, copy_outputs=copy_outputs)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -364,7 +386,7 @@ class Engine:
             began = time.perf_counter()
             observed = self.side_effects.observed
             copied = self._state_inputs if observed else names
-            batch = self._gather(group.items, names, self._pads, copied)
+            batch = self._gather.call(group.items, names, self._pads, copied)
             before = (
                 {}
                 if observed
@@ -373,10 +395,10 @@ class Engine:
             if self._padding is not None:
                 self._padding.count(self.counts, group.items, names, batch.columns)
             gathered = time.perf_counter()
-            columns = self._to_device(batch.columns)
+            columns = self._to_device.call(batch.columns)
             sent = time.perf_counter()
             rows = rows_in(columns) if self._ragged is None else sum(batch.sizes)
-            raw = self._call(group.inputs, columns, rows)
+            raw = self.runner.call(group.inputs, columns, rows)
             called = time.perf_counter()
             if not observed:
                 self.side_effects.compare(before, dict(zip(names, batch.columns, strict=True)))
@@ -385,11 +407,11 @@ class Engine:
             if self._states is not None:
                 owned = self._states.clone_states(raw, batch)
                 inputs = self._states.sent_columns(names, batch)
-            outputs = self._to_host(owned, inputs)
+            outputs = self._to_host.call(owned, inputs)
             if copy_outputs or self._watched:
                 outputs = self._kept(owned, outputs, copy_outputs=copy_outputs)
             fetched = time.perf_counter()
-        outcomes = self._scatter(group, batch, outputs)
+        outcomes = self._scattered.call(group, batch, outputs)
         # Inline: a method call would cost more than these additions.
         counts = self.counts
         counts.gather_seconds += gathered - began

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,6 +16,7 @@ from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.batching.grouping import Grouping
+from torch_py_backend.batching.stage import Stage
 from torch_py_backend.compile import batch_buckets, compile_cache, torch_compile
 from torch_py_backend.compile.cuda_graphs import Graphs
 from torch_py_backend.config.model_config import ModelConfig
@@ -31,7 +32,8 @@ class ModelRunner:
     """Calls the model for a batch.
 
     Attributes:
-        module: the model, compiled, captured and instrumented as configured.
+        forward: the model, compiled and captured as configured.
+        convert: converts columns to arguments.
         extract: extracts the outputs from a result.
         rows: how many rows one call takes.
         captures: whether calls are replayed from CUDA graphs.
@@ -52,16 +54,16 @@ class ModelRunner:
     ) -> None:
         self._config = config
         self._clone = clone
-        self._grouping = grouping
         self._counts = counts
         self._eager = loaded.module
         self._compiled = torch_compile.apply(config, loaded.kind, loaded.module, counts)
-        self.module = self._compiled or loaded.module
+        module = self._compiled or loaded.module
         self.compiles = self._compiled is not None
         self.captures = "cuda_graphs" in config.options.optimize
-        self._graphs = Graphs(config.name, self.module, counts) if self.captures else None
-        self.module = self._graphs or self.module
-        self.extract = extract
+        self._graphs = Graphs(config.name, module, counts) if self.captures else None
+        self.forward: Stage[Callable[..., Any]] = Stage("forward", self._graphs or module)
+        self.convert = Stage("convert", grouping.convert)
+        self.extract = Stage("outputs", extract)
         fixed = torch_compile.static_shapes(config) or self.captures
         self.rows = batch_buckets.row_counts(config, loaded.rows, fixed=fixed)
 
@@ -87,7 +89,7 @@ class ModelRunner:
             if hit is not None:
                 self._counts.compile_cache["hit" if hit else "miss"] = 1
             sealed = self._compiled.seal()
-        self.module = sealed if self._graphs is None else self._graphs.seal(sealed)
+        self.forward.replace(sealed if self._graphs is None else self._graphs.seal(sealed))
 
     def call(self, inputs: InputBinding, columns: Sequence[Value], rows: int) -> Sequence[Value]:
         """Return the model's outputs for a batch, in as many calls as needed."""
@@ -105,6 +107,6 @@ class ModelRunner:
     def _call_once(
         self, inputs: InputBinding, columns: Sequence[Value], rows: int
     ) -> Sequence[Value]:
-        passed = self._grouping.convert(inputs, columns)
+        passed = self.convert.call(inputs, columns)
         self._counts.rows += rows
-        return self.extract(inputs.call(self.module, passed), rows)
+        return self.extract.call(inputs.call(self.forward.call, passed), rows)

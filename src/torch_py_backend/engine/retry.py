@@ -15,6 +15,7 @@ from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Outcome, Rows, Value
 from torch_py_backend.batching.grouping import Group
+from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import faults
 from torch_py_backend.engine.bisection import bisect
@@ -89,7 +90,7 @@ class RetryPolicy:
 
     Args:
         config: the model's config.
-        attempt: runs a group.
+        attempt: the stage that runs a group.
         called: the name of the model's function that an attempt calls.
         rows: the row counts that the model takes.
         repeats: returns whether the model may be called again with that many items that were
@@ -101,7 +102,7 @@ class RetryPolicy:
     def __init__(
         self,
         config: ModelConfig,
-        attempt: Attempt,
+        attempt: Stage[Attempt],
         *,
         called: str,
         rows: Rows,
@@ -257,7 +258,7 @@ class RetryPolicy:
             return Failure(self.fatal, repeats=True)
         self.on_call()
         try:
-            return self._attempt(group, copy_outputs=copy_outputs)
+            return self._attempt.call(group, copy_outputs=copy_outputs)
         except KeyboardInterrupt:
             raise
         except BaseException as error:

@@ -16,8 +16,8 @@ from torch_py_backend.batching.gather_scatter import Item, Outcome, Value, rows_
 from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.batching.output_extraction import Finite
 from torch_py_backend.batching.runtime import Runtime
+from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine.instrumentation import Stage
 from torch_py_backend.engine.model_runner import ModelRunner
 from torch_py_backend.errors import BackendError, OutputError
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
@@ -43,6 +43,8 @@ class StreamCalls:
 
     Attributes:
         step: the module's step(), which runs all live streams; None: it has none.
+        next: resumes one stream.
+        stages: all stages but those of the `ModelRunner`.
     """
 
     def __init__(
@@ -55,8 +57,6 @@ class StreamCalls:
         counts: Counts,
         step: Callable[[list[Any]], Any] | None,
     ) -> None:
-        self.step = step
-        self._grouping = grouping
         self._runner = runner
         self._finite = finite
         self._counts = counts
@@ -65,23 +65,18 @@ class StreamCalls:
         # The begin() of another stream, a further step() or new weights may overwrite memory that
         # an outcome shares with the model before the outcome is sent.
         self._owns = step is not None or config.options.watch_weights
-        self._gather = gather_scatter.gather
-        self._to_device = device_runtime.to_device
-        self._to_host: Callable[..., Sequence[Value]] = device_runtime.to_host
-
-    def advance(self, resume: Callable[[], T]) -> T:
-        """Resume one stream: a stage of its own, to be instrumented."""
-        return resume()
-
-    def stages(self) -> list[Stage]:
-        """Return the stages of this object."""
-        own: list[Stage] = [
-            ("gather", self, "_gather"),
-            ("host to device", self, "_to_device"),
-            ("next", self, "advance"),
-            ("device to host", self, "_to_host"),
-        ]
-        return own if self.step is None else [*own, ("step", self, "step")]
+        self.step = None if step is None else Stage("step", step)
+        self.next = Stage("next", _resume)
+        self._gather = Stage("gather", gather_scatter.gather)
+        self._to_device = Stage("host to device", device_runtime.to_device)
+        self._to_host = Stage("device to host", device_runtime.to_host)
+        self.stages: list[Stage[Any]] = [self.next, self._gather, self._to_device, self._to_host]
+        if self.step is not None:
+            self.stages.append(self.step)
+        if isinstance(grouping, Grouping):  # hooks are refused for streams
+            self._admit = Stage("admit", grouping.admit)
+            self._group = Stage("group", grouping.group)
+            self.stages += [self._admit, self._group]
 
     def begin(self, item: Item) -> tuple[Any, StreamInputs]:
         """Call the model for one item; return its result, a stream, and the stream's inputs.
@@ -89,19 +84,18 @@ class StreamCalls:
         Raises:
             InputError: the item is not what the model takes.
         """
-        assert isinstance(self._grouping, Grouping)  # noqa: S101  hooks are refused for streams
-        admitted = self._grouping.admit(item)
+        admitted = self._admit.call(item)
         if isinstance(admitted, BackendError):
             raise admitted
-        (group,) = self._grouping.group([(0, admitted)])
+        (group,) = self._group.call([(0, admitted)])
         began = time.perf_counter()
-        batch = self._gather(group.items, group.inputs.names)
+        batch = self._gather.call(group.items, group.inputs.names)
         gathered = time.perf_counter()
-        columns = self._to_device(batch.columns)
+        columns = self._to_device.call(batch.columns)
         sent = time.perf_counter()
         inputs = StreamInputs(rows_in(columns), columns)
-        passed = self._grouping.convert(group.inputs, columns)
-        result = group.inputs.call(self._runner.module, passed)
+        passed = self._runner.convert.call(group.inputs, columns)
+        result = group.inputs.call(self._runner.forward.call, passed)
         counts = self._counts
         counts.forward_seconds += time.perf_counter() - sent
         counts.gather_seconds += gathered - began
@@ -114,7 +108,7 @@ class StreamCalls:
         extracted: list[Sequence[Value] | OutputError] = []
         for result, inputs in results:
             try:
-                extracted.append(self._runner.extract(result, inputs.rows))
+                extracted.append(self._runner.extract.call(result, inputs.rows))
             except OutputError as error:
                 extracted.append(error)
         outputs = [
@@ -122,7 +116,7 @@ class StreamCalls:
         ]
         columns = [column for _, inputs in results for column in inputs.columns]
         began = time.perf_counter()
-        fetched = self._to_host(outputs, columns)
+        fetched = self._to_host.call(outputs, columns)
         if self._owns:
             fetched = [
                 gather_scatter.clone(value) if value is before else value
@@ -140,3 +134,7 @@ class StreamCalls:
             refusal = None if self._finite is None else self._finite.refusal(outcome)
             outcomes.append(outcome if refusal is None else refusal)
         return outcomes
+
+
+def _resume(resume: Callable[[], Any]) -> Any:
+    return resume()

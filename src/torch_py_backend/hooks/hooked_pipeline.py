@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.batching.grouping import Group
 from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
 from torch_py_backend.batching.runtime import Runtime
+from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.request_parameters import Parameters
@@ -50,6 +51,9 @@ class HookedPipeline:
 
     It takes the place of `Grouping`: `begin` prepares items, `group` groups them, and each group
     has the function that calls the module.
+
+    Attributes:
+        stages: the stages within `begin` and within the calls of groups.
 
     Args:
         config: the model's config.
@@ -88,16 +92,12 @@ class HookedPipeline:
         self._extractor = OutputExtractor(row_config, "postprocess()")
         self._names = tuple(self._specs)
         self._finite = Finite(config) if config.options.check_finite else None
-
-    def stages(self) -> list[tuple[str, object, str]]:
-        """Return the stages: each one's name, owner and attribute."""
-        return [
-            ("prepare", self, "begin"),
-            ("prepare", self, "_prepare"),
-            ("group", self, "group"),
-            ("forward", self, "_forward"),
-            ("finish", self, "finish"),
-            *((hook.name, hook, "function") for hook in self.hooks.defined),
+        self._prepared = Stage("prepare", self._prepare)
+        self._forward = Stage("forward", self._call_module)
+        self.stages: list[Stage[Any]] = [
+            self._prepared,
+            self._forward,
+            *(hook.stage for hook in hooks.defined),
         ]
 
     # --- before the module ---------------------------------------------------------------------
@@ -117,7 +117,9 @@ class HookedPipeline:
         item = dict(item)
         parameters = request_parameters.pop(item)
         return partial(
-            self._prepare, self._preprocessor.begin(item, parameters, copies=copies), parameters
+            self._prepared.call,
+            self._preprocessor.begin(item, parameters, copies=copies),
+            parameters,
         )
 
     def _prepare(
@@ -166,12 +168,12 @@ class HookedPipeline:
         if self.hooks.inference is not None:
             result = self.hooks.inference.with_parameters(parameters)(module, batch)
         else:
-            result = self._forward(module, batch)
+            result = self._forward.call(module, batch)
         if self.hooks.postprocess_batch is not None:
             result = self.hooks.postprocess_batch.with_parameters(parameters)(result)
         return result
 
-    def _forward(self, module: Module, batch: Tree) -> Tree:
+    def _call_module(self, module: Module, batch: Tree) -> Tree:
         """Call the module with a dict of named arguments, a tuple of arguments, or one argument."""
         if isinstance(batch, Mapping):
             named = {str(name): value for name, value in batch.items()}

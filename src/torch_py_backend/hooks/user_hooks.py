@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from torch_py_backend.artifacts.discovery import HOOK_METHODS, Artifact, ArtifactType
+from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.request_parameters import Parameters
@@ -58,7 +59,7 @@ class Hook:
     Attributes:
         model: the model's name.
         name: the method's name.
-        function: the method, instrumented where requested.
+        stage: the method.
         text: its declaration, for messages.
         takes_parameters: whether it takes the request's parameters.
         client_errors: whether a ValueError or TypeError that it raises is the client's fault.
@@ -66,7 +67,7 @@ class Hook:
 
     model: str
     name: str
-    function: Callable[..., Tree]
+    stage: Stage[Callable[..., Tree]]
     text: str
     takes_parameters: bool
     client_errors: bool
@@ -79,7 +80,7 @@ class Hook:
             HookError: the method fails.
         """
         try:
-            return self.function(*args, **kwargs)
+            return self.stage.call(*args, **kwargs)
         except (BackendError, KeyboardInterrupt):
             raise
         except BaseException as error:
@@ -102,7 +103,7 @@ class Hook:
         """Return the method's signature without the request's parameters."""
         arguments = []
         gap = False
-        for argument in introspection.from_function(self.function).arguments:
+        for argument in introspection.from_function(self.stage.call).arguments:
             if argument.name == request_parameters.ARGUMENT:
                 gap = True  # arguments after a gap cannot be passed by position
             elif gap and argument.passing is Passing.POSITIONAL:
@@ -222,7 +223,8 @@ def _create_hook(config: ModelConfig, file: str, instance: object, name: str) ->
                 f" {request_parameters.ARGUMENT} where it wants them",
             ) from None
     client_errors = name.startswith("preprocess")
-    return Hook(config.name, name, method, f"{name}{signature}", takes_parameters, client_errors)
+    stage = Stage(name, method)
+    return Hook(config.name, name, stage, f"{name}{signature}", takes_parameters, client_errors)
 
 
 def _check_conflicts(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) -> None:

@@ -172,7 +172,7 @@ class Streams:
         """Resume one stream and return the result. Called within `calling`."""
         began = time.perf_counter()
         try:
-            result: T = self._engine.stream_calls.advance(resume)
+            result: T = self._engine.stream_calls.next.call(resume)
             return result
         finally:
             self.counts.forward_seconds += time.perf_counter() - began
