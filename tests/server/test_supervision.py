@@ -331,15 +331,25 @@ def test_an_unload_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     server.expect("READY a 1", "unload a, load a")
 
 
+@pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("cascades", [True, False])
-def test_an_ensemble_is_loaded_again_with_its_part(cascades: bool) -> None:
-    """Triton unloads an ensemble with its part, and usually loads it with it."""
+def test_an_ensemble_is_loaded_again_with_its_part(
+    cascades: bool, slow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton unloads an ensemble with its part, and usually loads it with it.
+
+    A slow unload ends after the index has shown that the ensemble does not serve.
+    """
     server = _serving("a", "e")
     server.ensembles["e"] = "a"
     server.die("a")
     server.threads = []
     server.step()
+    if slow:
+        unload = server.unload
+        monkeypatch.setattr(server, "unload", lambda model: (unload(model), server.advance(3)))
     server.threads.pop()()
+    monkeypatch.undo()
     server.step()
     needs = {"a": "is being loaded: was killed", "e": "needs the model 'a', which does not serve"}
     server.expect("DOWN a", "unload a", needs)

@@ -241,7 +241,14 @@ class Supervisor:
             if is_replaced or not model.failure or is_new or model.phase is Phase.UNLOADED:
                 self._apply(model, healing.ALREADY_LOADED if is_new else healing.USER_LOADED)
         elif status is None or model.is_unloaded(status):
-            self._apply(model, healing.USER_UNLOADED)
+            # Until an unload ends, it is not known which ensembles Triton unloads with that model.
+            unloads = [
+                other
+                for other in self._models.values()
+                if other.operation and other.phase is not Phase.LOADING
+            ]
+            if not unloads:
+                self._apply(model, healing.USER_UNLOADED)
         elif status.reason and not (is_new and self._control is not None):
             if model.failure and _DEAD in status.reason:
                 self._apply(model, healing.RELOAD_DIED, model.failure)
