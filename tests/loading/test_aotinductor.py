@@ -22,6 +22,7 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import aotinductor
 from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.processes import orphan_cleanup
 from torch_py_backend.signature import binding
 
 CPU = torch.device("cpu")
@@ -102,6 +103,31 @@ def test_package_that_cannot_be_loaded(content: str, tmp_path: Path) -> None:
     assert "'digits': model.pt2 is an AOTInductor package that torch" in str(raised.value)
     assert "with the parameter FALLBACK" in str(raised.value)
     assert str(tmp_path) not in str(raised.value)
+
+
+@pytest.mark.usefixtures("process")
+def test_unpacked_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch unpacks lies in the server's folder, until the model is closed or not loaded."""
+    served, temporary = tmp_path / "server", tmp_path / "temporary"
+    (served / "status").mkdir(parents=True)
+    temporary.mkdir()
+    monkeypatch.setenv(orphan_cleanup.VARIABLE, str(served / "status"))
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    x = build.spec("x", dims=(1, 8, 8))
+    settings = build.config(tmp_path, inputs=(x,), outputs=(build.spec("y", dims=(10,)),))
+    loaded = aotinductor.load(Artifact(ArtifactType.AOTI, PACKAGE), settings, CPU)
+    unpacked = {path.name for path in served.rglob("*.so")}
+    loaded.close()
+    loaded.close()
+    image = torch.zeros(2, 1, 8, 8)
+    assert loaded.module(image).shape == (2, 10)  # requests may be in progress
+    damaged = build.write(tmp_path, "model.pt2", "no package")
+    with pytest.raises(ArtifactError):
+        aotinductor.load(Artifact(ArtifactType.AOTI, damaged), settings, CPU)
+    assert unpacked
+    assert [path.name for path in served.iterdir()] == ["status"]
+    assert list(temporary.iterdir()) == []
+    assert os.environ["TMPDIR"] == str(temporary)
 
 
 class Loader:
@@ -221,6 +247,7 @@ sys.path[:0] = [sys.argv[1]]
 import torch
 import build
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
+from torch_py_backend.processes import orphan_cleanup
 from torch_py_backend.signature import binding
 from torch_py_backend.loading import aotinductor
 

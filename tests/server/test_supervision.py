@@ -345,9 +345,14 @@ def test_an_ensemble_is_loaded_again_with_its_part(
     server.die("a")
     server.threads = []
     server.step()
+    unload = server.unload
+
+    def unload_slowly(model: str) -> None:
+        unload(model)
+        server.advance(3)
+
     if slow:
-        unload = server.unload
-        monkeypatch.setattr(server, "unload", lambda model: (unload(model), server.advance(3)))
+        monkeypatch.setattr(server, "unload", unload_slowly)
     server.threads.pop()()
     monkeypatch.undo()
     server.step()

@@ -178,7 +178,8 @@ class Engine:
         self.side_effects.reset_baseline()
 
     def close(self) -> None:
-        """Release weights that are shared with other processes. May be called twice."""
+        """Release weights that are shared with other processes, and files. May be called twice."""
+        self.loaded.close()
         if self._shared is not None:
             self._shared.close()
 

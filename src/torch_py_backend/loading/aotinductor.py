@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import shutil
 import sys
+import tempfile
+import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, summarize
 from torch_py_backend.loading import size_probing
 from torch_py_backend.loading.loaded import Loaded, refuse_method, warn_unused
+from torch_py_backend.processes import orphan_cleanup
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.binding import Signature
 
@@ -46,34 +52,58 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     os.environ[size_probing.CHECKS] = "1"
     index = device.index if device is not None and device.type == "cuda" else -1
 
-    def open_package() -> Any:
-        # aoti_load_package ends with this call. Before that, it imports the compiler and builds a
-        # library for each instruction set, to warn of what `mismatch` has compared: 2 to 10 s.
-        # It passes the same name of the model, "not single-threaded", and one runner.
-        return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
+    with contextlib.ExitStack() as files:
+        # Not where torch would unpack it: a process that Triton ends does not remove that.
+        folder = tempfile.mkdtemp(prefix="torch_py_backend-", dir=orphan_cleanup.server_folder())
+        files.callback(shutil.rmtree, folder, ignore_errors=True)
 
+        def open_package() -> Any:
+            # aoti_load_package ends with this call. Before that, it imports the compiler and builds
+            # a library for each instruction set, to warn of what `mismatch` has compared, in 2 to
+            # 10 s.
+            # It passes the same name of the model, "not single-threaded", and one runner.
+            with _temporary_folder(folder):
+                return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
+
+        try:
+            package = open_package()
+            in_spec, out_spec = (pytree.treespec_loads(text) for text in package.get_call_spec())
+        except Exception as error:  # a foreign or damaged package raises nearly anything
+            raise ArtifactError(
+                config.name,
+                f"{path.name} is an AOTInductor package that torch {torch.__version__} cannot load:"
+                f" {summarize(error)}",
+                cure="Build it again with torch._inductor.aoti_compile_and_package under this"
+                " version of torch, or name something else to serve with the parameter FALLBACK.",
+            ) from error
+        tree = introspection.from_tree(in_spec, {})
+        # The leaves are the arguments: a tree would only be built to be flattened again.
+        signature = Signature(tree.arguments, tree.leaves, lambda columns: (columns, {}))
+        rows, call = size_probing.probe(
+            config, signature, package.run, lambda: open_package().run, device
+        )
+
+        def module(*leaves: Tensor) -> Any:
+            return pytree.tree_unflatten(call(list(leaves)), out_spec)
+
+        # Removed before the process ends, too: a package on a GPU reads its kernels when it needs
+        # them.
+        close = weakref.finalize(module, files.pop_all().close)
+    return Loaded(artifact, module, signature, None, rows, close=close)
+
+
+@contextlib.contextmanager
+def _temporary_folder(folder: str) -> Iterator[None]:
+    """Let torch create its temporary files in a folder."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = folder
     try:
-        package = open_package()
-        in_spec, out_spec = (pytree.treespec_loads(text) for text in package.get_call_spec())
-    except Exception as error:  # a foreign or damaged package raises nearly anything
-        raise ArtifactError(
-            config.name,
-            f"{path.name} is an AOTInductor package that torch {torch.__version__} cannot load:"
-            f" {summarize(error)}",
-            cure="Build it again with torch._inductor.aoti_compile_and_package under this version"
-            " of torch, or name something else to serve with the parameter FALLBACK.",
-        ) from error
-    tree = introspection.from_tree(in_spec, {})
-    # The leaves are the arguments: a tree would only be built to be flattened again.
-    signature = Signature(tree.arguments, tree.leaves, lambda columns: (columns, {}))
-    rows, call = size_probing.probe(
-        config, signature, package.run, lambda: open_package().run, device
-    )
-
-    def module(*leaves: Tensor) -> Any:
-        return pytree.tree_unflatten(call(list(leaves)), out_spec)
-
-    return Loaded(artifact, module, signature, None, rows)
+        yield
+    finally:
+        if before is None:
+            del os.environ["TMPDIR"]
+        else:
+            os.environ["TMPDIR"] = before
 
 
 def device_of(path: Path) -> torch.device:

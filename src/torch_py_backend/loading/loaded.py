@@ -36,6 +36,7 @@ class Loaded:
         owner: the module with its parameters and buffers; None: it has none, or they are hidden.
         rows: how many rows one call accepts.
         step: advances several streams at once; `module` begins one then.
+        close: removes temporary files. May be called several times.
     """
 
     artifact: Artifact
@@ -44,6 +45,7 @@ class Loaded:
     owner: nn.Module | None = None
     rows: Rows = ANY_ROWS
     step: Callable[[list[Any]], Any] | None = None
+    close: Callable[[], object] = lambda: None
 
     @property
     def kind(self) -> ArtifactType:

@@ -73,6 +73,15 @@ class ServerResources:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def server_folder() -> Path | None:
+    """Return the temporary folder of the server that this process belongs to.
+
+    None: that server was not started by this package, and its folder is not removed.
+    """
+    status = os.environ.get(VARIABLE)
+    return Path(status).parent if status and Path(status).is_dir() else None
+
+
 class ResourceOwner:
     """Creates the resources of a server, and removes them when it is closed.
 
