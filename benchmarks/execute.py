@@ -1,9 +1,10 @@
-"""Measure the CPU time of execute() in a real stub: ours by both of its paths, and one by hand.
+"""Measure the time of execute() in a real stub: ours by both of its paths, and one by hand.
 
     python -m benchmarks.execute [--models add,mlp] [--seconds 2] [--turns 5] [--output FILE]
 
-The three are loaded in turn by one client, A B C A B C …, alone and with 32 requests outstanding.
-Calls are compared that answer equally many requests. `served/clock.py` has the clocks.
+All are loaded in turn by one client, A B C A B C …, alone and with 32 requests outstanding.
+Calls are compared that answer equally many requests. The first table has CPU times, by the clocks
+in `served/clock.py`; the second wall times of the steps of the fast path, by `served/steps.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -28,16 +29,28 @@ COLUMNS = (
     "execute(), µs", "forward(), µs", "around it, µs", "÷ by hand",
 )  # fmt: skip
 PATHS = ("fast", "general", "by hand")
+_STEPS = "steps"
+# What the fast path does between two readings of the clock.
+STEPS = (
+    "instance status, choice of the path",
+    "read and concatenate inputs",
+    "to forward()",
+    "forward()",
+    "check the result",
+    "split and write outputs",
+    "counts, instance status",
+)
 _CONCURRENCY = (1, 32)
 # Fewer calls of a size are not reported.
 _LEAST_CALLS = 200
 
-# The nanoseconds of execute() and forward() in each call, by path and requests in the call.
-Times: TypeAlias = dict[str, dict[int, list[tuple[int, int]]]]
+# The nanoseconds of each call, by path and requests in the call: execute() and forward(); on the
+# path `steps`, those of each step.
+Times: TypeAlias = dict[str, dict[int, list[list[int]]]]
 
 
 def measure(model: str, seconds: float, turns: int) -> Times:
-    """Serve a model three times, and put load on each in turn.
+    """Serve a model once for each path and once for its steps, and put load on each in turn.
 
     Raises:
         BenchError: a model did not load, a response is wrong, or a request failed.
@@ -46,7 +59,7 @@ def measure(model: str, seconds: float, turns: int) -> Times:
         folder = Path(scratch)
         served = {
             path: repositories.write_clocked(model, folder / "repository", path, folder)
-            for path in PATHS
+            for path in (*PATHS, _STEPS)
         }
         with harness.served(folder / "repository") as server:
             payloads = [clients.payload(MODELS[model])]
@@ -58,7 +71,7 @@ def measure(model: str, seconds: float, turns: int) -> Times:
                         harness.load(server.grpc_address, name, payloads, concurrency, seconds)
         return {
             path: {
-                int(size): [(whole, forward) for whole, forward in calls]
+                int(size): calls
                 for size, calls in json.loads((folder / f"{name}.json").read_text()).items()
             }
             for path, name in served.items()
@@ -67,13 +80,8 @@ def measure(model: str, seconds: float, turns: int) -> Times:
 
 def rows(model: str, times: Times) -> list[tuple[str, ...]]:
     """Return the rows of a table with COLUMNS: medians over the calls of one size."""
-    sizes = [
-        size
-        for size in sorted(times["by hand"])
-        if all(len(times[path].get(size, ())) >= _LEAST_CALLS for path in PATHS)
-    ]
     table = []
-    for size in sizes:
+    for size in _sizes(times, PATHS):
         by_hand = _median(times["by hand"][size])[0]
         for path in PATHS:
             whole, forward = _median(times[path][size])
@@ -83,17 +91,52 @@ def rows(model: str, times: Times) -> list[tuple[str, ...]]:
                     str(size),
                     path,
                     f"{len(times[path][size]):,}",
-                    *(f"{value:.0f}" for value in (whole, forward, whole - forward)),
+                    *_texts((whole, forward, whole - forward)),
                     f"{whole / by_hand:.2f}",
                 )
             )
     return table
 
 
-def _median(calls: Sequence[tuple[int, int]]) -> tuple[float, float]:
-    """Return the medians of execute() and forward() in microseconds."""
-    whole, forward = np.median(np.array(calls), axis=0) / 1e3
-    return float(whole), float(forward)
+def steps(times: Mapping[str, Times]) -> str:
+    """Return a table of the steps of the fast path: medians for each model and number of requests.
+
+    Args:
+        times: the times by model.
+    """
+    columns, sums = [], []
+    for model, paths in times.items():
+        for size in _sizes(paths, (_STEPS,)):
+            medians = _median(paths[_STEPS][size])
+            columns.append((f"{model}, {size} request{'s' * (size > 1)}", medians))
+            sums.append(sum(medians))
+    cells = zip(*[medians for _, medians in columns], strict=True)
+    return markdown(
+        ("step, µs", *(title for title, _ in columns)),
+        [
+            *((step, *_texts(values)) for step, values in zip(STEPS, cells, strict=True)),
+            ("execute()", *_texts(sums)),
+        ],
+    )
+
+
+def _texts(values: Iterable[float]) -> list[str]:
+    return [f"{value:.0f}" for value in values]
+
+
+def _sizes(times: Times, paths: Sequence[str]) -> list[int]:
+    """Return the numbers of requests that calls of all these paths answered often enough."""
+    return [
+        size
+        for size in sorted(times[paths[0]])
+        if all(len(times[path].get(size, ())) >= _LEAST_CALLS for path in paths)
+    ]
+
+
+def _median(calls: Sequence[Sequence[int]]) -> list[float]:
+    """Return the median of each column in microseconds."""
+    medians: list[float] = (np.median(np.array(calls), axis=0) / 1e3).tolist()
+    return medians
 
 
 def main() -> None:
@@ -104,17 +147,15 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a document with the marks of this table")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    table = markdown(
-        COLUMNS,
-        [
-            row
-            for model in arguments.models.split(",")
-            for row in rows(model, measure(model, arguments.seconds, arguments.turns))
-        ],
-    )
-    print(table)
+    times = {
+        model: measure(model, arguments.seconds, arguments.turns)
+        for model in arguments.models.split(",")
+    }
+    paths = [row for model, measured in times.items() for row in rows(model, measured)]
+    tables = f"{markdown(COLUMNS, paths)}\n\n{steps(times)}"
+    print(tables)
     if arguments.output is not None:
-        harness.write_table(arguments.output, "execute", table)
+        harness.write_table(arguments.output, "execute", tables)
 
 
 if __name__ == "__main__":

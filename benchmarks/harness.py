@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeAlias
@@ -25,6 +25,8 @@ LOAD_SECONDS = 600
 Pair: TypeAlias = tuple[Point, Point]
 """A turn of our server and the following turn of the other one."""
 Connection: TypeAlias = tuple[Send, ReadStatistics | None]
+Turn: TypeAlias = Callable[[], Awaitable[Point]]
+"""Puts a load on one of two servers."""
 
 
 @contextlib.contextmanager
@@ -76,17 +78,13 @@ async def turn(connection: Connection, concurrency: int, seconds: float) -> Poin
     return point
 
 
-async def in_turn(
-    ours: Connection, other: Connection, concurrency: int, seconds: float, pairs: int
-) -> AsyncIterator[Pair]:
-    """Yield pairs as they are measured, after one turn to warm up each server."""
-    for connection in (ours, other):
-        await turn(connection, concurrency, seconds)
+async def in_turn(turns: Sequence[Turn], pairs: int) -> AsyncIterator[Pair]:
+    """Yield pairs as they are measured, after one turn to warm up each of two servers."""
+    ours, other = turns
+    await ours()
+    await other()
     for _ in range(pairs):
-        yield (
-            await turn(ours, concurrency, seconds),
-            await turn(other, concurrency, seconds),
-        )
+        yield await ours(), await other()
 
 
 @contextlib.asynccontextmanager

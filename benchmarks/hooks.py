@@ -20,6 +20,7 @@ import asyncio
 import itertools
 import shutil
 from collections.abc import Sequence
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -289,7 +290,8 @@ async def measure(
         harness.connected(address, "grpc", models[0], payloads) as first,
         harness.connected(address, "grpc", models[1], payloads) as second,
     ):
-        return [pair async for pair in harness.in_turn(first, second, concurrency, seconds, pairs)]
+        turns = [partial(harness.turn, one, concurrency, seconds) for one in (first, second)]
+        return [pair async for pair in harness.in_turn(turns, pairs)]
 
 
 def figures(pairs: Sequence[Pair]) -> list[str]:

@@ -14,13 +14,19 @@ from benchmarks.models import MAX_BATCH_SIZE, MODELS
 from benchmarks.tables import Spread, spread
 from torch_py_backend.tools.load_generator import Point
 
-FLOOR, PLAIN, HTTP = "floor", "plain", "http"
-_OURSELVES = {FLOOR: "no-op floor", PLAIN: "written by hand", HTTP: "ours over HTTP"}
-_TITLES = _OURSELVES | {name: peer.title for name, peer in PEERS.items()}
+FLOOR, PLAIN, HTTP, RUNTIME = "floor", "plain", "http", "runtime"
+_IN_THE_SERVER = {
+    FLOOR: "no-op floor",
+    PLAIN: "written by hand",
+    HTTP: "ours over HTTP",
+    RUNTIME: "Triton's Python runtime",
+}
+_TITLES = _IN_THE_SERVER | {name: peer.title for name, peer in PEERS.items()}
 _SERVED = {
     FLOOR: "in the same server: a Python backend model that returns a prepared response",
     PLAIN: "in the same server: a Python backend model for this network only, without checks",
     HTTP: "this backend in the same server, over HTTP",
+    RUNTIME: "in the same server: model.py of Triton's PyTorch backend, which compiles the network",
 } | {name: peer.words for name, peer in PEERS.items()}
 _COLUMNS = (
     "model", "against", "concurrency", "ours ÷ other", "ours, /s", "other, /s",

@@ -1,4 +1,4 @@
-"""Model repositories for Triton: our backend, the floor, a backend written by hand, and a clock."""
+"""Model repositories for Triton: our backend, others in the same server, and clocks."""
 
 from __future__ import annotations
 
@@ -73,13 +73,37 @@ def write_plain(name: str, repository: Path) -> str:
     return served
 
 
+def write_runtime(name: str, repository: Path, runtime: Path) -> str:
+    """Write the model for Triton's own Python runtime; return its name on the server.
+
+    Args:
+        name: the model.
+        repository: the model repository.
+        runtime: src/model.py of triton-inference-server/pytorch_backend.
+    """
+    served = f"{name}_runtime"
+    version = _version(repository / served)
+    shutil.copy(_SERVED / "runtime.py", version / "model.py")
+    shutil.copy(runtime, version / "runtime.py")
+    shutil.copy(models.__file__, version / "networks.py")
+    module = MODELS[name].build()
+    # The runtime takes the first class of the file.
+    source = f"import sys\n\nsys.path.insert(0, {str(version)!r})\n"
+    source += f"from networks import {type(module).__name__}\n"
+    (version / "network.py").write_text(source)
+    torch.save(module.state_dict(), version / "network.pt")
+    (repository / served / "config.pbtxt").write_text(_config("python", name))
+    return served
+
+
 def write_clocked(name: str, repository: Path, path: str, folder: Path) -> str:
     """Write a timed backend model, which writes its times to `folder` / its name.json at its end.
 
     Args:
         name: the model.
         repository: the model repository.
-        path: the path of our backend: `fast` or `general`; or `by hand`.
+        path: the path of our backend: `fast` or `general`; `by hand`; or `steps`: the fast path
+            with a clock at each step.
         folder: where the times are written.
 
     Returns:
@@ -87,11 +111,12 @@ def write_clocked(name: str, repository: Path, path: str, folder: Path) -> str:
     """
     served = f"{name}_{path.replace(' ', '_')}"
     version = _version(repository / served)
-    shutil.copy(_SERVED / "clock.py", version / "model.py")
+    clock = "steps.py" if path == "steps" else "clock.py"
+    shutil.copy(_SERVED / clock, version / "model.py")
     shutil.copy(models.__file__, version / "network.py")
     if path == "by hand":
         shutil.copy(_SERVED / "plain.py", version / "base.py")
-    else:
+    elif path != "steps":
         (version / "base.py").write_text(_GENERAL if path == "general" else _FAST)
     definition = _fill(name, version)
     chosen = _parameter("CLOCK_FILE", str(folder / f"{served}.json"))

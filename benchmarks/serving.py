@@ -3,9 +3,13 @@
     python -m benchmarks.serving --output docs/benchmarks.md
         [--models add,mlp] [--against floor,pytriton] [--concurrency 1,8,32]
         [--seconds 5] [--pairs 5] [--threads 1] [--protocol grpc]
+        [--runtime model.py] [--client perf_analyzer]
 
 Outputs are compared with eager PyTorch; then both servers are loaded in turn. The packages of a
 peer are installed at first use. Ctrl-C ends the run and keeps its measurements.
+
+`--runtime` names src/model.py of triton-inference-server/pytorch_backend, `--client` NVIDIA's
+perf_analyzer, which then loads what the same server serves (see perf_analyzer.py).
 """
 
 from __future__ import annotations
@@ -18,25 +22,27 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import sys
 import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import clients, contenders, harness, report, repositories
+from benchmarks import clients, contenders, harness, perf_analyzer, report, repositories
 from benchmarks.clients import Endpoint
 from benchmarks.contenders import PEERS
 from benchmarks.harness import Pair
 from benchmarks.models import MODELS
-from benchmarks.report import FLOOR, HTTP, PLAIN, Report, Row
+from benchmarks.report import FLOOR, HTTP, PLAIN, RUNTIME, Report, Row
 from torch_py_backend.errors import BackendError
 
-_AGAINST = (FLOOR, PLAIN, HTTP, *PEERS)
+_AGAINST = (FLOOR, PLAIN, HTTP, RUNTIME, *PEERS)
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,8 @@ class Settings:
     pairs: int
     threads: int
     protocol: str
+    runtime: Path | None
+    client: Path | None
     output: Path | None
 
 
@@ -87,7 +95,7 @@ def _run(settings: Settings, results: Report, progress: Progress) -> None:
     task = progress.add_task("", total=each * len(settings.models) * len(settings.against))
     done = 0
     for model in settings.models:
-        with _serving(model, settings.protocol) as ours:
+        with _serving(model, settings) as ours:
             results.facts["tritonserver"] = ours.version
             for against in settings.against:
                 progress.update(task, description=f"{model} against {against}", completed=done)
@@ -102,21 +110,28 @@ def _run(settings: Settings, results: Report, progress: Progress) -> None:
 
 
 @contextlib.contextmanager
-def _serving(model: str, protocol: str) -> Iterator[Ours]:
-    """Serve our model, the floor and the model written by hand; check their outputs."""
+def _serving(model: str, settings: Settings) -> Iterator[Ours]:
+    """Serve our model and the others that the same server has; check their outputs."""
+    protocol = settings.protocol
     with harness.scratch() as scratch:
         repository = Path(scratch) / "repository"
         repositories.write(model, repository)
-        floor = repositories.write_floor(model, repository)
-        plain = repositories.write_plain(model, repository)
+        others = {
+            FLOOR: repositories.write_floor(model, repository),
+            PLAIN: repositories.write_plain(model, repository),
+        }
+        if RUNTIME in settings.against and settings.runtime is not None:
+            others[RUNTIME] = repositories.write_runtime(model, repository, settings.runtime)
         with harness.served(repository) as server:
             addresses = {"grpc": server.grpc_address, "http": server.http_address}
             ours = Ours(
                 Endpoint(model, protocol, addresses[protocol], model, counts=True),
                 {
                     HTTP: Endpoint(model, "http", server.http_address, model, counts=True),
-                    FLOOR: Endpoint(model, protocol, addresses[protocol], floor, counts=True),
-                    PLAIN: Endpoint(model, protocol, addresses[protocol], plain, counts=True),
+                    **{
+                        other: Endpoint(model, protocol, addresses[protocol], name, counts=True)
+                        for other, name in others.items()
+                    },
                 },
                 _triton_version(server.http_address),
             )
@@ -158,9 +173,16 @@ async def _measure(
     done: list[Pair],
     advance: Callable[[], None],
 ) -> None:
+    program = settings.client if ours.counts and other.counts else None
+    load = (concurrency, settings.seconds)
     async with clients.connected(ours) as first, clients.connected(other) as second:
-        measured = harness.in_turn(first, second, concurrency, settings.seconds, settings.pairs)
-        async for pair in measured:
+        turns = [
+            partial(harness.turn, connection, *load)
+            if program is None
+            else partial(perf_analyzer.turn, program, endpoint, connection, *load)
+            for endpoint, connection in ((ours, first), (other, second))
+        ]
+        async for pair in harness.in_turn(turns, settings.pairs):
             done.append(pair)
             advance()
 
@@ -181,8 +203,16 @@ def _facts(settings: Settings) -> dict[str, str]:
         **versions,
         "OMP_NUM_THREADS": str(settings.threads),
         "our protocol": settings.protocol,
+        "client": _client(settings),
         "turns": f"{settings.pairs} pairs of {settings.seconds:g} s each, after one to warm up",
     }
+
+
+def _client(settings: Settings) -> str:
+    if settings.client is None:
+        return "asyncio"
+    version = perf_analyzer.version(settings.client)
+    return f"perf_analyzer {version} for what the same server serves, asyncio for the others"
 
 
 def _processor() -> str:
@@ -203,14 +233,21 @@ def _settings(words: Sequence[str]) -> Settings:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serving")
     add = parser.add_argument
     add("--models", type=_names(MODELS), default=tuple(MODELS), help=", ".join(MODELS))
-    add("--against", type=_names(_AGAINST), default=_AGAINST, help=", ".join(_AGAINST))
+    add("--against", type=_names(_AGAINST), help=", ".join(_AGAINST))
     add("--concurrency", type=_counts, default=(1, 8, 32), help="requests outstanding")
     add("--seconds", type=_seconds, default=5.0, help="of one turn")
     add("--pairs", type=_count, default=5, help="turns of each side")
     add("--threads", type=_count, default=1, help="OMP_NUM_THREADS of every server")
     add("--protocol", choices=("grpc", "http"), default="grpc", help="of our server")
+    add("--runtime", type=_source, help="Triton's Python runtime, a model.py")
+    add("--client", type=_program, help="perf_analyzer; unset: an asyncio client")
     add("--output", type=_file, help="the Markdown file to write; unset: print it")
-    return Settings(**vars(parser.parse_args(words)))
+    given = parser.parse_args(words)
+    if given.against is None:
+        given.against = tuple(name for name in _AGAINST if name != RUNTIME or given.runtime)
+    elif RUNTIME in given.against and given.runtime is None:
+        parser.error(f"--against {RUNTIME} needs --runtime model.py")
+    return Settings(**vars(given))
 
 
 def _names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
@@ -240,6 +277,19 @@ def _seconds(text: str) -> float:
         if 0 < float(text) < float("inf"):
             return float(text)
     raise argparse.ArgumentTypeError(f"'{text}' is no number above 0")
+
+
+def _source(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"'{text}' is no file")
+    return path
+
+
+def _program(text: str) -> Path:
+    if (found := shutil.which(text)) is None:
+        raise argparse.ArgumentTypeError(f"'{text}' is no program")
+    return Path(found)
 
 
 def _file(text: str) -> Path:

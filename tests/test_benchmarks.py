@@ -6,8 +6,10 @@ import ast
 import asyncio
 import contextlib
 import json
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from benchmarks import (
     contenders,
     execute,
     harness,
+    perf_analyzer,
     report,
     repositories,
     serving,
@@ -111,7 +114,7 @@ def test_others_in_the_server_have_the_same_config(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("process")
-@pytest.mark.parametrize("path", execute.PATHS)
+@pytest.mark.parametrize("path", [*execute.PATHS, "steps"])
 def test_clocked_repository(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clocks count what was called, and the model answers as it does without them."""
     import fake_triton
@@ -143,15 +146,20 @@ def test_clocked_repository(path: str, tmp_path: Path, monkeypatch: pytest.Monke
     np.testing.assert_allclose(output.as_numpy()[0], model.expected().numpy())
     instance.finalize()
     times = json.loads((tmp_path / f"{name}.json").read_text())
-    ((whole, forward),) = times.pop("3")
+    (call,) = times.pop("3")
     assert times == {}
-    assert whole >= forward > 0
+    assert all(spent > 0 for spent in call)
+    if path == "steps":
+        assert len(call) == len(execute.STEPS)
+    else:
+        whole, forward = call
+        assert whole >= forward
 
 
 def test_times_of_a_call() -> None:
     """Rows compare calls of one size; sizes that a path met too rarely are left out."""
     times: execute.Times = {
-        path: {1: [(cost * 1000, 1000)] * 200, 2: [(1, 1)] * (199 + cost % 2)}
+        path: {1: [[cost * 1000, 1000]] * 200, 2: [[1, 1]] * (199 + cost % 2)}
         for path, cost in {"fast": 8, "general": 20, "by hand": 10}.items()
     }
     assert execute.rows("add", times) == [
@@ -159,6 +167,15 @@ def test_times_of_a_call() -> None:
         ("add", "1", "general", "200", "20", "1", "19", "2.00"),
         ("add", "1", "by hand", "200", "10", "1", "9", "1.00"),
     ]
+
+
+def test_steps_of_a_call() -> None:
+    """Each step has its median, and execute() their sum; rare sizes are left out."""
+    calls = [[step * 1000 for step in range(7)]] * 200
+    table = execute.steps({"add": {"steps": {1: calls, 4: calls, 8: calls[1:]}}})
+    lines = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    assert lines[0] == ["step, µs", "add, 1 request", "add, 4 requests"]
+    assert [cells[1:] for cells in lines[2:]] == [[str(cost)] * 2 for cost in (*range(7), 21)]
 
 
 @pytest.mark.parametrize(("name", "rows"), [("add", 1), ("mlp", 3), ("transformer", 2)])
@@ -245,7 +262,8 @@ async def _in_turn(body: bytes, status: int = 200) -> list[Pair]:
     async with _http_server(body, status) as host:
         endpoint = Endpoint("add", "bytes", host, "predict")
         async with clients.connected(endpoint) as ours, clients.connected(endpoint) as other:
-            return [pair async for pair in harness.in_turn(ours, other, 2, 0.3, 3)]
+            turns = [partial(harness.turn, one, 2, 0.3) for one in (ours, other)]
+            return [pair async for pair in harness.in_turn(turns, 3)]
 
 
 def test_pairs_are_counted() -> None:
@@ -260,6 +278,72 @@ def test_failed_requests_are_no_throughput() -> None:
     """A server that refuses requests is an error with its message."""
     with pytest.raises(BenchError, match=r"503.*too much"):
         asyncio.run(_in_turn(b"too much", status=503))
+
+
+# Answers as perf_analyzer does: two windows of a load, or a complaint.
+_ANALYZER = """\
+#!{python}
+import json, sys
+if "--version" in sys.argv:
+    print("Perf Analyzer Version 2.41.1 (commit b752bdd)")
+    sys.exit()
+options = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
+if options["-m"] != "add":
+    print("error: unknown model")
+    sys.exit(99)
+tensor = json.load(open(options["--input-data"]))["data"][0]["left"]
+assert len(tensor["content"]) == 16 and tensor["shape"] == [16]
+requests = [{{"timestamp": 10**9 * n, "response_timestamps": [10**9 * (n + 1)]}} for n in range(4)]
+with open(options["--profile-export-file"], "w") as file:
+    json.dump({{"experiments": [{{"requests": requests}}]}}, file)
+"""
+
+
+def test_perf_analyzer(tmp_path: Path) -> None:
+    """Its list of requests becomes a turn; its last line is the reason of a failure."""
+    program = tmp_path / "perf_analyzer"
+    program.write_text(_ANALYZER.format(python=sys.executable))
+    program.chmod(0o755)
+    readings = iter([0, 4])
+
+    async def statistics() -> Any:
+        stage = {"count": next(readings), "ns": 0}
+        return {"model_stats": [{"inference_stats": {"success": stage}}]}
+
+    async def send() -> None:
+        raise AssertionError("perf_analyzer sends the requests")
+
+    async def turn(served: str) -> Point:
+        endpoint = Endpoint("add", "grpc", "127.0.0.1:1", served, counts=True)
+        return await perf_analyzer.turn(program, endpoint, (send, statistics), 1, 1.0)
+
+    assert perf_analyzer.version(program) == "2.41.1"
+    point = asyncio.run(turn("add"))
+    assert point.result.throughput == 1
+    assert point.result.percentiles(50) == [1.0]
+    assert point.server is not None
+    assert point.server.requests == 4
+    readings = iter([0])
+    with pytest.raises(BenchError, match="exit code 99: error: unknown model"):
+        asyncio.run(turn("mlp"))
+
+
+def test_triton_runtime(tmp_path: Path) -> None:
+    """Triton's Python runtime gets the model's class alone, with its weights."""
+    runtime = tmp_path / "model.py"
+    runtime.write_text("class TritonPythonModel: ...")
+    served = repositories.write_runtime("mlp", tmp_path, runtime)
+    version = tmp_path / served / "1"
+    code = "import network; print([name for name, x in vars(network).items() if type(x) is type])"
+    printed = subprocess.run(
+        [sys.executable, "-c", code], cwd=version, capture_output=True, text=True, check=True
+    )
+    assert printed.stdout.strip() == "['Mlp']"
+    assert (version / "runtime.py").read_text() == runtime.read_text()
+    weights = torch.load(version / "network.pt")
+    assert torch.equal(
+        weights["layers.0.bias"], MODELS["mlp"].build().state_dict()["layers.0.bias"]
+    )
 
 
 def _point(throughput: float, p50: float, p99: float, busy: float, batch: int | None) -> Point:
@@ -347,6 +431,9 @@ def test_reasons() -> None:
         (["--seconds", "nan"], "'nan' is no number above 0"),
         (["--seconds", "-1"], "'-1' is no number above 0"),
         (["--output", "/nowhere/benchmarks.md"], "is no file that can be written"),
+        (["--runtime", "/nowhere/model.py"], "'/nowhere/model.py' is no file"),
+        (["--against", "runtime"], "--against runtime needs --runtime model.py"),
+        (["--client", "no-perf-analyzer"], "'no-perf-analyzer' is no program"),
     ],
 )
 def test_bad_settings(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -358,7 +445,7 @@ def test_bad_settings(words: list[str], says: str, capsys: pytest.CaptureFixture
 
 
 @contextlib.contextmanager
-def _no_server(_model: str, _protocol: str) -> Iterator[serving.Ours]:
+def _no_server(_model: str, _settings: serving.Settings) -> Iterator[serving.Ours]:
     there = Endpoint("add", "grpc", "127.0.0.1:1", "add")
     yield serving.Ours(there, {"floor": there, "plain": there, "http": there}, "2.0")
 

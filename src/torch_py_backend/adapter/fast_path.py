@@ -58,7 +58,7 @@ def build(engine: Engine, general: answering.Answering[Any], *, allowed: bool = 
     if plain is None:
         return general.answer
     # Locals: each attribute that a call looks up costs time.
-    read, write = _reader(plain.inputs, plain.ranks), _writer(plain.outputs)
+    read, write = reader(plain.inputs, plain.ranks), writer(plain.outputs)
     forward, extract, to_host = plain.forward, plain.extract, plain.to_host
     dtype, dims = plain.tensor or (None, ())
     recovery, counts = engine.recovery, engine.counts
@@ -133,7 +133,7 @@ def build(engine: Engine, general: answering.Answering[Any], *, allowed: bool = 
     return answer
 
 
-def _reader(
+def reader(
     names: Sequence[str], ranks: Sequence[int]
 ) -> Callable[[Sequence[Request]], _Batch | None]:
     """Return what reads the inputs of a batch; it returns None for what `general` must answer.
@@ -174,7 +174,7 @@ def _reader(
     return read
 
 
-def _writer(
+def writer(
     names: Sequence[str],
 ) -> Callable[[Sequence[Value], list[int]], list[Response] | None]:
     """Return what writes the responses of a batch; it returns None if Triton refuses an output."""
