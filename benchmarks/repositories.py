@@ -54,9 +54,19 @@ def write_package(name: str, repository: Path) -> str:
 
 def write_floor(name: str, repository: Path) -> str:
     """Write the floor with the same inputs, outputs and batching; return its name on the server."""
-    served = f"{name}_floor"
+    return _write_answer(name, repository, "floor")
+
+
+def write_transfer(name: str, repository: Path) -> str:
+    """Write a model that only reads and writes; return its name on the server."""
+    return _write_answer(name, repository, "transfer")
+
+
+def _write_answer(name: str, repository: Path, source: str) -> str:
+    """Write a Python model that answers what is true of the example."""
+    served = f"{name}_{source}"
     version = _version(repository / served)
-    shutil.copy(_SERVED / "floor.py", version / "model.py")
+    shutil.copy(_SERVED / f"{source}.py", version / "model.py")
     np.save(version / "answer.npy", MODELS[name].expected()[None].numpy())
     (repository / served / "config.pbtxt").write_text(_config("python", name))
     return served

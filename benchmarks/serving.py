@@ -39,10 +39,10 @@ from benchmarks.clients import Endpoint
 from benchmarks.contenders import PEERS
 from benchmarks.harness import Pair
 from benchmarks.models import MODELS
-from benchmarks.report import FLOOR, HTTP, PLAIN, RUNTIME, Report, Row
+from benchmarks.report import FLOOR, HTTP, PLAIN, RUNTIME, TRANSFER, Report, Row
 from torch_py_backend.errors import BackendError
 
-_AGAINST = (FLOOR, PLAIN, HTTP, RUNTIME, *PEERS)
+_AGAINST = (FLOOR, TRANSFER, PLAIN, HTTP, RUNTIME, *PEERS)
 
 
 @dataclass(frozen=True)
@@ -118,6 +118,7 @@ def _serving(model: str, settings: Settings) -> Iterator[Ours]:
         repositories.write(model, repository)
         others = {
             FLOOR: repositories.write_floor(model, repository),
+            TRANSFER: repositories.write_transfer(model, repository),
             PLAIN: repositories.write_plain(model, repository),
         }
         if RUNTIME in settings.against and settings.runtime is not None:

@@ -103,8 +103,9 @@ def test_others_in_the_server_have_the_same_config(name: str, tmp_path: Path) ->
     repositories.write(name, tmp_path)
     floor = repositories.write_floor(name, tmp_path)
     plain = repositories.write_plain(name, tmp_path)
+    transfer = repositories.write_transfer(name, tmp_path)
     ours = pbtxt.read(tmp_path / name)
-    for other in (floor, plain):
+    for other in (floor, transfer, plain):
         theirs = pbtxt.read(tmp_path / other)
         assert theirs["backend"] == "python"
         for key in ("input", "output", "max_batch_size", "dynamic_batching", "instance_group"):
@@ -388,8 +389,9 @@ def test_markdown() -> None:
 @pytest.mark.parametrize(
     ("row", "met"),
     [
-        pytest.param(_row("add", "floor", 1, [0.95], 1.0), "yes", id="floor"),
-        pytest.param(_row("add", "floor", 1, [0.94], 1.0), "**no**", id="below the floor"),
+        pytest.param(_row("add", "floor", 32, [0.95], 1.0), "yes", id="floor"),
+        pytest.param(_row("add", "floor", 32, [0.94], 1.0), "**no**", id="below the floor"),
+        pytest.param(_row("mlp", "runtime", 8, [1.2], 1.0), "**no**", id="Triton's runtime"),
         pytest.param(_row("mlp", "ray", 32, [2.0], 0.002), "yes", id="peer"),
         pytest.param(_row("mlp", "ray", 32, [1.9], 0.002), "**no**", id="too slow"),
         pytest.param(_row("mlp", "ray", 32, [9.0], 0.001), "**no**", id="worse p99"),
@@ -409,15 +411,15 @@ def test_reasons() -> None:
     """A missed target has the figures that explain it; a kept one has no reason."""
     rows = [
         _row("add", "floor", 1, [0.8], 1.0),
-        _row("add", "plain", 1, [1.0], 1.0),
-        _row("add", "floor", 8, [1.0], 1.0),
+        _row("add", "transfer", 1, [0.9], 1.0),
+        _row("add", "plain", 8, [1.0], 1.0),
         _row("mlp", "ray", 32, [1.9], 0.002),
     ]
     document = report.markdown(Report("", {}, rows=rows))
     lines = document.partition("## Targets")[2].partition("\n## ")[0].splitlines()
     floor, kept, peer = [line.split("|") for line in lines if line.startswith("|")][2:]
-    assert floor[1] == "add: at least 0.95 of the floor at concurrency 1"
-    assert floor[3:5] == ["**no**", "by hand, without checks: 0.80"]
+    assert floor[1] == "add, no-op floor at 1: at least 0.85"
+    assert floor[3:5] == ["**no**", "reads and writes only: 0.89"]
     assert kept[3:5] == ["yes", ""]
     assert peer[4] == "the client takes 0.50 and 0.25 of a core"
 
