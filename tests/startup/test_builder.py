@@ -24,10 +24,10 @@ def _build(config: ModelConfig) -> Any:
     return builder.build(config, Threads(torch.get_num_threads(), torch.get_num_interop_threads()))
 
 
-_WITH_DEFAULTS = "inference mode on; JIT switches unset; torch.compile off; warm-up on"
+_WITH_DEFAULTS = "inference mode on; JIT switches unset; torch.compile off; warm-up on; fast path"
 _WITH_OPTIONS = (
     "inference mode off; JIT switches ENABLE_JIT_EXECUTOR off; torch.compile {};"
-    " OPTIMIZE channels_last, bf16; warm-up off"
+    " OPTIMIZE channels_last, bf16; warm-up off; general path"
 )
 
 
@@ -42,9 +42,9 @@ def test_summary(tmp_path: Path) -> None:
         "optimize": ("channels_last", "bf16"),
         "warmup": False,
     }
-    for overrides, parts in (({}, _WITH_DEFAULTS), (options, _WITH_OPTIONS)):
+    for overrides, plain, parts in (({}, True, _WITH_DEFAULTS), (options, False, _WITH_OPTIONS)):
         engine = _build(build.config(tmp_path, **overrides))
-        assert builder.summary(engine, Threads(2, 3)) == (
+        assert builder.summary(engine, Threads(2, 3), plain=plain) == (
             "model 'digits': instance digits_0_0 serves model.py (Python source and weights) on"
             f" cpu; threads 2 intra-op, 3 inter-op; {parts}."
         )
@@ -60,7 +60,7 @@ def test_fallback(tmp_path: Path) -> None:
     options = {"default_model_filename": "model.pt2", "fallback": "model.py"}
     engine = _build(build.config(tmp_path, **options))
     assert " serves model.py (Python source and weights) on " in builder.summary(
-        engine, Threads(1, 1)
+        engine, Threads(1, 1), plain=True
     )
     watcher = WeightWatcher(engine)
     assert watcher._guard is not None

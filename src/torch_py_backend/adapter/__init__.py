@@ -125,14 +125,19 @@ class TritonPythonModel:
         self._modes.enter_context(runtime.mode(settings.options))
         if settings.options.warmup is not False:
             warmup.run(self._engine, serving=True)
+        traced = tracing.is_enabled(settings, traced=messages.has_traces())
+        unusual = (
+            settings.decoupled or settings.sequencing or traced or settings.options.profile_dir
+        )
+        plain = None if unusual else self._engine.plain_call()
         # Not as the last step: a log message in transit while the load ends can hang Triton. The
         # metrics that follow wait until it has arrived.
-        log.info("%s", builder.summary(self._engine, share))
+        log.info("%s", builder.summary(self._engine, share, plain=plain is not None))
         # Closed after the objects that are created below, to publish their last counts.
         self._publisher = metrics.Publisher(self._engine, self._status, watcher)
         self._modes.callback(self._publisher.close)
         traces = None
-        if tracing.is_enabled(settings, traced=messages.has_traces()):
+        if traced:
             traces = tracing.Tracing(self._engine)
             self._modes.callback(traces.close)
         # Only now: Triton refuses calls of other models while a model loads.
@@ -151,8 +156,11 @@ class TritonPythonModel:
             self._publisher.follow(streams=self._streaming.streams)
         else:
             self._answering = self._create_answering(watcher, traces)
-            allowed = not (settings.sequencing or traces or settings.options.profile_dir)
-            self._answer = fast_path.build(self._engine, self._answering, allowed=allowed)
+            self._answer = (
+                self._answering.answer
+                if plain is None
+                else fast_path.build(self._engine, self._answering, plain)
+            )
         # torch and the model are hundreds of thousands of permanent objects. A collection of all of
         # them would stop a request for tens of milliseconds.
         gc.collect()

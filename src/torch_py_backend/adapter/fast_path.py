@@ -25,6 +25,7 @@ from torch_py_backend.adapter.messages import Request, Response
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Array, Value
 from torch_py_backend.engine.engine import Engine
+from torch_py_backend.engine.plain_call import PlainCall
 from torch_py_backend.engine.retry import Failure
 from torch_py_backend.observability.metric_families import OK
 
@@ -46,17 +47,14 @@ class _Batch(NamedTuple):
     arrays: list[list[Array]]
 
 
-def build(engine: Engine, general: answering.Answering[Any], *, allowed: bool = True) -> Answer:
-    """Return the function that answers requests: the fast path if the model is plain.
+def build(engine: Engine, general: answering.Answering[Any], plain: PlainCall) -> Answer:
+    """Return the function that answers the requests of a plain model.
 
     Args:
         engine: the model, warmed up.
         general: the path for all other batches.
-        allowed: whether the fast path may be taken.
+        plain: the model's call.
     """
-    plain = engine.plain_call() if allowed else None
-    if plain is None:
-        return general.answer
     # Locals: each attribute that a call looks up costs time.
     read, write = reader(plain.inputs, plain.ranks), writer(plain.outputs)
     forward, extract, to_host = plain.forward, plain.extract, plain.to_host

@@ -55,8 +55,14 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     return engine
 
 
-def summary(engine: Engine, threads: Threads) -> str:
-    """Return a line for the log with the artifact, device, threads and switches of an instance."""
+def summary(engine: Engine, threads: Threads, *, plain: bool) -> str:
+    """Return a line for the log with the artifact, device, threads and switches of an instance.
+
+    Args:
+        engine: the model.
+        threads: the threads of the instance.
+        plain: whether its requests take the fast path.
+    """
     config, options = engine.config, engine.config.options
     switches = [
         f"{row.key} {'on' if value else 'off'}"
@@ -74,6 +80,7 @@ def summary(engine: Engine, threads: Threads) -> str:
         f"torch.compile {compiled if engine.runner.compiles else 'off'}",
         *([f"OPTIMIZE {', '.join(options.optimize)}"] if options.optimize else []),
         f"warm-up {'off' if options.warmup is False else 'on'}",
+        f"{'fast' if plain else 'general'} path",
     ]
     return f"model '{config.name}': instance {config.instance} serves {'; '.join(parts)}."
 
