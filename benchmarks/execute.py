@@ -1,4 +1,4 @@
-"""Measure the time of execute() in a real stub: ours by both of its paths, and one by hand.
+"""Measure the time of execute() in a real stub: by both paths, with features, and by hand.
 
     python -m benchmarks.execute [--models add,mlp] [--seconds 2] [--turns 5] [--output FILE]
 
@@ -28,7 +28,7 @@ COLUMNS = (
     "model", "requests in a call", "path", "calls",
     "execute(), µs", "forward(), µs", "around it, µs", "÷ by hand",
 )  # fmt: skip
-PATHS = ("fast", "general", "by hand")
+PATHS = ("by hand", "fast", "general", *repositories.FEATURES)
 _STEPS = "steps"
 # What the fast path does between two readings of the clock.
 STEPS = (
@@ -50,7 +50,7 @@ Times: TypeAlias = dict[str, dict[int, list[list[int]]]]
 
 
 def measure(model: str, seconds: float, turns: int) -> Times:
-    """Serve a model once for each path and once for its steps, and put load on each in turn.
+    """Serve a model once for each row of the tables, and put load on each in turn.
 
     Raises:
         BenchError: a model did not load, a response is wrong, or a request failed.

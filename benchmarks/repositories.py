@@ -12,7 +12,7 @@ import torch
 from torch._inductor import aoti_compile_and_package
 
 from benchmarks import models
-from benchmarks.models import MAX_BATCH_SIZE, MODELS, Parameter
+from benchmarks.models import MAX_BATCH_SIZE, MODELS, Model, Parameter
 
 _SERVED = Path(__file__).parent / "served"
 _CONFIG = """\
@@ -112,8 +112,8 @@ def write_clocked(name: str, repository: Path, path: str, folder: Path) -> str:
     Args:
         name: the model.
         repository: the model repository.
-        path: the path of our backend: `fast` or `general`; `by hand`; or `steps`: the fast path
-            with a clock at each step.
+        path: the path of our backend, `fast` or `general`, or a feature of FEATURES, which takes
+            the general one; `by hand`; or `steps`: the fast path with a clock at each step.
         folder: where the times are written.
 
     Returns:
@@ -135,8 +135,38 @@ def write_clocked(name: str, repository: Path, path: str, folder: Path) -> str:
         chosen += _parameter("MODEL_CLASS", definition)
     else:
         chosen += _parameter("MODEL_FACTORY", f"network:{definition}")
+    if path in FEATURES:
+        chosen += _use(path, MODELS[name], version / "model.py")
     (repository / served / "config.pbtxt").write_text(_config("python", name) + chosen)
     return served
+
+
+FEATURES = ("BATCH_BUCKETS", "batch hooks", "row hooks")
+_HOOKS = """
+
+class Hooks:
+    def {preprocess}(self, {inputs}):
+        return ({inputs},)
+
+    def {postprocess}(self, result):
+        return {{"{output}": result}}
+"""
+
+
+def _use(feature: str, model: Model, source: Path) -> str:
+    """Return the parameters that a feature needs, after appending its hooks to the source."""
+    if feature == "BATCH_BUCKETS":
+        return _parameter(feature, "auto")
+    ending = "_batch" if feature == "batch hooks" else ""
+    hooks = _HOOKS.format(
+        preprocess=f"preprocess{ending}",
+        postprocess=f"postprocess{ending}",
+        inputs=", ".join(spec.name for spec in model.inputs),
+        output=model.output.name,
+    )
+    with source.open("a", encoding="utf-8") as file:
+        file.write(hooks)
+    return ""
 
 
 _FAST = "from torch_py_backend.adapter import TritonPythonModel\n"
