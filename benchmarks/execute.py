@@ -99,14 +99,15 @@ def rows(model: str, times: Times) -> list[tuple[str, ...]]:
 
 
 def steps(times: Mapping[str, Times]) -> str:
-    """Return a table of the steps of the fast path: medians for each model and number of requests.
+    """Return a table of the steps of the fast path: medians for the fewest and most requests.
 
     Args:
         times: the times by model.
     """
     columns, sums = [], []
     for model, paths in times.items():
-        for size in _sizes(paths, (_STEPS,)):
+        sizes = _sizes(paths, (_STEPS,))
+        for size in sorted({*sizes[:1], *sizes[-1:]}):
             medians = _median(paths[_STEPS][size])
             columns.append((f"{model}, {size} request{'s' * (size > 1)}", medians))
             sums.append(sum(medians))

@@ -37,8 +37,9 @@ def version(program: Path) -> str:
         BenchError: it does not run.
     """
     done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)  # noqa: S603  given by the user
-    if (found := re.search(r"Version (\S+)", done.stdout)) is None:
-        raise BenchError(f"{program} --version: {(done.stderr or done.stdout).strip()}")
+    text = f"{done.stdout}{done.stderr}".strip()  # it prints to standard error
+    if (found := re.search(r"Version (\S+)", text)) is None:
+        raise BenchError(f"{program.name} does not print its version: {text}")
     return found[1]
 
 

@@ -156,7 +156,7 @@ class Hooks:
 def _use(feature: str, model: Model, source: Path) -> str:
     """Return the parameters that a feature needs, after appending its hooks to the source."""
     if feature == "BATCH_BUCKETS":
-        return _parameter(feature, "auto")
+        return _parameter(feature, "1,2,4,8")
     ending = "_batch" if feature == "batch hooks" else ""
     hooks = _HOOKS.format(
         preprocess=f"preprocess{ending}",

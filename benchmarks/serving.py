@@ -40,7 +40,7 @@ from benchmarks.contenders import PEERS
 from benchmarks.harness import Pair
 from benchmarks.models import MODELS
 from benchmarks.report import FLOOR, HTTP, PLAIN, RUNTIME, TRANSFER, Report, Row
-from torch_py_backend.errors import BackendError
+from torch_py_backend.errors import BackendError, BenchError
 
 _AGAINST = (FLOOR, TRANSFER, PLAIN, HTTP, RUNTIME, *PEERS)
 
@@ -290,6 +290,10 @@ def _source(text: str) -> Path:
 def _program(text: str) -> Path:
     if (found := shutil.which(text)) is None:
         raise argparse.ArgumentTypeError(f"'{text}' is no program")
+    try:
+        perf_analyzer.version(Path(found))
+    except BenchError as error:  # a library is missing
+        raise argparse.ArgumentTypeError(str(error)) from None
     return Path(found)
 
 

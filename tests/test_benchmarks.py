@@ -171,9 +171,9 @@ def test_times_of_a_call() -> None:
 
 
 def test_steps_of_a_call() -> None:
-    """Each step has its median, and execute() their sum; rare sizes are left out."""
+    """Each step has its median, and execute() their sum, for the fewest and most requests."""
     calls = [[step * 1000 for step in range(7)]] * 200
-    table = execute.steps({"add": {"steps": {1: calls, 4: calls, 8: calls[1:]}}})
+    table = execute.steps({"add": {"steps": {1: calls, 2: calls, 4: calls, 8: calls[1:]}}})
     lines = [line.strip("| ").split(" | ") for line in table.splitlines()]
     assert lines[0] == ["step, µs", "add, 1 request", "add, 4 requests"]
     assert [cells[1:] for cells in lines[2:]] == [[str(cost)] * 2 for cost in (*range(7), 21)]
@@ -286,7 +286,7 @@ _ANALYZER = """\
 #!{python}
 import json, sys
 if "--version" in sys.argv:
-    print("Perf Analyzer Version 2.41.1 (commit b752bdd)")
+    print("Perf Analyzer Version 2.41.1 (commit b752bdd)", file=sys.stderr)
     sys.exit()
 options = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
 if options["-m"] != "add":
@@ -436,6 +436,7 @@ def test_reasons() -> None:
         (["--runtime", "/nowhere/model.py"], "'/nowhere/model.py' is no file"),
         (["--against", "runtime"], "--against runtime needs --runtime model.py"),
         (["--client", "no-perf-analyzer"], "'no-perf-analyzer' is no program"),
+        (["--client", "true"], "true does not print its version"),
     ],
 )
 def test_bad_settings(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
