@@ -6,12 +6,13 @@ FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 1200
 WORKERS ?= 3
 DEVICE ?= cuda
+GPU_PYTHON ?= 3.12
 BIN := $(VENV)/bin
 
 # Where it is set, each of the thousands of processes that tests start would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-deploy gpu docs fuzz soak release lint types clean
+.PHONY: demo serve test test-deploy gpu gpu-site docs fuzz soak release lint types clean
 
 # What the demo needs; the tests install the rest.
 $(VENV)/demo: pyproject.toml constraints.txt
@@ -39,15 +40,13 @@ test-deploy: $(VENV)/installed
 	$(BIN)/pytest --numprocesses $(WORKERS) tests/deploy
 
 # The tests and measurements for a GPU, on a machine with torch, numpy and pytest and perhaps without
-# a network: make gpu-site beforehand, and take it there. DEVICE=cpu only tries the program.
+# a network: make gpu-site beforehand, and take the archive there. DEVICE=cpu only tries the program.
 gpu:
 	$(PYTHON) -m benchmarks.gpu --device $(DEVICE)
 
-# Wheels for any Python from 3.10 on.
-gpu-site: constraints.txt
-	$(PYTHON) -m pip install --quiet $(PIP_ARGS) --no-deps --upgrade --target $@ --constraint constraints.txt \
-		safetensors protobuf tritonclient psutil
-	touch $@
+# What that machine may lack, a tritonserver among it, for the version of its Python.
+gpu-site:
+	$(PYTHON) -m benchmarks.gpu_site --python $(GPU_PYTHON)
 
 # The documentation as a site, in site/; a page, link or heading that is missing is an error.
 docs: $(VENV)/installed

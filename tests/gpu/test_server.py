@@ -1,0 +1,161 @@
+"""A real tritonserver with its instances on a GPU: answers, sequences, streams, memory, kill -9.
+
+`make gpu-site` packs the server for a bare machine. `make gpu DEVICE=cpu` runs the tests without
+the mark `_CUDA` on the CPU, which proves that they run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import scenarios
+import torch
+from scenarios import Scenario
+
+from torch_py_backend.errors import ServerError
+from torch_py_backend.processes.instance_status import InstanceState
+from torch_py_backend.server import tritonserver
+
+_ON_CPU = os.environ.get("GPU_DEVICE") == "cpu"
+_NO_GPU = not torch.cuda.is_available()
+_CUDA = pytest.mark.skipif(_NO_GPU, reason="no CUDA device on this machine")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.server,
+    pytest.mark.skipif(_NO_GPU and not _ON_CPU, reason="no CUDA device on this machine"),
+]
+
+try:
+    tritonserver.find()
+    import grpc_streams
+    import streamed
+    import supervised
+    import tritonclient.grpc
+    from serving import Serving, asked
+except (ServerError, ModuleNotFoundError) as error:
+    pytest.skip(f"{error} (make gpu-site)", allow_module_level=True)
+
+_NEGATE = """
+import torch
+from torch import Tensor, nn
+
+
+class Served(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1 << 20))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -x * self.weight[0]
+"""
+
+
+def _write(folder: Path) -> None:
+    scenarios.text(_NEGATE)(folder)
+    torch.save({"weight": torch.ones(1 << 20)}, folder / "model.pt")
+
+
+def _negate(name: str, instances: int, **parameters: str) -> Scenario:
+    more = f"instance_group [{{ kind: KIND_CPU count: {instances} }}]\n"
+    config = scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters, more=more)
+    return Scenario(name, _write, config)
+
+
+_SINGLE = (*scenarios.NAMES[:2], *scenarios.FILES[:2], *scenarios.SEQUENCES[:1])
+_STREAMED = [one for one in streamed.TABLE if one.scenario.name in ("ticker", "continuous")]
+_SHARED = _negate("shared", 2, ENABLE_WEIGHT_SHARING="true")
+
+
+def _lay_out(scenario: Scenario, folder: Path) -> None:
+    kind = "KIND_CPU" if _ON_CPU else "KIND_GPU"
+    config = scenario.config.replace("KIND_CPU", kind)
+    dataclasses.replace(scenario, config=config).lay_out(folder / "repository")
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A server with all models of this file."""
+    folder = tmp_path_factory.mktemp("gpu")
+    for scenario in (*_SINGLE, *(one.scenario for one in _STREAMED), _SHARED):
+        _lay_out(scenario, folder)
+    with asked(folder) as running:
+        yield running
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize("scenario", _SINGLE, ids=lambda one: one.name)
+def test_answers(scenario: Scenario, protocol: str, serving: Serving) -> None:
+    """What the table of scenarios says happens, sequences included."""
+    state = serving.states[scenario.name]
+    assert state.ready, state.reason
+    for call in scenario.calls:
+        serving.check(protocol, scenario.name, call)
+
+
+@pytest.mark.parametrize("one", _STREAMED, ids=lambda one: one.scenario.name)
+def test_streams(one: streamed.Streamed, serving: Serving) -> None:
+    """A decoupled model sends each of its responses."""
+    client = grpc_streams.connect(serving.server)
+    for stream in one.streams:
+        if stream.error is None:
+            answers = list(grpc_streams.responses(client.ask(one.scenario.name, stream.inputs)))
+            assert len(answers) == len(stream.responses)
+            for answer, expected in zip(answers, stream.responses, strict=True):
+                assert isinstance(answer, dict), answer
+                for name, value in expected.items():
+                    scenarios.assert_close(answer[name], value)
+    client.channel.close()
+
+
+def test_shared_weights(serving: Serving) -> None:
+    """Two instances with one copy of the weights answer at the same time."""
+    value = np.arange(4, dtype=np.float32)[None]
+    call = scenarios.Call({"x": value}, {"y": -value})
+    serving.check_together("shared", [call] * 32)
+    if not _ON_CPU:
+        assert serving.log.count("owns the weights") == 1
+
+
+@_CUDA
+def test_cuda_shared_memory(serving: Serving) -> None:
+    """Inputs and outputs of a client stay on the GPU."""
+    memory = pytest.importorskip("tritonclient.utils.cuda_shared_memory")
+    value = np.arange(4, dtype=np.float32)[None]
+    size = value.nbytes
+    with contextlib.ExitStack() as stack:
+        for name in ("in", "out"):
+            region = memory.create_shared_memory_region(name, size, 0)
+            stack.callback(memory.destroy_shared_memory_region, region)
+            handle = memory.get_raw_handle(region)
+            serving.grpc.register_cuda_shared_memory(name, handle, 0, size)
+            stack.callback(serving.grpc.unregister_cuda_shared_memory, name)
+            if name == "in":
+                memory.set_shared_memory_region(region, [value])
+        sent = tritonclient.grpc.InferInput("x", [1, 4], "FP32")
+        sent.set_shared_memory("in", size)
+        wanted = tritonclient.grpc.InferRequestedOutput("y")
+        wanted.set_shared_memory("out", size)
+        serving.grpc.infer("shared", [sent], outputs=[wanted])
+        answer = memory.get_contents_as_numpy(region, np.float32, [1, 4])
+        np.testing.assert_array_equal(answer, -value)
+
+
+def test_killed_instance(tmp_path: Path) -> None:
+    """`serve` replaces an instance that was killed."""
+    _lay_out(_negate("negate", 1), tmp_path)
+    with supervised.serve(tmp_path / "repository") as served:
+        served.wait_loaded()
+        assert served.infer("negate", 3.0) == [-3.0] * 4
+        (killed,) = served.stubs("negate")
+        killed.kill()
+        supervised.until(
+            lambda: set(served.in_state("negate", InstanceState.IDLE)) - {killed}, served
+        )
+        supervised.until(lambda: served.ready("negate"), served)
+        assert served.infer("negate", 4.0) == [-4.0] * 4
