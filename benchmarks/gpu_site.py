@@ -1,8 +1,9 @@
 """Pack what `make gpu` needs on a bare machine with torch and pytest: a tritonserver and clients.
 
-    python -m benchmarks.gpu_site [--python 3.12] [--output gpu-site.tar.xz]
+    python -m benchmarks.gpu_site [--python 3.12]
 
-Wheels from PyPI for x86-64 Linux, without what a run does not load. `make gpu` unpacks the archive.
+Wheels from PyPI for x86-64 Linux, without what a run does not load, as gpu-site-3.12.tar.xz. `make
+gpu` unpacks it.
 """
 
 from __future__ import annotations
@@ -88,16 +89,16 @@ def _strip_libraries(server: Path, libraries: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--python", default="3.12", help="of the machine with a GPU")
-    parser.add_argument("--output", default=Path("gpu-site.tar.xz"), type=Path)
     arguments = parser.parse_args()
+    output = _ROOT / f"gpu-site-{arguments.python}.tar.xz"
     with tempfile.TemporaryDirectory(prefix="gpu-site-") as folder:
         site = Path(folder)
         install(site, arguments.python)
         strip(site, arguments.python)
-        with tarfile.open(arguments.output, "w:xz") as archive:
+        with tarfile.open(output, "w:xz") as archive:
             archive.add(site, ".")
-    size = arguments.output.stat().st_size
-    print(f"{arguments.output}: {size / 1e6:.1f} MB for Python {arguments.python}")
+    size = output.stat().st_size
+    print(f"{output.name}: {size / 1e6:.1f} MB for Python {arguments.python}")
     if size > MOST_BYTES:
         raise SystemExit(f"the archive is larger than {MOST_BYTES / 1e6:.0f} MB.")
 

@@ -18,7 +18,7 @@ _ROOT = Path(gpu.__file__).parents[1]
 @pytest.mark.slow
 def test_the_whole_run(tmp_path: Path) -> None:
     """Every step ends well, its results are on the page, and a second run has nothing to do."""
-    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--minutes", "9"]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--minutes", "20"]
     command += ["--results", str(tmp_path / "results.jsonl"), "--page", str(tmp_path / "gpu.md")]
     outputs = []
     for _ in range(2):

@@ -67,8 +67,11 @@ def _negate(name: str, instances: int, **parameters: str) -> Scenario:
     return Scenario(name, _write, config)
 
 
-_SINGLE = (*scenarios.NAMES[:2], *scenarios.FILES[:2], *scenarios.SEQUENCES[:1])
-_STREAMED = [one for one in streamed.TABLE if one.scenario.name in ("ticker", "continuous")]
+# On the CPU, tests/live/ has the others.
+_EACH = 1 if _ON_CPU else 3
+_TABLES = (scenarios.NAMES, scenarios.FILES, scenarios.BATCHES, scenarios.SEQUENCES)
+_SINGLE = [one for table in _TABLES for one in table[:_EACH]]
+_STREAMED = [one for one in streamed.TABLE if one.scenario.name in ("continuous", "rows")][:_EACH]
 _SHARED = _negate("shared", 2, ENABLE_WEIGHT_SHARING="true")
 
 
