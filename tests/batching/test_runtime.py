@@ -51,6 +51,19 @@ def test_switches(option: str | None) -> None:
     assert state() == before | changed
 
 
+@pytest.mark.parametrize(("value", "expected"), [("high", "high"), (None, "medium")])
+def test_matmul_precision(value: str | None, expected: str) -> None:
+    """The precision of matrix products is the config's, or stays as it was."""
+    before = torch.get_float32_matmul_precision()
+    options = Options(float32_matmul_precision=value)
+    try:
+        torch.set_float32_matmul_precision("medium")
+        runtime.set_switches(options, Threads(1, torch.get_num_interop_threads()))
+        assert torch.get_float32_matmul_precision() == expected
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_threads_of_a_fresh_process_are_the_budget() -> None:
     """In a fresh process both thread counts become the budget's, also when set twice."""
     program = """

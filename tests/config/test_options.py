@@ -54,6 +54,7 @@ ACCEPTED: list[tuple[Parser[Any], dict[str, Any]]] = [
     (options.fraction, {"1": 1.0}),
     (options.count, {"3": 3, "0": None, " -64 ": None}),
     (options.fatal_action, {" Stay ": "stay"}),
+    (options.matmul_precision, {" High ": "high", "highest": "highest"}),
     (options.floating, {"bf16": "BF16", " type_fp32\n": "FP32"}),
     (options.json_object, {"{}": {}, '{"a": [{"ü": null}]}': {"a": [{"ü": None}]}}),
     (options.optimizations, {"none": (), "auto": ("auto",), "freeze,freeze": ("freeze",)}),

@@ -60,13 +60,14 @@ def test_screened(facts: dict[str, Any], titles: str) -> None:
 
 @pytest.mark.parametrize("kind", [ArtifactType.MODULE, ArtifactType.AOTI])
 def test_reduced_precision_is_optional(kind: ArtifactType) -> None:
-    """16-bit types are tried only if allowed, fp16 only on a GPU, none for AOTInductor."""
-    assert not any("16" in title for title in _screen(kind=kind, gpu=True))
+    """16-bit types are tried only if allowed, fp16 and TF32 only on a GPU, none for AOTInductor."""
+    assert not any(part in title for title in _screen(kind=kind, gpu=True) for part in ("16", "32"))
     on_cpu = _screen(Allowed(reduced_precision=True), kind=kind)
     on_gpu = _screen(Allowed(reduced_precision=True), kind=kind, gpu=True)
     assert any("bf16" in title for title in on_cpu) == (kind is not ArtifactType.AOTI)
     assert not any("fp16" in title.split() for title in on_cpu)
-    assert ("fp16" in on_gpu) == (kind is not ArtifactType.AOTI)
+    assert not any("TF32" in title for title in on_cpu)
+    assert ("fp16" in on_gpu) == ("TF32" in on_gpu) == (kind is not ArtifactType.AOTI)
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,8 @@ def set_switches(options: Options, threads: Threads) -> None:
     if torch.get_num_interop_threads() != threads.inter_op:
         torch.set_num_interop_threads(threads.inter_op)
     torch.backends.cudnn.enabled = not options.disable_cudnn
+    if options.float32_matmul_precision is not None:
+        torch.set_float32_matmul_precision(options.float32_matmul_precision)
     switches: tuple[tuple[bool | None, Callable[[bool], object]], ...] = (
         (options.enable_jit_executor, torch._C._jit_set_profiling_executor),
         (options.enable_jit_profiling, torch._C._jit_set_profiling_mode),

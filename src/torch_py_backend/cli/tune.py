@@ -51,7 +51,7 @@ def tune(
         ),
     ] = None,
     reduced_precision: Annotated[
-        bool, typer.Option("--reduced-precision", help="Also try 16-bit types.")
+        bool, typer.Option("--reduced-precision", help="Also try 16-bit types, and TF32 on a GPU.")
     ] = False,
     inputs: Annotated[
         Path | None,

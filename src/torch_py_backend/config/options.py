@@ -76,6 +76,9 @@ boolean = _words(
     {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False},
 )
 fatal_action = _words("exit or stay", {"exit": "exit", "stay": "stay"})
+matmul_precision = _words(
+    "highest, high or medium", {word: word for word in ("highest", "high", "medium")}
+)
 floating = _words(
     "FP16, BF16, FP32 or FP64",
     {
@@ -219,6 +222,7 @@ class Options:
     enable_jit_profiling: bool | None = _option(boolean)
     enable_tensor_fuser: bool | None = _option(boolean)
     enable_nvfuser: bool | None = _option(boolean, inert="PyTorch no longer has nvFuser")
+    float32_matmul_precision: str | None = _option(matmul_precision)
     disable_cudnn: bool = _option(boolean, default=False)
     cuda_memory_fraction: float | None = _option(fraction)
     enable_cache_cleaning: bool = _option(boolean, default=False)

@@ -10,7 +10,8 @@ from torch_py_backend.artifacts.discovery import ArtifactType
 
 # The parameters that tuning chooses, beside the instance count.
 _COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
-TUNED = ("OPTIMIZE", _COMPILE, "BATCH_BUCKETS", "NUM_THREADS")
+_MATMUL = "FLOAT32_MATMUL_PRECISION"
+TUNED = ("OPTIMIZE", _COMPILE, "BATCH_BUCKETS", "NUM_THREADS", _MATMUL)
 AS_CONFIGURED = "as configured"
 
 
@@ -44,7 +45,7 @@ class Allowed:
     """The user's limits of the search.
 
     Attributes:
-        reduced_precision: whether 16-bit types are tried.
+        reduced_precision: whether 16-bit types are tried, and TF32 on a GPU.
         threads: numbers of intra-op threads of an instance; empty for the default.
         instances: instance counts; empty for the default.
         keep_instances: the only instance count, in spite of the cores; 0 for any.
@@ -117,6 +118,7 @@ _COMPILED = {_COMPILE: "{}"}
 _GRAPHS = {"OPTIMIZE": "cuda_graphs", "BATCH_BUCKETS": "auto"}
 _BUCKETS = {_COMPILE: '{"dynamic": false}', "BATCH_BUCKETS": "auto"}
 _CHANNELS_LAST = {"OPTIMIZE": "channels_last"}
+_TF32 = {_MATMUL: "high"}
 # Those that often are the fastest come first: a run may end before all are measured.
 _FULL_PRECISION = (
     _Runtime("eager", _EAGER, {}),
@@ -133,9 +135,11 @@ _FULL_PRECISION = (
     _Runtime("compile, buckets", _EAGER, _BUCKETS, "batched"),
 )
 _REDUCED_PRECISION = (
+    _Runtime("TF32", _AUTOCAST, _TF32, "gpu"),
     _Runtime("bf16", _AUTOCAST, {"OPTIMIZE": "bf16"}),
     _Runtime("freeze + bf16", _SCRIPT, {"OPTIMIZE": "freeze,bf16"}),
     _Runtime("fp16", _AUTOCAST, {"OPTIMIZE": "fp16"}, "gpu"),
+    _Runtime("compile + TF32", _EAGER, _TF32 | _COMPILED, "gpu"),
     _Runtime("compile + fp16", _EAGER, {"OPTIMIZE": "fp16"} | _COMPILED, "gpu"),
     _Runtime("compile + freeze + bf16", _EAGER, {"OPTIMIZE": "freeze,bf16"} | _COMPILED),
     _Runtime("compile + bf16", _EAGER, {"OPTIMIZE": "bf16"} | _COMPILED),

@@ -36,7 +36,7 @@ _KEYS = {key: key for key in TUNED} | {
     other: row.key for row in TABLE if row.key in TUNED for other in row.aliases
 }
 # The reference runs without PyTorch's own optimization of TorchScript, too.
-_REFERENCE = {"DISABLE_OPTIMIZED_EXECUTION": "true"}
+_REFERENCE = {"DISABLE_OPTIMIZED_EXECUTION": "true", "FLOAT32_MATMUL_PRECISION": "highest"}
 # The share of the free memory that all processes may take together.
 _MEMORY = 0.8
 # The memory of a candidate with as many instances as the untuned configuration, divided by that of
