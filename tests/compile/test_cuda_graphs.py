@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import build
@@ -15,34 +16,61 @@ from torch_py_backend.compile import cuda_graphs
 from torch_py_backend.compile.cuda_graphs import Graphs
 
 
-@pytest.fixture(autouse=True)
-def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
-    """Captured shapes; the substitute's replay negates the result."""
-    shapes: list[list[int]] = []
+@dataclass
+class Captured:
+    """The captures of a substitute, and the replays of each.
+
+    Attributes:
+        shapes: of the first input of each capture.
+        pools: the memory that each capture was given.
+        error: added to the values of each replay.
+    """
+
+    shapes: list[list[int]] = field(default_factory=list)
+    pools: list[object] = field(default_factory=list)
+    replays: int = 0
+    error: float = 0.0
 
     def capture(
-        call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]
+        self, call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor], pool: object
     ) -> cuda_graphs.Replay:
-        shapes.append(list(tensors[0].shape))
-        return lambda tensors: -call(tensors)
+        if tensors[0].shape[0] == 7:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        self.shapes.append(list(tensors[0].shape))
+        self.pools.append(pool)
 
-    monkeypatch.setattr(cuda_graphs, "capture", capture)
-    yield shapes
-    assert all(shapes)
+        def replay(tensors: Sequence[Tensor]) -> Any:
+            self.replays += 1
+            result = call(tensors)
+            return result + self.error if self.error else result
+
+        return replay
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> Captured:
+    captured = Captured()
+    monkeypatch.setattr(cuda_graphs, "capture", captured.capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    return captured
 
 
 def add(x: Tensor, *, offset: Tensor | None = None, times: int = 1) -> Tensor:
     return x * times if offset is None else x * times + offset
 
 
-def test_each_shape_is_captured_once(captured: list[list[int]]) -> None:
+def test_each_shape_is_captured_once(captured: Captured) -> None:
     """The first call of a shape is captured, and the next ones are replayed with their values."""
     graphs = Graphs(build.MODEL, add, Counts())
     first = [graphs(torch.ones(rows, 2)).sum().item() for rows in (4, 2)]
+    assert captured.shapes == [[4, 2], [2, 2]]
+    assert captured.replays == 2  # each was compared once
     again = [graphs(torch.full((rows, 2), 3.0)).sum().item() for rows in (4, 2)]
-    assert captured == [[4, 2], [2, 2]]
     assert first == [8, 4]
-    assert again == [-24, -12]
+    assert again == [24, 12]
+    assert captured.replays == 4
+    assert len(captured.shapes) == 2
+    assert len({*captured.pools}) == 1
 
 
 @pytest.mark.parametrize(
@@ -50,18 +78,75 @@ def test_each_shape_is_captured_once(captured: list[list[int]]) -> None:
     [{"offset": torch.ones(2, 2)}, {"times": 2}, {"times": True}],
     ids=["another argument", "another number", "a number of another type"],
 )
-def test_graph_keys(captured: list[list[int]], keywords: dict[str, Any]) -> None:
+def test_graph_keys(captured: Captured, keywords: dict[str, Any]) -> None:
     """A graph is replayed only for the same structure and the same numbers."""
     graphs = Graphs(build.MODEL, add, Counts())
     x = torch.ones(2, 2)
     graphs(x)
-    assert torch.equal(graphs(x, **keywords), add(x, **keywords))
-    assert torch.equal(graphs(x, **keywords), -add(x, **keywords))
-    assert len(captured) == 2
+    for _ in range(2):
+        assert torch.equal(graphs(x, **keywords), add(x, **keywords))
+    assert len(captured.shapes) == 2
+    assert captured.replays == 3
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "says"),
+    [
+        (7, 0.0, "RuntimeError: operation not permitted when stream is capturing"),
+        (2, 0.5, "AssertionError: Tensor-likes are not close"),
+        (2, float("nan"), "AssertionError: Tensor-likes are not close"),
+    ],
+    ids=["not captured", "other values", "not a number"],
+)
+def test_eager_where_a_graph_is_wrong(
+    rows: int, error: float, says: str, captured: Captured, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What cannot be captured, or is wrong when replayed, is called eagerly, with one warning."""
+    captured.error = error
+    graphs = Graphs(build.MODEL, add, Counts())
+    x = torch.ones(rows, 2)
+    for _ in range(2):
+        assert torch.equal(graphs(x), x)
+    assert f"inputs of [[{rows}, 2]] are called without a CUDA graph: {says}" in caplog.text
+    assert len(caplog.records) == 1
+    captured.error = 0.0
+    graphs(torch.ones(3, 2))
+    replays = captured.replays
+    graphs(torch.ones(3, 2))
+    assert captured.replays == replays + 1
+    assert len({*captured.pools}) == len(captured.pools)  # that of a failed capture stays in use
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.empty(0, 2),
+        torch.tensor([[float("nan"), float("inf")], [1.0, -float("inf")]]),
+        torch.tensor([[1, 2]]),
+        torch.tensor([[True, False]]),
+    ],
+    ids=["no rows", "not finite", "integers", "booleans"],
+)
+def test_equal_values(x: Tensor, captured: Captured, caplog: pytest.LogCaptureFixture) -> None:
+    """Results of any type and value can be compared."""
+    graphs = Graphs(build.MODEL, lambda x: x.clone(), Counts())
+    graphs(x)
+    graphs(x)
+    assert captured.replays == 2
+    assert not caplog.records
+
+
+def test_rounding_is_no_difference(captured: Captured) -> None:
+    """A replay may differ by the rounding of another kernel."""
+    captured.error = 1e-3
+    graphs = Graphs(build.MODEL, add, Counts())
+    graphs(torch.ones(2, 2))
+    graphs(torch.ones(2, 2))
+    assert captured.replays == 2
 
 
 @pytest.mark.parametrize("other", [torch.ones(3, 2), torch.ones(2, 2, dtype=torch.float64)])
-def test_sealed_model_captures_nothing(captured: list[list[int]], other: Tensor) -> None:
+def test_sealed_model_captures_nothing(captured: Captured, other: Tensor) -> None:
     """After the warm-up other shapes and dtypes are called without a graph."""
     counts = Counts()
     graphs = Graphs(build.MODEL, add, counts)
@@ -69,6 +154,7 @@ def test_sealed_model_captures_nothing(captured: list[list[int]], other: Tensor)
     sealed = graphs.seal(lambda x: x + 10)
     for _ in range(2):
         assert torch.equal(sealed(other), other + 10)
-    assert torch.equal(sealed(torch.ones(2, 2)), -torch.ones(2, 2))
-    assert len(captured) == 1
+    assert torch.equal(sealed(torch.ones(2, 2)), torch.ones(2, 2))
+    assert len(captured.shapes) == 1
+    assert captured.replays == 2
     assert counts.eager_calls == 2

@@ -59,6 +59,12 @@ _LATE: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
     ("CPU", PAD, VARIABLE_STATE, "PAD is set, and a state of sequence_batching has dims of -1"),
     ("CPU", {"OPTIMIZE": "bf16,fp16"}, {}, "OPTIMIZE asks for bf16 and fp16"),
     ("CPU", GRAPHS, {}, "OPTIMIZE asks for cuda_graphs, and the instance is KIND_CPU"),
+    (
+        "GPU",
+        GRAPHS | {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"mode": "reduce-overhead"}'},
+        {},
+        "OPTIMIZE asks for cuda_graphs, and torch.compile's mode is reduce-overhead",
+    ),
     ("GPU", GRAPHS, UNBATCHED, "OPTIMIZE asks for cuda_graphs, and max_batch_size is 0"),
     ("CPU", BUCKETS, UNBATCHED, "BATCH_BUCKETS is set, and max_batch_size is 0"),
     ("CPU", {"BATCH_BUCKETS": "4,16"}, {}, "BATCH_BUCKETS holds 16, and max_batch_size is 8"),

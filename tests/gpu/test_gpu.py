@@ -30,6 +30,7 @@ from torch_py_backend.adapter import TritonPythonModel, messages
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
+from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.padding import Padding
 from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.compile import cuda_graphs
@@ -250,6 +251,7 @@ sys.modules["triton_python_backend_utils"] = fake_triton
 import numpy as np
 from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.artifacts.discovery import ArtifactType
+from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.ragged import Ragged
 model = TritonPythonModel()
 model.initialize(json.loads({arguments!r}))
@@ -676,6 +678,24 @@ def test_graphs_with_autocast(tmp_path: Path, process: None) -> None:
     del junk
 
 
+@_CUDA
+def test_what_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
+    """A call that waits for the GPU is named with its shapes; graphs before and after it work."""
+
+    def call(x: Tensor) -> Tensor:
+        return x * x.sum().item() if len(x) == 2 else x * 2
+
+    graphs = cuda_graphs.Graphs("m", call, Counts())
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(2):
+            for rows in (1, 2, 4):
+                x = torch.ones(rows, 3, device="cuda")
+                assert torch.equal(graphs(x), call(x))
+        torch.cuda.current_stream().synchronize()
+    assert "inputs of [[2, 3]] are called without a CUDA graph" in caplog.text
+    assert caplog.text.count("without a CUDA graph") == 1
+
+
 class Counting(torch.nn.Module):
     """Counts its calls in a buffer."""
 
@@ -696,7 +716,8 @@ def test_buffers_that_graphs_write_are_seen() -> None:
     made = SideEffects(module, captured=True)
     x = torch.ones(1, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
-        replay = cuda_graphs.capture(lambda tensors: module(*tensors), [x])
+        pool = torch.cuda.graph_pool_handle()
+        replay = cuda_graphs.capture(lambda tensors: module(*tensors), [x], pool)
         torch.cuda.current_stream().synchronize()
         made.reset_baseline()
         assert not made.writes_buffers()

@@ -1,4 +1,9 @@
-"""CUDA graphs: one for each shape of the warm-up, with input and output memory of its own."""
+"""CUDA graphs: one for each shape of the warm-up, with input and output memory of its own.
+
+The graphs share a memory pool for what is computed in between. That is safe while no two run at the
+same time and the result of one is copied before the next one runs:
+https://docs.pytorch.org/docs/stable/notes/cuda.html#graph-memory-management
+"""
 
 from __future__ import annotations
 
@@ -11,22 +16,33 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.batching.counters import Counts
+from torch_py_backend.errors import summarize
 
 log = logging.getLogger(__name__)
 
 # Replays a captured call for tensors of the captured shapes; returns a copy of the result.
 Replay: TypeAlias = "Callable[[Sequence[Tensor]], Any]"
+# A handle of memory that several graphs use.
+Pool: TypeAlias = "tuple[int, int]"
+# A replay may choose other kernels than the eager call, for values that differ by rounding.
+_MAX_ERROR = 1e-2
 _WARM_UP = 3  # calls before a capture: allocations and tuning of first calls are not captured
 
 
 class Graphs:
-    """A model that captures a graph for each new shape until it is sealed."""
+    """A model that captures a graph for each new shape until it is sealed.
+
+    A graph is replayed once and compared with the eager call. What cannot be captured, or has
+    other values then, is called eagerly, with a warning.
+    """
 
     def __init__(self, model: str, call: Callable[..., object], counts: Counts) -> None:
         self._model = model
         self._counts = counts
         self._call = call
         self._replays: dict[Any, Replay] = {}
+        self._refused: set[Any] = set()
+        self._pool: Pool | None = None
         self._sealed = False
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
@@ -46,11 +62,37 @@ class Graphs:
         replay = self._replays.get(key)
         if replay is not None:
             return replay(tensors)
+        expected = self._call(*args, **kwargs)
         if self._sealed:
             self._counts.eager_calls += 1
+        elif key not in self._refused:
+            self._capture(key, _tensor_function(self._call, leaves, spec), tensors, expected)
+        return expected
+
+    def _capture(
+        self,
+        key: Any,
+        call: Callable[[Sequence[Tensor]], Any],
+        tensors: Sequence[Tensor],
+        expected: object,
+    ) -> None:
+        try:
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            replay = capture(call, tensors, self._pool)
+            _compare(replay(tensors), expected)
+        except Exception as error:  # of any class: the model's code runs
+            self._refused.add(key)
+            # torch takes the pool of a failed capture for in use, and refuses it to the next one.
+            self._pool = None
+            log.warning(
+                "model '%s': inputs of %s are called without a CUDA graph: %s",
+                self._model,
+                [list(tensor.shape) for tensor in tensors],
+                summarize(error),
+            )
         else:
-            self._replays[key] = capture(_tensor_function(self._call, leaves, spec), tensors)
-        return self._call(*args, **kwargs)
+            self._replays[key] = replay
 
     def seal(self, call: Callable[..., object]) -> Graphs:
         """Capture no more graphs, and return the model.
@@ -77,11 +119,33 @@ def _tensor_function(
     return function
 
 
-def capture(call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]) -> Replay:
+def _compare(actual: object, expected: object) -> None:
+    """Raise AssertionError if the tensors of two results differ by more than rounding."""
+    pairs = [
+        [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        for result in (actual, expected)
+    ]
+    for replayed, eager in zip(*pairs, strict=True):
+        scale = 0.0
+        if eager.is_floating_point() and eager.numel():
+            scale = eager.abs().nan_to_num(nan=0.0, posinf=0.0).max().item()
+        torch.testing.assert_close(
+            replayed, eager, rtol=_MAX_ERROR, atol=_MAX_ERROR * scale, equal_nan=True
+        )
+
+
+def capture(
+    call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor], pool: Pool
+) -> Replay:
     """Capture a call on the current stream, which must not be the default one.
 
     Inputs are copied into memory that the graph owns, and results are copied out of it, because the
     next replay overwrites both.
+
+    Args:
+        call: the call.
+        tensors: its arguments.
+        pool: the memory that graphs share which never run at the same time.
     """
     inputs = [tensor.clone() for tensor in tensors]
     for _ in range(_WARM_UP):
@@ -89,7 +153,7 @@ def capture(call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]) 
     stream = torch.cuda.current_stream()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
         result = call(inputs)
 
     def replay(tensors: Sequence[Tensor]) -> Any:

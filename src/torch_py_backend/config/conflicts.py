@@ -62,6 +62,9 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
     compiled = compile_parameters is not None and not compile_parameters.get("disable")
     fixed_shapes = (compile_parameters or {}).get("dynamic") is False
     graphs = "cuda_graphs" in options.optimize
+    # Inductor captures CUDA graphs itself in these modes.
+    mode = str((compile_parameters or {}).get("mode"))
+    captured_by_inductor = compiled and mode in ("reduce-overhead", "max-autotune")
     largest_bucket = max(options.batch_buckets or (0,))
     gpu_sharing = bool(options.enable_weight_sharing) and config.kind != "CPU"
     single_device = [name for name in options.optimize if name != "channels_last"]
@@ -111,6 +114,11 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
             graphs and config.kind != "GPU",
             f"OPTIMIZE asks for cuda_graphs, and the instance is KIND_{config.kind}",
             "Use KIND_GPU, or remove cuda_graphs.",
+        ),
+        (
+            graphs and captured_by_inductor,
+            f"OPTIMIZE asks for cuda_graphs, and torch.compile's mode is {mode}",
+            "That mode captures CUDA graphs itself: remove cuda_graphs, or use another mode.",
         ),
         *(
             (
