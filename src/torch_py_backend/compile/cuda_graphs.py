@@ -153,7 +153,8 @@ def capture(
     stream = torch.cuda.current_stream()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream):
+    # torch's name for the type of a pool is private.
+    with torch.cuda.graph(graph, pool=pool, stream=stream):  # type: ignore[arg-type]
         result = call(inputs)
 
     def replay(tensors: Sequence[Tensor]) -> Any:
