@@ -39,8 +39,8 @@ test: lint types
 test-deploy: $(VENV)/installed
 	$(BIN)/pytest --numprocesses $(WORKERS) tests/deploy
 
-# The tests and measurements for a GPU, on a machine with torch, numpy and pytest and perhaps without
-# a network: make gpu-site beforehand, and take the archive there. DEVICE=cpu only tries the program.
+# The tests and measurements for a GPU, on a machine with torch and pytest and perhaps without a
+# network: make gpu-site beforehand, and take the archive there. DEVICE=cpu only tries the program.
 gpu:
 	$(PYTHON) -m benchmarks.gpu --device $(DEVICE)
 

@@ -159,16 +159,8 @@ def run(step: Step, device: str, results: Results) -> None:
     }
     if step.name in _TEST_FILES:
         # Not the settings of pyproject.toml: they need more plugins than this machine may have.
-        command = [
-            "-m",
-            "pytest",
-            "-q",
-            "-c",
-            os.devnull,
-            "--rootdir",
-            str(_ROOT),
-            _TEST_FILES[step.name],
-        ]
+        command = ["-m", "pytest", "-q", _TEST_FILES[step.name]]
+        command += ["-c", os.devnull, "--rootdir", str(_ROOT)]
         command += ["-p", "benchmarks.gpu_results", "-p", "no:cacheprovider", "--tb=short"]
         command += ["--import-mode=importlib", f"--confcutdir={_TESTS}"]
     else:

@@ -63,7 +63,7 @@ def strip(site: Path, python: str) -> None:
     for path in package.iterdir():
         if path != server:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    (package / "__init__.py").touch()  # the package is looked for, but not imported
+    (package / "__init__.py").write_text("")  # the package is looked for, but not imported
     for pattern in _UNUSED:
         for path in list(site.glob(pattern)):
             if path.is_relative_to(server) or not path.exists():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu
+from benchmarks import gpu, gpu_site
 from benchmarks.gpu import Results, Step
 
 _ROOT = Path(gpu.__file__).parents[1]
@@ -46,6 +46,37 @@ def test_a_step_that_is_cut_off(tmp_path: Path) -> None:
         ("no such case", "exit code 2"),
     ]
     assert "invalid choice" in again.lines[2]["last lines"][-1]
+
+
+def test_stripped_site(tmp_path: Path) -> None:
+    """The archive keeps the server with the stub for one Python, and the libraries that it names."""
+    files = {
+        "pytriton/__init__.py": "import everything",
+        "pytriton/client/grpc.py": "",
+        "pytriton/tritonserver/bin/tritonserver": "libone.so",
+        "pytriton/tritonserver/python_backend_stubs/3.12/stub": "libtwo.so",
+        "pytriton/tritonserver/python_backend_stubs/3.13/stub": "libfour.so",
+        "nvidia_pytriton.libs/libone.so": "libthree.so",
+        "nvidia_pytriton.libs/libtwo.so": "",
+        "nvidia_pytriton.libs/libthree.so": "",
+        "nvidia_pytriton.libs/libfour.so": "",
+        "numpy/core/tests/test_numpy.py": "",
+        "numpy/core/numeric.py": "",
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    gpu_site.strip(tmp_path, "3.12")
+    left = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()}
+    assert set(files) - left == {
+        "pytriton/client/grpc.py",
+        "pytriton/tritonserver/python_backend_stubs/3.13/stub",
+        "nvidia_pytriton.libs/libfour.so",
+        "numpy/core/tests/test_numpy.py",
+    }
+    assert (tmp_path / "pytriton" / "__init__.py").read_text() == ""
+    with pytest.raises(SystemExit, match=r"no stub for Python 3.9; expected one of 3.12"):
+        gpu_site.strip(tmp_path, "3.9")
 
 
 def test_results_of_other_code_are_dropped(tmp_path: Path) -> None:
