@@ -49,7 +49,7 @@ def test_a_step_that_is_cut_off(tmp_path: Path) -> None:
 
 
 def test_stripped_site(tmp_path: Path) -> None:
-    """The archive keeps the server with the stub for one Python, and the libraries that it names."""
+    """The archive keeps the server with the stub for one Python, and the libraries it names."""
     files = {
         "pytriton/__init__.py": "import everything",
         "pytriton/client/grpc.py": "",
