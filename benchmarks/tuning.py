@@ -1,9 +1,9 @@
 """Measure the gain of `torch-py-backend tune` over an untuned model.
 
-    python -m benchmarks.tuning [--models resnet18,transformer] [--for both] [--output FILE]
+    python -m benchmarks.tuning [--models resnet18,transformer] [--for both] [--fp32] [--output FILE]
 
-Each model is tuned twice: within the tolerance of fp32, and with 16-bit types allowed. The gains
-are the throughput of the choice with full batches, and the latency of one request in flight, beside
+Each model is tuned twice: within the tolerance of fp32, and with 16-bit types allowed; with --fp32,
+once, for processors that compute no 16-bit types. The gains are the throughput of the choice with full batches, and the latency of one request in flight, beside
 those of the configured model (eager, one instance, all cores).
 """
 
@@ -52,6 +52,7 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="resnet18,transformer")
     parser.add_argument("--for", dest="goal", default="both", help="as for torch-py-backend tune")
+    parser.add_argument("--fp32", action="store_true", help="no 16-bit types")
     parser.add_argument("--output", type=Path, help="all results, as JSON")
     settings = parser.parse_args(words)
     names = settings.models.split(",")
@@ -60,7 +61,7 @@ def main(words: list[str]) -> int:
     by_model: dict[str, dict[str, Any]] = {}
     for name in names:
         by_model[name] = {}
-        for allowed, flags in _TOLERANCES.items():
+        for allowed, flags in list(_TOLERANCES.items())[: 1 if settings.fp32 else None]:
             by_model[name][allowed] = tune(name, ("--for", settings.goal, *flags))
             if settings.output:
                 settings.output.write_text(json.dumps(by_model, indent=1))
