@@ -1,10 +1,12 @@
 """Measure the gain of `torch-py-backend tune` over an untuned model.
 
-    python -m benchmarks.tuning [--models resnet18,transformer] [--for both] [--fp32] [--output FILE]
+    python -m benchmarks.tuning [--models resnet18,transformer] [--for both] [--fp32]
+        [--output FILE]
 
 Each model is tuned twice: within the tolerance of fp32, and with 16-bit types allowed; with --fp32,
-once, for processors that compute no 16-bit types. The gains are the throughput of the choice with full batches, and the latency of one request in flight, beside
-those of the configured model (eager, one instance, all cores).
+once, for processors that compute no 16-bit types. The gains are the throughput of the choice with
+full batches, and the latency of one request in flight, beside those of the configured model (eager,
+one instance, all cores).
 """
 
 from __future__ import annotations
