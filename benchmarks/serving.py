@@ -41,7 +41,10 @@ from benchmarks.harness import Pair
 from benchmarks.models import MODELS
 from benchmarks.report import FLOOR, HTTP, PLAIN, RUNTIME, TRANSFER, Report, Row
 from torch_py_backend.errors import BackendError, BenchError
+from torch_py_backend.tools import load_generator
 
+# Triton's Python runtime compiles for each number of requests that it meets in a batch.
+_COMPILATION_SECONDS = 45
 _AGAINST = (FLOOR, TRANSFER, PLAIN, HTTP, RUNTIME, *PEERS)
 
 
@@ -159,11 +162,18 @@ def _against(
     with other as endpoint:
         for concurrency in settings.concurrency:
             done: list[Pair] = []
+            if against == RUNTIME:
+                asyncio.run(_warm_up(endpoint, concurrency))
             try:
                 asyncio.run(_measure(ours.endpoint, endpoint, concurrency, settings, done, advance))
             finally:
                 if done:
                     results.rows.append(Row(model, against, concurrency, tuple(done)))
+
+
+async def _warm_up(endpoint: Endpoint, concurrency: int) -> None:
+    async with clients.connected(endpoint) as (send, _):
+        await load_generator.run(send, concurrency, _COMPILATION_SECONDS)
 
 
 async def _measure(
