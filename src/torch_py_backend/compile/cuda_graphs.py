@@ -20,8 +20,10 @@ from torch_py_backend.errors import summarize
 
 log = logging.getLogger(__name__)
 
+# A call of the model as a function of its tensors.
+Call: TypeAlias = "Callable[[Sequence[Tensor]], object]"
 # Replays a captured call for tensors of the captured shapes; returns a copy of the result.
-Replay: TypeAlias = "Callable[[Sequence[Tensor]], Any]"
+Replay: TypeAlias = Call
 # A handle of memory that several graphs use.
 Pool: TypeAlias = "tuple[int, int]"
 # A replay may choose other kernels than the eager call, for values that differ by rounding.
@@ -40,8 +42,8 @@ class Graphs:
         self._model = model
         self._counts = counts
         self._call = call
-        self._replays: dict[Any, Replay] = {}
-        self._refused: set[Any] = set()
+        self._replays: dict[object, Replay] = {}
+        self._refused: set[object] = set()
         self._pool: Pool | None = None
         self._sealed = False
 
@@ -71,8 +73,8 @@ class Graphs:
 
     def _capture(
         self,
-        key: Any,
-        call: Callable[[Sequence[Tensor]], Any],
+        key: object,
+        call: Call,
         tensors: Sequence[Tensor],
         expected: object,
     ) -> None:
@@ -106,11 +108,11 @@ class Graphs:
 
 
 def _tensor_function(
-    call: Callable[..., object], leaves: list[Any], spec: Any
-) -> Callable[..., object]:
+    call: Callable[..., object], leaves: list[object], spec: pytree.TreeSpec
+) -> Call:
     """Return a call as a function of its tensors only."""
 
-    def function(tensors: Sequence[Tensor]) -> Any:
+    def function(tensors: Sequence[Tensor]) -> object:
         remaining = iter(tensors)
         filled = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         args, kwargs = pytree.tree_unflatten(filled, spec)
@@ -134,9 +136,7 @@ def _compare(actual: object, expected: object) -> None:
         )
 
 
-def capture(
-    call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor], pool: Pool
-) -> Replay:
+def capture(call: Call, tensors: Sequence[Tensor], pool: Pool) -> Replay:
     """Capture a call on the current stream, which must not be the default one.
 
     Inputs are copied into memory that the graph owns, and results are copied out of it, because the
@@ -157,7 +157,7 @@ def capture(
     with torch.cuda.graph(graph, pool=pool, stream=stream):  # type: ignore[arg-type]
         result = call(inputs)
 
-    def replay(tensors: Sequence[Tensor]) -> Any:
+    def replay(tensors: Sequence[Tensor]) -> object:
         for buffer, tensor in zip(inputs, tensors, strict=True):
             buffer.copy_(tensor, non_blocking=True)
         graph.replay()
