@@ -91,6 +91,7 @@ class HookedPipeline:
         self._specs = {spec.name: spec for spec in config.outputs}
         self._extractor = OutputExtractor(row_config, "postprocess()")
         self._names = tuple(self._specs)
+        self._named = not any(is_path(name) or ordinal(name) is not None for name in self._names)
         self._finite = Finite(config) if config.options.check_finite else None
         self._prepared = Stage("prepare", self._prepare)
         self._forward = Stage("forward", self._call_module)
@@ -225,7 +226,8 @@ class HookedPipeline:
         parameters: Sequence[Parameters] = [{}] * len(results)
         if self._passes_parameters:
             parameters = request_parameters.values(item[request_parameters.KEY])
-        copies = copies or len(results) > 1
+        # A single row is copied into its batch below, before the next call of the hook.
+        copies = len(results) > 1 or (copies and not self._batched)
         rows = []
         for result, row_parameters in zip(results, parameters, strict=True):
             finished = self._postprocess(result, row_parameters)
@@ -256,8 +258,7 @@ class HookedPipeline:
     def _convert_outputs(self, result: Tree) -> Tree:
         """Convert lists and arrays in the result of postprocess() to the types of the outputs."""
         if isinstance(result, Mapping):
-            named = not any(is_path(name) or ordinal(name) is not None for name in self._names)
-            if named and self._specs and result.keys().isdisjoint(self._specs):
+            if self._named and self._specs and result.keys().isdisjoint(self._specs):
                 # The order of a dict without the name of any output must not be relied on.
                 keys = join_names(map(str, result)) or "nothing"
                 raise OutputError(
