@@ -414,14 +414,18 @@ def test_reasons() -> None:
         _row("add", "transfer", 1, [0.9], 1.0),
         _row("add", "plain", 8, [1.0], 1.0),
         _row("mlp", "ray", 32, [1.9], 0.002),
+        _row("add", "plain", 32, [0.9, 0.8, 1.1], 1.0),
+        _row("transformer", "plain", 32, [0.9], 1.0),
     ]
     document = report.markdown(Report("", {}, rows=rows))
     lines = document.partition("## Targets")[2].partition("\n## ")[0].splitlines()
-    floor, kept, peer = [line.split("|") for line in lines if line.startswith("|")][2:]
+    floor, kept, peer, noisy, slow = [line.split("|") for line in lines if line.startswith("|")][2:]
     assert floor[1] == "add, no-op floor at 1: at least 0.85"
     assert floor[3:5] == ["**no**", "reads and writes only: 0.89"]
     assert kept[3:5] == ["yes", ""]
     assert peer[4] == "the client takes 0.50 and 0.25 of a core"
+    assert noisy[3:5] == ["**no**", "within the spread"]
+    assert slow[3:5] == ["**no**", ""]
 
 
 @pytest.mark.parametrize(
