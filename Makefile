@@ -14,15 +14,24 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve test test-deploy gpu gpu-site docs fuzz soak release lint types clean
 
+define INSTALL
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "$(PYTHON) is missing or older than 3.10. Name another one: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2> /dev/null || \
+		{ echo "$(PYTHON) cannot make virtual environments. Install python3-venv, or name another one:" \
+			"make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
+	@echo "Installing into $(VENV) with $$($(PYTHON) --version), which takes some minutes ..."
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable
+endef
+
 # What the demo needs; the tests install the rest.
 $(VENV)/demo: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[demo]'
+	$(INSTALL) '.[demo]'
 	touch $@
 
 $(VENV)/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
+	$(INSTALL) '.[dev]'
 	touch $(VENV)/demo $@
 
 demo: $(VENV)/demo
