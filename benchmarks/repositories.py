@@ -135,6 +135,8 @@ def write_clocked(name: str, repository: Path, path: str, folder: Path) -> str:
         chosen += _parameter("MODEL_CLASS", definition)
     else:
         chosen += _parameter("MODEL_FACTORY", f"network:{definition}")
+        # A process that records traces would take the general path.
+        chosen += _parameter("TRACING", "false")
     if path in FEATURES:
         chosen += _use(path, MODELS[name], version / "model.py")
     (repository / served / "config.pbtxt").write_text(_config("python", name) + chosen)
