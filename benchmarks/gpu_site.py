@@ -17,15 +17,12 @@ import tempfile
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[1]
-# Ours, those of the clients, and those of the command line; pip does not follow dependencies, so
-# that torch stays out.
+# With their dependencies, none of which is torch: clients, the command line, what tests import.
 PACKAGES = (
-    "nvidia-pytriton>=0.7,<0.8", "numpy<2", "safetensors", "ml_dtypes", "psutil",
-    "tritonclient", "grpcio", "protobuf", "python-rapidjson", "geventhttpclient", "gevent",
-    "greenlet", "zope.event", "zope.interface", "brotli", "certifi", "urllib3",
-    "typer", "click", "rich", "shellingham", "markdown-it-py", "mdurl", "pygments",
-    "typing_extensions",
+    "numpy<2", "safetensors", "ml_dtypes", "tritonclient[grpc,http]", "psutil", "rich", "typer",
 )  # fmt: skip
+# Without: only its server is packed.
+SERVER = "nvidia-pytriton>=0.7,<0.8"
 _PLATFORMS = ("manylinux_2_35", "manylinux_2_28", "manylinux_2_17", "manylinux2014", "manylinux1")
 _LIBRARIES = "nvidia_pytriton.libs"
 _UNUSED = ("**/__pycache__", "**/tests", "bin", "**/*.pyi", "**/*.pyx", "**/*.c", "**/*.h")
@@ -34,15 +31,12 @@ MOST_BYTES = 60 * 1000 * 1000
 
 def install(site: Path, python: str) -> None:
     """Install the packages for a version of Python, such as 3.12, into a folder."""
-    words = [f"--platform={platform}_x86_64" for platform in _PLATFORMS]
-    subprocess.run(  # noqa: S603  this Python
-        [
-            *(sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", site),
-            *("--only-binary=:all:", "--implementation=cp", f"--python-version={python}", *words),
-            *("--constraint", _ROOT / "constraints.txt", *PACKAGES),
-        ],
-        check=True,
-    )
+    words = ["--quiet", "--target", str(site), "--constraint", str(_ROOT / "constraints.txt")]
+    words += ["--only-binary=:all:", "--implementation=cp", f"--python-version={python}"]
+    words += [f"--platform={platform}_x86_64" for platform in _PLATFORMS]
+    for packages in (PACKAGES, ("--no-deps", SERVER)):
+        command = [sys.executable, "-m", "pip", "install", *words, *packages]
+        subprocess.run(command, check=True)  # noqa: S603  this Python
 
 
 def strip(site: Path, python: str) -> None:
