@@ -142,11 +142,14 @@ def python() -> Path:
     if not _ARCHIVE.exists():
         return Path(sys.executable)
     if not _SITE.exists():
-        venv.create(_SITE, symlinks=True)
-        (packages,) = _SITE.glob("lib/python*/site-packages")
+        # Under another name first: a run that is cut off here leaves no half of it.
+        part = _SITE.with_name("gpu-site.part")
+        venv.create(part, symlinks=True, clear=True)
+        (packages,) = part.glob("lib/python*/site-packages")
         shutil.unpack_archive(_ARCHIVE, packages)
         others = [path for path in sys.path if path.endswith("-packages")]
         (packages / "machine.pth").write_text("\n".join(others))
+        part.rename(_SITE)
     return _SITE / "bin" / "python3"
 
 

@@ -27,6 +27,15 @@ def test_the_whole_run(tmp_path: Path) -> None:
         outputs.append(done.stdout)
     assert [f"{step.name} (" in outputs[0] for step in gpu.STEPS] == [True] * len(gpu.STEPS)
     assert not any(f"{step.name} (" in outputs[1] for step in gpu.STEPS)
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    passed = {line["test"].partition("[")[0] for line in lines if line.get("outcome") == "passed"}
+    served = {name.rpartition("::")[2] for name in passed if "test_server.py" in name}
+    assert served == {
+        "test_answers",
+        "test_streams",
+        "test_shared_weights",
+        "test_killed_instance",
+    }
     page = (tmp_path / "gpu.md").read_text()
     assert " 0 failed" in page
     assert "| served ÷ loop | BERT-base, batch 2 |" in page

@@ -251,7 +251,6 @@ sys.modules["triton_python_backend_utils"] = fake_triton
 import numpy as np
 from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.artifacts.discovery import ArtifactType
-from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.ragged import Ragged
 model = TritonPythonModel()
 model.initialize(json.loads({arguments!r}))
