@@ -62,10 +62,29 @@ class Hooked(nn.Module):
         return x
 
 
+_BATCH_HOOKS = """
+class Hooks:
+    def preprocess_batch(self, b, a):
+        return {"a": a, "b": b + 1}
+
+    def postprocess_batch(self, result):
+        return 3 * result
+"""
+_INFERENCE = """
+class Hooks:
+    def inference(self, module, batch):
+        return module(batch["x"])[:, :4] + 1
+"""
+
+
 class Case(NamedTuple):
+    """A model; `hooks` are the code of its class Hooks, `parameters` its options."""
+
     definition: type[nn.Module]
     inputs: str
     outputs: str
+    parameters: dict[str, str] = {}  # noqa: RUF012  a field's default, never changed
+    hooks: str = ""
 
 
 _X, _Y = tensor("input", "x", [4]), tensor("output", "y", [4])
@@ -88,6 +107,12 @@ _CASES = {
     ),
     "a parameter": Case(WithParameter, _X, _Y),
     "hooks of the module": Case(Hooked, _X, _Y),
+    "buckets": Case(models.Negate, _X, _Y, {"BATCH_BUCKETS": "2,8"}),
+    "one row in a call": Case(models.Negate, _X, _Y, {"BATCH_BUCKETS": "1"}),
+    "autocast": Case(models.Negate, _X, _Y, {"OPTIMIZE": "bf16"}),
+    "casts": Case(models.Negate, _X, _Y, {"CAST_INPUTS": "FP16", "CAST_OUTPUTS": "true"}),
+    "hooks for batches": Case(Keywords, _TWO, "", hooks=_BATCH_HOOKS),
+    "inference()": Case(models.Negate, _X, _Y, {"BATCH_BUCKETS": "4"}, hooks=_INFERENCE),
 }
 
 
@@ -95,9 +120,9 @@ def _plain(
     folder: Path, case: Case, *, script: bool = False, parameters: dict[str, str] | None = None
 ) -> TritonPythonModel:
     # Another test of this process may have imported OpenTelemetry, which enables tracing.
-    options = {"TRACING": "false", **(parameters or {})}
+    options = {"TRACING": "false", **case.parameters, **(parameters or {})}
     text = scenarios.config({}, {}, parameters=options, more=case.inputs + case.outputs + _CPU)
-    write: Callable[[Path], None] = scenarios.python(case.definition)
+    write: Callable[[Path], None] = scenarios.text(models.source(case.definition) + case.hooks)
     if script:
         write = scenarios.script(case.definition())
     return load(folder, Scenario("plain", write, text))
@@ -138,7 +163,8 @@ def _counted(
 
     def read() -> dict[str, int]:
         batches = {f"batches of {rows}": number for rows, number in counts.batches.items()}
-        return {"rows": counts.rows, **counts.requests, **batches}
+        filled = {"rows": counts.rows, "filled rows": counts.filled_rows}
+        return {**filled, **counts.requests, **batches}
 
     before = read()
     contents = _contents(answer())
@@ -208,15 +234,33 @@ def test_unusual_batches(
     [
         {"CHECK_FINITE": "true"},
         {"INFERENCE_MODE": "false"},
-        {"OPTIMIZE": "bf16"},
-        {"BATCH_BUCKETS": "4,8"},
-        {"CAST_INPUTS": "FP16", "CAST_OUTPUTS": "true"},
+        {"PAD": '{"x": {}}'},
     ],
     ids=str,
 )
 def test_other_models(parameters: dict[str, str], tmp_path: Path) -> None:
     """Options that need further steps keep the general path."""
-    model = _plain(tmp_path, _CASES["one input"], parameters=parameters)
+    name = "open dims" if "PAD" in parameters else "one input"
+    model = _plain(tmp_path, _CASES[name], parameters=parameters)
+    assert model._answer == model._answering.answer
+
+
+_ROW_HOOKS = """
+class Hooks:
+    def preprocess(self, x):
+        return x
+"""
+_PARAMETERS = """
+class Hooks:
+    def postprocess_batch(self, result, parameters):
+        return result
+"""
+
+
+@pytest.mark.parametrize("hooks", [_ROW_HOOKS, _PARAMETERS], ids=["rows", "parameters"])
+def test_other_hooks(hooks: str, tmp_path: Path) -> None:
+    """Hooks for rows, and hooks that take a request's parameters, keep the general path."""
+    model = _plain(tmp_path, _CASES["one input"]._replace(hooks=hooks))
     assert model._answer == model._answering.answer
 
 
@@ -243,6 +287,13 @@ class Moody(nn.Module):
         return 2 * x
 
 
+_RETURNS = """
+class Hooks:
+    def postprocess_batch(self, result):
+        return result
+"""
+
+
 @pytest.mark.parametrize(
     ("values", "failed", "calls"),
     [
@@ -251,11 +302,12 @@ class Moody(nn.Module):
         pytest.param([1, -3], [False, False], [2, 1, 1], id="outputs that cannot be scattered"),
     ],
 )
+@pytest.mark.parametrize("hooks", ["", _RETURNS], ids=["direct", "with stages"])
 def test_failed_calls(
-    values: list[int], failed: list[bool], calls: list[int] | None, tmp_path: Path
+    values: list[int], failed: list[bool], calls: list[int] | None, hooks: str, tmp_path: Path
 ) -> None:
     """Both paths answer, call the model, count and log in the same way."""
-    model = _plain(tmp_path, Case(Moody, _X, _Y))
+    model = _plain(tmp_path, Case(Moody, _X, _Y, hooks=hooks))
     assert model._answer != model._answering.answer
     module: Any = model._engine.loaded.module
     requests = [request(value) for value in values]

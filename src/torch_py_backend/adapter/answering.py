@@ -113,10 +113,18 @@ class Answering(Generic[T]):
         return Failure(InternalError(self._model), text, repeats=True)
 
     def answer_failed(
-        self, requests: Sequence[Request], resolve: Callable[[], Sequence[Outcome]]
+        self, requests: Sequence[Request], resolve: Callable[[], Sequence[Outcome]], began: float
     ) -> list[Response]:
-        """Answer requests whose call failed; `resolve` runs them again or refuses them."""
-        return self.respond(requests, self._guarded(resolve, len(requests)))
+        """Answer requests whose call failed.
+
+        Args:
+            requests: the requests of the batch.
+            resolve: runs them again or refuses them.
+            began: when the batch began, in seconds of the performance counter.
+        """
+        responses = self.respond(requests, self._guarded(resolve, len(requests)))
+        self.last_batch_seconds = time.perf_counter() - began
+        return responses
 
     def _answer_others(
         self, requests: Sequence[Request], refused: Mapping[int, BackendError]

@@ -87,7 +87,9 @@ def build(engine: Engine, general: answering.Answering[Any], plain: PlainCall) -
             result = forward(*columns)
             called = fetched = clock()
             outputs: Sequence[Value] = (result,)
-            if not (
+            if extract is None:
+                outputs = result
+            elif not (
                 type(result) is Tensor
                 and result.dtype is dtype
                 and result.layout is strided
@@ -112,14 +114,12 @@ def build(engine: Engine, general: answering.Answering[Any], plain: PlainCall) -
             items = [
                 dict(zip(plain.inputs, item, strict=True)) for item in zip(*arrays, strict=True)
             ]
-            responses = general.answer_failed(
-                requests, partial(plain.retry_or_refuse, items, failure)
-            )
-            general.last_batch_seconds = clock() - began
-            return responses
+            resolve = partial(plain.retry_or_refuse, items, failure)
+            return general.answer_failed(requests, resolve, began)
         counts.gather_seconds += gathered - began
-        counts.forward_seconds += called - gathered
-        counts.device_to_host_seconds += fetched - called
+        if extract is not None:
+            counts.forward_seconds += called - gathered
+            counts.device_to_host_seconds += fetched - called
         batches[rows] = batches.get(rows, 0) + 1
         if responses is None:
             responses = general.respond(requests, outcomes)

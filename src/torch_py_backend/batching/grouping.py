@@ -142,11 +142,10 @@ class Grouping:
 
     @property
     def passes_columns(self) -> bool:
-        """Whether columns of numbers, all inputs of every item, are passed as they are."""
+        """Whether batches are columns of numbers, with all inputs of every item."""
         return (
             self._batched
             and self._padding is None
-            and self._cast is None
             and not (self._special or self._strings or self._carried or self._flattened)
             and self._in_numpy
             and not self._batch_inputs

@@ -35,6 +35,7 @@ from torch_py_backend.hooks.user_hooks import Hooks
 from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences.state_columns import StateColumns
+from torch_py_backend.signature.binding import InputBinding
 from torch_py_backend.weights import gpu_sharing, sharing_report
 
 
@@ -236,23 +237,28 @@ class Engine:
 
     def plain_call(self) -> PlainCall | None:
         """Return the call of a plain model; None: it is not plain, or no call was compared yet."""
-        options = self.config.options
+        options, grouping, runtime = self.config.options, self._grouping, self._runtime
         if not (
-            isinstance(self._grouping, Grouping)
-            and self._grouping.passes_columns
-            and self._runtime.on_cpu
+            grouping.passes_columns
+            and runtime.host_inputs
             and options.inference_mode
-            and options.autocast is None
             and self._finite is None
+            and self._clean is None
             and not self.config.batch_outputs
             and not self._watched
             and self._shared is None
-            and self.runner.takes_any_rows
             and self.side_effects.observed
         ):
             return None
-        binding = self._grouping.binding
+        binding = grouping.binding
         ranks = {spec.name: len(spec.dims) + 1 for spec in self.config.inputs}
+        direct = (
+            isinstance(grouping, Grouping)
+            and runtime.on_cpu
+            and options.autocast is None
+            and options.cast_inputs is None
+            and self.runner.takes_any_rows
+        )
 
         def retry_or_refuse(items: Sequence[Item], failure: Failure) -> Sequence[Outcome]:
             group = Group(binding, items, range(len(items)))
@@ -261,13 +267,31 @@ class Engine:
         return PlainCall(
             binding.names,
             tuple(ranks[name] for name in binding.names),
-            plain_call.bind(binding, self.runner.forward.call),
-            self.runner.extract.call,
-            self._runtime.to_host,
+            plain_call.bind(binding, self.runner.forward.call)
+            if direct
+            else partial(self._run_stages, binding),
+            self.runner.extract.call if direct else None,
+            runtime.to_host,
             self._names,
-            self._extractor.only_tensor(),
+            self._extractor.only_tensor() if direct else None,
             retry_or_refuse,
         )
+
+    def _run_stages(self, binding: InputBinding, *batch: Value) -> Sequence[Value]:
+        """Return a plain model's outputs for a batch whose call has stages (`PlainCall`)."""
+        with self.guard():
+            began = time.perf_counter()
+            columns = self._runtime.to_device(batch)
+            sent = time.perf_counter()
+            raw = self.runner.call(binding, columns, rows_in(columns))
+            called = time.perf_counter()
+            outputs = self._runtime.to_host(raw, batch)
+            fetched = time.perf_counter()
+        counts = self.counts
+        counts.host_to_device_seconds += sent - began
+        counts.forward_seconds += called - sent
+        counts.device_to_host_seconds += fetched - called
+        return outputs
 
     def clean(self) -> None:
         """Free cached device memory after an execution where the config enables that."""
@@ -399,6 +423,7 @@ class Engine:
             columns = self._to_device.call(batch.columns)
             sent = time.perf_counter()
             rows = rows_in(columns) if self._ragged is None else sum(batch.sizes)
+            self.counts.rows += rows
             raw = self.runner.call(group.inputs, columns, rows)
             called = time.perf_counter()
             if not observed:

@@ -92,15 +92,20 @@ class ModelRunner:
         self.forward.replace(sealed if self._graphs is None else self._graphs.seal(sealed))
 
     def call(self, inputs: InputBinding, columns: Sequence[Value], rows: int) -> Sequence[Value]:
-        """Return the model's outputs for a batch, in as many calls as needed."""
+        """Return the model's outputs for a batch, in as many calls as needed.
+
+        Rows that fill a bucket are counted here, the others by the caller.
+        """
         if self.rows.accept(rows):
             return self._call_once(inputs, columns, rows)
         pieces: list[list[Value]] = []
         for piece, present in gather_scatter.fit(columns, self.rows):
             # The model may overwrite the outputs of its previous call.
             pieces[-1:] = [[self._clone(value) for value in last] for last in pieces[-1:]]
-            outputs = self._call_once(inputs, piece, piece[0].shape[0])
-            self._counts.filled_rows += piece[0].shape[0] - present
+            size = piece[0].shape[0]
+            outputs = self._call_once(inputs, piece, size)
+            self._counts.rows += size - present
+            self._counts.filled_rows += size - present
             pieces.append([value[:present] for value in outputs])
         return gather_scatter.join(pieces)
 
@@ -108,5 +113,4 @@ class ModelRunner:
         self, inputs: InputBinding, columns: Sequence[Value], rows: int
     ) -> Sequence[Value]:
         passed = self.convert.call(inputs, columns)
-        self._counts.rows += rows
         return self.extract.call(inputs.call(self.forward.call, passed), rows)

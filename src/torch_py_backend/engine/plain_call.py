@@ -1,7 +1,8 @@
 """The call of a plain model, reduced at load to what one flat function needs.
 
-A plain model has batches and tensors of numbers on the CPU, and needs nothing else for a call: no
-hooks, padding, batch inputs, states, casts, copies between devices or swapped weights.
+A plain model takes batches of numbers, all inputs in each request. Its call is direct if the batch
+is passed to the module as it is and the outputs are on the CPU. Otherwise it has stages: copies
+between devices, rows that fill a bucket, casts, or hooks for batches.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ class PlainCall(NamedTuple):
     Attributes:
         inputs: the names of the inputs, in the order in which `forward` takes their columns.
         ranks: the number of dimensions of each column, rows included.
-        forward: calls the model with the columns.
-        extract: returns the outputs of a result for a number of rows, checked and contiguous.
+        forward: calls the model with the columns. If the call has stages, it returns the outputs,
+            checked, contiguous and on the host, and counts rows and times.
+        extract: returns the outputs of a result for a number of rows, checked and contiguous;
+            None: the call has stages.
         to_host: waits for outputs that the model computed on a GPU, and copies them.
         outputs: the names of the outputs, in the order in which `extract` returns them.
         tensor: the type and dims of the only output, if the result itself is that output, with
@@ -35,7 +38,7 @@ class PlainCall(NamedTuple):
     inputs: tuple[str, ...]
     ranks: tuple[int, ...]
     forward: Callable[..., Any]
-    extract: Callable[[Any, int], Sequence[Value]]
+    extract: Callable[[Any, int], Sequence[Value]] | None
     to_host: Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]]
     outputs: tuple[str, ...]
     tensor: tuple[torch.dtype, tuple[int, ...]] | None

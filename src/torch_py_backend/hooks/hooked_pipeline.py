@@ -141,17 +141,33 @@ class HookedPipeline:
             (position, {name: item[name] for name in item if name not in extra})
             for position, item in items
         ]
-        extra_takes = (ArgumentType.TENSOR,) * len(extra)
         groups = []
         for inputs, _, positions in self._preprocessor.group(without_parameters):
-            binding = InputBinding(
-                (*inputs.names, *extra),
-                (*inputs.types, *extra_takes),
-                partial(self._call, inputs),
-                inputs.places,
-            )
-            groups.append(Group(binding, [by_position[place] for place in positions], positions))
+            members = [by_position[place] for place in positions]
+            groups.append(Group(self._bind(inputs, extra), members, positions))
         return groups
+
+    @property
+    def passes_columns(self) -> bool:
+        """As `Grouping.passes_columns`; only with hooks for batches, without parameters."""
+        return (
+            isinstance(self._preprocessor, BatchPreprocessor)
+            and self._preprocessor.passes_columns
+            and not self._passes_parameters
+            and not self.postprocesses
+        )
+
+    @property
+    def binding(self) -> InputBinding:
+        """How items with all inputs are passed to hooks for batches."""
+        assert isinstance(self._preprocessor, BatchPreprocessor)  # noqa: S101  `passes_columns`
+        return self._bind(self._preprocessor.binding)
+
+    def _bind(self, inputs: InputBinding, extra: tuple[str, ...] = ()) -> InputBinding:
+        """Return how columns, and those of parameters, are passed to the hooks and the module."""
+        types = (*inputs.types, *(ArgumentType.TENSOR,) * len(extra))
+        call = partial(self._call, inputs)
+        return InputBinding((*inputs.names, *extra), types, call, inputs.places)
 
     def convert(self, _: InputBinding, columns: Sequence[Value]) -> Sequence[Value]:
         """Return the columns unchanged: `_call` converts them."""

@@ -53,6 +53,8 @@ class BatchPreprocessor:
         self._grouping = Grouping(config, signature)
         self.places = self._grouping.places
         self.patterns = self._grouping.patterns
+        self.binding = self._grouping.binding
+        self.passes_columns = self._grouping.passes_columns
 
     def begin(
         self,
