@@ -1,27 +1,30 @@
 """Measure the gain of `torch-py-backend tune` over an untuned model.
 
     python -m benchmarks.tuning [--models resnet18,transformer] [--for both] [--fp32]
-        [--output FILE]
+        [--served SECONDS] [--output FILE]
 
 Each model is tuned twice: within the tolerance of fp32, and with 16-bit types allowed; with --fp32,
 once, for processors that compute no 16-bit types. The gains are the throughput of the choice with
 full batches, and the latency of one request in flight, beside those of the configured model (eager,
-one instance, all cores).
+one instance, all cores). With --served, a tritonserver then serves both, after their responses were
+compared with eager PyTorch, and each is loaded in turn for that many seconds, A B A B …
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks import repositories
+from benchmarks import clients, harness, repositories
+from benchmarks.clients import Endpoint
+from benchmarks.contenders import check
 from benchmarks.models import MODELS
 from benchmarks.tables import markdown
 
@@ -32,21 +35,73 @@ _COLUMNS = (
     "max error",
 )  # fmt: skip
 _TARGETS = {"fp32": 1.5, "16 bits allowed": 2.5}
+_SERVED_COLUMNS = (
+    "model", "allowed", "in flight", "tuned ÷ configured", "tuned, /s", "configured, /s",
+    "tuned, p50/p99 ms", "configured, p50/p99 ms",
+)  # fmt: skip
+_CONCURRENCY = (1, 8)
+_PAIRS = 3
 
 
-def tune(name: str, words: tuple[str, ...]) -> dict[str, Any]:
-    """Run the command on a new repository; return its results as in tuned.json."""
-    with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
-        repositories.write(name, Path(scratch))
-        path = Path(scratch) / "results.json"
-        command = ("tune", str(Path(scratch) / name), "--json", str(path), *words)
-        subprocess.run(  # noqa: S603  this interpreter
-            [sys.executable, "-c", _COMMAND_LINE, *command],
-            check=True,
-            stdout=sys.stderr,
-        )
-        results: dict[str, Any] = json.loads(path.read_text())
-        return results
+def tune(name: str, words: tuple[str, ...], repository: Path) -> dict[str, Any]:
+    """Write a model and tune it; return the command's results as in tuned.json."""
+    repositories.write(name, repository)
+    shutil.copytree(repository / name, repository / _configured(name))
+    path = repository.parent / "results.json"
+    command = ("tune", str(repository / name), "--json", str(path), *words)
+    subprocess.run(  # noqa: S603  this interpreter
+        [sys.executable, "-c", _COMMAND_LINE, *command],
+        check=True,
+        stdout=sys.stderr,
+    )
+    results: dict[str, Any] = json.loads(path.read_text())
+    return results
+
+
+def _configured(name: str) -> str:
+    return f"{name}_configured"
+
+
+def serve(name: str, allowed: str, repository: Path, seconds: float) -> Iterator[tuple[str, ...]]:
+    """Serve the tuned model beside the configured one; yield rows with _SERVED_COLUMNS.
+
+    Raises:
+        BenchError: a model did not load, a response is wrong, or a request failed.
+    """
+    payloads = [clients.payload(MODELS[name])]
+    with harness.served(repository) as server:
+        address = server.grpc_address
+        if allowed == "fp32":  # 16-bit types are outside the tolerance of `check`
+            check(Endpoint(name, "grpc", address, name))
+        for concurrency in _CONCURRENCY:
+            pairs = [
+                tuple(
+                    harness.load(address, served, payloads, concurrency, seconds)
+                    for served in (name, _configured(name))
+                )
+                for _ in range(_PAIRS + 1)
+            ][1:]  # the first one warms up
+            ratios = sorted(
+                tuned.result.throughput / configured.result.throughput
+                for tuned, configured in pairs
+            )
+            sides = list(zip(*pairs, strict=True))
+            rates = [statistics.median(turn.result.throughput for turn in side) for side in sides]
+            latencies = [
+                "/".join(
+                    f"{statistics.median(harness.latency_ms(turn, share) for turn in side):.1f}"
+                    for share in (50, 99)
+                )
+                for side in sides
+            ]
+            yield (
+                name,
+                allowed,
+                str(concurrency),
+                f"**{statistics.median(ratios):.2f}** ({ratios[0]:.2f}..{ratios[-1]:.2f})",
+                *(f"{rate:.0f}" for rate in rates),
+                *latencies,
+            )
 
 
 def main(words: list[str]) -> int:
@@ -55,19 +110,27 @@ def main(words: list[str]) -> int:
     parser.add_argument("--models", default="resnet18,transformer")
     parser.add_argument("--for", dest="goal", default="both", help="as for torch-py-backend tune")
     parser.add_argument("--fp32", action="store_true", help="no 16-bit types")
-    parser.add_argument("--output", type=Path, help="all results, as JSON")
+    parser.add_argument("--served", type=float, help="seconds of each turn on a tritonserver")
+    parser.add_argument("--output", type=Path, help="all results of the command, as JSON")
     settings = parser.parse_args(words)
     names = settings.models.split(",")
     if unknown := set(names) - set(MODELS):
         parser.error(f"unknown models {sorted(unknown)}; there are {sorted(MODELS)}")
     by_model: dict[str, dict[str, Any]] = {}
+    served: list[tuple[str, ...]] = []
     for name in names:
         by_model[name] = {}
         for allowed, flags in list(_TOLERANCES.items())[: 1 if settings.fp32 else None]:
-            by_model[name][allowed] = tune(name, ("--for", settings.goal, *flags))
-            if settings.output:
-                settings.output.write_text(json.dumps(by_model, indent=1))
+            with harness.scratch() as scratch:
+                repository = Path(scratch) / "repository"
+                by_model[name][allowed] = tune(name, ("--for", settings.goal, *flags), repository)
+                if settings.output:
+                    settings.output.write_text(json.dumps(by_model, indent=1))
+                if settings.served:
+                    served += serve(name, allowed, repository, settings.served)
     print(table(by_model))
+    if served:
+        print(f"\n{markdown(_SERVED_COLUMNS, served)}")
     return 0
 
 

@@ -608,6 +608,12 @@ RUNTIMES = (
         _CONVOLVED,
     ),
     Scenario(
+        "weights_of_16_bits",
+        both(python(models.Convolution), safe(models.Convolution().state_dict())),
+        _convolution(OPTIMIZE="bf16_weights,channels_last"),
+        _CONVOLVED,
+    ),
+    Scenario(
         "frozen_graph",
         both(python(models.Convolution), safe(models.Convolution().state_dict())),
         _convolution(

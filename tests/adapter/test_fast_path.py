@@ -70,6 +70,11 @@ class Hooks:
     def postprocess_batch(self, result):
         return 3 * result
 """
+_FLOATS = """
+class Hooks:
+    def preprocess_batch(self, x):
+        return {"x": x.double()}
+"""
 _INFERENCE = """
 class Hooks:
     def inference(self, module, batch):
@@ -110,8 +115,10 @@ _CASES = {
     "buckets": Case(models.Negate, _X, _Y, {"BATCH_BUCKETS": "2,8"}),
     "one row in a call": Case(models.Negate, _X, _Y, {"BATCH_BUCKETS": "1"}),
     "autocast": Case(models.Negate, _X, _Y, {"OPTIMIZE": "bf16"}),
+    "16 bits": Case(WithParameter, _X, _Y, {"OPTIMIZE": "fp16_weights"}),
     "casts": Case(models.Negate, _X, _Y, {"CAST_INPUTS": "FP16", "CAST_OUTPUTS": "true"}),
     "hooks for batches": Case(Keywords, _TWO, "", hooks=_BATCH_HOOKS),
+    "hooks, 16 bits": Case(WithParameter, _X, _Y, {"OPTIMIZE": "bf16_weights"}, _FLOATS),
     "inference()": Case(models.Negate, _X, _Y, {"BATCH_BUCKETS": "4"}, hooks=_INFERENCE),
 }
 

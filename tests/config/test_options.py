@@ -195,7 +195,10 @@ def test_option_without_effect(caplog: pytest.LogCaptureFixture) -> None:
     assert "model 'digits': the parameter ENABLE_NVFUSER has no effect" in caplog.messages[0]
 
 
-def test_precision_of_autocast() -> None:
-    """Two of the optimizations are types of autocast."""
-    texts = ("none", "bf16,freeze", "fp16")
-    assert [parsed(OPTIMIZE=text).autocast for text in texts] == [None, "bf16", "fp16"]
+def test_reduced_precision() -> None:
+    """Some of the optimizations are types of autocast, others of the weights."""
+    texts = ("none", "bf16,freeze", "fp16", "fp16_weights,freeze", "bf16_weights")
+    parsed_options = [parsed(OPTIMIZE=text) for text in texts]
+    assert [entry.autocast for entry in parsed_options] == [None, "bf16", "fp16", None, None]
+    dtypes = [entry.weights_dtype for entry in parsed_options]
+    assert dtypes == [None, None, None, "float16", "bfloat16"]

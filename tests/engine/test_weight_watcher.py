@@ -168,6 +168,17 @@ def test_a_new_file_is_swapped_in(
     until(lambda: f"{path} (deleted)" not in Path("/proc/self/maps").read_text())
 
 
+def test_new_weights_are_converted(tmp_path: Path, watch: Watch) -> None:
+    """OPTIMIZE converts new weights as it converted the first ones."""
+    engine = served(tmp_path, optimize=("bf16_weights",))
+    watcher = watch(engine)
+    before = watcher.digest
+    replace(tmp_path / "1" / "model.pt", _state_dict, 2)
+    until(lambda: watcher.digest != before)
+    expected = Net(2).bfloat16()(X.bfloat16()).float()
+    assert torch.equal(answer(engine), expected)
+
+
 def test_a_compiled_model_takes_new_weights_without_compiling(
     tmp_path: Path, watch: Watch, dynamo: None
 ) -> None:

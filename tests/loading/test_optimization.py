@@ -87,6 +87,8 @@ def test_torchscript_is_frozen(module: nn.Module, method: str | None) -> None:
         ("freeze", ArtifactType.TORCHSERVE, "Its handler is Python code"),
         ("bf16", ArtifactType.AOTI, "remove OPTIMIZE"),
         ("channels_last", ArtifactType.MODULE, "A function has no weights"),
+        ("fp16_weights", ArtifactType.MODULE, "A function has no weights"),
+        ("bf16_weights", ArtifactType.EXPORTED, "Its code fixes the types"),
     ],
 )
 def test_unsupported_optimizations(name: str, kind: ArtifactType, message: str) -> None:

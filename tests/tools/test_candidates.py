@@ -46,7 +46,10 @@ _PLAIN, _BUCKETS = "; compile + freeze; compile", "; compile, buckets"
         (_AOTI, "AOTInductor"),
         (
             {"gpu": True},
-            "eager; cuda_graphs; compile + cuda_graphs" + _PLAIN + _BUCKETS,
+            "eager; cuda_graphs; compile + cuda_graphs"
+            + _PLAIN
+            + _BUCKETS
+            + "; compile, reduce-overhead; compile, max-autotune",
         ),
         # With DEVICE_MAP only eager is tried, because the config refuses the others.
         ({"images": True, "gpu": True, "divided": True}, "eager"),

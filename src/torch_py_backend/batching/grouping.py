@@ -45,7 +45,12 @@ class Grouping:
     """
 
     def __init__(
-        self, config: ModelConfig, signature: Signature, padding: Padding | None = None
+        self,
+        config: ModelConfig,
+        signature: Signature,
+        padding: Padding | None = None,
+        *,
+        cast: torch.dtype | None = None,
     ) -> None:
         self._padding = padding
         self._pads: Mapping[str, Pad] = padding.pads if padding else {}
@@ -98,9 +103,9 @@ class Grouping:
         self._in_numpy = all(spec.dtype.numpy for spec in config.inputs)  # all but BF16
         self._strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
         self._partial: dict[frozenset[str], InputBinding] = {}
-        cast = config.options.cast_inputs
+        configured = config.options.cast_inputs
         self._cast: torch.dtype | None = (
-            getattr(torch, dtypes.from_triton(cast).torch or "") if cast else None
+            getattr(torch, dtypes.from_triton(configured).torch or "") if configured else cast
         )
         optional = frozenset(self._names) - frozenset(self._required) - masks - self._carried
         if self._carried:

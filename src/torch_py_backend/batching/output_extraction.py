@@ -161,10 +161,10 @@ def _verifier(config: ModelConfig, spec: TensorSpec) -> Verify:
     if spec.dtype.torch is None:
         return _Strings(config.name, spec.name, dims, batched, any_shape).verify
     dtype: torch.dtype = getattr(torch, spec.dtype.torch)
-    # Autocast changes the type of outputs; the config has the type without it.
-    cast = config.options.cast_outputs or (
-        config.options.autocast is not None and dtype.is_floating_point
-    )
+    # Autocast and 16-bit weights change the type of outputs; the config has the type without them.
+    options = config.options
+    reduced = options.autocast is not None or options.weights_dtype is not None
+    cast = options.cast_outputs or (reduced and dtype.is_floating_point)
     verify = _Tensor(
         config.name, spec.name, dims, batched, any_shape, dtype=dtype, cast=cast
     ).verify

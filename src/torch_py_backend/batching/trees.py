@@ -14,13 +14,16 @@ from torch import Tensor
 from torch_py_backend.errors import OutputError
 
 
-def to_device(tree: Any, device: torch.device) -> Any:
-    """Move the tensors of a tree to a device; return the same tree if they are there already."""
+def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    """Move the tensors of a tree to a device, and convert floating-point ones to a type, if any.
+
+    Return the same tree if nothing changes.
+    """
     if isinstance(tree, Tensor):
-        return tree.to(device)
+        return tree.to(device, dtype if tree.is_floating_point() else None)
     if isinstance(tree, Mapping | list | tuple) or _is_record(tree):
         parts = _parts(tree)
-        moved = [to_device(part, device) for part in parts]
+        moved = [to_device(part, device, dtype) for part in parts]
         if any(new is not part for new, part in zip(moved, parts, strict=True)):
             return _like(tree, moved)
     return tree

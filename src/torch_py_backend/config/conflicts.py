@@ -68,6 +68,7 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
     largest_bucket = max(options.batch_buckets or (0,))
     gpu_sharing = bool(options.enable_weight_sharing) and config.kind != "CPU"
     single_device = [name for name in options.optimize if name != "channels_last"]
+    reduced = [name for name in options.optimize if name.startswith(("bf16", "fp16"))]
     states = {state.output for state in config.states}
     ragged = "batch_input" if config.batch_inputs else "batch_output"
     of_batches = {
@@ -106,9 +107,14 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
             "Padding in a state cannot be recognized: give it fixed dims, or remove PAD.",
         ),
         (
-            {"bf16", "fp16"} <= set(options.optimize),
-            "OPTIMIZE asks for bf16 and fp16",
+            len(reduced) > 1,
+            f"OPTIMIZE asks for {' and '.join(reduced)}",
             "They exclude each other; keep one.",
+        ),
+        (
+            options.weights_dtype is not None and options.cast_inputs is not None,
+            f"CAST_INPUTS is set, and OPTIMIZE asks for {''.join(reduced)}",
+            "That converts inputs, too: remove CAST_INPUTS.",
         ),
         (
             graphs and config.kind != "GPU",

@@ -22,7 +22,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-OPTIMIZATIONS = ("freeze", "channels_last", "bf16", "fp16", "cuda_graphs")
+OPTIMIZATIONS = (
+    "freeze",
+    "channels_last",
+    "bf16",
+    "fp16",
+    "bf16_weights",
+    "fp16_weights",
+    "cuda_graphs",
+)
 DEVICES = "cpu, cuda:0, or the number of a GPU"
 _COMPILE_KEYS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
 _PAD_VALUES: Mapping[str, Callable[[Any], bool]] = {
@@ -248,6 +256,12 @@ class Options:
     def autocast(self) -> str | None:
         """The type of autocast in OPTIMIZE, `bf16` or `fp16`; None: no autocast."""
         return next((name for name in ("bf16", "fp16") if name in self.optimize), None)
+
+    @property
+    def weights_dtype(self) -> str | None:
+        """The torch type that OPTIMIZE converts weights to; None: they keep their types."""
+        dtypes = {"bf16_weights": "bfloat16", "fp16_weights": "float16"}
+        return next((dtypes[name] for name in self.optimize if name in dtypes), None)
 
 
 @dataclass(frozen=True, slots=True)

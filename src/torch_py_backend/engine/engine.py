@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.counters import Counts
@@ -89,7 +91,9 @@ class Engine:
         self._clone: Callable[[Value], Value] = gather_scatter.clone
         self._grouping: Grouping | HookedPipeline
         if hooks is None:
-            self._grouping = Grouping(config, loaded.signature, self._padding)
+            dtype = config.options.weights_dtype
+            cast = getattr(torch, dtype) if dtype else None
+            self._grouping = Grouping(config, loaded.signature, self._padding, cast=cast)
         else:
             self._grouping = HookedPipeline(config, loaded.signature, hooks, device_runtime)
             if self._grouping.postprocesses:  # after scatter
@@ -257,6 +261,7 @@ class Engine:
             and runtime.on_cpu
             and options.autocast is None
             and options.cast_inputs is None
+            and options.weights_dtype is None
             and self.runner.takes_any_rows
         )
 

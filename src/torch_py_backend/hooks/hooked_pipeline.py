@@ -73,6 +73,8 @@ class HookedPipeline:
         self._batched = config.max_batch_size > 0
         self._signature = signature
         self._device = runtime.device
+        dtype = config.options.weights_dtype
+        self._dtype = getattr(torch, dtype) if dtype else None
         self._preprocessor: BatchPreprocessor | RowPreprocessor
         if hooks.preprocess is None and hooks.collate is None:
             # inference() gets the inputs by name and calls the module itself.
@@ -181,7 +183,8 @@ class HookedPipeline:
         if self._passes_parameters:
             *columns, last = columns
             parameters = request_parameters.values(last)
-        batch = trees.to_device(self._preprocessor.batch(inputs, columns, parameters), self._device)
+        prepared = self._preprocessor.batch(inputs, columns, parameters)
+        batch = trees.to_device(prepared, self._device, self._dtype)
         if self.hooks.inference is not None:
             result = self.hooks.inference.with_parameters(parameters)(module, batch)
         else:

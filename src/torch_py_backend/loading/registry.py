@@ -79,7 +79,16 @@ def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
             ("freeze", "cuda_graphs"),
             "Its handler is Python code; remove that.",
         ),
-        (loaded.owner is None, ("channels_last",), "A function has no weights."),
+        (
+            kind in (ArtifactType.EXPORTED, ArtifactType.TORCHSERVE),
+            ("bf16_weights", "fp16_weights"),
+            "Its code fixes the types: convert the module before you save it, or use bf16 or fp16.",
+        ),
+        (
+            loaded.owner is None,
+            ("channels_last", "bf16_weights", "fp16_weights"),
+            "A function has no weights.",
+        ),
         (
             not freezable,
             ("freeze",),
@@ -95,11 +104,15 @@ def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
                 expected="what applies to it",
                 cure=cure,
             )
-    set_memory_format(config, loaded)
+    convert_weights(config, loaded)
     return torchscript.freeze(config, loaded) if is_script and "freeze" in names else loaded.module
 
 
-def set_memory_format(config: ModelConfig, loaded: Loaded) -> None:
-    """Convert the weights to the memory format that OPTIMIZE names, if any."""
-    if "channels_last" in config.options.optimize and loaded.owner is not None:
+def convert_weights(config: ModelConfig, loaded: Loaded) -> None:
+    """Convert the weights to the type and the memory format that OPTIMIZE names, if any."""
+    if loaded.owner is None:
+        return
+    if config.options.weights_dtype is not None:
+        loaded.owner.to(getattr(torch, config.options.weights_dtype))
+    if "channels_last" in config.options.optimize:
         loaded.owner.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -113,10 +113,17 @@ class _Runtime(NamedTuple):
 
 _EAGER = (ArtifactType.MODULE, ArtifactType.FACTORY, ArtifactType.EXPORTED)
 _SCRIPT = (ArtifactType.TORCHSCRIPT,)
+_CONVERTED = (ArtifactType.MODULE, ArtifactType.FACTORY, ArtifactType.TORCHSCRIPT)
+_MODULES = (ArtifactType.MODULE, ArtifactType.FACTORY)
 _AUTOCAST = [kind for kind in ArtifactType if kind is not ArtifactType.AOTI]
 _COMPILED = {_COMPILE: "{}"}
 _GRAPHS = {"OPTIMIZE": "cuda_graphs", "BATCH_BUCKETS": "auto"}
 _BUCKETS = {_COMPILE: '{"dynamic": false}', "BATCH_BUCKETS": "auto"}
+# Inductor captures CUDA graphs in these modes, one for each bucket.
+_MODES = {
+    mode: {_COMPILE: f'{{"mode": "{mode}", "dynamic": false}}', "BATCH_BUCKETS": "auto"}
+    for mode in ("reduce-overhead", "max-autotune")
+}
 _CHANNELS_LAST = {"OPTIMIZE": "channels_last"}
 _TF32 = {_MATMUL: "high"}
 # Those that often are the fastest come first: a run may end before all are measured.
@@ -133,16 +140,27 @@ _FULL_PRECISION = (
     _Runtime("compile", _EAGER, _COMPILED),
     _Runtime("compile + channels_last", _EAGER, _CHANNELS_LAST | _COMPILED, "images"),
     _Runtime("compile, buckets", _EAGER, _BUCKETS, "batched"),
+    *(_Runtime(f"compile, {mode}", _EAGER, words, "gpu") for mode, words in _MODES.items()),
 )
 _REDUCED_PRECISION = (
     _Runtime("TF32", _AUTOCAST, _TF32, "gpu"),
     _Runtime("bf16", _AUTOCAST, {"OPTIMIZE": "bf16"}),
     _Runtime("freeze + bf16", _SCRIPT, {"OPTIMIZE": "freeze,bf16"}),
+    _Runtime("bf16 weights", _CONVERTED, {"OPTIMIZE": "bf16_weights"}),
     _Runtime("fp16", _AUTOCAST, {"OPTIMIZE": "fp16"}, "gpu"),
+    _Runtime("fp16 weights", _CONVERTED, {"OPTIMIZE": "fp16_weights"}, "gpu"),
+    _Runtime(
+        "cuda_graphs + fp16 weights",
+        _MODULES,
+        _GRAPHS | {"OPTIMIZE": "cuda_graphs,fp16_weights"},
+        "gpu",
+    ),
     _Runtime("compile + TF32", _EAGER, _TF32 | _COMPILED, "gpu"),
     _Runtime("compile + fp16", _EAGER, {"OPTIMIZE": "fp16"} | _COMPILED, "gpu"),
     _Runtime("compile + freeze + bf16", _EAGER, {"OPTIMIZE": "freeze,bf16"} | _COMPILED),
     _Runtime("compile + bf16", _EAGER, {"OPTIMIZE": "bf16"} | _COMPILED),
+    _Runtime("compile + bf16 weights", _MODULES, {"OPTIMIZE": "bf16_weights"} | _COMPILED),
+    _Runtime("compile + fp16 weights", _MODULES, {"OPTIMIZE": "fp16_weights"} | _COMPILED, "gpu"),
 )
 
 
@@ -206,7 +224,7 @@ def shares(facts: Facts, allowed: Allowed) -> Iterator[tuple[int, int]]:
     for threads in allowed.threads or halves:
         fitting = {1, max(1, facts.cores // threads)}
         if facts.gpu and not allowed.threads:
-            fitting = {1, 2}  # cores hardly matter; two instances overlap on the GPU
+            fitting = {1, 2, 4}  # cores hardly matter; instances overlap on the GPU
         if allowed.keep_instances:
             yield threads, allowed.keep_instances
         else:

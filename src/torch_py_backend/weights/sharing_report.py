@@ -86,6 +86,14 @@ def _obstacle(config: ModelConfig, loaded: Loaded, weights: Mapped) -> str:
     obstacle = discovery.mapping_obstacle(config, loaded.artifact)
     if config.kind != "CPU" and config.options.enable_weight_sharing is not False:
         return "each instance has a copy on its device"
-    if not obstacle and "channels_last" in optimize:
-        return "OPTIMIZE's channels_last changes the layout of the weights of convolutions"
-    return obstacle or "the module converts or computes the rest, or holds views of it"
+    conversions = {
+        "channels_last": "changes the layout of the weights of convolutions",
+        "bf16_weights": "converts them",
+        "fp16_weights": "converts them",
+    }
+    converted = [
+        f"OPTIMIZE's {name} {conversions[name]}" for name in optimize if name in conversions
+    ]
+    return obstacle or next(
+        iter(converted), "the module converts or computes the rest, or holds views of it"
+    )

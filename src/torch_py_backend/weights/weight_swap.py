@@ -72,7 +72,7 @@ def read(config: ModelConfig, loaded: Loaded) -> Loaded:
         WeightsError: names, shapes or dtypes differ from those of the model that is served.
     """
     replacement = registry.load(loaded.artifact, config, torch.device("cpu"))
-    registry.set_memory_format(config, replacement)
+    registry.convert_weights(config, replacement)
     _compare(config, loaded.artifact, weights(loaded), weights(replacement))
     return replacement
 
