@@ -209,6 +209,43 @@ def test_runs_on_its_device_and_stream(tmp_path: Path, process: None) -> None:
     assert tensor.as_numpy().tolist() == [[1.0, 1.0]]
 
 
+@pytest.mark.parametrize(
+    "optimize",
+    ["none", pytest.param("fp16_weights", marks=_CUDA), pytest.param("cuda_graphs", marks=_CUDA)],
+)
+def test_both_paths_give_the_same(
+    optimize: str, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fast path gathers in page-locked memory; the next batch does not change a response."""
+    scenario = scenarios.Scenario(
+        "plain",
+        scenarios.both(
+            scenarios.python(models.Affine), scenarios.safe(scenarios.affine().state_dict())
+        ),
+        scenarios.config(
+            {"x": [4]}, {"y": [3]}, parameters={"OPTIMIZE": optimize, "TRACING": "false"}
+        ),
+    )
+    model, document = _serve(scenario, tmp_path)
+    assert model._answer != model._answering.answer
+    plain = model._engine.plain_call()
+    assert plain is not None
+    assert all(buffer.is_pinned() for buffer in plain.buffers)
+    assert bool(plain.buffers) == (_KIND == "GPU")
+    batches = [
+        [fake_triton.request({"x": scenarios.floats(rows, 4, seed=seed)}, document)]
+        * (2 if rows < 5 else 1)
+        for seed, rows in enumerate((1, 2, 3, 8, 4, 1))
+    ]
+    expected = [model._answering.answer(batch) for batch in batches]
+    monkeypatch.setattr(model._answering, "answer", None)
+    for _ in range(3):
+        for batch, responses in zip(batches, expected, strict=True):
+            for response, other in zip(model.execute(batch), responses, strict=True):
+                (tensor,), (wanted,) = response.output_tensors(), other.output_tensors()
+                np.testing.assert_allclose(tensor.as_numpy(), wanted.as_numpy(), atol=1e-6)
+
+
 @_CUDA
 @pytest.mark.parametrize("rows", [1, 2, 3, 8])
 def test_graphs_give_what_the_model_gives(tmp_path: Path, process: None, rows: int) -> None:

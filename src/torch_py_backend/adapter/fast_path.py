@@ -56,7 +56,7 @@ def build(engine: Engine, general: answering.Answering[Any], plain: PlainCall) -
         plain: the model's call.
     """
     # Locals: each attribute that a call looks up costs time.
-    read, write = reader(plain.inputs, plain.ranks), writer(plain.outputs)
+    read, write = reader(plain.inputs, plain.ranks, plain.buffers), writer(plain.outputs)
     forward, extract, to_host = plain.forward, plain.extract, plain.to_host
     dtype, dims = plain.tensor or (None, ())
     recovery, counts = engine.recovery, engine.counts
@@ -132,13 +132,14 @@ def build(engine: Engine, general: answering.Answering[Any], plain: PlainCall) -
 
 
 def reader(
-    names: Sequence[str], ranks: Sequence[int]
+    names: Sequence[str], ranks: Sequence[int], buffers: Sequence[Tensor] = ()
 ) -> Callable[[Sequence[Request]], _Batch | None]:
     """Return what reads the inputs of a batch; it returns None for what `general` must answer.
 
     Args:
         names: the inputs in the order of forward()'s arguments; each request has all of them.
         ranks: the number of dimensions of each, rows included.
+        buffers: see `PlainCall`.
     """
     concatenate, from_numpy = np.concatenate, torch.from_numpy
     several = len(names) > 1
@@ -154,11 +155,15 @@ def reader(
                 arrays = [[item[name] for item in items] for name in names]
             else:
                 arrays = [[request.inputs()[0].as_numpy() for request in requests]]
-            if len(requests) == 1:
+            sizes = [value.shape[0] for value in arrays[0]]
+            if buffers:
+                columns = [buffer[: sum(sizes)] for buffer in buffers]
+                for column, values in zip(columns, arrays, strict=True):
+                    concatenate(values, out=column.numpy())
+            elif len(requests) == 1:
                 columns = [from_numpy(values[0]) for values in arrays]
             else:
                 columns = [from_numpy(concatenate(values)) for values in arrays]
-            sizes = [value.shape[0] for value in arrays[0]]
             for values in arrays[1:]:
                 if [value.shape[0] for value in values] != sizes:
                     return None

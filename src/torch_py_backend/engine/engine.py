@@ -279,6 +279,9 @@ class Engine:
             runtime.to_host,
             self._names,
             self._extractor.only_tensor() if direct else None,
+            plain_call.page_locked(self.config, binding.names)
+            if self.device.type == "cuda"
+            else (),
             retry_or_refuse,
         )
 

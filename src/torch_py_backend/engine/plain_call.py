@@ -11,9 +11,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
+from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.retry import Failure
 from torch_py_backend.signature.binding import InputBinding
 
@@ -32,6 +33,8 @@ class PlainCall(NamedTuple):
         outputs: the names of the outputs, in the order in which `extract` returns them.
         tensor: the type and dims of the only output, if the result itself is that output, with
             fixed dims; None: each result has to be passed to `extract`.
+        buffers: page-locked memory for the columns of the largest batch, from which a copy to a GPU
+            is asynchronous; empty: columns are gathered in new memory.
         retry_or_refuse: returns the outcomes of items after a failed call: retries or refuses them.
     """
 
@@ -42,7 +45,27 @@ class PlainCall(NamedTuple):
     to_host: Callable[[Sequence[Value], Sequence[Value]], Sequence[Value]]
     outputs: tuple[str, ...]
     tensor: tuple[torch.dtype, tuple[int, ...]] | None
+    buffers: tuple[Tensor, ...]
     retry_or_refuse: Callable[[Sequence[Item], Failure], Sequence[Outcome]]
+
+
+def page_locked(config: ModelConfig, names: Sequence[str]) -> tuple[Tensor, ...]:
+    """Return page-locked memory for a batch of `max_batch_size` rows; empty if dims are not fixed.
+
+    One memory for all batches is enough: the outputs of a batch are waited for before the next one
+    is gathered, and the copy to the GPU precedes them on the stream.
+    """
+    specs = {spec.name: spec for spec in config.inputs}
+    if any(-1 in specs[name].dims for name in names):
+        return ()
+    return tuple(
+        torch.empty(
+            (config.max_batch_size, *specs[name].dims),
+            dtype=getattr(torch, specs[name].dtype.torch or ""),
+            pin_memory=True,
+        )
+        for name in names
+    )
 
 
 def bind(binding: InputBinding, module: Callable[..., Any]) -> Callable[..., Any]:
