@@ -188,6 +188,14 @@ def test_inputs_that_triton_leaves_on_the_gpu_come_to_a_model_on_the_cpu() -> No
 # --- the context of a call -------------------------------------------------------------------
 
 
+def test_attention_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU torch chooses among the backends that are not switched off."""
+    monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
+    backends = runtime.attention_backends(torch.device("cuda", 0))
+    assert backends == "cuDNN, memory-efficient, math"
+    assert runtime.attention_backends(torch.device("cpu")) == ""
+
+
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_no_gradients_are_recorded(inference_mode: bool) -> None:
     """Every call runs without autograd: in inference mode, or under no_grad if that is disabled."""

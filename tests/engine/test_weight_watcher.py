@@ -407,6 +407,7 @@ def test_without_the_option_files_are_guarded_and_not_watched(tmp_path: Path) ->
     ("options", "reason"),
     [
         ({"weights": "none"}, "no file of weights"),
+        ({"optimize": ("int8_weights",)}, "OPTIMIZE quantizes them"),
         ({"optimize": ("freeze",), "torch_compile_optional_parameters": {}}, "freeze makes them"),
     ],
 )

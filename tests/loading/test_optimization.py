@@ -1,7 +1,8 @@
-"""OPTIMIZE: frozen graphs and memory formats."""
+"""OPTIMIZE: frozen graphs, memory formats and types of weights."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import ArtifactType
-from torch_py_backend.errors import ConfigError
+from torch_py_backend.errors import ConfigError, PlatformError
 from torch_py_backend.loading import registry
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.binding import Signature
@@ -66,6 +67,33 @@ def test_channels_last(module: nn.Module, kind: ArtifactType) -> None:
     torch.testing.assert_close(optimized(x), expected)
 
 
+@pytest.mark.parametrize("optimize", [("int8_weights",), ("bf16_weights", "fp8_weights")])
+def test_quantized_weights(optimize: tuple[str, ...]) -> None:
+    """Linear layers have weights of 8 bits, and nearly the same results."""
+    layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected = layers(x)
+    config = build.config(optimize=optimize)
+    registry.optimize(config, loaded(ArtifactType.MODULE, layers))
+    with torch.inference_mode():
+        result = layers(x.to(next(layers.parameters()).dtype)).float()
+    torch.testing.assert_close(result, expected, rtol=0.1, atol=0.05)
+    assert not torch.equal(result, expected)
+    stored = sum(
+        part.nbytes for part in layers[0].weight.__dict__.values() if torch.is_tensor(part)
+    )
+    assert stored < 2 * 64 * 64
+
+
+def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that is missing, or that does not fit torch, is named."""
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    config = build.config(optimize=("int8_weights",))
+    with pytest.raises(PlatformError, match=r"torchao cannot be imported.*Install it"):
+        registry.optimize(config, loaded(ArtifactType.MODULE, nn.Linear(4, 4)))
+
+
 @pytest.mark.parametrize("method", [None, "raw"])
 def test_torchscript_is_frozen(module: nn.Module, method: str | None) -> None:
     """A frozen graph has no parameters, and returns the same."""
@@ -88,6 +116,8 @@ def test_torchscript_is_frozen(module: nn.Module, method: str | None) -> None:
         ("bf16", ArtifactType.AOTI, "remove OPTIMIZE"),
         ("channels_last", ArtifactType.MODULE, "A function has no weights"),
         ("fp16_weights", ArtifactType.MODULE, "A function has no weights"),
+        ("int8_weights", ArtifactType.TORCHSERVE, "Its code fixes the types"),
+        ("fp8_weights", ArtifactType.TORCHSCRIPT, "torchao quantizes Python modules"),
         ("bf16_weights", ArtifactType.EXPORTED, "Its code fixes the types"),
     ],
 )

@@ -448,6 +448,7 @@ def test_owner_dies_while_it_is_mapped(join: Join, monkeypatch: pytest.MonkeyPat
         (ArtifactType.AOTI, {}, "allocates the memory"),
         (ArtifactType.TORCHSERVE, {}, "places its weights itself"),
         (ArtifactType.TORCHSCRIPT, {"optimize": ("freeze",)}, "OPTIMIZE freezes"),
+        (ArtifactType.MODULE, {"optimize": ("int8_weights",)}, "OPTIMIZE quantizes"),
     ],
 )
 def test_refusals(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
@@ -95,6 +95,19 @@ class Runtime:
 def thread_state(device: torch.device) -> tuple[bool, int]:
     """Return thread state that a model may leave changed: autocast, and the torch.device stack."""
     return torch.is_autocast_enabled(device.type), torch._C._len_torch_function_stack()
+
+
+def attention_backends(device: torch.device) -> str:
+    """Return the backends of `scaled_dot_product_attention` that torch may choose on a GPU."""
+    if device.type != "cuda":
+        return ""
+    backends: Mapping[str, Callable[[], bool]] = {
+        "flash": torch.backends.cuda.flash_sdp_enabled,
+        "cuDNN": torch.backends.cuda.cudnn_sdp_enabled,
+        "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+        "math": torch.backends.cuda.math_sdp_enabled,
+    }
+    return ", ".join(name for name, is_enabled in backends.items() if is_enabled())
 
 
 def free() -> None:

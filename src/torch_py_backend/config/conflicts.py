@@ -112,6 +112,11 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
             "They exclude each other; keep one.",
         ),
         (
+            {"int8_weights", "fp8_weights"} <= set(options.optimize),
+            "OPTIMIZE asks for fp8_weights and int8_weights",
+            "They exclude each other; keep one.",
+        ),
+        (
             options.weights_dtype is not None and options.cast_inputs is not None,
             f"CAST_INPUTS is set, and OPTIMIZE asks for {''.join(reduced)}",
             "That converts inputs, too: remove CAST_INPUTS.",

@@ -29,6 +29,8 @@ OPTIMIZATIONS = (
     "fp16",
     "bf16_weights",
     "fp16_weights",
+    "int8_weights",
+    "fp8_weights",
     "cuda_graphs",
 )
 DEVICES = "cpu, cuda:0, or the number of a GPU"
@@ -262,6 +264,12 @@ class Options:
         """The torch type that OPTIMIZE converts weights to; None: they keep their types."""
         dtypes = {"bf16_weights": "bfloat16", "fp16_weights": "float16"}
         return next((dtypes[name] for name in self.optimize if name in dtypes), None)
+
+    @property
+    def quantization(self) -> str | None:
+        """The value of OPTIMIZE that quantizes weights of linear layers; None: there is none."""
+        names = ("int8_weights", "fp8_weights")
+        return next((name for name in names if name in self.optimize), None)
 
 
 @dataclass(frozen=True, slots=True)

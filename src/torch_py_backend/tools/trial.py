@@ -104,6 +104,7 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
             *(f"{state.output} (state)" for state in settings.untyped_states),
         ],
         "max_batch_size": settings.max_batch_size,
+        "attention": runtime.attention_backends(engine.device),
         "threads": {"intra_op": share.intra_op, "inter_op": share.inter_op},
         "options": {
             row.key: getattr(settings.options, row.field)

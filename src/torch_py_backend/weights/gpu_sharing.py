@@ -86,6 +86,8 @@ def refusal(config: ModelConfig, kind: ArtifactType) -> str:
         return "the handler of a TorchServe archive places its weights itself"
     if "freeze" in config.options.optimize:
         return "OPTIMIZE freezes them: they become constants of each instance's own graph"
+    if config.options.quantization is not None:
+        return "OPTIMIZE quantizes them, and torchao's tensors cannot be mapped"
     return ""
 
 

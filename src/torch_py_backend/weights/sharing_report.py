@@ -90,6 +90,8 @@ def _obstacle(config: ModelConfig, loaded: Loaded, weights: Mapped) -> str:
         "channels_last": "changes the layout of the weights of convolutions",
         "bf16_weights": "converts them",
         "fp16_weights": "converts them",
+        "fp8_weights": "converts them",
+        "int8_weights": "converts them",
     }
     converted = [
         f"OPTIMIZE's {name} {conversions[name]}" for name in optimize if name in conversions

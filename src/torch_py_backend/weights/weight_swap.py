@@ -31,6 +31,7 @@ def refuse_unsupported(config: ModelConfig, loaded: Loaded) -> None:
         ),
         (not tensors, "the model has no weights outside of its code"),
         ("freeze" in config.options.optimize, "OPTIMIZE's freeze makes them constants of a graph"),
+        (config.options.quantization is not None, "OPTIMIZE quantizes them"),
         (
             loaded.kind in (ArtifactType.MODULE, ArtifactType.FACTORY) and artifact.weights is None,
             "there is no file of weights beside the model",
