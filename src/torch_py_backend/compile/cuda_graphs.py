@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torch_py_backend.batching import runtime
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.errors import summarize
 
@@ -36,6 +37,9 @@ class Graphs:
 
     A graph is replayed once and compared with the eager call. What cannot be captured, or has
     other values then, is called eagerly, with a warning.
+
+    Raises:
+        RuntimeError: a capture has made the GPU unusable.
     """
 
     def __init__(self, model: str, call: Callable[..., object], counts: Counts) -> None:
@@ -87,6 +91,8 @@ class Graphs:
             self._refused.add(key)
             # torch takes the pool of a failed capture for in use, and refuses it to the next one.
             self._pool = None
+            for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+                runtime.probe(device)  # raises if the error has made the GPU unusable
             log.warning(
                 "model '%s': inputs of %s are called without a CUDA graph: %s",
                 self._model,
