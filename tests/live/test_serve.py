@@ -123,6 +123,42 @@ def test_requests_are_taken_while_it_drains(repository: Path) -> None:
         assert served.process.wait(60) == 0
 
 
+def test_reload(repository: Path) -> None:
+    """A changed model replaces the one that serves when it is READY; a broken one does not."""
+    source = repository / "function" / "1" / "model.py"
+    text = source.read_text()
+    assert "x * 2" in text
+    with supervised.serve(repository, "--reload") as served:
+        served.wait_loaded()
+        values: list[list[float]] = []
+        for factor, event in (("x * 3", "READY +function: loaded anew"), ("x * (", "FAILED +function:")):
+            served.skip_log()
+            source.write_text(text.replace("x * 2", factor))
+
+            def answered(event: str = event) -> object:
+                values.append(served.infer("function", 1.0))  # raises if no model serves
+                return re.search(rf"CHANGED function: 1/model.py[\s\S]*{event}.*", served.text)
+
+            line = supervised.until(answered, served)[0]
+        assert "SyntaxError" in line
+        assert [value[0] for value in values] == sorted(value[0] for value in values)
+        assert {value[0] for value in values} == {2.0, 3.0}
+        assert served.infer("function", 1.0) == [3.0] * 4
+        # A model that could not be loaded at the start, and is corrected.
+        broken = repository / "syntax_error" / "1" / "model.py"
+        broken.write_text(text)
+        supervised.until(lambda: re.search(r"READY +syntax_error 1", served.text), served)
+        assert served.infer("syntax_error", 1.0) == [2.0] * 4
+
+
+def test_reload_needs_the_model_control(repository: Path) -> None:
+    """Where Triton itself decides what is loaded, --reload is refused."""
+    process = _start(repository, "--reload", "--", "--model-control-mode=poll")
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert b"--reload was given, and Triton's model control mode is poll" in output
+
+
 def test_an_empty_repository(tmp_path: Path) -> None:
     """With --allow-empty a repository without models is served; --verbose prints Triton's log."""
     with supervised.serve(tmp_path, "--allow-empty") as served:

@@ -98,6 +98,7 @@ def test_status_of_several_versions() -> None:
             "load failed for model 'm': version 1 is at UNAVAILABLE state: no /a/b.pt.\n\nAt:\n;",
             "no b.pt",
         ),
+        ("Internal: TritonModelException: model 'm': no such", "model 'm': no such"),
         ("", "no reason was given"),
     ],
 )

@@ -7,7 +7,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Annotated
 
@@ -25,6 +25,7 @@ from torch_py_backend.server.healing import EventKind
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.model_control import RepositoryClient
 from torch_py_backend.server.readiness import ReadinessServer
+from torch_py_backend.server.reloading import Reloader
 from torch_py_backend.server.supervision import Event, Supervisor
 from torch_py_backend.server.tritonserver import Server, check_ports, ports
 
@@ -38,6 +39,7 @@ _COLOURS = {
     EventKind.DOWN: "yellow",
     EventKind.GIVEN_UP: "bold red",
     EventKind.RELEASED: "cyan",
+    EventKind.CHANGED: "cyan",
 }
 
 
@@ -85,6 +87,14 @@ def serve(
             help="Serve a repository without models; they are loaded later, through Triton's API.",
         ),
     ] = False,
+    reload: Annotated[
+        bool,
+        typer.Option(
+            "--reload",
+            help="Load a model anew when its files change. The one that serves stays until the new"
+            " one is READY. For development.",
+        ),
+    ] = False,
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Print Triton's log instead of writing it to a file.")
     ] = False,
@@ -97,6 +107,10 @@ def serve(
 ) -> None:
     """Serve a model repository until Ctrl-C or SIGTERM, and reload models that die."""
     console = Console(soft_wrap=True, highlight=False, emoji=False)
+
+    def report(event: Event) -> None:
+        console.print(format_event(event))
+
     mode, models, triton_arguments = _triton_arguments(arguments or (), restrict)
     options = (http_port, grpc_port, metrics_port, health_port)
     http, grpc, metrics, health = ports(*options)
@@ -109,6 +123,11 @@ def serve(
         executable=tritonserver,
         arguments=triton_arguments,
     )
+    if reload and mode != "explicit":
+        raise ServerError(
+            f"--reload was given, and Triton's model control mode is {mode}; expected explicit."
+            " Remove one of the two."
+        )
     is_replaced = any(
         server_arguments.values(triton_arguments, name)
         for name in ("model-repository", "model-store")
@@ -136,7 +155,7 @@ def serve(
                 server.models,
                 InstanceMonitor(server.status_folder, load_timeout),
                 client if mode == "explicit" else None,
-                lambda event: console.print(format_event(event)),
+                report,
                 restarts=restarts,
                 load_seconds=load_timeout,
             )
@@ -149,7 +168,12 @@ def serve(
                     states = server.wait_loaded()
                     if mode == "explicit":
                         supervisor.load(models or sorted({state.name for state in states}))
-                    code = _supervise(console, server, supervisor, readiness)
+                    steps = [supervisor.step]
+                    if reload:
+                        steps.append(
+                            Reloader(repository, models, client, report, load_timeout).step
+                        )
+                    code = _supervise(console, server, supervisor, readiness, steps)
                 finally:
                     # In this order, both the requests that a load balancer still sends and those
                     # in progress when Triton stops are answered.
@@ -200,8 +224,9 @@ def _supervise(
     server: Server,
     supervisor: Supervisor,
     readiness: ReadinessServer,
+    steps: Sequence[Callable[[], None]],
 ) -> int:
-    """Supervise the models until the server ends; return the exit code.
+    """Run steps in turn until the server ends; return the exit code.
 
     Raises:
         Stopped: a signal was received. This includes signals whose exception was lost: Python
@@ -211,7 +236,8 @@ def _supervise(
     while server.process.poll() is None:
         if interruption.ignores_signals():
             raise Stopped
-        supervisor.step()
+        for step in steps:
+            step()
         orphan_cleanup.reap_orphans(server.process.pid)
         if supervisor.initial_loads_done and not announced:
             announced = True

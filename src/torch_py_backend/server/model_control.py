@@ -123,7 +123,9 @@ def public_reason(reason: str) -> str:
     text = _LOAD_FAILED.sub("", reason.partition("\n\nAt:")[0]).strip()
     if not text:
         return "no reason was given"
-    summary = summarize(Exception(text)).removeprefix("Exception: ").removeprefix("Internal: ")
+    summary = summarize(Exception(text))
+    for prefix in ("Exception: ", "Internal: ", "TritonModelException: "):
+        summary = summary.removeprefix(prefix)
     return summary.rstrip(".; ")
 
 

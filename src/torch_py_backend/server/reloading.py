@@ -1,0 +1,130 @@
+"""`serve --reload`: models whose files change are loaded anew.
+
+Triton loads the new model beside the one that serves, and replaces that when the new one is READY;
+if the load fails, the old one serves on.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+from torch_py_backend.artifacts import repository
+from torch_py_backend.server import model_control
+from torch_py_backend.server.healing import EventKind
+from torch_py_backend.server.model_control import Operation
+from torch_py_backend.server.supervision import Event
+
+# A change is complete when the files stay the same for this time.
+_POLL_S = 1.0
+# Written by loads of a model, and by Python.
+_IGNORED = ("compile_cache", "__pycache__")
+_MOST_NAMED = 3
+
+# The time of the last change in ns and the size of each file, by its path in the model's folder.
+Files: TypeAlias = "Mapping[str, tuple[int, int]]"
+
+
+class Control(Protocol):
+    """`RepositoryClient`."""
+
+    def load(self, model: str, seconds: float) -> None: ...
+
+
+class Reloader:
+    """Loads the models of a repository whose files change, and those that are added to it.
+
+    Args:
+        path: the model repository.
+        names: the models to watch; empty: all.
+        control: loads models.
+        on_event: called with each change, and with each load that ends.
+        seconds: the time limit of a load.
+        spawn: runs a function in a thread of its own.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        names: Collection[str],
+        control: Control,
+        on_event: Callable[[Event], None],
+        seconds: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        spawn: Callable[[Callable[[], None]], None] = model_control.start_daemon,
+    ) -> None:
+        self._path, self._names = path, names
+        self._control, self._on_event = control, on_event
+        self._seconds, self._clock, self._spawn = seconds, clock, spawn
+        self._loads: dict[str, Operation] = {}
+        self._loaded = self._polled = self._poll()
+        self._due = clock() + _POLL_S
+
+    def step(self) -> None:
+        """Poll the files if that is due, begin loads, and report those that have ended."""
+        now = self._clock()
+        for name, load in list(self._loads.items()):
+            if load.done:
+                del self._loads[name]
+                if load.error is None:
+                    event = Event(EventKind.READY, name, "loaded anew")
+                else:
+                    reason = model_control.public_reason(str(load.error))
+                    event = Event(EventKind.FAILED, name, reason)
+                self._on_event(event)
+        if now < self._due:
+            return
+        self._due = now + _POLL_S
+        before, self._polled = self._polled, self._poll()
+        for name, files in self._polled.items():
+            changed = files != self._loaded.get(name)
+            if changed and files == before.get(name) and name not in self._loads:
+                names = _difference(self._loaded.get(name, {}), files)
+                self._on_event(Event(EventKind.CHANGED, name, names))
+                self._loaded = {**self._loaded, name: files}
+                self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        load = self._loads[name] = Operation(self._clock())
+        work = lambda: self._control.load(name, self._seconds)  # noqa: E731  bound in this call
+        self._spawn(lambda: load.run(work, lambda: None))
+
+    def _poll(self) -> Mapping[str, Files]:
+        try:
+            return {
+                folder.name: _files(folder)
+                for folder in repository.models(self._path)
+                if not self._names or folder.name in self._names
+            }
+        except OSError:  # the repository is being replaced
+            return {}
+
+
+def _files(folder: Path) -> Files:
+    files = {}
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not _is_ignored(name)]
+        for name in names:
+            path = Path(parent, name)
+            try:
+                status = path.stat()
+            except OSError:  # it is being replaced
+                continue
+            if not _is_ignored(name):
+                files[str(path.relative_to(folder))] = (status.st_mtime_ns, status.st_size)
+    return files
+
+
+def _is_ignored(name: str) -> bool:
+    return name in _IGNORED or name.startswith(".") or name.endswith("~")
+
+
+def _difference(old: Files, new: Files) -> str:
+    """Return the names of files that differ, as text."""
+    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more

@@ -1,0 +1,144 @@
+"""Models whose files change are loaded anew, when the files are complete."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torch_py_backend.errors import ServerError
+from torch_py_backend.server.healing import EventKind
+from torch_py_backend.server.reloading import Reloader
+from torch_py_backend.server.supervision import Event
+
+
+class Fake:
+    """Triton, the clock and the threads of a `Reloader`."""
+
+    def __init__(self, path: Path, *names: str) -> None:
+        self.now = 0.0
+        self.loads: list[str] = []
+        self.refusal = ""
+        self.events: list[Event] = []
+        self.threads: list[Callable[[], None]] = []
+        self.reloader = Reloader(
+            path,
+            names,
+            self,
+            self.events.append,
+            60,
+            clock=lambda: self.now,
+            spawn=self.threads.append,
+        )
+
+    def load(self, model: str, seconds: float) -> None:
+        self.loads.append(model)
+        if self.refusal:
+            raise ServerError(self.refusal)
+
+    def run(self, seconds: int) -> list[Event]:
+        """Let time pass; return what was reported."""
+        self.events.clear()
+        for _ in range(5 * seconds):
+            self.now += 0.2
+            self.reloader.step()
+            for thread in self.threads:
+                thread()
+            self.threads.clear()
+        return list(self.events)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    for name in ("digits", "letters"):
+        _write(tmp_path / "repository" / name / "1" / "model.py", "1")
+        _write(tmp_path / "repository" / name / "config.pbtxt", "")
+    return tmp_path / "repository"
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+
+
+def _changed(name: str, text: str) -> Event:
+    return Event(EventKind.CHANGED, name, text)
+
+
+def _ready(name: str) -> Event:
+    return Event(EventKind.READY, name, "loaded anew")
+
+
+def test_a_changed_file(repository: Path) -> None:
+    """Only its model is loaded, once, and only once the file stays the same."""
+    server = Fake(repository)
+    assert server.run(3) == []
+    for text in ("12", "123", "1234"):
+        _write(repository / "digits" / "1" / "model.py", text)
+        assert server.run(1) == []
+    assert server.run(5) == [_changed("digits", "1/model.py"), _ready("digits")]
+    assert server.loads == ["digits"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["1/compile_cache/bundle.bin", "1/__pycache__/model.pyc", ".config.pbtxt.swp", "config.pbtxt~"],
+)
+def test_files_that_are_not_the_models(name: str, repository: Path) -> None:
+    """What a load or an editor writes is no change."""
+    server = Fake(repository)
+    _write(repository / "digits" / name, "new")
+    assert server.run(5) == []
+    assert server.loads == []
+
+
+def test_a_new_model(repository: Path) -> None:
+    """A model that is added is loaded; one that is removed stays as it is in Triton."""
+    server = Fake(repository)
+    for number in range(5):
+        _write(repository / "shapes" / "1" / f"part{number}.py", "")
+    _write(repository / "shapes" / "config.pbtxt", "")
+    (repository / "letters").rename(repository.parent / "letters")
+    names = "1/part0.py, 1/part1.py, 1/part2.py and 3 more"
+    assert server.run(5) == [_changed("shapes", names), _ready("shapes")]
+    assert server.loads == ["shapes"]
+
+
+def test_a_load_that_fails(repository: Path) -> None:
+    """The reason is reported; the next change is the next attempt."""
+    server = Fake(repository)
+    server.refusal = "load failed for model 'digits': version 1 is at UNAVAILABLE state: no such;"
+    os.utime(repository / "digits" / "1" / "model.py", (1, 1))
+    failed = Event(EventKind.FAILED, "digits", "no such")
+    assert server.run(5) == [_changed("digits", "1/model.py"), failed]
+    server.refusal = ""
+    _write(repository / "digits" / "1" / "model.py", "right")
+    assert server.run(5) == [_changed("digits", "1/model.py"), _ready("digits")]
+    assert server.loads == ["digits", "digits"]
+
+
+def test_one_load_at_a_time(repository: Path) -> None:
+    """A change during a load is loaded afterwards."""
+    server = Fake(repository)
+    thread: Callable[[], None] | None = None
+    for text in ("12", "123"):
+        _write(repository / "digits" / "1" / "model.py", text)
+        for _ in range(20):
+            server.now += 0.2
+            server.reloader.step()
+        (thread,) = server.threads
+    assert len(server.events) == 1
+    assert thread is not None
+    again = [_changed("digits", "1/model.py"), _ready("digits")]
+    assert server.run(5) == [_ready("digits"), *again]
+    assert server.loads == ["digits", "digits"]
+
+
+def test_named_models(repository: Path) -> None:
+    """Models that the server was not told to load are left alone."""
+    server = Fake(repository, "letters")
+    for name in ("digits", "letters"):
+        _write(repository / name / "config.pbtxt", "changed")
+    assert server.run(5) == [_changed("letters", "config.pbtxt"), _ready("letters")]
