@@ -131,7 +131,10 @@ def test_reload(repository: Path) -> None:
     with supervised.serve(repository, "--reload") as served:
         served.wait_loaded()
         values: list[list[float]] = []
-        for factor, event in (("x * 3", "READY +function: loaded anew"), ("x * (", "FAILED +function:")):
+        for factor, event in (
+            ("x * 3", "READY +function: loaded anew"),
+            ("x * (", "FAILED +function:"),
+        ):
             served.skip_log()
             source.write_text(text.replace("x * 2", factor))
 
