@@ -148,7 +148,7 @@ def started(name: str, model: str) -> Iterator[Endpoint]:
             _wait(peer, process, endpoint)
             yield endpoint
         finally:
-            _stop(process)
+            stop(process)
 
 
 def _variables(python: Path, scratch: str) -> dict[str, str]:
@@ -183,7 +183,7 @@ def _wait(peer: Peer, process: subprocess.Popen[bytes], endpoint: Endpoint) -> N
             return
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
+def stop(process: subprocess.Popen[bytes]) -> None:
     """Stop the peer as Ctrl-C does, then kill the rest of its processes."""
     family: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -1,0 +1,236 @@
+"""Count the lines, and measure the time, from a model to the first answer of a server.
+
+    python -m benchmarks.first_answer [--turns 3] [--output FILE]
+
+What a user writes is in `starts`, for each of three or four starting points: a module in a file, a
+TorchScript file, a Hugging Face folder, a repository of Triton's LibTorch backend. Each program
+sends one request; its answer is compared with eager PyTorch. All of them batch requests. Lines are
+those of the programs, without blank ones, and the commands. The time begins when the server, or
+the program that starts it, is started, and ends with the answer; a client runs again until it gets
+one. Packages are installed before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks import contenders, harness
+from benchmarks.starts.given import net
+from benchmarks.tables import markdown
+from torch_py_backend.errors import BenchError
+
+# Their types are not complete.
+tokenizers: Any = importlib.import_module("tokenizers")
+transformers: Any = importlib.import_module("transformers")
+_STARTS = Path(__file__).parent / "starts"
+_COLUMNS = ("starting point", "with", "programs", "lines", "seconds")
+_WORDS = ("[PAD]", "[UNK]", "a", "fine", "dull", "film")
+_TEXT = "a fine film"
+_WAIT_SECONDS = 180
+_TOLERANCE = 1e-4
+_CONFIG = """\
+platform: "pytorch_libtorch"
+max_batch_size: 8
+input [{ name: "INPUT__0" data_type: TYPE_FP32 dims: [ 3, 64, 64 ] }]
+output [{ name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ 10 ] }]
+instance_group [{ kind: KIND_CPU }]
+"""
+_SED = 's/platform: "pytorch_libtorch"/backend: "pytorch_py"/'
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a user runs in one place to get an answer.
+
+    Attributes:
+        title: the server.
+        environment: the peer whose environment it needs; empty: this one.
+        before: a command that ends before the others.
+        server: the command that serves, with {python}; the last command prints the answer.
+        client: the command that prints the answer.
+        files: the programs that a user writes.
+    """
+
+    title: str
+    environment: str
+    client: str
+    files: tuple[str, ...]
+    server: str = ""
+    before: str = ""
+
+    @property
+    def commands(self) -> int:
+        return 1 + bool(self.server) + bool(self.before)
+
+
+_OURS = Way("torch-py-backend", "", "{python} ours.py", ("ours.py",))
+_EACH = (
+    _OURS,
+    Way(
+        "LitServe",
+        "litserve",
+        "{python} litserve_client.py",
+        ("litserve_server.py", "litserve_client.py"),
+        "{python} litserve_server.py",
+    ),
+    Way("PyTriton", "pytriton", "{python} pytriton_server.py", ("pytriton_server.py",)),
+    Way(
+        "BentoML",
+        "bentoml",
+        "{python} bentoml_client.py",
+        ("bentoml_server.py", "bentoml_client.py"),
+        "{python} -m bentoml serve bentoml_server:Service",
+    ),
+)
+_LIBTORCH = Way(
+    "torch-py-backend",
+    "",
+    "{python} ours.py",
+    ("ours.py",),
+    before=f"sed -i '{_SED}' libtorch_models/net/config.pbtxt",
+)
+WAYS = {
+    "module": _EACH,
+    "torchscript": _EACH,
+    "huggingface": _EACH,
+    "libtorch": (_LIBTORCH,),
+}
+
+
+def lines(start: str, way: Way) -> int:
+    """Return the lines that a user writes: of programs, and commands."""
+    texts = [(_STARTS / start / name).read_text() for name in way.files]
+    return way.commands + sum(bool(line.strip()) for text in texts for line in text.splitlines())
+
+
+def given(folder: Path) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
+    """Write what a user has at each starting point; return the right answers."""
+    shutil.copy(_STARTS / "given" / "net.py", folder)
+    module = net.trained()
+    script = torch.jit.script(module)
+    script.save(folder / "net.pt")
+    version = folder / "libtorch_models" / "net" / "1"
+    version.mkdir(parents=True)
+    script.save(version / "model.pt")
+    (version.parent / "config.pbtxt").write_text(_CONFIG)
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: at for at, word in enumerate(_WORDS)}, "[UNK]")
+    )
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, pad_token=_WORDS[0])
+    tokenizer.save_pretrained(folder / "reviews")
+    torch.manual_seed(0)
+    settings = transformers.BertConfig(
+        vocab_size=len(_WORDS),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=128,
+        num_labels=3,
+    )
+    reviews = transformers.BertForSequenceClassification(settings).eval()
+    reviews.save_pretrained(folder / "reviews")
+    with torch.inference_mode():
+        scores = module(torch.ones(1, 3, 64, 64)).numpy()
+        logits = reviews(**tokenizer([_TEXT], return_tensors="pt")).logits.numpy()
+    return {"module": scores, "torchscript": scores, "libtorch": scores, "huggingface": logits}
+
+
+def seconds(start: str, way: Way) -> float:
+    """Return the time to the first answer, in a new folder.
+
+    Raises:
+        BenchError: there is no answer, or it is wrong.
+    """
+    python = contenders.environment(way.environment) if way.environment else sys.executable
+
+    def command(text: str) -> str:
+        return text.replace("{python}", str(python))
+
+    with harness.scratch() as scratch:
+        folder = Path(scratch)
+        expected = given(folder)[start]
+        for name in way.files:
+            shutil.copy(_STARTS / start / name, folder)
+        began = time.perf_counter()
+        if way.before:
+            subprocess.run(command(way.before), shell=True, check=True, cwd=folder)  # noqa: S602  ours
+        with _serving(command(way.server), folder):
+            output = _answer(command(way.client), folder, retries=bool(way.server))
+        took = time.perf_counter() - began
+    numbers = [float(text) for text in re.findall(r"-?\d+\.\d*(?:e-?\d+)?", output)]
+    if not np.allclose(numbers, expected.ravel(), atol=_TOLERANCE):
+        raise BenchError(f"{way.title} answers {output}; expected {expected.tolist()}.")
+    return took
+
+
+@contextmanager
+def _serving(command: str, folder: Path) -> Iterator[None]:
+    """Run a server, if there is a command, and end it with all of its processes."""
+    if not command:
+        yield
+        return
+    with (folder / "server.log").open("wb") as log:
+        server = subprocess.Popen(  # noqa: S603  ours
+            command.split(), cwd=folder, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            yield
+        finally:
+            contenders.stop(server)
+
+
+def _answer(command: str, folder: Path, *, retries: bool) -> str:
+    """Run a client, until it gets an answer if the server may still be starting."""
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while True:
+        done = subprocess.run(  # noqa: S603  ours
+            command.split(), cwd=folder, capture_output=True, text=True, check=False
+        )
+        if done.returncode == 0:
+            return done.stdout
+        if not retries or time.monotonic() > deadline:
+            raise BenchError(f"{command} failed: {done.stderr[-2000:]}")
+
+
+def main() -> None:
+    """Measure all in turn, and print a table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--starts", default=",".join(WAYS))
+    parser.add_argument("--output", type=Path, help="a document with the marks of this table")
+    settings = parser.parse_args()
+    rows = []
+    for start in settings.starts.split(","):
+        times: dict[Way, list[float]] = {way: [] for way in WAYS[start]}
+        for _ in range(settings.turns):
+            for way, values in times.items():
+                values.append(seconds(start, way))
+                print(f"{start}, {way.title}: {values[-1]:.1f} s", file=sys.stderr)
+        for way, values in times.items():
+            figures = f"{statistics.median(values):.0f} ({min(values):.0f}..{max(values):.0f})"
+            programs = ", ".join(way.files)
+            rows.append((start, way.title, programs, str(lines(start, way)), figures))
+    table = markdown(_COLUMNS, rows)
+    print(table)
+    if settings.output is not None:
+        harness.write_table(settings.output, "first_answer", table)
+
+
+if __name__ == "__main__":
+    main()
