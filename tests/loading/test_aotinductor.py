@@ -137,6 +137,9 @@ class Loader:
         self.refuses, self.least, self.most = refuses, least, most
         self.calls: list[list[Tensor]] = []
 
+    def get_constant_fqns(self) -> list[str]:
+        return []
+
     def get_call_spec(self) -> list[str]:
         spec = torch.utils._pytree
         x = torch.ones(1)

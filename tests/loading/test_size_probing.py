@@ -28,6 +28,9 @@ class Checked:
         self.compute, self.least = compute, least
         self.checks: bool | None = None
 
+    def get_constant_fqns(self) -> list[str]:
+        return []
+
     def get_call_spec(self) -> list[str]:
         tree = torch.utils._pytree
         x = torch.ones(1)

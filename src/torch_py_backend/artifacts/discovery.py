@@ -37,7 +37,8 @@ class Artifact:
     Attributes:
         kind: the type of the file.
         path: the file; for a FACTORY the version folder, for TORCHSERVE the unpacked archive.
-        weights: the weights file of a MODULE or a FACTORY; None: there is none.
+        weights: the weights file of a MODULE, a FACTORY, or an AOTI package that was compiled
+            without weights; None: there is none.
         weightless: the config sets `WEIGHTS: "none"`.
         fallback: the artifact to serve if an AOTI package does not fit the machine.
         hooks: the source file with the class whose methods run around forward(); None: no hooks.
@@ -191,6 +192,8 @@ def _from_file(config: ModelConfig, path: Path) -> Artifact:
             " that defines the module",
             cure=file_types.advice(content, path),
         )
+    if content is FileType.AOTI and file_types.external_constants(path):
+        return _with_weights(config, ArtifactType.AOTI, path, path.stem)
     return Artifact(_KINDS[content], path)
 
 

@@ -21,7 +21,7 @@ from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, summarize
-from torch_py_backend.loading import size_probing
+from torch_py_backend.loading import package_weights, size_probing
 from torch_py_backend.loading.loaded import Loaded, refuse_method, warn_unused
 from torch_py_backend.processes import orphan_cleanup
 from torch_py_backend.signature import introspection
@@ -31,8 +31,12 @@ from torch_py_backend.signature.binding import Signature
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
     """Load a package. It is called with its leaves, in the order of the package.
 
+    The owner of the result has the weights of a package that was compiled without them.
+
     Raises:
-        ArtifactError: it was built for another machine, or this torch cannot load it.
+        ArtifactError: it was built for another machine, this torch cannot load it, or it has no
+            weights.
+        WeightsError: the weights do not fit the package.
         ConfigError: METHOD is set.
     """
     path = artifact.path
@@ -47,7 +51,8 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
             else "Serve it on such a machine, build it for this one, or name an exported program or"
             " a model.py to serve instead with the parameter FALLBACK.",
         )
-    warn_unused(config, "model_class", "model_kwargs", "weights")
+    owner = package_weights.read(config, artifact, device)
+    warn_unused(config, "model_class", "model_kwargs", *([] if owner else ["weights"]))
     # Without the checks, a package reads past the memory of inputs whose shapes are wrong.
     os.environ[size_probing.CHECKS] = "1"
     index = device.index if device is not None and device.type == "cuda" else -1
@@ -57,17 +62,34 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         folder = tempfile.mkdtemp(prefix="torch_py_backend-", dir=orphan_cleanup.server_folder())
         files.callback(shutil.rmtree, folder, ignore_errors=True)
 
+        opened: weakref.WeakSet[Any] = weakref.WeakSet()
+
+        def set_constants(package: Any) -> None:
+            if owner is not None:
+                # Not a copy: the package keeps the tensors and the addresses of their memory.
+                # keep_vars: views would be second users of the memory, which could not be replaced.
+                weights = owner.state_dict(keep_vars=True)
+                package.load_constants(
+                    weights, use_inactive=False, check_full_update=True, user_managed=True
+                )
+
         def open_package() -> Any:
             # aoti_load_package ends with this call. Before that, it imports the compiler and builds
             # a library for each instruction set, to warn of what `mismatch` has compared, in 2 to
             # 10 s.
             # It passes the same name of the model, "not single-threaded", and one runner.
             with _temporary_folder(folder):
-                return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
+                package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
+            package_weights.refuse_unknown(config, path, package.get_constant_fqns(), Path(folder))
+            set_constants(package)
+            opened.add(package)
+            return package
 
         try:
             package = open_package()
             in_spec, out_spec = (pytree.treespec_loads(text) for text in package.get_call_spec())
+        except ArtifactError:
+            raise
         except Exception as error:  # a foreign or damaged package raises nearly anything
             raise ArtifactError(
                 config.name,
@@ -89,7 +111,14 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         # Removed before the process ends, too: a package on a GPU reads its kernels when it needs
         # them.
         close = weakref.finalize(module, files.pop_all().close)
-    return Loaded(artifact, module, signature, None, rows, close=close)
+
+    def weights_moved() -> None:
+        for package in opened:
+            set_constants(package)
+
+    return Loaded(
+        artifact, module, signature, owner, rows, close=close, weights_moved=weights_moved
+    )
 
 
 @contextlib.contextmanager

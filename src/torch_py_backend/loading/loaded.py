@@ -37,6 +37,8 @@ class Loaded:
         rows: how many rows one call accepts.
         step: advances several streams at once; `module` begins one then.
         close: removes temporary files. May be called several times.
+        weights_moved: must be called after the memory of weights was replaced: some callables keep
+            its addresses.
     """
 
     artifact: Artifact
@@ -46,6 +48,7 @@ class Loaded:
     rows: Rows = ANY_ROWS
     step: Callable[[list[Any]], Any] | None = None
     close: Callable[[], object] = lambda: None
+    weights_moved: Callable[[], object] = lambda: None
 
     @property
     def kind(self) -> ArtifactType:

@@ -30,8 +30,16 @@ from torch_py_backend.loading import mapped_files
 _Built = TypeVar("_Built")
 
 
-def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> None:
+def load_into(
+    config: ModelConfig, artifact: Artifact, module: nn.Module, *, hint: str = ""
+) -> None:
     """Load the weights into the module: all keys, no other keys, the same shapes.
+
+    Args:
+        config: the model's config.
+        artifact: the model file and the file of weights.
+        module: gets the weights.
+        hint: what to do if they do not fit; empty: the advice for a module's class.
 
     Raises:
         ArtifactError: there is no file of weights, or it cannot be read.
@@ -63,6 +71,7 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
             missing=_without_tied([key for key in tensors if key not in state], tensors, state),
             unexpected=[key for key in state if key not in tensors],
             shapes=shapes,
+            hint=hint,
         )
     try:
         with contextlib.ExitStack() as stack:
@@ -77,7 +86,9 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
         ) from error
     missing = _without_tied(result.missing_keys, tensors, state)
     if missing or result.unexpected_keys:
-        raise WeightsError(config.name, file, missing=missing, unexpected=result.unexpected_keys)
+        raise WeightsError(
+            config.name, file, missing=missing, unexpected=result.unexpected_keys, hint=hint
+        )
 
 
 def _without_tied(

@@ -77,8 +77,8 @@ def mapped(loaded: Loaded) -> Mapped:
 
 def _obstacle(config: ModelConfig, loaded: Loaded, weights: Mapped) -> str:
     optimize = config.options.optimize
-    if loaded.kind is ArtifactType.AOTI:
-        return "an AOTInductor package does not expose its weights"
+    if loaded.kind is ArtifactType.AOTI and loaded.owner is None:
+        return "the AOTInductor package contains them"
     if "freeze" in optimize:
         return "OPTIMIZE's freeze makes them constants of a graph"
     if weights.shared == weights.total:

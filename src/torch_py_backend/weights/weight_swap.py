@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zipfile
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, WeightsError
-from torch_py_backend.loading import mapped_files, registry
+from torch_py_backend.loading import mapped_files, package_weights, registry
 from torch_py_backend.loading.loaded import Loaded
 
 
@@ -24,7 +25,10 @@ def refuse_unsupported(config: ModelConfig, loaded: Loaded) -> None:
     """
     tensors, artifact = weights(loaded), loaded.artifact
     causes = (
-        (loaded.kind is ArtifactType.AOTI, "an AOTInductor package does not expose its weights"),
+        (
+            loaded.kind is ArtifactType.AOTI and loaded.owner is None,
+            "the AOTInductor package contains its weights",
+        ),
         (
             loaded.kind is ArtifactType.TORCHSERVE,
             "the handler of a TorchServe archive reads them itself",
@@ -72,8 +76,13 @@ def read(config: ModelConfig, loaded: Loaded) -> Loaded:
         LoadError: they cannot be loaded.
         WeightsError: names, shapes or dtypes differ from those of the model that is served.
     """
-    replacement = registry.load(loaded.artifact, config, torch.device("cpu"))
-    registry.convert_weights(config, replacement)
+    cpu = torch.device("cpu")
+    if loaded.kind is ArtifactType.AOTI:  # not another library, which may need another device
+        owner = package_weights.read(config, loaded.artifact, cpu)
+        replacement = dataclasses.replace(loaded, owner=owner)
+    else:
+        replacement = registry.load(loaded.artifact, config, cpu)
+        registry.convert_weights(config, replacement)
     _compare(config, loaded.artifact, weights(loaded), weights(replacement))
     return replacement
 
@@ -129,6 +138,8 @@ def swap(config: ModelConfig, loaded: Loaded, replacement: Loaded) -> None:
             for restore in reversed(undo):
                 restore()
             raise
+        finally:
+            loaded.weights_moved()
 
 
 def _backup(tensor: Tensor) -> Tensor:
