@@ -285,3 +285,63 @@ def test_metadata_of_a_package(
     """Metadata names the target machine; without it torch decides whether a package loads."""
     archive(**{member: content})(tmp_path / "model.pt2")
     assert file_types.aoti_metadata(tmp_path / "model.pt2") == metadata
+
+
+_WRAPPER = """\
+    : AOTInductorModelBase(1, 1, 2, device_str,
+                           std::move(cubin_dir),
+                           false) {
+    constants_info_[0].name = "a_weight";
+    constants_info_[0].dtype = cached_torch_dtype_bfloat16;
+    constants_info_[0].device_type = cached_torch_device_type_cuda;
+    constants_info_[0].from_folded = false;
+    constants_info_[0].shape = {6, 8};
+    constants_info_[0].stride = {1, 6};
+    constants_info_[0].layout = static_cast<int32_t>(cached_torch_layout_strided);
+    constants_info_[0].original_fqn = "a.weight";
+    constants_info_[1].dtype = cached_torch_dtype_float32;
+    constants_info_[1].device_type = cached_torch_device_type_cpu;
+    constants_info_[1].from_folded = true;
+    constants_info_[1].shape = {};
+    constants_info_[1].stride = {};
+    constants_info_[1].layout = static_cast<int32_t>(cached_torch_layout_strided);
+    constants_info_[1].original_fqn = "_FOLDED_CONST_mul";
+"""
+_CONSTANTS = {
+    "a.weight": file_types.Constant("bfloat16", "cuda", (6, 8), (1, 6), computed=False),
+    "_FOLDED_CONST_mul": file_types.Constant("float32", "cpu", (), (), computed=True),
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "others", "constants"),
+    [
+        (_WRAPPER, {}, _CONSTANTS),
+        (_WRAPPER.replace("false) {", "true) {"), {}, {}),
+        (_WRAPPER, {"data/aotinductor/model/abc.wrapper_weights.blob": b""}, {}),
+        (_WRAPPER.replace("_info_", ""), {}, None),
+        (_WRAPPER.replace("layout_strided", "layout_mkldnn"), {}, None),
+        (_WRAPPER.replace("{6, 8}", "{6, x}"), {}, None),
+        (_WRAPPER.replace("dtype", "type"), {}, None),
+        ("", {}, None),
+        (_WRAPPER, {"data/aotinductor/other/abc.wrapper.cpp": b""}, None),
+    ],
+    ids=[
+        "without",
+        "with",
+        "in another file",
+        "another form",
+        "opaque layout",
+        "no size",
+        "no dtype",
+        "empty",
+        "two models",
+    ],
+)
+def test_constants_that_a_package_lacks(
+    source: str, others: dict[str, bytes], constants: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    """The source in a package says whether it contains its constants, and describes them."""
+    wrapper = {"data/aotinductor/model/abc.wrapper.cpp": source.encode()}
+    archive(**wrapper, **others)(tmp_path / "model.pt2")
+    assert file_types.external_constants(tmp_path / "model.pt2") == constants

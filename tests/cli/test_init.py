@@ -21,6 +21,7 @@ from torch import nn
 
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import pbtxt
+from torch_py_backend.loading import package_weights
 from torch_py_backend.processes import child_process
 
 _ODD = "größe 2.0 -x_y"
@@ -110,6 +111,15 @@ def test_init_of_a_package_for_cuda(tmp_path: Path) -> None:
     document = pbtxt.read(tmp_path / "net")
     assert [group["kind"] for group in document["instance_group"]] == ["KIND_GPU"]
     assert document["parameters"]["FORCE_CPU_ONLY_INPUT_TENSORS"] == {"string_value": "no"}
+
+
+def test_init_of_a_package_without_weights(tmp_path: Path) -> None:
+    """The weights beside a package that was compiled without them are served with it."""
+    program = torch.export.export(models.Affine().eval(), (torch.rand(2, 4),))
+    package_weights.compile_package(program, tmp_path / "net.pt2")
+    _init(tmp_path, "net.pt2", "--input=INPUT__0:FP32:4")
+    names = {path.name for path in (tmp_path / "net" / "1").iterdir()}
+    assert names == {"model.pt2", "model.safetensors"}
 
 
 def test_init_takes_what_the_source_needs(tmp_path: Path) -> None:

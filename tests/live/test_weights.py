@@ -17,8 +17,10 @@ import safetensors.torch
 import torch
 import tritonclient.grpc
 from serving import infer_inputs, running, until
+from torch import nn
 from tritonclient.utils import InferenceServerException
 
+from torch_py_backend.loading import package_weights
 from torch_py_backend.server import Server
 
 _SECONDS = 240
@@ -45,11 +47,11 @@ class Wide(nn.Module):
 """
 
 
-def _write(path: Path, value: float) -> None:
+def _write(path: Path, value: float, prefix: str = "linear.") -> None:
     """Weights that make of ones `value`, in one step."""
     state = {
-        "linear.weight": torch.zeros(_WIDTH, _WIDTH),
-        "linear.bias": torch.full((_WIDTH,), value),
+        f"{prefix}weight": torch.zeros(_WIDTH, _WIDTH),
+        f"{prefix}bias": torch.full((_WIDTH,), value),
     }
     scratch = path.with_name("next")
     safetensors.torch.save_file(state, scratch)
@@ -59,13 +61,14 @@ def _write(path: Path, value: float) -> None:
 class Served:
     """A server with the model, its client, and what the kernel knows of its instances."""
 
-    def __init__(self, server: Server, path: Path, log: Path) -> None:
-        self.server, self.path, self.log = server, path, log
+    def __init__(self, server: Server, path: Path, log: Path, name: str = "x") -> None:
+        self.server, self.path, self.log, self.name = server, path, log, name
+        self.output = "y" if name == "x" else "OUTPUT__0"
         self.client = tritonclient.grpc.InferenceServerClient(server.grpc_address)
 
     def answer(self) -> float:
-        inputs = infer_inputs(tritonclient.grpc, {"x": _X})
-        result = self.client.infer("wide", inputs).as_numpy("y")
+        inputs = infer_inputs(tritonclient.grpc, {self.name: _X})
+        result = self.client.infer("wide", inputs).as_numpy(self.output)
         assert len(set(result.flat)) == 1, "weights of two files"
         return float(result.flat[0])
 
@@ -140,12 +143,39 @@ def serving(tmp_path: Path, *, leases: bool = True) -> Iterator[Served]:
 
 def test_instances_have_the_weights_once(served: Served) -> None:
     """Their shares of the file add up to its size, and none has a page of its own."""
+    _assert_shared(served)
+
+
+def _assert_shared(served: Served) -> None:
     size = served.path.stat().st_size
     shares = [served.mapped(one.pid) for one in served.instances()]
     assert len(shares) == _INSTANCES
     assert sum(share["Pss"] for share in shares) <= 1.1 * size
     assert all(share["Rss"] >= 0.9 * size for share in shares)
     assert all(share["Private_Dirty"] == 0 for share in shares)
+
+
+def test_instances_share_the_weights_of_a_package(tmp_path: Path) -> None:
+    """Instances of an AOTInductor package have the weights beside it once, also after a change."""
+    folder = tmp_path / "repository" / "wide"
+    path = folder / "1" / "model.safetensors"
+    path.parent.mkdir(parents=True)
+    rows = torch.export.Dim("rows", min=1, max=8)
+    module = nn.Linear(_WIDTH, _WIDTH).eval()
+    program = torch.export.export(module, (torch.zeros(2, _WIDTH),), dynamic_shapes=({0: rows},))
+    package_weights.compile_package(program, path.with_suffix(".pt2"))
+    text = _OPTIONS.replace('"x"', '"INPUT__0"').replace('"y"', '"OUTPUT__0"')
+    (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n' + text)
+    _write(path, 1, prefix="")
+    with running(tmp_path) as server:
+        served = Served(server, path, tmp_path / "server.log", "INPUT__0")
+        assert set(served.several()) == {1}
+        _assert_shared(served)
+        _write(path, 2, prefix="")
+        until(lambda: served.taken() == _INSTANCES, _SECONDS)
+        assert set(served.several()) == {2}
+        _assert_shared(served)
+        served.client.close()
 
 
 def test_new_weights_under_load(served: Served) -> None:
