@@ -115,7 +115,9 @@ def test_init_of_a_package_for_cuda(tmp_path: Path) -> None:
 
 def test_init_of_a_package_without_weights(tmp_path: Path) -> None:
     """The weights beside a package that was compiled without them are served with it."""
-    program = torch.export.export(models.Affine().eval(), (torch.rand(2, 4),))
+    rows = torch.export.Dim("rows", min=1, max=8)
+    example = (torch.rand(2, 4),)
+    program = torch.export.export(models.Affine().eval(), example, dynamic_shapes=({0: rows},))
     package_weights.compile_package(program, tmp_path / "net.pt2")
     _init(tmp_path, "net.pt2", "--input=INPUT__0:FP32:4")
     names = {path.name for path in (tmp_path / "net" / "1").iterdir()}
