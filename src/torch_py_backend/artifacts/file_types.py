@@ -20,8 +20,8 @@ from torch_py_backend.errors import summarize
 # Enough of a pickle to find the classes that it names; a bound for hostile files.
 _PICKLE_BYTES = 1 << 20
 _METADATA_BYTES = 1 << 16
-# The generated source of a large model has a few megabytes.
-_WRAPPER_BYTES = 1 << 26
+# The constants are at the start of the source of a package: a thousand of them have a megabyte.
+_WRAPPER_BYTES = 1 << 24
 _INFLATION = 100
 # The limit of a zip's central directory, which is read at once; 100,000 tensors have less.
 _LISTED_BYTES = 1 << 24
@@ -225,7 +225,7 @@ def external_constants(path: Path) -> dict[str, Constant] | None:
             names = [name for name in archive.namelist() if "/data/aotinductor/" in name]
             (wrapper,) = (name for name in names if name.endswith("wrapper.cpp"))
             with archive.open(wrapper) as file:
-                source = file.read(_WRAPPER_BYTES).decode()
+                source = file.read(_WRAPPER_BYTES).decode(errors="replace")
         # The last argument of the constructor is `include_weights`. They may be in a file, too.
         included = source.partition("std::move(cubin_dir),")[2].lstrip()
         if included.startswith("true") or any(name.endswith("_weights.blob") for name in names):
