@@ -76,10 +76,10 @@ def read(config: ModelConfig, artifact: Artifact, device: torch.device | None) -
     if not constants:
         return None
     if artifact.weights is None:
+        absent = "WEIGHTS is 'none'" if artifact.weightless else "no file of weights is beside it"
         raise ArtifactError(
             config.name,
-            f"{artifact.path.name} was compiled without its weights, and there is no file of"
-            " weights beside it",
+            f"{artifact.path.name} was compiled without its weights, and {absent}",
             expected=f"{artifact.path.stem}.safetensors, .pt or .pth",
             cure="Save them there under the names of the package's get_constant_fqns().",
         )
