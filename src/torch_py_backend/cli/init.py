@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -73,7 +75,8 @@ def init(
     parent = repository or Path("models" if model_file.is_dir() else "")
     target = parent.absolute() / name
     model_folder.refuse_target(target, [*artifact.files.values()] if link else [], force=force)
-    report = model_folder.create(target, artifact, entries, link=link)
+    transfer = os.symlink if link else shutil.copyfile
+    report = model_folder.create(target, artifact, entries, transfer=transfer)
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print(f"made {target}")
     for line in report.lines:

@@ -1,4 +1,6 @@
-"""A model folder with a commented config.pbtxt, written for `init` and completed from the model.
+"""A model folder with a commented config.pbtxt, written for `init` and `save_model`.
+
+What the config lacks is completed from the model.
 
 Imports no torch: the model's code runs in child processes.
 """
@@ -11,7 +13,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +51,24 @@ class FolderReport:
     weights: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class SavedModule:
+    """What is known of a model whose module is in memory.
+
+    Attributes:
+        max_batch_size: that of the config.
+        instances: the number of instances; on a GPU, of each GPU.
+        on_gpu: whether the instances run on GPUs.
+        reference: returns the file with the module's own outputs for the example, from the model's
+            folder and its completed config.
+    """
+
+    max_batch_size: int
+    instances: int
+    on_gpu: bool
+    reference: Callable[[Path, JsonObject], Path]
+
+
 def refuse_target(target: Path, linked: Sequence[Path], *, force: bool) -> None:
     """Raise an error if the target exists and may not be replaced.
 
@@ -64,20 +84,26 @@ def refuse_target(target: Path, linked: Sequence[Path], *, force: bool) -> None:
         return
     if not force:
         raise InstallError(
-            f"{target} exists already; choose another --name, or replace it with --force."
+            f"{target} exists already; choose another name, or replace it with --force (in Python:"
+            " overwrite=True)."
         )
     is_model = not target.is_symlink() and (target / "config.pbtxt").is_file()
     if not is_model or repository.versions(target) not in ([], ["1"]):
         raise InstallError(
-            f"{target} is not a model folder with the version 1 alone, and --force replaces no"
-            " other; choose another --name."
+            f"{target} is not a model folder with the version 1 alone, and no other is replaced;"
+            " choose another name."
         )
     if any(path.is_relative_to(target.resolve()) for path in linked):
         raise InstallError(f"--link would link to files in {target}, which --force replaces.")
 
 
 def create(
-    target: Path, artifact: ArtifactFiles, inputs: Sequence[Document], *, link: bool
+    target: Path,
+    artifact: ArtifactFiles,
+    inputs: Sequence[Document],
+    *,
+    transfer: Callable[[Path, Path], object] = shutil.copyfile,
+    saved: SavedModule | None = None,
 ) -> FolderReport:
     """Write a model folder, complete its config from the model, and load the model once.
 
@@ -88,10 +114,12 @@ def create(
         target: the model folder.
         artifact: the files to serve.
         inputs: the inputs, as entries of config.pbtxt; empty: they come from the model.
-        link: link the files instead of copying them.
+        transfer: copies, links or moves a file to a path.
+        saved: what is known of the model, whose answers are then compared; None: nothing.
 
     Raises:
         InstallError: the folder cannot be written.
+        LoadError: the model of `saved` does not load, or its answers differ. Nothing is written.
     """
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -100,11 +128,8 @@ def create(
             for name, source in artifact.files.items():
                 path = folder / "1" / name
                 path.parent.mkdir(parents=True, exist_ok=True)
-                if link:
-                    path.symlink_to(source)
-                else:
-                    shutil.copyfile(source, path)
-            report = _write_config(folder, artifact, inputs)
+                transfer(source, path)
+            report = _write_config(folder, artifact, inputs, saved)
             if os.path.lexists(target):
                 target.rename(Path(scratch) / "replaced")
             folder.rename(target)
@@ -129,21 +154,28 @@ def completed(folder: Path, seconds: float = math.inf) -> tuple[str, JsonObject]
 
 
 def inspect(
-    folder: Path, version: str, document: Document, seconds: float = _TIMEOUT_S
+    folder: Path,
+    version: str,
+    document: Document,
+    seconds: float = _TIMEOUT_S,
+    reference: Path | None = None,
 ) -> JsonObject:
     """Load and warm up a model in a child process, and return the report of `trial.inspect`.
 
     Raises:
-        LoadError: the model cannot be served; the message says why.
+        LoadError: the model cannot be served, or its outputs differ from those in the file
+            `reference`; the message says why.
     """
-    arguments = {"arguments": pbtxt.arguments(folder, version, document)}
+    arguments: JsonObject = {"arguments": pbtxt.arguments(folder, version, document)}
+    if reference is not None:
+        arguments["reference"] = str(reference)
     task = "torch_py_backend.tools.trial:inspect"
     report: JsonObject = child_process.run(folder.name, task, arguments, seconds)
     return report
 
 
 def _write_config(
-    folder: Path, artifact: ArtifactFiles, inputs: Sequence[Document]
+    folder: Path, artifact: ArtifactFiles, inputs: Sequence[Document], saved: SavedModule | None
 ) -> FolderReport:
     """Write config.pbtxt, as complete as the model allows, and load the model with it."""
     document = pbtxt.read(folder)
@@ -167,18 +199,21 @@ def _write_config(
         report.lines.append(f"with {join_names(others)}")
     signature: Document = {}
     try:
-        _complete(folder, document, _weightless(document) if artifact.lacks_weights else document)
+        load_document = _weightless(document) if artifact.lacks_weights else document
+        _complete(folder, document, load_document, saved)
     except BackendError as error:
+        if saved is not None:
+            raise
         signature = _report_gaps(folder, artifact, document, error, report)
     else:
         rows = document["max_batch_size"]
         batch = f"at most {rows}" if rows else "none; each request is one call"
         report.lines += [_tensor_line(role, document) for role in ("input", "output")]
         report.lines.append(f"batch    {batch}")
-    text = "\n".join(_config_lines(folder.name, artifact, document, signature)) + "\n"
+    text = "\n".join(_config_lines(folder, artifact, document, signature, saved)) + "\n"
     (folder / "config.pbtxt").write_text(text, encoding="utf-8")
     if not completion.is_incomplete(document):
-        _load(folder, artifact, report)
+        _load(folder, artifact, report, saved)
     return report
 
 
@@ -200,7 +235,9 @@ def _weightless(document: Document) -> JsonObject:
     return {**document, "parameters": parameters}
 
 
-def _complete(folder: Path, document: JsonObject, load_document: JsonObject) -> None:
+def _complete(
+    folder: Path, document: JsonObject, load_document: JsonObject, saved: SavedModule | None
+) -> None:
     """Complete a config from the model.
 
     Where the inputs are known, the model is first called with a batch: if it takes several rows
@@ -210,12 +247,17 @@ def _complete(folder: Path, document: JsonObject, load_document: JsonObject) -> 
         folder: the model's folder.
         document: the config to complete, in place.
         load_document: the config to load the model with.
+        saved: what is known of the model.
     """
 
     def describe(rows: int) -> JsonObject:
         settings = {**load_document, "max_batch_size": rows}
         return completion.describe(pbtxt.arguments(folder, "1", settings), settings)
 
+    if saved is not None:
+        document["max_batch_size"] = saved.max_batch_size
+        completion.fill(folder.name, document, describe(saved.max_batch_size))
+        return
     if not document["input"]:
         completion.fill(folder.name, document, describe(0))
         return
@@ -267,12 +309,17 @@ def _report_gaps(
     return signature
 
 
-def _load(folder: Path, artifact: ArtifactFiles, report: FolderReport) -> None:
+def _load(
+    folder: Path, artifact: ArtifactFiles, report: FolderReport, saved: SavedModule | None
+) -> None:
     """Load the model, and report the result."""
     document = pbtxt.read(folder)
+    reference = None if saved is None else saved.reference(folder, document)
     try:
-        inspection = inspect(folder, "1", document)
+        inspection = inspect(folder, "1", document, reference=reference)
     except LoadError as error:
+        if saved is not None:
+            raise
         report.lines.append(f"does not load: {error}")
         if artifact.lacks_weights:  # the config was completed without them
             try:
@@ -299,10 +346,14 @@ def _tensor_line(role: str, document: Document) -> str:
 
 
 def _config_lines(
-    name: str, artifact: ArtifactFiles, document: Document, signature: Document
+    folder: Path,
+    artifact: ArtifactFiles,
+    document: Document,
+    signature: Document,
+    saved: SavedModule | None,
 ) -> Iterator[str]:
     """Yield a config.pbtxt with a comment on each field."""
-    yield f"# {name}: {artifact.description}, served by PyTorch."
+    yield f"# {folder.name}: {artifact.description}, served by PyTorch."
     yield 'backend: "pytorch_py"'
     yield ""
     if not completion.is_incomplete(document) or document["input"]:
@@ -325,8 +376,10 @@ def _config_lines(
     yield from _tensors("output", document, {})
     yield ""
     yield "# Copies of the model, each in a process of its own. KIND_GPU: one on every GPU."
-    on_gpu = file_types.is_cuda_package(next(iter(artifact.files.values())))
-    yield f"instance_group [{{ kind: KIND_{'GPU' if on_gpu else 'CPU'} count: 1 }}]"
+    model_file = folder / "1" / next(iter(artifact.files))
+    on_gpu = file_types.is_cuda_package(model_file) if saved is None else saved.on_gpu
+    count = 1 if saved is None else saved.instances
+    yield f"instance_group [{{ kind: KIND_{'GPU' if on_gpu else 'CPU'} count: {count} }}]"
     yield "# With KIND_GPU, inputs that are on the GPU already stay there:"
     yield f"{'' if on_gpu else '# '}{_INPUTS_ON_GPU}"
     for key, entry in document["parameters"].items():

@@ -48,6 +48,9 @@ _FEWEST_CALLS = 2
 # The longest call with a full batch, unless it takes less than twice as long as one row.
 _LONGEST_BATCH_S = 0.25
 _INPUTS = "inputs.pt"
+# The largest error of a saved model, and in formats of 16 bits. Compilers reorder sums.
+_LARGEST_ERROR, _LARGEST_ERROR_REDUCED = 1e-3, 3e-2
+_REDUCED = (torch.float16, torch.bfloat16)
 
 
 class _Warnings(logging.Handler):
@@ -73,11 +76,16 @@ def warm_up(engine: Engine, row_counts: Sequence[int] = ()) -> None:
 # --- the description -----------------------------------------------------------------------------
 
 
-def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
+def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[str, Any]:
     """Load and warm up a model; return what it is, takes and gives, as JSON.
+
+    Args:
+        arguments: Triton's arguments.
+        reference: a file with outputs for the example beside the model, to compare with its own.
 
     Raises:
         LoadError: the model cannot be served.
+        OutputError: its outputs differ from the reference.
     """
     warnings = _Warnings()
     warnings.logger.propagate = False
@@ -85,6 +93,9 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
     share = threads.budget(settings)
     engine = builder.build(settings, share)
     warm_up(engine)
+    if reference is not None:
+        with runtime.mode(settings.options):
+            _compare(engine, Path(reference))
     engine.close()
     sent = [spec.name for spec in _sent(engine.config)]
     # Inputs of hooks are bound to the hooks' own methods.
@@ -113,6 +124,26 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
         },
         "warnings": warnings.sentences,
     }
+
+
+def _compare(engine: Engine, reference: Path) -> None:
+    """Raise OutputError if the outputs for the example differ from those in a file."""
+    item, _ = find_inputs(engine.config, None)
+    rows = next(iter(item.values())).shape[0] if engine.config.max_batch_size else 1
+    outputs = _run(engine, tile(engine.config, item, rows))
+    for name, expected in read_values(reference).items():
+        error = difference(engine.config.name, name, outputs[name], expected)
+        reduced = isinstance(expected, Tensor) and expected.dtype in _REDUCED
+        limit = _LARGEST_ERROR_REDUCED if reduced else _LARGEST_ERROR
+        if not error <= limit:
+            raise OutputError(
+                engine.config.name,
+                f"output '{name}' of the saved model differs from the module's own by {error:.2g}",
+                expected=f"at most {limit:g}",
+                cure="Check that the module can be built again from model_kwargs and its weights,"
+                " that its answers are not random, and that its code does not depend on the values"
+                " of its inputs if it is exported or traced.",
+            )
 
 
 def _described(spec: TensorSpec) -> str:
