@@ -1,3 +1,38 @@
-"""Serve any PyTorch model on NVIDIA Triton Inference Server, from Python."""
+"""Serve any PyTorch model on NVIDIA Triton Inference Server, from Python.
+
+    import torch_py_backend
+
+    torch_py_backend.save_model(module, "models/net", example_inputs=torch.rand(2, 4))
+    with torch_py_backend.serve("models") as server:
+        outputs = server.infer("net", torch.rand(3, 4))
+
+Importing the package imports neither torch nor a client; the first use of a name does.
+`torch_py_backend.composition` calls other models from a model's code, and
+`torch_py_backend.errors` has the exceptions.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_py_backend.tools.local_server import LocalServer, serve
+    from torch_py_backend.tools.saving import save_model
 
 __version__ = "0.1.0"
+__all__ = ["LocalServer", "save_model", "serve"]
+
+_MODULES = {"LocalServer": "local_server", "save_model": "saving", "serve": "local_server"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(importlib.import_module(f"{__name__}.tools.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

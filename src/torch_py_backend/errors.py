@@ -232,6 +232,14 @@ class CancelledError(ModelError):
         super().__init__(model, f"the request was cancelled {when}")
 
 
+class SaveError(ModelError):
+    """A module cannot be saved as a model folder."""
+
+
+class ExampleError(SaveError):
+    """Example inputs are missing, or do not fit the module."""
+
+
 class InstallError(BackendError):
     """A backend folder cannot be written."""
 

@@ -22,7 +22,7 @@ def find(model: str, source: Path, weights: Path | None = None) -> dict[str, Pat
     Raises:
         ArtifactError: there are several weights files, or a module has the name model.py.
     """
-    modules = _modules(source)
+    modules = _with_imports({}, [source], source.parent)
     if modules.get("model.py", source) != source:
         raise ArtifactError(
             model,
@@ -47,11 +47,15 @@ def find(model: str, source: Path, weights: Path | None = None) -> dict[str, Pat
 # --- modules ---------------------------------------------------------------------------------
 
 
-def _modules(source: Path) -> dict[str, Path]:
-    """Return the files that the source imports, directly or indirectly, by relative path."""
-    root = source.parent
-    files: dict[str, Path] = {}
-    waiting = [source]
+def modules(root: Path, name: tuple[str, ...]) -> dict[str, Path]:
+    """Return the files of a module, and of those that it imports from `root`, by relative path."""
+    files = {path.relative_to(root).as_posix(): path for path in _module_files(root, name)}
+    waiting = [path for path in files.values() if path.suffix in SOURCE_SUFFIXES]
+    return _with_imports(files, waiting, root)
+
+
+def _with_imports(files: dict[str, Path], waiting: list[Path], root: Path) -> dict[str, Path]:
+    """Add the files that those in `waiting` import, directly or indirectly, by relative path."""
     while waiting:
         for name in _imported(waiting.pop(), root):
             for path in _module_files(root, name):

@@ -1,0 +1,349 @@
+"""Example inputs of a module in memory: their names, their entries in config.pbtxt, the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from torch_py_backend.batching.gather_scatter import Item, Value
+from torch_py_backend.config import dtypes
+from torch_py_backend.config.pbtxt import JsonObject
+from torch_py_backend.errors import ExampleError, summarize
+from torch_py_backend.signature import results
+from torch_py_backend.signature.arguments import Passing, Signature
+
+_BATCH_SIZE = 8
+_KINDS = "a tensor, a tuple of positional arguments, or a dict of arguments by name"
+
+
+class Arguments(NamedTuple):
+    """The arguments of one call of forward()."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Arguments:
+        """Return the arguments with a function applied to each tensor."""
+        args, kwargs = pytree.tree_map_only(Tensor, function, tuple(self))
+        return Arguments(args, kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Valid inputs of a module.
+
+    Attributes:
+        item: the inputs of a request by name; strings are arrays of objects.
+        entries: the inputs in config.pbtxt.
+        max_batch_size: that of config.pbtxt.
+        arguments: those of forward(); None: hooks make them from the item.
+        dynamic: the dimensions of any size of each input, the batch dimension included.
+    """
+
+    item: Item
+    entries: list[JsonObject]
+    max_batch_size: int
+    arguments: Arguments | None
+    dynamic: Mapping[str, set[int]]
+
+
+def from_arguments(
+    model: str,
+    module: nn.Module,
+    signature: Signature,
+    example_inputs: object,
+    max_batch_size: int | None,
+    dynamic_shapes: Any,
+    *,
+    by_name: bool,
+) -> Example:
+    """Return the example of a module without hooks.
+
+    Args:
+        model: the model's name.
+        module: the module in eval mode.
+        signature: the signature of its forward().
+        example_inputs: as of `save_model`.
+        max_batch_size: as of `save_model`.
+        dynamic_shapes: as of `save_model`.
+        by_name: pass all arguments by name where forward() allows it.
+
+    Raises:
+        ExampleError: an example is missing or does not fit forward(), or has no batch dimension.
+    """
+    calls = [
+        by_keyword(signature, call) if by_name else call
+        for call in _calls(model, signature, example_inputs)
+    ]
+    outputs = [outputs_of(model, signature, module, call) for call in calls]
+    named = [leaves(model, signature, call, dynamic_shapes) for call in calls]
+    items: list[Item] = [{name: tensor for name, tensor, _ in parts} for parts in named]
+    dynamic = {name: dims for name, _, dims in named[0]}
+    grows = _grows(items[0], outputs[0], lambda: _doubled(model, signature, module, calls[0]))
+    if max_batch_size and not grows:
+        raise ExampleError(
+            model,
+            f"max_batch_size is {max_batch_size}, and twice the rows in the example do not give"
+            " twice the rows in every output",
+            expected="tensors whose first dimension is the batch",
+            cure="Set max_batch_size to 0, or correct the example.",
+        )
+    example = _describe(model, items, dynamic, max_batch_size, batched=grows, arguments=calls[0])
+    rows, most = len(next(iter(example.item.values()))), example.max_batch_size
+    if not most or rows <= most:
+        return example
+    cut = {name: value[:most] for name, value in example.item.items()}
+    arguments = calls[0].map(lambda tensor: tensor[:most])
+    return Example(cut, example.entries, most, arguments, example.dynamic)
+
+
+def from_requests(model: str, example_inputs: object, max_batch_size: int | None) -> Example:
+    """Return the example of a module with hooks, whose inputs are those of a request.
+
+    Raises:
+        ExampleError: an example is missing, or has other values than tensors and strings.
+    """
+    requests = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+    if not requests or not all(isinstance(request, Mapping) and request for request in requests):
+        raise ExampleError(
+            model,
+            f"example_inputs is {describe_type(example_inputs)}, and the model has hooks",
+            expected="a dict of the inputs of a request by name",
+        )
+    items: list[Item] = []
+    for request in requests:
+        item: Item = {}
+        for name, value in dict(request).items():
+            strings = isinstance(value, list) and all(isinstance(x, str | bytes) for x in value)
+            if not isinstance(value, Tensor) and not strings:
+                raise _unsupported(model, name, value, "a tensor, or a list of str or bytes")
+            batched = max_batch_size != 0 and strings
+            item[name] = (
+                np.array(value, dtype=np.object_).reshape((-1, 1) if batched else -1)
+                if strings
+                else value.detach().cpu()
+            )
+        items.append(item)
+    return _describe(model, items, {}, max_batch_size, batched=max_batch_size != 0, arguments=None)
+
+
+def outputs_of(
+    model: str,
+    signature: Signature,
+    module: nn.Module,
+    call: Arguments,
+    names: Sequence[str] = (),
+) -> dict[str, Tensor]:
+    """Call a module and return its outputs by name, on the CPU.
+
+    Args:
+        model: the model's name.
+        signature: the signature of forward().
+        module: the module.
+        call: the arguments.
+        names: the outputs to return; empty: all that are tensors, under their own names.
+
+    Raises:
+        ExampleError: the call fails, or returns no tensors.
+    """
+    try:
+        result = module(*call.args, **call.kwargs)
+    except Exception as error:  # the module's own code
+        raise ExampleError(
+            model,
+            f"example_inputs does not fit {signature}: {summarize(error)}",
+            expected=_KINDS,
+        ) from error
+    chosen = list(names) or results.leaf_names(result)
+    values = results.bind_outputs(model, chosen, result)(result)
+    outputs = {
+        name: value.detach().cpu()
+        for name, value in zip(chosen, values, strict=True)
+        if isinstance(value, Tensor)
+    }
+    if not outputs:
+        kind = type(result).__name__
+        raise ExampleError(
+            model, f"{signature} returns a {kind} without tensors", expected="tensors"
+        )
+    return outputs
+
+
+def describe_type(value: object) -> str:
+    """Return the type of a value as a noun phrase."""
+    return "missing" if value is None else f"a {type(value).__name__}"
+
+
+def _unsupported(model: str, name: str, value: object, expected: str) -> ExampleError:
+    return ExampleError(
+        model,
+        f"the value of '{name}' in example_inputs is a {type(value).__name__}",
+        expected=expected,
+        cure="Leave it out if forward() has a default.",
+    )
+
+
+# --- the arguments of forward() --------------------------------------------------------------
+
+
+def _calls(model: str, signature: Signature, example_inputs: object) -> Iterator[Arguments]:
+    """Yield the arguments in each example."""
+    examples = example_inputs if isinstance(example_inputs, list) else [example_inputs]
+    for example in examples or [None]:
+        if isinstance(example, Tensor):
+            yield Arguments((example,), {})
+        elif isinstance(example, tuple):
+            yield Arguments(example, {})
+        elif isinstance(example, Mapping) and example:
+            yield Arguments((), {str(name): value for name, value in example.items()})
+        else:
+            raise ExampleError(
+                model,
+                f"example_inputs is {describe_type(example)}",
+                expected=f"valid arguments of {signature}: {_KINDS}",
+            )
+
+
+def by_keyword(signature: Signature, call: Arguments) -> Arguments:
+    arguments = signature.arguments[: len(call.args)]
+    if len(arguments) < len(call.args) or any(
+        entry.positional_only or entry.passing is not Passing.POSITIONAL for entry in arguments
+    ):
+        return call
+    by_name = {entry.name: value for entry, value in zip(arguments, call.args, strict=True)}
+    return Arguments((), by_name | call.kwargs)
+
+
+def leaves(
+    model: str, signature: Signature, call: Arguments, dynamic_shapes: Any
+) -> list[tuple[str, Tensor, set[int]]]:
+    """Return the tensors of a call with the names of their inputs and their dynamic dimensions."""
+    slots = signature.slots(len(call.args))[: len(call.args)]
+    places = {
+        slot: (f"ARGS[{index}]", value)
+        for index, (slot, value) in enumerate(zip(slots, call.args, strict=True))
+    }
+    places |= {name: (f"KWARGS[{name}]", value) for name, value in call.kwargs.items()}
+    found = []
+    for index, (slot, (root, value)) in enumerate(places.items()):
+        spec = _part(dynamic_shapes, slot, index)
+        names = list(value) if isinstance(value, Mapping) else []
+        if len(places) == 1 and names and signature.container_argument(names) is not None:
+            found += [
+                leaf
+                for name, part in value.items()
+                for leaf in _flatten(str(name), part, _part(spec, name, 0))
+            ]
+        else:
+            name = root if slot.startswith("*") or not isinstance(value, Tensor) else slot
+            found += _flatten(name, value, spec)
+    for name, tensor, _ in found:
+        if not isinstance(tensor, Tensor):
+            raise _unsupported(model, name, tensor, "a tensor")
+    return found
+
+
+def _flatten(place: str, value: Any, spec: Any) -> Iterator[tuple[str, Any, set[int]]]:
+    if isinstance(value, Mapping):
+        for index, (key, part) in enumerate(value.items()):
+            yield from _flatten(f"{place}[{key}]", part, _part(spec, key, index))
+    elif isinstance(value, tuple | list):
+        for index, part in enumerate(value):
+            yield from _flatten(f"{place}[{index}]", part, _part(spec, index, index))
+    else:
+        sizes = spec.items() if isinstance(spec, Mapping) else enumerate(spec or ())
+        static = torch.export.Dim.STATIC
+        dims = {
+            dim for dim, size in sizes if not (size is None or size is static or type(size) is int)
+        }
+        yield place, value, dims
+
+
+def _part(spec: Any, key: object, index: int) -> Any:
+    """Return the part of `dynamic_shapes` for one argument, or one part of an argument."""
+    if isinstance(spec, Mapping):
+        return spec.get(key)
+    return spec[index] if isinstance(spec, tuple | list) and index < len(spec) else None
+
+
+# --- the batch dimension, and sizes ----------------------------------------------------------
+
+
+def _doubled(
+    model: str, signature: Signature, module: nn.Module, call: Arguments
+) -> dict[str, Tensor]:
+    twice = call.map(lambda tensor: torch.cat([tensor, tensor]))
+    return outputs_of(model, signature, module, twice)
+
+
+def _grows(
+    item: Item, outputs: Mapping[str, Tensor], double: Callable[[], Mapping[str, Tensor]]
+) -> bool:
+    """Return whether the first dimension of every output, and no other, doubles with the rows."""
+    counts = {tuple(value.shape[:1]) for value in item.values()}
+    if len(counts) != 1 or counts in ({()}, {(0,)}):
+        return False
+    ((rows,),) = counts
+    try:
+        twice = double()
+    except (ExampleError, RuntimeError):  # the module takes this number of rows only
+        return False
+    return outputs.keys() == twice.keys() and all(
+        value.shape[:1] == (rows,) and twice[name].shape == (2 * rows, *value.shape[1:])
+        for name, value in outputs.items()
+    )
+
+
+def _describe(
+    model: str,
+    items: Sequence[Item],
+    dynamic: Mapping[str, set[int]],
+    max_batch_size: int | None,
+    *,
+    batched: bool,
+    arguments: Arguments | None,
+) -> Example:
+    """Return the first example with the sizes that differ between the examples."""
+    first, *others = items
+    entries, dimensions = [], {}
+    if max_batch_size is None:
+        max_batch_size = max(_BATCH_SIZE, len(next(iter(first.values())))) if batched else 0
+    for name, value in first.items():
+        shapes = [tuple(item[name].shape) if name in item else () for item in others]
+        if any(len(shape) != value.ndim for shape in shapes) or any(
+            item.keys() != first.keys() for item in others
+        ):
+            raise ExampleError(
+                model,
+                f"the examples differ in their inputs or in the dimensions of '{name}'",
+                expected="the same inputs in each example, of other sizes",
+            )
+        varies = {
+            dim for shape in shapes for dim in range(value.ndim) if shape[dim] != value.shape[dim]
+        }
+        dimensions[name] = dynamic.get(name, set()) | varies
+        sizes = [-1 if dim in dimensions[name] else size for dim, size in enumerate(value.shape)]
+        entries.append(_entry(model, name, value, sizes[1:] if max_batch_size else sizes))
+        if max_batch_size:
+            dimensions[name].add(0)
+    return Example(first, entries, max_batch_size, arguments, dimensions)
+
+
+def _entry(model: str, name: str, value: Value, dims: list[int]) -> JsonObject:
+    try:
+        dtype = (
+            dtypes.from_torch(str(value.dtype).removeprefix("torch."))
+            if isinstance(value, Tensor)
+            else dtypes.from_triton("BYTES")
+        )
+    except KeyError:
+        raise _unsupported(model, name, value, "a dtype that Triton has") from None
+    entry = {"name": name, "data_type": dtype.config, "dims": dims}
+    # Triton requires one dimension at least; `reshape` removes it before the model's call.
+    return entry if dims else entry | {"dims": [1], "reshape": {"shape": []}}
