@@ -110,16 +110,16 @@ def from_requests(model: str, example_inputs: object, max_batch_size: int | None
         ExampleError: an example is missing, or has other values than tensors and strings.
     """
     requests = example_inputs if isinstance(example_inputs, list) else [example_inputs]
-    if not requests or not all(isinstance(request, Mapping) and request for request in requests):
-        raise ExampleError(
-            model,
-            f"example_inputs is {describe_type(example_inputs)}, and the model has hooks",
-            expected="a dict of the inputs of a request by name",
-        )
     items: list[Item] = []
-    for request in requests:
+    for request in requests or [None]:
+        if not isinstance(request, Mapping) or not request:
+            raise ExampleError(
+                model,
+                f"example_inputs is {describe_type(request)}, and the model has hooks",
+                expected="a dict of the inputs of a request by name",
+            )
         item: Item = {}
-        for name, value in dict(request).items():
+        for name, value in request.items():
             strings = isinstance(value, list) and all(isinstance(x, str | bytes) for x in value)
             if not isinstance(value, Tensor) and not strings:
                 raise _unsupported(model, name, value, "a tensor, or a list of str or bytes")

@@ -325,7 +325,7 @@ class _Writer:
             text = Path(__file__).with_name(template).read_text(encoding="utf-8")
         text += self._write_example()
         if text:
-            (self._folder / "model.py").write_text(text, encoding="utf-8")
+            (self._folder / "model.py").write_text(text.rstrip() + "\n", encoding="utf-8")
 
     def _write_example(self) -> str:
         """Write the example; return the function with it if there are strings in it."""
@@ -424,30 +424,34 @@ class _Writer:
 
     def _write_script(self) -> str:
         call = self._call()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        if call.kwargs:  # the tracer takes either kind of arguments
+            call = examples.by_keyword(self._signature, call)
+        path = self._folder / "model.pt"
+        refusals = []
+        for compiled in (
+            lambda: torch.jit.script(self._module),
+            lambda: torch.jit.trace(
+                self._module,
+                call.args or None,
+                example_kwarg_inputs=call.kwargs or None,
+                strict=False,  # the result may be a dict
+                check_trace=False,  # the answers are compared later
+            ),
+        ):
             try:
-                script = torch.jit.script(self._module)
-            except Exception as refusal:
-                try:
-                    script = torch.jit.trace(
-                        self._module,
-                        None if call.kwargs else call.args,
-                        strict=False,
-                        check_trace=False,
-                        example_kwarg_inputs=examples.by_keyword(self._signature, call).kwargs
-                        if call.kwargs
-                        else None,
-                    )
-                except Exception as error:
-                    raise SaveError(
-                        self._name,
-                        f"torch.jit can neither script {type(self._module).__name__}"
-                        f" ({summarize(refusal)}) nor trace it ({summarize(error)})",
-                        cure="Save it with another format.",
-                    ) from error
-            script.save(self._folder / "model.pt")
-        return "model.pt"
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    compiled().save(path)
+            except Exception as error:  # of the module's own code, or the compiler's
+                refusals.append(summarize(error))
+            else:
+                return path.name
+        raise SaveError(
+            self._name,
+            f"torch.jit can neither script {type(self._module).__name__} ({refusals[0]}) nor trace"
+            f" it ({refusals[1]})",
+            cure="Save it with another format.",
+        )
 
     def _write_program(self, dynamic_shapes: Any, parameters: dict[str, str]) -> str:
         from torch._inductor import aoti_compile_and_package  # noqa: PLC0415  imports the compiler
