@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -189,6 +190,20 @@ def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, undecided: bool
         ) from error
 
 
+def _with_varying(schema: Schema, other: Schema) -> Schema:
+    """Return a schema with -1 for the dims of outputs that differ from those of another run."""
+    outputs = (
+        dataclasses.replace(
+            spec,
+            dims=tuple(a if a == b else -1 for a, b in zip(spec.dims, varied.dims, strict=True)),
+        )
+        if len(spec.dims) == len(varied.dims)
+        else spec
+        for spec, varied in zip(schema.outputs, other.outputs, strict=True)
+    )
+    return dataclasses.replace(schema, outputs=tuple(outputs))
+
+
 def _batch_size(most_rows: int | None) -> int:
     if most_rows is None or most_rows > _LARGEST_BATCH_SIZE:
         return _DEFAULT_BATCH_SIZE
@@ -302,7 +317,14 @@ def _from_hooks(
     def run(inputs: Sequence[TensorSpec], size: int) -> Schema:
         settings = dataclasses.replace(config, inputs=tuple(inputs), max_batch_size=size)
         item = example or example_inputs.item(settings, 2 if size else None)
-        return _run_hooks(settings, loaded, hooks, item, device)
+        schema = _run_hooks(settings, loaded, hooks, item, device)
+        rows = len(next(iter(item.values()))) if size and example is not None else 0
+        # Rows of an example, such as texts of different lengths, show which dims of outputs vary.
+        for row in range(min(rows, 2) if rows > 1 else 0):
+            single = {name: value[row : row + 1] for name, value in item.items()}
+            with contextlib.suppress(ConfigError):  # the model takes no single row
+                schema = _with_varying(schema, _run_hooks(settings, loaded, hooks, single, device))
+        return schema
 
     if example is None:
         return run(specs, config.max_batch_size if listed else _DEFAULT_BATCH_SIZE)
@@ -444,14 +466,7 @@ class _Trial:
                 f" {join_names(map(str, smaller.outputs))}",
                 cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
             )
-        outputs = (
-            dataclasses.replace(
-                one,
-                dims=tuple(a if a == b else -1 for a, b in zip(one.dims, other.dims, strict=True)),
-            )
-            for one, other in pairs
-        )
-        return dataclasses.replace(schema, outputs=tuple(outputs))
+        return _with_varying(schema, smaller)
 
     def schema(self, item: Item) -> Schema:
         """Return the schema from a run with an item and one with twice its rows.

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.errors import ExampleError, summarize
+from torch_py_backend.errors import ExampleError, join_names, summarize
 from torch_py_backend.signature import results
 from torch_py_backend.signature.arguments import Passing, Signature
 
@@ -157,7 +157,7 @@ def outputs_of(
     except Exception as error:  # the module's own code
         raise ExampleError(
             model,
-            f"example_inputs does not fit {signature}: {summarize(error)}",
+            f"example_inputs does not fit {_declaration(signature)}: {summarize(error)}",
             expected=_KINDS,
         ) from error
     chosen = list(names) or results.leaf_names(result)
@@ -169,10 +169,12 @@ def outputs_of(
     }
     if not outputs:
         kind = type(result).__name__
-        raise ExampleError(
-            model, f"{signature} returns a {kind} without tensors", expected="tensors"
-        )
+        raise ExampleError(model, f"forward() returns a {kind} without tensors", expected="tensors")
     return outputs
+
+
+def _declaration(signature: Signature) -> str:
+    return f"forward({join_names(signature.named)})"
 
 
 def describe_type(value: object) -> str:
@@ -185,7 +187,7 @@ def _unsupported(model: str, name: str, value: object, expected: str) -> Example
         model,
         f"the value of '{name}' in example_inputs is a {type(value).__name__}",
         expected=expected,
-        cure="Leave it out if forward() has a default.",
+        cure="Leave it out if it has a default.",
     )
 
 
@@ -206,7 +208,7 @@ def _calls(model: str, signature: Signature, example_inputs: object) -> Iterator
             raise ExampleError(
                 model,
                 f"example_inputs is {describe_type(example)}",
-                expected=f"valid arguments of {signature}: {_KINDS}",
+                expected=f"valid arguments of {_declaration(signature)}: {_KINDS}",
             )
 
 
@@ -343,7 +345,11 @@ def _entry(model: str, name: str, value: Value, dims: list[int]) -> JsonObject:
             else dtypes.from_triton("BYTES")
         )
     except KeyError:
-        raise _unsupported(model, name, value, "a dtype that Triton has") from None
+        raise ExampleError(
+            model,
+            f"the value of '{name}' in example_inputs is {value.dtype}",
+            expected="a type that Triton has",
+        ) from None
     entry = {"name": name, "data_type": dtype.config, "dims": dims}
     # Triton requires one dimension at least; `reshape` removes it before the model's call.
     return entry if dims else entry | {"dims": [1], "reshape": {"shape": []}}

@@ -174,7 +174,8 @@ class LocalServer:
                 return
             if ended:
                 _, _, sentence = text.rpartition("error: ")
-                raise ServerError(sentence.strip() or f"serve ended: {process.returncode}.")
+                boxed = [line.strip("│ ") for line in text.splitlines() if line.startswith("│")]
+                raise ServerError(" ".join(boxed) or sentence.strip() or "serve has ended.")
             time.sleep(_POLL_S)
         raise ServerError(f"the models were not loaded within {self._timeout:g} seconds.")
 
@@ -222,9 +223,9 @@ def _check_ready(health: str) -> None:
         document = json.loads(error.read())
     reasons = document.get("models") or {"": document.get("reason", "not ready")}
     name, reason = next(iter(reasons.items()))
-    # Triton appends the Python source lines of the error.
-    text = reason.split("\n\nAt:")[0].strip()
-    raise ServerError(text if name in text else f"model '{name}' does not serve: {text}")
+    # Triton appends the Python source lines of the error, and writes its type before it.
+    _, model, text = reason.split("\n\nAt:")[0].strip().partition(f"model '{name}'")
+    raise ServerError(f"{model}{text}" if model else f"model '{name}' {reason}")
 
 
 def _grpc() -> Any:

@@ -185,7 +185,7 @@ def _write_config(
     }
     report = FolderReport([f"{artifact.title} is {artifact.description}"])
     others = list(artifact.files)[1:]
-    if artifact.pretrained_config:
+    if artifact.pretrained_config and saved is None:
         arguments: Sequence[str] = ()
         with contextlib.suppress(LoadError):  # `_complete` raises the same error
             arguments = _signature(folder, document)["arguments"]

@@ -50,6 +50,15 @@ log = logging.getLogger(__name__)
 Format: TypeAlias = Literal["module", "export", "torchscript", "aoti"]
 
 _TEXT, _IMAGE = "text_hooks.py", "image_hooks.py"
+# A PNG of one gray pixel.
+_PIXEL = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a4944415478"
+    "9c63a8070000810080d394534a0000000049454e44ae426082"
+)
+_EXAMPLES = {
+    _TEXT: {"text": ["a text", "another text, which is longer"]},
+    _IMAGE: {"image": [_PIXEL, _PIXEL]},
+}
 _DESCRIPTIONS: Mapping[Format, str] = {
     "module": ArtifactType.MODULE.value,
     "export": ArtifactType.EXPORTED.value,
@@ -117,7 +126,9 @@ def save_model(
     _check(name, module, format, max_batch_size, instances)
     model_folder.refuse_target(target, [], force=overwrite)
     formats: tuple[Format, ...] = ("module", "export")
-    if format is not None or isinstance(module, torch.jit.ScriptModule):
+    if hasattr(module, "save_pretrained"):
+        formats = (format or "module",)
+    elif format is not None or isinstance(module, torch.jit.ScriptModule):
         formats = (format or "torchscript",)
     refusals = []
     with _evaluating(module), torch.no_grad(), _scratch(target) as scratch:
@@ -268,8 +279,8 @@ class _Writer:
                 by_name=self._kind == "aoti",
             )
         else:
-            if example_inputs is None and template == _TEXT:
-                example_inputs = {"text": ["a text", "another text, which is longer"]}
+            if example_inputs is None and template is not None:
+                example_inputs = _EXAMPLES[template]
             self.example = examples.from_requests(self._name, example_inputs, max_batch_size)
         self._write_source(template, parameters)
         if self._pretrained:
