@@ -233,7 +233,15 @@ class CancelledError(ModelError):
 
 
 class SaveError(ModelError):
-    """A module cannot be saved as a model folder."""
+    """A module cannot be saved as a model folder.
+
+    Attributes:
+        found: what was found, without the model's name and the cure.
+    """
+
+    def __init__(self, model: str, found: str, *, expected: str = "", cure: str = "") -> None:
+        super().__init__(model, found, expected=expected, cure=cure)
+        self.found = found
 
 
 class ExampleError(SaveError):

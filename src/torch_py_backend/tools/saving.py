@@ -153,7 +153,7 @@ def save_model(
             except (SaveError, LoadError) as error:
                 if len(formats) == 1 or isinstance(error, ExampleError):
                     raise
-                refusals.append(str(error).removeprefix(f"model '{name}': "))
+                refusals.append(getattr(error, "found", str(error)))
                 continue
             for line in report.lines:
                 if line.startswith("note"):
@@ -382,16 +382,18 @@ class _Writer:
                 again = built(**self._kwargs)
         except Exception as error:
             raise SaveError(self._name, f"{text} fails: {summarize(error)}", cure=cure) from error
-        shapes, wanted = (
-            {key: getattr(value, "shape", None) for key, value in module.state_dict().items()}
+        kinds, wanted = (
+            {
+                key: (getattr(value, "shape", None), getattr(value, "dtype", None))
+                for key, value in module.state_dict().items()
+            }
             for module in (again, self._module)
         )
-        different = [
-            key for key in wanted.keys() | shapes.keys() if wanted.get(key) != shapes.get(key)
-        ]
+        keys = sorted(kinds.keys() | wanted.keys())
+        different = [key for key in keys if kinds.get(key) != wanted.get(key)]
         if different:
-            names = join_names(sorted(different))
-            raise SaveError(self._name, f"{text} has other weights at {names}", cure=cure)
+            problem = f"{text} has weights of other shapes or types at {join_names(different)}"
+            raise SaveError(self._name, problem, cure=cure)
 
     # --- the model -----------------------------------------------------------------------------
 
@@ -532,9 +534,8 @@ class _Writer:
             hooks = user_hooks.load(config, self._artifact(self._folder))
             assert hooks is not None  # noqa: S101  HOOKS names them
             device_runtime = runtime.create(config.options, self.device, ())
-            pipeline = HookedPipeline(
-                replace(config, outputs=()), self._signature, hooks, device_runtime
-            )
+            config = replace(config, inputs=model_config.listed_inputs(arguments), outputs=())
+            pipeline = HookedPipeline(config, self._signature, hooks, device_runtime)
             pipeline.tried(record, self.example.item)
         return calls[0]
 
@@ -557,6 +558,8 @@ class _Writer:
                 self.example.arguments,
                 [entry["name"] for entry in document["output"]],
             )
+            if not self.example.max_batch_size:  # Triton has no tensors without dimensions
+                outputs = {name: value.reshape(value.shape or 1) for name, value in outputs.items()}
         else:
             config = model_config.parse(pbtxt.arguments(folder, "1", document))
             artifact = self._artifact(folder / "1")

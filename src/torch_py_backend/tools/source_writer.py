@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import linecache
 import site
+import symtable
 import sys
 import sysconfig
 from collections.abc import Iterator
@@ -39,7 +40,8 @@ class SourceWriter:
         self.files: dict[str, Path] = {}
         self._model = model
         self._values: dict[str, object] = {}
-        self._blocks: list[str] = []
+        self._imports: list[str] = []
+        self._definitions: list[str] = []
         self._postponed = False
 
     def add(self, value: type | FunctionType) -> None:
@@ -62,7 +64,8 @@ class SourceWriter:
         own = self.files.pop("model.py", None)
         text = "" if own is None else own.read_text(encoding="utf-8") + "\n\n"
         future = "from __future__ import annotations\n\n"
-        return (future if self._postponed and not own else text) + "\n".join(self._blocks)
+        start = future if self._postponed and not own else text
+        return start + "".join([*self._imports, *self._definitions])
 
     def _add(self, name: str, value: object, user: str) -> None:
         if name in self._values:
@@ -81,7 +84,7 @@ class SourceWriter:
             if module != "model" or "model.py" not in self.files:
                 source = f"from {module} import {attribute}" if attribute else f"import {module}"
                 renamed = "" if name == (attribute or module) else f" as {name}"
-                self._blocks.append(f"{source}{renamed}")
+                self._imports.append(f"{source}{renamed}\n")
             return
         if isinstance(value, type | FunctionType) and value.__module__ == _MAIN:
             self._define(value)
@@ -94,7 +97,7 @@ class SourceWriter:
                 expected="imports, functions, classes, numbers and strings",
                 cure="Make it an argument or an attribute of the module.",
             )
-        self._blocks.append(f"{name} = {value!r}")
+        self._definitions.append(f"\n{name} = {value!r}\n")
 
     def _take_module(self, name: str) -> None:
         """Add the files of a module that is not installed."""
@@ -107,14 +110,14 @@ class SourceWriter:
 
     def _define(self, value: type | FunctionType) -> None:
         """Write a definition of the script after those that it uses."""
-        node, text = self._definition(value)
+        text = self._definition(value)
         scope = vars(sys.modules[_MAIN])
-        names = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+        names = set(_global_names(symtable.symtable(text, value.__name__, "exec")))
         for name in sorted(names & scope.keys()):
             self._add(name, scope[name], value.__name__)
-        self._blocks.append(f"\n\n{text}")
+        self._definitions.append(f"\n\n{text.rstrip()}\n")
 
-    def _definition(self, value: type | FunctionType) -> tuple[ast.stmt, str]:
+    def _definition(self, value: type | FunctionType) -> str:
         """Return the last definition of this name in the files of its code."""
         codes = [function.__code__ for function in _functions(value)]
         flag = __future__.annotations.compiler_flag
@@ -130,13 +133,23 @@ class SourceWriter:
             for node in reversed(body):
                 if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == value.__name__:
                     first = min([node.lineno, *(entry.lineno for entry in node.decorator_list)])
-                    return node, "".join(lines[first - 1 : node.end_lineno])
+                    return "".join(lines[first - 1 : node.end_lineno])
         raise SaveError(
             self._model,
             f"the source of {value.__name__} is not in a file or a notebook"
             + (f" but in {files[0]}" if files[0] else ""),
             cure="Put the class into a .py file and import it.",
         )
+
+
+def _global_names(table: symtable.SymbolTable) -> Iterator[str]:
+    """Yield the names that a definition uses and does not define."""
+    for symbol in table.get_symbols():
+        is_module = table.get_type() == "module"
+        if symbol.is_referenced() and (is_module or symbol.is_global()):
+            yield symbol.get_name()
+    for child in table.get_children():
+        yield from _global_names(child)
 
 
 def _functions(value: type | FunctionType) -> Iterator[FunctionType]:
