@@ -88,7 +88,7 @@ def save_model(
     _check(name, module, format, max_batch_size, instances)
     model_folder.refuse_target(target, [], force=overwrite)
     formats: tuple[Format, ...] = ("module", "export")
-    if hasattr(module, "save_pretrained"):
+    if processor is not None or hasattr(module, "save_pretrained"):
         formats = (format or "module",)
     elif format is not None or isinstance(module, torch.jit.ScriptModule):
         formats = (format or "torchscript",)

@@ -1,0 +1,455 @@
+"""`save_model`: model folders of modules in memory; tests/live serves them."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import command_line
+import models
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+
+from torch_py_backend import save_model
+from torch_py_backend.config import pbtxt
+from torch_py_backend.errors import ExampleError, InstallError, LoadError, SaveError
+from torch_py_backend.processes import child_process
+
+transformers = pytest.importorskip("transformers")
+
+_FORMATS = ("module", "export", "torchscript")
+
+
+@pytest.fixture(autouse=True)
+def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the models in this process."""
+    monkeypatch.setattr(child_process, "run", command_line.here)
+
+
+class Tied(nn.Module):
+    """Has one weight in two layers, a view of it in a buffer, and arguments by keyword only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.head = nn.Linear(8, 20, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("view", self.embedding.weight.data[:2])
+
+    def forward(self, *, ids: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return self.head(self.embedding(ids)), ids.sum(1)
+
+
+class Nested(nn.Module):
+    def forward(
+        self, x: Tensor, extra: dict[str, Tensor], pair: tuple[Tensor, Tensor]
+    ) -> dict[str, Tensor]:
+        return {"y": x + extra["bias"] * pair[0] - pair[1]}
+
+
+class Keys(nn.Module):
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"double": batch["a"] * 2, "first": batch["b"][:, :1]}
+
+
+class Total(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
+class Random(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + random.random()
+
+
+class Branches(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor if x.sum() > 0 else x
+
+
+class Hooks:
+    """Measures texts."""
+
+    def preprocess(self, text: str) -> Tensor:
+        return torch.tensor([float(len(text)), 1.0, 2.0, 3.0])
+
+    def postprocess(self, result: Tensor) -> dict[str, Any]:
+        return {"label": ["a", "b", "c"][int(result.argmax())], "scores": result}
+
+
+class Words:
+    """Makes a batch of texts of different lengths."""
+
+    def preprocess_batch(self, text: list[str]) -> Tensor:
+        ids = torch.zeros(len(text), max(map(len, text)), dtype=torch.long)
+        for row, value in enumerate(text):
+            ids[row, : len(value)] = 1
+        return ids
+
+
+_X = torch.rand(2, 4)
+_LONG = [{"ids": torch.randint(0, 20, (2, length))} for length in (5, 7)]
+
+
+def _saved(folder: Path, module: nn.Module, **options: Any) -> dict[str, Any]:
+    """Save a module; return its config, after a look at the example."""
+    path = save_model(module, folder / "models" / "net", **options)
+    assert path == folder / "models" / "net"
+    assert {child.name for child in path.parent.iterdir()} == {"net"}
+    return pbtxt.read(path)
+
+
+def _tensors(document: dict[str, Any], role: str) -> dict[str, list[int]]:
+    return {entry["name"]: pbtxt.model_dims(entry) for entry in document[role]}
+
+
+_CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {
+    "tensor": (
+        models.Affine,
+        {"example_inputs": _X},
+        {"input": {"x": [4]}, "output": {"OUTPUT__0": [3]}, "rows": 8},
+    ),
+    "one row": (
+        models.Affine,
+        {"example_inputs": _X[:1], "max_batch_size": 32},
+        {"input": {"x": [4]}, "output": {"OUTPUT__0": [3]}, "rows": 32},
+    ),
+    "more rows than a batch": (
+        models.Affine,
+        {"example_inputs": torch.rand(20, 4), "max_batch_size": 16},
+        {"input": {"x": [4]}, "output": {"OUTPUT__0": [3]}, "rows": 16},
+    ),
+    "without a batch dimension": (
+        Total,
+        {"example_inputs": {"x": _X}},
+        {"input": {"x": [2, 4]}, "output": {"OUTPUT__0": [1]}, "rows": 0},
+    ),
+    "nested": (
+        Nested,
+        {"example_inputs": (_X, {"bias": _X}, (_X, _X))},
+        {
+            "input": {
+                "x": [4], "ARGS[1][bias]": [4], "ARGS[2][0]": [4], "ARGS[2][1]": [4],
+            },
+            "output": {"y": [4]},
+            "rows": 8,
+        },
+    ),
+    "keys": (
+        Keys,
+        {"example_inputs": ({"a": _X, "b": torch.rand(2, 3)},)},
+        {"input": {"a": [4], "b": [3]}, "output": {"double": [4], "first": [1]}, "rows": 8},
+    ),
+    "dynamic_shapes": (
+        models.Negate,
+        {
+            "example_inputs": torch.rand(2, 5, 4),
+            "dynamic_shapes": {"x": {0: Dim("batch"), 1: Dim("length")}},
+        },
+        {"input": {"x": [-1, 4]}, "output": {"OUTPUT__0": [-1, 4]}, "rows": 8},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", _FORMATS)
+@pytest.mark.parametrize("case", _CASES)
+def test_folder(case: str, kind: Any, tmp_path: Path) -> None:
+    """The config has the names, dims and batch of the module, whatever the format is."""
+    build, options, expected = _CASES[case]
+    module = build()
+    document = _saved(tmp_path, module, format=kind, **options)
+    assert _tensors(document, "input") == expected["input"]
+    assert _tensors(document, "output") == expected["output"]
+    assert document["max_batch_size"] == expected["rows"]
+    example = tmp_path / "models" / "net" / "1" / "example_inputs.safetensors"
+    assert safetensors.torch.load_file(example).keys() == expected["input"].keys()
+    assert module.training
+
+
+@pytest.mark.parametrize("kind", ["module", "export"])
+def test_weights_that_share_memory(kind: Any, tmp_path: Path) -> None:
+    """Tied weights and views are saved; sizes that differ between examples are -1."""
+    document = _saved(tmp_path, Tied(), format=kind, example_inputs=_LONG)
+    assert _tensors(document, "input") == {"ids": [-1]}
+    assert _tensors(document, "output") == {"OUTPUT__0": [-1, 20], "OUTPUT__1": []}
+
+
+def test_names_in_a_package_of_aotinductor(tmp_path: Path) -> None:
+    """A package has the names of the arguments, and an exported program to fall back on."""
+    document = _saved(tmp_path, models.Affine(), format="aoti", example_inputs=_X)
+    assert _tensors(document, "input") == {"x": [4]}
+    assert document["parameters"]["FALLBACK"]["string_value"] == "exported.pt2"
+
+
+@pytest.mark.parametrize(
+    ("build", "options", "file"),
+    [
+        pytest.param(lambda: models.Affine(4, 3), {}, "model.py", id="source"),
+        pytest.param(
+            lambda: models.Affine(4, 5), {"model_kwargs": {"out": 5}}, "model.py", id="kwargs"
+        ),
+        pytest.param(lambda: models.Affine(4, 5), {}, "model.pt2", id="other-weights"),
+        pytest.param(lambda: nn.Sequential(nn.Linear(4, 3)), {}, "model.pt2", id="no-constructor"),
+        pytest.param(lambda: models.Affine().bfloat16(), {}, "model.pt2", id="other-types"),
+        pytest.param(lambda: torch.jit.script(models.Affine()), {}, "model.pt", id="script"),
+        pytest.param(lambda: nn.Linear(4, 3).eval(), {}, "model.pt2", id="package"),
+    ],
+)
+def test_default_format(
+    build: Callable[[], nn.Module], options: dict[str, Any], file: str, tmp_path: Path
+) -> None:
+    """Source is preferred; a module that its class does not build again is exported."""
+    module = build()
+    dtype = next(module.parameters()).dtype
+    _saved(tmp_path, module, example_inputs=_X.to(dtype), **options)
+    files = {path.name for path in (tmp_path / "models" / "net" / "1").iterdir()}
+    assert file in files
+    assert ("model.safetensors" in files) == (file == "model.py")
+
+
+@pytest.mark.parametrize("kind", _FORMATS)
+def test_hooks(kind: Any, tmp_path: Path) -> None:
+    """A class of hooks is written beside the model; the config has its inputs and outputs."""
+    document = _saved(
+        tmp_path, models.Affine(), format=kind, hooks=Hooks,
+        example_inputs={"text": ["a", "longer"]},
+    )  # fmt: skip
+    assert _tensors(document, "input") == {"text": [1]}
+    assert _tensors(document, "output") == {"label": [], "scores": [3]}
+    source = (tmp_path / "models" / "net" / "1" / "model.py").read_text()
+    assert "'text': [['a'], ['longer']]" in source
+
+
+def test_outputs_of_hooks_whose_sizes_vary(tmp_path: Path) -> None:
+    """Rows of an example that give outputs of different sizes make their dims -1."""
+    document = _saved(
+        tmp_path, nn.Embedding(4, 3), hooks=Words, example_inputs={"text": ["a", "longer"]},
+        model_kwargs={"num_embeddings": 4, "embedding_dim": 3},
+    )  # fmt: skip
+    assert _tensors(document, "output") == {"OUTPUT__0": [-1, 3]}
+
+
+def test_settings(tmp_path: Path) -> None:
+    """Instances and options are in the config; the modes of all parts are restored."""
+    module = nn.Sequential(nn.Dropout(), nn.Dropout())
+    module[1].eval()
+    document = _saved(
+        tmp_path, module, example_inputs=_X, instances=3, parameters={"CHECK_FINITE": "true"}
+    )
+    assert document["instance_group"][0]["count"] == 3
+    assert document["parameters"]["CHECK_FINITE"]["string_value"] == "true"
+    assert [part.training for part in module.modules()] == [True, True, False]
+
+
+# --- transformers ----------------------------------------------------------------------------
+
+_VOCABULARY = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghijklmnopqrstuvwxyz"]
+
+
+def _bert(name: str, **settings: Any) -> Any:
+    config = transformers.BertConfig(
+        vocab_size=len(_VOCABULARY),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        **settings,
+    )
+    return getattr(transformers, name)(config)
+
+
+def _tokenizer(folder: Path) -> Any:
+    (folder / "vocab.txt").write_text("\n".join(_VOCABULARY))
+    return transformers.BertTokenizerFast(str(folder / "vocab.txt"))
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs"),
+    [
+        ("BertForSequenceClassification", {"logits": [2]}),
+        ("BertModel", {"last_hidden_state": [-1, 16], "pooler_output": [16]}),
+    ],
+)
+def test_model_that_takes_text(name: str, outputs: dict[str, list[int]], tmp_path: Path) -> None:
+    """With its tokenizer, a model of transformers takes texts of any length."""
+    document = _saved(tmp_path, _bert(name), processor=_tokenizer(tmp_path))
+    assert _tensors(document, "input") == {"text": [1]}
+    assert _tensors(document, "output") == outputs
+
+
+def test_model_that_takes_tokens(tmp_path: Path) -> None:
+    """Without a tokenizer, it takes tokens of any number, and the mask is optional."""
+    tokens = torch.ones(2, 5, dtype=torch.long)
+    document = _saved(
+        tmp_path, _bert("BertModel"), example_inputs={"input_ids": tokens, "attention_mask": tokens}
+    )
+    assert _tensors(document, "input") == {"input_ids": [-1], "attention_mask": [-1]}
+    assert [entry["optional"] for entry in document["input"]] == [False, True]
+
+
+def test_model_that_takes_images(tmp_path: Path) -> None:
+    """With its image processor, a model of transformers takes the bytes of a file."""
+    config = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        image_size=32,
+        patch_size=8,
+    )
+    processor = transformers.ViTImageProcessorPil(size={"height": 32, "width": 32})
+    model = transformers.ViTForImageClassification(config)
+    document = _saved(tmp_path, model, processor=processor)
+    assert _tensors(document, "input") == {"image": [1]}
+    assert _tensors(document, "output") == {"logits": [2]}
+
+
+# --- bad input -------------------------------------------------------------------------------
+
+_BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "no example": (
+        models.Affine(),
+        {},
+        ExampleError,
+        r"example_inputs is missing; expected valid arguments of forward\(x\): a tensor, a tuple",
+    ),
+    "shape": (
+        models.Affine(),
+        {"example_inputs": torch.rand(2, 5)},
+        ExampleError,
+        r"example_inputs does not fit forward\(x\): RuntimeError: mat1 and mat2",
+    ),
+    "argument": (
+        models.Affine(),
+        {"example_inputs": {"y": _X}},
+        ExampleError,
+        r"example_inputs does not fit forward\(x\): TypeError: .*unexpected keyword",
+    ),
+    "kind": (models.Affine(), {"example_inputs": 3}, ExampleError, "example_inputs is a int"),
+    "number": (
+        Nested(),
+        {"example_inputs": (_X, {"bias": 1.0}, (_X, _X))},
+        ExampleError,
+        r"the value of 'ARGS\[1\]\[bias\]' in example_inputs is a float; expected a tensor",
+    ),
+    "type": (
+        models.Negate(),
+        {"example_inputs": _X.to(torch.complex64)},
+        ExampleError,
+        "the value of 'x' in example_inputs is torch.complex64; expected a type that Triton has",
+    ),
+    "examples": (
+        models.Negate(),
+        {"example_inputs": [_X, _X[0]]},
+        ExampleError,
+        "the examples differ in their inputs or in the dimensions of 'x'",
+    ),
+    "batch": (
+        Total(),
+        {"example_inputs": _X, "max_batch_size": 4},
+        ExampleError,
+        "max_batch_size is 4, and twice the rows in the example do not give twice the rows",
+    ),
+    "request": (
+        models.Affine(),
+        {"example_inputs": _X, "hooks": Hooks},
+        ExampleError,
+        "example_inputs is a Tensor, and the model has hooks; expected a dict of the inputs",
+    ),
+    "module": (lambda x: x, {}, SaveError, "module is a function; expected a torch.nn.Module"),
+    "format": (models.Affine(), {"format": "onnx"}, SaveError, "format is 'onnx'; expected one"),
+    "rows": (models.Affine(), {"max_batch_size": -1}, SaveError, "max_batch_size is -1"),
+    "instances": (models.Affine(), {"instances": 0}, SaveError, "instances is 0"),
+    "constructor": (
+        Branches(2.0),
+        {"example_inputs": _X, "format": "module"},
+        SaveError,
+        r"Branches\(\) fails: TypeError: .*Pass the arguments of its constructor as model_kwargs",
+    ),
+    "JSON": (
+        Branches(2.0),
+        {"example_inputs": _X, "format": "module", "model_kwargs": {"factor": _X}},
+        SaveError,
+        "model_kwargs cannot be written as JSON: .*Save with format='export'",
+    ),
+    "export": (
+        Branches(2.0),
+        {"example_inputs": _X, "format": "export"},
+        SaveError,
+        "torch.export cannot export Branches: .*Save it with another format",
+    ),
+    "neither": (
+        Branches(2.0),
+        {"example_inputs": _X},
+        SaveError,
+        r"it can be saved neither as source \(Branches\(\) fails.*\) nor as a program \(torch.exp",
+    ),
+    "answers": (
+        Branches(2.0),
+        {"example_inputs": _X, "format": "module", "model_kwargs": {"factor": 3}},
+        LoadError,
+        "output 'OUTPUT__0' of the saved model differs from the module's own by .*model_kwargs",
+    ),
+    "random": (
+        Random(),
+        {"example_inputs": _X, "format": "module"},
+        LoadError,
+        "its answers are not random",
+    ),
+    "processor": (
+        models.Affine(),
+        {"example_inputs": _X, "processor": object()},
+        SaveError,
+        "processor is a object for a Affine; expected a tokenizer or an image processor",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about what it cannot export
+@pytest.mark.parametrize("case", _BAD)
+def test_bad_input(case: str, tmp_path: Path) -> None:
+    """Bad input is one sentence, and nothing is written."""
+    module, options, error, says = _BAD[case]
+    with pytest.raises(error, match=says) as refusal:
+        save_model(module, tmp_path / "models" / "net", **options)
+    assert "\n" not in str(refusal.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a$b", ".net", "a\nb"])
+def test_bad_name(name: str, tmp_path: Path) -> None:
+    """A name that Triton refuses is refused before anything is written."""
+    with pytest.raises(SaveError, match="the name of the folder is"):
+        save_model(models.Affine(), tmp_path / name, example_inputs=_X)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_folder_that_exists(tmp_path: Path) -> None:
+    """A folder is replaced only on request, and only if the new model is good."""
+    _saved(tmp_path, models.Affine(), example_inputs=_X)
+    folder = tmp_path / "models" / "net"
+    before = command_line.tree(folder)
+    with pytest.raises(InstallError, match=r"exists already; choose .*\(in Python: overwrite=True"):
+        save_model(models.Negate(), folder, example_inputs=_X)
+    with pytest.raises(LoadError, match="differs from the module's own"):
+        save_model(Random(), folder, example_inputs=_X, format="module", overwrite=True)
+    assert command_line.tree(folder) == before
+    save_model(models.Negate(), folder, example_inputs=_X, overwrite=True)
+    assert not (folder / "1" / "model.safetensors").exists()
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    """A repository that cannot be made is an error of one sentence."""
+    (tmp_path / "file").touch()
+    with pytest.raises(InstallError, match="cannot make"):
+        save_model(models.Affine(), os.fspath(tmp_path / "file" / "net"), example_inputs=_X)
