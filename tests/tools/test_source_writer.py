@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import sys
 import types
@@ -70,10 +71,8 @@ def main(monkeypatch: pytest.MonkeyPatch) -> Main:
     monkeypatch.setitem(sys.modules, "__main__", module)
 
     def run(text: str, file: str) -> dict[str, Any]:
-        try:
+        with contextlib.suppress(RuntimeError):
             exec(compile(text, file, "exec"), vars(module))
-        except RuntimeError:
-            pass
         return vars(module)
 
     return run

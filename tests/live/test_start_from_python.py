@@ -1,0 +1,271 @@
+"""`save_model` and `serve`: from a module to answers of a real server, and what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import living
+import models
+import numpy as np
+import psutil
+import pytest
+import scenarios
+import torch
+from torch import Tensor, nn
+from tritonclient.utils import InferenceServerException
+
+import torch_py_backend
+from torch_py_backend import LocalServer
+from torch_py_backend.errors import InputError, ServerError
+from torch_py_backend.tools.module_files import Format
+
+_FORMATS: tuple[Format, ...] = ("module", "export", "torchscript", "aoti")
+
+
+class Measure:
+    """Hooks that measure texts."""
+
+    def preprocess(self, text: str) -> Tensor:
+        return torch.tensor([float(len(text)), 1.0, 2.0, 3.0])
+
+    def postprocess(self, result: Tensor) -> dict[str, Any]:
+        return {"label": ["a", "b", "c"][int(result.argmax())], "scores": result}
+
+
+class Scale(nn.Module):
+    def forward(self, x: Tensor, factor: Tensor) -> dict[str, Tensor]:
+        return {"y": x * factor}
+
+
+@pytest.fixture(scope="module")
+def module() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return models.Affine()
+
+
+@pytest.fixture(scope="module")
+def server(module: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalServer]:
+    """A server with the module in each format, one with hooks, and one in bfloat16."""
+    repository = tmp_path_factory.mktemp("models")
+    for kind in _FORMATS:
+        torch_py_backend.save_model(
+            module, repository / kind, example_inputs=torch.rand(2, 4), format=kind
+        )
+    torch_py_backend.save_model(
+        module, repository / "texts", example_inputs={"text": ["a", "longer"]}, hooks=Measure
+    )
+    half = torch.rand(2, 4, dtype=torch.bfloat16)
+    torch_py_backend.save_model(Scale(), repository / "half", example_inputs=(half, half))
+    with torch_py_backend.serve(repository) as running:
+        yield running
+
+
+@pytest.mark.parametrize("kind", _FORMATS)
+def test_answers(kind: str, server: LocalServer, module: nn.Module) -> None:
+    """What is served has the answers of the module, for any number of rows."""
+    for rows in (1, 2, 5):
+        x = torch.rand(rows, 4)
+        with torch.inference_mode():
+            expected = {"OUTPUT__0": module(x).numpy()}
+        for inputs in (x, {"x": x}, x.numpy().astype(np.float64), x.tolist()):
+            outputs = server.infer(kind, inputs)
+            assert outputs.keys() == expected.keys()
+            scenarios.assert_close(outputs["OUTPUT__0"], expected["OUTPUT__0"])
+
+
+def test_texts(server: LocalServer) -> None:
+    """A list of str is one text for each row; strings in the result are bytes."""
+    outputs = server.infer("texts", ["one", "another"])
+    assert outputs["scores"].shape == (2, 3)
+    assert {bytes(label) for label in outputs["label"].flat} <= {b"a", b"b", b"c"}
+
+
+def test_bfloat16(server: LocalServer) -> None:
+    """Tensors of torch are sent in their own type, also one that numpy does not have."""
+    x = torch.rand(2, 4, dtype=torch.bfloat16)
+    outputs = server.infer("half", {"x": x, "factor": torch.full_like(x, 2.0)})
+    assert torch.equal(torch.from_numpy(outputs["y"].astype(np.float32)), (x * 2).float())
+
+
+def test_client(server: LocalServer) -> None:
+    """The server has a client of tritonclient, and its addresses."""
+    assert server.client.is_model_ready("module")
+    assert server.client.get_server_metadata().name == "triton"
+    for address in (server.http_address, server.grpc_address, server.metrics_address):
+        host, _, port = address.partition(":")
+        socket.create_connection((host, int(port)), timeout=60).close()
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "error", "says"),
+    [
+        ("module", {"z": [1.0]}, InputError, "it has no input z; expected names among x"),
+        ("half", [[1.0]], InputError, "one value was given for the inputs x, factor; expected a"),
+        ("export", [["a"]], InputError, "input 'x' is <U1; expected values of FP32"),
+        ("texts", [[1.0]], InputError, "input 'text' is float64; expected values of BYTES"),
+        ("module", [[1.0, 2.0]], InferenceServerException, "unexpected shape for input 'x'"),
+        ("nothing", [[1.0]], InferenceServerException, "'nothing'"),
+    ],
+)
+def test_bad_requests(
+    model: str, inputs: Any, error: type[Exception], says: str, server: LocalServer
+) -> None:
+    """A value that does not fit is refused with the names of the inputs, or by the server."""
+    with pytest.raises(error, match=says):
+        server.infer(model, inputs)
+
+
+# --- servers that do not start ---------------------------------------------------------------
+
+
+def _repository(folder: Path, *names: str) -> Path:
+    for name in names:
+        next(one for one in scenarios.TABLE if one.name == name).lay_out(folder)
+    return folder
+
+
+def _refuse(says: str, repository: Path, **options: Any) -> None:
+    before = set(living.descendants(os.getpid()))
+    with (
+        pytest.raises(ServerError, match=says) as error,
+        torch_py_backend.serve(repository, **options),
+    ):
+        pass
+    assert "\n" not in str(error.value)
+    assert living.all_end(set(living.descendants(os.getpid())) - before)
+
+
+def test_model_that_does_not_load(tmp_path: Path) -> None:
+    """The error is the server's own sentence, and nothing is left running."""
+    repository = _repository(tmp_path / "models", "function", "syntax_error")
+    _refuse("^model 'syntax_error': model.py fails at line .*SyntaxError", repository)
+
+
+def test_port_in_use(tmp_path: Path) -> None:
+    """A port that is taken is named, with what to do."""
+    repository = _repository(tmp_path / "models", "function")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        _refuse(f"--grpc-port {port} .* Choose another port", repository, grpc_port=port)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "holds no models; expected folders with a config.pbtxt"),
+        ({"arguments": ["--nonsense"]}, "No such option: --nonsense"),
+    ],
+)
+def test_nothing_to_serve(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """What the command refuses is the message of the exception."""
+    _refuse(says, tmp_path, **options)
+
+
+def test_log_of_a_server_that_ends(tmp_path: Path) -> None:
+    """Triton's log, which the message names, is kept; nothing else is."""
+    repository = _repository(tmp_path / "models", "function")
+    (tmp_path / "temporary").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+        with (
+            pytest.raises(ServerError, match="its log says why: ") as error,
+            torch_py_backend.serve(repository, arguments=["--", "--nonsense"]),
+        ):
+            pass
+    log = Path(str(error.value).rpartition(": ")[2].rstrip("."))
+    assert "nonsense" in log.read_text()
+
+
+# --- what is left behind ---------------------------------------------------------------------
+
+_SCRIPT = """
+import sys
+import torch_py_backend
+print("starting", flush=True)
+with torch_py_backend.serve(sys.argv[1]) as server:
+    print("ready", server.infer("function", [[1.0, 2.0, 3.0, 4.0]]), flush=True)
+    sys.stdin.read()
+print("end", flush=True)
+"""
+
+
+@contextlib.contextmanager
+def _script(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    repository = _repository(folder / "models", "function")
+    (folder / "temporary").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT, str(repository)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"TMPDIR": str(folder / "temporary")},
+    )
+    family: Sequence[psutil.Process] = []
+    try:
+        yield process
+    finally:
+        family = living.descendants(process.pid) if process.poll() is None else []
+        process.kill()
+        for descendant in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                descendant.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def _until(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
+    """Wait for this number of descendants, or the end; return the descendants."""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        family = living.descendants(process.pid)
+        if len(family) >= count:
+            return family
+        time.sleep(0.02)
+    raise AssertionError(process.poll())
+
+
+@pytest.mark.parametrize("processes", [1, 3, 4], ids=["command", "tritonserver", "instance"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_interrupted_start(number: signal.Signals, processes: int, tmp_path: Path) -> None:
+    """Ctrl-C, and the death of the process, end the server however far it has started."""
+    with _script(tmp_path) as process:
+        family = _until(process, processes)
+        process.send_signal(number)
+        assert process.wait(120) == -number
+        assert living.all_end(family)
+    if number is signal.SIGINT:
+        assert list((tmp_path / "temporary").iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGINT, signal.SIGKILL])
+def test_end(number: signal.Signals | None, tmp_path: Path) -> None:
+    """The server ends with the block, and with its process."""
+    with _script(tmp_path) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert lines[1].startswith("ready")
+        family = living.descendants(process.pid)
+        if number is None:
+            process.stdin.close()
+            assert process.stdout.readline() == "end\n"
+        else:
+            process.send_signal(number)
+        assert process.wait(120) == (-number if number else 0)
+        assert living.all_end(family)
+    if number is not signal.SIGKILL:
+        assert list((tmp_path / "temporary").iterdir()) == []
