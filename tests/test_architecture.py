@@ -55,8 +55,26 @@ def test_without_torch(imports_torch: list[str]) -> None:
     assert imports_torch == []
 
 
+def test_what_the_package_imports() -> None:
+    """The public names are there without torch, numpy or a client; `serve` needs no torch."""
+    code = (
+        "import sys, torch_py_backend as package\n"
+        "heavy = {'torch', 'numpy', 'tritonclient', 'grpc', 'psutil', 'torch_py_backend.tools'}\n"
+        "assert set(package.__all__) <= set(dir(package))\n"
+        "print(heavy & set(sys.modules))\n"
+        "package.serve, package.LocalServer\n"
+        "print({'torch', 'tritonclient', 'grpc', 'psutil'} & set(sys.modules))\n"
+        "print(package.save_model.__module__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.split("\n")[:3] == ["set()", "set()", "torch_py_backend.tools.saving"]
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        torch_py_backend.nothing  # noqa: B018
+
+
 @pytest.mark.parametrize(
-    "module", ["startup.builder", "startup.warmup", "autocomplete.schema", "tools.trial"]
+    "module",
+    ["startup.builder", "startup.warmup", "autocomplete.schema", "tools.trial", "tools.saving"],
 )
 def test_without_the_compiler(module: str) -> None:
     """Inductor takes a second to import: only models that are compiled wait for it."""

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import scenarios
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tritonclient.utils import InferenceServerException
 
 import torch_py_backend
@@ -29,21 +29,6 @@ from torch_py_backend.errors import InputError, ServerError
 from torch_py_backend.tools.module_files import Format
 
 _FORMATS: tuple[Format, ...] = ("module", "export", "torchscript", "aoti")
-
-
-class Measure:
-    """Hooks that measure texts."""
-
-    def preprocess(self, text: str) -> Tensor:
-        return torch.tensor([float(len(text)), 1.0, 2.0, 3.0])
-
-    def postprocess(self, result: Tensor) -> dict[str, Any]:
-        return {"label": ["a", "b", "c"][int(result.argmax())], "scores": result}
-
-
-class Scale(nn.Module):
-    def forward(self, x: Tensor, factor: Tensor) -> dict[str, Tensor]:
-        return {"y": x * factor}
 
 
 @pytest.fixture(scope="module")
@@ -62,10 +47,10 @@ def server(module: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Itera
             module, repository / kind, example_inputs=torch.rand(2, 4), format=kind
         )
     torch_py_backend.save_model(
-        module, repository / "texts", example_inputs={"text": ["a", "longer"]}, hooks=Measure
+        module, repository / "texts", example_inputs={"text": ["a", "longer"]}, hooks=models.Measure
     )
     half = torch.rand(2, 4, dtype=torch.bfloat16)
-    torch_py_backend.save_model(Scale(), repository / "half", example_inputs=(half, half))
+    torch_py_backend.save_model(models.Times(), repository / "half", example_inputs=(half, half))
     with torch_py_backend.serve(repository) as running:
         yield running
 
@@ -223,8 +208,9 @@ def _script(folder: Path) -> Iterator[subprocess.Popen[str]]:
             with contextlib.suppress(psutil.NoSuchProcess):
                 descendant.kill()
         process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
 
 
 def _until(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:

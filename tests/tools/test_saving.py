@@ -77,16 +77,6 @@ class Branches(nn.Module):
         return x * self.factor if x.sum() > 0 else x
 
 
-class Hooks:
-    """Measures texts."""
-
-    def preprocess(self, text: str) -> Tensor:
-        return torch.tensor([float(len(text)), 1.0, 2.0, 3.0])
-
-    def postprocess(self, result: Tensor) -> dict[str, Any]:
-        return {"label": ["a", "b", "c"][int(result.argmax())], "scores": result}
-
-
 class Words:
     """Makes a batch of texts of different lengths."""
 
@@ -221,7 +211,7 @@ def test_default_format(
 def test_hooks(kind: Any, tmp_path: Path) -> None:
     """A class of hooks is written beside the model; the config has its inputs and outputs."""
     document = _saved(
-        tmp_path, models.Affine(), format=kind, hooks=Hooks,
+        tmp_path, models.Affine(), format=kind, hooks=models.Measure,
         example_inputs={"text": ["a", "longer"]},
     )  # fmt: skip
     assert _tensors(document, "input") == {"text": [1]}
@@ -362,7 +352,7 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     ),
     "request": (
         models.Affine(),
-        {"example_inputs": _X, "hooks": Hooks},
+        {"example_inputs": _X, "hooks": models.Measure},
         ExampleError,
         "example_inputs is a Tensor, and the model has hooks; expected a dict of the inputs",
     ),
