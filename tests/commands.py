@@ -116,6 +116,7 @@ _CHECKS: Mapping[str, Callable[[Sequence[str]], None]] = MappingProxyType(
         "make": _make,
         "curl": _curl,
         "mkdir": _any,
+        "pytest": _any,
         "cp": _any,
         "mv": _any,
         "sha256sum": _any,

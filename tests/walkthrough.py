@@ -48,12 +48,17 @@ def followed(page: Path) -> bool:
 
 def serves(page: Path) -> bool:
     """Whether following it starts a server."""
-    return followed(page) and any(
-        words[:2] == ["torch-py-backend", "serve"]
-        for one in _blocks(page)
-        if one.runs and one.language == "sh"
-        for words in commands.lines(one)
-    )
+    return followed(page) and any(map(_starts_server, filter(_runs, _blocks(page))))
+
+
+def _starts_server(block: Block) -> bool:
+    if block.language == "python":
+        return "torch_py_backend.serve(" in block.text
+    return any(words[:2] == ["torch-py-backend", "serve"] for words in commands.lines(block))
+
+
+def _runs(block: Block) -> bool:
+    return block.runs
 
 
 def _blocks(page: Path) -> list[Block]:
@@ -189,6 +194,9 @@ _WAYS: Mapping[str, Callable[[Walkthrough, Block, Sequence[str]], str]] = Mappin
     {
         "torch-py-backend": Walkthrough._ours,
         "curl": Walkthrough._curl,
+        "pytest": lambda self, block, arguments: self._shell(
+            block, [sys.executable, "-m", "pytest", *arguments]
+        ),
         "cp": lambda self, block, arguments: self._shell(block, ["cp", *arguments]),
         "mv": lambda self, block, arguments: self._shell(block, ["mv", *arguments]),
         "mkdir": lambda self, block, arguments: self._shell(block, ["mkdir", *arguments]),

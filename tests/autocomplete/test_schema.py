@@ -545,8 +545,18 @@ _PAIR = "def example_inputs():\n    return {'x': torch.rand(2, 4), 'm': torch.ra
             {},
             ("x FP32 [2, 4]", "OUTPUT__0 FP32 [2, 3]", 0),
         ),
+        (
+            {
+                "hook": "preprocess_batch(self, texts: list[str])",
+                "prepared": "torch.tensor([[float(len(text))] * 4 for text in texts])",
+                "finished": "{'first': result[:2], 'rest': result.repeat(int(result[0]))}",
+                "example": "def example_inputs():\n    return {'texts': [['a'], ['bcd']]}",
+            },
+            {},
+            ("texts STRING [1]", "first FP32 [2]; rest FP32 [-1]", 8),
+        ),
     ],
-    ids=["annotated", "batch-annotated", "listed", "example", "without-a-batch"],
+    ids=["annotated", "batch-annotated", "listed", "example", "without-a-batch", "varying"],
 )
 def test_hooks(
     parts: dict[str, str],
