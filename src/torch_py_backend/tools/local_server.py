@@ -76,6 +76,8 @@ class LocalServer:
         Raises:
             ServerError: the server or a model does not start.
         """
+        if self._process is not None:
+            raise ServerError("the server runs already; stop it first.")
         # For Triton's log, too.
         folder = tempfile.mkdtemp(prefix="torch-py-backend-")
         self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -104,7 +106,9 @@ class LocalServer:
         """Stop the server. May be called twice."""
         self.__dict__.pop("client", None)
         process, self._process = self._process, None
-        if process is not None:
+        with contextlib.closing(self._stack):
+            if process is None:
+                return
             cast("Any", process.stdin).close()
             process.terminate()  # another child of this process may hold the pipe open
             try:
@@ -112,7 +116,6 @@ class LocalServer:
             except BaseException:  # a second Ctrl-C, or it does not end
                 process.kill()
                 raise
-        self._stack.close()
 
     @functools.cached_property
     def client(self) -> tritonclient.grpc.InferenceServerClient:
@@ -258,7 +261,7 @@ def _input(model: str, tensor: Any, value: Any) -> Any:
             expected=f"values of {tensor.datatype}",
         )
     shape = list(tensor.shape)
-    if is_text and array.ndim == len(shape) - 1 and shape[-1:] in ([1], ["1"]):
+    if array.ndim == len(shape) - 1 and shape[-1:] == [1]:  # one value for each row
         array = array[..., None]
     sent = _grpc().InferInput(tensor.name, list(array.shape), tensor.datatype)
     sent.set_data_from_numpy(array.astype(dtype))

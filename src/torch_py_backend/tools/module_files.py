@@ -171,14 +171,13 @@ class ModuleFiles:
     def _write_example(self) -> str:
         """Write the example; return the function with it if there are strings in it."""
         item = self.example.item
-        tensors = {name: value for name, value in item.items() if isinstance(value, Tensor)}
+        tensors = {
+            name: value.detach().cpu().clone().contiguous()  # they may share memory
+            for name, value in item.items()
+            if isinstance(value, Tensor)
+        }
         if len(tensors) == len(item):
-            copies = {
-                name: value.detach().cpu().clone().contiguous()
-                for name, value in item.items()
-                if isinstance(value, Tensor)
-            }
-            safetensors.torch.save_file(copies, self._folder / EXAMPLE)
+            safetensors.torch.save_file(tensors, self._folder / EXAMPLE)
             return ""
         values = []
         for name, value in item.items():
@@ -207,11 +206,15 @@ class ModuleFiles:
         built = type(self._module)
         text = f"{built.__name__}({', '.join(f'{k}={v!r}' for k, v in self._kwargs.items())})"
         cure = "Pass the arguments of its constructor as model_kwargs, or use format='export'."
-        try:
-            with torch.random.fork_rng(devices=[]), torch.device("meta"):
-                again = built(**self._kwargs)
-        except Exception as error:
-            raise SaveError(self._name, f"{text} fails: {summarize(error)}", cure=cure) from error
+        for device in ("meta", "cpu"):  # some constructors read values
+            try:
+                with torch.random.fork_rng(devices=[]), torch.device(device):
+                    again = built(**self._kwargs)
+                break
+            except Exception as error:  # of the module's own code
+                if device == "cpu":
+                    problem = f"{text} fails: {summarize(error)}"
+                    raise SaveError(self._name, problem, cure=cure) from error
         kinds, wanted = (
             {
                 key: (getattr(value, "shape", None), getattr(value, "dtype", None))
@@ -231,16 +234,23 @@ class ModuleFiles:
         state: dict[str, Tensor] = {}
         written: set[int] = set()
         storages: set[int] = set()
-        for key, value in self._module.state_dict(keep_vars=True).items():
-            if id(value) in written:
-                continue  # tied to another weight, as it will be in the module that is built
-            written.add(id(value))
-            tensor = value.detach().cpu().contiguous()
-            storage = tensor.untyped_storage().data_ptr()
-            state[key] = tensor.clone() if storage in storages else tensor
-            storages.add(storage)
-        if state:
-            safetensors.torch.save_file(state, self._folder / "model.safetensors")
+        try:
+            for key, value in self._module.state_dict(keep_vars=True).items():
+                if id(value) in written:
+                    continue  # tied to another weight, as it will be in the module that is built
+                written.add(id(value))
+                tensor = value.detach().cpu().contiguous()
+                storage = tensor.untyped_storage().data_ptr()
+                state[key] = tensor.clone() if storage in storages else tensor
+                storages.add(storage)
+            if state:
+                safetensors.torch.save_file(state, self._folder / "model.safetensors")
+        except Exception as error:  # sparse and quantized tensors, and states of other types
+            raise SaveError(
+                self._name,
+                f"its weights cannot be written as safetensors: {summarize(error)}",
+                cure="Save it with another format.",
+            ) from error
         return "model.py"
 
     def _write_pretrained(self, parameters: dict[str, str]) -> ArtifactFiles:
