@@ -234,7 +234,11 @@ def test_settings(tmp_path: Path) -> None:
     module = nn.Sequential(nn.Dropout(), nn.Dropout())
     module[1].eval()
     document = _saved(
-        tmp_path, module, example_inputs=_X, instances=3, parameters={"CHECK_FINITE": "true"}
+        tmp_path,
+        module,
+        example_inputs=_X,
+        instances=3,
+        parameters={"CHECK_FINITE": True, "OPTIMIZE": "bf16"},
     )
     assert document["instance_group"][0]["count"] == 3
     assert document["parameters"]["CHECK_FINITE"]["string_value"] == "true"

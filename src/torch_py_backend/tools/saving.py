@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import shutil
@@ -41,7 +42,7 @@ def save_model(
     hooks: type | None = None,
     processor: Any = None,
     instances: int = 1,
-    parameters: Mapping[str, str] | None = None,
+    parameters: Mapping[str, object] | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write a complete model folder, load it in a child process, and compare its answers.
@@ -72,7 +73,7 @@ def save_model(
         processor: the tokenizer or image processor of a transformers model. The folder then takes
             the input `text`, or `image` with the bytes of a file.
         instances: the number of instances; of a module on a GPU, on each GPU.
-        parameters: options of config.pbtxt by name.
+        parameters: options of config.pbtxt by name; what is not a str is written as JSON.
         overwrite: replace a model folder that has the version 1 alone.
 
     Returns:
@@ -92,6 +93,10 @@ def save_model(
         formats = (format or "module",)
     elif format is not None or isinstance(module, torch.jit.ScriptModule):
         formats = (format or "torchscript",)
+    options = {
+        key: value if isinstance(value, str) else json.dumps(value)
+        for key, value in (parameters or {}).items()
+    }
     refusals = []
     with _evaluating(module), torch.no_grad(), _scratch(target) as scratch:
         for kind in formats:
@@ -102,7 +107,7 @@ def save_model(
                 artifact = writer.write(example_inputs, max_batch_size, dynamic_shapes)
                 report = model_folder.create(
                     target,
-                    replace(artifact, parameters={**artifact.parameters, **(parameters or {})}),
+                    replace(artifact, parameters={**artifact.parameters, **options}),
                     writer.example.entries,
                     transfer=shutil.move,
                     saved=SavedModule(

@@ -133,7 +133,8 @@ def _compare(engine: Engine, reference: Path) -> None:
     outputs = _run(engine, tile(engine.config, item, rows))
     for name, expected in read_values(reference).items():
         error = difference(engine.config.name, name, outputs[name], expected)
-        reduced = isinstance(expected, Tensor) and expected.dtype in _REDUCED
+        half = isinstance(expected, Tensor) and expected.dtype in _REDUCED
+        reduced = half or bool(engine.config.options.optimize)  # such as bf16
         limit = _LARGEST_ERROR_REDUCED if reduced else _LARGEST_ERROR
         if not error <= limit:
             raise OutputError(
