@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,7 @@ class Words:
         return ids
 
 
+_RUN = child_process.run
 _X = torch.rand(2, 4)
 _LONG = [{"ids": torch.randint(0, 20, (2, length))} for length in (5, 7)]
 
@@ -218,6 +221,21 @@ def test_hooks(kind: Any, tmp_path: Path) -> None:
     assert _tensors(document, "output") == {"label": [], "scores": [3]}
     source = (tmp_path / "models" / "net" / "1" / "model.py").read_text()
     assert "'text': [['a'], ['longer']]" in source
+
+
+def test_model_py_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of the user's own model.py is saved with hooks, and stays imported."""
+    monkeypatch.setattr(child_process, "run", _RUN)  # a child imports another `model`
+    (tmp_path / "model.py").write_text(models.source(models.Affine))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "model", raising=False)
+    module = importlib.import_module("model")
+    paths = list(sys.path)
+    example = {"text": ["a", "longer"]}
+    _saved(tmp_path, module.Affine(), hooks=models.Measure, example_inputs=example)
+    assert (sys.modules.pop("model"), sys.path) == (module, paths)
+    text = (tmp_path / "models" / "net" / "1" / "model.py").read_text()
+    assert text.startswith(models.source(models.Affine).rstrip())
 
 
 def test_outputs_of_hooks_whose_sizes_vary(tmp_path: Path) -> None:

@@ -370,7 +370,7 @@ class ModuleFiles:
         }
         arguments = pbtxt.arguments(self._folder.parent, "1", document)
         config = model_config.parse(arguments, complete=False)
-        with _imports_restored():
+        with _imports_restored(self._folder):
             hooks = user_hooks.load(config, self._artifact(self._folder))
             assert hooks is not None  # noqa: S101  HOOKS names them
             device_runtime = runtime.create(config.options, self.device, ())
@@ -403,7 +403,7 @@ class ModuleFiles:
         else:
             config = model_config.parse(pbtxt.arguments(folder, "1", document))
             artifact = self._artifact(folder / "1")
-            with _imports_restored():
+            with _imports_restored(folder):
                 engine = Engine(
                     config,
                     Loaded(artifact, self._module, self._signature),
@@ -421,10 +421,15 @@ class ModuleFiles:
 
 
 @contextlib.contextmanager
-def _imports_restored() -> Iterator[None]:
-    """Remove what a model.py adds to the path of imports."""
-    path = list(sys.path)
+def _imports_restored(folder: Path) -> Iterator[None]:
+    """Import the files of a folder as an instance does, and undo what that changes."""
+    path, modules = list(sys.path), dict(sys.modules)
     try:
         yield
     finally:
         sys.path[:] = path
+        for name in sys.modules.keys() - modules.keys():
+            if str(getattr(sys.modules[name], "__file__", None)).startswith(str(folder)):
+                del sys.modules[name]
+        # A module of the user with the name `model` makes room for the model.py.
+        sys.modules.update({key: modules[key] for key in modules.keys() - sys.modules.keys()})

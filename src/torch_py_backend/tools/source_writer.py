@@ -62,7 +62,7 @@ class SourceWriter:
     def text(self) -> str:
         """Return the text of model.py, without a class of a user's own model.py."""
         own = self.files.pop("model.py", None)
-        text = "" if own is None else own.read_text(encoding="utf-8") + "\n\n"
+        text = "" if own is None else own.read_text(encoding="utf-8").rstrip() + "\n"
         future = "from __future__ import annotations\n\n"
         start = future if self._postponed and not own else text
         return start + "".join([*self._imports, *self._definitions])
