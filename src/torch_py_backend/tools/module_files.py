@@ -45,6 +45,7 @@ _EXAMPLES = {
     _TEXT: {"text": ["a text", "another text, which is longer"]},
     _IMAGE: {"image": [_PIXEL, _PIXEL]},
 }
+_FALLBACK = "exported.pt2"
 _DESCRIPTIONS: Mapping[Format, str] = {
     "module": ArtifactType.MODULE.value,
     "export": ArtifactType.EXPORTED.value,
@@ -317,25 +318,28 @@ class ModuleFiles:
         if dynamic_shapes is None:
             dynamic_shapes = self._dynamic_shapes(call)
         path = self._folder / "model.pt2"
-        what = f"torch.export cannot export {type(self._module).__name__}"
+        failed = f"torch.export cannot export {type(self._module).__name__}"
         try:
-            program = torch.export.export(
-                self._module, call.args, call.kwargs, dynamic_shapes=dynamic_shapes
-            )
-            if self._kind == "export":
-                torch.export.save(program, path)
-                return path.name
-            what = f"AOTInductor cannot compile {type(self._module).__name__}"
-            torch.export.save(program, self._folder / "exported.pt2")
-            parameters["FALLBACK"] = "exported.pt2"
-            aoti_compile_and_package(
-                program,
-                package_path=str(path),
-                inductor_configs={"aot_inductor.metadata": {"torch_version": torch.__version__}},
-            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's, about itself
+                program = torch.export.export(
+                    self._module, call.args, call.kwargs, dynamic_shapes=dynamic_shapes
+                )
+                if self._kind == "export":
+                    torch.export.save(program, path)
+                    return path.name
+                failed = f"AOTInductor cannot compile {type(self._module).__name__}"
+                torch.export.save(program, self._folder / _FALLBACK)
+                parameters["FALLBACK"] = _FALLBACK
+                metadata = {"torch_version": torch.__version__}  # compared by each load
+                aoti_compile_and_package(
+                    program,
+                    package_path=str(path),
+                    inductor_configs={"aot_inductor.metadata": metadata},
+                )
         except Exception as error:  # of the module's own code, or the compiler's
             raise SaveError(
-                self._name, f"{what}: {summarize(error)}", cure="Save it with another format."
+                self._name, f"{failed}: {summarize(error)}", cure="Save it with another format."
             ) from error
         return path.name
 
