@@ -127,6 +127,15 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]
         {"example_inputs": {"x": _X}},
         {"input": {"x": [2, 4]}, "output": {"OUTPUT__0": [1]}, "rows": 0},
     ),
+    "without dimensions": (
+        models.AddSub,
+        {"example_inputs": (torch.tensor(1.0), torch.tensor(2.0))},
+        {
+            "input": {"INPUT0": [], "INPUT1": []},
+            "output": {"OUTPUT__0": [1], "OUTPUT__1": [1]},
+            "rows": 0,
+        },
+    ),
     "nested": (
         Nested,
         {"example_inputs": (_X, {"bias": _X}, (_X, _X))},
@@ -348,6 +357,12 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         r"example_inputs does not fit forward\(x\): TypeError: .*unexpected keyword",
     ),
     "kind": (models.Affine(), {"example_inputs": 3}, ExampleError, "example_inputs is a int"),
+    "nothing": (
+        models.WithDefault(),
+        {"example_inputs": ()},
+        ExampleError,
+        r"example_inputs does not fit forward\(x, scale, bias\): TypeError",
+    ),
     "number": (
         Nested(),
         {"example_inputs": (_X, {"bias": 1.0}, (_X, _X))},

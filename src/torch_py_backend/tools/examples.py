@@ -52,6 +52,11 @@ class Example:
     arguments: Arguments | None
     dynamic: Mapping[str, set[int]]
 
+    @property
+    def rows(self) -> int:
+        """The first dimension of the first input; 0: it has none."""
+        return _rows(self.item)
+
 
 def from_arguments(
     model: str,
@@ -95,8 +100,8 @@ def from_arguments(
             cure="Set max_batch_size to 0, or correct the example.",
         )
     example = _describe(model, items, dynamic, max_batch_size, batched=grows, arguments=calls[0])
-    rows, most = len(next(iter(example.item.values()))), example.max_batch_size
-    if not most or rows <= most:
+    most = example.max_batch_size
+    if not most or example.rows <= most:
         return example
     cut = {name: value[:most] for name, value in example.item.items()}
     arguments = calls[0].map(lambda tensor: tensor[:most])
@@ -277,6 +282,10 @@ def _part(spec: Any, key: object, index: int) -> Any:
 # --- the batch dimension, and sizes ----------------------------------------------------------
 
 
+def _rows(item: Item) -> int:
+    return next(iter(next(iter(item.values())).shape), 0)
+
+
 def _doubled(
     model: str, signature: Signature, module: nn.Module, call: Arguments
 ) -> dict[str, Tensor]:
@@ -314,8 +323,10 @@ def _describe(
     """Return the first example with the sizes that differ between the examples."""
     first, *others = items
     entries, dimensions = [], {}
+    if not first:
+        raise ExampleError(model, "example_inputs has no tensors", expected=_KINDS)
     if max_batch_size is None:
-        max_batch_size = max(_BATCH_SIZE, len(next(iter(first.values())))) if batched else 0
+        max_batch_size = max(_BATCH_SIZE, _rows(first)) if batched else 0
     for name, value in first.items():
         shapes = [tuple(item[name].shape) if name in item else () for item in others]
         if any(len(shape) != value.ndim for shape in shapes) or any(

@@ -311,8 +311,8 @@ class ModuleFiles:
         from torch._inductor import aoti_compile_and_package  # noqa: PLC0415  imports the compiler
 
         call = self._call()
-        rows = {len(value) for value in self.example.item.values()}
-        if self.example.max_batch_size and rows == {1}:  # torch.export takes 1 for a constant
+        if self.example.max_batch_size and self.example.rows == 1:
+            # torch.export takes a size of 1 for a constant.
             call = call.map(lambda tensor: torch.cat([tensor, tensor]))
         call = call.map(torch.clone)  # torch.export takes one tensor in two places for one input
         if dynamic_shapes is None:
