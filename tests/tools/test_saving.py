@@ -186,9 +186,14 @@ def test_weights_that_share_memory(kind: Any, tmp_path: Path) -> None:
     assert _tensors(document, "output") == {"OUTPUT__0": [-1, 20], "OUTPUT__1": []}
 
 
-def test_names_in_a_package_of_aotinductor(tmp_path: Path) -> None:
-    """A package has the names of the arguments, and an exported program to fall back on."""
-    document = _saved(tmp_path, models.Affine(), format="aoti", example_inputs=_X)
+@pytest.mark.parametrize("module", [models.Affine(), models.Negate()])
+def test_package_of_aotinductor(module: nn.Module, tmp_path: Path) -> None:
+    """A package has the names of the arguments, its weights beside it, and a program as fallback."""
+    document = _saved(tmp_path, module, format="aoti", example_inputs=_X)
+    files = {path.name for path in (tmp_path / "models" / "net" / "1").iterdir()}
+    assert files == {
+        "model.pt2", "model.safetensors", "exported.pt2", "example_inputs.safetensors",
+    }  # fmt: skip
     assert _tensors(document, "input") == {"x": [4]}
     assert document["parameters"]["FALLBACK"]["string_value"] == "exported.pt2"
 

@@ -26,6 +26,7 @@ from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, SaveError, join_names, summarize
 from torch_py_backend.hooks import user_hooks
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
+from torch_py_backend.loading import package_weights
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 from torch_py_backend.tools import artifact_files, examples
@@ -308,8 +309,6 @@ class ModuleFiles:
         )
 
     def _write_program(self, dynamic_shapes: Any, parameters: dict[str, str]) -> str:
-        from torch._inductor import aoti_compile_and_package  # noqa: PLC0415  imports the compiler
-
         call = self._call()
         if self.example.max_batch_size and self.example.rows == 1:
             # torch.export takes a size of 1 for a constant.
@@ -331,12 +330,7 @@ class ModuleFiles:
                 failed = f"AOTInductor cannot compile {type(self._module).__name__}"
                 torch.export.save(program, self._folder / _FALLBACK)
                 parameters["FALLBACK"] = _FALLBACK
-                metadata = {"torch_version": torch.__version__}  # compared by each load
-                aoti_compile_and_package(
-                    program,
-                    package_path=str(path),
-                    inductor_configs={"aot_inductor.metadata": metadata},
-                )
+                package_weights.compile_package(program, path)
         except Exception as error:  # of the module's own code, or the compiler's
             raise SaveError(
                 self._name, f"{failed}: {summarize(error)}", cure="Save it with another format."
