@@ -188,7 +188,7 @@ def test_weights_that_share_memory(kind: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", [models.Affine(), models.Negate()])
 def test_package_of_aotinductor(module: nn.Module, tmp_path: Path) -> None:
-    """A package has the names of the arguments, its weights beside it, and a program as fallback."""
+    """A package has the names of the arguments, its weights beside it, and a fallback."""
     document = _saved(tmp_path, module, format="aoti", example_inputs=_X)
     files = {path.name for path in (tmp_path / "models" / "net" / "1").iterdir()}
     assert files == {
