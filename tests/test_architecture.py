@@ -67,14 +67,20 @@ def test_what_the_package_imports() -> None:
         "print(package.save_model.__module__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.stdout.split("\n")[:3] == ["set()", "set()", "torch_py_backend.tools.saving"]
+    assert done.stdout.split("\n")[:3] == ["set()", "set()", "torch_py_backend.saving.save_model"]
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         torch_py_backend.nothing  # noqa: B018
 
 
 @pytest.mark.parametrize(
     "module",
-    ["startup.builder", "startup.warmup", "autocomplete.schema", "tools.trial", "tools.saving"],
+    [
+        "startup.builder",
+        "startup.warmup",
+        "autocomplete.schema",
+        "tools.trial",
+        "saving.save_model",
+    ],
 )
 def test_without_the_compiler(module: str) -> None:
     """Inductor takes a second to import: only models that are compiled wait for it."""

@@ -17,19 +17,23 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch_py_backend.tools.local_server import LocalServer, serve
-    from torch_py_backend.tools.saving import save_model
+    from torch_py_backend.saving.save_model import save_model
+    from torch_py_backend.server.local_server import LocalServer, serve
 
 __version__ = "0.1.0"
 __all__ = ["LocalServer", "save_model", "serve"]
 
-_MODULES = {"LocalServer": "local_server", "save_model": "saving", "serve": "local_server"}
+_MODULES = {
+    "LocalServer": "server.local_server",
+    "save_model": "saving.save_model",
+    "serve": "server.local_server",
+}
 
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"{__name__}.tools.{_MODULES[name]}"), name)
+    value: object = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
 

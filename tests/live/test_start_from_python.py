@@ -26,7 +26,7 @@ from tritonclient.utils import InferenceServerException
 import torch_py_backend
 from torch_py_backend import LocalServer
 from torch_py_backend.errors import InputError, ServerError
-from torch_py_backend.tools.module_files import Format
+from torch_py_backend.saving.module_files import Format
 
 _FORMATS: tuple[Format, ...] = ("module", "export", "torchscript", "aoti")
 

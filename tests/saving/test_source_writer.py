@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from torch_py_backend.errors import SaveError
-from torch_py_backend.tools.source_writer import SourceWriter
+from torch_py_backend.saving.source_writer import SourceWriter
 
 _SCRIPT = """
 import functools

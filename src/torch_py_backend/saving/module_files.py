@@ -28,11 +28,12 @@ from torch_py_backend.hooks import user_hooks
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 from torch_py_backend.loading import package_weights
 from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.saving import examples
+from torch_py_backend.saving.examples import Arguments, Example
+from torch_py_backend.saving.source_writer import SourceWriter
 from torch_py_backend.signature import introspection
-from torch_py_backend.tools import artifact_files, examples
+from torch_py_backend.tools import artifact_files
 from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles
-from torch_py_backend.tools.examples import Arguments, Example
-from torch_py_backend.tools.source_writer import SourceWriter
 
 Format: TypeAlias = Literal["module", "export", "torchscript", "aoti"]
 

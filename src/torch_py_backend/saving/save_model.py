@@ -23,9 +23,10 @@ from torch_py_backend.errors import (
     PlatformError,
     SaveError,
 )
-from torch_py_backend.tools import examples, model_folder
+from torch_py_backend.saving import examples
+from torch_py_backend.saving.module_files import Format, ModuleFiles
+from torch_py_backend.tools import model_folder
 from torch_py_backend.tools.model_folder import SavedModule
-from torch_py_backend.tools.module_files import Format, ModuleFiles
 
 log = logging.getLogger(__name__)
 
