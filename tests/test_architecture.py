@@ -63,13 +63,27 @@ def test_what_the_package_imports() -> None:
         "assert set(package.__all__) <= set(dir(package))\n"
         "print(heavy & set(sys.modules))\n"
         "package.serve, package.LocalServer\n"
-        "print({'torch', 'tritonclient', 'grpc', 'psutil'} & set(sys.modules))\n"
+        "print({'torch', 'tritonclient'} & set(sys.modules))\n"
         "print(package.save_model.__module__)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.split("\n")[:3] == ["set()", "set()", "torch_py_backend.saving.save_model"]
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         torch_py_backend.nothing  # noqa: B018
+
+
+def test_public_names_without_the_extras() -> None:
+    """The extra that has what is missing is named."""
+    code = (
+        "import sys, torch_py_backend\n"
+        "sys.modules['psutil'] = None\n"
+        "try: torch_py_backend.serve\n"
+        "except ImportError as error: print(error)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == (
+        "torch_py_backend.serve needs psutil: pip install 'torch-py-backend[server]'.\n"
+    )
 
 
 @pytest.mark.parametrize(

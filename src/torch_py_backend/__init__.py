@@ -33,7 +33,13 @@ _MODULES = {
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    try:
+        module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"torch_py_backend.{name} needs {error.name}: pip install 'torch-py-backend[server]'."
+        ) from error
+    value: object = getattr(module, name)
     globals()[name] = value
     return value
 
