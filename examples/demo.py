@@ -1,380 +1,384 @@
-"""Serve handwritten-digit models with Triton, check every response, measure the speed.
+"""Compare this backend with a Python backend model written by hand, in about a minute.
 
     python examples/demo.py
 
-Starts a real server on free ports, classifies the 450 digits that were held out of training, and
-stops the server. Exits with 0 if the accuracy is as required, else with 1.
+One tritonserver serves a ResNet-50 and a small text encoder, each twice: with this backend
+(examples/demo_models/*.pbtxt) and by hand (examples/demo_models/by_hand.py). The weights are
+random: the demo compares how the models are served. It prints a line for each step and a table,
+and draws a picture. Its exit code is 0 if every check passed, else 1.
 """
 
-import os
+import contextlib
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
-from typing import IO, Annotated
+from statistics import median
+from typing import Annotated, Any, TypeAlias
 
+import demo_report
 import numpy as np
+import psutil
 import typer
-from digits_data import (
-    REQUIRED_ACCURACY,
-    REQUIRED_LINEAR_ACCURACY,
-    REQUIRED_ROWS_ACCURACY,
-    Digits,
-    FloatArray,
-    IntArray,
-    load_split,
-)
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
-from PIL import Image
+from demo_models.encoder import VOCABULARY
+from demo_models.networks import TEXTS, Array, Network, build_encoder, build_resnet
+from demo_report import Differences, Figures, Pair, Recovery
 from rich.console import Console
-from rich.table import Table
 from tritonclient.grpc import InferenceServerClient, InferInput
-from tritonclient.utils import InferenceServerException
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from torch_py_backend.errors import BackendError
-from torch_py_backend.server import Server
+EXAMPLES = Path(__file__).parent
+STREAMS = "sonnets"  # from examples/model_repository
+PROMPT, LENGTH = "Shall I compare", 200
 
-REPOSITORY = Path(__file__).parent / "model_repository"
+TOLERANCE = 1e-4  # float32 sums in another order; the results are around 1
+BAD_ROUNDS = 5
+GOOD_REQUESTS = BAD_ROUNDS * (TEXTS - 1)
+PAIRS = 4
+PATIENCE_S = 120.0
 
-CLIENTS = 8
-CLIENT_BATCH = 8  # images in each request when throughput is measured
-LOGITS_TOLERANCE = 1e-4  # between two ways of running one float32 network
+NEXT = """\
+Try next:
+  make serve                                        serve the models of examples/model_repository
+  .venv/bin/python examples/stream_sonnets.py       ... and stream a text from one of them
+  .venv/bin/torch-py-backend check examples/model_repository
+                                                    load them without a server
+  docs/getting-started.md                           serve a model of your own"""
 
-PICTURED = 24
-PICTURE_ROWS = 3
-
-LEGEND = f"""
-digits              a Python class, model.py, and its weights, model.safetensors
-digits_torchscript  the same network as a TorchScript archive: model.pt
-digits_exported     the same as a torch.export program: model.pt2
-digits_aoti         the same, compiled to machine code by AOTInductor: model.pt2
-digits_factory      a linear model: a class of torch and model.safetensors
-digits_lstm         a recurrent network that gets an image row by row, in a
-                    sequence of eight requests, and keeps state between them
-digits_png          the exported network with hooks: PNG files in, labels out
-
-accuracy            share of held-out digits classified correctly; required:
-                    {REQUIRED_ACCURACY:.0%}, linear {REQUIRED_LINEAR_ACCURACY:.0%},
-                    recurrent {REQUIRED_ROWS_ACCURACY:.0%}
-p50, p99            latency with one client that sends one image at a time:
-                    median and 99th percentile
-images/s            throughput with {CLIENTS} clients and {CLIENT_BATCH} images per request
-images per call     mean number of images in one call of the model
-"""
-
-console = Console(highlight=False, markup=False)
+Show: TypeAlias = Callable[[str], None]
+console = Console(highlight=False, markup=False, soft_wrap=True)
 
 
 class DemoError(Exception):
-    """The demonstration failed; the message gives the reason."""
+    """A check failed; the message is one sentence."""
 
 
 @dataclass(frozen=True)
-class Endpoint:
-    """One served model: its name and those of its only input and output.
+class Server:
+    """The process of `torch-py-backend serve`, and a client of its tritonserver."""
 
-    Endpoints of the same `network` have the same weights. `required` is the minimum accuracy.
-    """
+    process: psutil.Popen
+    client: InferenceServerClient
 
-    model: str
-    input: str
-    output: str
-    network: str = "CNN"
-    required: float = REQUIRED_ACCURACY
+    def infer(self, model: str, network: Network, row: Array) -> Array:
+        """Send one row and return its result; raise InferenceServerException for an error."""
+        tensor = InferInput(network.input, [1, *row.shape], np_to_triton_dtype(row.dtype))
+        tensor.set_data_from_numpy(row[None])
+        result: Array = self.client.infer(model, [tensor]).as_numpy(network.output)[0]
+        return result
 
+    def try_infer(self, model: str, network: Network, row: Array) -> Array | None:
+        """Send one row; return its result, or None if the response is an error."""
+        with contextlib.suppress(InferenceServerException):
+            return self.infer(model, network, row)
+        return None
 
-ENDPOINTS = (
-    Endpoint("digits", "image", "logits"),
-    Endpoint("digits_torchscript", "INPUT__0", "OUTPUT__0"),
-    Endpoint("digits_exported", "image", "OUTPUT__0"),
-    Endpoint("digits_aoti", "INPUT__0", "OUTPUT__0"),
-    Endpoint("digits_factory", "input", "logits", "linear", REQUIRED_LINEAR_ACCURACY),
-)
+    def batches(self, model: str) -> int:
+        """Return the number of batches that Triton has given to a model."""
+        (statistics,) = self.client.get_inference_statistics(model).model_stats
+        return int(statistics.execution_count)
 
+    def megabytes(self, model: str) -> float:
+        """Return the memory of all instances as PSS: a page that n processes share counts 1/n."""
+        pages = [process.memory_full_info().pss for process in self.instances(model)]
+        return float(sum(pages)) / 1e6
 
-RECURRENT = "digits_lstm"
-# Takes image files and returns labels.
-PIPELINE = "digits_png"
-NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-
-
-@dataclass(frozen=True)
-class Speed:
-    """`p50` and `p99` in milliseconds; `throughput` in images per second.
-
-    `batch` is the mean number of images in one call of the model.
-    """
-
-    p50: float
-    p99: float
-    throughput: float
-    batch: float
-
-
-@contextmanager
-def running_server(log: IO[str]) -> Iterator[str]:
-    """Serve all models of the demonstration; yield the gRPC address."""
-    with Server(REPOSITORY, http_port=0, grpc_port=0, metrics_port=0, log=log) as server:
-        reasons = {state.name: state.reason for state in server.wait_loaded() if not state.ready}
-        for model in (*(endpoint.model for endpoint in ENDPOINTS), RECURRENT, PIPELINE):
-            if model in reasons:
-                raise DemoError(f"{model} did not load: {reasons[model]}")
-        yield server.grpc_address
+    def instances(self, model: str) -> list[psutil.Process]:
+        """Return the processes of a model's instances."""
+        processes = []
+        for process in self.process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # the process has ended
+                command = " ".join(process.cmdline()[:2])
+                if "_backend_stub " in command and f"/{model}/" in command:
+                    processes.append(process)
+        return processes
 
 
-def ask(client: InferenceServerClient, endpoint: Endpoint, images: FloatArray) -> FloatArray:
-    """Send images [n, 1, 8, 8] in one request; return logits [n, 10]."""
-    tensor = InferInput(endpoint.input, list(images.shape), "FP32")
-    tensor.set_data_from_numpy(images)
-    logits: FloatArray | None = client.infer(endpoint.model, [tensor]).as_numpy(endpoint.output)
-    if logits is None:
-        raise DemoError(f"{endpoint.model} returned no {endpoint.output}.")
-    return logits
+@contextlib.contextmanager
+def serving(repository: Path, log: Path, show: Show) -> Iterator[Server]:
+    """Run `torch-py-backend serve` on free ports; yield it when all models are loaded."""
+    ports = (f"--{service}-port=0" for service in ("http", "grpc", "metrics", "health"))
+    command = [sys.executable, "-m", "torch_py_backend", "serve", str(repository), *ports]
+    with log.open("wb") as file:
+        process = psutil.Popen([*command, "--verbose"], stdout=file, stderr=subprocess.STDOUT)
+    try:
+        models = len(list(repository.iterdir()))
+        with InferenceServerClient(wait_until_loaded(process, log, models, show)) as client:
+            yield Server(process, client)
+    finally:
+        process.terminate()
+        process.wait()
 
 
-def ask_all(address: str, endpoint: Endpoint, images: FloatArray) -> FloatArray:
-    """Return the logits of all images, in requests of the maximum size."""
-    with InferenceServerClient(address) as client:
-        largest: int = client.get_model_config(endpoint.model).config.max_batch_size
-        starts = range(0, len(images), largest)
-        return np.concatenate([ask(client, endpoint, images[i : i + largest]) for i in starts])
+def wait_until_loaded(process: psutil.Popen, log: Path, models: int, show: Show) -> str:
+    """Wait until all models are loaded; return the gRPC address."""
+    while process.poll() is None:
+        lines = log.read_text(errors="replace")
+        ready = len(re.findall(r"^READY ", lines, re.MULTILINE))
+        show(f"{ready} of {models} models are ready")
+        if match := re.search(r"^serving on \S+ and grpc://(\S+);", lines, re.MULTILINE):
+            if ready < models:
+                raise DemoError(f"only {ready} of {models} models were loaded.")
+            return match[1]
+        time.sleep(0.1)
+    raise DemoError("`torch-py-backend serve` ended while it loaded the models.")
 
 
-def read_rows(address: str, images: FloatArray) -> FloatArray:
-    """Return the logits of all images, each sent row by row as one sequence."""
+def compare_answers(server: Server, networks: Sequence[Network], show: Show) -> Differences:
+    """Return the largest differences from eager PyTorch, by the name of the network."""
+    differences = {}
+    for network in networks:
+        show(f"comparing {network.name} with eager PyTorch")
+        ours, by_hand = (largest_difference(server, name, network) for name in network.models)
+        differences[network.name] = ours, by_hand
+    worst = max(ours for ours, _ in differences.values())
+    show(f"equal those of eager PyTorch to {worst:.0e}")
+    return differences
 
-    def read(numbered: tuple[int, FloatArray]) -> FloatArray:
-        number, image = numbered
-        for place, row in enumerate(image[0]):
-            tensor = InferInput("row", [1, len(row)], "FP32")
-            tensor.set_data_from_numpy(row[None])
-            answer = client.infer(
-                RECURRENT,
-                [tensor],
-                sequence_id=number,
-                sequence_start=place == 0,
-                sequence_end=place == len(image[0]) - 1,
+
+def largest_difference(server: Server, model: str, network: Network) -> float:
+    """Send all rows at the same time; return the largest difference from eager PyTorch."""
+    with ThreadPoolExecutor(len(network.rows)) as pool:
+        results = list(pool.map(lambda row: server.infer(model, network, row), network.rows))
+    difference = float(np.abs(np.stack(results) - network.expected).max())
+    if not difference <= TOLERANCE:  # also if it is NaN
+        raise DemoError(f"{model} differs from eager PyTorch by up to {difference:g}.")
+    return difference
+
+
+def compare_memory(
+    server: Server, network: Network, small: Network, show: Show
+) -> tuple[Pair, Pair]:
+    """Return the megabytes of a network's instances, and of as many of a small network."""
+    memory, base = (
+        (server.megabytes(each.name), server.megabytes(each.by_hand)) for each in (network, small)
+    )
+    count = len(server.instances(network.name)) / len(server.instances(small.name))
+    show(f"four ResNet-50 with shared weights: {memory[0]:,.0f} MB, by hand {memory[1]:,.0f} MB")
+    return memory, (count * base[0], count * base[1])
+
+
+def compare_bad_requests(server: Server, network: Network, show: Show) -> tuple[int, int]:
+    """Return how many good requests are answered in batches that contain a bad one."""
+    show("sending batches with an invalid token id in one request")
+    before = server.batches(network.name)
+    good, good_by_hand = (count_good_answers(server, name, network) for name in network.models)
+    batches = server.batches(network.name) - before
+    if good < GOOD_REQUESTS:
+        raise DemoError(f"only {good} of {GOOD_REQUESTS} requests beside bad ones were answered.")
+    if batches > GOOD_REQUESTS / 2:
+        raise DemoError(f"the bad requests shared no batch with others: {batches} batches.")
+    show(
+        f"{good} of {GOOD_REQUESTS} good requests in a batch with a bad one are answered,"
+        f" by hand {good_by_hand}"
+    )
+    return good, good_by_hand
+
+
+def count_good_answers(server: Server, model: str, network: Network) -> int:
+    """Send all rows at the same time, one of them invalid; count the right answers to the rest."""
+    rows = network.rows.copy()
+    rows[0, 0] = VOCABULARY
+    count = 0
+    with ThreadPoolExecutor(len(rows)) as pool:
+        for _ in range(BAD_ROUNDS):
+            bad, *others = pool.map(lambda row: server.try_infer(model, network, row), rows)
+            if bad is not None:
+                raise DemoError(f"{model} answered a request with an invalid token id.")
+            count += sum(
+                answer is not None and np.allclose(answer, expected, atol=TOLERANCE)
+                for answer, expected in zip(others, network.expected[1:], strict=True)
             )
-        logits: FloatArray = answer.as_numpy("logits")
-        return logits
-
-    with InferenceServerClient(address) as client, ThreadPoolExecutor(CLIENTS) as readers:
-        return np.concatenate(list(readers.map(read, enumerate(images, 1))))
+    return count
 
 
-def png(image: FloatArray) -> bytes:
-    """Return a digit as an image file, dark ink (0 to 16) on light paper."""
-    paper = np.rint(255.0 * (1.0 - image / 16.0)).astype(np.uint8)
-    file = BytesIO()
-    Image.fromarray(paper).save(file, format="PNG")
-    return file.getvalue()
+def compare_throughput(
+    server: Server, network: Network, seconds: float, show: Show
+) -> tuple[list[float], list[float]]:
+    """Return requests per second, measured in turn: A B A B."""
+    rates: tuple[list[float], list[float]] = ([], [])
+    for pair in range(PAIRS + 1):
+        show(f"{network.name}, pair {pair} of {PAIRS}" if pair else f"{network.name}, warm-up")
+        for model, turns in zip(network.models, rates, strict=True):
+            turns.append(throughput(server, model, network, seconds))
+    ours, by_hand = (turns[1:] for turns in rates)  # without the warm-up
+    show(f"{network.name} {median(ours):,.0f} requests/s, by hand {median(by_hand):,.0f}")
+    return ours, by_hand
 
 
-def read_files(address: str, files: list[bytes]) -> list[str]:
-    """Return the labels of image files, one request each."""
-    names = []
-    with InferenceServerClient(address) as client:
-        for file in files:
-            tensor = InferInput("image", [1, 1], "BYTES")
-            tensor.set_data_from_numpy(np.array([[file]], dtype=np.object_))
-            label = client.infer(PIPELINE, [tensor]).as_numpy("label")
-            if label is None:
-                raise DemoError(f"{PIPELINE} returned no label.")
-            names.append(label[0, 0].decode())
-    return names
-
-
-def check_files(address: str, digits: Digits) -> float:
-    """Return the share of correct labels of image files."""
-    named = read_files(address, [png(image[0]) for image in digits.images])
-    expected = [NAMES[label] for label in digits.labels]
-    share = sum(map(str.__eq__, named, expected)) / len(expected)
-    if share < REQUIRED_ACCURACY:
-        raise DemoError(f"{PIPELINE} labeled only {share:.1%} of the held-out digits correctly.")
-    return share
-
-
-def check_agreement(logits: dict[str, FloatArray]) -> None:
-    """Check that models with the same weights return the same scores."""
-    first: dict[str, str] = {}
-    for endpoint in ENDPOINTS:
-        model, other = endpoint.model, first.setdefault(endpoint.network, endpoint.model)
-        difference = float(np.abs(logits[model] - logits[other]).max())
-        if not difference <= LOGITS_TOLERANCE:  # also if it is NaN
-            raise DemoError(f"{other} and {model} differ by up to {difference:g} in their logits.")
-
-
-def accuracy(logits: FloatArray, labels: IntArray) -> float:
-    return float((logits.argmax(axis=1) == labels).mean())
-
-
-def check_accuracy(shares: dict[str, float]) -> None:
-    for endpoint in ENDPOINTS:
-        share = shares[endpoint.model]
-        if share < endpoint.required:
-            raise DemoError(
-                f"{endpoint.model} classified only {share:.1%} of the held-out digits correctly; "
-                f"at least {endpoint.required:.0%} are required."
-            )
-
-
-def repeat_for(seconds: float, action: Callable[[], object]) -> list[float]:
-    """Call `action` repeatedly for `seconds`; return each duration in seconds."""
-    durations: list[float] = []
-    end = time.perf_counter() + seconds
-    while (start := time.perf_counter()) < end or not durations:
-        action()
-        durations.append(time.perf_counter() - start)
-    return durations
-
-
-def measure_latency(
-    address: str, endpoint: Endpoint, image: FloatArray, seconds: float
-) -> FloatArray:
-    """Return latencies in milliseconds, with one client and one image at a time."""
-    with InferenceServerClient(address) as client:
-        durations = repeat_for(seconds, lambda: ask(client, endpoint, image))
-    return np.asarray(durations, dtype=np.float32) * 1000
-
-
-def measure_throughput(
-    address: str, endpoint: Endpoint, images: FloatArray, seconds: float
-) -> float:
-    """Return images per second with many clients, so that Triton forms batches."""
-
-    def requests_of_one_client(_: int) -> int:
-        with InferenceServerClient(address) as client:
-            return len(repeat_for(seconds, lambda: ask(client, endpoint, images)))
-
+def throughput(server: Server, model: str, network: Network, seconds: float) -> float:
+    """Return requests per second, with one request of each row in flight."""
     start = time.perf_counter()
-    with ThreadPoolExecutor(CLIENTS) as clients:
-        requests = sum(clients.map(requests_of_one_client, range(CLIENTS)))
-    return requests * len(images) / (time.perf_counter() - start)
+
+    def infer_repeatedly(row: Array) -> int:
+        count = 0
+        while not count or time.perf_counter() < start + seconds:
+            server.infer(model, network, row)
+            count += 1
+        return count
+
+    with ThreadPoolExecutor(len(network.rows)) as pool:
+        requests = sum(pool.map(infer_repeatedly, network.rows))
+    return requests / (time.perf_counter() - start)
 
 
-def work_done(address: str, endpoint: Endpoint) -> tuple[int, int]:
-    """Return Triton's counts of images and calls of the model."""
-    with InferenceServerClient(address) as client:
-        (statistics,) = client.get_inference_statistics(endpoint.model).model_stats
-        return statistics.inference_count, statistics.execution_count
+def stream(server: Server, show: Show) -> tuple[float, float]:
+    """Show a text as it arrives; return the seconds to its first and last character."""
+    prompt = InferInput("prompt", [1], "BYTES")
+    prompt.set_data_from_numpy(np.array([PROMPT.encode()], dtype=np.object_))
+    length = InferInput("length", [1], "INT32")
+    length.set_data_from_numpy(np.array([LENGTH], dtype=np.int32))
+    responses: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
+    server.client.start_stream(lambda result, error: responses.put((result, error)))
+    start = time.perf_counter()
+    server.client.async_stream_infer(STREAMS, [prompt, length])
+    text = PROMPT
+    times: list[float] = []
+    while len(times) < LENGTH:
+        try:
+            result, error = responses.get(timeout=PATIENCE_S)
+        except queue.Empty:
+            raise DemoError(f"the stream stopped after {len(times)} characters.") from None
+        if error is not None:
+            raise error
+        times.append(time.perf_counter() - start)
+        text += result.as_numpy("text")[0].decode()
+        show(indent(text))
+    server.client.stop_stream()
+    first, last = times[0] * 1e3, times[-1] * 1e3
+    show(f"{LENGTH} characters: first after {first:.0f} ms, last after {last:.0f} ms{indent(text)}")
+    return times[0], times[-1]
 
 
-def measure(address: str, endpoint: Endpoint, images: FloatArray, seconds: float) -> Speed:
-    latencies = measure_latency(address, endpoint, images[:1], seconds)
-    images_before, calls_before = work_done(address, endpoint)
-    throughput = measure_throughput(address, endpoint, images[:CLIENT_BATCH], seconds)
-    images_after, calls_after = work_done(address, endpoint)
-    return Speed(
-        p50=float(np.percentile(latencies, 50)),
-        p99=float(np.percentile(latencies, 99)),
-        throughput=throughput,
-        batch=(images_after - images_before) / (calls_after - calls_before),
+def indent(text: str) -> str:
+    """Return the lines of a text, to be printed below a step."""
+    return "".join(f"\n     | {line}" for line in text.splitlines())
+
+
+def kill(server: Server, victim: Network, other: Network, show: Show) -> Recovery:
+    """Kill the instances of one network with -9 while another one answers."""
+    show(f"kill -9 of the processes of {victim.name}")
+    healed = threading.Event()
+    answered: list[bool] = []
+
+    def infer_other() -> None:
+        while not healed.is_set():
+            result = server.try_infer(other.name, other, other.rows[0])
+            answered.append(result is not None)
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(infer_other)
+        try:
+            start = time.perf_counter()
+            for model in victim.models:
+                for process in server.instances(model):
+                    process.kill()
+            while server.try_infer(victim.name, victim, victim.rows[0]) is None:
+                if time.perf_counter() > start + PATIENCE_S:
+                    raise DemoError(f"{victim.name} did not answer again after kill -9.")
+                time.sleep(0.02)
+            seconds = time.perf_counter() - start
+        finally:
+            healed.set()
+    if failures := answered.count(False):
+        raise DemoError(f"{failures} of {len(answered)} requests to {other.name} failed meanwhile.")
+    by_hand = server.try_infer(victim.by_hand, victim, victim.rows[0]) is not None
+    show(
+        f"{victim.name} answers {seconds:.1f} s after kill -9, by hand"
+        f" {'too' if by_hand else 'not yet'}; {other.name} all the time"
     )
+    return Recovery(seconds, by_hand, len(answered), failures)
 
 
-def result_table(shares: dict[str, float], speeds: dict[str, Speed]) -> Table:
-    table = Table(
-        title="Handwritten digits served by Triton, backend pytorch_py", title_justify="left"
-    )
-    table.add_column("model", no_wrap=True)
-    for heading in ("accuracy", "p50", "p99", "images/s", "images\nper call"):
-        table.add_column(heading, justify="right")
-    for endpoint in ENDPOINTS:
-        speed = speeds[endpoint.model]
-        table.add_row(
-            endpoint.model,
-            f"{shares[endpoint.model]:.2%}",
-            f"{speed.p50:.2f} ms",
-            f"{speed.p99:.2f} ms",
-            f"{speed.throughput:,.0f}",
-            f"{speed.batch:.1f}",
-        )
-    return table
+class Steps:
+    """A spinner while a step runs, then one line with its result."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._number = 0
+
+    @contextlib.contextmanager
+    def step(self, title: str) -> Iterator[Show]:
+        """Yield a function that shows a text; the last text is the result."""
+        self._number += 1
+        start = f"{self._number}/{self._count}  {title:<12}"
+        texts = [""]
+        with console.status(start) as status:
+
+            def show(text: str) -> None:
+                texts.append(text)
+                status.update(f"{start} {text}")
+
+            yield show
+        console.print(f"{start} {texts[-1]}")
 
 
-def chosen_for_picture(predicted: IntArray, labels: IntArray) -> IntArray:
-    """Return indices of correctly classified digits, followed by misclassified ones."""
-    misread = np.flatnonzero(predicted != labels)[:PICTURED]
-    correct = np.flatnonzero(predicted == labels)[: PICTURED - len(misread)]
-    return np.concatenate([correct, misread])
-
-
-def draw_digit(axes: Axes, image: FloatArray, label: int, reading: int) -> None:
-    axes.imshow(image, cmap="gray_r", vmin=0, vmax=16)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    correct = reading == label
-    axes.set_title(
-        f"{reading}" if correct else f"{reading}  (is {label})",
-        color="black" if correct else "red",
-        fontsize=13,
-    )
-    for edge in axes.spines.values():
-        edge.set_color("lightgray" if correct else "red")
-
-
-def draw(digits: Digits, predicted: IntArray, path: Path) -> None:
-    """Save a grid of held-out digits with their predictions."""
-    # A Figure without pyplot uses Agg and needs no display.
-    figure = Figure(figsize=(10, 5.2), layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.07))
-    correct = int((predicted == digits.labels).sum())
-    figure.suptitle(
-        f"{correct} of {len(predicted)} held-out digits classified correctly; errors in red",
-        fontsize=14,
-    )
-    grid = figure.subplots(PICTURE_ROWS, PICTURED // PICTURE_ROWS)
-    chosen = chosen_for_picture(predicted, digits.labels)
-    for axes, index in zip(grid.flat, chosen, strict=True):
-        draw_digit(axes, digits.images[index, 0], digits.labels[index], predicted[index])
-    figure.savefig(path, dpi=120)
-
-
-def demonstrate(output: Path, log: Path, seconds: float) -> None:
-    held_out = load_split().held_out
-    # A network this small is fastest with one thread; not every config here sets it.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    console.print("Starting Triton and loading the models ...")
-    with log.open("w") as lines, running_server(lines) as address:
-        console.print(f"Classifying {len(held_out.labels)} held-out digits ...")
-        logits = {e.model: ask_all(address, e, held_out.images) for e in ENDPOINTS}
-        shares = {name: accuracy(scores, held_out.labels) for name, scores in logits.items()}
-        check_accuracy(shares)
-        check_agreement(logits)
-        by_rows = accuracy(read_rows(address, held_out.images), held_out.labels)
-        if by_rows < REQUIRED_ROWS_ACCURACY:
-            raise DemoError(f"{RECURRENT} classified only {by_rows:.1%} of the digits correctly.")
-        named = check_files(address, held_out)
-        console.print(f"{PIPELINE} labels {named:.2%} of the PNG files correctly.")
-        console.print(f"Measuring, {seconds:g} s per figure ...")
-        speeds = {e.model: measure(address, e, held_out.images, seconds) for e in ENDPOINTS}
-    draw(held_out, logits[ENDPOINTS[0].model].argmax(axis=1), output)
-    console.print(result_table(shares, speeds))
-    console.print(f"{RECURRENT} classified {by_rows:.2%} of the digits correctly, row by row.")
-    console.print(LEGEND)
-    console.print(
-        "Passed: the same weights give the same logits, and each model has the required accuracy.",
-        style="green",
-    )
-    console.print(f"Picture of {PICTURED} digits: {output}", soft_wrap=True)
+def measure(
+    server: Server, resnet: Network, encoder: Network, seconds: float, steps: Steps
+) -> Figures:
+    """Run the steps on a server; raise DemoError if a check fails."""
+    with steps.step("Answers") as show:
+        differences = compare_answers(server, (resnet, encoder), show)
+    with steps.step("Memory") as show:
+        memory, base = compare_memory(server, resnet, encoder, show)
+    with steps.step("Bad requests") as show:
+        good = compare_bad_requests(server, encoder, show)
+    with steps.step("Throughput") as show:
+        rates = compare_throughput(server, encoder, seconds, show)
+    with steps.step("Stream") as show:
+        times = stream(server, show)
+    with steps.step("Recovery") as show:
+        recovery = kill(server, encoder, resnet, show)
+    return Figures(differences, memory, base, good, GOOD_REQUESTS, rates, times, recovery)
 
 
 def main(
     output: Annotated[Path, typer.Option(help="Where to save the picture.")] = Path("demo.png"),
-    seconds: Annotated[float, typer.Option(help="Time for each measurement.", min=0)] = 1.0,
+    seconds: Annotated[float, typer.Option(help="Time for each throughput.", min=0)] = 1.5,
 ) -> None:
-    """Serve handwritten-digit models with Triton, check every response, measure the speed."""
+    """Compare this backend with a Python backend model written by hand."""
     log = output.with_suffix(".log")
+    console.print("torch-py-backend beside a model by hand, examples/demo_models/by_hand.py")
+    start = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server is stopped, too
     try:
-        demonstrate(output, log, seconds)
-    except (DemoError, BackendError, InferenceServerException) as error:
-        console.print(f"The demonstration failed: {error}", style="red", soft_wrap=True)
-        console.print(f"Server log: {log}", soft_wrap=True)
+        with tempfile.TemporaryDirectory(prefix="demo-") as folder, contextlib.ExitStack() as stack:
+            repository = Path(folder)
+            steps = Steps(7)
+            with steps.step("Server") as show:
+                show("building a ResNet-50 and a text encoder")
+                resnet, encoder = build_resnet(), build_encoder(EXAMPLES / "sonnets.txt")
+                for network in (resnet, encoder):
+                    network.write(repository)
+                shutil.copytree(EXAMPLES / "model_repository" / STREAMS, repository / STREAMS)
+                server = stack.enter_context(serving(repository, log, show))
+                names = [path.name for path in repository.iterdir()]
+                processes = sum(len(server.instances(name)) for name in names)
+                show(f"tritonserver serves {len(names)} models in {processes} processes")
+            figures = measure(server, resnet, encoder, seconds, steps)
+            demo_report.draw(figures, output)
+            console.print(demo_report.table(figures), soft_wrap=False)
+            console.print(f"Picture: {output}")
+            with console.status("Stopping the server"):
+                stack.close()
+    except (DemoError, InferenceServerException) as error:
+        console.print(f"The demo failed: {error}", style="red")
+        console.print(f"Server log: {log}")
         raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        console.print("Interrupted; the server is stopped.")
+        raise typer.Exit(130) from None
+    console.print(f"All checks passed in {time.monotonic() - start:.0f} s.", style="green")
+    console.print(NEXT)
 
 
 if __name__ == "__main__":
