@@ -1,0 +1,114 @@
+"""`make demo`: examples/demo.py with a real server."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import demo
+import living
+import numpy as np
+import psutil
+import pytest
+import supervised
+from demo_models.networks import Network
+from torch import nn
+
+_EXAMPLES = Path(__file__).parents[2] / "examples"
+_DEADLINE_S = 300
+
+
+def _command(folder: Path) -> list[str]:
+    output = folder / "demo.png"
+    return [sys.executable, str(_EXAMPLES / "demo.py"), f"--output={output}", "--seconds=0.1"]
+
+
+def _temporary(folder: Path) -> dict[str, str]:
+    """Return the environment of a demo whose temporary files lie in a folder."""
+    return {**os.environ, "TMPDIR": str(folder), "COLUMNS": "100"}
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_demo(tmp_path: Path) -> None:
+    """All checks pass; each step has a line, and the table and the picture have its figures."""
+    done = subprocess.run(
+        _command(tmp_path),
+        env=_temporary(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    titles = ["Server", "Answers", "Memory", "Bad", "Throughput", "Stream", "Recovery"]
+    for number, title in enumerate(titles, 1):
+        assert f"\n{number}/{len(titles)}  {title} " in done.stdout
+    assert "serves 5 models in 11 processes" in done.stdout
+    assert f" {demo.GOOD_REQUESTS} of {demo.GOOD_REQUESTS} │" in done.stdout
+    assert demo.PROMPT in done.stdout
+    assert demo.NEXT in done.stdout
+    assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
+    assert {path.name for path in tmp_path.glob("demo*")} == {"demo.png", "demo.log"}
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_interruption(tmp_path: Path) -> None:
+    """After Ctrl-C no process, shared memory or temporary folder is left."""
+    process = subprocess.Popen(
+        _command(tmp_path),
+        env=_temporary(tmp_path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + _DEADLINE_S
+    family: list[psutil.Process] = []
+    commands = ""
+    while "_backend_stub " not in commands:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        family = living.descendants(process.pid)
+        commands = "\n".join(map(living.command, family))
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # to all processes, as a terminal does
+    output, _ = process.communicate(timeout=_DEADLINE_S)
+    assert process.returncode == 130, output
+    assert "Interrupted" in output
+    assert "Traceback" not in output
+    assert living.all_end(family)
+    prefixes = set(re.findall(r"shm-region-prefix-name=(\S+)", commands))
+    assert prefixes
+    assert not any(supervised.regions(prefix) for prefix in prefixes)
+    assert {path.name for path in tmp_path.glob("demo*")} <= {"demo.log"}
+
+
+class _Client:
+    """Answers each request with the same result."""
+
+    def __init__(self, result: Any) -> None:
+        self.result = result
+
+    def infer(self, *_: object) -> Any:
+        return mock.Mock(as_numpy=lambda _: self.result)
+
+
+@pytest.mark.parametrize("wrong", [2.0, float("nan")])
+def test_wrong_answers_fail(wrong: float) -> None:
+    """The demo fails if a model does not answer as eager PyTorch does."""
+    rows = np.ones((4, 3), dtype=np.float32)
+    network = Network("net", "net_by_hand", "net", nn.Identity(), "x", "y", rows, rows)
+    right = demo.Server(mock.Mock(), _Client(rows[:1]))
+    assert demo.largest_difference(right, "net", network) == 0
+    server = demo.Server(mock.Mock(), _Client(rows[:1] * wrong))
+    with pytest.raises(demo.DemoError, match="net differs from eager PyTorch"):
+        demo.largest_difference(server, "net", network)

@@ -1,0 +1,118 @@
+"""The digit models of examples/model_repository on a real server, with the held-out digits."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+from digits_data import (
+    REQUIRED_ACCURACY,
+    REQUIRED_LINEAR_ACCURACY,
+    REQUIRED_ROWS_ACCURACY,
+    Digits,
+    FloatArray,
+    load_split,
+)
+from PIL import Image
+from serving import running
+from tritonclient.grpc import InferenceServerClient, InferInput
+
+_EXAMPLES = Path(__file__).parents[2] / "examples" / "model_repository"
+_BATCH = 64
+_LOGITS_TOLERANCE = 1e-4
+_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+
+
+@pytest.fixture(scope="module")
+def digits() -> Digits:
+    return load_split().held_out
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServerClient]:
+    folder = tmp_path_factory.mktemp("digits")
+    for model in _EXAMPLES.glob("digits*"):
+        shutil.copytree(model, folder / "repository" / model.name)
+    with running(folder) as server, InferenceServerClient(server.grpc_address) as client:
+        yield client
+
+
+def _logits(
+    client: InferenceServerClient, model: str, input_name: str, output: str, images: FloatArray
+) -> FloatArray:
+    """Return the logits [n, 10] of images [n, 1, 8, 8]."""
+    parts = []
+    for start in range(0, len(images), _BATCH):
+        batch = images[start : start + _BATCH]
+        tensor = InferInput(input_name, list(batch.shape), "FP32").set_data_from_numpy(batch)
+        parts.append(client.infer(model, [tensor]).as_numpy(output))
+    return np.concatenate(parts)
+
+
+def _accuracy(logits: FloatArray, digits: Digits) -> float:
+    return float((logits.argmax(axis=1) == digits.labels).mean())
+
+
+@pytest.mark.parametrize(
+    ("model", "input_name", "output"),
+    [
+        ("digits_torchscript", "INPUT__0", "OUTPUT__0"),
+        ("digits_exported", "image", "OUTPUT__0"),
+        ("digits_aoti", "INPUT__0", "OUTPUT__0"),
+    ],
+)
+def test_forms_of_one_network(
+    client: InferenceServerClient, digits: Digits, model: str, input_name: str, output: str
+) -> None:
+    """Every form of one network returns the same logits, and classifies held-out digits."""
+    expected = _logits(client, "digits", "image", "logits", digits.images)
+    logits = _logits(client, model, input_name, output, digits.images)
+    assert _accuracy(logits, digits) >= REQUIRED_ACCURACY
+    np.testing.assert_allclose(logits, expected, atol=_LOGITS_TOLERANCE, rtol=0)
+
+
+def test_linear_model(client: InferenceServerClient, digits: Digits) -> None:
+    """A class of torch with weights from a file classifies held-out digits."""
+    logits = _logits(client, "digits_factory", "input", "logits", digits.images)
+    assert _accuracy(logits, digits) >= REQUIRED_LINEAR_ACCURACY
+
+
+def test_row_by_row(client: InferenceServerClient, digits: Digits) -> None:
+    """The recurrent network classifies digits that it gets row by row, in sequences at a time."""
+
+    def read(number: int) -> FloatArray:
+        rows = digits.images[number, 0]
+        for place, row in enumerate(rows):
+            tensor = InferInput("row", [1, len(row)], "FP32").set_data_from_numpy(row[None])
+            result = client.infer(
+                "digits_lstm",
+                [tensor],
+                sequence_id=number + 1,
+                sequence_start=place == 0,
+                sequence_end=place == len(rows) - 1,
+            )
+        logits: FloatArray = result.as_numpy("logits")
+        return logits
+
+    with ThreadPoolExecutor(8) as readers:
+        logits = np.concatenate(list(readers.map(read, range(len(digits.labels)))))
+    assert _accuracy(logits, digits) >= REQUIRED_ROWS_ACCURACY
+
+
+def test_image_files(client: InferenceServerClient, digits: Digits) -> None:
+    """PNG files in, labels out."""
+    labels = []
+    for image in digits.images[:, 0]:
+        file = BytesIO()
+        paper = np.rint(255.0 * (1.0 - image / 16.0)).astype(np.uint8)
+        Image.fromarray(paper).save(file, format="PNG")
+        tensor = InferInput("image", [1, 1], "BYTES")
+        tensor.set_data_from_numpy(np.array([[file.getvalue()]], dtype=np.object_))
+        labels.append(client.infer("digits_png", [tensor]).as_numpy("label")[0, 0].decode())
+    right = [label == _NAMES[digit] for label, digit in zip(labels, digits.labels, strict=True)]
+    assert np.mean(right) >= REQUIRED_ACCURACY
