@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
+# Without a GPU, torch comes from here: the default build brings CUDA, 2.8 GB more. Empty: it does not.
+TORCH_INDEX ?= $(if $(strip $(PIP_ARGS)),,https://download.pytorch.org/whl/cpu)
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 1200
 WORKERS ?= 3
@@ -22,7 +24,13 @@ define INSTALL
 			"make $(MAKECMDGOALS) PYTHON=python3.12"; exit 1; }
 	@echo "Installing into $(VENV) with $$($(PYTHON) --version), which takes some minutes ..."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable
+	@if [ -n "$(TORCH_INDEX)" ] && ! command -v nvidia-smi > /dev/null && ! [ -e /dev/nvidiactl ] && \
+		! $(BIN)/python -m pip config list | grep -q index; then \
+		echo "No GPU: installing a CPU build of torch. PIP_ARGS=\"--index-url https://pypi.org/simple\" chooses the default one."; \
+		$(BIN)/python -m pip install --retries 1 --no-deps --index-url $(TORCH_INDEX) --constraint constraints.txt torch || \
+			echo "No torch from $(TORCH_INDEX): installing the default build."; \
+	fi
+	$(BIN)/python -m pip install $(PIP_ARGS) --constraint constraints.txt --editable
 endef
 
 # What the demo needs; the tests install the rest.

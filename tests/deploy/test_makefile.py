@@ -1,7 +1,9 @@
-"""What `make` says before it installs anything."""
+"""What `make` checks before it installs anything, and which torch it installs."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,16 @@ _ROOT = Path(__file__).parents[2]
 _FAILS = """#!/bin/sh
 case "$2" in *{part}*) exit 1;; *) exec {python} "$@";; esac
 """
+# Makes environments whose Python is this file, and writes down what pip would install.
+_RECORDS = """#!/bin/sh
+case "$1 $2 $3" in
+    "-m venv "*) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+    "-m pip config") echo "{settings}" ;;
+    "-m pip install") echo "$*" >> {log}; case "$*" in *{fails}*) exit 1 ;; esac ;;
+    *) exec {python} "$@" ;;
+esac
+"""
+_CPU = "https://download.pytorch.org/whl/cpu"
 
 
 @pytest.mark.parametrize(
@@ -37,3 +49,70 @@ def test_python_is_checked(part: str, says: str, tmp_path: Path) -> None:
     assert done.returncode == 2
     assert says in done.stdout
     assert not environment.exists()
+
+
+def _installs(folder: Path, *variables: str, settings: str = "", fails: str = "nothing") -> str:
+    """Install the demo with a Python that installs nothing; return the output and pip's calls."""
+    python, log = folder / "python", folder / "log"
+    python.write_text(
+        _RECORDS.format(python=sys.executable, log=log, settings=settings, fails=fails)
+    )
+    python.chmod(0o755)
+    environment = folder / "environment"
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["make", f"{environment}/demo", f"PYTHON={python}", f"VENV={environment}", *variables],
+        cwd=_ROOT,
+        # Variables of a surrounding make are in MAKEFLAGS.
+        env={"PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (environment / "demo").exists()
+    return done.stdout + log.read_text()
+
+
+_NO_GPU = pytest.mark.skipif(
+    shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists(), reason="has a GPU"
+)
+
+
+@_NO_GPU
+def test_torch_for_the_cpu(tmp_path: Path) -> None:
+    """Without a GPU, a CPU build of torch is installed first, and one line says so."""
+    text = _installs(tmp_path)
+    assert "No GPU: installing a CPU build of torch. PIP_ARGS=" in text
+    torch, rest = text.splitlines()[-2:]
+    assert torch.endswith(f"--no-deps --index-url {_CPU} --constraint constraints.txt torch")
+    assert rest.endswith("install --constraint constraints.txt --editable .[demo]")
+
+
+@_NO_GPU
+def test_torch_without_that_index(tmp_path: Path) -> None:
+    """If the index of CPU builds fails, the default build is installed."""
+    text = _installs(tmp_path, fails=_CPU)
+    assert f"No torch from {_CPU}: installing the default build." in text
+    assert text.endswith("install --constraint constraints.txt --editable .[demo]\n")
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings"),
+    [
+        (["PIP_ARGS=--index-url https://pypi.org/simple"], ""),
+        (["TORCH_INDEX="], ""),
+        ([], "global.index-url='https://mirror.example/simple'"),
+    ],
+)
+def test_torch_is_chosen(variables: list[str], settings: str, tmp_path: Path) -> None:
+    """PIP_ARGS, an empty TORCH_INDEX, or an index in pip's settings decide about torch."""
+    assert _CPU not in _installs(tmp_path, *variables, settings=settings)
+
+
+def test_torch_for_a_gpu(tmp_path: Path) -> None:
+    """With a GPU, the default build is installed."""
+    command = tmp_path / "nvidia-smi"
+    command.write_text("#!/bin/sh\n")
+    command.chmod(0o755)
+    assert _CPU not in _installs(tmp_path)
