@@ -349,6 +349,8 @@ def main(
     seconds: Annotated[float, typer.Option(help="Time for each throughput.", min=0)] = 1.5,
 ) -> None:
     """Compare this backend with a Python backend model written by hand."""
+    if not output.parent.is_dir():
+        raise typer.BadParameter(f"{output.parent} is not a folder.")
     log = output.with_suffix(".log")
     console.print("torch-py-backend beside a model by hand, examples/demo_models/by_hand.py")
     start = time.monotonic()
@@ -369,6 +371,7 @@ def main(
                 show(f"tritonserver serves {len(names)} models in {processes} processes")
             figures = measure(server, resnet, encoder, seconds, steps)
             demo_report.draw(figures, output)
+            console.print()
             console.print(demo_report.table(figures), soft_wrap=False)
             console.print(f"Picture: {output}")
     except (DemoError, InferenceServerException) as error:
@@ -379,7 +382,7 @@ def main(
         console.print("Interrupted.")
         raise typer.Exit(130) from None
     console.print(f"All checks passed in {time.monotonic() - start:.0f} s.", style="green")
-    console.print(NEXT)
+    console.print(f"\n{NEXT}")
 
 
 if __name__ == "__main__":
