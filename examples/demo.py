@@ -10,17 +10,13 @@ and draws a picture. Its exit code is 0 if every check passed, else 1.
 
 import contextlib
 import queue
-import re
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, TypeAlias
@@ -33,8 +29,12 @@ from demo_models.encoder import VOCABULARY
 from demo_models.networks import TEXTS, Array, Network, build_encoder, build_resnet
 from demo_report import Differences, Figures, Pair, Recovery
 from rich.console import Console
-from tritonclient.grpc import InferenceServerClient, InferInput
+from tritonclient.grpc import InferInput
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
+
+import torch_py_backend
+from torch_py_backend import LocalServer
+from torch_py_backend.errors import BackendError
 
 EXAMPLES = Path(__file__).parent
 STREAMS = "sonnets"  # from examples/model_repository
@@ -45,6 +45,8 @@ BAD_ROUNDS = 5
 GOOD_REQUESTS = BAD_ROUNDS * (TEXTS - 1)
 PAIRS = 6
 PATIENCE_S = 120.0
+# By default Triton waits 30 s for loads in progress and for the instance that a step kills.
+STOP = ("--", "--exit-timeout-secs=5")
 
 NEXT = """\
 Try next:
@@ -62,81 +64,33 @@ class DemoError(Exception):
     """A check failed; the message is one sentence."""
 
 
-@dataclass(frozen=True)
-class Server:
-    """The process of `torch-py-backend serve`, and a client of its tritonserver."""
-
-    process: psutil.Popen
-    client: InferenceServerClient
-
-    def infer(self, model: str, network: Network, row: Array) -> Array:
-        """Send one row and return its result; raise InferenceServerException for an error."""
-        tensor = InferInput(network.input, [1, *row.shape], np_to_triton_dtype(row.dtype))
-        tensor.set_data_from_numpy(row[None])
-        result: Array = self.client.infer(model, [tensor]).as_numpy(network.output)[0]
-        return result
-
-    def try_infer(self, model: str, network: Network, row: Array) -> Array | None:
-        """Send one row; return its result, or None if the response is an error."""
-        with contextlib.suppress(InferenceServerException):
-            return self.infer(model, network, row)
-        return None
-
-    def batches(self, model: str) -> int:
-        """Return the number of batches that Triton has given to a model."""
-        (statistics,) = self.client.get_inference_statistics(model).model_stats
-        return int(statistics.execution_count)
-
-    def megabytes(self, model: str) -> float:
-        """Return the memory of all instances as PSS: a page that n processes share counts 1/n."""
-        pages = [process.memory_full_info().pss for process in self.instances(model)]
-        return float(sum(pages)) / 1e6
-
-    def instances(self, model: str) -> list[psutil.Process]:
-        """Return the processes of a model's instances."""
-        processes = []
-        for process in self.process.children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # the process has ended
-                command = " ".join(process.cmdline()[:2])
-                if "_backend_stub " in command and f"/{model}/" in command:
-                    processes.append(process)
-        return processes
+def infer(server: LocalServer, model: str, network: Network, row: Array) -> Array:
+    """Send one row and return its result; raise InferenceServerException for an error."""
+    tensor = InferInput(network.input, [1, *row.shape], np_to_triton_dtype(row.dtype))
+    tensor.set_data_from_numpy(row[None])
+    result: Array = server.client.infer(model, [tensor]).as_numpy(network.output)[0]
+    return result
 
 
-@contextlib.contextmanager
-def serving(repository: Path, log: Path, show: Show) -> Iterator[Server]:
-    """Run `torch-py-backend serve` on free ports; yield it when all models are loaded."""
-    ports = (f"--{service}-port=0" for service in ("http", "grpc", "metrics", "health"))
-    command = [sys.executable, "-m", "torch_py_backend", "serve", str(repository), *ports]
-    # By default Triton waits 30 s for loads in progress and for the instance that a step kills.
-    command += ["--verbose", "--", "--exit-timeout-secs=5"]
-    with log.open("wb") as file:
-        process = psutil.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    try:
-        models = len(list(repository.iterdir()))
-        with InferenceServerClient(wait_until_loaded(process, log, models, show)) as client:
-            yield Server(process, client)
-    finally:
-        console.print("Stopping the server ...")
-        process.terminate()
-        process.wait()
+def try_infer(server: LocalServer, model: str, network: Network, row: Array) -> Array | None:
+    """Send one row; return its result, or None if the response is an error."""
+    with contextlib.suppress(InferenceServerException):
+        return infer(server, model, network, row)
+    return None
 
 
-def wait_until_loaded(process: psutil.Popen, log: Path, models: int, show: Show) -> str:
-    """Wait until all models are loaded; return the gRPC address."""
-    while process.poll() is None:
-        lines = log.read_text(errors="replace")
-        ready = len(re.findall(r"^READY ", lines, re.MULTILINE))
-        show(f"{ready} of {models} models are ready")
-        if match := re.search(r"^serving on \S+ and grpc://(\S+);", lines, re.MULTILINE):
-            if ready < models:
-                raise DemoError(f"only {ready} of {models} models were loaded.")
-            return match[1]
-        time.sleep(0.1)
-    raise DemoError("`torch-py-backend serve` ended while it loaded the models.")
+def instances(model: str) -> list[psutil.Process]:
+    """Return the processes of a model's instances."""
+    processes = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # the process has ended
+            command = " ".join(process.cmdline()[:2])
+            if "_backend_stub " in command and f"/{model}/" in command:
+                processes.append(process)
+    return processes
 
 
-def compare_answers(server: Server, networks: Sequence[Network], show: Show) -> Differences:
+def compare_answers(server: LocalServer, networks: Sequence[Network], show: Show) -> Differences:
     """Return the largest differences from eager PyTorch, by the name of the network."""
     differences = {}
     for network in networks:
@@ -148,34 +102,35 @@ def compare_answers(server: Server, networks: Sequence[Network], show: Show) -> 
     return differences
 
 
-def largest_difference(server: Server, model: str, network: Network) -> float:
+def largest_difference(server: LocalServer, model: str, network: Network) -> float:
     """Send all rows at the same time; return the largest difference from eager PyTorch."""
     with ThreadPoolExecutor(len(network.rows)) as pool:
-        results = list(pool.map(lambda row: server.infer(model, network, row), network.rows))
+        results = list(pool.map(lambda row: infer(server, model, network, row), network.rows))
     difference = float(np.abs(np.stack(results) - network.expected).max())
     if not difference <= TOLERANCE:  # also if it is NaN
         raise DemoError(f"{model} differs from eager PyTorch by up to {difference:g}.")
     return difference
 
 
-def compare_memory(
-    server: Server, network: Network, small: Network, show: Show
-) -> tuple[Pair, Pair]:
+def compare_memory(network: Network, small: Network, show: Show) -> tuple[Pair, Pair]:
     """Return the megabytes of a network's instances, and of as many of a small network."""
-    memory, base = (
-        (server.megabytes(each.name), server.megabytes(each.by_hand)) for each in (network, small)
-    )
-    count = len(server.instances(network.name)) / len(server.instances(small.name))
+    memory, base = ((megabytes(each.name), megabytes(each.by_hand)) for each in (network, small))
+    count = len(instances(network.name)) / len(instances(small.name))
     show(f"four ResNet-50 with shared weights: {memory[0]:,.0f} MB, by hand {memory[1]:,.0f} MB")
     return memory, (count * base[0], count * base[1])
 
 
-def compare_bad_requests(server: Server, network: Network, show: Show) -> tuple[int, int]:
+def megabytes(model: str) -> float:
+    """Return the memory of all instances as PSS: a page that n processes share counts 1/n."""
+    return float(sum(process.memory_full_info().pss for process in instances(model))) / 1e6
+
+
+def compare_bad_requests(server: LocalServer, network: Network, show: Show) -> tuple[int, int]:
     """Return how many good requests are answered in batches that contain a bad one."""
     show("sending batches with an invalid token id in one request")
-    before = server.batches(network.name)
+    before = count_batches(server, network.name)
     good, good_by_hand = (count_good_answers(server, name, network) for name in network.models)
-    batches = server.batches(network.name) - before
+    batches = count_batches(server, network.name) - before
     if good < GOOD_REQUESTS:
         raise DemoError(f"only {good} of {GOOD_REQUESTS} requests beside bad ones were answered.")
     if batches > GOOD_REQUESTS / 2:
@@ -187,14 +142,20 @@ def compare_bad_requests(server: Server, network: Network, show: Show) -> tuple[
     return good, good_by_hand
 
 
-def count_good_answers(server: Server, model: str, network: Network) -> int:
+def count_batches(server: LocalServer, model: str) -> int:
+    """Return how many batches Triton has given to a model."""
+    (statistics,) = server.client.get_inference_statistics(model).model_stats
+    return int(statistics.execution_count)
+
+
+def count_good_answers(server: LocalServer, model: str, network: Network) -> int:
     """Send all rows at the same time, one of them invalid; count the right answers to the rest."""
     rows = network.rows.copy()
     rows[0, 0] = VOCABULARY
     count = 0
     with ThreadPoolExecutor(len(rows)) as pool:
         for _ in range(BAD_ROUNDS):
-            bad, *others = pool.map(lambda row: server.try_infer(model, network, row), rows)
+            bad, *others = pool.map(lambda row: try_infer(server, model, network, row), rows)
             if bad is not None:
                 raise DemoError(f"{model} answered a request with an invalid token id.")
             count += sum(
@@ -205,7 +166,7 @@ def count_good_answers(server: Server, model: str, network: Network) -> int:
 
 
 def compare_throughput(
-    server: Server, network: Network, seconds: float, show: Show
+    server: LocalServer, network: Network, seconds: float, show: Show
 ) -> tuple[list[float], list[float]]:
     """Return requests per second, measured in turn: A B A B."""
     rates: tuple[list[float], list[float]] = ([], [])
@@ -218,14 +179,14 @@ def compare_throughput(
     return ours, by_hand
 
 
-def throughput(server: Server, model: str, network: Network, seconds: float) -> float:
+def throughput(server: LocalServer, model: str, network: Network, seconds: float) -> float:
     """Return requests per second, with one request of each row in flight."""
     start = time.perf_counter()
 
     def infer_repeatedly(row: Array) -> int:
         count = 0
         while not count or time.perf_counter() < start + seconds:
-            server.infer(model, network, row)
+            infer(server, model, network, row)
             count += 1
         return count
 
@@ -234,7 +195,7 @@ def throughput(server: Server, model: str, network: Network, seconds: float) -> 
     return requests / (time.perf_counter() - start)
 
 
-def stream(server: Server, show: Show) -> tuple[float, float]:
+def stream(server: LocalServer, show: Show) -> tuple[float, float]:
     """Show a text as it arrives; return the seconds to its first and last character."""
     prompt = InferInput("prompt", [1], "BYTES")
     prompt.set_data_from_numpy(np.array([PROMPT.encode()], dtype=np.object_))
@@ -267,7 +228,7 @@ def indent(text: str) -> str:
     return "".join(f"\n     | {line}" for line in text.splitlines())
 
 
-def kill(server: Server, victim: Network, other: Network, show: Show) -> Recovery:
+def kill(server: LocalServer, victim: Network, other: Network, show: Show) -> Recovery:
     """Kill the instances of one network with -9 while another one answers."""
     show(f"kill -9 of the processes of {victim.name}")
     healed = threading.Event()
@@ -275,7 +236,7 @@ def kill(server: Server, victim: Network, other: Network, show: Show) -> Recover
 
     def infer_other() -> None:
         while not healed.is_set():
-            result = server.try_infer(other.name, other, other.rows[0])
+            result = try_infer(server, other.name, other, other.rows[0])
             answered.append(result is not None)
 
     with ThreadPoolExecutor(1) as pool:
@@ -283,9 +244,9 @@ def kill(server: Server, victim: Network, other: Network, show: Show) -> Recover
         try:
             start = time.perf_counter()
             for model in victim.models:
-                for process in server.instances(model):
+                for process in instances(model):
                     process.kill()
-            while server.try_infer(victim.name, victim, victim.rows[0]) is None:
+            while try_infer(server, victim.name, victim, victim.rows[0]) is None:
                 if time.perf_counter() > start + PATIENCE_S:
                     raise DemoError(f"{victim.name} did not answer again after kill -9.")
                 time.sleep(0.02)
@@ -294,7 +255,7 @@ def kill(server: Server, victim: Network, other: Network, show: Show) -> Recover
             healed.set()
     if failures := answered.count(False):
         raise DemoError(f"{failures} of {len(answered)} requests to {other.name} failed meanwhile.")
-    by_hand = server.try_infer(victim.by_hand, victim, victim.rows[0]) is not None
+    by_hand = try_infer(server, victim.by_hand, victim, victim.rows[0]) is not None
     show(
         f"{victim.name} answers {seconds:.1f} s after kill -9, by hand"
         f" {'too' if by_hand else 'not yet'}; {other.name} all the time"
@@ -326,13 +287,13 @@ class Steps:
 
 
 def measure(
-    server: Server, resnet: Network, encoder: Network, seconds: float, steps: Steps
+    server: LocalServer, resnet: Network, encoder: Network, seconds: float, steps: Steps
 ) -> Figures:
     """Run the steps on a server; raise DemoError if a check fails."""
     with steps.step("Answers") as show:
         differences = compare_answers(server, (resnet, encoder), show)
     with steps.step("Memory") as show:
-        memory, base = compare_memory(server, resnet, encoder, show)
+        memory, base = compare_memory(resnet, encoder, show)
     with steps.step("Bad requests") as show:
         good = compare_bad_requests(server, encoder, show)
     with steps.step("Throughput") as show:
@@ -351,7 +312,6 @@ def main(
     """Compare this backend with a Python backend model written by hand."""
     if not output.parent.is_dir():
         raise typer.BadParameter(f"{output.parent} is not a folder.")
-    log = output.with_suffix(".log")
     console.print("torch-py-backend beside a model by hand, examples/demo_models/by_hand.py")
     start = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server is stopped, too
@@ -365,18 +325,19 @@ def main(
                 for network in (resnet, encoder):
                     network.write(repository)
                 shutil.copytree(EXAMPLES / "model_repository" / STREAMS, repository / STREAMS)
-                server = stack.enter_context(serving(repository, log, show))
                 names = [path.name for path in repository.iterdir()]
-                processes = sum(len(server.instances(name)) for name in names)
+                show(f"loading {len(names)} models")
+                server = stack.enter_context(torch_py_backend.serve(repository, arguments=STOP))
+                stack.callback(console.print, "Stopping the server ...")
+                processes = sum(len(instances(name)) for name in names)
                 show(f"tritonserver serves {len(names)} models in {processes} processes")
             figures = measure(server, resnet, encoder, seconds, steps)
             demo_report.draw(figures, output)
             console.print()
             console.print(demo_report.table(figures), soft_wrap=False)
             console.print(f"Picture: {output}")
-    except (DemoError, InferenceServerException) as error:
+    except (DemoError, BackendError, InferenceServerException) as error:
         console.print(f"The demo failed: {error}", style="red")
-        console.print(f"Server log: {log}")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         console.print("Interrupted.")
