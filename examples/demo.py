@@ -116,7 +116,7 @@ def compare_memory(network: Network, small: Network, show: Show) -> tuple[Pair, 
     """Return the megabytes of a network's instances, and of as many of a small network."""
     memory, base = ((megabytes(each.name), megabytes(each.by_hand)) for each in (network, small))
     count = len(instances(network.name)) / len(instances(small.name))
-    show(f"four ResNet-50 with shared weights: {memory[0]:,.0f} MB, by hand {memory[1]:,.0f} MB")
+    show(f"four ResNet-50 use {memory[0]:,.0f} MB, by hand {memory[1]:,.0f} MB")
     return memory, (count * base[0], count * base[1])
 
 
@@ -240,7 +240,7 @@ def kill(server: LocalServer, victim: Network, other: Network, show: Show) -> Re
             answered.append(result is not None)
 
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(infer_other)
+        asking = pool.submit(infer_other)
         try:
             start = time.perf_counter()
             for model in victim.models:
@@ -253,6 +253,7 @@ def kill(server: LocalServer, victim: Network, other: Network, show: Show) -> Re
             seconds = time.perf_counter() - start
         finally:
             healed.set()
+    asking.result()  # raises what the thread raised
     if failures := answered.count(False):
         raise DemoError(f"{failures} of {len(answered)} requests to {other.name} failed meanwhile.")
     by_hand = try_infer(server, victim.by_hand, victim, victim.rows[0]) is not None
