@@ -168,13 +168,13 @@ def count_good_answers(server: LocalServer, model: str, network: Network) -> int
 def compare_throughput(
     server: LocalServer, network: Network, seconds: float, show: Show
 ) -> tuple[list[float], list[float]]:
-    """Return requests per second, measured in turn: A B A B."""
-    rates: tuple[list[float], list[float]] = ([], [])
+    """Return requests per second, measured in turn: A B B A, since a machine's speed drifts."""
+    rates: dict[str, list[float]] = {model: [] for model in network.models}
     for pair in range(PAIRS + 1):
         show(f"{network.name}, pair {pair} of {PAIRS}" if pair else f"{network.name}, warm-up")
-        for model, turns in zip(network.models, rates, strict=True):
-            turns.append(throughput(server, model, network, seconds))
-    ours, by_hand = (turns[1:] for turns in rates)  # without the warm-up
+        for model in network.models[:: -1 if pair % 2 else 1]:
+            rates[model].append(throughput(server, model, network, seconds))
+    ours, by_hand = (turns[1:] for turns in rates.values())  # without the warm-up
     show(f"{network.name} {median(ours):,.0f} requests/s, by hand {median(by_hand):,.0f}")
     return ours, by_hand
 
