@@ -11,4 +11,4 @@ class Service:
     @bentoml.api(batchable=True)
     def predict(self, image: np.ndarray) -> np.ndarray:
         with torch.inference_mode():
-            return self.net(torch.from_numpy(image)).numpy()
+            return self.net(torch.from_numpy(image).float()).numpy()
