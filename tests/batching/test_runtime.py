@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -79,6 +80,38 @@ print(json.dumps([torch.get_num_threads(), torch.get_num_interop_threads()]))
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     )
     assert json.loads(done.stdout) == [3, 5]
+
+
+@pytest.mark.parametrize("variable", ["", "MALLOC_ARENA_MAX"])
+def test_freed_memory_is_kept(variable: str) -> None:
+    """Batches cause no page faults after the first ones; a user's own settings of malloc hold."""
+    program = """
+import resource, torch
+from torch_py_backend.batching import runtime
+from torch_py_backend.config.options import Options
+from torch_py_backend.config.threads import Threads
+runtime.set_switches(Options(), Threads(intra_op=1, inter_op=1))
+
+def batch():
+    parts = [torch.ones(1 << 20) for _ in range(10)]  # 4 MiB each
+
+for _ in range(5):
+    batch()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(20):
+    batch()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment | ({variable: "2"} if variable else {}),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    pages = 10 * (4 << 20) // 4096  # of one batch
+    assert (int(done.stdout) < pages) == (not variable)
 
 
 # --- the device ------------------------------------------------------------------------------

@@ -313,6 +313,48 @@ def test_model_that_takes_text(name: str, outputs: dict[str, list[int]], tmp_pat
     assert _tensors(document, "output") == outputs
 
 
+_LABELS = """
+from transformers import AutoTokenizer
+
+
+class Labels:
+    def __init__(self, folder):
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def preprocess_batch(self, text: list[str]):
+        return self.tokenizer(text, padding=True, return_tensors="pt")
+
+    def postprocess(self, result):
+        shares = result.logits.softmax(0)
+        return {"label": ["bad", "good"][int(shares.argmax())], "share": shares.max()}
+"""
+
+
+def test_hooks_with_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's own hooks read the tokenizer, which is saved, from the folder."""
+    (tmp_path / "labels.py").write_text(_LABELS)
+    monkeypatch.syspath_prepend(tmp_path)
+    labels = importlib.import_module("labels")
+    document = _saved(
+        tmp_path,
+        _bert("BertForSequenceClassification"),
+        processor=_tokenizer(tmp_path),
+        hooks=labels.Labels,
+        example_inputs={"text": ["a", "a b"]},
+    )
+    version = tmp_path / "models" / "net" / "1"
+    assert (version / "tokenizer.json").exists()
+    assert all(path.stat().st_mode & 0o044 for path in version.iterdir())
+    assert _tensors(document, "input") == {"text": [1]}
+    assert {entry["name"] for entry in document["output"]} == {"label", "share"}
+
+
+def test_model_kwargs_ask_for_the_source(tmp_path: Path) -> None:
+    """Arguments that make another module are refused; they would have no effect on a program."""
+    with pytest.raises(SaveError, match="has weights of other shapes"):
+        _saved(tmp_path, models.Affine(), example_inputs=_X, model_kwargs={"out": 7})
+
+
 def test_model_that_takes_tokens(tmp_path: Path) -> None:
     """Without a tokenizer, it takes tokens of any number, and the mask is optional."""
     tokens = torch.ones(2, 5, dtype=torch.long)

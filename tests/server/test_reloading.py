@@ -101,9 +101,12 @@ def test_a_new_model(repository: Path) -> None:
         _write(repository / "shapes" / "1" / f"part{number}.py", "")
     _write(repository / "shapes" / "config.pbtxt", "")
     (repository / "letters").rename(repository.parent / "letters")
-    names = "1/part0.py, 1/part1.py, 1/part2.py and 3 more"
-    assert server.run(5) == [_changed("shapes", names), _ready("shapes")]
+    assert server.run(5) == [_changed("shapes", "added")]
     assert server.loads == ["shapes"]
+    for number in range(5):
+        _write(repository / "shapes" / "1" / f"part{number}.py", "1")
+    names = "1/part0.py, 1/part1.py, 1/part2.py and 2 more"
+    assert server.run(5) == [_changed("shapes", names), _ready("shapes")]
 
 
 def test_a_load_that_fails(repository: Path) -> None:

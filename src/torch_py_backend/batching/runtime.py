@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -192,6 +194,7 @@ def set_switches(options: Options, threads: Threads) -> None:
 
     Call it once, in the thread that runs the model, before the model is loaded.
     """
+    _keep_freed_memory()
     torch.set_num_threads(threads.intra_op)
     # torch allows this once per process, before any parallel work.
     if torch.get_num_interop_threads() != threads.inter_op:
@@ -211,6 +214,23 @@ def set_switches(options: Options, threads: Threads) -> None:
     for enabled, switch in switches:
         if enabled is not None:
             switch(enabled)
+
+
+# Parameters of glibc's mallopt(3), and their values in bytes. 32 MiB is the most for the second.
+_MALLOPT = {-1: 512 << 20, -3: 32 << 20}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+
+
+def _keep_freed_memory() -> None:
+    """Let malloc keep the memory that a batch has freed, for the next one.
+
+    By default it returns most of it to the kernel, and each batch pays for page faults.
+    """
+    if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
+        return  # the user has set it
+    with contextlib.suppress(AttributeError):  # musl has no mallopt
+        mallopt = ctypes.CDLL(None).mallopt
+        for parameter, size in _MALLOPT.items():
+            mallopt(parameter, size)
 
 
 def create(options: Options, device: torch.device | None, weights: Iterable[Tensor]) -> Runtime:

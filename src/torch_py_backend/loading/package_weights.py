@@ -56,7 +56,9 @@ def compile_package(
         name: tensor.detach().clone(memory_format=torch.contiguous_format)
         for name, (tensor, _) in weights.items()
     }
-    safetensors.torch.save_file(state, path.with_suffix(".safetensors"))
+    file = path.with_suffix(".safetensors")
+    safetensors.torch.save_file(state, file)
+    file.chmod(0o644)  # safetensors 0.8 writes it for the owner only
 
 
 def read(config: ModelConfig, artifact: Artifact, device: torch.device | None) -> nn.Module | None:

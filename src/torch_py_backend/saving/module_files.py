@@ -130,12 +130,16 @@ class ModuleFiles:
     def _template(self) -> str | None:
         """Return the name of the file with the hooks for the processor; None: there is none.
 
+        The user's own hooks read the processor from the folder.
+
         Raises:
             SaveError: the processor is none of a model of transformers, or takes several inputs.
         """
         if self._processor is None:
             return None
-        if self._pretrained and self._hooks is None:
+        if self._pretrained:
+            if self._hooks is not None and hasattr(self._processor, "save_pretrained"):
+                return None
             for attribute, template in (("pad_token", _TEXT), ("image_mean", _IMAGE)):
                 if hasattr(self._processor, attribute):
                     return template
@@ -143,8 +147,8 @@ class ModuleFiles:
         raise SaveError(
             self._name,
             f"processor is {kinds}",
-            expected="a tokenizer or an image processor for a model of transformers, without hooks"
-            " and in the format module",
+            expected="a tokenizer or an image processor for a model of transformers, in the format"
+            " module",
             cure="Prepare the inputs in a class, and pass it as hooks.",
         )
 

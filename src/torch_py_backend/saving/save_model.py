@@ -66,13 +66,14 @@ def save_model(
         format: `module`: Python source and weights in safetensors; `export`: a torch.export
             program; `torchscript`: scripted, or traced if that fails; `aoti`: a package of
             AOTInductor. By default `module` if the class can be imported or its source written to
-            a file, and `model_kwargs` and the weights make the same module; else `export`. A
-            ScriptModule is saved as `torchscript`.
+            a file, and its constructor makes the same module; else `export`, unless `model_kwargs`
+            is given. A ScriptModule is saved as `torchscript`.
         dynamic_shapes: as of `torch.export.export`; such dimensions are -1 in all formats.
         model_kwargs: keyword arguments of the class for the format `module`, as JSON allows them.
         hooks: a class with methods that run before and after `forward()`.
-        processor: the tokenizer or image processor of a transformers model. The folder then takes
-            the input `text`, or `image` with the bytes of a file.
+        processor: the tokenizer or image processor of a transformers model, which is saved in the
+            folder. Without `hooks`, the model takes the input `text`, or `image` with the bytes of
+            a file.
         instances: the number of instances; of a module on a GPU, on each GPU.
         parameters: options of config.pbtxt by name; what is not a str is written as JSON.
         overwrite: replace a model folder that has the version 1 alone.
@@ -90,7 +91,7 @@ def save_model(
     _check(name, module, format, max_batch_size, instances)
     model_folder.refuse_target(target, [], force=overwrite)
     formats: tuple[Format, ...] = ("module", "export")
-    if processor is not None or hasattr(module, "save_pretrained"):
+    if processor is not None or model_kwargs or hasattr(module, "save_pretrained"):
         formats = (format or "module",)
     elif format is not None or isinstance(module, torch.jit.ScriptModule):
         formats = (format or "torchscript",)
@@ -106,6 +107,7 @@ def save_model(
             )
             try:
                 artifact = writer.write(example_inputs, max_batch_size, dynamic_shapes)
+                _make_readable(scratch / kind)
                 report = model_folder.create(
                     target,
                     replace(artifact, parameters={**artifact.parameters, **options}),
@@ -123,6 +125,8 @@ def save_model(
                     raise
                 refusals.append(getattr(error, "found", str(error)))
                 continue
+            if refusals and not type(module).__module__.startswith("torch."):
+                log.warning("model '%s': saved as a torch.export program: %s", name, refusals[0])
             for line in report.lines:
                 if line.startswith("note"):
                     log.warning("model '%s': %s", name, line.removeprefix("note").strip())
@@ -177,6 +181,13 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
+
+
+def _make_readable(folder: Path) -> None:
+    """Let the server's user read all files: safetensors 0.8 writes them for the owner only."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o644)
 
 
 @contextlib.contextmanager

@@ -161,9 +161,8 @@ class LocalServer:
             )
         sent = [_input(model, tensors[name], value) for name, value in inputs.items()]
         result = self.client.infer(model, sent, model_version=version)
-        return {
-            output.name: result.as_numpy(output.name) for output in result.get_response().outputs
-        }
+        outputs = [output.name for output in result.get_response().outputs]
+        return {key: result.as_numpy(key).copy() for key in outputs}  # they are read-only
 
     def _wait(self, process: subprocess.Popen[bytes], output: Path) -> None:
         deadline = time.monotonic() + self._timeout

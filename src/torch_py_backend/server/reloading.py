@@ -61,6 +61,7 @@ class Reloader:
         self._control, self._on_event = control, on_event
         self._seconds, self._clock, self._spawn = seconds, clock, spawn
         self._loads: dict[str, Operation] = {}
+        self._added: set[str] = set()
         self._loaded = self._polled = self._poll()
         self._due = clock() + _POLL_S
 
@@ -70,12 +71,12 @@ class Reloader:
         for name, load in list(self._loads.items()):
             if load.done:
                 del self._loads[name]
-                if load.error is None:
-                    event = Event(EventKind.READY, name, "loaded anew")
-                else:
+                if load.error is not None:
                     reason = model_control.public_reason(str(load.error))
-                    event = Event(EventKind.FAILED, name, reason)
-                self._on_event(event)
+                    self._on_event(Event(EventKind.FAILED, name, reason))
+                elif name not in self._added:  # the supervisor reports what it did not know
+                    self._on_event(Event(EventKind.READY, name, "loaded anew"))
+                self._added.discard(name)
         if now < self._due:
             return
         self._due = now + _POLL_S
@@ -83,7 +84,11 @@ class Reloader:
         for name, files in self._polled.items():
             changed = files != self._loaded.get(name)
             if changed and files == before.get(name) and name not in self._loads:
-                names = _difference(self._loaded.get(name, {}), files)
+                if name not in self._loaded:
+                    self._added.add(name)
+                    names = "added"
+                else:
+                    names = _difference(self._loaded[name], files)
                 self._on_event(Event(EventKind.CHANGED, name, names))
                 self._loaded = {**self._loaded, name: files}
                 self._begin(name)
