@@ -88,9 +88,7 @@ def test_freed_memory_is_kept(variable: str) -> None:
     program = """
 import resource, torch
 from torch_py_backend.batching import runtime
-from torch_py_backend.config.options import Options
-from torch_py_backend.config.threads import Threads
-runtime.set_switches(Options(), Threads(intra_op=1, inter_op=1))
+runtime.keep_freed_memory()
 
 def batch():
     parts = [torch.ones(1 << 20) for _ in range(10)]  # 4 MiB each

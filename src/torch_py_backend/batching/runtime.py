@@ -194,7 +194,6 @@ def set_switches(options: Options, threads: Threads) -> None:
 
     Call it once, in the thread that runs the model, before the model is loaded.
     """
-    _keep_freed_memory()
     torch.set_num_threads(threads.intra_op)
     # torch allows this once per process, before any parallel work.
     if torch.get_num_interop_threads() != threads.inter_op:
@@ -220,17 +219,19 @@ def set_switches(options: Options, threads: Threads) -> None:
 _MALLOPT = {-1: 512 << 20, -3: 32 << 20}  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
 
 
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """Let malloc keep the memory that a batch has freed, for the next one.
 
-    By default it returns most of it to the kernel, and each batch pays for page faults.
+    By default it returns most of it to the kernel, and each batch pays for page faults. To be
+    called when the model is loaded: what the load has freed is returned.
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return  # the user has set it
     with contextlib.suppress(AttributeError):  # musl has no mallopt
-        mallopt = ctypes.CDLL(None).mallopt
+        libc = ctypes.CDLL(None)
+        libc.malloc_trim(0)
         for parameter, size in _MALLOPT.items():
-            mallopt(parameter, size)
+            libc.mallopt(parameter, size)
 
 
 def create(options: Options, device: torch.device | None, weights: Iterable[Tensor]) -> Runtime:

@@ -93,6 +93,7 @@ def _engine(
 ) -> Engine:
     """Return an engine for a device; its weights are loaded on `weights_device`."""
     loaded = _load(config, artifact, weights_device)
+    runtime.keep_freed_memory()
     config = state_store.with_controls(config, loaded.signature)
     device_runtime = runtime.create(config.options, device, loaded.weights)
     return Engine(config, loaded, device_runtime, artifact, user_hooks.load(config, artifact))
