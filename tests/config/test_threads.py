@@ -83,5 +83,19 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """set_environment() sets the variables of OpenMP and MKL."""
     for variable in VARIABLES:
         monkeypatch.setenv(variable, "")
-    threads.set_environment(Threads(intra_op=3, inter_op=7))
-    assert [os.environ[variable] for variable in VARIABLES] == ["3", "3"]
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for count, expected in (("", "4000"), ("7", "7")):
+        monkeypatch.setenv("GOMP_SPINCOUNT", count)
+        if not count:
+            monkeypatch.delenv("GOMP_SPINCOUNT")
+        threads.set_environment(Threads(intra_op=3, inter_op=7))
+        assert [os.environ[variable] for variable in VARIABLES] == ["3", "3"]
+        assert os.environ["GOMP_SPINCOUNT"] == expected
+
+
+def test_users_own_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP's own variable for waiting threads takes precedence."""
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    threads.limit_spinning()
+    assert "GOMP_SPINCOUNT" not in os.environ

@@ -30,10 +30,26 @@ def budget(config: ModelConfig) -> Threads:
     )
 
 
+# The variables with which a user sets how long threads spin.
+_SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+_SPIN_COUNT = 4000
+
+
 def set_environment(threads: Threads) -> None:
     """Set the thread count of OpenMP and MKL in the environment, which they read once."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(threads.intra_op)
+    limit_spinning()
+
+
+def limit_spinning() -> None:
+    """Let the threads of PyTorch's OpenMP sleep when they have waited for some microseconds.
+
+    By default they wait for milliseconds on a core. If another process needs it, such as an
+    instance of another model, an operator then takes several times as long.
+    """
+    if not any(variable in os.environ for variable in _SPINNING):
+        os.environ["GOMP_SPINCOUNT"] = str(_SPIN_COUNT)
 
 
 def available_cores(cgroup: Path = _CGROUP) -> int:

@@ -345,6 +345,7 @@ class Tuning:
             LoadError: the model cannot be run even without optimization.
             TuneError: the user's limits leave nothing to try.
         """
+        threads.limit_spinning()  # as in an instance
         with (
             tempfile.TemporaryDirectory(prefix="torch-py-backend-tune-") as self._folder,
             self._kept,
