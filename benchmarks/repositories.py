@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -112,8 +114,8 @@ def write_clocked(name: str, repository: Path, path: str, folder: Path) -> str:
     Args:
         name: the model.
         repository: the model repository.
-        path: the path of our backend, `fast` or `general`, or a feature of FEATURES, which takes
-            the general one; `by hand`; or `steps`: the fast path with a clock at each step.
+        path: the path of our backend, `fast` or `general`, or a feature of FEATURES; `by hand`; or
+            `steps`: the fast path with a clock at each step.
         folder: where the times are written.
 
     Returns:
@@ -139,11 +141,15 @@ def write_clocked(name: str, repository: Path, path: str, folder: Path) -> str:
         chosen += _parameter("TRACING", "false")
     if path in FEATURES:
         chosen += _use(path, MODELS[name], version / "model.py")
-    (repository / served / "config.pbtxt").write_text(_config("python", name) + chosen)
+    config = _config("python", name)
+    if path in _OPEN_DIMS:
+        config = re.sub(r"dims: \[\d+\]", "dims: [ -1 ]", config)
+    (repository / served / "config.pbtxt").write_text(config + chosen)
     return served
 
 
-FEATURES = ("BATCH_BUCKETS", "batch hooks", "row hooks")
+FEATURES = ("open dims", "BATCH_BUCKETS", "PAD", "batch hooks", "row hooks")
+_OPEN_DIMS = ("open dims", "PAD")
 _HOOKS = """
 
 class Hooks:
@@ -157,8 +163,13 @@ class Hooks:
 
 def _use(feature: str, model: Model, source: Path) -> str:
     """Return the parameters that a feature needs, after appending its hooks to the source."""
+    if feature == "open dims":
+        return ""
     if feature == "BATCH_BUCKETS":
         return _parameter(feature, "1,2,4,8")
+    if feature == "PAD":
+        pads = json.dumps({spec.name: {} for spec in model.inputs})
+        return _parameter(feature, pads.replace('"', '\\"'))
     ending = "_batch" if feature == "batch hooks" else ""
     hooks = _HOOKS.format(
         preprocess=f"preprocess{ending}",
