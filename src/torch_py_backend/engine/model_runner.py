@@ -103,8 +103,8 @@ class ModelRunner:
             # The model may overwrite the outputs of its previous call.
             pieces[-1:] = [[self._clone(value) for value in last] for last in pieces[-1:]]
             size = piece[0].shape[0]
-            outputs = self._call_once(inputs, piece, size)
             self._counts.rows += size - present
+            outputs = self._call_once(inputs, piece, size)
             self._counts.filled_rows += size - present
             pieces.append([value[:present] for value in outputs])
         return gather_scatter.join(pieces)
