@@ -175,9 +175,12 @@ def test_log_of_a_server_that_ends(tmp_path: Path) -> None:
 
 # --- what is left behind ---------------------------------------------------------------------
 
+# A process that a shell started in the background ignores Ctrl-C, and so do its children.
 _SCRIPT = """
+import signal
 import sys
 import torch_py_backend
+signal.signal(signal.SIGINT, signal.default_int_handler)
 print("starting", flush=True)
 with torch_py_backend.serve(sys.argv[1]) as server:
     print("ready", server.infer("function", [[1.0, 2.0, 3.0, 4.0]]), flush=True)

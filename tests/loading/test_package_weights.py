@@ -327,6 +327,16 @@ def test_weights_are_replaced(name: str, tmp_path: Path, request: pytest.Fixture
     assert agree(loaded.module(X), expected)
 
 
+def test_frozen_graphs_in_this_process(tmp_path: Path) -> None:
+    """A process that freezes the graphs of torch.compile compiles a package without weights."""
+    program = torch.export.export(nn.Linear(4, 4).eval(), (torch.rand(2, 4),))
+    with torch._inductor.config.patch(freezing=True), torch.no_grad():
+        package_weights.compile_package(program, tmp_path / "model.pt2")
+    constants = file_types.external_constants(tmp_path / "model.pt2")
+    assert constants is not None
+    assert {constant.shape for constant in constants.values()} == {(4, 4), (4,)}
+
+
 @pytest.mark.usefixtures("process")
 def test_second_copy_for_sizes_of_one(tmp_path: Path) -> None:
     """The copy of a package without checks shares the weights, and gets new ones."""

@@ -26,6 +26,7 @@ from torch_py_backend.loading import state_dict
 _WITHOUT_WEIGHTS = {
     "aot_inductor.package_constants_in_so": False,
     "always_keep_tensor_constants": True,
+    "freezing": False,  # makes them constants of the graph
 }
 
 
