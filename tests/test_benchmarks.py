@@ -161,7 +161,7 @@ def test_times_of_a_call() -> None:
     """Rows compare calls of one size; sizes that a path met too rarely are left out."""
     times: execute.Times = {
         path: {1: [[cost * 1000, 1000]] * 200, 2: [[1, 1]] * (199 + cost % 2)}
-        for path, cost in zip(execute.PATHS, (10, 8, 20, 22, 24, 26), strict=True)
+        for path, cost in zip(execute.PATHS, (10, 8, 20, 22, 24, 26, 28, 30), strict=True)
     }
     assert execute.rows("add", times)[:3] == [
         ("add", "1", "by hand", "200", "10", "1", "9", "1.00"),
