@@ -1,8 +1,0 @@
-import torch
-
-import torch_py_backend
-
-module = torch.jit.load("net.pt")
-torch_py_backend.save_model(module, "models/net", example_inputs=torch.ones(1, 3, 64, 64))
-with torch_py_backend.serve("models") as server:
-    print(server.infer("net", torch.ones(1, 3, 64, 64)))
