@@ -2,8 +2,8 @@
 
     python -m benchmarks.first_answer [--turns 3] [--output FILE]
 
-What a user writes is in `starts`, for each of three or four starting points: a module in a file, a
-TorchScript file, a Hugging Face folder, a repository of Triton's LibTorch backend. Each program
+What a user writes is in `starts`, for four starting points: a module in a file, a TorchScript file,
+a Hugging Face folder, a repository of Triton's LibTorch backend. Each program
 sends one request; its answer is compared with eager PyTorch. All of them batch requests. Lines are
 those of the programs, without blank ones, and the commands. The time begins when the server, or
 the program that starts it, is started, and ends with the answer; a client runs again until it gets
@@ -16,13 +16,14 @@ import argparse
 import importlib
 import os
 import re
+import shlex
 import shutil
 import statistics
 import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,8 @@ input [{ name: "INPUT__0" data_type: TYPE_FP32 dims: [ 3, 64, 64 ] }]
 output [{ name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ 10 ] }]
 instance_group [{ kind: KIND_CPU }]
 """
+# A program that serves TorchScript differs from one that serves the module in these texts.
+_OF_TORCHSCRIPT = {"import net\n": "", "net.trained()": 'torch.jit.load("net.pt")'}
 _SED = 's/platform: "pytorch_libtorch"/backend: "pytorch_py"/'
 
 
@@ -122,8 +125,18 @@ WAYS = {
 
 def lines(start: str, way: Way) -> int:
     """Return the lines that a user writes: of programs, and commands."""
-    texts = [(_STARTS / start / name).read_text() for name in way.files]
+    texts = [program(start, name) for name in way.files]
     return way.commands + sum(bool(line.strip()) for text in texts for line in text.splitlines())
+
+
+def program(start: str, name: str) -> str:
+    """Return the text of a program."""
+    if start != "torchscript":
+        return (_STARTS / start / name).read_text()
+    text = program("module", name)
+    for old, new in _OF_TORCHSCRIPT.items():
+        text = text.replace(old, new)
+    return text
 
 
 def given(folder: Path) -> dict[str, np.ndarray[tuple[int, ...], np.dtype[np.float32]]]:
@@ -167,17 +180,17 @@ def seconds(start: str, way: Way) -> float:
     """
     python = contenders.environment(way.environment) if way.environment else sys.executable
 
-    def command(text: str) -> str:
-        return text.replace("{python}", str(python))
+    def command(text: str) -> list[str]:
+        return shlex.split(text.replace("{python}", shlex.quote(str(python))))
 
     with harness.scratch() as scratch:
         folder = Path(scratch)
         expected = given(folder)[start]
         for name in way.files:
-            shutil.copy(_STARTS / start / name, folder)
+            (folder / name).write_text(program(start, name))
         began = time.perf_counter()
         if way.before:
-            subprocess.run(command(way.before), shell=True, check=True, cwd=folder)  # noqa: S602  ours
+            subprocess.run(command(way.before), check=True, cwd=folder)  # noqa: S603  ours
         with _serving(command(way.server), folder):
             while True:
                 output, answered = _run(command(way.client), folder, expected)
@@ -188,14 +201,14 @@ def seconds(start: str, way: Way) -> float:
 
 
 @contextmanager
-def _serving(command: str, folder: Path) -> Iterator[None]:
+def _serving(command: Sequence[str], folder: Path) -> Iterator[None]:
     """Run a server, if there is a command, and end it with all of its processes."""
     if not command:
         yield
         return
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(  # noqa: S603  ours
-            command.split(), cwd=folder, stdout=log, stderr=log, start_new_session=True
+            command, cwd=folder, stdout=log, stderr=log, start_new_session=True
         )
         try:
             yield
@@ -203,10 +216,12 @@ def _serving(command: str, folder: Path) -> Iterator[None]:
             contenders.stop(server)
 
 
-def _run(command: str, folder: Path, expected: np.ndarray[Any, Any]) -> tuple[str, float | None]:
+def _run(
+    command: Sequence[str], folder: Path, expected: np.ndarray[Any, Any]
+) -> tuple[str, float | None]:
     """Run a client; return its output, and when the right answer was printed, if it was."""
     program = subprocess.Popen(  # noqa: S603  ours
-        command.split(),
+        command,
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
