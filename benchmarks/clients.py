@@ -35,6 +35,7 @@ class Endpoint:
         protocol: `grpc` or `http` for Triton's, `bytes` or `json` for a POST of one request.
         host: host and port.
         served: the name of the model on the server; for a POST, the path.
+        output: the name of the output there; empty: as in the comparison.
         counts: whether the server has Triton's statistics.
     """
 
@@ -42,6 +43,7 @@ class Endpoint:
     protocol: str
     host: str
     served: str
+    output: str = ""
     counts: bool = False
 
     @property
@@ -60,7 +62,8 @@ def answer(endpoint: Endpoint) -> npt.NDArray[Any]:
             sent = module.InferInput(name, tensor.array.shape, tensor.datatype)
             inputs.append(sent.set_data_from_numpy(tensor.array))
         with contextlib.closing(module.InferenceServerClient(endpoint.host)) as connection:
-            rows = connection.infer(endpoint.served, inputs).as_numpy(model.output.name)
+            result = connection.infer(endpoint.served, inputs)
+            rows = result.as_numpy(endpoint.output or model.output.name)
         row: npt.NDArray[Any] = rows[0]
         return row
     headers, body = _post(endpoint.protocol, model)

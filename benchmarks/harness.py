@@ -30,15 +30,21 @@ Turn: TypeAlias = Callable[[], Awaitable[Point]]
 
 
 @contextlib.contextmanager
-def served(repository: Path) -> Iterator[Server]:
+def served(repository: Path, *arguments: str) -> Iterator[Server]:
     """Start a tritonserver with all models of a repository; its log lies beside the repository.
+
+    Args:
+        repository: the model repository.
+        arguments: more arguments for tritonserver.
 
     Raises:
         BenchError: a model was not loaded.
     """
     with (
         (repository.parent / "server.log").open("wb") as log,
-        Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
+        Server(
+            repository, http_port=0, grpc_port=0, metrics_port=0, arguments=arguments, log=log
+        ) as server,
     ):
         for state in server.wait_loaded(timeout=LOAD_SECONDS):
             if not state.ready:

@@ -15,6 +15,7 @@ from benchmarks.tables import Spread, spread
 from torch_py_backend.tools.load_generator import Point
 
 FLOOR, TRANSFER, PLAIN, HTTP, RUNTIME = "floor", "transfer", "plain", "http", "runtime"
+LIBTORCH = "libtorch"
 _IN_THE_SERVER = {
     FLOOR: "no-op floor",
     TRANSFER: "reads and writes only",
@@ -22,13 +23,18 @@ _IN_THE_SERVER = {
     HTTP: "ours over HTTP",
     RUNTIME: "Triton's Python runtime",
 }
-_TITLES = _IN_THE_SERVER | {name: peer.title for name, peer in PEERS.items()}
+_TITLES = (
+    _IN_THE_SERVER
+    | {LIBTORCH: "Triton's LibTorch backend"}
+    | {name: peer.title for name, peer in PEERS.items()}
+)
 _SERVED = {
     FLOOR: "in the same server: a Python backend model that returns a prepared response",
     TRANSFER: "in the same server: a Python backend model that reads inputs, writes responses",
     PLAIN: "in the same server: a Python backend model for this network only, without checks",
     HTTP: "this backend in the same server, over HTTP",
     RUNTIME: "in the same server: model.py of Triton's PyTorch backend, which compiles the network",
+    LIBTORCH: "TorchScript, in a tritonserver of its own; the same protocol",
 } | {name: peer.words for name, peer in PEERS.items()}
 _COLUMNS = (
     "model", "against", "concurrency", "ours ÷ other", "ours, /s", "other, /s",

@@ -108,6 +108,29 @@ def write_runtime(name: str, repository: Path, runtime: Path) -> str:
     return served
 
 
+def write_libtorch(name: str, repository: Path, threads: int) -> str:
+    """Write the model as TorchScript for Triton's LibTorch backend; return its name on the server.
+
+    Args:
+        name: the model.
+        repository: the model repository.
+        threads: the threads of an operator.
+    """
+    served = f"{name}_libtorch"
+    model = MODELS[name]
+    torch.jit.script(model.build()).save(_version(repository / served) / "model.pt")
+    config = _config("pytorch", name).replace('backend: "pytorch"', 'platform: "pytorch_libtorch"')
+    config = config.replace(f'"{model.output.name}"', f'"{libtorch_output(name)}"')
+    threads_of_an_operator = _parameter("INTRA_OP_THREAD_COUNT", str(threads))
+    (repository / served / "config.pbtxt").write_text(config + threads_of_an_operator)
+    return served
+
+
+def libtorch_output(name: str) -> str:
+    """Return the name of the output for the LibTorch backend, which requires numbers."""
+    return f"{MODELS[name].output.name}__0"
+
+
 def write_clocked(name: str, repository: Path, path: str, folder: Path) -> str:
     """Write a timed backend model, which writes its times to `folder` / its name.json at its end.
 

@@ -3,13 +3,14 @@
     python -m benchmarks.serving --output docs/benchmarks.md
         [--models add,mlp] [--against floor,pytriton] [--concurrency 1,8,32]
         [--seconds 5] [--pairs 5] [--threads 1] [--protocol grpc]
-        [--runtime model.py] [--client perf_analyzer]
+        [--runtime model.py] [--libtorch FOLDER] [--client perf_analyzer]
 
 Outputs are compared with eager PyTorch; then both servers are loaded in turn. The packages of a
 peer are installed at first use. Ctrl-C ends the run and keeps its measurements.
 
-`--runtime` names src/model.py of triton-inference-server/pytorch_backend, `--client` NVIDIA's
-perf_analyzer, which then loads what the same server serves (see perf_analyzer.py).
+`--runtime` names src/model.py of triton-inference-server/pytorch_backend, `--libtorch` a backend
+directory with Triton's LibTorch backend (in NVIDIA's containers /opt/tritonserver/backends), and
+`--client` NVIDIA's perf_analyzer, which then loads what tritonservers serve (see perf_analyzer.py).
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from benchmarks.clients import Endpoint
 from benchmarks.contenders import PEERS
 from benchmarks.harness import Pair
 from benchmarks.models import MODELS
-from benchmarks.report import FLOOR, HTTP, PLAIN, RUNTIME, TRANSFER, Report, Row
+from benchmarks.report import FLOOR, HTTP, LIBTORCH, PLAIN, RUNTIME, TRANSFER, Report, Row
 from torch_py_backend.errors import BackendError, BenchError
 from torch_py_backend.tools import load_generator
 
 # Triton's Python runtime compiles for each number of requests that it meets in a batch.
 _COMPILATION_SECONDS = 45
-_AGAINST = (FLOOR, TRANSFER, PLAIN, HTTP, RUNTIME, *PEERS)
+_AGAINST = (FLOOR, TRANSFER, PLAIN, HTTP, RUNTIME, LIBTORCH, *PEERS)
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Settings:
     threads: int
     protocol: str
     runtime: Path | None
+    libtorch: Path | None
     client: Path | None
     output: Path | None
 
@@ -157,6 +159,8 @@ def _against(
     if against in PEERS:
         results.versions[against] = contenders.version(against)
         other = contenders.started(against, model)
+    elif against == LIBTORCH and settings.libtorch is not None:
+        other = _serving_libtorch(model, settings, settings.libtorch)
     else:
         other = contextlib.nullcontext(ours.others[against])
     with other as endpoint:
@@ -169,6 +173,20 @@ def _against(
             finally:
                 if done:
                     results.rows.append(Row(model, against, concurrency, tuple(done)))
+
+
+@contextlib.contextmanager
+def _serving_libtorch(model: str, settings: Settings, backends: Path) -> Iterator[Endpoint]:
+    """Serve the model by the LibTorch backend in a backend directory, and check its answer."""
+    with harness.scratch() as scratch:
+        repository = Path(scratch) / "repository"
+        name = repositories.write_libtorch(model, repository, settings.threads)
+        with harness.served(repository, f"--backend-directory={backends.absolute()}") as server:
+            address = server.grpc_address if settings.protocol == "grpc" else server.http_address
+            output = repositories.libtorch_output(model)
+            endpoint = Endpoint(model, settings.protocol, address, name, output, counts=True)
+            contenders.check(endpoint)
+            yield endpoint
 
 
 async def _warm_up(endpoint: Endpoint, concurrency: int) -> None:
@@ -251,13 +269,16 @@ def _settings(words: Sequence[str]) -> Settings:
     add("--threads", type=_count, default=1, help="OMP_NUM_THREADS of every server")
     add("--protocol", choices=("grpc", "http"), default="grpc", help="of our server")
     add("--runtime", type=_source, help="Triton's Python runtime, a model.py")
+    add("--libtorch", type=_folder, help="a backend directory with Triton's LibTorch backend")
     add("--client", type=_program, help="perf_analyzer; unset: an asyncio client")
     add("--output", type=_file, help="the Markdown file to write; unset: print it")
     given = parser.parse_args(words)
     if given.against is None:
-        given.against = tuple(name for name in _AGAINST if name != RUNTIME or given.runtime)
-    elif RUNTIME in given.against and given.runtime is None:
-        parser.error(f"--against {RUNTIME} needs --runtime model.py")
+        absent = {name for name in (RUNTIME, LIBTORCH) if getattr(given, name) is None}
+        given.against = tuple(name for name in _AGAINST if name not in absent)
+    for name, value in ((RUNTIME, "model.py"), (LIBTORCH, "FOLDER")):
+        if name in given.against and getattr(given, name) is None:
+            parser.error(f"--against {name} needs --{name} {value}")
     return Settings(**vars(given))
 
 
@@ -294,6 +315,13 @@ def _source(text: str) -> Path:
     path = Path(text)
     if not path.is_file():
         raise argparse.ArgumentTypeError(f"'{text}' is no file")
+    return path
+
+
+def _folder(text: str) -> Path:
+    path = Path(text)
+    if not path.is_dir():
+        raise argparse.ArgumentTypeError(f"'{text}' is no folder")
     return path
 
 

@@ -22,6 +22,7 @@ from benchmarks import (
     clients,
     contenders,
     execute,
+    first_answer,
     harness,
     perf_analyzer,
     report,
@@ -38,6 +39,7 @@ from benchmarks.report import Report, Row
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import model_config, pbtxt, threads
 from torch_py_backend.errors import BenchError, ServerError
+from torch_py_backend.server import tritonserver
 from torch_py_backend.startup import builder
 from torch_py_backend.tools.load_generator import Point, Result, ServerWork
 
@@ -347,6 +349,47 @@ def test_triton_runtime(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.server
+def test_libtorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tritonserver of its own serves TorchScript by the backend `pytorch` of a folder."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    tritonserver.populate_backends(tritonserver.find(), tmp_path)
+    (tmp_path / "pytorch_py").rename(tmp_path / "pytorch")  # in place of the C++ backend
+    words = ["--models", "add,transformer", "--against", "libtorch", "--concurrency", "1"]
+    words += ["--seconds", "0.1", "--pairs", "1", "--libtorch", str(tmp_path)]
+    assert serving.main(words) == 0
+    printed = capsys.readouterr().out
+    for model in ("add", "transformer"):
+        assert f"|{model}|Triton's LibTorch backend|1|" in printed
+
+
+# --- the first answer ------------------------------------------------------------------------
+
+
+@pytest.mark.server
+@pytest.mark.slow
+@pytest.mark.parametrize("start", first_answer.WAYS)
+def test_first_answer(start: str) -> None:
+    """Our programs give the right answer."""
+    assert first_answer.seconds(start, first_answer.WAYS[start][0]) > 0
+
+
+def test_lines_of_the_first_answer() -> None:
+    """Each program is valid Python, and ours have the fewest lines."""
+    for start, (ours, *others) in first_answer.WAYS.items():
+        for way in (ours, *others):
+            for name in way.files:
+                ast.parse(first_answer.program(start, name))
+        lines = [first_answer.lines(start, way) for way in others]
+        assert all(first_answer.lines(start, ours) < count for count in lines)
+    for way in first_answer.WAYS["torchscript"]:
+        texts = [first_answer.program("torchscript", name) for name in way.files]
+        assert "torch.jit.load" in "".join(texts)
+        assert "import net\n" not in "".join(texts)
+
+
 def _point(throughput: float, p50: float, p99: float, busy: float, batch: int | None) -> Point:
     latencies = np.sort(np.concatenate([np.full(51, p50), np.full(48, p99), [p99, p99]]))
     server = None if batch is None else ServerWork(0, 0, {}, {batch: 1})
@@ -439,6 +482,8 @@ def test_reasons() -> None:
         (["--output", "/nowhere/benchmarks.md"], "is no file that can be written"),
         (["--runtime", "/nowhere/model.py"], "'/nowhere/model.py' is no file"),
         (["--against", "runtime"], "--against runtime needs --runtime model.py"),
+        (["--against", "libtorch"], "--against libtorch needs --libtorch FOLDER"),
+        (["--libtorch", "/nowhere"], "'/nowhere' is no folder"),
         (["--client", "no-perf-analyzer"], "'no-perf-analyzer' is no program"),
         (["--client", "true"], "true does not print its version"),
     ],
