@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 CONFIGURATION = Path(__file__).parents[1] / "deploy" / "haproxy.cfg"
 MODEL = "versioned"
 _NETWORK = f"127.{1 + os.getpid() % 250}.{1 + os.getpid() // 250 % 250}"
-_FRONT = f"{_NETWORK}.100"
+FRONT = f"{_NETWORK}.100"
 _SERVICE = f"{_NETWORK}.101"
 _PORTS = ("--http-port=8000", "--grpc-port=8001", "--metrics-port=8002", "--health-port=8003")
 # As long as somebody may hold a request: long enough for one to be held when its host falls.
@@ -278,7 +278,7 @@ class _Client:
 
 class _OverHttp(_Client):
     def __init__(self) -> None:
-        self._connection = http.client.HTTPConnection(f"{_FRONT}:8000", timeout=60)
+        self._connection = http.client.HTTPConnection(f"{FRONT}:8000", timeout=60)
 
     def infer(self, values: list[float]) -> float:
         tensor = {"name": "x", "shape": [1, len(values)], "datatype": "FP32", "data": values}
@@ -299,7 +299,7 @@ class _OverHttp(_Client):
 
 
 class _OverGrpc(_Client):
-    def __init__(self, address: str = _FRONT) -> None:
+    def __init__(self, address: str = FRONT) -> None:
         self._client = tritonclient.grpc.InferenceServerClient(f"{address}:8001")
 
     def infer(self, values: list[float]) -> float:
@@ -333,7 +333,7 @@ def hosts(folder: Path, numbers: Iterable[int], triton: Sequence[str] = ()) -> I
 def balancer(folder: Path, members: list[Host]) -> Iterator[Balancer]:
     """HAProxy in front of the hosts, as deploy/haproxy.cfg has it."""
     text = _configuration({one.name: one.address for one in members})
-    with _haproxy(folder, text, _FRONT, members) as running:
+    with _haproxy(folder, text, FRONT, members) as running:
         yield running
 
 
@@ -375,9 +375,9 @@ def _configuration(addresses: Mapping[str, str]) -> str:
     text = CONFIGURATION.read_text(encoding="utf-8")
     for name, address in addresses.items():
         text = text.replace(f"{name}:", f"{address}:")
-    text = text.replace("bind 127.0.0.1:", f"bind {_FRONT}:")
-    text = text.replace("abns@torch-py-backend", f"abns@{_FRONT}")
-    return re.sub(r"bind :(\d+)", rf"bind {_FRONT}:\1", text)
+    text = text.replace("bind 127.0.0.1:", f"bind {FRONT}:")
+    text = text.replace("abns@torch-py-backend", f"abns@{FRONT}")
+    return re.sub(r"bind :(\d+)", rf"bind {FRONT}:\1", text)
 
 
 def _listens(process: subprocess.Popen[bytes], address: str) -> bool:

@@ -32,8 +32,8 @@ SCENARIOS = (
     "optional_inputs", "padded", "poison", "compiled", "state_oldest", "state_grows",
     "complete_export_nested", "complete_aoti", "complete_torchscript",
 )  # fmt: skip
-# Triton 2.42 is 24.01; later ones by month, as far as the wheels go.
-_FIRST, _LAST = 42, 53
+# The first minor version of each run of months, and the number of its last month.
+_MONTHS = ((42, "24.01", 12), (54, "25.01", 6), (60, "25.08", 12), (65, "26.01", 12))
 _LONGEST_S = 300
 _SOURCE = TESTS.parent / "src"
 _FIXTURES = re.compile(r"\b(process|dynamo): None\b|usefixtures\(\"(process|dynamo)\"")
@@ -97,7 +97,11 @@ def _answers(serving: Any, scenario: Any) -> bool:
 
 def _release(version: str) -> str:
     minor = int(version.split(".")[1])
-    return f"{version} (24.{minor - _FIRST + 1:02})" if _FIRST <= minor <= _LAST else version
+    for first, release, last in _MONTHS:
+        year, month = map(int, release.split("."))
+        if minor >= first and month + minor - first <= last:
+            return f"{version} ({year}.{month + minor - first:02})"
+    return version
 
 
 def _here() -> list[str]:

@@ -359,17 +359,17 @@ def become(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(globals(), "InferenceResponse", _ResponseOf2502)
 
 
-def executed(generation: str, model: Any, requests: Sequence[Any]) -> list[Any]:
-    """Return the responses to requests as that release does: from 26.03 on it calls is_ready()."""
-    if generation != GENERATIONS[0]:
-        ready = model.is_ready()
-        if not isinstance(ready, bool):
-            raise TritonModelException("is_ready() must return a bool")
-        if not ready:
-            error = TritonError("the model is not ready", TritonError.UNAVAILABLE)
-            return [InferenceResponse(error=error) for _ in requests]
-    responses: list[Any] = model.execute(requests)
-    return responses
+def is_ready(generation: str, model: Any) -> bool:
+    """Return whether that release calls a model ready, at its endpoints and before calls by others.
+
+    From 26.03 on it asks the model, if that has the method; never before ordinary requests.
+    """
+    if generation == GENERATIONS[0] or not hasattr(model, "is_ready"):
+        return True
+    ready = model.is_ready()
+    if not isinstance(ready, bool):
+        raise TritonModelException("is_ready() must return a bool")
+    return ready
 
 
 class ModelConfig:
@@ -409,8 +409,6 @@ def get_model_dir() -> str:
 
 def completed(model: Any, arguments: dict[str, str]) -> dict[str, str]:
     """Return Triton's arguments after the model has completed its config."""
-    global _model_dir  # noqa: PLW0603  like the real module: one model per process
-    _model_dir = f"{arguments['model_repository']}/{arguments['model_version']}"
     config = ModelConfig(json.loads(arguments["model_config"]))
     model.auto_complete_config(config)
     # Triton's defaults for fields that a model leaves out.
@@ -493,7 +491,9 @@ def _model_config_pb2() -> Any:
 
 
 def arguments(folder: Path, version: str = "1") -> dict[str, str]:
-    """Return Triton's arguments of `initialize` for the model in a folder."""
+    """Return the arguments of `initialize` for the model in a folder, which is served then."""
+    global _model_dir  # noqa: PLW0603  like the real module: one model per process
+    _model_dir = f"{folder}/{version}"
     from google.protobuf import json_format, text_format
 
     model_config_pb2 = _model_config_pb2()

@@ -15,8 +15,9 @@ from torch_py_backend.adapter import TritonPythonModel
 
 def load(folder: Path, scenario: Scenario) -> TritonPythonModel:
     """Start an instance; complete its config before, as Triton does."""
+    arguments = fake_triton.arguments(scenario.lay_out(folder))
     model = TritonPythonModel()
-    model.initialize(fake_triton.completed(model, fake_triton.arguments(scenario.lay_out(folder))))
+    model.initialize(fake_triton.completed(model, arguments))
     fake_triton.Logger.lines.clear()
     return model
 

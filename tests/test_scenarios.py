@@ -55,17 +55,17 @@ def test_scenario(
     model.initialize(arguments)
     document = json.loads(arguments["model_config"])
     for call in scenario.calls:
-        (response,) = fake_triton.executed(generation, model, [_request(call, document)])
+        (response,) = model.execute([_request(call, document)])
         _check(call, response)
     good = [call for call in scenario.calls if isinstance(call.expected, dict)]
-    together = fake_triton.executed(generation, model, [_request(call, document) for call in good])
+    together = model.execute([_request(call, document) for call in good])
     for call, response in zip(good, together, strict=True):
         _check(call, response)
     for batch in scenario.batches:
         sent = [
             _request(call, document, f"{scenario.name}-{place}") for place, call in enumerate(batch)
         ]
-        responses = fake_triton.executed(generation, model, sent)
+        responses = model.execute(sent)
         for call, response in zip(batch, responses, strict=True):
             _check(call, response)
     log = "\n".join(text for _, text in fake_triton.Logger.lines)

@@ -9,6 +9,7 @@ import locale
 import subprocess
 import sys
 import time
+import zipfile
 from pathlib import Path
 
 import fake_triton
@@ -20,7 +21,7 @@ import scenarios
 import torch
 from instances import request
 
-from torch_py_backend.adapter import messages
+from torch_py_backend.adapter import TritonPythonModel, messages
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -37,6 +38,23 @@ def test_the_locale_is_utf8(tmp_path: Path) -> None:
     locale.setlocale(locale.LC_ALL, "C")
     instances.load(tmp_path, instances.named("function"))
     assert locale.nl_langinfo(locale.CODESET) == "UTF-8"
+
+
+@pytest.mark.parametrize(
+    ("member", "asked"),
+    [
+        pytest.param("net/data/aotinductor/model/net.wrapper.so", False, id="package"),
+        pytest.param("net/models/model.json", True, id="program"),
+    ],
+)
+def test_readiness_of_packages(
+    member: str, asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer servers do not ask an AOTInductor package, which could not answer during a call."""
+    monkeypatch.setattr(fake_triton, "_model_dir", str(tmp_path))
+    with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
+        archive.writestr(member, "")
+    assert hasattr(TritonPythonModel(), "is_ready") is asked
 
 
 def test_bfloat16_inputs_are_copied(tmp_path: Path) -> None:
@@ -79,6 +97,7 @@ sys.path[:0] = {sys.path!r}
 pb = types.ModuleType("triton_python_backend_utils")
 pb.Logger, pb.TritonModelException = unittest.mock.Mock(), RuntimeError
 pb.Tensor = pb.InferenceResponse = unittest.mock.Mock()
+pb.get_model_dir = lambda: "/nowhere"
 sys.modules["triton_python_backend_utils"] = pb
 from torch_py_backend import adapter
 class Watch:
@@ -152,7 +171,7 @@ def test_responses_and_metrics_have_the_digest_of_the_weights(
         time.sleep(0.01)
     bad = fake_triton.InferenceRequest([])
     sent = [request(1), bad]
-    good, refused = fake_triton.executed(generation, model, sent)
+    good, refused = model.execute(sent)
     model._publisher.publish()
     (metric,) = fake_triton.MetricFamily.made["pytorch_py_weights_digest"]
     assert f"{int(metric.value()):012x}" == digest

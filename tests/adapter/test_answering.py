@@ -324,14 +324,16 @@ def test_a_poisoned_instance_refuses_requests(
     broken: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A newer server calls is_ready(); an older one gets the error of each request."""
+    """Each request gets an error, and a newer server is told that the model is not ready."""
     fake_triton.become(generation, monkeypatch)
     model = load(tmp_path)
     first = [request(1), request(2)]
-    assert check(first, fake_triton.executed(generation, model, first)) == [None, None]
+    assert check(first, model.execute(first)) == [None, None]
+    assert fake_triton.is_ready(generation, model)
     poison(model, broken)
     later = [request(1), request(2)]
-    answered = fake_triton.executed(generation, model, later)
+    answered = model.execute(later)
+    assert fake_triton.is_ready(generation, model) is (generation == fake_triton.GENERATIONS[0])
     assert check(later, answered) == [TritonError.UNAVAILABLE] * 2
 
 

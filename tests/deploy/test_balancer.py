@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.client
 import re
 import time
 from collections.abc import Iterator
@@ -108,6 +110,21 @@ def test_a_host_whose_model_falls_gets_no_requests(hosts: list[Host], balancer: 
         balancer.until("UP", host)
         load.go_on(50)
     assert all(one.sent < aside for one in load.failures), load.failures
+
+
+@pytest.mark.usefixtures("balancer")
+@pytest.mark.parametrize("length", ["99999999999", "-1", "5, 99999999999", "abc", "2"])
+def test_header_that_ends_newer_servers(length: str) -> None:
+    """A length that is no number of nine digits gets 400 from HAProxy; others reach Triton."""
+    with contextlib.closing(
+        http.client.HTTPConnection(f"{balanced.FRONT}:8000", timeout=60)
+    ) as connection:
+        path = f"/v2/models/{balanced.MODEL}/infer"
+        connection.request("POST", path, "{}", {"Inference-Header-Content-Length": length})
+        response = connection.getresponse()
+        text = response.read().decode()
+    assert response.status == 400
+    assert ("<html>" in text) is (length != "2")
 
 
 def test_grpc_clients_of_a_service_follow_the_replicas(tmp_path: Path) -> None:

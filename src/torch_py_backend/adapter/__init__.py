@@ -23,6 +23,8 @@ import triton_python_backend_utils as pb_utils
 
 from torch_py_backend import composition
 from torch_py_backend.adapter import logs, metrics
+from torch_py_backend.artifacts import file_types
+from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import execution_env, model_config, threads, tuned_settings
 from torch_py_backend.errors import BackendError, PlatformError
@@ -44,7 +46,22 @@ _POISONED = os.EX_SOFTWARE
 
 
 class TritonPythonModel:
-    """One instance of a model, in its own process."""
+    """One instance of a model, in its own process.
+
+    Attributes:
+        is_ready: returns whether requests can be answered; called by servers from 26.03 on. A model
+            that is an AOTInductor package has none: such a server takes it for not ready after 5
+            seconds, and a call of a package holds the lock of Python all the time.
+    """
+
+    is_ready: Callable[[], bool]
+
+    def __init__(self) -> None:
+        # Before `initialize`: it is not known when a server looks for the method.
+        programs = Path(pb_utils.get_model_dir()).glob("*.pt2")
+        with contextlib.suppress(OSError):  # the load reports it
+            if all(file_types.file_type(path) is not FileType.AOTI for path in programs):
+                self.is_ready = self._is_ready
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the model; Triton reports a failure with the exception's text.
@@ -205,8 +222,7 @@ class TritonPythonModel:
         finally:
             self._status.idle()
 
-    def is_ready(self) -> bool:
-        """Return whether requests can be answered; called by servers from 26.03 on."""
+    def _is_ready(self) -> bool:
         return self._engine.recovery.fatal is None
 
     def _on_fatal(self, reason: str) -> None:
