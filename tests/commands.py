@@ -119,6 +119,7 @@ _CHECKS: Mapping[str, Callable[[Sequence[str]], None]] = MappingProxyType(
         "pytest": _any,
         "cp": _any,
         "mv": _any,
+        "sed": _any,
         "sha256sum": _any,
     }
 )

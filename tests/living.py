@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import subprocess
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import psutil
 
@@ -49,6 +51,16 @@ def descendants(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return left(psutil.Process(pid).children(recursive=True))
     return []
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """Kill a process with its descendants, unless it has ended."""
+    family = descendants(process.pid) if process.poll() is None else []
+    process.kill()
+    for descendant in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            descendant.kill()
+    process.wait()
 
 
 def command(process: psutil.Process) -> str:

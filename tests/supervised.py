@@ -29,7 +29,7 @@ from torch_py_backend.processes.instance_status import InstanceState
 _SERVE = "from torch_py_backend.cli import app; app()"
 _PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
 _SERVING = re.compile(
-    r"serving on http://(\S+) and grpc://(\S+); metrics on \S+, readiness on http://(\S+)/ready"
+    r"(?:serving|listening) on http://(\S+) and grpc://(\S+); metrics on \S+, readiness on http://(\S+)/ready"
 )
 # How long Triton waits for open connections, and for instances that do not answer.
 EXIT = "--exit-timeout-secs=5"
@@ -211,12 +211,7 @@ def serve(
             if process.poll() is None:
                 served.end()
         finally:
-            family = living.descendants(process.pid) if process.poll() is None else []
-            process.kill()
-            for descendant in family:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    descendant.kill()
-            process.wait()
+            living.kill(process)
 
 
 def until(what: Callable[[], Any], served: Supervised) -> Any:

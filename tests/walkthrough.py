@@ -106,7 +106,7 @@ class Walkthrough:
             return self._serve(block, arguments)
         if command == "bench" and self._server is not None:
             arguments = [*arguments, *_SHORT]
-        elif command not in ("init", "check", "profile", "pack"):
+        elif command not in ("init", "import-mar", "check", "profile", "pack"):
             return ""  # install writes where the server is, tune takes minutes
         return self._run(block, sys.executable, "-c", _APP, *arguments)
 
@@ -199,6 +199,7 @@ _WAYS: Mapping[str, Callable[[Walkthrough, Block, Sequence[str]], str]] = Mappin
         ),
         "cp": lambda self, block, arguments: self._shell(block, ["cp", *arguments]),
         "mv": lambda self, block, arguments: self._shell(block, ["mv", *arguments]),
+        "sed": lambda self, block, arguments: self._shell(block, ["sed", *arguments]),
         "mkdir": lambda self, block, arguments: self._shell(block, ["mkdir", *arguments]),
     }
 )

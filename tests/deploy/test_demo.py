@@ -25,36 +25,37 @@ _EXAMPLES = Path(__file__).parents[2] / "examples"
 _DEADLINE_S = 300
 
 
-def _command(folder: Path) -> list[str]:
-    output = folder / "demo.png"
-    return [sys.executable, str(_EXAMPLES / "demo.py"), f"--output={output}", "--seconds=0.1"]
-
-
-def _temporary(folder: Path) -> dict[str, str]:
-    """Return the environment of a demo whose temporary files lie in a folder."""
-    return {**os.environ, "TMPDIR": str(folder), "COLUMNS": "100"}
+def _started(folder: Path) -> subprocess.Popen[str]:
+    """Start the demo; its picture and its temporary files lie in the folder."""
+    return subprocess.Popen(
+        [
+            sys.executable,
+            str(_EXAMPLES / "demo.py"),
+            f"--output={folder / 'demo.png'}",
+            "--seconds=0.1",
+        ],
+        env={**os.environ, "TMPDIR": str(folder), "COLUMNS": "100"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
 
 
 @pytest.mark.server
 @pytest.mark.slow
 def test_demo(tmp_path: Path) -> None:
     """All checks pass; each step has a line, and the table and the picture have its figures."""
-    done = subprocess.run(
-        _command(tmp_path),
-        env=_temporary(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
+    process = _started(tmp_path)
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
     titles = ["Server", "Answers", "Memory", "Bad", "Throughput", "Stream", "Recovery"]
     for number, title in enumerate(titles, 1):
-        assert f"\n{number}/{len(titles)}  {title} " in done.stdout
-    assert "serves 5 models in 11 processes" in done.stdout
-    assert f" {demo.GOOD_REQUESTS} of {demo.GOOD_REQUESTS} │" in done.stdout
-    assert demo.PROMPT in done.stdout
-    assert demo.NEXT in done.stdout
+        assert f"\n{number}/{len(titles)}  {title} " in output
+    assert "serves 5 models in 11 processes" in output
+    assert f" {demo.GOOD_REQUESTS} of {demo.GOOD_REQUESTS} │" in output
+    assert demo.PROMPT in output
+    assert demo.NEXT in output
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["demo.png"]
 
@@ -63,14 +64,7 @@ def test_demo(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_interruption(tmp_path: Path) -> None:
     """After Ctrl-C no process, shared memory or file is left."""
-    process = subprocess.Popen(
-        _command(tmp_path),
-        env=_temporary(tmp_path),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = _started(tmp_path)
     deadline = time.monotonic() + _DEADLINE_S
     family: list[psutil.Process] = []
     commands = ""

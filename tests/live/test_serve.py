@@ -25,7 +25,9 @@ from torch_py_backend.server import Server
 
 _SERVE = "from torch_py_backend.cli import app; app()"
 _PORTS = ["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0"]
-_SERVING = re.compile(rb"serving on http://(\S+) and grpc://(\S+); metrics on http://(\S+)/metrics")
+_SERVING = re.compile(
+    rb"(?:serving|listening) on http://(\S+) and grpc://(\S+); metrics on http://(\S+)/metrics"
+)
 
 
 def _regions(prefix: str) -> list[Path]:
@@ -209,6 +211,7 @@ def test_numpy_too_new_for_the_stub(tmp_path: Path) -> None:
         text = _read_until(process, _SERVING).decode(errors="replace")
         assert re.search(r"FAILED +negate 1: .*numpy 2\.\S+ garbles tensors", text)
         assert "Install numpy<2" in text
+        assert "no model serves; listening on" in text
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=120)
     finally:

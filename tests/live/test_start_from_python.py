@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,7 @@ def test_client(server: LocalServer) -> None:
         ("half", [[1.0]], InputError, "one value was given for the inputs x, factor; expected a"),
         ("export", [["a"]], InputError, "input 'x' is <U1; expected values of FP32"),
         ("texts", [[1.0]], InputError, "input 'text' is float64; expected values of BYTES"),
+        ("texts", "one", InputError, r"'text' has 0 dimensions; expected 2, .* \[-1, 1\]"),
         ("module", [[1.0, 2.0]], InferenceServerException, "unexpected shape for input 'x'"),
         ("nothing", [[1.0]], InferenceServerException, "'nothing'"),
     ],
@@ -201,16 +202,10 @@ def _script(folder: Path) -> Iterator[subprocess.Popen[str]]:
         text=True,
         env=os.environ | {"TMPDIR": str(folder / "temporary")},
     )
-    family: Sequence[psutil.Process] = []
     try:
         yield process
     finally:
-        family = living.descendants(process.pid) if process.poll() is None else []
-        process.kill()
-        for descendant in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                descendant.kill()
-        process.wait()
+        living.kill(process)
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             pipe.close()

@@ -237,6 +237,28 @@ def test_hooks(kind: Any, tmp_path: Path) -> None:
     assert "'text': [['a'], ['longer']]" in source
 
 
+class Bytes:
+    """Hooks that take a file of four bytes."""
+
+    def preprocess(self, data: bytes) -> Tensor:
+        return torch.tensor(list(data)) / 255
+
+
+class Failing:
+    def preprocess(self, text: str) -> Tensor:
+        raise ValueError(f"{text} has no letters")
+
+
+def test_example_of_bytes(tmp_path: Path) -> None:
+    """A file as an example is saved as a file, not within model.py, and is found again."""
+    content = b"\x00\xff\x10\x80"
+    document = _saved(tmp_path, models.Affine(), hooks=Bytes, example_inputs={"data": [content]})
+    version = tmp_path / "models" / "net" / "1"
+    assert (version / "example_inputs" / "data").read_bytes() == content
+    assert "example_inputs" not in (version / "model.py").read_text()
+    assert _tensors(document, "input") == {"data": [1]}
+
+
 def test_model_py_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class of the user's own model.py is saved with hooks, and stays imported."""
     monkeypatch.setattr(child_process, "run", _RUN)  # a child imports another `model`
@@ -252,10 +274,13 @@ def test_model_py_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert text.startswith(models.source(models.Affine).rstrip())
 
 
-def test_outputs_of_hooks_whose_sizes_vary(tmp_path: Path) -> None:
-    """Rows of an example that give outputs of different sizes make their dims -1."""
+@pytest.mark.parametrize(
+    "example", [{"text": ["a", "longer"]}, [{"text": ["a"]}, {"text": ["longer"]}]]
+)
+def test_outputs_of_hooks_whose_sizes_vary(example: Any, tmp_path: Path) -> None:
+    """Rows or examples that give outputs of different sizes make their dims -1."""
     document = _saved(
-        tmp_path, nn.Embedding(4, 3), hooks=Words, example_inputs={"text": ["a", "longer"]},
+        tmp_path, nn.Embedding(4, 3), hooks=Words, example_inputs=example,
         model_kwargs={"num_embeddings": 4, "embedding_dim": 3},
     )  # fmt: skip
     assert _tensors(document, "output") == {"OUTPUT__0": [-1, 3]}
@@ -479,6 +504,12 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         {"example_inputs": _X, "format": "module"},
         LoadError,
         "its answers are not random",
+    ),
+    "hooks": (
+        models.Affine(),
+        {"example_inputs": {"text": ["5"]}, "hooks": Failing, "format": "export"},
+        SaveError,
+        "its hooks fail with the example: .*5 has no letters",
     ),
     "processor": (
         models.Affine(),

@@ -95,8 +95,8 @@ def describe(arguments: Mapping[str, str]) -> JsonObject:
     config = model_config.parse(arguments, complete=False)
     schema = _infer(config, model_config.listed_inputs(arguments), undecided=undecided)
     return {
-        "input": [_entry(spec) for spec in schema.inputs],
-        "output": [_entry(spec) for spec in schema.outputs],
+        "input": [entry_of(spec) for spec in schema.inputs],
+        "output": [entry_of(spec) for spec in schema.outputs],
         "max_batch_size": schema.max_batch_size,
         "sequence_tensors": sorted(schema.sequence_tensors),
         "decoupled": schema.decoupled,
@@ -127,7 +127,7 @@ def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
     for argument in (leaf for owner in required for leaf in owner.keys or (owner,)):
         data_type, dims = _ANNOTATED.get(argument.type, ("", ()))
         if data_type:
-            inputs.append(_entry(TensorSpec(argument.name, dtypes.from_triton(data_type), dims)))
+            inputs.append(entry_of(TensorSpec(argument.name, dtypes.from_triton(data_type), dims)))
         else:
             inputs.append({"name": argument.name})
     return {
@@ -137,7 +137,7 @@ def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
     }
 
 
-def _entry(spec: TensorSpec) -> JsonObject:
+def entry_of(spec: TensorSpec) -> JsonObject:
     entry: JsonObject = {
         "name": spec.name,
         "data_type": spec.dtype.config,
@@ -190,7 +190,7 @@ def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, undecided: bool
         ) from error
 
 
-def _with_varying(schema: Schema, other: Schema) -> Schema:
+def with_varying(schema: Schema, other: Schema) -> Schema:
     """Return a schema with -1 for the dims of outputs that differ from those of another run."""
     outputs = (
         dataclasses.replace(
@@ -317,13 +317,13 @@ def _from_hooks(
     def run(inputs: Sequence[TensorSpec], size: int) -> Schema:
         settings = dataclasses.replace(config, inputs=tuple(inputs), max_batch_size=size)
         item = example or example_inputs.item(settings, 2 if size else None)
-        schema = _run_hooks(settings, loaded, hooks, item, device)
+        schema = run_hooks(settings, loaded, hooks, item, device)
         rows = len(next(iter(item.values()))) if size and example is not None else 0
         # Rows of an example, such as texts of different lengths, show which dims of outputs vary.
         for row in range(min(rows, 2) if rows > 1 else 0):
             single = {name: value[row : row + 1] for name, value in item.items()}
             with contextlib.suppress(ConfigError):  # the model takes no single row
-                schema = _with_varying(schema, _run_hooks(settings, loaded, hooks, single, device))
+                schema = with_varying(schema, run_hooks(settings, loaded, hooks, single, device))
         return schema
 
     if example is None:
@@ -362,7 +362,7 @@ def _annotated(config: ModelConfig, hooks: Hooks) -> tuple[TensorSpec, ...]:
     )
 
 
-def _run_hooks(
+def run_hooks(
     config: ModelConfig, loaded: Loaded, hooks: Hooks, example: Item, device: torch.device
 ) -> Schema:
     """Run the hooks and the model with an example and return the schema."""
@@ -466,7 +466,7 @@ class _Trial:
                 f" {join_names(map(str, smaller.outputs))}",
                 cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
             )
-        return _with_varying(schema, smaller)
+        return with_varying(schema, smaller)
 
     def schema(self, item: Item) -> Schema:
         """Return the schema from a run with an item and one with twice its rows.

@@ -241,8 +241,11 @@ def _supervise(
         orphan_cleanup.reap_orphans(server.process.pid)
         if supervisor.initial_loads_done and not announced:
             announced = True
+            models = supervisor.snapshot.models
+            none_serves = bool(models) and all(models.values())
+            state = "[red]no model serves[/]; listening" if none_serves else "serving"
             console.print(
-                f"serving on http://{server.http_address} and grpc://{server.grpc_address};"
+                f"{state} on http://{server.http_address} and grpc://{server.grpc_address};"
                 f" metrics on http://{server.metrics_address}/metrics,"
                 f" readiness on http://{readiness.address}/ready; Ctrl-C stops"
             )

@@ -267,7 +267,7 @@ class Options:
 
     @property
     def quantization(self) -> str | None:
-        """The value of OPTIMIZE that quantizes weights of linear layers; None: there is none."""
+        """The value of OPTIMIZE that quantizes weights; None: no quantization."""
         names = ("int8_weights", "fp8_weights")
         return next((name for name in names if name in self.optimize), None)
 

@@ -41,7 +41,7 @@ class BatchPreprocessor:
 
     Args:
         config: the model's config.
-        hook: preprocess_batch; None: there is none.
+        hook: preprocess_batch; None: the class does not define it.
         signature: the module's signature.
     """
 

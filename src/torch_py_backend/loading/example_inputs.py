@@ -30,8 +30,8 @@ _NO_EXAMPLE: Mapping[str, Value] = {}
 def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     """Return example inputs by name; None: there are none.
 
-    They are in a file beside the model, or a function in model.py returns them. Those of a
-    TorchServe archive are request bodies: a folder with a file for each input.
+    They are tensors in a file beside the model, bytes in a folder with a file for each input, or
+    what a function in model.py returns.
 
     Raises:
         ArtifactError: the file is damaged.
@@ -40,8 +40,9 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     path = config.version_folder / f"{NAME}.safetensors"
     if path.is_file():
         return read(config, path)
-    if artifact.kind is ArtifactType.TORCHSERVE:
-        return _request_bodies(config)
+    folder = config.version_folder / NAME
+    if folder.is_dir():
+        return _read_bytes(config, folder)
     source = artifact.path if artifact.kind is ArtifactType.MODULE else artifact.hooks
     inputs = None if source is None else python_source.example_inputs(config.name, source)
     if inputs is None:
@@ -82,15 +83,14 @@ def read(config: ModelConfig, path: Path) -> Item:
         ) from error
 
 
-def _request_bodies(config: ModelConfig) -> Item | None:
-    folder = config.version_folder / NAME
+def _read_bytes(config: ModelConfig, folder: Path) -> Item | None:
     shape = (1, 1) if config.max_batch_size else (1,)
-    bodies: Item = {}
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        body: Strings = np.empty(shape, dtype=np.object_)
-        body.fill(path.read_bytes())
-        bodies[path.name] = body
-    return bodies or None
+    item: Item = {}
+    for path in sorted(folder.iterdir()):
+        value: Strings = np.empty(shape, dtype=np.object_)
+        value.fill(path.read_bytes())
+        item[path.name] = value
+    return item or None
 
 
 # --- synthetic requests ----------------------------------------------------------------------

@@ -155,7 +155,7 @@ class Tracing:
         return TracedItem(item, context)
 
     def handle(self) -> Any:
-        """Return the trace for calls of other models; None: there is none."""
+        """Return the trace for calls of other models; None: no request is traced."""
         return self._context.get_value(_HANDLE)
 
     @contextlib.contextmanager

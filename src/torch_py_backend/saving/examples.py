@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +44,7 @@ class Example:
         max_batch_size: that of config.pbtxt.
         arguments: those of forward(); None: hooks make them from the item.
         dynamic: the dimensions of any size of each input, the batch dimension included.
+        others: the inputs of other requests, whose sizes differ.
     """
 
     item: Item
@@ -51,6 +52,7 @@ class Example:
     max_batch_size: int
     arguments: Arguments | None
     dynamic: Mapping[str, set[int]]
+    others: Sequence[Item] = ()
 
     @property
     def rows(self) -> int:
@@ -135,7 +137,10 @@ def from_requests(model: str, example_inputs: object, max_batch_size: int | None
                 else value.detach().cpu()
             )
         items.append(item)
-    return _describe(model, items, {}, max_batch_size, batched=max_batch_size != 0, arguments=None)
+    example = _describe(
+        model, items, {}, max_batch_size, batched=max_batch_size != 0, arguments=None
+    )
+    return replace(example, others=items[1:])
 
 
 def outputs_of(

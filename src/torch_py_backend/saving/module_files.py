@@ -6,10 +6,9 @@ import contextlib
 import json
 import shutil
 import sys
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -18,17 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
+from torch_py_backend.autocomplete import schema
+from torch_py_backend.autocomplete.schema import Schema
 from torch_py_backend.batching import runtime
-from torch_py_backend.batching.gather_scatter import Value
+from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.config import model_config, pbtxt
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import BackendError, SaveError, join_names, summarize
+from torch_py_backend.errors import BackendError, ConfigError, SaveError, join_names, summarize
 from torch_py_backend.hooks import user_hooks
-from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
-from torch_py_backend.loading import package_weights
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.saving import examples
+from torch_py_backend.saving import examples, formats
 from torch_py_backend.saving.examples import Arguments, Example
 from torch_py_backend.saving.source_writer import SourceWriter
 from torch_py_backend.signature import introspection
@@ -118,22 +117,20 @@ class ModuleFiles:
         self._write_source(template, parameters)
         if self._pretrained:
             return self._write_pretrained(parameters)
-        model_file = {"module": self._write_weights, "torchscript": self._write_script}.get(
-            self._kind, partial(self._write_program, dynamic_shapes, parameters)
-        )()
-        paths = sorted(path for path in self._folder.rglob("*") if path.is_file())
-        files = {path.relative_to(self._folder).as_posix(): path for path in paths}
+        model_file = self._write_model(dynamic_shapes, parameters)
+        files = self._written()
         description = _DESCRIPTIONS[self._kind]
         ordered = {model_file: files.pop(model_file), **files}
         return ArtifactFiles(description, type(self._module).__name__, ordered, parameters)
 
     def _template(self) -> str | None:
-        """Return the name of the file with the hooks for the processor; None: there is none.
+        """Return the name of the file with the hooks for the processor; None: no hooks are needed.
 
         The user's own hooks read the processor from the folder.
 
         Raises:
-            SaveError: the processor is none of a model of transformers, or takes several inputs.
+            SaveError: the processor is not a tokenizer or image processor, or the model is not one
+                of transformers.
         """
         if self._processor is None:
             return None
@@ -176,7 +173,7 @@ class ModuleFiles:
             (self._folder / "model.py").write_text(text.rstrip() + "\n", encoding="utf-8")
 
     def _write_example(self) -> str:
-        """Write the example; return the function with it if there are strings in it."""
+        """Write the example; return the function with it if there are texts in it."""
         item = self.example.item
         tensors = {
             name: value.detach().cpu().clone().contiguous()  # they may share memory
@@ -185,6 +182,13 @@ class ModuleFiles:
         }
         if len(tensors) == len(item):
             safetensors.torch.save_file(tensors, self._folder / EXAMPLE)
+            return ""
+        files = {name: _content(value) for name, value in item.items() if "/" not in name}
+        if len(files) == len(item) and None not in files.values():
+            folder = self._folder / Path(EXAMPLE).stem
+            folder.mkdir()
+            for name, content in files.items():
+                (folder / name).write_bytes(content or b"")
             return ""
         values = []
         for name, value in item.items():
@@ -235,30 +239,35 @@ class ModuleFiles:
             problem = f"{text} has weights of other shapes or types at {join_names(different)}"
             raise SaveError(self._name, problem, cure=cure)
 
+    def _written(self) -> dict[str, Path]:
+        paths = sorted(path for path in self._folder.rglob("*") if path.is_file())
+        return {path.relative_to(self._folder).as_posix(): path for path in paths}
+
     # --- the model -----------------------------------------------------------------------------
 
-    def _write_weights(self) -> str:
-        state: dict[str, Tensor] = {}
-        written: set[int] = set()
-        storages: set[int] = set()
-        try:
-            for key, value in self._module.state_dict(keep_vars=True).items():
-                if id(value) in written:
-                    continue  # tied to another weight, as it will be in the module that is built
-                written.add(id(value))
-                tensor = value.detach().cpu().contiguous()
-                storage = tensor.untyped_storage().data_ptr()
-                state[key] = tensor.clone() if storage in storages else tensor
-                storages.add(storage)
-            if state:
-                safetensors.torch.save_file(state, self._folder / "model.safetensors")
-        except Exception as error:  # sparse and quantized tensors, and states of other types
-            raise SaveError(
-                self._name,
-                f"its weights cannot be written as safetensors: {summarize(error)}",
-                cure="Save it with another format.",
-            ) from error
-        return "model.py"
+    def _write_model(self, dynamic_shapes: Any, parameters: dict[str, str]) -> str:
+        """Write the module in its format, and return the name of the model file."""
+        name, module, folder = self._name, self._module, self._folder
+        if self._kind == "module":
+            formats.write_weights(name, module, folder / "model.safetensors")
+            return "model.py"
+        call = self._call()
+        if self._kind == "torchscript":
+            if call.kwargs:  # the tracer takes either kind of arguments
+                call = examples.by_keyword(self._signature, call)
+            formats.write_script(name, module, call, folder / "model.pt")
+            return "model.pt"
+        if self.example.max_batch_size and self.example.rows == 1:
+            # torch.export takes a size of 1 for a constant.
+            call = call.map(lambda tensor: torch.cat([tensor, tensor]))
+        call = call.map(torch.clone)  # torch.export takes one tensor in two places for one input
+        shapes = self._dynamic_shapes(call) if dynamic_shapes is None else dynamic_shapes
+        fallback = None
+        if self._kind == "aoti":
+            parameters["FALLBACK"] = _FALLBACK
+            fallback = folder / _FALLBACK
+        formats.write_program(name, module, call, shapes, folder / "model.pt2", fallback)
+        return "model.pt2"
 
     def _write_pretrained(self, parameters: dict[str, str]) -> ArtifactFiles:
         module: Any = self._module
@@ -279,68 +288,9 @@ class ModuleFiles:
         return replace(
             artifact,
             title=type(module).__name__,
+            files={**artifact.files, **self._written()},
             parameters={**artifact.parameters, **parameters},
         )
-
-    def _write_script(self) -> str:
-        call = self._call()
-        if call.kwargs:  # the tracer takes either kind of arguments
-            call = examples.by_keyword(self._signature, call)
-        path = self._folder / "model.pt"
-        refusals = []
-        for compiled in (
-            lambda: torch.jit.script(self._module),
-            lambda: torch.jit.trace(
-                self._module,
-                call.args or None,
-                example_kwarg_inputs=call.kwargs or None,
-                strict=False,  # the result may be a dict
-                check_trace=False,  # the answers are compared later
-            ),
-        ):
-            try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    compiled().save(path)
-            except Exception as error:  # of the module's own code, or the compiler's
-                refusals.append(summarize(error))
-            else:
-                return path.name
-        raise SaveError(
-            self._name,
-            f"torch.jit can neither script {type(self._module).__name__} ({refusals[0]}) nor trace"
-            f" it ({refusals[1]})",
-            cure="Save it with another format.",
-        )
-
-    def _write_program(self, dynamic_shapes: Any, parameters: dict[str, str]) -> str:
-        call = self._call()
-        if self.example.max_batch_size and self.example.rows == 1:
-            # torch.export takes a size of 1 for a constant.
-            call = call.map(lambda tensor: torch.cat([tensor, tensor]))
-        call = call.map(torch.clone)  # torch.export takes one tensor in two places for one input
-        if dynamic_shapes is None:
-            dynamic_shapes = self._dynamic_shapes(call)
-        path = self._folder / "model.pt2"
-        failed = f"torch.export cannot export {type(self._module).__name__}"
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch's, about itself
-                program = torch.export.export(
-                    self._module, call.args, call.kwargs, dynamic_shapes=dynamic_shapes
-                )
-                if self._kind == "export":
-                    torch.export.save(program, path)
-                    return path.name
-                failed = f"AOTInductor cannot compile {type(self._module).__name__}"
-                torch.export.save(program, self._folder / _FALLBACK)
-                parameters["FALLBACK"] = _FALLBACK
-                package_weights.compile_package(program, path)
-        except Exception as error:  # of the module's own code, or the compiler's
-            raise SaveError(
-                self._name, f"{failed}: {summarize(error)}", cure="Save it with another format."
-            ) from error
-        return path.name
 
     def _dynamic_shapes(self, call: Arguments) -> torch.export.ShapesCollection:
         shapes = torch.export.ShapesCollection()
@@ -365,6 +315,24 @@ class ModuleFiles:
             calls.append(Arguments(args, kwargs))
             return self._module(*args, **kwargs)
 
+        self._run_hooks(record, self.example.item)
+        return calls[0]
+
+    def outputs(self) -> list[JsonObject]:
+        """Return the outputs of hooks as entries of config.pbtxt; empty for a single example.
+
+        Dims that differ between the examples are -1. The files are those of `write`.
+
+        Raises:
+            SaveError: the hooks or the module fail.
+        """
+        example = self.example
+        if not example.others:
+            return []
+        schemas = [self._run_hooks(self._module, item) for item in (example.item, *example.others)]
+        return [schema.entry_of(spec) for spec in reduce(schema.with_varying, schemas).outputs]
+
+    def _run_hooks(self, module: Callable[..., Any], item: Item) -> Schema:
         document = pbtxt.read(self._folder.parent)
         document |= {
             "input": self.example.entries,
@@ -373,14 +341,18 @@ class ModuleFiles:
         }
         arguments = pbtxt.arguments(self._folder.parent, "1", document)
         config = model_config.parse(arguments, complete=False)
+        config = replace(config, inputs=model_config.listed_inputs(arguments))
+        artifact = self._artifact(self._folder)
         with _imports_restored(self._folder):
-            hooks = user_hooks.load(config, self._artifact(self._folder))
+            hooks = user_hooks.load(config, artifact)
             assert hooks is not None  # noqa: S101  HOOKS names them
-            device_runtime = runtime.create(config.options, self.device, ())
-            config = replace(config, inputs=model_config.listed_inputs(arguments), outputs=())
-            pipeline = HookedPipeline(config, self._signature, hooks, device_runtime)
-            pipeline.tried(record, self.example.item)
-        return calls[0]
+            loaded = Loaded(artifact, module, self._signature)
+            try:
+                return schema.run_hooks(config, loaded, hooks, item, self.device)
+            except ConfigError as error:
+                reason = summarize(error.__cause__ or error)
+                problem = f"its hooks fail with the example: {reason}"
+                raise SaveError(self._name, problem) from error
 
     def _artifact(self, folder: Path) -> Artifact:
         return Artifact(ArtifactType.FACTORY, folder, hooks=folder / "model.py")
@@ -423,6 +395,12 @@ class ModuleFiles:
         return path
 
 
+def _content(value: Value) -> bytes | None:
+    """Return the bytes of a file that is an example; None for other examples."""
+    only: object = None if isinstance(value, Tensor) or value.size != 1 else value.item()
+    return only if isinstance(only, bytes) else None
+
+
 @contextlib.contextmanager
 def _imports_restored(folder: Path) -> Iterator[None]:
     """Import the files of a folder as an instance does, and undo what that changes."""
@@ -434,5 +412,5 @@ def _imports_restored(folder: Path) -> Iterator[None]:
         for name in sys.modules.keys() - modules.keys():
             if str(getattr(sys.modules[name], "__file__", None)).startswith(str(folder)):
                 del sys.modules[name]
-        # A module of the user with the name `model` makes room for the model.py.
+        # The import of model.py has replaced a module of the user with the name `model`.
         sys.modules.update({key: modules[key] for key in modules.keys() - sys.modules.keys()})

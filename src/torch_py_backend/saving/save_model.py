@@ -117,6 +117,7 @@ def save_model(
                         writer.example.max_batch_size,
                         instances,
                         writer.device.type == "cuda",
+                        writer.outputs(),
                         writer.reference,
                     ),
                 )

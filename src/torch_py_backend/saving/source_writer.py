@@ -161,7 +161,7 @@ def _functions(value: type | FunctionType) -> Iterator[FunctionType]:
 
 
 def _origin(name: str, value: object) -> tuple[str, str] | None:
-    """Return the module, and the attribute there, that a file can import; None: there is none."""
+    """Return the module and the attribute from which to import a value; None: no module has it."""
     if isinstance(value, ModuleType):
         return (value.__name__, "") if importlib.util.find_spec(value.__name__) else None
     module = getattr(value, "__module__", None)
@@ -175,7 +175,7 @@ def _origin(name: str, value: object) -> tuple[str, str] | None:
 
 
 def _local_file(name: str) -> Path | None:
-    """Return the file of a module; None: it is installed, or it has none."""
+    """Return the file of a module that is not installed; None for all others."""
     file = getattr(sys.modules.get(name), "__file__", None)
     if file is None:
         return None

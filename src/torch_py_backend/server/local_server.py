@@ -36,7 +36,7 @@ _START = (
     " from torch_py_backend import __main__; __main__.main_of_child()"
 )
 _SERVING = re.compile(
-    r"serving on http://(\S+) and grpc://(\S+); metrics on http://(\S+)/metrics,"
+    r"(?:serving|listening) on http://(\S+) and grpc://(\S+); metrics on http://(\S+)/metrics,"
     r" readiness on http://(\S+)/ready"
 )
 _POLL_S = 0.05
@@ -262,6 +262,12 @@ def _input(model: str, tensor: Any, value: Any) -> Any:
     shape = list(tensor.shape)
     if array.ndim == len(shape) - 1 and shape[-1:] == [1]:  # one value for each row
         array = array[..., None]
+    if array.ndim != len(shape):
+        raise InputError(
+            model,
+            f"input '{tensor.name}' has {array.ndim} dimensions",
+            expected=f"{len(shape)}, of the sizes {shape}, -1 for any",
+        )
     sent = _grpc().InferInput(tensor.name, list(array.shape), tensor.datatype)
     sent.set_data_from_numpy(array.astype(dtype))
     return sent

@@ -6,6 +6,7 @@ if the load fails, the old one serves on.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -95,7 +96,7 @@ class Reloader:
 
     def _begin(self, name: str) -> None:
         load = self._loads[name] = Operation(self._clock())
-        work = lambda: self._control.load(name, self._seconds)  # noqa: E731  bound in this call
+        work = functools.partial(self._control.load, name, self._seconds)
         self._spawn(lambda: load.run(work, lambda: None))
 
     def _poll(self) -> Mapping[str, Files]:

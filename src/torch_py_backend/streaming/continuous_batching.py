@@ -47,7 +47,7 @@ class StepResult:
 
     Attributes:
         state: the next state; None: the stream has ended.
-        outcome: the response; None: there is none.
+        outcome: the response; None: this step has no response.
     """
 
     state: object

@@ -59,6 +59,7 @@ class SavedModule:
         max_batch_size: that of the config.
         instances: the number of instances; on a GPU, of each GPU.
         on_gpu: whether the instances run on GPUs.
+        outputs: entries of config.pbtxt; empty: they come from the model.
         reference: returns the file with the module's own outputs for the example, from the model's
             folder and its completed config.
     """
@@ -66,6 +67,7 @@ class SavedModule:
     max_batch_size: int
     instances: int
     on_gpu: bool
+    outputs: Sequence[Document]
     reference: Callable[[Path, JsonObject], Path]
 
 
@@ -256,6 +258,7 @@ def _complete(
 
     if saved is not None:
         document["max_batch_size"] = saved.max_batch_size
+        document["output"] = list(saved.outputs)
         completion.fill(folder.name, document, describe(saved.max_batch_size))
         return
     if not document["input"]:

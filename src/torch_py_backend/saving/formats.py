@@ -1,0 +1,115 @@
+"""The files of a module in memory: its weights, a TorchScript archive, a program, a package."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from torch_py_backend.errors import SaveError, summarize
+from torch_py_backend.loading import package_weights
+from torch_py_backend.saving.examples import Arguments
+
+_CURE = "Save it with another format."
+
+
+def write_weights(model: str, module: nn.Module, path: Path) -> None:
+    """Write the state_dict as safetensors, unless it is empty; tied weights once.
+
+    Raises:
+        SaveError: safetensors cannot store it, such as sparse tensors.
+    """
+    state: dict[str, Tensor] = {}
+    written: set[int] = set()
+    storages: set[int] = set()
+    try:
+        for key, value in module.state_dict(keep_vars=True).items():
+            if id(value) in written:
+                continue  # tied to another weight, as it will be in the module that is built
+            written.add(id(value))
+            tensor = value.detach().cpu().contiguous()
+            storage = tensor.untyped_storage().data_ptr()
+            state[key] = tensor.clone() if storage in storages else tensor
+            storages.add(storage)
+        if state:
+            safetensors.torch.save_file(state, path)
+    except Exception as error:  # sparse and quantized tensors, and states of other types
+        raise SaveError(
+            model,
+            f"its weights cannot be written as safetensors: {summarize(error)}",
+            cure=_CURE,
+        ) from error
+
+
+def write_script(model: str, module: nn.Module, call: Arguments, path: Path) -> None:
+    """Script a module, or trace it with the call if that fails.
+
+    Raises:
+        SaveError: both fail.
+    """
+    refusals = []
+    for compiled in (
+        lambda: torch.jit.script(module),
+        lambda: torch.jit.trace(
+            module,
+            call.args or None,
+            example_kwarg_inputs=call.kwargs or None,
+            strict=False,  # the result may be a dict
+            check_trace=False,  # the answers are compared later
+        ),
+    ):
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                compiled().save(path)
+        except Exception as error:  # of the module's own code, or the compiler's
+            refusals.append(summarize(error))
+        else:
+            return
+    raise SaveError(
+        model,
+        f"torch.jit can neither script {type(module).__name__} ({refusals[0]}) nor trace"
+        f" it ({refusals[1]})",
+        cure=_CURE,
+    )
+
+
+def write_program(
+    model: str,
+    module: nn.Module,
+    call: Arguments,
+    dynamic_shapes: Any,
+    path: Path,
+    fallback: Path | None = None,
+) -> None:
+    """Export a module.
+
+    Args:
+        model: the model's name.
+        module: the module.
+        call: valid arguments of forward().
+        dynamic_shapes: as of `torch.export.export`.
+        path: the file to write: the program, or, with a fallback, an AOTInductor package, with its
+            weights beside it.
+        fallback: the file for the program if the package is written.
+
+    Raises:
+        SaveError: the module cannot be exported or compiled.
+    """
+    failed = f"torch.export cannot export {type(module).__name__}"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, about itself
+            program = torch.export.export(
+                module, call.args, call.kwargs, dynamic_shapes=dynamic_shapes
+            )
+            torch.export.save(program, fallback or path)
+            if fallback is not None:
+                failed = f"AOTInductor cannot compile {type(module).__name__}"
+                package_weights.compile_package(program, path)
+    except Exception as error:  # of the module's own code, or the compiler's
+        raise SaveError(model, f"{failed}: {summarize(error)}", cure=_CURE) from error
