@@ -14,6 +14,7 @@ from typing import IO, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.status import Status
 
 from torch_py_backend.artifacts import repository as repositories
 from torch_py_backend.cli import interruption
@@ -148,6 +149,9 @@ def serve(
     server.log = None if verbose else _open_log(console)
     interruption.raise_at_signals()
     code = 0
+    loading = console.status("loading the models")
+    if not verbose:  # Triton's log goes to the terminal, too
+        loading.start()
     try:
         server.start()
         with contextlib.closing(RepositoryClient(server.grpc_address, server.keys)) as client:
@@ -173,7 +177,7 @@ def serve(
                         steps.append(
                             Reloader(repository, models, client, report, load_timeout).step
                         )
-                    code = _supervise(console, server, supervisor, readiness, steps)
+                    code = _supervise(console, loading, server, supervisor, readiness, steps)
                 finally:
                     # In this order, both the requests that a load balancer still sends and those
                     # in progress when Triton stops are answered.
@@ -183,8 +187,10 @@ def serve(
                         supervisor.step()
                     server.stop()
     except Stopped:
+        loading.stop()
         console.print("stopped")
     finally:
+        loading.stop()
         server.stop()  # also if a signal arrived during start()
     raise typer.Exit(code)
 
@@ -221,6 +227,7 @@ def _open_log(console: Console) -> IO[bytes]:
 
 def _supervise(
     console: Console,
+    loading: Status,
     server: Server,
     supervisor: Supervisor,
     readiness: ReadinessServer,
@@ -241,6 +248,7 @@ def _supervise(
         orphan_cleanup.reap_orphans(server.process.pid)
         if supervisor.initial_loads_done and not announced:
             announced = True
+            loading.stop()
             models = supervisor.snapshot.models
             none_serves = bool(models) and all(models.values())
             state = "[red]no model serves[/]; listening" if none_serves else "serving"
