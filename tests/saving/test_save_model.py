@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
+import io
+import json
 import os
 import random
 import sys
@@ -12,9 +15,11 @@ from typing import Any
 
 import command_line
 import models
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -22,6 +27,7 @@ from torch_py_backend import save_model
 from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import ExampleError, InstallError, LoadError, SaveError
 from torch_py_backend.processes import child_process
+from torch_py_backend.saving import transform_hooks, transforms
 
 transformers = pytest.importorskip("transformers")
 
@@ -405,6 +411,79 @@ def test_model_that_takes_images(tmp_path: Path) -> None:
     document = _saved(tmp_path, model, processor=processor)
     assert _tensors(document, "input") == {"image": [1]}
     assert _tensors(document, "output") == {"logits": [2]}
+
+
+class Preset(nn.Module):
+    """A transform with the attributes of torchvision's ImageClassification."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crop_size, self.resize_size = [4], [6]
+        self.mean, self.std = [0.5, 0.25, 0.0], [0.5, 0.5, 2.0]
+        self.interpolation = _Mode.BILINEAR
+
+
+class _Mode(enum.Enum):
+    BILINEAR = "bilinear"
+
+
+_DATA_CONFIG = {
+    "input_size": (3, 4, 4),
+    "interpolation": "bicubic",
+    "mean": (0.5, 0.25, 0.0),
+    "std": (0.5, 0.5, 2.0),
+    "crop_pct": 0.6,
+    "crop_mode": "center",
+}
+
+
+class Channels(nn.Module):
+    def forward(self, image: Tensor) -> dict[str, Tensor]:
+        return {"means": image.mean((2, 3)), "image": image}
+
+
+@pytest.mark.parametrize("kind", [None, "export", "torchscript"])
+@pytest.mark.parametrize("transform", [Preset(), _DATA_CONFIG], ids=["torchvision", "timm"])
+def test_model_that_takes_transformed_images(kind: Any, transform: Any, tmp_path: Path) -> None:
+    """With its transform, a model of torchvision or timm takes the bytes of a file."""
+    document = _saved(tmp_path, Channels(), processor=transform, format=kind)
+    assert _tensors(document, "input") == {"image": [1]}
+    assert _tensors(document, "output") == {"image": [3, 4, 4], "means": [3]}
+    assert all(entry["data_type"] == "TYPE_FP32" for entry in document["output"])
+
+
+@pytest.mark.parametrize("size", [(16, 12), (12, 16), (6, 6), (3, 9)])
+def test_transformed_image(size: tuple[int, int], tmp_path: Path) -> None:
+    """The shorter side is resized, the center is cropped, each channel is normalized."""
+    settings = transforms.settings(Preset())
+    assert settings is not None
+    (tmp_path / transforms.FILE).write_text(json.dumps(settings))
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    height, width = (6 * side // min(size) for side in size)
+    resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)
+    top, left = (height - 4) // 2, (width - 4) // 2
+    cropped = np.asarray(resized, dtype=np.float32)[top : top + 4, left : left + 4] / 255
+    expected = (cropped - Preset().mean) / Preset().std
+    prepared = transform_hooks.Hooks(tmp_path).preprocess(file.getvalue())
+    np.testing.assert_allclose(prepared.permute(1, 2, 0), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({}, {"resize": 6, "crop": 4}),
+        ({"crop_mode": "squash"}, None),
+        ({"input_size": (3, 4, 8)}, None),
+        ({"interpolation": "random"}, None),
+        ({"input_size": (3, 224, 224), "crop_pct": 0.875}, {"resize": 256, "crop": 224}),
+    ],
+)
+def test_data_config_of_timm(changes: dict[str, Any], found: dict[str, int] | None) -> None:
+    """A config that does more than to resize, crop and normalize is not taken."""
+    settings = transforms.settings(_DATA_CONFIG | changes)
+    assert (settings and {key: settings[key] for key in ("resize", "crop")}) == found
 
 
 # --- bad input -------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, ConfigError, SaveError, join_names, summarize
 from torch_py_backend.hooks import user_hooks
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.saving import examples, formats
+from torch_py_backend.saving import examples, formats, transforms
 from torch_py_backend.saving.examples import Arguments, Example
 from torch_py_backend.saving.source_writer import SourceWriter
 from torch_py_backend.signature import introspection
@@ -36,7 +36,7 @@ from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles
 
 Format: TypeAlias = Literal["module", "export", "torchscript", "aoti"]
 
-_TEXT, _IMAGE = "text_hooks.py", "image_hooks.py"
+_TEXT, _IMAGE, _TRANSFORM = "text_hooks.py", "image_hooks.py", "transform_hooks.py"
 # A PNG of one gray pixel.
 _PIXEL = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a4944415478"
@@ -45,6 +45,7 @@ _PIXEL = bytes.fromhex(
 _EXAMPLES = {
     _TEXT: {"text": ["a text", "another text, which is longer"]},
     _IMAGE: {"image": [_PIXEL, _PIXEL]},
+    _TRANSFORM: {"image": [_PIXEL, _PIXEL]},
 }
 _FALLBACK = "exported.pt2"
 _DESCRIPTIONS: Mapping[Format, str] = {
@@ -129,11 +130,12 @@ class ModuleFiles:
         The user's own hooks read the processor from the folder.
 
         Raises:
-            SaveError: the processor is not a tokenizer or image processor, or the model is not one
-                of transformers.
+            SaveError: the processor is not one of those that `save_model` names.
         """
         if self._processor is None:
             return None
+        if self._hooks is None and transforms.settings(self._processor) is not None:
+            return _TRANSFORM
         if self._pretrained:
             if self._hooks is not None and hasattr(self._processor, "save_pretrained"):
                 return None
@@ -145,7 +147,7 @@ class ModuleFiles:
             self._name,
             f"processor is {kinds}",
             expected="a tokenizer or an image processor for a model of transformers, in the format"
-            " module",
+            " module, or a transform of torchvision or timm without hooks",
             cure="Prepare the inputs in a class, and pass it as hooks.",
         )
 
@@ -167,7 +169,12 @@ class ModuleFiles:
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, path)
         if template is not None:
-            text = Path(__file__).with_name(template).read_text(encoding="utf-8")
+            hooks = Path(__file__).with_name(template).read_text(encoding="utf-8")
+            # After other source, without its docstring.
+            text += "\n\n" + hooks.split('"""', 2)[2].lstrip() if text else hooks
+        if template == _TRANSFORM:
+            settings = transforms.settings(self._processor)
+            (self._folder / transforms.FILE).write_text(json.dumps(settings), encoding="utf-8")
         text += self._write_example()
         if text:
             (self._folder / "model.py").write_text(text.rstrip() + "\n", encoding="utf-8")

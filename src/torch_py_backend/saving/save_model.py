@@ -23,7 +23,7 @@ from torch_py_backend.errors import (
     PlatformError,
     SaveError,
 )
-from torch_py_backend.saving import examples
+from torch_py_backend.saving import examples, transforms
 from torch_py_backend.saving.module_files import Format, ModuleFiles
 from torch_py_backend.tools import model_folder
 from torch_py_backend.tools.model_folder import SavedModule
@@ -72,8 +72,9 @@ def save_model(
         model_kwargs: keyword arguments of the class for the format `module`, as JSON allows them.
         hooks: a class with methods that run before and after `forward()`.
         processor: the tokenizer or image processor of a transformers model, which is saved in the
-            folder. Without `hooks`, the model takes the input `text`, or `image` with the bytes of
-            a file.
+            folder; or the transform of an image classifier: torchvision's `weights.transforms()`,
+            or timm's `resolve_model_data_config(model)`. Without `hooks`, the model takes the input
+            `text`, or `image` with the bytes of a file.
         instances: the number of instances; of a module on a GPU, on each GPU.
         parameters: options of config.pbtxt by name; what is not a str is written as JSON.
         overwrite: replace a model folder that has the version 1 alone.
@@ -91,7 +92,8 @@ def save_model(
     _check(name, module, format, max_batch_size, instances)
     model_folder.refuse_target(target, [], force=overwrite)
     formats: tuple[Format, ...] = ("module", "export")
-    if processor is not None or model_kwargs or hasattr(module, "save_pretrained"):
+    is_saved = processor is not None and transforms.settings(processor) is None
+    if is_saved or model_kwargs or hasattr(module, "save_pretrained"):
         formats = (format or "module",)
     elif format is not None or isinstance(module, torch.jit.ScriptModule):
         formats = (format or "torchscript",)
