@@ -86,12 +86,21 @@ print(json.dumps([torch.get_num_threads(), torch.get_num_interop_threads()]))
 def test_freed_memory_is_kept(variable: str) -> None:
     """Batches cause no page faults after the first ones; a user's own settings of malloc hold."""
     program = """
-import resource, torch
+import ctypes, resource
 from torch_py_backend.batching import runtime
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.prctl(41, 1, 0, 0, 0)  # no huge pages, one of which hides 511 faults
 runtime.keep_freed_memory()
+size = 4 << 20
 
 def batch():
-    parts = [torch.ones(1 << 20) for _ in range(10)]  # 4 MiB each
+    parts = [libc.malloc(ctypes.c_size_t(size)) for _ in range(10)]
+    for part in parts:
+        ctypes.memset(part, 1, size)
+    for part in reversed(parts):  # the last one first: it is beside memory that malloc can return
+        libc.free(ctypes.c_void_p(part))
 
 for _ in range(5):
     batch()
