@@ -220,20 +220,19 @@ def _run(
     command: Sequence[str], folder: Path, expected: np.ndarray[Any, Any]
 ) -> tuple[str, float | None]:
     """Run a client; return its output, and when the right answer was printed, if it was."""
-    program = subprocess.Popen(  # noqa: S603  ours
+    output, answered = "", None
+    with subprocess.Popen(  # noqa: S603  ours
         command,
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
-    )
-    output, answered = "", None
-    for line in program.stdout or ():
-        output += line
-        if answered is None and _has(output, expected):
-            answered = time.perf_counter()
-    program.wait()
+    ) as program:
+        for line in program.stdout or ():
+            output += line
+            if answered is None and _has(output, expected):
+                answered = time.perf_counter()
     return output, answered
 
 
