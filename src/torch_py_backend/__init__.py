@@ -8,7 +8,7 @@
 
 Importing the package imports neither torch nor a client; the first use of a name does.
 `torch_py_backend.composition` calls other models from a model's code, `torch_py_backend.testing`
-has a fixture of pytest, and `torch_py_backend.errors` the exceptions.
+has a pytest fixture, and `torch_py_backend.errors` the exceptions.
 """
 
 from __future__ import annotations

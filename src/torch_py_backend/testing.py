@@ -1,4 +1,4 @@
-"""A fixture of pytest for tests of models.
+"""A pytest fixture for tests of models.
 
 `pytest_plugins = ["torch_py_backend.testing"]` in conftest.py enables it.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,5 +20,13 @@ def triton_server() -> Iterator[Callable[[str | Path], LocalServer]]:
 
     The server starts at the first call with this repository and stops with the last test.
     """
-    with contextlib.ExitStack() as servers:
-        yield functools.cache(lambda repository: servers.enter_context(serve(repository)))
+    servers: dict[Path, LocalServer] = {}
+    with contextlib.ExitStack() as stack:
+
+        def server(repository: str | Path) -> LocalServer:
+            path = Path(repository).absolute()
+            if path not in servers:
+                servers[path] = stack.enter_context(serve(path))
+            return servers[path]
+
+        yield server

@@ -102,12 +102,27 @@ def test_an_example_fits_its_input(dims: tuple[int, ...], value: Any, fits: bool
     assert example_inputs.fits(build.config(), build.spec("x", dims=dims), value) is fits
 
 
-@pytest.mark.parametrize(("max_batch_size", "shape"), [(8, (1, 1)), (0, (1,))])
-def test_files_of_bytes(max_batch_size: int, shape: tuple[int, ...], tmp_path: Path) -> None:
-    """Each file of a folder is one row of the input with its name."""
+@pytest.mark.parametrize(
+    ("max_batch_size", "dims", "shape"),
+    [
+        pytest.param(8, None, (1, 1), id="inputs unknown"),
+        pytest.param(0, None, (1,), id="inputs and batch unknown"),
+        pytest.param(8, (1,), (1, 1), id="batch"),
+        pytest.param(8, (), (1,), id="completed"),  # by a reshape
+        pytest.param(0, (1,), (1,), id="no batch"),
+    ],
+)
+def test_files_of_bytes(
+    max_batch_size: int, dims: tuple[int, ...] | None, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Each file of a folder is one row of the input with its name, in the model's shape."""
     build.write(tmp_path, "example_inputs/image", b"\xff\x00")
     build.write(tmp_path, "example_inputs/label", "cat")
-    config = build.config(tmp_path, max_batch_size=max_batch_size)
+    build.write(tmp_path, "example_inputs/.hidden", "")
+    build.write(tmp_path, "example_inputs/folder/file", "")
+    names = () if dims is None else ("image", "label")
+    inputs = tuple(build.spec(name, "BYTES", dims or ()) for name in names)
+    config = build.config(tmp_path, max_batch_size=max_batch_size, inputs=inputs)
     item = example_inputs.find(config, build.artifact())
     assert item is not None
     assert shapes(item) == {"image": shape, "label": shape}

@@ -247,7 +247,14 @@ class Bytes:
     """Hooks that take a file of four bytes."""
 
     def preprocess(self, data: bytes) -> Tensor:
+        if data[0]:
+            raise ValueError("not such a file")
         return torch.tensor(list(data)) / 255
+
+
+class Varying(Bytes):
+    def postprocess(self, result: Tensor) -> dict[str, Tensor]:
+        return {"y" if result[3] == 0 else "z": result}
 
 
 class Failing:
@@ -413,8 +420,8 @@ def test_model_that_takes_images(tmp_path: Path) -> None:
     assert _tensors(document, "output") == {"logits": [2]}
 
 
-class Preset(nn.Module):
-    """A transform with the attributes of torchvision's ImageClassification."""
+class ImageClassification(nn.Module):
+    """A transform with the name and the attributes of torchvision's."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -443,7 +450,9 @@ class Channels(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [None, "export", "torchscript"])
-@pytest.mark.parametrize("transform", [Preset(), _DATA_CONFIG], ids=["torchvision", "timm"])
+@pytest.mark.parametrize(
+    "transform", [ImageClassification(), _DATA_CONFIG], ids=["torchvision", "timm"]
+)
 def test_model_that_takes_transformed_images(kind: Any, transform: Any, tmp_path: Path) -> None:
     """With its transform, a model of torchvision or timm takes the bytes of a file."""
     document = _saved(tmp_path, Channels(), processor=transform, format=kind)
@@ -452,10 +461,10 @@ def test_model_that_takes_transformed_images(kind: Any, transform: Any, tmp_path
     assert all(entry["data_type"] == "TYPE_FP32" for entry in document["output"])
 
 
-@pytest.mark.parametrize("size", [(16, 12), (12, 16), (6, 6), (3, 9)])
+@pytest.mark.parametrize("size", [(16, 12), (12, 16), (6, 6), (3, 9), (7, 16), (10, 4)])
 def test_transformed_image(size: tuple[int, int], tmp_path: Path) -> None:
     """The shorter side is resized, the center is cropped, each channel is normalized."""
-    settings = transforms.settings(Preset())
+    settings = transforms.settings(ImageClassification())
     assert settings is not None
     (tmp_path / transforms.FILE).write_text(json.dumps(settings))
     pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
@@ -463,9 +472,9 @@ def test_transformed_image(size: tuple[int, int], tmp_path: Path) -> None:
     Image.fromarray(pixels).save(file, "PNG")
     height, width = (6 * side // min(size) for side in size)
     resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)
-    top, left = (height - 4) // 2, (width - 4) // 2
+    top, left = round((height - 4) / 2), round((width - 4) / 2)
     cropped = np.asarray(resized, dtype=np.float32)[top : top + 4, left : left + 4] / 255
-    expected = (cropped - Preset().mean) / Preset().std
+    expected = (cropped - ImageClassification().mean) / ImageClassification().std
     prepared = transform_hooks.Hooks(tmp_path).preprocess(file.getvalue())
     np.testing.assert_allclose(prepared.permute(1, 2, 0), expected, atol=1e-6)
 
@@ -484,6 +493,15 @@ def test_data_config_of_timm(changes: dict[str, Any], found: dict[str, int] | No
     """A config that does more than to resize, crop and normalize is not taken."""
     settings = transforms.settings(_DATA_CONFIG | changes)
     assert (settings and {key: settings[key] for key in ("resize", "crop")}) == found
+
+
+def test_long_image(tmp_path: Path) -> None:
+    """A small file of a long image, which would be resized to gigabytes, is refused."""
+    (tmp_path / transforms.FILE).write_text(json.dumps(transforms.settings(ImageClassification())))
+    file = io.BytesIO()
+    Image.new("RGB", (1, 10_000_000)).save(file, "PNG")
+    with pytest.raises(ValueError, match="1 x 10000000 is too long"):
+        transform_hooks.Hooks(tmp_path).preprocess(file.getvalue())
 
 
 # --- bad input -------------------------------------------------------------------------------
@@ -589,6 +607,18 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         {"example_inputs": {"text": ["5"]}, "hooks": Failing, "format": "export"},
         SaveError,
         "its hooks fail with the example: .*5 has no letters",
+    ),
+    "transform and hooks": (
+        models.Affine(),
+        {"processor": _DATA_CONFIG, "hooks": models.Measure},
+        SaveError,
+        "processor is a transform, and hooks are given; expected one of them",
+    ),
+    "different outputs": (
+        models.Negate(),
+        {"example_inputs": [{"data": [b"\0\0\0\0"]}, {"data": [b"\0\0\0\1"]}], "hooks": Varying},
+        SaveError,
+        "the examples give different outputs",
     ),
     "processor": (
         models.Affine(),

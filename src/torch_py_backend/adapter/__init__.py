@@ -49,9 +49,9 @@ class TritonPythonModel:
     """One instance of a model, in its own process.
 
     Attributes:
-        is_ready: returns whether requests can be answered; called by servers from 26.03 on. A model
-            that is an AOTInductor package has none: such a server takes it for not ready after 5
-            seconds, and a call of a package holds the lock of Python all the time.
+        is_ready: returns whether requests can be answered; called by servers from 26.03 on. Models
+            with an AOTInductor package do not have it: calls of a package hold the GIL, and such a
+            server regards a model that does not answer within 5 seconds as not ready.
     """
 
     is_ready: Callable[[], bool]

@@ -179,6 +179,7 @@ def serve(
                         )
                     code = _supervise(console, loading, server, supervisor, readiness, steps)
                 finally:
+                    loading.stop()
                     # In this order, both the requests that a load balancer still sends and those
                     # in progress when Triton stops are answered.
                     readiness.set_stopping()
@@ -187,7 +188,6 @@ def serve(
                         supervisor.step()
                     server.stop()
     except Stopped:
-        loading.stop()
         console.print("stopped")
     finally:
         loading.stop()

@@ -41,7 +41,7 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     if path.is_file():
         return read(config, path)
     folder = config.version_folder / NAME
-    if folder.is_dir():
+    if folder.is_dir() and not (folder / "__init__.py").exists():
         return _read_bytes(config, folder)
     source = artifact.path if artifact.kind is ArtifactType.MODULE else artifact.hooks
     inputs = None if source is None else python_source.example_inputs(config.name, source)
@@ -84,10 +84,13 @@ def read(config: ModelConfig, path: Path) -> Item:
 
 
 def _read_bytes(config: ModelConfig, folder: Path) -> Item | None:
-    shape = (1, 1) if config.max_batch_size else (1,)
+    dims = {spec.name: spec.dims for spec in config.inputs}
     item: Item = {}
     for path in sorted(folder.iterdir()):
-        value: Strings = np.empty(shape, dtype=np.object_)
+        if not path.is_file() or path.name.startswith("."):
+            continue
+        rank = len(dims.get(path.name, (1,))) + bool(config.max_batch_size)
+        value: Strings = np.empty((1,) * rank, dtype=np.object_)
         value.fill(path.read_bytes())
         item[path.name] = value
     return item or None

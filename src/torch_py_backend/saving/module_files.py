@@ -134,7 +134,7 @@ class ModuleFiles:
         """
         if self._processor is None:
             return None
-        if self._hooks is None and transforms.settings(self._processor) is not None:
+        if transforms.settings(self._processor) is not None:
             return _TRANSFORM
         if self._pretrained:
             if self._hooks is not None and hasattr(self._processor, "save_pretrained"):
@@ -147,7 +147,8 @@ class ModuleFiles:
             self._name,
             f"processor is {kinds}",
             expected="a tokenizer or an image processor for a model of transformers, in the format"
-            " module, or a transform of torchvision or timm without hooks",
+            " module; or a transform of torchvision or timm that resizes the shorter side, crops a"
+            " square and normalizes",
             cure="Prepare the inputs in a class, and pass it as hooks.",
         )
 
@@ -278,8 +279,9 @@ class ModuleFiles:
 
     def _write_pretrained(self, parameters: dict[str, str]) -> ArtifactFiles:
         module: Any = self._module
-        for part in filter(None, (module, self._processor)):
-            part.save_pretrained(self._folder)
+        for part in (module, self._processor):
+            if hasattr(part, "save_pretrained"):  # a transform does not
+                part.save_pretrained(self._folder)
         artifact = artifact_files.find(self._name, self._folder, None)
         if self.example.arguments is not None:
             names = list(self.example.item)
@@ -328,7 +330,7 @@ class ModuleFiles:
     def outputs(self) -> list[JsonObject]:
         """Return the outputs of hooks as entries of config.pbtxt; empty for a single example.
 
-        Dims that differ between the examples are -1. The files are those of `write`.
+        Dims that differ between the rows of all examples are -1. The files are those of `write`.
 
         Raises:
             SaveError: the hooks or the module fail.
@@ -336,7 +338,21 @@ class ModuleFiles:
         example = self.example
         if not example.others:
             return []
-        schemas = [self._run_hooks(self._module, item) for item in (example.item, *example.others)]
+        items = [example.item, *example.others]
+        if example.max_batch_size:
+            items = [
+                {name: value[row : row + 1] for name, value in item.items()}
+                for item in items
+                for row in range(len(next(iter(item.values()))))
+            ]
+        schemas = [self._run_hooks(self._module, item) for item in items]
+        if len({tuple((spec.name, len(spec.dims)) for spec in one.outputs) for one in schemas}) > 1:
+            raise SaveError(
+                self._name,
+                "the examples give different outputs, or outputs with different numbers of"
+                " dimensions",
+                expected="the same outputs for each example, of any sizes",
+            )
         return [schema.entry_of(spec) for spec in reduce(schema.with_varying, schemas).outputs]
 
     def _run_hooks(self, module: Callable[..., Any], item: Item) -> Schema:

@@ -92,7 +92,15 @@ def save_model(
     _check(name, module, format, max_batch_size, instances)
     model_folder.refuse_target(target, [], force=overwrite)
     formats: tuple[Format, ...] = ("module", "export")
-    is_saved = processor is not None and transforms.settings(processor) is None
+    is_transform = transforms.settings(processor) is not None
+    if is_transform and hooks is not None:
+        raise SaveError(
+            name,
+            "processor is a transform, and hooks are given",
+            expected="one of them",
+            cure="Prepare the image in the hooks, too.",
+        )
+    is_saved = processor is not None and not is_transform
     if is_saved or model_kwargs or hasattr(module, "save_pretrained"):
         formats = (format or "module",)
     elif format is not None or isinstance(module, torch.jit.ScriptModule):

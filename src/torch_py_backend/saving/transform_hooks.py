@@ -25,6 +25,10 @@ class Hooks:
         short, long = sorted(picture.size)
         sizes = (self.size, int(self.size * long / short))
         width, height = sizes if picture.width <= picture.height else reversed(sizes)
+        if width * height > (Image.MAX_IMAGE_PIXELS or width * height):
+            raise ValueError(
+                f"an image of {picture.width} x {picture.height} is too long to resize"
+            )
         picture = picture.resize((width, height), self.resampling)
         left, top = round((width - self.crop) / 2), round((height - self.crop) / 2)
         picture = picture.crop((left, top, left + self.crop, top + self.crop))

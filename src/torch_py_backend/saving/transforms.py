@@ -31,14 +31,14 @@ def settings(transform: Any) -> dict[str, Any] | None:
         values = dict(transform)
         crop = list(values["input_size"][-2:])
         # As timm.data.create_transform does for square images.
-        resize = [math.floor(size / values["crop_pct"]) for size in crop]
+        resize = [math.floor(crop[0] / values["crop_pct"])]
     else:
-        if not all(hasattr(transform, name) for name in _PRESET):
+        if type(transform).__name__ != "ImageClassification":
             return None
         values = {name: getattr(transform, name) for name in _PRESET}
         crop, resize = list(values["crop_size"]), list(values["resize_size"])
     interpolation = str(getattr(values["interpolation"], "value", values["interpolation"]))
-    if len({*crop}) != 1 or len({*resize}) != 1 or interpolation not in _INTERPOLATIONS:
+    if len({*crop}) != 1 or len(resize) != 1 or interpolation not in _INTERPOLATIONS:
         return None
     return {
         "resize": resize[0],
