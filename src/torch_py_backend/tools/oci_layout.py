@@ -185,13 +185,14 @@ class Layout:
     @contextlib.contextmanager
     def _opened(self, path: Path, size: int | None) -> Iterator[IO[bytes]]:
         """Open a regular file of a known size; links are not followed."""
+        # O_NONBLOCK: opening a pipe must not block.
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            # O_NONBLOCK: opening a pipe must not block.
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            opened = open(os.open(path, flags), "rb")  # noqa: PTH123, SIM115  a descriptor
         except OSError as error:
             raise self._refuse(f"{path.name} cannot be read: {error.strerror}") from None
-        with open(descriptor, "rb") as file:  # noqa: PTH123  a descriptor
-            status = os.fstat(descriptor)
+        with opened as file:
+            status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise self._refuse(f"{path.name} is not a regular file")
             if size is not None and status.st_size != size:
