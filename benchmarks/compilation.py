@@ -3,10 +3,10 @@
     python -m benchmarks.compilation [--model transformer] [--pairs 3] [--seconds 60]
 
 A cold start compiles. A warm start has the bundle of a cold start beside the model, and an imported
-start has it from `export-compiled` and `import-compiled`. An eager start has no compilation. A package of AOTInductor is compiled beforehand: its start neither traces nor
-imports a compiler. The starts take turns, each with its own server and an empty cache of torch's.
-Then requests of 1 to 8 rows are sent in random order; what inductor writes into its cache after
-READY is a compilation.
+start has it from `export-compiled` and `import-compiled`. An eager start has no compilation. A
+package of AOTInductor is compiled beforehand: its start neither traces nor imports a compiler. The
+starts take turns, each with its own server and an empty cache of torch's. Then requests of 1 to 8
+rows are sent in random order; what inductor writes into its cache after READY is a compilation.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ process: an incomplete config and a model of sequences run the model's code.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import filecmp
 import hashlib
@@ -164,11 +165,18 @@ def _target(config: ModelConfig, package: Path | None = None) -> _Target:
     facts |= {key.upper(): value for key, value in facts.pop("options").items()}
     facts |= {"max_batch_size": str(facts.pop("rows")), "inputs": ", ".join(facts["inputs"])}
     if device.type == "cuda":
-        driver = re.search(r"\s(\d+\.\d+(\.\d+)?)\s", _DRIVER.read_text("utf-8"))
-        facts["driver"] = driver.group(1) if driver else "unknown"
+        facts["driver"] = _driver()
     if package is not None:
         facts["files"] = _digest(config.version_folder, package)
     return _Target(facts, bundle, package)
+
+
+def _driver(path: Path = _DRIVER) -> str:
+    """Return the version of the GPU driver."""
+    with contextlib.suppress(OSError):
+        if version := re.search(r"\s(\d+\.\d+(\.\d+)?)\s", path.read_text("utf-8")):
+            return version.group(1)
+    return "unknown"
 
 
 def _digest(folder: Path, package: Path) -> str:
