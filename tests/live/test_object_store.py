@@ -12,6 +12,8 @@ import stores
 import supervised
 import torch
 
+import torch_py_backend
+
 pytestmark = [pytest.mark.server]
 
 _URL = "s3://bucket/models"
@@ -110,6 +112,14 @@ def test_reload(s3: stores.S3, tmp_path: Path) -> None:
         s3.put("bucket/models", {"scale/3/model.py": b"def forward(x): return (\n"})
         supervised.until(lambda: re.search(r"FAILED\s+scale: .*SyntaxError", served.log), served)
         assert served.infer("scale", 3.0) == [4.0] * 4
+
+
+def test_from_python(s3: stores.S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.variables.items():
+        monkeypatch.setenv(name, value)
+    with torch_py_backend.serve(_URL, arguments=[f"--cache={tmp_path / 'cache'}"]) as server:
+        outputs = server.infer("scale", torch.ones(1, 4))
+        assert outputs["y"].tolist() == [[2.0] * 4]
 
 
 @pytest.mark.parametrize(

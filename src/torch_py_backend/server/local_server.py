@@ -202,7 +202,7 @@ def serve(
     process if it is killed.
 
     Args:
-        repository: the model repository.
+        repository: the model repository: a folder, or the URL of one in an object store.
         http_port: the port for HTTP; 0 takes a free one, here and below.
         grpc_port: the port for gRPC.
         metrics_port: the port for the metrics.
