@@ -30,7 +30,7 @@ from torch_py_backend.server.model_cache import Mirror, ModelCache
 from torch_py_backend.server.object_store import Store
 from torch_py_backend.tools import artifact_files, model_folder
 
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?)\s*(?P<unit>[kKMGT]?)i?B?")
+_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>[kKMGT]?)B")
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
