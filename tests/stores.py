@@ -11,6 +11,7 @@ import threading
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import fsspec
@@ -20,6 +21,25 @@ from fsspec.spec import AbstractFileSystem
 from moto.server import ThreadedMotoServer
 
 KEY, SECRET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI-secret"
+
+
+# A model repository, in the store that `faulty` registers.
+WEIGHTS = bytes(range(256)) * 100
+FILES = {"a/config.pbtxt": b"x", "a/1/model.pt": WEIGHTS}
+URL = "faulty://models"
+
+
+def ignore(_done: int, _total: int) -> None:
+    """Show no progress."""
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Return the contents of the files of a folder, by their paths in it."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 class S3:
@@ -90,6 +110,12 @@ class Faulty(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
             }
             for name, content in self.files.items()
         }
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        found = self.find(path.partition("/")[0])
+        if path not in found:
+            raise FileNotFoundError(path)
+        return found[path]
 
     def cat_ranges(
         self, paths: list[str], starts: list[int], ends: list[int], **_: Any

@@ -19,46 +19,10 @@ from stores import Faulty
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import model_cache, object_store
-from torch_py_backend.server.model_cache import Mirror, ModelCache
+from torch_py_backend.server.model_cache import ModelCache
 from torch_py_backend.server.object_store import Store, StoreError
 
-_WEIGHTS = bytes(range(256)) * 100
-_FILES = {"a/config.pbtxt": b"x", "a/1/model.pt": _WEIGHTS}
-_ALL = sum(map(len, _FILES.values()))
-_URL = "faulty://models"
-
-
-def _ignore(_done: int, _total: int) -> None:
-    pass
-
-
-@pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Faulty]]:
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    with stores.faulty() as one:
-        one.files = dict(_FILES)
-        yield one
-
-
-@pytest.fixture
-def opened(tmp_path: Path) -> Iterator[Callable[..., ModelCache]]:
-    """Open a cache in the test's folder."""
-    with contextlib.ExitStack() as stack:
-
-        def open_one(limit: int = 1 << 30, **how: Any) -> ModelCache:
-            cache = ModelCache(tmp_path / "cache", limit, **how)
-            stack.callback(cache.close)
-            return cache
-
-        yield open_one
-
-
-def _files(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
+_ALL = sum(map(len, stores.FILES.values()))
 
 
 def _blobs(tmp_path: Path) -> list[str]:
@@ -70,8 +34,8 @@ def test_fetched_once(store: type[Faulty], opened: Callable[..., ModelCache]) ->
     caches = opened(), opened()
     told: list[tuple[int, int]] = []
     for cache in caches:
-        cache.use(cache.fetch(Store(_URL), lambda done, total: told.append((done, total))))
-        assert _files(cache.path) == _FILES
+        cache.use(cache.fetch(Store(stores.URL), lambda done, total: told.append((done, total))))
+        assert stores.files_in(cache.path) == stores.FILES
     assert store.bytes_read == _ALL
     assert told[-1] == (_ALL, _ALL)
     assert len({(cache.path / "a/1/model.pt").stat().st_ino for cache in caches}) == 1
@@ -81,26 +45,27 @@ def test_fetched_once(store: type[Faulty], opened: Callable[..., ModelCache]) ->
 
 def test_versions_that_share_files(s3: stores.S3, opened: Callable[..., ModelCache]) -> None:
     """Files of another folder of the bucket are not fetched again if their contents are equal."""
-    s3.put("bucket/monday", _FILES)
-    s3.put("bucket/tuesday", {**_FILES, "a/config.pbtxt": b"other"})
+    s3.put("bucket/monday", stores.FILES)
+    s3.put("bucket/tuesday", {**stores.FILES, "a/config.pbtxt": b"other"})
     cache = opened()
     fetched: list[int] = []
     for day in ("monday", "tuesday"):
         cache.use(cache.fetch(Store(f"s3://bucket/{day}"), lambda _, total: fetched.append(total)))
     assert fetched[-1] == len(b"other")
-    assert _files(cache.path) == {**_FILES, "a/config.pbtxt": b"other"}
+    assert stores.files_in(cache.path) == {**stores.FILES, "a/config.pbtxt": b"other"}
 
 
 def test_four_at_once(store: type[Faulty], opened: Callable[..., ModelCache]) -> None:
     waits: list[None] = []
 
     def fetch(_: int) -> dict[str, bytes]:
-        cache = opened(on_wait=lambda: waits.append(None))
-        cache.use(cache.fetch(Store(_URL), lambda *_: time.sleep(0.05)))
-        return _files(cache.path)
+        cache = opened()
+        progress = lambda *_: time.sleep(0.05)  # noqa: E731
+        cache.use(cache.fetch(Store(stores.URL), progress, lambda: waits.append(None)))
+        return stores.files_in(cache.path)
 
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        assert list(pool.map(fetch, range(4))) == [_FILES] * 4
+        assert list(pool.map(fetch, range(4))) == [stores.FILES] * 4
     assert store.bytes_read == _ALL
     assert waits
 
@@ -116,13 +81,13 @@ def test_resumed(
     monkeypatch.setattr(object_store, "_PIECES", 2)
     store.reading_errors = [None, None, None, KeyboardInterrupt()]
     with pytest.raises(KeyboardInterrupt):
-        opened().fetch(Store(_URL), _ignore)
+        opened().fetch(Store(stores.URL), stores.ignore)
     read = store.bytes_read
     assert 0 < read < _ALL
     assert any(name.endswith(".part") for name in _blobs(tmp_path))
     cache = opened()
-    cache.use(cache.fetch(Store(_URL), _ignore))
-    assert _files(cache.path) == _FILES
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    assert stores.files_in(cache.path) == stores.FILES
     assert store.bytes_read == _ALL
     assert not any(name.endswith(".part") for name in _blobs(tmp_path))
 
@@ -133,29 +98,29 @@ def test_a_part_from_before_the_machine_started_is_not_continued(
     """It may have the length of what was written, but not the contents."""
     store.reading_errors = [None, *[OSError("gone") for _ in range(5)]]
     with pytest.raises(StoreError, match="gone"):
-        opened().fetch(Store(_URL), _ignore)
+        opened().fetch(Store(stores.URL), stores.ignore)
     (part,) = (tmp_path / "cache").rglob("*.part")
     part.write_bytes(bytes(100))
-    os.utime(part, (1, 1))
+    part.rename(part.with_name(f"{part.name.partition('.')[0]}.another-boot.part"))
     cache = opened()
-    cache.use(cache.fetch(Store(_URL), _ignore))
-    assert _files(cache.path) == _FILES
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    assert stores.files_in(cache.path) == stores.FILES
 
 
 def test_wrong_digest(
     store: type[Faulty], opened: Callable[..., ModelCache], tmp_path: Path
 ) -> None:
     """The file is not kept; the right one is fetched the next time."""
-    right = hashlib.sha256(_WEIGHTS).hexdigest()
+    right = hashlib.sha256(stores.WEIGHTS).hexdigest()
     store.facts["a/1/model.pt"] = {"lfs": {"sha256": right}}
-    store.files["a/1/model.pt"] = bytes(len(_WEIGHTS))
+    store.files["a/1/model.pt"] = bytes(len(stores.WEIGHTS))
     with pytest.raises(StoreError, match=f"a/1/model.pt has the sha256 .*; expected {right}"):
-        opened().fetch(Store(_URL), _ignore)
+        opened().fetch(Store(stores.URL), stores.ignore)
     assert len(_blobs(tmp_path)) <= 1
-    store.files["a/1/model.pt"] = _WEIGHTS
+    store.files["a/1/model.pt"] = stores.WEIGHTS
     cache = opened()
-    cache.use(cache.fetch(Store(_URL), _ignore))
-    assert _files(cache.path) == _FILES
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    assert stores.files_in(cache.path) == stores.FILES
 
 
 @pytest.fixture
@@ -177,9 +142,9 @@ def change(store: type[Faulty], monkeypatch: pytest.MonkeyPatch) -> Callable[...
     "files",
     [
         {"a/config.pbtxt": b"y", "a/1/model.pt": b"less"},
-        {"a/config.pbtxt": b"y", "a/1/model.pt": b"other" + _WEIGHTS[5:]},
+        {"a/config.pbtxt": b"y", "a/1/model.pt": b"other" + stores.WEIGHTS[5:]},
         {"a/config.pbtxt": b"y"},
-        {**_FILES, "a/2/model.pt": b"more"},
+        {**stores.FILES, "a/2/model.pt": b"more"},
     ],
     ids=["less", "other", "gone", "more"],
 )
@@ -192,11 +157,11 @@ def test_changed_while_it_is_read(
     """The files of two versions are never served together, nor one that was read in between."""
     cache = opened()
     change(files)
-    cache.use(cache.fetch(Store(_URL), _ignore))
-    assert _files(cache.path) == files
-    store.files = dict(_FILES)
-    cache.use(cache.fetch(Store(_URL), _ignore))
-    assert _files(cache.path) == _FILES
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    assert stores.files_in(cache.path) == files
+    store.files = dict(stores.FILES)
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    assert stores.files_in(cache.path) == stores.FILES
 
 
 def test_a_file_that_changes_between_its_pieces(
@@ -206,7 +171,7 @@ def test_a_file_that_changes_between_its_pieces(
     monkeypatch.setattr(object_store, "_PIECE", 1000)
     monkeypatch.setattr(object_store, "_PIECES", 1)
     pieces = Store._read_pieces
-    others = {**_FILES, "a/1/model.pt": bytes(len(_WEIGHTS))}
+    others = {**stores.FILES, "a/1/model.pt": bytes(len(stores.WEIGHTS))}
     replacements = [others]
 
     def replace(self: Store, *arguments: Any) -> Any:
@@ -217,25 +182,25 @@ def test_a_file_that_changes_between_its_pieces(
 
     monkeypatch.setattr(Store, "_read_pieces", replace)
     cache = opened()
-    cache.use(cache.fetch(Store(_URL), _ignore))
-    assert _files(cache.path) == others
-    store.files = dict(_FILES)
-    cache.use(cache.fetch(Store(_URL), _ignore))
-    assert _files(cache.path) == _FILES
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    assert stores.files_in(cache.path) == others
+    store.files = dict(stores.FILES)
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    assert stores.files_in(cache.path) == stores.FILES
 
 
 def test_changed_all_the_time(
     store: type[Faulty], opened: Callable[..., ModelCache], change: Callable[..., None]
 ) -> None:
     cache = opened()
-    cache.use(cache.fetch(Store(_URL), _ignore))
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
     store.files = {"a/config.pbtxt": b"y"}
     for number in range(20):
         change({"a/config.pbtxt": bytes(number)})
     with pytest.raises(StoreError, match="changes while it is read") as raised:
-        cache.fetch(Store(_URL), _ignore)
+        cache.fetch(Store(stores.URL), stores.ignore)
     assert raised.value.temporary
-    assert _files(cache.path) == _FILES
+    assert stores.files_in(cache.path) == stores.FILES
 
 
 # --- the limit --------------------------------------------------------------------------------
@@ -247,7 +212,7 @@ def _version(number: int) -> dict[str, bytes]:
 
 def _fetch(cache: ModelCache, store: type[Faulty], number: int) -> None:
     store.files = _version(number)
-    cache.use(cache.fetch(Store(f"faulty://models{number}"), _ignore))
+    cache.use(cache.fetch(Store(f"faulty://models{number}"), stores.ignore))
     time.sleep(0.02)  # the time of use has another value
 
 
@@ -261,8 +226,8 @@ def test_least_recently_used_leave(
     for number in (2, 3, 2, 4):
         _fetch(other, store, number)
     # 3 was used before 2, and 1 is in use.
-    assert _files(used.path) == _version(1)
-    assert _files(other.path) == _version(4)
+    assert stores.files_in(used.path) == _version(1)
+    assert stores.files_in(other.path) == _version(4)
     kept = [path.name for path in tmp_path.glob("cache/user-*/snapshots/*")]
     assert len(kept) == 3
     store.bytes_read = 0
@@ -281,16 +246,16 @@ def test_a_server_that_was_killed_uses_nothing(
     cache = opened(2500)
     _fetch(cache, store, 2)
     _fetch(cache, store, 3)
-    assert _files(cache.path) == _version(3)
+    assert stores.files_in(cache.path) == _version(3)
     assert len(list(tmp_path.glob("cache/user-*/servers/*"))) == 1
 
 
 def test_too_large(store: type[Faulty], opened: Callable[..., ModelCache]) -> None:
     cache = opened(1500)
     _fetch(cache, store, 1)
-    with pytest.raises(StoreError, match=r"needs 1e-06 GB more .* \(--cache-size\)"):
+    with pytest.raises(StoreError, match=r"needs 1.0 kB more .* \(--cache-size\)"):
         _fetch(cache, store, 2)
-    assert _files(cache.path) == _version(1)
+    assert stores.files_in(cache.path) == _version(1)
 
 
 def test_full_disk(
@@ -302,19 +267,19 @@ def test_full_disk(
     usage = shutil.disk_usage("/")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
-        with pytest.raises(StoreError, match="its disk has 1e-08 GB left"):
+        with pytest.raises(StoreError, match="its disk has 10 bytes left"):
             _fetch(cache, store, 2)
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: _raise(OSError(errno.ENOSPC, "No space left")))
         with pytest.raises(StoreError, match=r"the disk of .* is full") as raised:
             _fetch(cache, store, 2)
     assert raised.value.temporary
-    assert _files(cache.path) == _version(1)
+    assert stores.files_in(cache.path) == _version(1)
     _fetch(cache, store, 2)
-    assert _files(cache.path) == _version(2)
+    assert stores.files_in(cache.path) == _version(2)
 
 
-def _raise(error: Exception) -> None:
+def _raise(error: BaseException) -> None:
     raise error
 
 
@@ -341,7 +306,7 @@ def test_a_disk_without_hard_links(
     error = OSError(errno.EPERM, "Operation not permitted")
     monkeypatch.setattr(os, "link", lambda *_: _raise(error))
     with pytest.raises(ServerError, match=r"Operation not permitted\. Name another folder"):
-        opened().fetch(Store(_URL), _ignore)
+        opened().fetch(Store(stores.URL), stores.ignore)
 
 
 def test_arranged(store: type[Faulty], opened: Callable[..., ModelCache]) -> None:
@@ -356,147 +321,182 @@ def test_arranged(store: type[Faulty], opened: Callable[..., ModelCache]) -> Non
 
     for _ in range(2):
         cache = opened(arrange=arrange)
-        cache.use(cache.fetch(Store(_URL), _ignore))
-        assert _files(cache.path) == {"b/config.pbtxt": b"x", "b/1/model.pt": _WEIGHTS}
+        cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+        assert stores.files_in(cache.path) == {
+            "b/config.pbtxt": b"x",
+            "b/1/model.pt": stores.WEIGHTS,
+        }
     assert len(calls) == 1
 
 
-# --- polling ----------------------------------------------------------------------------------
+# --- interruptions, and several servers ---------------------------------------------------------
 
 
-class _Polled:
-    """A mirror that polls every few milliseconds, and what it reports."""
+def test_a_version_that_is_rolled_back(
+    s3: stores.S3, opened: Callable[..., ModelCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """S3's etag of the first version comes back; what was read of the second is not continued."""
+    monkeypatch.setattr(object_store, "_PIECE", 1000)
+    monkeypatch.setattr(object_store, "_PIECES", 1)
+    first, second = bytes(5000), b"x" * 5000
+    pieces = Store._read_pieces
 
-    def __init__(self, cache: ModelCache, *, uploads: bool = False) -> None:
-        self.reports: list[str] = []
-        self.is_loading = False
-        self.cache = cache
-        self.mirror = Mirror(
-            Store(_URL), cache, self.reports.append, seconds=0.005, uploads=uploads
-        )
+    def replace(self: Store, *arguments: Any) -> Any:
+        if arguments[1] == [2000]:
+            s3.put("bucket/models", {"a/1/model.pt": second})
+        if arguments[1] == [4000]:
+            raise KeyboardInterrupt
+        return pieces(self, *arguments)
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < deadline, self.reports
-            self.mirror.step(lambda: self.is_loading)
-            time.sleep(0.01)
+    s3.put("bucket/models", {"a/1/model.pt": first})
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "_read_pieces", replace)
+        with pytest.raises(KeyboardInterrupt):
+            opened().fetch(Store("s3://bucket/models"), stores.ignore)
+    s3.put("bucket/models", {"a/1/model.pt": first})
+    cache = opened()
+    cache.use(cache.fetch(Store("s3://bucket/models"), stores.ignore))
+    assert stores.files_in(cache.path) == {"a/1/model.pt": first}
 
 
-@pytest.fixture
-def polled(
+def test_a_complete_part_that_was_not_checked(
+    store: type[Faulty], opened: Callable[..., ModelCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is checked by the server that finds it, also if another file fails before."""
+    right = hashlib.sha256(stores.WEIGHTS).hexdigest()
+    store.facts["a/1/model.pt"] = {"lfs": {"sha256": right}}
+    store.files["a/1/model.pt"] = bytes(len(stores.WEIGHTS))
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelCache, "_is_right", lambda *_: _raise(KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            opened().fetch(Store(stores.URL), stores.ignore)
+    store.files["a/1/model.pt"] = stores.WEIGHTS
+    with contextlib.suppress(StoreError):
+        opened().fetch(Store(stores.URL), stores.ignore)
+    cache = opened()
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    assert stores.files_in(cache.path) == stores.FILES
+
+
+def test_a_slow_store_blocks_no_other(
     store: type[Faulty], opened: Callable[..., ModelCache]
-) -> Iterator[Callable[..., _Polled]]:
-    with contextlib.ExitStack() as stack:
-
-        def poll(**how: bool) -> _Polled:
-            one = _Polled(opened(), **how)
-            stack.callback(one.mirror.close)
-            one.mirror.open(_ignore)
-            return one
-
-        yield poll
-
-
-def test_a_change_is_served_between_two_loads(
-    store: type[Faulty], polled: Callable[..., _Polled]
 ) -> None:
-    one = polled()
-    one.is_loading = True
-    store.files = {**_FILES, "a/2/model.pt": b"two"}
-    one.until(lambda: one.mirror._next is not None)
-    one.mirror.step(lambda: True)
-    assert _files(one.cache.path) == _FILES
-    one.is_loading = False
-    one.until(lambda: bool(one.reports))
-    assert one.reports == ["faulty://models has changed: its files are here."]
-    assert _files(one.cache.path) == store.files
+    """Another repository is fetched meanwhile; so is another file of the same one."""
+    other, slow = opened(), opened()
+
+    def fetch_other(done: int, _total: int) -> None:
+        if done:
+            store.files = {"b/config.pbtxt": b"b"}
+            other.use(other.fetch(Store("faulty://others"), stores.ignore))
+            store.files = dict(stores.FILES)
+
+    slow.use(slow.fetch(Store(stores.URL), fetch_other))
+    assert stores.files_in(other.path) == {"b/config.pbtxt": b"b"}
+    assert stores.files_in(slow.path) == stores.FILES
 
 
-def test_a_store_that_fails_while_models_serve(
-    store: type[Faulty], polled: Callable[..., _Polled]
+def test_blobs_of_a_fetch_in_progress_stay(
+    store: type[Faulty], opened: Callable[..., ModelCache]
 ) -> None:
-    """Each problem is reported once, and again after the store answered."""
-    one = polled()
-    for _ in range(2):
-        store.listing_error = OSError("down")
-        one.until(lambda: bool(one.reports))
-        time.sleep(0.1)
-        one.mirror.step(lambda: False)
-        assert one.reports == [
-            "faulty://models cannot be read: OSError: down. The models serve on."
-        ]
-        assert _files(one.cache.path) == _FILES
-        one.reports.clear()
-        store.listing_error = None
-        one.until(lambda: not one.mirror._problem)
+    """Another server that makes room removes neither its files nor its parts."""
+    other, slow = opened(4000), opened(4000)
+    _fetch(other, store, 1)
+    _fetch(other, store, 2)
+    rest = iter([lambda: _fetch(other, store, 3)])
+
+    def fetch_other(done: int, _total: int) -> None:
+        if done > 100:
+            next(rest, lambda: None)()
+            store.files = _version(9)
+
+    store.files = _version(9)
+    slow.use(slow.fetch(Store("faulty://models9"), fetch_other))
+    assert stores.files_in(slow.path) == _version(9)
+    assert stores.files_in(other.path) == _version(3)
 
 
-def test_started_while_the_store_is_down(
-    store: type[Faulty], polled: Callable[..., _Polled]
+def test_a_repository_that_never_fits_removes_nothing(
+    store: type[Faulty], opened: Callable[..., ModelCache], tmp_path: Path
 ) -> None:
-    """What was fetched last is served, and read anew when the store answers."""
-    polled().mirror.close()
-    store.listing_error = OSError("down")
-    one = polled()
-    assert one.reports == [
-        "faulty://models cannot be read: OSError: down. What was fetched last is served."
-    ]
-    assert _files(one.cache.path) == _FILES
-    store.listing_error = None
-    store.files = {"a/config.pbtxt": b"y"}
-    one.until(lambda: _files(one.cache.path) == store.files)
+    cache = opened(3500)
+    for number in (1, 2, 3):
+        _fetch(cache, store, number)
+    store.files = {"a/1/model.pt": bytes(5000)}
+    with pytest.raises(StoreError, match=r"needs 5\.0 kB more"):
+        cache.fetch(Store(stores.URL), stores.ignore)
+    assert len(list(tmp_path.glob("cache/user-*/snapshots/*"))) == 3
 
 
-@pytest.mark.parametrize("error", [PermissionError("revoked"), FileNotFoundError("bucket")])
-def test_started_without_access(
-    store: type[Faulty], polled: Callable[..., _Polled], error: Exception
+def test_a_part_of_another_repository_stays_if_there_is_room(
+    store: type[Faulty], opened: Callable[..., ModelCache], tmp_path: Path
 ) -> None:
-    """What was fetched before is not served to those who may not read it now."""
-    polled().mirror.close()
-    store.listing_error = error
-    with pytest.raises(StoreError, match=r"access is denied|not there"):
-        polled()
+    store.reading_errors = [None, *[OSError("gone") for _ in range(5)]]
+    with pytest.raises(StoreError, match="gone"):
+        opened().fetch(Store(stores.URL), stores.ignore)
+    _fetch(opened(), store, 1)
+    assert any(name.endswith(".part") for name in _blobs(tmp_path))
 
 
-def test_started_for_the_first_time_while_the_store_is_down(
-    store: type[Faulty], polled: Callable[..., _Polled]
+def test_a_server_that_stops_while_another_starts(
+    store: type[Faulty], opened: Callable[..., ModelCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store.listing_error = OSError("down")
-    with pytest.raises(StoreError, match="down"):
-        polled()
+    one, other = opened(), opened()
+    is_locked = model_cache._is_locked
+
+    def close_meanwhile(path: Path) -> bool:
+        locked = is_locked(path)
+        shutil.rmtree(one._own, ignore_errors=True)
+        return locked
+
+    monkeypatch.setattr(model_cache, "_is_locked", close_meanwhile)
+    _fetch(other, store, 1)
+    assert stores.files_in(other.path) == _version(1)
 
 
-def _compile(one: _Polled) -> None:
-    folder = one.cache.path / "a" / model_cache.COMPILED
-    folder.mkdir(mode=0o700)
-    (folder / "a-0123.bundle").write_bytes(b"compiled")
-    (folder / "a-0123.lock").write_bytes(b"")
-
-
-def test_compiled_code_is_uploaded(store: type[Faulty], polled: Callable[..., _Polled]) -> None:
-    """Another machine gets it, and its arrival is no change of the repository."""
-    one = polled(uploads=True)
-    _compile(one)
-    one.until(lambda: bool(one.reports))
-    assert one.reports == ["a/compile_cache/a-0123.bundle was written to faulty://models."]
-    assert store.files == {**_FILES, "a/compile_cache/a-0123.bundle": b"compiled"}
-    time.sleep(0.1)
-    one.mirror.step(lambda: False)
-    assert len(one.reports) == 1
-    one.mirror.close()
-    shutil.rmtree(one.cache._folder)
-    assert _files(polled().cache.path) == store.files
-
-
-def test_compiled_code_is_kept_when_the_repository_changes(
-    store: type[Faulty], polled: Callable[..., _Polled]
+@pytest.mark.parametrize("name", ["", "gone"])
+def test_a_damaged_note_of_the_last_snapshot(
+    store: type[Faulty], opened: Callable[..., ModelCache], name: str
 ) -> None:
-    """It is not uploaded if nobody asked for it."""
-    one = polled()
-    _compile(one)
-    store.files = {**_FILES, "a/config.pbtxt": b"y"}
-    one.until(lambda: bool(one.reports))
-    expected = {**store.files, "a/compile_cache/a-0123.bundle": b"compiled"}
-    assert _files(one.cache.path) == expected
-    assert "a/compile_cache/a-0123.bundle" not in store.files
+    cache = opened()
+    cache.fetch(Store(stores.URL), stores.ignore)
+    cache._url_file(Store(stores.URL)).write_text(name)
+    assert cache.last(Store(stores.URL)) is None
+
+
+def test_another_store_of_the_same_name(
+    store: type[Faulty], opened: Callable[..., ModelCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was fetched from a store for tests is not served in place of the real one."""
+    cache = opened()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://test:9000")
+    cache.fetch(Store(stores.URL), stores.ignore)
+    assert cache.last(Store(stores.URL)) is not None
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://production:9000")
+    assert cache.last(Store(stores.URL)) is None
+
+
+def test_the_cache_s_folder_is_a_link(opened: Callable[..., ModelCache], tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / f"user-{os.geteuid()}").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ServerError, match="it is a link"):
+        opened()
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_compiled_code_of_a_repository(
+    store: type[Faulty], opened: Callable[..., ModelCache]
+) -> None:
+    """Bundles are no part of a version and are read once; other files of that name are."""
+    bundle = "a/compile_cache/b.bundle"
+    cache = opened()
+    first = cache.fetch(Store(stores.URL), stores.ignore)
+    store.files[bundle] = b"compiled"
+    assert cache.fetch(Store(stores.URL), stores.ignore).name == first.name
+    cache.use(first)
+    assert stores.files_in(cache.path) == store.files
+    read = store.bytes_read
+    cache.fetch(Store(stores.URL), stores.ignore)
+    assert store.bytes_read == read
+    store.files["a/1/compile_cache/w.pt"] = b"weights"
+    assert cache.fetch(Store(stores.URL), stores.ignore).name != first.name

@@ -37,6 +37,7 @@ def faulty() -> Iterator[type[Faulty]]:
         ("bucket/models", "'bucket/models' is no URL; expected such as s3://bucket/folder."),
         ("s3://", "'s3://' is no URL"),
         ("s3://id:secret@bucket/models", "the URL of s3:// holds credentials or a query"),
+        ("s3://https://user:secret@minio:9000/bucket", "the URL of s3:// holds credentials"),
         ("az://box/models?sv=2024&sig=secret", "the URL of az:// holds credentials or a query"),
         ("nothing://box/models", "Protocol not known: nothing"),
         ("hf://organization", "hf://organization cannot be read: "),
@@ -125,7 +126,9 @@ def test_a_store_that_is_down(s3: stores.S3, monkeypatch: pytest.MonkeyPatch) ->
     assert raised.value.temporary
 
 
-@pytest.mark.parametrize("name", ["../x", "a/../../x", "a/./x", "/x", "a//x", "a/\0", "..", "a/.."])
+@pytest.mark.parametrize(
+    "name", ["../x", "a/../../x", "a/./x", "/x", "a//x", "a/\0", "..", "a/..", "a/" + "x" * 256]
+)
 def test_hostile_names(faulty: type[Faulty], name: str) -> None:
     faulty.files[name] = b"evil"
     with pytest.raises(StoreError, match="expected names that a folder can have"):
@@ -145,6 +148,8 @@ def test_a_file_where_a_folder_is(faulty: type[Faulty]) -> None:
     [
         ({"size": None}, "does not say how large a/1/model.pt is"),
         ({"created": None}, "has neither etags nor times of change"),
+        ({"size": "x"}, "describes 'models/a/1/model.pt' in a way that is not understood"),
+        ({"lfs": {}}, "in a way that is not understood: KeyError"),
     ],
 )
 def test_files_without_facts(faulty: type[Faulty], facts: dict[str, Any], message: str) -> None:
@@ -160,6 +165,12 @@ def test_files_without_facts(faulty: type[Faulty], facts: dict[str, Any], messag
         (FileNotFoundError("models"), "it is not there", False),
         (TimeoutError("too slow"), "TimeoutError: too slow", True),
         (OSError("signed with s3cr3t-key"), r"OSError: signed with \*\*\*", True),
+        (OSError("x" * 495 + " s3cr3t-key"), r"\*\*", True),
+        (
+            type("NoCredentialsError", (Exception,), {})("none"),
+            "access is denied .* Set the",
+            False,
+        ),
     ],
 )
 def test_errors(
@@ -280,3 +291,47 @@ def test_hugging_face_hub(url: str) -> None:
     repository = {"a/config.pbtxt": b"x", "a/1/config.json": b"{}"}
     with stores.hugging_face_hub(repository) as address:
         assert {name: content.encode() for name, _, content in _listed(url, address)} == repository
+
+
+def test_the_url_of_a_file(s3: stores.S3) -> None:
+    s3.put("bucket/models", _FILES)
+    with pytest.raises(StoreError, match="is a file; expected a folder"):
+        Store("s3://bucket/models/a/config.pbtxt").files()
+
+
+def test_etags_that_say_nothing() -> None:
+    """A server that calls itself S3 may send the same etag for all files."""
+    store = Store("s3://bucket/models")
+    keys = {
+        store._remote_file(
+            f"bucket/models/{name}", {"size": 4, "ETag": '""', "LastModified": when}
+        ).key
+        for name, when in (("a", 1), ("b", 1), ("b", 2))
+    }
+    assert len(keys) == 3
+
+
+def test_only_pieces_that_failed_are_asked_for_again(
+    faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "_PIECE", 100)
+    monkeypatch.setattr(object_store, "_PAUSE_S", 0)
+    request = Store._request
+    asked: list[int] = []
+
+    def fail_once(self: Store, file: Any, ranges: Any) -> Any:
+        asked.append(len(ranges))
+        answers = list(request(self, file, ranges))
+        return [OSError("reset"), *answers[1:]] if len(asked) == 1 else answers
+
+    monkeypatch.setattr(Store, "_request", fail_once)
+    assert _content(Store("faulty://models"), "a/1/model.pt", 1760) == _FILES["a/1/model.pt"][1760:]
+    assert asked == [8, 1]
+
+
+def test_denied_while_writing(faulty: type[Faulty], tmp_path: Path) -> None:
+    (tmp_path / "bundle").write_bytes(b"")
+    store = Store("faulty://models")
+    store._files.pipe_file = lambda *_: (_ for _ in ()).throw(PermissionError("Forbidden"))
+    with pytest.raises(StoreError, match="cannot be written: access is denied"):
+        store.write(tmp_path / "bundle", PurePosixPath("a/compile_cache/b.bundle"))

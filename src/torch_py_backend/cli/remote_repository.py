@@ -26,7 +26,8 @@ from torch_py_backend.artifacts import repository as repositories
 from torch_py_backend.cli import interruption
 from torch_py_backend.cli.interruption import Stopped
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server.model_cache import Mirror, ModelCache
+from torch_py_backend.server.mirror import Mirror
+from torch_py_backend.server.model_cache import ModelCache
 from torch_py_backend.server.object_store import Store
 from torch_py_backend.tools import artifact_files, model_folder
 
@@ -64,11 +65,12 @@ def opened(
         return
     limit = parse_size(size)
     store = Store(url)
+    if uploads and store.scheme == "hf":
+        raise ServerError("--upload-compiled was given; expected a store that takes it, not hf://.")
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     files = ModelCache(
         cache or home / "torch-py-backend",
         limit,
-        on_wait=lambda: console.print("waiting for another server, which is fetching"),
         arrange=(lambda files, target: _arrange(console, url, files, target))
         if store.scheme == "hf"
         else None,
@@ -80,7 +82,12 @@ def opened(
         interruption.raise_at_signals()
         try:
             with _progress(console, store.url) as progress:
-                mirror.open(progress)
+                mirror.open(
+                    progress,
+                    lambda: console.print(
+                        "waiting for another server, which fetches the same file"
+                    ),
+                )
         except Stopped:
             console.print("stopped")
             raise typer.Exit from None

@@ -107,6 +107,7 @@ def serve(
         float,
         typer.Option(
             min=0,
+            max=86400,
             help="Seconds after which the object store is read again, and changed files are"
             " fetched; 0: never.",
         ),
@@ -209,11 +210,11 @@ def serve(
                     states = server.wait_loaded()
                     if mode == "explicit":
                         supervisor.load(models or sorted({state.name for state in states}))
-                    steps = [supervisor.step]
+                    reloader = Reloader(path, models, client, report, load_timeout)
+                    steps = [supervisor.step, *([reloader.step] if reload else [])]
                     if mirror is not None:
-                        steps.append(functools.partial(mirror.step, supervisor.is_loading))
-                    if reload:
-                        steps.append(Reloader(path, models, client, report, load_timeout).step)
+                        loads = (supervisor.is_loading, reloader.is_loading)
+                        steps.append(lambda: mirror.step(lambda: any(is_one() for is_one in loads)))
                     code = _supervise(console, loading, server, supervisor, readiness, steps)
                 finally:
                     loading.stop()

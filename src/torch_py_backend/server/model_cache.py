@@ -1,13 +1,16 @@
 """Model repositories from an object store on the local disk, for all servers of this user.
 
-    blobs/<key>             the contents of one file; `<key>.part` is not complete
-    snapshots/<id>/         the files of a repository, as hard links to blobs
+    blobs/<key>             the contents of one file; `<key>.<boot>.part` is not complete
+    snapshots/<name>/       the files of a repository, as hard links to blobs
     servers/<name>/models   what a server serves: a link to a snapshot
     urls/<hash>             the name of the last snapshot of an URL
 
 A snapshot appears when it is complete, and its files never change, except those that models add
 (`compile_cache`). A server changes to another one by replacing its link. Files that several
 snapshots share are fetched once and, as hard links, mapped into memory once.
+
+The lock of the cache is held while links are made and files removed, never while a store is read.
+Of several servers that need the same file, one holds the lock of its part.
 """
 
 from __future__ import annotations
@@ -19,24 +22,22 @@ import hashlib
 import os
 import shutil
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TypeAlias
+from typing import IO, TypeAlias
 
-import psutil
+from rich import filesize
 
-from torch_py_backend.errors import ServerError, summarize
+from torch_py_backend.errors import ServerError
 from torch_py_backend.processes import private_files
 from torch_py_backend.server.object_store import RemoteFile, Store, StoreError
 
 COMPILED = "compile_cache"
 _LOCK = "lock"
-# How often a repository is listed again that changes while it is fetched.
-_LISTINGS = 3
-_GIGABYTE = 1e9
-_CLOSE_S = 2.0
+# How often a repository is read again that changes meanwhile.
+_ATTEMPTS = 3
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 Files: TypeAlias = "Mapping[PurePosixPath, RemoteFile]"
 # Called with the bytes that have come, and those that come in all.
@@ -61,9 +62,8 @@ class ModelCache:
 
     Args:
         folder: it gets a folder that only this user can enter.
-        limit: how many bytes the files may take. The least recently used snapshots are removed for
-            new ones, but none that a server uses.
-        on_wait: called if another server is fetching, before this one waits for it.
+        limit: how many bytes the files of stores may take. The least recently used snapshots are
+            removed for new ones, but none that a server uses.
         arrange: makes a model repository in its second argument from the files in its first one,
             and returns whether it did; None: the files are a repository.
 
@@ -72,61 +72,60 @@ class ModelCache:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        limit: int,
-        *,
-        on_wait: Callable[[], None] = lambda: None,
-        arrange: Callable[[Path, Path], bool] | None = None,
+        self, folder: Path, limit: int, arrange: Callable[[Path, Path], bool] | None = None
     ) -> None:
-        self._limit, self._on_wait, self._arrange = limit, on_wait, arrange
+        self._limit, self._arrange = limit, arrange
         self._folder = folder / f"user-{os.geteuid()}"
+        self._blobs = self._folder / "blobs"
+        self._snapshots = self._folder / "snapshots"
         try:
             risk = private_files.create(self._folder)
-            for name in ("blobs", "snapshots", "servers", "urls"):
-                (self._folder / name).mkdir(mode=0o700, exist_ok=True)
+            if self._folder.is_symlink():
+                risk = "it is a link"
             if risk:
                 raise PermissionError(risk)
-            # Others remove a folder that is not locked, if its name has no dot.
-            folder = Path(tempfile.mkdtemp(dir=self._folder / "servers", prefix="."))
-            # Held until this process ends: it marks the snapshots as used.
-            self._lock = (folder / _LOCK).open("wb")
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            self._own = folder.rename(folder.with_name(folder.name[1:]))
+            for name in ("blobs", "snapshots", "servers", "urls"):
+                (self._folder / name).mkdir(mode=0o700, exist_ok=True)
+            # A part from before the machine started may have lost contents, but not their length.
+            boot = _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else "0"
+            self._suffix = f".{boot}.part"
+            with private_files.locked(self._folder / _LOCK):
+                self._own = Path(tempfile.mkdtemp(dir=self._folder / "servers"))
+                # Held until this process ends: it marks the snapshots as used.
+                self._lock = (self._own / _LOCK).open("wb")
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
         except OSError as error:
             raise self._error(error) from None
         self.path = self._own / "models"
 
     def close(self) -> None:
         """Release the snapshots. May be called twice."""
-        self._lock.close()
-        shutil.rmtree(self._own, ignore_errors=True)
+        with contextlib.suppress(ServerError), self._locked():
+            self._lock.close()
+            shutil.rmtree(self._own, ignore_errors=True)
 
-    def fetch(self, store: Store, progress: Progress) -> Snapshot:
+    def fetch(
+        self, store: Store, progress: Progress, on_wait: Callable[[], None] = lambda: None
+    ) -> Snapshot:
         """Fetch what is missing of a repository, and return its snapshot, which is kept for `use`.
+
+        Args:
+            store: the store.
+            progress: called when bytes come.
+            on_wait: called before this server waits for another one that fetches the same file.
 
         Raises:
             StoreError: the store fails, or the repository does not fit into the cache.
+            ServerError: the cache cannot be used.
         """
-        files = store.files()
-        for _ in range(_LISTINGS):
-            name = _name(files)
-            with self._fetching():
-                missing = self._missing(files)
-                if missing:
-                    self._make_room(store, missing, files)
-                    error = self._fetch_all(store, missing, progress)
-                    again = store.files()
-                    self._accept(missing, again)
-                    if _name(again) != name:
-                        files = again
-                        continue
-                    if error is not None:
-                        raise error
-                self._build(name, files)
-                self._keep(name)
-                _write(self._url_file(store), name)
-            return Snapshot(name, frozenset(files))
+        for _ in range(_ATTEMPTS):
+            files = store.files()
+            snapshot = Snapshot(_name(files), frozenset(files))
+            try:
+                if self._fetch(store, files, snapshot.name, progress, on_wait):
+                    return snapshot
+            except OSError as error:
+                raise self._error(error) from None
         raise StoreError(
             f"{store.url} changes while it is read; expected it to stay the same for as long as"
             " that takes.",
@@ -135,297 +134,322 @@ class ModelCache:
 
     def last(self, store: Store) -> Snapshot | None:
         """Return the last snapshot of an URL, which is kept for `use`; None: there is none."""
-        with contextlib.suppress(FileNotFoundError), self._fetching():
-            name = self._url_file(store).read_text(encoding="utf-8")
-            if (self._folder / "snapshots" / name).is_dir():
-                self._keep(name)
-                return Snapshot(name)
-        return None
+        with self._locked():
+            name = self._last_name(store)
+            if not name:
+                return None
+            self._keep(store, name)
+            return Snapshot(name)
 
     def use(self, snapshot: Snapshot) -> None:
-        """Serve a snapshot."""
+        """Serve a snapshot.
+
+        Raises:
+            OSError: the link cannot be replaced.
+        """
         _link(Path("..", "..", "snapshots", snapshot.name), self.path)
-        (self._own / "next").unlink(missing_ok=True)
 
     # --- in the order of a fetch ----------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _fetching(self) -> Iterator[None]:
-        """Hold the lock of the cache; with it, snapshots and blobs are added and removed."""
+    def _locked(self) -> Iterator[None]:
         try:
-            with private_files.locked(self._folder / _LOCK, self._on_wait):
+            with private_files.locked(self._folder / _LOCK):
                 yield
-        except FileNotFoundError:
-            raise
         except OSError as error:
             raise self._error(error) from None
 
-    def _missing(self, files: Files) -> Mapping[str, RemoteFile]:
-        return {file.key: file for file in files.values() if not self._blob(file.key).is_file()}
+    def _fetch(
+        self,
+        store: Store,
+        files: Files,
+        name: str,
+        progress: Progress,
+        on_wait: Callable[[], None],
+    ) -> bool:
+        """Make and keep a snapshot; return whether the store's files stayed the same meanwhile."""
+        scratch = self._own / "new"
+        shutil.rmtree(scratch, ignore_errors=True)
+        files = self._link_blobs(store, files, name, scratch / "files")
+        missing = {
+            path: file for path, file in files.items() if not (scratch / "files" / path).exists()
+        }
+        by_key = {file.key: file for file in missing.values()}
+        count = _Count(progress, sum(file.size for file in by_key.values()))
+        for file in by_key.values():
+            if not self._fetch_file(store, file, scratch / file.key, count, on_wait):
+                return False
+        if missing and _name(store.files()) != name:
+            return False
+        for path, file in missing.items():
+            _hard_link(scratch / file.key, scratch / "files" / path)
+        if files:
+            self._add(store, files, name, scratch)
+            shutil.rmtree(scratch, ignore_errors=True)
+        return True
 
-    def _make_room(self, store: Store, missing: Mapping[str, RemoteFile], files: Files) -> None:
-        """Remove unused snapshots until the missing files fit."""
-        needed = sum(file.size for file in missing.values())
-        for part in (self._folder / "blobs").glob("*.part"):
-            status = part.stat()
-            # A machine that lost its power may have the length of a file, but not its contents.
-            if part.stem in missing and status.st_mtime > psutil.boot_time():
-                needed -= status.st_size
+    def _link_blobs(self, store: Store, files: Files, name: str, folder: Path) -> Files:
+        """Link the files that are here, so that no other server removes them; make room for others.
+
+        Returns:
+            The files that the snapshot lacks; if it has all, it is kept.
+        """
+        final = self._snapshots / name
+        with self._locked():
+            if final.is_dir():
+                os.utime(final)
+                files = {} if self._arrange else _missing_compiled(files, final)
+                if not files:
+                    self._keep(store, name)
+                    return files
+            for path, file in files.items():
+                if self._blob(file).is_file():
+                    _hard_link(self._blob(file), folder / path)
+            missing = [file for path, file in files.items() if not (folder / path).exists()]
+            if missing:
+                self._make_room(store, {file.key: file.size for file in missing})
+        return files
+
+    def _add(self, store: Store, files: Files, name: str, scratch: Path) -> None:
+        """Add a snapshot, or compiled code to the one that is there."""
+        final, made = self._snapshots / name, scratch / "made"
+        if final.is_dir() or self._arrange is None or not self._arrange(scratch / "files", made):
+            made = scratch / "files"
+        with self._locked():
+            for old in self.path.glob(f"*/{COMPILED}/*.bundle"):
+                relative = old.relative_to(self.path)
+                if (made / relative.parts[0]).is_dir():
+                    _hard_link(old, made / relative)
+            if final.is_dir():
+                for path in filter(_is_compiled, files):
+                    _hard_link(made / path, final / path)
             else:
-                part.unlink()
-        kept = {file.key for file in files.values()}
-        snapshots = iter(self._unused())
-        while True:
-            used = self._collect(kept)
-            free = shutil.disk_usage(self._folder).free
-            if used + needed <= self._limit and needed < free:
-                return
-            unused = next(snapshots, None)
-            if unused is None:
+                made.rename(final)
+            self._keep(store, name)
+
+    def _make_room(self, store: Store, missing: Mapping[str, int]) -> None:
+        """Remove what no server uses until the missing files, whose sizes are given, fit."""
+        needed = sum(missing.values())
+        used_snapshots = self._used()
+        used = _inodes(*used_snapshots, self._folder / "servers")
+        size = unused = 0
+        for blob, status in _statuses(self._blobs):
+            if blob.suffix == ".part" and not blob.name.endswith(self._suffix):
+                _unlink_part(blob)
+                continue
+            size += status.st_size
+            if blob.name.partition(".")[0] in missing:
+                needed -= status.st_size  # a part, which is continued
+            elif status.st_ino not in used:
+                unused += status.st_size
+        in_use = size - unused
+        if in_use + needed > self._limit:
+            raise StoreError(
+                f"{store.url} needs {filesize.decimal(needed)} more in {self._folder}, where"
+                f" servers use {filesize.decimal(in_use)}; expected at most"
+                f" {filesize.decimal(self._limit)} (--cache-size).",
+                temporary=True,
+            )
+        removals = self._removals(store, used_snapshots)
+        while size + needed > self._limit or self._free() <= needed:
+            remove = next(removals, None)
+            if remove is None:
                 break
-            # Renamed first: a snapshot is always complete.
-            gone = unused.rename(unused.with_name(f".{unused.name}"))
-            shutil.rmtree(gone, ignore_errors=True)
-        limited = used + needed > self._limit
-        raise StoreError(
-            f"{store.url} needs {needed / _GIGABYTE:.3g} GB more in {self._folder}, where"
-            f" {used / _GIGABYTE:.3g} GB are in use; expected at most"
-            f" {self._limit / _GIGABYTE:.3g} GB (--cache-size)."
-            if limited
-            else f"{store.url} needs {needed / _GIGABYTE:.3g} GB more in {self._folder}, and its"
-            f" disk has {free / _GIGABYTE:.3g} GB left.",
-            temporary=True,
-        )
+            size -= remove()
+        if size + needed > self._limit or self._free() <= needed:
+            raise StoreError(
+                f"{store.url} needs {filesize.decimal(needed)} more in {self._folder}, and its"
+                f" disk has {filesize.decimal(self._free())} left. Free some, or name another"
+                " folder with --cache.",
+                temporary=True,
+            )
 
-    def _collect(self, kept: set[str]) -> int:
-        """Remove the blobs of no snapshot; return the bytes that the others take."""
-        used = 0
-        for blob in (self._folder / "blobs").iterdir():
-            status = blob.stat()
-            if status.st_nlink == 1 and blob.stem not in kept:
+    def _removals(self, store: Store, used: set[Path]) -> Iterator[Callable[[], int]]:
+        """Yield functions that remove something unused and return how many bytes that freed."""
+        last = self._last_name(store)
+        unused = [path for path in self._snapshots.iterdir() if path.resolve() not in used]
+        unused.sort(key=lambda path: (path.name == last, path.stat().st_mtime))
+        yield self._remove_unlinked
+        for snapshot in unused:
+            # Renamed first: a snapshot is always complete.
+            gone = snapshot.rename(self._own / "gone")
+            shutil.rmtree(gone, ignore_errors=True)
+            yield self._remove_unlinked
+
+    def _remove_unlinked(self) -> int:
+        """Remove the blobs of no snapshot, and the parts that nobody is fetching."""
+        freed = 0
+        for blob, status in _statuses(self._blobs):
+            if blob.suffix == ".part":
+                freed += status.st_size if _unlink_part(blob) else 0
+            elif status.st_nlink == 1:
                 blob.unlink()
+                freed += status.st_size
+        return freed
+
+    def _used(self) -> set[Path]:
+        """Return the snapshots that servers use; remove the folders of those that were killed."""
+        used: set[Path] = set()
+        for server in (self._folder / "servers").iterdir():
+            if server == self._own or _is_locked(server / _LOCK):
+                with contextlib.suppress(FileNotFoundError):  # it stops
+                    used |= {link.resolve() for link in server.iterdir() if link.is_symlink()}
             else:
-                used += status.st_size
+                shutil.rmtree(server, ignore_errors=True)
         return used
 
-    def _unused(self) -> list[Path]:
-        """Return the snapshots that no server uses, least recently used first."""
-        used = set()
-        for server in (self._folder / "servers").iterdir():
-            if server.name.startswith("."):
-                continue  # it is being made
-            if server == self._own or _is_locked(server / _LOCK):
-                used |= {link.resolve() for link in server.iterdir() if link.is_symlink()}
-            else:  # its process was killed
-                shutil.rmtree(server, ignore_errors=True)
-        snapshots = (self._folder / "snapshots").iterdir()
-        return sorted(
-            (path for path in snapshots if path.resolve() not in used),
-            key=lambda path: path.stat().st_mtime,
-        )
+    def _free(self) -> int:
+        return shutil.disk_usage(self._folder).free
 
-    def _fetch_all(
-        self, store: Store, missing: Mapping[str, RemoteFile], progress: Progress
-    ) -> StoreError | None:
-        """Fetch files as parts; return the error of the store that ended it."""
-        try:
-            self._fetch_parts(store, missing, progress)
-        except StoreError as error:
-            return error
-        return None
-
-    def _fetch_parts(
-        self, store: Store, missing: Mapping[str, RemoteFile], progress: Progress
-    ) -> None:
-        total = sum(file.size for file in missing.values())
-        done = 0
-        progress(done, total)
-        for file in missing.values():
-            part = self._blob(f"{file.key}.part")
+    def _fetch_file(
+        self,
+        store: Store,
+        file: RemoteFile,
+        link: Path,
+        count: _Count,
+        on_wait: Callable[[], None],
+    ) -> bool:
+        """Fetch a file, and link it; return whether it stayed the same meanwhile."""
+        part, blob = self._blobs / f"{file.key}{self._suffix}", self._blob(file)
+        while True:
             with part.open("ab") as output:
-                # An incomplete file is continued where it ends.
-                done += output.tell()
-                progress(done, total)
-                for piece in store.read(file, output.tell()):
-                    output.write(piece)
-                    done += len(piece)
-                    progress(done, total)
-                output.flush()
-                os.fsync(output.fileno())
-            self._check(store, file, part)
-
-    def _accept(self, missing: Mapping[str, RemoteFile], files: Files) -> None:
-        """Make blobs of complete parts, if their files did not change while they were read."""
-        unchanged = {file.key for file in files.values()}
-        for key, file in missing.items():
-            part = self._blob(f"{key}.part")
-            if key not in unchanged:
-                part.unlink(missing_ok=True)
-            elif part.is_file() and part.stat().st_size == file.size:
-                part.chmod(0o400)
-                part.rename(self._blob(key))
+                _flock(output, on_wait)
+                with self._locked():
+                    is_part = _is_at(output, part)
+                    if blob.is_file():  # another server has fetched it
+                        _hard_link(blob, link)
+                        count.add(file.size)
+                        if is_part:
+                            part.unlink()
+                        return True
+                if not is_part:  # another server has removed it
+                    continue
+                count.add(output.tell())
+                try:
+                    for piece in store.read(file, output.tell()):
+                        output.write(piece)
+                        count.add(len(piece))
+                    output.flush()
+                    os.fsync(output.fileno())
+                    is_right = self._is_right(store, file, part)
+                except OSError:  # what has reached the disk is not known
+                    part.unlink()
+                    raise
+                except StoreError:
+                    if store.is_unchanged(file):
+                        raise
+                    is_right = False
+                if not is_right:
+                    part.unlink()
+                    return False
+                with self._locked():
+                    part.chmod(0o400)
+                    part.rename(blob)
+                    _hard_link(blob, link)
+                return True
 
     @staticmethod
-    def _check(store: Store, file: RemoteFile, part: Path) -> None:
+    def _is_right(store: Store, file: RemoteFile, part: Path) -> bool:
+        """Return whether a part has the contents that were listed; raise if that is a fault."""
         size = part.stat().st_size
         if size != file.size:
             part.unlink()
             raise StoreError(
                 f"{store.url}: {file.path} has {size} bytes; expected {file.size}.", temporary=True
             )
-        if file.digest is not None:
-            name, expected = file.digest
-            digest = hashlib.new(name, usedforsecurity=False)
-            with part.open("rb") as content:
-                while piece := content.read(1 << 20):
-                    digest.update(piece)
-            if digest.hexdigest() != expected:
-                part.unlink()
-                raise StoreError(
-                    f"{store.url}: {file.path} has the {name} {digest.hexdigest()}; expected"
-                    f" {expected}.",
-                    temporary=True,
-                )
+        if file.digest is None:
+            # S3 has sent contents with this etag only.
+            return bool(file.etag) or store.is_unchanged(file)
+        name, expected = file.digest
+        digest = hashlib.new(name, usedforsecurity=False)
+        with part.open("rb") as content:
+            while piece := content.read(1 << 20):
+                digest.update(piece)
+        if digest.hexdigest() == expected:
+            return True
+        if not store.is_unchanged(file):
+            return False
+        part.unlink()
+        raise StoreError(
+            f"{store.url}: {file.path} has the {name} {digest.hexdigest()}; expected {expected}.",
+            temporary=True,
+        )
 
-    def _build(self, name: str, files: Files) -> None:
-        """Make the snapshot, with the compiled code of the one that is served."""
-        final = self._folder / "snapshots" / name
-        if final.is_dir():
-            os.utime(final)
-            files = {path: file for path, file in files.items() if COMPILED in path.parts}
-        with tempfile.TemporaryDirectory(dir=final.parent, prefix=".") as scratch:
-            folder = final if final.is_dir() else Path(scratch, "files")
-            for path, file in files.items():
-                _hard_link(self._blob(file.key), folder / path)
-            if folder == final:
-                return
-            made = Path(scratch, "made")
-            if self._arrange is not None and self._arrange(folder, made):
-                folder = made
-            for old in self.path.glob(f"*/{COMPILED}/*.bundle"):
-                if (folder / old.relative_to(self.path).parts[0]).is_dir():
-                    _hard_link(old, folder / old.relative_to(self.path))
-            folder.rename(final)
-
-    def _keep(self, name: str) -> None:
+    def _keep(self, store: Store, name: str) -> None:
+        """Mark a snapshot as used, until another one is, and as the last one of its URL."""
         _link(Path("..", "..", "snapshots", name), self._own / "next")
+        if self._last_name(store) != name:
+            _write(self._url_file(store), name)
 
-    def _blob(self, key: str) -> Path:
-        return self._folder / "blobs" / key
+    def _blob(self, file: RemoteFile) -> Path:
+        return self._blobs / file.key
 
     def _url_file(self, store: Store) -> Path:
-        return self._folder / "urls" / hashlib.sha256(store.url.encode()).hexdigest()[:40]
+        return self._folder / "urls" / store.identity
+
+    def _last_name(self, store: Store) -> str:
+        file = self._url_file(store)
+        name = file.read_text(encoding="utf-8") if file.is_file() else ""
+        return name if name and (self._snapshots / name).is_dir() else ""
 
     def _error(self, error: OSError) -> ServerError:
         if error.errno == errno.ENOSPC:
             return StoreError(f"the disk of {self._folder} is full.", temporary=True)
         return ServerError(
-            f"the cache {self._folder} cannot be used: {summarize(error)}. Name another folder on a"
-            " local disk with --cache."
+            f"the cache {self._folder} cannot be used: {error.strerror or error}. Name another"
+            " folder on a local disk with --cache."
         )
 
 
-class Mirror:
-    """Keeps a server's repository like one in a store.
+class _Count:
+    """Adds up the bytes that came."""
 
-    A thread polls the store. What it has fetched is served by `step`, in the thread that calls it,
-    between two loads: a load reads the files of one snapshot.
+    def __init__(self, progress: Progress, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+        if total:
+            progress(0, total)
 
-    Args:
-        seconds: the time between two polls; 0: the store is read once.
-        uploads: whether code that models have compiled is written to the store.
-        report: called with each problem, and with each change, by `step`.
-    """
+    def add(self, size: int) -> None:
+        self._done += size
+        self._progress(self._done, self._total)
 
-    def __init__(
-        self,
-        store: Store,
-        cache: ModelCache,
-        report: Callable[[str], None],
-        *,
-        seconds: float,
-        uploads: bool,
-    ) -> None:
-        self._store, self._cache, self._report = store, cache, report
-        self._seconds, self._uploads = seconds, uploads
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._messages: list[str] = []
-        self._next: Snapshot | None = None
-        self._current = Snapshot("")
-        self._problem = ""
 
-    def open(self, progress: Progress) -> None:
-        """Fetch the repository; if the store does not answer, use what was fetched last.
+def _is_compiled(path: PurePosixPath) -> bool:
+    return path.parts[1:-1] == (COMPILED,) and path.suffix == ".bundle"
 
-        Raises:
-            StoreError: the store refuses, or nothing was fetched before.
-        """
-        try:
-            self._current = self._cache.fetch(self._store, progress)
-        except StoreError as error:
-            last = self._cache.last(self._store) if error.temporary else None
-            if last is None:
-                raise
-            self._current = last
-            self._report(f"{error} What was fetched last is served.")
-        self._cache.use(self._current)
-        if self._seconds:
-            self._thread = threading.Thread(target=self._run, name="polling", daemon=True)
-            self._thread.start()
 
-    @property
-    def path(self) -> Path:
-        """The model repository to serve."""
-        return self._cache.path
-
-    def step(self, is_loading: Callable[[], bool]) -> None:
-        """Report what polling has found; serve a new snapshot unless a model is being loaded."""
-        messages, self._messages = self._messages, []
-        for message in messages:
-            self._report(message)
-        if self._next is not None and not is_loading():
-            self._cache.use(self._next)
-            self._current, self._next = self._next, None
-            self._report(f"{self._store.url} has changed: its files are here.")
-
-    def close(self) -> None:
-        """Stop polling; a store that does not answer is not waited for."""
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join(_CLOSE_S)
-
-    def _run(self) -> None:
-        while not self._ended.wait(self._seconds):
-            try:
-                if self._next is None:
-                    snapshot = self._cache.fetch(self._store, lambda *_: None)
-                    if snapshot.name != self._current.name:
-                        self._next = snapshot
-                    elif self._uploads:
-                        self._upload(snapshot)
-                self._problem = ""
-            except Exception as error:  # polling goes on
-                text = str(error) if isinstance(error, ServerError) else f"{summarize(error)}."
-                if text != self._problem:
-                    self._messages.append(f"{text} The models serve on.")
-                self._problem = text
-
-    def _upload(self, snapshot: Snapshot) -> None:
-        repository = self._cache.path
-        for path in repository.glob(f"*/{COMPILED}/*.bundle"):
-            relative = PurePosixPath(path.relative_to(repository))
-            if relative not in snapshot.paths:
-                self._store.write(path, relative)
-                self._messages.append(f"{relative} was written to {self._store.url}.")
+def _missing_compiled(files: Files, snapshot: Path) -> Files:
+    return {
+        path: file
+        for path, file in files.items()
+        if _is_compiled(path) and not (snapshot / path).exists()
+    }
 
 
 def _name(files: Files) -> str:
     """Return the name of the snapshot of these files: the same for the same contents."""
     listing = sorted(
-        f"{path}\0{file.key}" for path, file in files.items() if COMPILED not in path.parts
+        f"{path}\0{file.key}" for path, file in files.items() if not _is_compiled(path)
     )
     return hashlib.sha256("\0".join(listing).encode()).hexdigest()[:40]
+
+
+def _statuses(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield the files of a folder, from which others may remove some meanwhile."""
+    for path in list(folder.iterdir()):
+        with contextlib.suppress(FileNotFoundError):
+            yield path, path.stat()
+
+
+def _inodes(*folders: Path) -> set[int]:
+    """Return the inodes of the files in folders, from which others may remove some meanwhile."""
+    inodes = set()
+    for folder in folders:
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    inodes.add(Path(parent, name).stat().st_ino)
+    return inodes
 
 
 def _is_locked(path: Path) -> bool:
@@ -439,6 +463,34 @@ def _is_locked(path: Path) -> bool:
     return False
 
 
+def _flock(file: IO[bytes], on_wait: Callable[[], None]) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        on_wait()
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def _is_at(file: IO[bytes], path: Path) -> bool:
+    """Return whether an open file is still the one of this path."""
+    with contextlib.suppress(FileNotFoundError):
+        return path.stat().st_ino == os.fstat(file.fileno()).st_ino
+    return False
+
+
+def _unlink_part(part: Path) -> bool:
+    """Remove a part, unless a server is fetching it; return whether it is gone."""
+    try:
+        with part.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink()
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        pass
+    return True
+
+
 def _hard_link(source: Path, target: Path) -> None:
     """Link a file, and keep the one that is there."""
     # Code is loaded from `compile_cache` only if no other user can write there.
@@ -449,6 +501,8 @@ def _hard_link(source: Path, target: Path) -> None:
 
 def _link(target: Path, link: Path) -> None:
     """Replace a symbolic link at once."""
+    if link.is_symlink() and link.readlink() == target:
+        return
     scratch = link.with_name(f".{link.name}")
     scratch.unlink(missing_ok=True)
     scratch.symlink_to(target)
@@ -457,5 +511,8 @@ def _link(target: Path, link: Path) -> None:
 
 def _write(path: Path, text: str) -> None:
     scratch = path.with_name(f".{path.name}")
-    scratch.write_text(text, encoding="utf-8")
+    with scratch.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     scratch.replace(path)

@@ -6,6 +6,7 @@ of the machine. An URL holds none, because a command line can be read by other u
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import importlib
@@ -18,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torch_py_backend.artifacts import file_types
-from torch_py_backend.errors import ServerError, summarize
+from torch_py_backend.errors import ServerError, sanitize_line, summarize
 
 # What pip installs for a scheme: an extra of this package.
 _EXTRAS = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "as": "az", "hf": "hf"}
@@ -27,9 +28,43 @@ _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.+)", re.DOTALL)
 _S3_HOST = re.compile(r"(?P<scheme>https?://)?(?P<host>[\w.-]+:\d+)/(?P<path>.+)")
 _PIECE = 8 << 20  # bytes of one request
 _PIECES = 8  # requests at a time
-_ATTEMPTS = 5  # of one piece; the pauses are 1, 2, 4 and 8 s
+_ATTEMPTS = 5  # of one piece
+_PAUSE_S = 1.0  # before the second attempt; it doubles
+# Of S3: the MD5 of the contents, or of those of the parts that were uploaded, and their number.
+_CONTENT_ETAG = re.compile(r'"?[0-9a-f]{32}(-\d+)?"?')
+# What else than its URL decides where a store is.
+_PLACES = (
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ENDPOINT_URL",
+    "HF_ENDPOINT",
+    "AZURE_STORAGE_ACCOUNT_NAME",
+    "AZURE_STORAGE_CONNECTION_STRING",
+    "STORAGE_EMULATOR_HOST",
+)
+# Exceptions of the stores' libraries, none of which is imported here.
+_NO_CREDENTIALS = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "DefaultCredentialsError",
+    "ClientAuthenticationError",
+)
+_LONGEST_NAME = 255  # bytes of a file's name on Linux
 _SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS|CONNECTION", re.IGNORECASE)
 _SHORTEST_SECRET = 6
+
+
+# What the stores' libraries call the facts that change with a file.
+_VERSIONS = (
+    "ETag",
+    "etag",
+    "generation",
+    "mtime",
+    "LastModified",
+    "last_modified",
+    "created",
+    "blob_id",
+)
 
 
 class StoreError(ServerError):
@@ -56,6 +91,7 @@ class RemoteFile:
             etag or time of change.
         digest: the name and value of a hash of the contents, such as ("sha256", "9f86…"); None:
             the store has none.
+        etag: for S3, which then sends no other contents; empty: another store.
     """
 
     path: PurePosixPath
@@ -63,6 +99,7 @@ class RemoteFile:
     size: int
     key: str
     digest: tuple[str, str] | None = None
+    etag: str = ""
 
 
 class Store:
@@ -82,8 +119,7 @@ class Store:
         if match is None:
             raise StoreError(f"'{url}' is no URL; expected such as s3://bucket/folder.")
         self.scheme, rest = match["scheme"], match["rest"].rstrip("/")
-        authority = rest.partition("/")[0]
-        if "?" in rest or "#" in rest or (":" in authority and "@" in authority):
+        if "?" in rest or "#" in rest or re.match(r"(https?://)?[^/]*:[^/]*@", rest):
             # Not repeated: the error may be logged.
             raise StoreError(
                 f"the URL of {self.scheme}:// holds credentials or a query; expected only the"
@@ -91,6 +127,12 @@ class Store:
             )
         self.url = f"{self.scheme}://{rest}"
         protocol, rest, options = _translate(self.scheme, rest)
+        if protocol == "s3":
+            # s3fs and `read` try again themselves.
+            options = {**options, "config_kwargs": {"retries": {"max_attempts": 1}}}
+        places = [re.sub("AccountKey=[^;]*", "", os.environ.get(name, "")) for name in _PLACES]
+        # The same for the same store, however its credentials change.
+        self.identity = hashlib.sha256(repr([self.url, places]).encode()).hexdigest()[:40]
         try:
             fsspec = importlib.import_module("fsspec")
             self._files: Any = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
@@ -126,7 +168,13 @@ class Store:
             )
             if info.get("type") == "directory" or name.endswith("/") or is_marker:
                 continue
-            file = self._remote_file(name, info)
+            try:
+                file = self._remote_file(name, info)
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise StoreError(
+                    f"{self.url} describes {name!r} in a way that is not understood:"
+                    f" {summarize(error)}."
+                ) from None
             files[file.path] = file
         if PurePosixPath("config.json") in files and self.scheme == "hf":
             # Not a repository of Triton's, but a model: in folders, there are other forms of it.
@@ -146,10 +194,13 @@ class Store:
         return files
 
     def _remote_file(self, name: str, info: Mapping[str, Any]) -> RemoteFile:
+        if name == self._root:
+            raise StoreError(f"{self.url} is a file; expected a folder, the model repository.")
         relative = name[len(self._root) + 1 :]
         parts = relative.split("/")
         if not name.startswith(f"{self._root}/") or any(
-            part in ("", ".", "..") or "\0" in part for part in parts
+            part in ("", ".", "..") or "\0" in part or len(part.encode()) > _LONGEST_NAME
+            for part in parts
         ):
             raise StoreError(
                 f"{self.url} holds a file named {name!r}; expected names that a folder can have."
@@ -158,25 +209,22 @@ class Store:
         if size is None:
             raise StoreError(f"{self.url} does not say how large {relative} is.")
         digest = _digest(info)
-        # S3's etag is a digest, or unique. Others may be equal for files of other names.
         etag = str(info.get("ETag", "")) if self.scheme == "s3" else ""
         facts: Sequence[object]
-        if digest or etag:
-            facts = [digest or [self._root.partition("/")[0], etag], size]
-        else:
-            version = [
-                str(info[key])
-                for key in ("etag", "generation", "mtime", "last_modified", "created", "blob_id")
-                if info.get(key) is not None
-            ]
+        if digest:
+            facts = [digest, size]
+        elif _CONTENT_ETAG.fullmatch(etag):
+            facts = [self._root.partition("/")[0], etag, size]
+        else:  # equal values of two files say nothing
+            version = [str(info[key]) for key in _VERSIONS if info.get(key) is not None]
             if not version:
                 raise StoreError(
                     f"{self.url} has neither etags nor times of change; expected a store whose"
                     " files can be told apart when they change."
                 )
-            facts = [self.scheme, name, version, size]
+            facts = [self.identity, name, version, size]
         key = hashlib.sha256(repr(facts).encode()).hexdigest()[:40]
-        return RemoteFile(PurePosixPath(relative), name, int(size), key, digest)
+        return RemoteFile(PurePosixPath(relative), name, int(size), key, digest, etag)
 
     def read(self, file: RemoteFile, start: int) -> Iterator[bytes]:
         """Yield the contents from a position on; a piece that fails is requested again.
@@ -190,26 +238,78 @@ class Store:
             yield from self._read_pieces(file, starts, ends)
             start = ends[-1]
 
+    def is_unchanged(self, file: RemoteFile) -> bool:
+        """Return whether a file is the one that was listed, as far as the store can say.
+
+        Raises:
+            StoreError: the store does not answer, or refuses.
+        """
+        try:
+            self._files.invalidate_cache()
+            return self._remote_file(file.name, self._files.info(file.name)).key == file.key
+        except FileNotFoundError:
+            return False
+        except Exception as error:
+            raise self._error(error) from None
+
     def _read_pieces(
         self, file: RemoteFile, starts: Sequence[int], ends: Sequence[int]
     ) -> Sequence[bytes]:
+        pieces: dict[int, bytes] = {}
         for attempt in range(_ATTEMPTS):
+            wanted = [
+                (start, end) for start, end in zip(starts, ends, strict=True) if start not in pieces
+            ]
             try:
-                pieces = self._files.cat_ranges([file.name] * len(starts), starts, ends)
-                for piece, start, end in zip(pieces, starts, ends, strict=True):
-                    if isinstance(piece, Exception):
-                        raise piece
-                    if len(piece) != end - start:
-                        raise OSError(f"{len(piece)} of {end - start} bytes of {file.path} came")
+                answers = self._request(file, wanted)
+                for (start, end), answer in zip(wanted, answers, strict=True):
+                    if not isinstance(answer, Exception) and len(answer) == end - start:
+                        pieces[start] = bytes(answer)
+                for (start, end), answer in zip(wanted, answers, strict=True):
+                    if isinstance(answer, Exception):
+                        raise answer
+                    if start not in pieces:
+                        raise OSError(f"{len(answer)} of {end - start} bytes of {file.path} came")
             except Exception as error:
-                if isinstance(error, (PermissionError, FileNotFoundError)):
+                is_final = isinstance(error, (PermissionError, FileNotFoundError))
+                if is_final or _is_changed(error) or attempt == _ATTEMPTS - 1:
                     raise self._error(error) from None
-                if attempt == _ATTEMPTS - 1:
-                    raise self._error(error) from None
-                time.sleep(2**attempt)
+                time.sleep(_PAUSE_S * 2**attempt)
             else:
-                return [bytes(piece) for piece in pieces]
+                return [pieces[start] for start in starts]
         raise AssertionError  # not reached
+
+    def _request(
+        self, file: RemoteFile, ranges: Sequence[tuple[int, int]]
+    ) -> Sequence[bytes | Exception]:
+        starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
+        answers: Sequence[bytes | Exception]
+        if not file.etag:
+            answers = self._files.cat_ranges([file.name] * len(starts), starts, ends)
+            return answers
+        asyn = importlib.import_module("fsspec.asyn")
+        answers = asyn.sync(self._files.loop, self._request_s3, file, ranges)
+        return answers
+
+    async def _request_s3(
+        self, file: RemoteFile, ranges: Sequence[tuple[int, int]]
+    ) -> Sequence[bytes | BaseException]:
+        """Return parts of a file if it has its etag still, which `cat_ranges` does not ask for."""
+        bucket, key, _ = self._files.split_path(file.name)
+
+        async def get(start: int, end: int) -> bytes:
+            answer = await self._files._call_s3(  # noqa: SLF001  there is no public coroutine
+                "get_object",
+                Bucket=bucket,
+                Key=key,
+                Range=f"bytes={start}-{end - 1}",
+                IfMatch=file.etag,
+            )
+            content: bytes = await answer["Body"].read()
+            return content
+
+        gets = [get(start, end) for start, end in ranges]
+        return await asyncio.gather(*gets, return_exceptions=True)
 
     def write(self, path: Path, relative: PurePosixPath) -> None:
         """Write a local file to the folder.
@@ -220,20 +320,31 @@ class Store:
         try:
             self._files.pipe_file(f"{self._root}/{relative}", path.read_bytes())
         except Exception as error:
-            raise self._error(error) from None
+            raise self._error(error, "written") from None
 
-    def _error(self, error: Exception) -> StoreError:
+    def _error(self, error: Exception, done: str = "read") -> StoreError:
         """Return the error of a store's library, without secrets."""
-        denied, missing = isinstance(error, PermissionError), isinstance(error, FileNotFoundError)
-        reason = "access is denied" if denied else "it is not there" if missing else ""
-        text = summarize(error)
+        if isinstance(error, StoreError):
+            return error
+        missing = isinstance(error, FileNotFoundError)
+        has_credentials = type(error).__name__ not in _NO_CREDENTIALS
+        denied = isinstance(error, PermissionError) or not has_credentials
+        text = str(error)
         for name, value in os.environ.items():
             if _SECRET.search(name) and len(value) >= _SHORTEST_SECRET:
                 text = text.replace(value, "***")
+        text = f"{type(error).__name__}: {sanitize_line(text)}"
+        reason = "access is denied" if denied else "it is not there" if missing else ""
         reason = f"{reason} ({text})" if reason else text
+        cure = "" if has_credentials else " Set the credentials that docs/serving.md names."
         return StoreError(
-            f"{self.url} cannot be read: {reason}.", temporary=not (denied or missing)
+            f"{self.url} cannot be {done}: {reason}.{cure}", temporary=not (denied or missing)
         )
+
+
+def _is_changed(error: Exception) -> bool:
+    """Return whether S3 refuses a read because the file has another etag now."""
+    return "PreconditionFailed" in repr(error) or "pre-conditions" in str(error)
 
 
 def _translate(scheme: str, rest: str) -> tuple[str, str, Mapping[str, Any]]:

@@ -66,6 +66,10 @@ class Reloader:
         self._loaded = self._polled = self._poll()
         self._due = clock() + _POLL_S
 
+    def is_loading(self) -> bool:
+        """Return whether a load that this began is in progress."""
+        return bool(self._loads)
+
     def step(self) -> None:
         """Poll the files if that is due, begin loads, and report those that have ended."""
         now = self._clock()
