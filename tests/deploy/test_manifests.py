@@ -12,7 +12,7 @@ import deployed
 import monitoring
 import pytest
 import yaml
-from deployed import BASE, CHART, DEPLOY, KSERVE, NAME, Document
+from deployed import BASE, CHART, DEPLOY, KEDA, KSERVE, NAME, Document
 
 from torch_py_backend.server import tritonserver
 from torch_py_backend.server.readiness import ReadinessServer
@@ -66,14 +66,19 @@ def test_schemas(documents: list[Document]) -> None:
         ("HorizontalPodAutoscaler", "metrics", "queue"),
         ("PodMonitor", "podMetricsEndpoint", []),
         ("PrometheusRule", "groups", [{"name": "mine", "rules": [{"alert": "Mine"}]}]),
+        ("ScaledObject", "minReplicas", 3),
+        ("ScaledObject", "triggers", [{"type": "prometheus"}]),
+        ("HTTPRoute", "rules", [{"backendRefs": [{"name": "mine", "weight": "10"}]}]),
+        ("GRPCRoute", "rules", [{"backendRefs": [{"name": "mine", "share": 10}]}]),
         ("ClusterServingRuntime", "container", []),
         ("ClusterServingRuntime", "containers", None),
     ],
 )
 def test_schemas_find_mistakes(kind: str, key: str, value: object) -> None:
     """A misspelt field, a value of another type and a missing field do not fit."""
-    runtime = deployed.parse((KSERVE / "runtime.yaml").read_text(encoding="utf-8"))
-    documents = [*deployed.build(BASE), *runtime]
+    files = (KSERVE / "runtime.yaml", KEDA / "scaled-object.yaml", DEPLOY / "gateway.yaml")
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    documents = [*deployed.build(BASE), *deployed.parse("---\n".join(texts))]
     (document,) = [document for document in documents if document["kind"] == kind]
     document["spec"][key] = value
     with pytest.raises(deployed.Misfit):
@@ -173,6 +178,21 @@ def test_autoscaler(documents: list[Document]) -> None:
     deployed.parse_promql(rule["seriesQuery"])
 
 
+def test_gateway() -> None:
+    """The routes divide requests between the ports of two releases of the chart."""
+    routes = deployed.parse((DEPLOY / "gateway.yaml").read_text(encoding="utf-8"))
+    for route, port in zip(routes, (8000, 8001), strict=True):
+        deployed.validate(route, "1.37")
+        (rule,) = route["spec"]["rules"]
+        assert sum(backend["weight"] for backend in rule["backendRefs"]) == 100
+        for backend in rule["backendRefs"]:
+            service = deployed.one(deployed.render({}, backend["name"]), "Service", backend["name"])
+            assert backend["port"] == port
+            assert port in {entry["port"] for entry in service["spec"]["ports"]}
+    sections = {route["spec"]["parentRefs"][0]["sectionName"] for route in routes}
+    assert len(sections) == len(routes)
+
+
 # --- components and values -------------------------------------------------------------------
 
 
@@ -182,6 +202,42 @@ def test_gpu(tmp_path: Path) -> None:
         assert deployed.server(documents)["resources"]["limits"]["nvidia.com/gpu"] == "1"
         update = deployed.one(documents, "Deployment")["spec"]["strategy"]["rollingUpdate"]
         assert update == {"maxSurge": 0, "maxUnavailable": 1}
+
+
+def test_keda(tmp_path: Path) -> None:
+    """A ScaledObject replaces the HorizontalPodAutoscaler: same replicas, limit and behavior."""
+    autoscaler = deployed.one(deployed.build(BASE), "HorizontalPodAutoscaler")["spec"]
+    kustomized = _kustomized(tmp_path, "keda")
+    rendered = deployed.render({"autoscaling": {"keda": {"enabled": True}}})
+    for documents, namespace in ((kustomized, "inference"), (rendered, "default")):
+        assert "HorizontalPodAutoscaler" not in {document["kind"] for document in documents}
+        scaled = deployed.one(documents, "ScaledObject")
+        deployed.validate(scaled, "1.37")
+        spec = scaled["spec"]
+        assert spec["scaleTargetRef"]["name"] == NAME
+        assert spec["minReplicaCount"] == autoscaler["minReplicas"]
+        assert spec["maxReplicaCount"] == autoscaler["maxReplicas"]
+        config = spec["advanced"]["horizontalPodAutoscalerConfig"]
+        assert config == {"name": NAME, "behavior": autoscaler["behavior"]}
+        queries = deployed.keda_queries(spec)
+        for query in queries:
+            deployed.parse_promql(query)
+        expected = deployed.keda_queries(deployed.one(kustomized, "ScaledObject")["spec"])
+        assert queries == [query.replace('"inference"', f'"{namespace}"') for query in expected]
+        assert all(f'namespace="{namespace}"' in query for query in queries)
+        (metric,) = autoscaler["metrics"]
+        assert metric["pods"]["target"]["averageValue"] == (
+            spec["triggers"][0]["metadata"]["threshold"] + "m"
+        )
+
+
+def test_keda_selects_the_pods() -> None:
+    """The queries select the pods of this Deployment, and none of another release's."""
+    (scaled,) = deployed.parse((KEDA / "scaled-object.yaml").read_text(encoding="utf-8"))
+    for query in deployed.keda_queries(scaled["spec"]):
+        (pattern,) = set(re.findall(r'pod=~"([^"]+)"', query))
+        assert re.fullmatch(pattern, f"{NAME}-5d4f8c7b96-x2k4p")
+        assert not re.fullmatch(pattern, f"{NAME}-canary-5d4f8c7b96-x2k4p")
 
 
 def test_object_store(tmp_path: Path) -> None:
@@ -245,6 +301,7 @@ def test_two_releases() -> None:
     [
         ({"replicas": 3}, "replicas"),
         ({"drain": "10s"}, "drain"),
+        ({"autoscaling": {"queueTime": "0.02"}}, "queueTime"),
         ({"sharedMemory": "a lot"}, "sharedMemory"),
         ({"arguments": ["--"]}, "arguments"),
         ({"models": {"pvc": "models"}}, "pvc"),
