@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 from collections.abc import Callable
@@ -24,10 +25,11 @@ kind: Kustomization
 namespace: inference
 resources: [../deploy/kustomize/base]
 components: {components}
-configMapGenerator: [{{name: models, literals: [MODELS=s3:bucket/models]}}]
+configMapGenerator: [{{name: models, literals: [MODELS=s3://bucket/models]}}]
 images: [{{name: torch-py-backend, newName: registry.example.com/models, newTag: "7"}}]
 """
-_OBJECT_STORE = {"models": {"objectStore": {"path": "s3:bucket/models"}}}
+_OBJECT_STORE = {"models": {"objectStore": {"url": "s3://bucket/models"}}}
+_CACHE = "/var/cache/torch-py-backend"
 
 
 def _kustomized(folder: Path, *components: str) -> list[Document]:
@@ -145,13 +147,16 @@ def test_shutdown(documents: list[Document]) -> None:
 
 
 def test_volumes(documents: list[Document]) -> None:
-    """Only /dev/shm, in memory, and /tmp are writable."""
+    """Only /dev/shm, in memory, /tmp and the cache of an object store are writable."""
     container = deployed.server(documents)
     assert container["securityContext"]["readOnlyRootFilesystem"]
     mounts = {
         mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]
     }
-    assert mounts == {"/models": True, "/dev/shm": False, "/tmp": False}
+    models = {_CACHE: False} if _CACHE in mounts else {"/models": True}
+    assert mounts == {"/dev/shm": False, "/tmp": False, **models}
+    volumes = {volume["name"] for volume in deployed.pod(documents)["volumes"]}
+    assert volumes == {mount["name"] for mount in container["volumeMounts"]}
     assert _volume(documents, "/dev/shm")["emptyDir"]["medium"] == "Memory"
 
 
@@ -202,6 +207,9 @@ def test_gpu(tmp_path: Path) -> None:
         assert deployed.server(documents)["resources"]["limits"]["nvidia.com/gpu"] == "1"
         update = deployed.one(documents, "Deployment")["spec"]["strategy"]["rollingUpdate"]
         assert update == {"maxSurge": 0, "maxUnavailable": 1}
+    part = deployed.render({"gpus": 1, "gpuResource": "nvidia.com/mig-1g.10gb"})
+    limits = deployed.server(part)["resources"]["limits"]
+    assert limits == {"cpu": "4", "memory": "8Gi", "nvidia.com/mig-1g.10gb": "1"}
 
 
 def test_keda(tmp_path: Path) -> None:
@@ -241,18 +249,36 @@ def test_keda_selects_the_pods() -> None:
 
 
 def test_object_store(tmp_path: Path) -> None:
-    """An init container copies the models; another path of the store replaces the pods."""
+    """`serve` fetches the URL into a cache that fits its volume; another URL replaces the pods."""
     kustomized = _kustomized(tmp_path, "object-store")
-    for documents in (kustomized, deployed.render(_OBJECT_STORE)):
-        volume = _volume(documents, "/models")
-        assert "emptyDir" in volume
-        (copying,) = deployed.pod(documents)["initContainers"]
-        assert {mount["name"] for mount in copying["volumeMounts"]} == {volume["name"], "scratch"}
+    rendered = deployed.render(_OBJECT_STORE)
+    for documents, url in ((kustomized, "$(MODELS)"), (rendered, "s3://bucket/models")):
+        container = deployed.server(documents)
+        arguments = deployed.serve_arguments(container["args"])
+        assert str(arguments["repository"]) == url
+        assert str(arguments["cache"]) == _CACHE
+        assert arguments["cache_size"] == "18GB"
+        assert _volume(documents, _CACHE)["emptyDir"] == {"sizeLimit": "20Gi"}
+        sources = [source.popitem()[1]["name"] for source in copy.deepcopy(container["envFrom"])]
+        assert [name.partition("-")[0] for name in sources] == ["models", "models"]
+        probe = container["startupProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] == 3600
     (config,) = [document for document in kustomized if document["kind"] == "ConfigMap"]
+    assert config["data"] == {"MODELS": "s3://bucket/models"}
     name = config["metadata"]["name"]
     assert re.fullmatch(r"models-\w{10}", name)  # a hash of the contents
-    (copying,) = deployed.pod(kustomized)["initContainers"]
-    assert copying["envFrom"][0]["configMapRef"]["name"] == name
+    assert deployed.server(kustomized)["envFrom"][0]["configMapRef"]["name"] == name
+
+
+def test_node_local_cache() -> None:
+    """The chart mounts a folder of the node as cache, for a ServiceAccount of one's own."""
+    store = {"url": "gs://bucket/models", "hostPath": _CACHE, "cacheSize": "200GB", "poll": 60}
+    documents = deployed.render({"models": {"objectStore": store}, "serviceAccount": "models"})
+    assert _volume(documents, _CACHE)["hostPath"] == {"path": _CACHE, "type": "Directory"}
+    assert deployed.pod(documents)["serviceAccountName"] == "models"
+    arguments = deployed.serve_arguments(deployed.server(documents)["args"])
+    assert (arguments["cache_size"], arguments["poll"]) == ("200GB", 60)
+    deployed.validate(deployed.one(documents, "Deployment"), "1.37")
 
 
 def test_no_operator(tmp_path: Path) -> None:
@@ -305,6 +331,7 @@ def test_two_releases() -> None:
         ({"sharedMemory": "a lot"}, "sharedMemory"),
         ({"arguments": ["--"]}, "arguments"),
         ({"models": {"pvc": "models"}}, "pvc"),
+        ({"models": {"objectStore": {"url": "s3:bucket/models"}}}, "url"),
         ({"environment": [{"value": "1"}]}, "name"),
     ],
 )
