@@ -228,8 +228,9 @@ def test_keda(tmp_path: Path) -> None:
         config = spec["advanced"]["horizontalPodAutoscalerConfig"]
         assert config == {"name": NAME, "behavior": autoscaler["behavior"]}
         queries = deployed.keda_queries(spec)
-        for query in queries:
-            deployed.parse_promql(query)
+        names = {selector.name for query in queries for selector in monitoring.selectors(query)}
+        ours = {name for name in names if not name.startswith("nv_")}
+        assert ours == {"pytorch_py_live_streams"} <= monitoring.known().keys()
         expected = deployed.keda_queries(deployed.one(kustomized, "ScaledObject")["spec"])
         assert queries == [query.replace('"inference"', f'"{namespace}"') for query in expected]
         assert all(f'namespace="{namespace}"' in query for query in queries)
