@@ -2,11 +2,11 @@
 
     python -m benchmarks.compilation [--model transformer] [--pairs 3] [--seconds 60]
 
-A cold start compiles. A warm start has the bundle of a cold start beside the model. An eager start
-has no compilation. A package of AOTInductor is compiled beforehand: its start neither traces nor
-imports a compiler. The starts take turns, each with its own server and an empty cache of torch's.
-Then requests of 1 to 8 rows are sent in random order; what inductor writes into its cache after
-READY is a compilation.
+A cold start compiles. A warm start has the bundle of a cold start beside the model, and an imported
+start has it from `export-compiled` and `import-compiled`. An eager start has no compilation. A
+package of AOTInductor is compiled beforehand: its start neither traces nor imports a compiler. The
+starts take turns, each with its own server and an empty cache of torch's. Then requests of 1 to 8
+rows are sent in random order; what inductor writes into its cache after READY is a compilation.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import contextlib
 import os
 import random
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -34,7 +35,8 @@ _COMPILED = 'parameters { key: "TORCH_COMPILE_OPTIONAL_PARAMETERS" value { strin
 _CONCURRENCY = 8
 _PAYLOADS = 200
 _COLUMNS = ("model", "requests/s", "p50 ms", "p99 ms", "max ms", "max ÷ p50", "graphs compiled")
-_STARTS = ("eager", "package", "cold", "warm")
+_STARTS = ("eager", "package", "cold", "warm", "imported")
+_COMMAND = "from torch_py_backend.cli import app; app()"
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,13 @@ def started(name: str, how: str, repository: Path) -> Iterator[Start]:
     """Start the model of a repository: as it is, compiled anew, or with an earlier bundle."""
     config = repository / name / "config.pbtxt"
     plain = config.read_text().replace(_COMPILED, "")
-    config.write_text(plain + _COMPILED if how in {"cold", "warm"} else plain)
+    config.write_text(plain + _COMPILED if how in {"cold", "warm", "imported"} else plain)
+    if how == "imported":
+        with harness.scratch() as folder:
+            export = f"{folder}/export"
+            _run("export-compiled", str(repository), export)
+            shutil.rmtree(repository / name / "compile_cache")
+            _run("import-compiled", export, str(repository))
     if how == "cold":
         shutil.rmtree(repository / name / "compile_cache", ignore_errors=True)
     with harness.scratch() as folder:
@@ -64,6 +72,11 @@ def started(name: str, how: str, repository: Path) -> Iterator[Start]:
         start = time.perf_counter()
         with harness.served(repository) as server:
             yield Start(time.perf_counter() - start, server, cache)
+
+
+def _run(*arguments: str) -> None:
+    """Run a command of ours."""
+    subprocess.run([sys.executable, "-c", _COMMAND, *arguments], check=True)  # noqa: S603
 
 
 def mixture(name: str) -> list[Payload]:
@@ -94,7 +107,7 @@ def main(words: list[str]) -> None:
                 with started(served, how, place) as start:
                     seconds[how].append(start.seconds)
                     console.print(f"{how} start: {start.seconds:.1f} s")
-                    if turn == settings.pairs - 1 and how != "cold":
+                    if turn == settings.pairs - 1 and how not in {"cold", "imported"}:
                         loads.append(_load(how, start, served, settings))
     print(f"{settings.model}: seconds from the server's start to READY\n")
     starts = [(how, *spread(values)) for how, values in seconds.items()]
@@ -103,7 +116,7 @@ def main(words: list[str]) -> None:
             f"{how} ÷ cold",
             *spread([a / b for a, b in zip(seconds[how], seconds["cold"], strict=True)]),
         )
-        for how in ("warm", "package")
+        for how in ("warm", "imported", "package")
     ]
     figures = [(how, *(f"{value:.2f}" for value in values)) for how, *values in starts]
     print(markdown(("start", "median", "min", "max"), figures))

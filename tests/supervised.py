@@ -181,7 +181,7 @@ class Steady:
 
 @contextlib.contextmanager
 def serve(
-    repository: Path,
+    repository: Path | str,
     *arguments: str,
     within: Sequence[str] = (),
     triton: Sequence[str] = (),

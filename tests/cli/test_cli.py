@@ -81,6 +81,15 @@ def test_pack(option: bool, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"env", "env.tar.gz"}
 
 
+def test_pack_with_scripts_of_conda(tmp_path: Path) -> None:
+    """Newer servers do not run what activates an environment."""
+    scripts = packed.make(tmp_path / "env", layer=True) / "etc" / "conda" / "activate.d"
+    scripts.mkdir(parents=True)
+    (scripts / "libxml2_activate.sh").write_text("export XML_CATALOG_FILES=/x\n")
+    done = run("pack", "env", f"--python={packed.PYTHON}", cwd=tmp_path)
+    assert "do not run its scripts etc/conda/activate.d/*.sh" in done.stdout
+
+
 def test_pack_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an installed server, --python is required."""
 

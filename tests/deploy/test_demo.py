@@ -27,6 +27,8 @@ _DEADLINE_S = 300
 
 def _started(folder: Path) -> subprocess.Popen[str]:
     """Start the demo; its picture and its temporary files lie in the folder."""
+    # A shell's job in the background ignores Ctrl-C, and so would the demo.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(
         [
             sys.executable,

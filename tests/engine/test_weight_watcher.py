@@ -380,18 +380,6 @@ def test_a_file_written_in_place_is_read_when_complete(tmp_path: Path, watch: Wa
     assert torch.equal(answer(engine), Net(2)(X))
 
 
-@pytest.mark.parametrize("name", [build.MODEL, "folderQ2x7Ba"], ids=["own", "copy"])
-def test_a_copy_that_triton_made_is_watched_with_a_warning(
-    name: str, tmp_path: Path, watch: Watch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The files of a model from a cloud store are copies that are never replaced."""
-    engine = served(tmp_path / name)
-    with caplog.at_level(logging.WARNING):
-        watch(engine)
-    copy = name != build.MODEL
-    assert ("watches Triton's copy of the model" in caplog.text) == copy
-
-
 def test_without_the_option_files_are_guarded_and_not_watched(tmp_path: Path) -> None:
     """A new file waits for the next load, and a write in place has no effect."""
     engine = served(tmp_path, watch_weights=False)

@@ -238,7 +238,7 @@ def test_files_of_a_load_request_are_watched_with_a_warning(served: Served) -> N
     config = served.client.get_model_config("wide", as_json=True)["config"]
     names = ("model.py", "model.safetensors")
     files = {f"file:1/{name}": served.path.with_name(name).read_bytes() for name in names}
-    warning = "WATCH_WEIGHTS watches Triton's copy of the model"
+    warning = "Triton serves a temporary copy of the model"
     assert warning not in served.log.read_text(errors="replace")
     served.client.load_model("wide", config=json.dumps(config), files=files)
     until(lambda: warning in served.log.read_text(errors="replace"), _SECONDS)

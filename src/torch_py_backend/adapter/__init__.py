@@ -127,6 +127,7 @@ class TritonPythonModel:
         from torch_py_backend.startup import builder, warmup
 
         _check_numpy(settings.name)
+        _warn_of_copies(settings)
         tracing.check_available(settings, traced=messages.has_traces())
         if settings.options.profile_dir is not None:
             from torch_py_backend.observability import profiling
@@ -280,6 +281,23 @@ def _arguments(document: Mapping[str, Any]) -> dict[str, str]:
         "model_instance_kind": "CPU",
         "model_instance_device_id": "0",
     }
+
+
+def _warn_of_copies(settings: model_config.ModelConfig) -> None:
+    """Log a warning if the model's folder is a temporary copy made by Triton.
+
+    Triton copies models from cloud stores and from load requests to a temporary folder
+    (`/tmp/folderXXXXXX`: LocalizePath in its src/filesystem). In all other cases Triton requires
+    that a model's folder has the model's name.
+    """
+    if settings.folder.absolute().name != settings.name:
+        log.warning(
+            "model '%s': Triton serves a temporary copy of the model (from a cloud store or a load"
+            " request). It is copied again at each load, no file of it is replaced while it serves"
+            " (WATCH_WEIGHTS), and compiled code is not kept with it. `torch-py-backend serve URL`"
+            " has none of these limits.",
+            settings.name,
+        )
 
 
 def _check_numpy(model: str) -> None:

@@ -12,6 +12,7 @@ import json
 import pickletools
 import zipfile
 from collections import defaultdict
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,9 @@ _WRAPPER_BYTES = 1 << 24
 _INFLATION = 100
 # The limit of a zip's central directory, which is read at once; 100,000 tensors have less.
 _LISTED_BYTES = 1 << 24
+
+# Suffixes of weights of other frameworks, which `save_pretrained` folders may hold too.
+_FOREIGN_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".gguf")
 
 
 class FileType(enum.Enum):
@@ -313,3 +317,14 @@ def _collect_names(stream: io.BytesIO, names: set[str]) -> None:
             strings.append(memo.get(int(str(argument)), ""))
         elif isinstance(argument, str):
             strings.append(argument)
+
+
+def pretrained_files(names: Collection[str]) -> list[str]:
+    """Return the files of a `save_pretrained` folder that PyTorch needs, of those in it.
+
+    A folder of the Hugging Face hub may hold the same weights for other frameworks, and twice for
+    PyTorch: as safetensors and pickled.
+    """
+    has_safetensors = any(name.endswith(".safetensors") for name in names)
+    unused = (*_FOREIGN_SUFFIXES, ".bin") if has_safetensors else _FOREIGN_SUFFIXES
+    return [name for name in names if not name.endswith(unused) and not name.startswith(".")]

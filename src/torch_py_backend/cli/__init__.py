@@ -12,6 +12,7 @@ from rich.markup import escape
 import torch_py_backend
 from torch_py_backend.cli.bench import bench
 from torch_py_backend.cli.check import check
+from torch_py_backend.cli.compiled import export_compiled, import_compiled
 from torch_py_backend.cli.import_mar import import_mar
 from torch_py_backend.cli.init import init
 from torch_py_backend.cli.install import install
@@ -48,7 +49,19 @@ def _options(
     """Options before the name of a subcommand."""
 
 
-for _command in (serve, init, import_mar, check, install, pack, bench, tune, profile):
+for _command in (
+    serve,
+    init,
+    import_mar,
+    check,
+    install,
+    pack,
+    bench,
+    tune,
+    profile,
+    export_compiled,
+    import_compiled,
+):
     commands.command()(_command)
 
 

@@ -61,3 +61,8 @@ def pack(
             f"It is a layer: the server's machine must have the same {environment.executable} with"
             " the same packages."
         )
+    if any(environment.folder.glob(packing.CONDA_SCRIPTS)):
+        console.print(
+            f"Servers from 25.08 on do not run its scripts {packing.CONDA_SCRIPTS}: set the"
+            " variables that they set for the server itself."
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import secrets
 import tempfile
@@ -17,7 +18,7 @@ from rich.markup import escape
 from rich.status import Status
 
 from torch_py_backend.artifacts import repository as repositories
-from torch_py_backend.cli import interruption
+from torch_py_backend.cli import interruption, remote_repository
 from torch_py_backend.cli.interruption import Stopped
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes import orphan_cleanup, procfs
@@ -28,7 +29,7 @@ from torch_py_backend.server.model_control import RepositoryClient
 from torch_py_backend.server.readiness import ReadinessServer
 from torch_py_backend.server.reloading import Reloader
 from torch_py_backend.server.supervision import Event, Supervisor
-from torch_py_backend.server.tritonserver import Server, check_ports, ports
+from torch_py_backend.server.tritonserver import Server, check_ports, find, ports
 
 _KEY_VARIABLE = "TORCH_PY_BACKEND_ADMIN_KEY"
 _KEY_HEADER = "admin-key"
@@ -45,7 +46,14 @@ _COLOURS = {
 
 
 def serve(
-    repository: Annotated[Path, typer.Argument(help="The model repository.")],
+    context: typer.Context,
+    repository: Annotated[
+        str,
+        typer.Argument(
+            help="The model repository: a folder, or one in an object store, such as"
+            " s3://bucket/folder, gs://, az:// or hf://organization/model@revision."
+        ),
+    ],
     http_port: Annotated[int, typer.Option(help="0 takes a free port.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="0 takes a free port.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="0 takes a free port.")] = 8002,
@@ -81,6 +89,36 @@ def serve(
             " use them.",
         ),
     ] = "",
+    cache: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder for what is fetched from an object store; all servers of a user share"
+            " it. By default ~/.cache/torch-py-backend."
+        ),
+    ] = None,
+    cache_size: Annotated[
+        str,
+        typer.Option(
+            help="How much the cache may hold, such as 100GB. The repositories that were not used"
+            " for longest make room."
+        ),
+    ] = "100GB",
+    poll: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds after which the object store is read again, and changed files are"
+            " fetched; 0: never.",
+        ),
+    ] = 60,
+    upload_compiled: Annotated[
+        bool,
+        typer.Option(
+            "--upload-compiled",
+            help="Write code that models compiled to the object store, so that other servers do"
+            " not compile it.",
+        ),
+    ] = False,
     allow_empty: Annotated[
         bool,
         typer.Option(
@@ -109,14 +147,20 @@ def serve(
     """Serve a model repository until Ctrl-C or SIGTERM, and reload models that die."""
     console = Console(soft_wrap=True, highlight=False, emoji=False)
 
-    def report(event: Event) -> None:
-        console.print(format_event(event))
-
+    report = functools.partial(_print_event, console)
+    note = functools.partial(_print_note, console)
     mode, models, triton_arguments = _triton_arguments(arguments or (), restrict)
     options = (http_port, grpc_port, metrics_port, health_port)
     http, grpc, metrics, health = ports(*options)
+    find(tritonserver)  # before much is fetched
+    mirror = context.with_resource(
+        remote_repository.opened(
+            console, repository, cache, cache_size, note, poll_s=poll, uploads=upload_compiled
+        )
+    )
+    path = Path(repository) if mirror is None else mirror.path
     server = Server(
-        repository,
+        path,
         http_port=http,
         grpc_port=grpc,
         metrics_port=metrics,
@@ -129,15 +173,8 @@ def serve(
             f"--reload was given, and Triton's model control mode is {mode}; expected explicit."
             " Remove one of the two."
         )
-    is_replaced = any(
-        server_arguments.values(triton_arguments, name)
-        for name in ("model-repository", "model-store")
-    )
-    if not is_replaced and not repositories.by_name(repository, models) and not allow_empty:
-        raise ServerError(
-            f"{repository} holds no models; expected folders with a config.pbtxt. --allow-empty"
-            " serves it as it is."
-        )
+    if not allow_empty:
+        _refuse_empty(repository, path, models, triton_arguments)
     check_ports(
         address,
         {
@@ -146,6 +183,8 @@ def serve(
             if not server_arguments.configures(triton_arguments, service)
         },
     )
+    if exposed := exposure_note(address, triton_arguments):
+        note(exposed)
     server.log = None if verbose else _open_log(console)
     interruption.raise_at_signals()
     code = 0
@@ -167,26 +206,18 @@ def serve(
                 address, health, lambda: supervisor.snapshot, server.lives
             ) as readiness:
                 try:
-                    if note := exposure_note(address, triton_arguments):
-                        console.print(f"[yellow]note[/]    {note}")
                     states = server.wait_loaded()
                     if mode == "explicit":
                         supervisor.load(models or sorted({state.name for state in states}))
                     steps = [supervisor.step]
+                    if mirror is not None:
+                        steps.append(functools.partial(mirror.step, supervisor.is_loading))
                     if reload:
-                        steps.append(
-                            Reloader(repository, models, client, report, load_timeout).step
-                        )
+                        steps.append(Reloader(path, models, client, report, load_timeout).step)
                     code = _supervise(console, loading, server, supervisor, readiness, steps)
                 finally:
                     loading.stop()
-                    # In this order, both the requests that a load balancer still sends and those
-                    # in progress when Triton stops are answered.
-                    readiness.set_stopping()
-                    deadline = time.monotonic() + drain
-                    while server.process.poll() is None and time.monotonic() < deadline:
-                        supervisor.step()
-                    server.stop()
+                    _drain(server, supervisor, readiness, drain)
     except Stopped:
         console.print("stopped")
     finally:
@@ -210,6 +241,19 @@ def _triton_arguments(arguments: Sequence[str], restrict: str) -> tuple[str, lis
         models = [name for name in server_arguments.values(kept, "load-model") if name != "*"]
         kept = server_arguments.without(kept, "load-model")
     return mode, models, [f"--model-control-mode={mode}", *kept]
+
+
+def _refuse_empty(
+    repository: str, path: Path, models: Sequence[str], arguments: Sequence[str]
+) -> None:
+    is_replaced = any(
+        server_arguments.values(arguments, name) for name in ("model-repository", "model-store")
+    )
+    if not is_replaced and not repositories.by_name(path, models):
+        raise ServerError(
+            f"{repository} holds no models; expected folders with a config.pbtxt. --allow-empty"
+            " serves it as it is."
+        )
 
 
 def _open_log(console: Console) -> IO[bytes]:
@@ -263,6 +307,21 @@ def _supervise(
     return code if code >= 0 else 128 - code
 
 
+def _drain(
+    server: Server, supervisor: Supervisor, readiness: ReadinessServer, seconds: float
+) -> None:
+    """Stop the server.
+
+    In this order, both the requests that a load balancer still sends and those in progress when
+    Triton stops are answered.
+    """
+    readiness.set_stopping()
+    deadline = time.monotonic() + seconds
+    while server.process.poll() is None and time.monotonic() < deadline:
+        supervisor.step()
+    server.stop()
+
+
 def exposure_note(address: str, arguments: Sequence[str]) -> str:
     """Return a note on the sensitive endpoints that every client can use; empty: there are none."""
     exposed = server_arguments.unrestricted(arguments)
@@ -281,3 +340,11 @@ def format_event(event: Event) -> str:
     label = f"[{_COLOURS[event.kind]}]{event.kind.value}[/]"
     padding = " " * max(1, 8 - len(event.kind.value))
     return f"{label}{padding}{escape(event.model)}" + (f": {escape(text)}" if text else "")
+
+
+def _print_event(console: Console, event: Event) -> None:
+    console.print(format_event(event))
+
+
+def _print_note(console: Console, text: str) -> None:
+    console.print(f"[yellow]note[/]    {escape(text)}")

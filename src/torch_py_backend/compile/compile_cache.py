@@ -47,15 +47,10 @@ def at(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle 
         PlatformError: COMPILE_CACHE_DIR cannot be written.
     """
     _use_private_folder()
-    option = config.options.compile_cache_dir
-    if option is not None and option.lower() == "none":
+    bundle = locate(config, artifact, device)
+    if bundle is None:
         return None
-    folder = config.folder / _FOLDER if option is None else _resolve_folder(config, option)
-    facts = _facts(config, artifact, device)
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    uses_vectors = device.type == "cpu" and torch_compile.by_inductor(config)
-    path = folder / f"{config.name}-{digest[:16]}.bundle"
-    bundle = Bundle(config.name, path, facts, uses_vectors)
+    option, folder = config.options.compile_cache_dir, bundle.path.parent
     try:
         reason = private_files.create(folder)
         if reason:
@@ -85,6 +80,23 @@ def at(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle 
     return bundle
 
 
+def locate(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle | None:
+    """Return the bundle of a model, which may not exist; None: COMPILE_CACHE_DIR is none.
+
+    Raises:
+        ConfigError: COMPILE_CACHE_DIR is a path outside of the model's folder.
+    """
+    option = config.options.compile_cache_dir
+    if option is not None and option.lower() == "none":
+        return None
+    folder = config.folder / _FOLDER if option is None else _resolve_folder(config, option)
+    requirements = facts(config, artifact, device)
+    digest = hashlib.sha256(json.dumps(requirements, sort_keys=True).encode()).hexdigest()
+    uses_vectors = device.type == "cpu" and torch_compile.by_inductor(config)
+    path = folder / f"{config.name}-{digest[:16]}.bundle"
+    return Bundle(config.name, path, requirements, uses_vectors)
+
+
 def _resolve_folder(config: ModelConfig, option: str) -> Path:
     """Return the folder of COMPILE_CACHE_DIR: inside the model's folder, or an absolute path."""
     try:
@@ -102,7 +114,7 @@ def _resolve_folder(config: ModelConfig, option: str) -> Path:
     return folder
 
 
-def _facts(config: ModelConfig, artifact: Artifact, device: torch.device) -> Mapping[str, Any]:
+def facts(config: ModelConfig, artifact: Artifact, device: torch.device) -> Mapping[str, Any]:
     """Return the facts that a bundle depends on."""
     # The code and the size of the weights, whose values are not in compiled code.
     digest = hashlib.sha256()
@@ -168,15 +180,10 @@ class Bundle:
         if not self.path.is_file():
             return False
         try:
-            line, _, payload = private_files.read(self.path).partition(b"\n")
-            header = json.loads(line)
-            if header["facts"] != self.facts:
-                raise ValueError("it is for another model, torch, device or config")
-            if header["sha256"] != hashlib.sha256(payload).hexdigest():
-                raise ValueError("it is damaged")
+            payload, vectors = self._parse(private_files.read(self.path))
             unpack(payload, cache)
             if self.uses_vectors:
-                vector_isa.restore(header["vectors"])
+                vector_isa.restore(vectors)
         except Exception as error:  # a file of this name may contain anything
             log.log(
                 level,
@@ -187,6 +194,26 @@ class Bundle:
             )
             return False
         return True
+
+    def _parse(self, content: bytes) -> tuple[bytes, Sequence[str]]:
+        """Return the payload and the instruction sets; raise if the bundle is another one."""
+        line, _, payload = content.partition(b"\n")
+        header = json.loads(line)
+        if header["facts"] != self.facts:
+            raise ValueError("it is for another model, torch, device or config")
+        if header["sha256"] != hashlib.sha256(payload).hexdigest():
+            raise ValueError("it is damaged")
+        return payload, header["vectors"]
+
+    def obstacle(self, content: bytes) -> str:
+        """Return why a start here would not use this bundle, as a clause; empty: it would."""
+        try:
+            _, vectors = self._parse(content)
+            if self.uses_vectors and not vector_isa.restore(vectors):
+                return f"it was compiled for {', '.join(vectors)}, which inductor does not use here"
+        except Exception as error:  # a file from elsewhere may contain anything
+            return summarize(error)
+        return ""
 
     def _save(self, cache: Path, vectors: Sequence[str]) -> None:
         artifacts = torch.compiler.save_cache_artifacts()

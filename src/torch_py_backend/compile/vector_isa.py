@@ -25,19 +25,26 @@ def detect(model: str) -> list[str]:
     return names
 
 
-def restore(names: Sequence[str]) -> None:
-    """Skip inductor's tests of instruction sets, if it would select these without them."""
+def restore(names: Sequence[str]) -> bool:
+    """Skip inductor's tests of instruction sets, if it would select these without them.
+
+    Returns:
+        Whether it selects these, or none are named.
+    """
     from torch._inductor import config, cpu_vec_isa  # noqa: PLC0415  slow to import
 
-    # No names were saved, or the user has set TORCHINDUCTOR_VEC_ISA_OK.
-    if not names or config.cpp.vec_isa_ok is not None:
-        return
+    if not names:
+        return True
+    if config.cpp.vec_isa_ok is not None:  # the user has set TORCHINDUCTOR_VEC_ISA_OK
+        return _names() == names
     clear_cache = cpu_vec_isa.valid_vec_isa_list.cache_clear
     config.cpp.vec_isa_ok = True
     clear_cache()
-    if _names() != names:  # the compiler supports fewer than the processor
-        config.cpp.vec_isa_ok = None
-        clear_cache()
+    if _names() == names:
+        return True
+    config.cpp.vec_isa_ok = None  # the compiler supports fewer than the processor
+    clear_cache()
+    return False
 
 
 def _names() -> list[str]:

@@ -55,13 +55,22 @@ def fingerprint(of: Document) -> str:
     return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def entries(model_folder: Path) -> JsonObject:
+    """Return the results of all machines, by the fingerprint of each.
+
+    Raises:
+        ConfigError: tuned.json exists and was not written by `tune`.
+    """
+    return _read(model_folder / FILE)
+
+
 def read_choice(model_folder: Path, fingerprint: str) -> dict[str, str] | None:
     """Return the parameters that `tune` chose for a machine; None if there are none.
 
     Raises:
         ConfigError: tuned.json exists and was not written by `tune`.
     """
-    entry = _read(model_folder / FILE).get(fingerprint, {})
+    entry = entries(model_folder).get(fingerprint, {})
     choice = entry.get("chosen")
     try:
         return None if choice is None else dict(choice["parameters"])

@@ -11,7 +11,6 @@ import threading
 import torch
 
 from torch_py_backend.artifacts.discovery import Artifact
-from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.weights import sharing_report, weight_swap
 from torch_py_backend.weights.file_leases import Guard
@@ -47,7 +46,6 @@ class WeightWatcher:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         if engine.config.options.watch_weights:
-            _warn_of_copies(engine.config)
             self._code = weight_swap.code_checksums(engine.loaded.artifact)
             self._thread = threading.Thread(target=self._run, name="watching", daemon=True)
             self._thread.start()
@@ -110,22 +108,6 @@ class WeightWatcher:
                 torch.cuda.synchronize(self._engine.device)
             self._engine.side_effects.reset_baseline()  # the swap is not a side effect of the model
             self.digest = digest
-
-
-def _warn_of_copies(config: ModelConfig) -> None:
-    """Log a warning if the model's folder is a temporary copy made by Triton.
-
-    Triton copies models from cloud stores and from load requests to a temporary folder
-    (`/tmp/folderXXXXXX`: LocalizePath in its src/filesystem). In all other cases Triton requires
-    that a model's folder has the model's name.
-    """
-    if config.folder.absolute().name != config.name:
-        log.warning(
-            "model '%s': WATCH_WEIGHTS watches Triton's copy of the model (from a cloud store or a"
-            " load request), in which nothing replaces files. Load the model again for new weights,"
-            " or serve it from a local repository.",
-            config.name,
-        )
 
 
 def _identity(artifact: Artifact) -> list[tuple[int, int, int]]:

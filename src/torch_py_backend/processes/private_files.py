@@ -8,7 +8,7 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -59,14 +59,19 @@ def read(path: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Hold an exclusive lock on a file, which is created if it is missing.
 
-    The kernel releases the lock when the process ends.
+    The kernel releases the lock when the process ends. `on_wait` is called before this process
+    waits for another one.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     with open(os.open(path, flags, 0o600), "rb") as file:  # noqa: PTH123  a descriptor
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            on_wait()
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 

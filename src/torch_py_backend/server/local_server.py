@@ -57,7 +57,9 @@ class LocalServer:
     def __init__(
         self, repository: str | os.PathLike[str], arguments: Sequence[str], timeout: float
     ) -> None:
-        self._repository, self._arguments = Path(repository).absolute(), arguments
+        is_url = "://" in str(repository)
+        self._repository = str(repository) if is_url else str(Path(repository).absolute())
+        self._arguments = arguments
         self._timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
         self._stack = contextlib.ExitStack()
@@ -88,7 +90,7 @@ class LocalServer:
                 # The pipe is closed when this process ends, also if it is killed; then the child
                 # stops the server. In a session of its own, the child does not receive Ctrl-C.
                 self._process = subprocess.Popen(  # noqa: S603  this Python, this package
-                    [*command, str(self._repository), *self._arguments],
+                    [*command, self._repository, *self._arguments],
                     stdin=subprocess.PIPE,
                     stdout=file,
                     stderr=subprocess.STDOUT,
@@ -200,7 +202,7 @@ def serve(
     process if it is killed.
 
     Args:
-        repository: the model repository.
+        repository: the model repository: a folder, or the URL of one in an object store.
         http_port: the port for HTTP; 0 takes a free one, here and below.
         grpc_port: the port for gRPC.
         metrics_port: the port for the metrics.

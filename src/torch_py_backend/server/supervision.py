@@ -139,6 +139,11 @@ class Supervisor:
             model.phase is Phase.LOADING and not model.attempts for model in self._models.values()
         )
 
+    def is_loading(self) -> bool:
+        """Return whether a model is being loaded."""
+        loads = any(model.phase is Phase.LOADING for model in self._models.values())
+        return loads or self._monitor.is_loading()
+
     def load(self, names: Sequence[str]) -> None:
         """Start to load models, all at the same time."""
         for name in names:

@@ -23,8 +23,6 @@ _SERVED_NAMES = {
 }
 _WEIGHTS = (FileType.STATE_DICT, FileType.SAFETENSORS)
 _SOURCE = "Python source and weights"
-# Suffixes of weights of other frameworks, which `save_pretrained` folders may hold too.
-_FOREIGN_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,13 +112,8 @@ def _pretrained(model: str, folder: Path, extra: Mapping[str, Path]) -> Artifact
             f"{folder} is a folder without a config.json of transformers",
             expected="a model's file, or a folder that save_pretrained wrote",
         ) from None
-    files = {
-        path.name: path
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.suffix not in _FOREIGN_SUFFIXES and not path.name.startswith(".")
-    }
-    if any(name.endswith(".safetensors") for name in files):
-        files = {name: path for name, path in files.items() if not name.endswith(".bin")}
+    names = sorted(path.name for path in folder.iterdir() if path.is_file())
+    files = {name: folder / name for name in file_types.pretrained_files(names)}
     return ArtifactFiles(
         f"a Hugging Face folder of {architecture}",
         folder.name,

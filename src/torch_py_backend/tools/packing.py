@@ -74,6 +74,8 @@ print(json.dumps({
 }))
 """
 
+# Packages of conda put them there. Triton up to 25.07 sources bin/activate, which runs them.
+CONDA_SCRIPTS = "etc/conda/activate.d/*.sh"
 # Triton runs: bash -c "source bin/activate && exec env LD_LIBRARY_PATH=lib:... STUB ...".
 _ACTIVATE = b"""\
 # Sourced by Triton before it starts a stub in this environment. Written by torch-py-backend pack.

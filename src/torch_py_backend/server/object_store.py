@@ -1,0 +1,259 @@
+"""Model repositories in object stores, through fsspec: their files, read in pieces.
+
+Credentials are those that the store's own library finds: in environment variables, in its files, or
+of the machine. An URL holds none, because a command line can be read by other users.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from torch_py_backend.artifacts import file_types
+from torch_py_backend.errors import ServerError, summarize
+
+# What pip installs for a scheme: an extra of this package.
+_EXTRAS = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "as": "az", "hf": "hf"}
+_URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.+)", re.DOTALL)
+# The forms of Triton's own URLs that fsspec does not know: a server of its own, an account.
+_S3_HOST = re.compile(r"(?P<scheme>https?://)?(?P<host>[\w.-]+:\d+)/(?P<path>.+)")
+_PIECE = 8 << 20  # bytes of one request
+_PIECES = 8  # requests at a time
+_ATTEMPTS = 5  # of one piece; the pauses are 1, 2, 4 and 8 s
+_SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS|CONNECTION", re.IGNORECASE)
+_SHORTEST_SECRET = 6
+
+
+class StoreError(ServerError):
+    """A store does not answer, refuses, or holds what cannot be served.
+
+    Attributes:
+        temporary: whether the same request may succeed later, so that older files may be served.
+    """
+
+    def __init__(self, message: str, *, temporary: bool = False) -> None:
+        super().__init__(message)
+        self.temporary = temporary
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """One file of a repository.
+
+    Attributes:
+        path: relative to the repository.
+        name: the store's own name of it.
+        size: in bytes.
+        key: differs where contents differ: from the store's digest or, together with the name, its
+            etag or time of change.
+        digest: the name and value of a hash of the contents, such as ("sha256", "9f86…"); None:
+            the store has none.
+    """
+
+    path: PurePosixPath
+    name: str
+    size: int
+    key: str
+    digest: tuple[str, str] | None = None
+
+
+class Store:
+    """A folder in an object store.
+
+    Args:
+        url: such as s3://bucket/folder, gs://, az://, hf://organization/model@revision, or any
+            other that fsspec reads. Triton's forms s3://host:port/bucket/folder and
+            as://account/container/folder are known, too.
+
+    Raises:
+        StoreError: the URL holds credentials, or a package for its scheme is missing.
+    """
+
+    def __init__(self, url: str) -> None:
+        match = _URL.fullmatch(url)
+        if match is None:
+            raise StoreError(f"'{url}' is no URL; expected such as s3://bucket/folder.")
+        self.scheme, rest = match["scheme"], match["rest"].rstrip("/")
+        authority = rest.partition("/")[0]
+        if "?" in rest or "#" in rest or (":" in authority and "@" in authority):
+            # Not repeated: the error may be logged.
+            raise StoreError(
+                f"the URL of {self.scheme}:// holds credentials or a query; expected only the"
+                " folder. Set credentials in the environment variables of the store's library."
+            )
+        self.url = f"{self.scheme}://{rest}"
+        protocol, rest, options = _translate(self.scheme, rest)
+        try:
+            fsspec = importlib.import_module("fsspec")
+            self._files: Any = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+            self._root = self._files._strip_protocol(f"{protocol}://{rest}").rstrip("/")  # noqa: SLF001  there is no public name
+        except ImportError as error:
+            extra = _EXTRAS.get(self.scheme)
+            cure = (
+                f"pip install 'torch-py-backend[{extra}]'"
+                if extra
+                else "Install the package that fsspec needs for it"
+            )
+            raise StoreError(f"{self.scheme}:// needs a package: {error}. {cure}.") from None
+        except Exception as error:  # libraries of stores raise classes of their own
+            raise self._error(error) from None
+
+    def files(self) -> Mapping[PurePosixPath, RemoteFile]:
+        """Return the files of the folder, by their path in it.
+
+        Raises:
+            StoreError: the store does not answer or refuses, there are no files, or a file's name
+                leads out of the folder.
+        """
+        try:
+            self._files.invalidate_cache()
+            found: Mapping[str, Mapping[str, Any]] = self._files.find(self._root, detail=True)
+        except Exception as error:
+            raise self._error(error) from None
+        files = {}
+        for name, info in found.items():
+            # Tools that know no folders but those with a file in them create an empty file.
+            is_marker = not info.get("size") and any(
+                other.startswith(f"{name.rstrip('/')}/") for other in found if other != name
+            )
+            if info.get("type") == "directory" or name.endswith("/") or is_marker:
+                continue
+            file = self._remote_file(name, info)
+            files[file.path] = file
+        if PurePosixPath("config.json") in files and self.scheme == "hf":
+            # Not a repository of Triton's, but a model: in folders, there are other forms of it.
+            names = file_types.pretrained_files(
+                [path.name for path in files if path.parts[1:] == ()]
+            )
+            files = {PurePosixPath(name): files[PurePosixPath(name)] for name in names}
+        if not files:
+            raise StoreError(f"{self.url} holds no files; expected a model repository.")
+        for path in files:
+            for parent in list(path.parents)[:-1]:
+                if parent in files:
+                    raise StoreError(
+                        f"{self.url} holds a file {parent} and a file {path}; expected the first to"
+                        " be a folder."
+                    )
+        return files
+
+    def _remote_file(self, name: str, info: Mapping[str, Any]) -> RemoteFile:
+        relative = name[len(self._root) + 1 :]
+        parts = relative.split("/")
+        if not name.startswith(f"{self._root}/") or any(
+            part in ("", ".", "..") or "\0" in part for part in parts
+        ):
+            raise StoreError(
+                f"{self.url} holds a file named {name!r}; expected names that a folder can have."
+            )
+        size = info.get("size")
+        if size is None:
+            raise StoreError(f"{self.url} does not say how large {relative} is.")
+        digest = _digest(info)
+        # S3's etag is a digest, or unique. Others may be equal for files of other names.
+        etag = str(info.get("ETag", "")) if self.scheme == "s3" else ""
+        facts: Sequence[object]
+        if digest or etag:
+            facts = [digest or [self._root.partition("/")[0], etag], size]
+        else:
+            version = [
+                str(info[key])
+                for key in ("etag", "generation", "mtime", "last_modified", "created", "blob_id")
+                if info.get(key) is not None
+            ]
+            if not version:
+                raise StoreError(
+                    f"{self.url} has neither etags nor times of change; expected a store whose"
+                    " files can be told apart when they change."
+                )
+            facts = [self.scheme, name, version, size]
+        key = hashlib.sha256(repr(facts).encode()).hexdigest()[:40]
+        return RemoteFile(PurePosixPath(relative), name, int(size), key, digest)
+
+    def read(self, file: RemoteFile, start: int) -> Iterator[bytes]:
+        """Yield the contents from a position on; a piece that fails is requested again.
+
+        Raises:
+            StoreError: the store does not answer or refuses, or sends less than it announced.
+        """
+        while start < file.size:
+            starts = [*range(start, min(file.size, start + _PIECE * _PIECES), _PIECE)]
+            ends = [min(file.size, one + _PIECE) for one in starts]
+            yield from self._read_pieces(file, starts, ends)
+            start = ends[-1]
+
+    def _read_pieces(
+        self, file: RemoteFile, starts: Sequence[int], ends: Sequence[int]
+    ) -> Sequence[bytes]:
+        for attempt in range(_ATTEMPTS):
+            try:
+                pieces = self._files.cat_ranges([file.name] * len(starts), starts, ends)
+                for piece, start, end in zip(pieces, starts, ends, strict=True):
+                    if isinstance(piece, Exception):
+                        raise piece
+                    if len(piece) != end - start:
+                        raise OSError(f"{len(piece)} of {end - start} bytes of {file.path} came")
+            except Exception as error:
+                if isinstance(error, (PermissionError, FileNotFoundError)):
+                    raise self._error(error) from None
+                if attempt == _ATTEMPTS - 1:
+                    raise self._error(error) from None
+                time.sleep(2**attempt)
+            else:
+                return [bytes(piece) for piece in pieces]
+        raise AssertionError  # not reached
+
+    def write(self, path: Path, relative: PurePosixPath) -> None:
+        """Write a local file to the folder.
+
+        Raises:
+            StoreError: the store does not answer, or refuses.
+        """
+        try:
+            self._files.pipe_file(f"{self._root}/{relative}", path.read_bytes())
+        except Exception as error:
+            raise self._error(error) from None
+
+    def _error(self, error: Exception) -> StoreError:
+        """Return the error of a store's library, without secrets."""
+        denied, missing = isinstance(error, PermissionError), isinstance(error, FileNotFoundError)
+        reason = "access is denied" if denied else "it is not there" if missing else ""
+        text = summarize(error)
+        for name, value in os.environ.items():
+            if _SECRET.search(name) and len(value) >= _SHORTEST_SECRET:
+                text = text.replace(value, "***")
+        reason = f"{reason} ({text})" if reason else text
+        return StoreError(
+            f"{self.url} cannot be read: {reason}.", temporary=not (denied or missing)
+        )
+
+
+def _translate(scheme: str, rest: str) -> tuple[str, str, Mapping[str, Any]]:
+    """Return fsspec's protocol, the path and options for an URL in one of Triton's forms."""
+    if scheme == "s3" and (match := _S3_HOST.fullmatch(rest)):
+        endpoint = f"{match['scheme'] or 'http://'}{match['host']}"
+        return "s3", match["path"], {"endpoint_url": endpoint}
+    if scheme == "as":
+        account, _, path = rest.partition("/")
+        return "az", path, {"account_name": account.removesuffix(".blob.core.windows.net")}
+    return scheme, rest, {}
+
+
+def _digest(info: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the hash of a file's contents that its store knows."""
+    lfs = info.get("lfs")  # Hugging Face
+    if lfs is not None:
+        return "sha256", str(lfs["sha256"])
+    if md5 := info.get("md5Hash"):  # Google
+        return "md5", base64.b64decode(md5).hex()
+    if md5 := (info.get("content_settings") or {}).get("content_md5"):  # Azure
+        return "md5", bytes(md5).hex()
+    return None

@@ -1,0 +1,138 @@
+"""`serve s3://…` against a server of S3: answers, new files, healing, faults of the store."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import stores
+import supervised
+import torch
+
+import torch_py_backend
+
+pytestmark = [pytest.mark.server]
+
+_URL = "s3://bucket/models"
+_MODULE = """
+from torch import nn
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return x * self.factor
+"""
+_CONFIG = """
+backend: "pytorch_py"
+max_batch_size: 8
+input [{ name: "x" data_type: TYPE_FP32 dims: [ 4 ] }]
+output [{ name: "y" data_type: TYPE_FP32 dims: [ 4 ] }]
+instance_group [{ kind: KIND_CPU count: 2 }]
+parameters { key: "WATCH_WEIGHTS" value { string_value: "true" } }
+"""
+
+
+def _weights(factor: float) -> bytes:
+    return safetensors.torch.save({"factor": torch.full((4,), factor)})
+
+
+def _model(factor: float, code: str = _MODULE) -> Mapping[str, bytes]:
+    return {
+        "scale/config.pbtxt": _CONFIG.encode(),
+        "scale/1/model.py": f"import torch\n{code}".encode(),
+        "scale/1/model.safetensors": _weights(factor),
+    }
+
+
+@pytest.fixture
+def s3() -> Iterator[stores.S3]:
+    server = stores.S3()
+    server.put("bucket/models", _model(2.0))
+    yield server
+    server.stop()
+
+
+def _folders_of_servers(tmp_path: Path) -> list[Path]:
+    return list(tmp_path.glob("cache/user-*/servers/*"))
+
+
+def _mapped(served: supervised.Supervised) -> set[str]:
+    """Return the files of weights that the model's instances have in their memory."""
+    assert len(served.stubs("scale")) == 2
+    return {
+        entry.path
+        for stub in served.stubs("scale")
+        for entry in stub.memory_maps()
+        if entry.path.endswith("model.safetensors")
+    }
+
+
+def test_changes_and_faults(s3: stores.S3, tmp_path: Path) -> None:
+    """Weights in the bucket are swapped in; without the store, a model that dies is healed."""
+    arguments = [f"--cache={tmp_path / 'cache'}", "--poll=0.5"]
+    with supervised.serve(_URL, *arguments, **s3.variables) as served:
+        served.wait_loaded()
+        assert served.infer("scale", 3.0) == [6.0] * 4
+        s3.put("bucket/models", {"scale/1/model.safetensors": _weights(5.0)})
+        supervised.until(lambda: served.infer("scale", 3.0) == [15.0] * 4, served)
+        assert "s3://bucket/models has changed: its files are here." in served.log
+        # The weights of both instances are one mapped file.
+        supervised.until(lambda: len(_mapped(served)) == 1, served)
+        s3.stop()
+        served.stubs("scale")[0].kill()
+        supervised.until(lambda: "serves again after" in served.log, served)
+        assert served.infer("scale", 3.0) == [15.0] * 4
+        supervised.until(lambda: "The models serve on." in served.log, served)
+        log = served.log
+    assert stores.SECRET not in log
+    assert _folders_of_servers(tmp_path) == []
+    # A new server starts with what was fetched.
+    with supervised.serve(_URL, *arguments, **s3.variables) as served:
+        served.wait_loaded()
+        assert "What was fetched last is served." in served.log
+        assert served.infer("scale", 3.0) == [15.0] * 4
+
+
+def test_reload(s3: stores.S3, tmp_path: Path) -> None:
+    """New versions, new models and new code are loaded; what cannot be loaded is refused."""
+    arguments = [f"--cache={tmp_path / 'cache'}", "--poll=0.5", "--reload"]
+    config = _CONFIG.replace('"true"', '"false"')
+    s3.put("bucket/models", {"scale/config.pbtxt": config.encode()})
+    with supervised.serve(_URL, *arguments, **s3.variables) as served:
+        served.wait_loaded()
+        assert served.infer("scale", 3.0) == [6.0] * 4
+        s3.put("bucket/models", {"scale/2/model.py": b"def forward(x): return {'y': x + 1}\n"})
+        supervised.until(lambda: served.infer("scale", 3.0) == [4.0] * 4, served)
+        s3.put("bucket/models", {"scale/3/model.py": b"def forward(x): return (\n"})
+        supervised.until(lambda: re.search(r"FAILED\s+scale: .*SyntaxError", served.log), served)
+        assert served.infer("scale", 3.0) == [4.0] * 4
+
+
+def test_from_python(s3: stores.S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in s3.variables.items():
+        monkeypatch.setenv(name, value)
+    with torch_py_backend.serve(_URL, arguments=[f"--cache={tmp_path / 'cache'}"]) as server:
+        outputs = server.infer("scale", torch.ones(1, 4))
+        assert outputs["y"].tolist() == [[2.0] * 4]
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://bucket/nothing", "s3://bucket/nothing holds no files"),
+        ("s3://bucket/models/scale", "expected the repository that holds it: s3://bucket/models."),
+        ("s3://bucket/models/scale/1", "s3://bucket/models/scale/1 holds no models"),
+        ("s3://id:key@bucket/models", "the URL of s3:// holds credentials"),
+    ],
+)
+def test_refused(s3: stores.S3, tmp_path: Path, url: str, message: str) -> None:
+    with supervised.serve(url, f"--cache={tmp_path / 'cache'}", **s3.variables) as served:
+        assert served.process.wait(60) == 1
+        assert message in served.log
+    assert _folders_of_servers(tmp_path) == []

@@ -1,0 +1,282 @@
+"""Repositories in object stores: names, faults, credentials; against S3, and a store that fails."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import stores
+from stores import Faulty
+
+from torch_py_backend.server import object_store
+from torch_py_backend.server.object_store import Store, StoreError
+
+_FILES = {"a/config.pbtxt": b"x", "a/1/model.pt": bytes(range(256)) * 10}
+
+
+@pytest.fixture
+def faulty() -> Iterator[type[Faulty]]:
+    with stores.faulty() as one:
+        one.files = dict(_FILES)
+        yield one
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("bucket/models", "'bucket/models' is no URL; expected such as s3://bucket/folder."),
+        ("s3://", "'s3://' is no URL"),
+        ("s3://id:secret@bucket/models", "the URL of s3:// holds credentials or a query"),
+        ("az://box/models?sv=2024&sig=secret", "the URL of az:// holds credentials or a query"),
+        ("nothing://box/models", "Protocol not known: nothing"),
+        ("hf://organization", "hf://organization cannot be read: "),
+    ],
+)
+def test_urls_that_are_refused(url: str, message: str) -> None:
+    with pytest.raises(StoreError, match=message) as raised:
+        Store(url).files()
+    assert "secret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "module", "extra"),
+    [("s3", "s3fs", "s3"), ("gs", "gcsfs", "gs"), ("az", "adlfs", "az")],
+)
+def test_missing_package(
+    scheme: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, scheme, raising=False)
+    message = rf"{scheme}:// needs a package: .* pip install 'torch-py-backend\[{extra}\]'"
+    with pytest.raises(StoreError, match=message):
+        Store(f"{scheme}://box/models")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rest", "expected"),
+    [
+        ("s3", "bucket/a/b", ("s3", "bucket/a/b", {})),
+        ("s3", "minio:9000/bucket/a", ("s3", "bucket/a", {"endpoint_url": "http://minio:9000"})),
+        (
+            "s3",
+            "https://minio.example.com:443/bucket/a",
+            ("s3", "bucket/a", {"endpoint_url": "https://minio.example.com:443"}),
+        ),
+        ("as", "account/box/a", ("az", "box/a", {"account_name": "account"})),
+        (
+            "as",
+            "account.blob.core.windows.net/box/a",
+            ("az", "box/a", {"account_name": "account"}),
+        ),
+        ("gs", "bucket/a", ("gs", "bucket/a", {})),
+        ("hf", "organization/model@v1", ("hf", "organization/model@v1", {})),
+    ],
+)
+def test_urls_in_triton_s_forms(
+    scheme: str, rest: str, expected: tuple[str, str, dict[str, str]]
+) -> None:
+    assert object_store._translate(scheme, rest) == expected
+
+
+def test_files_of_a_bucket(s3: stores.S3) -> None:
+    """Names relative to the folder, sizes, and keys that follow the contents."""
+    s3.put("bucket/old", _FILES)
+    s3.put("bucket/new", {**_FILES, "a/config.pbtxt": b"y", "a/empty/": b""})
+    old, new = Store("s3://bucket/old").files(), Store("s3://bucket/new/").files()
+    names = [PurePosixPath(name) for name in sorted(_FILES)]
+    assert sorted(old) == sorted(new) == names
+    assert [old[name].size for name in names] == [2560, 1]
+    # The same contents in another folder have the same key; others have not.
+    assert [old[name].key == new[name].key for name in names] == [True, False]
+
+
+def test_a_server_s_own_address(s3: stores.S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form of Triton's URLs needs no variable with the endpoint."""
+    s3.put("bucket/models", _FILES)
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    assert len(Store(f"s3://{s3.address}/bucket/models").files()) == 2
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/nothing", "s3://no-such-bucket/models"])
+def test_nothing_there(s3: stores.S3, url: str) -> None:
+    s3.put("bucket/models", _FILES)
+    with pytest.raises(
+        StoreError, match=r"holds no files|cannot be read: it is not there"
+    ) as raised:
+        Store(url).files()
+    assert not raised.value.temporary
+
+
+def test_a_store_that_is_down(s3: stores.S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    with pytest.raises(StoreError, match="s3://bucket/models cannot be read: ") as raised:
+        Store("s3://bucket/models").files()
+    assert raised.value.temporary
+
+
+@pytest.mark.parametrize("name", ["../x", "a/../../x", "a/./x", "/x", "a//x", "a/\0", "..", "a/.."])
+def test_hostile_names(faulty: type[Faulty], name: str) -> None:
+    faulty.files[name] = b"evil"
+    with pytest.raises(StoreError, match="expected names that a folder can have"):
+        Store("faulty://models").files()
+
+
+def test_a_file_where_a_folder_is(faulty: type[Faulty]) -> None:
+    faulty.files["a/1"] = b"not empty"
+    with pytest.raises(StoreError, match=r"holds a file a/1 and a file a/1/model.pt"):
+        Store("faulty://models").files()
+    faulty.files["a/1"] = b""  # the mark of a folder
+    assert len(Store("faulty://models").files()) == 2
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"size": None}, "does not say how large a/1/model.pt is"),
+        ({"created": None}, "has neither etags nor times of change"),
+    ],
+)
+def test_files_without_facts(faulty: type[Faulty], facts: dict[str, Any], message: str) -> None:
+    faulty.facts["a/1/model.pt"] = facts
+    with pytest.raises(StoreError, match=message):
+        Store("faulty://models").files()
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "temporary"),
+    [
+        (PermissionError("Forbidden"), r"access is denied \(PermissionError: Forbidden\)", False),
+        (FileNotFoundError("models"), "it is not there", False),
+        (TimeoutError("too slow"), "TimeoutError: too slow", True),
+        (OSError("signed with s3cr3t-key"), r"OSError: signed with \*\*\*", True),
+    ],
+)
+def test_errors(
+    faulty: type[Faulty],
+    error: Exception,
+    message: str,
+    temporary: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One sentence, without secrets."""
+    monkeypatch.setenv("SOME_SECRET_ACCESS_KEY", "s3cr3t-key")
+    faulty.listing_error = error
+    with pytest.raises(StoreError, match=message) as raised:
+        Store("faulty://models").files()
+    assert raised.value.temporary is temporary
+    assert "s3cr3t" not in str(raised.value)
+
+
+def _content(store: Store, name: str, start: int = 0) -> bytes:
+    return b"".join(store.read(store.files()[PurePosixPath(name)], start))
+
+
+@pytest.mark.parametrize("start", [0, 1, 1000, 2560])
+def test_read(faulty: type[Faulty], start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces in their order, from any position; those that fail are asked for again."""
+    monkeypatch.setattr(object_store, "_PIECE", 100)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    faulty.reading_errors = [OSError("reset"), None, TimeoutError("slow")]
+    content = _content(Store("faulty://models"), "a/1/model.pt", start)
+    assert content == _FILES["a/1/model.pt"][start:]
+
+
+def test_a_truncated_answer(faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    faulty.truncate = True
+    with pytest.raises(StoreError, match=r"2559 of 2560 bytes of a/1/model.pt came") as raised:
+        _content(Store("faulty://models"), "a/1/model.pt")
+    assert raised.value.temporary
+    assert pauses == [1, 2, 4, 8]
+
+
+def test_denied_while_reading(faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not asked for again."""
+    monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("asked again"))
+    faulty.reading_errors = [PermissionError("Forbidden")]
+    with pytest.raises(StoreError, match="access is denied"):
+        _content(Store("faulty://models"), "a/1/model.pt")
+
+
+def test_digests(faulty: type[Faulty]) -> None:
+    """Of Google's and Hugging Face's stores."""
+    content = _FILES["a/1/model.pt"]
+    md5, sha256 = hashlib.md5(content), hashlib.sha256(content)
+    faulty.facts["a/1/model.pt"] = {"md5Hash": base64.b64encode(md5.digest()).decode()}
+    path = PurePosixPath("a/1/model.pt")
+    assert Store("faulty://models").files()[path].digest == ("md5", md5.hexdigest())
+    faulty.facts["a/1/model.pt"] = {"lfs": {"sha256": sha256.hexdigest(), "size": len(content)}}
+    assert Store("faulty://models").files()[path].digest == ("sha256", sha256.hexdigest())
+
+
+def test_write(s3: stores.S3, tmp_path: Path) -> None:
+    s3.put("bucket/models", _FILES)
+    store = Store("s3://bucket/models")
+    (tmp_path / "bundle").write_bytes(b"compiled")
+    store.write(tmp_path / "bundle", PurePosixPath("a/compile_cache/b.bundle"))
+    assert _content(store, "a/compile_cache/b.bundle") == b"compiled"
+
+
+def test_google_cloud_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stores.google(_FILES, monkeypatch):
+        store = Store("gs://bucket/models")
+        files = store.files()
+        digests = {str(path): file.digest for path, file in files.items()}
+        assert digests == {
+            name: ("md5", hashlib.md5(content).hexdigest()) for name, content in _FILES.items()
+        }
+        assert _content(store, "a/1/model.pt") == _FILES["a/1/model.pt"]
+        with pytest.raises(StoreError, match=r"holds no files|is not there"):
+            Store("gs://bucket/nothing").files()
+
+
+# In a process of its own: huggingface_hub reads the address of its hub when it is imported.
+_LISTING = """
+import json, sys
+from torch_py_backend.server.object_store import Store, StoreError
+try:
+    store = Store(sys.argv[1])
+    print(json.dumps([
+        [str(file.path), file.digest, b"".join(store.read(file, 0)).decode()]
+        for file in store.files().values()
+    ]))
+except StoreError as error:
+    print(json.dumps(str(error)))
+"""
+
+
+def _listed(url: str, address: str) -> Any:
+    command = [sys.executable, "-c", _LISTING, url]
+    variables = os.environ | {"HF_ENDPOINT": address}
+    done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, check=True, timeout=60)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("url", ["hf://organization/net", "hf://organization/net@main"])
+def test_hugging_face_hub(url: str) -> None:
+    """Of a model, only the files that PyTorch needs; all of a model repository."""
+    files = {"config.json": b"{}", "model.safetensors": b"weights" * 1000, "vocab.txt": b"a"}
+    others = {"pytorch_model.bin": b"x", "onnx/model.onnx": b"x", ".gitattributes": b"x"}
+    digests = dict.fromkeys(files)
+    digests["model.safetensors"] = hashlib.sha256(files["model.safetensors"]).hexdigest()
+    with stores.hugging_face_hub({**files, **others}) as address:
+        listed = _listed(url, address)
+        assert {name: content.encode() for name, _, content in listed} == files
+        assert {name: digest and digest[1] for name, digest, _ in listed} == digests
+        missing = _listed("hf://organization/nothing", address)
+        assert re.search(r"it is not there .*repository not found", missing)
+    repository = {"a/config.pbtxt": b"x", "a/1/config.json": b"{}"}
+    with stores.hugging_face_hub(repository) as address:
+        assert {name: content.encode() for name, _, content in _listed(url, address)} == repository
