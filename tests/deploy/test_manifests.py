@@ -229,7 +229,7 @@ def test_keda(tmp_path: Path) -> None:
         assert config == {"name": NAME, "behavior": autoscaler["behavior"]}
         queries = deployed.keda_queries(spec)
         names = {selector.name for query in queries for selector in monitoring.selectors(query)}
-        ours = {name for name in names if not name.startswith("nv_")}
+        ours = {name for name in names if name and not name.startswith("nv_")}
         assert ours == {"pytorch_py_live_streams"} <= monitoring.known().keys()
         expected = deployed.keda_queries(deployed.one(kustomized, "ScaledObject")["spec"])
         assert queries == [query.replace('"inference"', f'"{namespace}"') for query in expected]
