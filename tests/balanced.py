@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import living
@@ -150,7 +151,11 @@ class Host:
 
     def answered(self) -> int:
         """The requests that its Triton counts as answered."""
-        line = r"^nv_inference_request_success\{.*\} (\d+)"
+        return self.total("nv_inference_request_success")
+
+    def total(self, metric: str) -> int:
+        """Return the sum of a metric of Triton over all models."""
+        line = rf"^{metric}\{{.*\}} (\d+)"
         return sum(map(int, re.findall(line, self.metrics(), flags=re.MULTILINE)))
 
     def metrics(self) -> str:
@@ -179,7 +184,15 @@ class Balancer:
         assert self._process.poll() is None, self._log.read_text(errors="replace")
         told = _get(f"{self._address}:8404", "/stats;csv")
         rows = csv.DictReader(told.lstrip("# ").splitlines())
-        return [row for row in rows if row["svname"].startswith("host-")]
+        return [row for row in rows if row["svname"].startswith(("host-", "canary"))]
+
+    def received(self, host: Host) -> dict[str, tuple[str, int]]:
+        """Return the state of a host and the number of requests that it got, by backend."""
+        return {
+            row["pxname"]: (row["status"].split()[0], int(row["stot"]))
+            for row in self._rows()
+            if row["svname"] == host.name
+        }
 
     def until(self, state: str, *hosts: Host) -> None:
         """Wait until the hosts are in this state, for every protocol."""
@@ -330,10 +343,13 @@ def hosts(folder: Path, numbers: Iterable[int], triton: Sequence[str] = ()) -> I
 
 
 @contextlib.contextmanager
-def balancer(folder: Path, members: list[Host]) -> Iterator[Balancer]:
+def balancer(
+    folder: Path, members: list[Host], canary: Host | None = None, percent: int = 0
+) -> Iterator[Balancer]:
     """HAProxy in front of the hosts, as deploy/haproxy.cfg has it."""
     text = _configuration({one.name: one.address for one in members})
-    with _haproxy(folder, text, FRONT, members) as running:
+    variables = {"CANARY": canary.address, "CANARY_PERCENT": str(percent)} if canary else {}
+    with _haproxy(folder, text, FRONT, members, variables) as running:
         yield running
 
 
@@ -347,13 +363,22 @@ def service(folder: Path, members: list[Host]) -> Iterator[Balancer]:
 
 
 @contextlib.contextmanager
-def _haproxy(folder: Path, text: str, address: str, members: list[Host]) -> Iterator[Balancer]:
+def _haproxy(
+    folder: Path,
+    text: str,
+    address: str,
+    members: list[Host],
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> Iterator[Balancer]:
     configuration = folder / "haproxy.cfg"
     configuration.write_text(text)
     log = folder / "haproxy.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [executable(), "-f", configuration], stdout=output, stderr=output
+            [executable(), "-f", configuration],
+            stdout=output,
+            stderr=output,
+            env=os.environ | variables,
         )
         try:
             started = Balancer(process, log, address)
@@ -373,8 +398,11 @@ def executable() -> str:
 def _configuration(addresses: Mapping[str, str]) -> str:
     """deploy/haproxy.cfg, with the names and addresses that are tried here, and nothing else."""
     text = CONFIGURATION.read_text(encoding="utf-8")
-    for name, address in addresses.items():
-        text = text.replace(f"{name}:", f"{address}:")
+    for name in set(re.findall(r"server (host-\d) ", text)):
+        if name in addresses:
+            text = text.replace(f"{name}:", f"{addresses[name]}:")
+        else:
+            text = re.sub(rf"    server {name} .*\n", "", text)
     text = text.replace("bind 127.0.0.1:", f"bind {FRONT}:")
     text = text.replace("abns@torch-py-backend", f"abns@{FRONT}")
     return re.sub(r"bind :(\d+)", rf"bind {FRONT}:\1", text)

@@ -2,16 +2,22 @@
 
 Kustomize's and KServe's packages fit no environment with a tritonserver's wheel (the one asks for a
 newer Python than it needs, the other for an older psutil): they are put into a folder of their own.
+PyPI has no schemas of the Gateway API; npm has them as TypeScript, generated from its CRDs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import importlib
+import io
+import re
 import subprocess
 import sys
+import tarfile
 import tempfile
+import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -23,6 +29,7 @@ import promql_parser
 import pydantic
 import typer.main
 import yaml
+from cloudcoil.models.keda.v1alpha1 import ScaledObject
 from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule
 
 from torch_py_backend.cli import commands
@@ -32,6 +39,7 @@ DEPLOY = ROOT / "deploy"
 BASE = DEPLOY / "kustomize" / "base"
 CHART = DEPLOY / "helm" / "torch-py-backend"
 KSERVE = DEPLOY / "kserve"
+KEDA = DEPLOY / "kustomize" / "components" / "keda"
 NAME = "torch-py-backend"
 Document = dict[str, Any]
 _PACKAGES = ("pykustomize==0.1.4", "kserve==0.21.0", "kubernetes==35.0.0", "six==1.17.0")
@@ -44,7 +52,10 @@ _KSERVE = {
 _OPERATED: dict[str, type[pydantic.BaseModel]] = {
     "PodMonitor": PodMonitor,
     "PrometheusRule": PrometheusRule,
+    "ScaledObject": ScaledObject,
 }
+_GATEWAY = "https://registry.npmjs.org/@kubernetes-models/gateway-api/-/gateway-api-2.0.0.tgz"
+_GATEWAY_SHA256 = "505c284b74d2f71803803543816abe3fe58e4b0ec6d98f3bd4989726d469b81b"
 _PLAIN: dict[str, type | tuple[type, ...]] = {
     "str": str,
     "int": int,
@@ -53,6 +64,13 @@ _PLAIN: dict[str, type | tuple[type, ...]] = {
     "object": object,
     "datetime": str,
     "ResourceQuantity": (str, int),
+    "V1beta1MetricQuantity": (str, int),  # the type of `value` in a metric's target
+}
+_TYPESCRIPT: dict[str, type | tuple[type, ...]] = {
+    "string": str,
+    "number": int,
+    "boolean": bool,
+    "IIoK8sApimachineryPkgApisMetaV1ObjectMeta": dict,
 }
 
 
@@ -112,7 +130,7 @@ def validate(document: Document, version: str) -> None:
     """Compare an object with its schema, and allow no field that the schema does not know.
 
     Args:
-        document: an object of Kubernetes, of the Prometheus operator or of KServe.
+        document: an object of Kubernetes, the Prometheus operator, KEDA, KServe or the Gateway API.
         version: of Kubernetes, such as 1.30.
 
     Raises:
@@ -121,8 +139,10 @@ def validate(document: Document, version: str) -> None:
     group = document["apiVersion"].partition("/")[0]
     if group == "serving.kserve.io":
         _validate_for_kserve(document)
-    elif group == "monitoring.coreos.com":
+    elif group in ("monitoring.coreos.com", "keda.sh"):
         _validate_for_operator(document)
+    elif group == "gateway.networking.k8s.io":
+        _check_gateway_type(document, document["kind"], document["kind"])
     else:
         try:
             kubernetes_validate.validate(document, version, strict=True)
@@ -168,6 +188,60 @@ def _take(value: Any, kind: str, path: str) -> Any:
         return model(**parts)
     except ValueError as error:  # a required field is missing
         raise Misfit(f"{path}: {error}") from None
+
+
+@functools.cache
+def _gateway_package() -> dict[str, str]:
+    """Return the TypeScript declarations of the Gateway API's types, by type."""
+    with urllib.request.urlopen(_GATEWAY, timeout=60) as response:
+        archive = response.read()
+    assert hashlib.sha256(archive).hexdigest() == _GATEWAY_SHA256
+    declarations = {}
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        for member in files:
+            match = re.fullmatch(
+                r"package/gateway\.networking\.k8s\.io/v1/(\w+)\.d\.ts", member.name
+            )
+            if match and (file := files.extractfile(member)):
+                declarations[match[1]] = re.sub(
+                    r"/\*.*?\*/", "", file.read().decode(), flags=re.DOTALL
+                )
+    return declarations
+
+
+def _gateway_fields(name: str) -> dict[str, tuple[bool, str]]:
+    """Return the fields of an interface and of those that it extends: (required, type)."""
+    pattern = rf"interface I{name}(?: extends (\w+))? \{{\n(.*?)\n\}}"
+    match = re.search(pattern, _gateway_package()[name], flags=re.DOTALL)
+    assert match, name
+    parent = (match[1] or "").removeprefix("IIoK8sSigsGatewayApiApisV1")
+    fields = _gateway_fields(parent) if parent not in ("", "TypeMeta") else {}
+    found = re.findall(r'^    "(\w+)"(\??): (.+);$', match[2], flags=re.MULTILINE)
+    return fields | {field: (not optional, kind) for field, optional, kind in found}
+
+
+def _check_gateway_type(value: Any, kind: str, path: str) -> None:
+    """Compare a value with a type: `string`, `"HTTPRoute"`, `Array<…>` or the name of another."""
+    kind = kind.removeprefix("IIoK8sSigsGatewayApiApisV1")
+    if kind.startswith("Array<"):
+        _expect(list, value, path)
+        for place, item in enumerate(value):
+            _check_gateway_type(item, kind[6:-1], f"{path}[{place}]")
+    elif kind in _TYPESCRIPT:
+        _expect(_TYPESCRIPT[kind], value, path)
+    elif '"' in kind:
+        if f'"{value}"' not in kind.split(" | "):
+            raise Misfit(f"{path}: {value!r} is none of {kind}")
+    elif alias := re.search(rf"type I{kind} = (.+);", _gateway_package()[kind]):
+        _check_gateway_type(value, alias[1], path)
+    else:
+        _expect(dict, value, path)
+        fields = _gateway_fields(kind)
+        missing = {field for field, (required, _) in fields.items() if required} - value.keys()
+        if wrong := missing | (value.keys() - fields.keys()):
+            raise Misfit(f"{path}: unknown or missing: {', '.join(sorted(wrong))}")
+        for field, item in value.items():
+            _check_gateway_type(item, fields[field][1], f"{path}.{field}")
 
 
 def _expect(kind: type | tuple[type, ...], value: Any, path: str) -> None:
@@ -226,6 +300,11 @@ def server(documents: list[Document]) -> Document:
     (container,) = pod(documents)["containers"]
     found: Document = container
     return found
+
+
+def keda_queries(spec: Document) -> list[str]:
+    """Return the queries of a ScaledObject's triggers."""
+    return [trigger["metadata"]["query"] for trigger in spec["triggers"]]
 
 
 def serve_arguments(words: list[str]) -> dict[str, Any]:

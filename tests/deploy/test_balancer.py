@@ -12,13 +12,19 @@ from pathlib import Path
 
 import balanced
 import pytest
-import yaml
 from balanced import Balancer, Host, Load
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 _CLIENTS = 3  # of each protocol
-_ADAPTER = Path(__file__).parents[2] / "deploy" / "prometheus-adapter.yaml"
+_DEPLOY = Path(__file__).parents[2] / "deploy"
+_SCALED_OBJECT = _DEPLOY / "kustomize" / "components" / "keda" / "scaled-object.yaml"
+_AUTOSCALERS = (
+    _DEPLOY / "prometheus-adapter.yaml",
+    _SCALED_OBJECT,
+    _DEPLOY / "kserve" / "inference-service.yaml",
+    _DEPLOY / "helm" / "torch-py-backend" / "templates" / "autoscaler.yaml",
+)
 
 
 @pytest.fixture(scope="module")
@@ -156,11 +162,26 @@ def test_grpc_clients_of_a_service_follow_the_replicas(tmp_path: Path) -> None:
     assert load.failures == []
 
 
-def test_metrics_of_the_autoscaler(hosts: list[Host]) -> None:
-    """Each metric that deploy/prometheus-adapter.yaml reads is one of a running server's."""
-    document = yaml.safe_load(_ADAPTER.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("path", _AUTOSCALERS, ids=lambda path: path.parent.name)
+def test_metrics_of_the_autoscaler(hosts: list[Host], path: Path) -> None:
+    """Each metric that an autoscaler's queries read is one of a running server's."""
+    names = set(re.findall(r"\b(?:nv|pytorch_py)_\w+", path.read_text(encoding="utf-8")))
+    # Of decoupled models only: its queries do without it.
+    names.discard("pytorch_py_live_streams")
     text = hosts[0].metrics()
-    for rule in document["rules"]["custom"]:
-        names = set(re.findall(r"\bnv_\w+", rule["seriesQuery"] + rule["metricsQuery"]))
-        assert names
-        assert all(re.search(rf"^{name}\{{", text, flags=re.MULTILINE) for name in names)
+    assert names
+    assert all(re.search(rf"^{name}\{{", text, flags=re.MULTILINE) for name in names)
+
+
+@pytest.mark.usefixtures("balancer")
+def test_requests_in_flight(hosts: list[Host]) -> None:
+    """Seconds that requests took, per second, are the requests in flight: queued and running."""
+    name = "nv_inference_request_duration_us"
+    assert f"rate({name}{{" in _SCALED_OBJECT.read_text(encoding="utf-8")
+    with Load(_CLIENTS) as load:
+        load.go_on(20)
+        before, begin = sum(host.total(name) for host in hosts), time.monotonic()
+        load.go_on(200)
+        took = sum(host.total(name) for host in hosts) - before
+        in_flight = took / 1e6 / (time.monotonic() - begin)
+    assert _CLIENTS < in_flight < 2.2 * _CLIENTS

@@ -17,11 +17,14 @@ _KUSTOMIZATIONS = re.findall(
 _OTHER_SERVICES = ("prometheus-operated", "kube-prometheus-stack-grafana", "digits-predictor")
 
 
-@pytest.mark.parametrize("text", _KUSTOMIZATIONS, ids=["plain", "patched", "object-store"])
-def test_kustomizations(text: str, tmp_path: Path) -> None:
+_PLAIN, _PATCHED, _OBJECT_STORE, _NODE_CACHE, _GPU_PART = range(5)
+
+
+@pytest.mark.parametrize("place", range(5))
+def test_kustomizations(place: int, tmp_path: Path) -> None:
     """A kustomization beside deploy/ builds valid objects with the reader's image."""
-    assert _TEXT.count("```yaml") == len(_KUSTOMIZATIONS)
-    documents = _build(text, tmp_path)
+    assert _TEXT.count("```yaml") == len(_KUSTOMIZATIONS) == 5
+    documents = _build(_KUSTOMIZATIONS[place], tmp_path)
     for document in documents:
         deployed.validate(document, "1.37")
     assert deployed.server(documents)["image"] == "registry.example.com/torch-py-backend:1"
@@ -29,7 +32,7 @@ def test_kustomizations(text: str, tmp_path: Path) -> None:
 
 def test_patches(tmp_path: Path) -> None:
     """The patches add to the base; they replace neither its volumes nor its variables."""
-    documents = _build(_KUSTOMIZATIONS[1], tmp_path)
+    documents = _build(_KUSTOMIZATIONS[_PATCHED], tmp_path)
     volumes = {volume["name"]: volume for volume in deployed.pod(documents)["volumes"]}
     assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
     names = {variable["name"] for variable in deployed.server(documents)["env"]}
@@ -38,7 +41,47 @@ def test_patches(tmp_path: Path) -> None:
     assert monitor["metadata"]["labels"]["release"] == "kube-prometheus-stack"
 
 
+def test_object_store(tmp_path: Path) -> None:
+    """The URL and the credentials are variables of the server; none is an argument."""
+    documents = _build(_KUSTOMIZATIONS[_OBJECT_STORE], tmp_path)
+    names = {
+        document["kind"]: document["metadata"]["name"]
+        for document in documents
+        if document["kind"] in ("ConfigMap", "Secret")
+    }
+    container = deployed.server(documents)
+    config, secret = container["envFrom"]
+    assert config["configMapRef"]["name"] == names["ConfigMap"]
+    assert secret["secretRef"]["name"] == names["Secret"]
+    assert "YOUR_KEY" not in str(container)
+
+
+def test_node_cache(tmp_path: Path) -> None:
+    """The cache is the folder that the page makes on each node, for the pods' user."""
+    documents = _build(_KUSTOMIZATIONS[_NODE_CACHE], tmp_path)
+    (volume,) = [entry for entry in deployed.pod(documents)["volumes"] if entry["name"] == "cache"]
+    folder = volume["hostPath"]["path"]
+    assert volume == {"name": "cache", "hostPath": {"path": folder, "type": "Directory"}}
+    arguments = deployed.serve_arguments(deployed.server(documents)["args"])
+    assert (str(arguments["cache"]), arguments["cache_size"]) == (folder, "200GB")
+    user = deployed.pod(documents)["securityContext"]
+    assert f"install -d -o {user['runAsUser']} -g {user['runAsGroup']} -m 0700 {folder}\n" in _TEXT
+
+
+@pytest.mark.parametrize("resource", ["nvidia.com/mig-1g.10gb", "nvidia.com/gpu.shared"])
+def test_parts_of_a_gpu(resource: str, tmp_path: Path) -> None:
+    """The patch requests one part in place of one GPU."""
+    assert f"`{resource}`" in _TEXT
+    text = _KUSTOMIZATIONS[_GPU_PART].replace("nvidia.com/mig-1g.10gb", resource)
+    documents = _build(text, tmp_path)
+    deployed.validate(deployed.one(documents, "Deployment"), "1.37")
+    limits = deployed.server(documents)["resources"]["limits"]
+    assert {name: limits[name] for name in limits if "nvidia" in name} == {resource: "1"}
+
+
 def _build(text: str, folder: Path) -> list[deployed.Document]:
+    if "kind: Kustomization" not in text:  # an addition to the first one
+        text = _KUSTOMIZATIONS[_PLAIN] + text
     (folder / "deploy").symlink_to(DEPLOY)
     (folder / "inference").mkdir()
     (folder / "inference" / "kustomization.yaml").write_text(text, encoding="utf-8")

@@ -188,6 +188,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
             # What a container engine does with a RUN line.
             done = built.run(["/bin/sh", "-c", built.place(step.text)])
             assert done.returncode == 0, f"{step.text}\n{done.stdout}"
+            # pip's warning for an extra that is not in pyproject.toml.
+            assert "does not provide the extra" not in done.stdout
     return built
 
 

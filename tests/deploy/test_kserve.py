@@ -53,6 +53,25 @@ def test_runtime_serves_as_the_base_does() -> None:
     assert deployed.unrestricted(spec) == set()
 
 
+def test_autoscaler() -> None:
+    """KServe scales on the queries and limits of the component `keda`, for its own pods."""
+    service = _read("inference-service.yaml")
+    assert service["metadata"]["annotations"]["serving.kserve.io/autoscalerClass"] == "keda"
+    metrics = [
+        metric["external"] for metric in service["spec"]["predictor"]["autoScaling"]["metrics"]
+    ]
+    text = (deployed.KEDA / "scaled-object.yaml").read_text(encoding="utf-8")
+    (scaled,) = deployed.parse(text.replace(f"{deployed.NAME}-[", "digits-predictor-["))
+    for metric, trigger in zip(metrics, scaled["spec"]["triggers"], strict=True):
+        assert metric["metric"] == {
+            "backend": trigger["type"],
+            "serverAddress": trigger["metadata"]["serverAddress"],
+            "query": trigger["metadata"]["query"],
+        }
+        # The field that KServe's controller reads for an external metric.
+        assert metric["target"] == {"type": "Value", "value": trigger["metadata"]["threshold"]}
+
+
 def test_monitor_selects_the_pods() -> None:
     """The PodMonitor scrapes the metrics port of the runtime's pods, and not those of the base."""
     spec = _read("runtime.yaml")["spec"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import time
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import deployed
 import monitoring
 import pytest
 import yaml
-from deployed import BASE, CHART, DEPLOY, KSERVE, NAME, Document
+from deployed import BASE, CHART, DEPLOY, KEDA, KSERVE, NAME, Document
 
 from torch_py_backend.server import tritonserver
 from torch_py_backend.server.readiness import ReadinessServer
@@ -24,10 +25,11 @@ kind: Kustomization
 namespace: inference
 resources: [../deploy/kustomize/base]
 components: {components}
-configMapGenerator: [{{name: models, literals: [MODELS=s3:bucket/models]}}]
+configMapGenerator: [{{name: models, literals: [MODELS=s3://bucket/models]}}]
 images: [{{name: torch-py-backend, newName: registry.example.com/models, newTag: "7"}}]
 """
-_OBJECT_STORE = {"models": {"objectStore": {"path": "s3:bucket/models"}}}
+_OBJECT_STORE = {"models": {"objectStore": {"url": "s3://bucket/models"}}}
+_CACHE = "/var/cache/torch-py-backend"
 
 
 def _kustomized(folder: Path, *components: str) -> list[Document]:
@@ -66,14 +68,19 @@ def test_schemas(documents: list[Document]) -> None:
         ("HorizontalPodAutoscaler", "metrics", "queue"),
         ("PodMonitor", "podMetricsEndpoint", []),
         ("PrometheusRule", "groups", [{"name": "mine", "rules": [{"alert": "Mine"}]}]),
+        ("ScaledObject", "minReplicas", 3),
+        ("ScaledObject", "triggers", [{"type": "prometheus"}]),
+        ("HTTPRoute", "rules", [{"backendRefs": [{"name": "mine", "weight": "10"}]}]),
+        ("GRPCRoute", "rules", [{"backendRefs": [{"name": "mine", "share": 10}]}]),
         ("ClusterServingRuntime", "container", []),
         ("ClusterServingRuntime", "containers", None),
     ],
 )
 def test_schemas_find_mistakes(kind: str, key: str, value: object) -> None:
     """A misspelt field, a value of another type and a missing field do not fit."""
-    runtime = deployed.parse((KSERVE / "runtime.yaml").read_text(encoding="utf-8"))
-    documents = [*deployed.build(BASE), *runtime]
+    files = (KSERVE / "runtime.yaml", KEDA / "scaled-object.yaml", DEPLOY / "gateway.yaml")
+    texts = [path.read_text(encoding="utf-8") for path in files]
+    documents = [*deployed.build(BASE), *deployed.parse("---\n".join(texts))]
     (document,) = [document for document in documents if document["kind"] == kind]
     document["spec"][key] = value
     with pytest.raises(deployed.Misfit):
@@ -140,13 +147,16 @@ def test_shutdown(documents: list[Document]) -> None:
 
 
 def test_volumes(documents: list[Document]) -> None:
-    """Only /dev/shm, in memory, and /tmp are writable."""
+    """Only /dev/shm, in memory, /tmp and the cache of an object store are writable."""
     container = deployed.server(documents)
     assert container["securityContext"]["readOnlyRootFilesystem"]
     mounts = {
         mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]
     }
-    assert mounts == {"/models": True, "/dev/shm": False, "/tmp": False}
+    models = {_CACHE: False} if _CACHE in mounts else {"/models": True}
+    assert mounts == {"/dev/shm": False, "/tmp": False, **models}
+    volumes = {volume["name"] for volume in deployed.pod(documents)["volumes"]}
+    assert volumes == {mount["name"] for mount in container["volumeMounts"]}
     assert _volume(documents, "/dev/shm")["emptyDir"]["medium"] == "Memory"
 
 
@@ -173,6 +183,21 @@ def test_autoscaler(documents: list[Document]) -> None:
     deployed.parse_promql(rule["seriesQuery"])
 
 
+def test_gateway() -> None:
+    """The routes divide requests between the ports of two releases of the chart."""
+    routes = deployed.parse((DEPLOY / "gateway.yaml").read_text(encoding="utf-8"))
+    for route, port in zip(routes, (8000, 8001), strict=True):
+        deployed.validate(route, "1.37")
+        (rule,) = route["spec"]["rules"]
+        assert sum(backend["weight"] for backend in rule["backendRefs"]) == 100
+        for backend in rule["backendRefs"]:
+            service = deployed.one(deployed.render({}, backend["name"]), "Service", backend["name"])
+            assert backend["port"] == port
+            assert port in {entry["port"] for entry in service["spec"]["ports"]}
+    sections = {route["spec"]["parentRefs"][0]["sectionName"] for route in routes}
+    assert len(sections) == len(routes)
+
+
 # --- components and values -------------------------------------------------------------------
 
 
@@ -182,21 +207,79 @@ def test_gpu(tmp_path: Path) -> None:
         assert deployed.server(documents)["resources"]["limits"]["nvidia.com/gpu"] == "1"
         update = deployed.one(documents, "Deployment")["spec"]["strategy"]["rollingUpdate"]
         assert update == {"maxSurge": 0, "maxUnavailable": 1}
+    part = deployed.render({"gpus": 1, "gpuResource": "nvidia.com/mig-1g.10gb"})
+    limits = deployed.server(part)["resources"]["limits"]
+    assert limits == {"cpu": "4", "memory": "8Gi", "nvidia.com/mig-1g.10gb": "1"}
+
+
+def test_keda(tmp_path: Path) -> None:
+    """A ScaledObject replaces the HorizontalPodAutoscaler: same replicas, limit and behavior."""
+    autoscaler = deployed.one(deployed.build(BASE), "HorizontalPodAutoscaler")["spec"]
+    kustomized = _kustomized(tmp_path, "keda")
+    rendered = deployed.render({"autoscaling": {"keda": {"enabled": True}}})
+    for documents, namespace in ((kustomized, "inference"), (rendered, "default")):
+        assert "HorizontalPodAutoscaler" not in {document["kind"] for document in documents}
+        scaled = deployed.one(documents, "ScaledObject")
+        deployed.validate(scaled, "1.37")
+        spec = scaled["spec"]
+        assert spec["scaleTargetRef"]["name"] == NAME
+        assert spec["minReplicaCount"] == autoscaler["minReplicas"]
+        assert spec["maxReplicaCount"] == autoscaler["maxReplicas"]
+        config = spec["advanced"]["horizontalPodAutoscalerConfig"]
+        assert config == {"name": NAME, "behavior": autoscaler["behavior"]}
+        queries = deployed.keda_queries(spec)
+        names = {selector.name for query in queries for selector in monitoring.selectors(query)}
+        ours = {name for name in names if name and not name.startswith("nv_")}
+        assert ours == {"pytorch_py_live_streams"} <= monitoring.known().keys()
+        expected = deployed.keda_queries(deployed.one(kustomized, "ScaledObject")["spec"])
+        assert queries == [query.replace('"inference"', f'"{namespace}"') for query in expected]
+        assert all(f'namespace="{namespace}"' in query for query in queries)
+        (metric,) = autoscaler["metrics"]
+        assert metric["pods"]["target"]["averageValue"] == (
+            spec["triggers"][0]["metadata"]["threshold"] + "m"
+        )
+
+
+def test_keda_selects_the_pods() -> None:
+    """The queries select the pods of this Deployment, and none of another release's."""
+    (scaled,) = deployed.parse((KEDA / "scaled-object.yaml").read_text(encoding="utf-8"))
+    for query in deployed.keda_queries(scaled["spec"]):
+        (pattern,) = set(re.findall(r'pod=~"([^"]+)"', query))
+        assert re.fullmatch(pattern, f"{NAME}-5d4f8c7b96-x2k4p")
+        assert not re.fullmatch(pattern, f"{NAME}-canary-5d4f8c7b96-x2k4p")
 
 
 def test_object_store(tmp_path: Path) -> None:
-    """An init container copies the models; another path of the store replaces the pods."""
+    """`serve` fetches the URL into a cache that fits its volume; another URL replaces the pods."""
     kustomized = _kustomized(tmp_path, "object-store")
-    for documents in (kustomized, deployed.render(_OBJECT_STORE)):
-        volume = _volume(documents, "/models")
-        assert "emptyDir" in volume
-        (copying,) = deployed.pod(documents)["initContainers"]
-        assert {mount["name"] for mount in copying["volumeMounts"]} == {volume["name"], "scratch"}
+    rendered = deployed.render(_OBJECT_STORE)
+    for documents, url in ((kustomized, "$(MODELS)"), (rendered, "s3://bucket/models")):
+        container = deployed.server(documents)
+        arguments = deployed.serve_arguments(container["args"])
+        assert str(arguments["repository"]) == url
+        assert str(arguments["cache"]) == _CACHE
+        assert arguments["cache_size"] == "18GB"
+        assert _volume(documents, _CACHE)["emptyDir"] == {"sizeLimit": "20Gi"}
+        sources = [source.popitem()[1]["name"] for source in copy.deepcopy(container["envFrom"])]
+        assert [name.partition("-")[0] for name in sources] == ["models", "models"]
+        probe = container["startupProbe"]
+        assert probe["periodSeconds"] * probe["failureThreshold"] == 3600
     (config,) = [document for document in kustomized if document["kind"] == "ConfigMap"]
+    assert config["data"] == {"MODELS": "s3://bucket/models"}
     name = config["metadata"]["name"]
     assert re.fullmatch(r"models-\w{10}", name)  # a hash of the contents
-    (copying,) = deployed.pod(kustomized)["initContainers"]
-    assert copying["envFrom"][0]["configMapRef"]["name"] == name
+    assert deployed.server(kustomized)["envFrom"][0]["configMapRef"]["name"] == name
+
+
+def test_node_local_cache() -> None:
+    """The chart mounts a folder of the node as cache, for a ServiceAccount of one's own."""
+    store = {"url": "gs://bucket/models", "hostPath": _CACHE, "cacheSize": "200GB", "poll": 60}
+    documents = deployed.render({"models": {"objectStore": store}, "serviceAccount": "models"})
+    assert _volume(documents, _CACHE)["hostPath"] == {"path": _CACHE, "type": "Directory"}
+    assert deployed.pod(documents)["serviceAccountName"] == "models"
+    arguments = deployed.serve_arguments(deployed.server(documents)["args"])
+    assert (arguments["cache_size"], arguments["poll"]) == ("200GB", 60)
+    deployed.validate(deployed.one(documents, "Deployment"), "1.37")
 
 
 def test_no_operator(tmp_path: Path) -> None:
@@ -245,9 +328,11 @@ def test_two_releases() -> None:
     [
         ({"replicas": 3}, "replicas"),
         ({"drain": "10s"}, "drain"),
+        ({"autoscaling": {"queueTime": "0.02"}}, "queueTime"),
         ({"sharedMemory": "a lot"}, "sharedMemory"),
         ({"arguments": ["--"]}, "arguments"),
         ({"models": {"pvc": "models"}}, "pvc"),
+        ({"models": {"objectStore": {"url": "s3:bucket/models"}}}, "url"),
         ({"environment": [{"value": "1"}]}, "name"),
     ],
 )
