@@ -500,3 +500,38 @@ def test_compiled_code_of_a_repository(
     assert store.bytes_read == read
     store.files["a/1/compile_cache/w.pt"] = b"weights"
     assert cache.fetch(Store(stores.URL), stores.ignore).name != first.name
+
+
+def test_a_part_is_continued_when_others_make_room_for_it(
+    store: type[Faulty], opened: Callable[..., ModelCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "_PIECE", 1000)
+    monkeypatch.setattr(object_store, "_PIECES", 1)
+    cache = opened(27_000)
+    _fetch(cache, store, 1)
+    _fetch(cache, store, 2)
+    store.files, store.bytes_read = dict(stores.FILES), 0
+    store.reading_errors = [*[None] * 20, *[OSError("gone") for _ in range(5)]]
+    with pytest.raises(StoreError, match="gone"):
+        cache.fetch(Store(stores.URL), stores.ignore)
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    assert stores.files_in(cache.path) == stores.FILES
+    assert store.bytes_read == _ALL
+
+
+def test_a_snapshot_stays_while_its_compiled_code_is_fetched(
+    store: type[Faulty], opened: Callable[..., ModelCache]
+) -> None:
+    """Another server that makes room meanwhile does not remove it."""
+    _fetch(opened(2500), store, 1)
+    late, other = opened(2500), opened(2500)
+    rest = iter([lambda: _fetch(other, store, 2)])
+
+    def fetch_other(done: int, _total: int) -> None:
+        if done:
+            next(rest, lambda: None)()
+            store.files = {**_version(1), "a/compile_cache/b.bundle": b"compiled"}
+
+    store.files = {**_version(1), "a/compile_cache/b.bundle": b"compiled"}
+    late.use(late.fetch(Store("faulty://models1"), fetch_other))
+    assert stores.files_in(late.path) == store.files

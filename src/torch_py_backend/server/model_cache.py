@@ -22,7 +22,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, TypeAlias
@@ -192,16 +192,14 @@ class ModelCache:
         """Link the files that are here, so that no other server removes them; make room for others.
 
         Returns:
-            The files that the snapshot lacks; if it has all, it is kept.
+            The files that the snapshot lacks.
         """
         final = self._snapshots / name
         with self._locked():
             if final.is_dir():
                 os.utime(final)
+                self._keep(store, name)
                 files = {} if self._arrange else _missing_compiled(files, final)
-                if not files:
-                    self._keep(store, name)
-                    return files
             for path, file in files.items():
                 if self._blob(file).is_file():
                     _hard_link(self._blob(file), folder / path)
@@ -250,12 +248,12 @@ class ModelCache:
                 f" {filesize.decimal(self._limit)} (--cache-size).",
                 temporary=True,
             )
-        removals = self._removals(store, used_snapshots)
+        removals = self._removals(store, used_snapshots, missing)
         while size + needed > self._limit or self._free() <= needed:
-            remove = next(removals, None)
-            if remove is None:
+            freed = next(removals, None)
+            if freed is None:
                 break
-            size -= remove()
+            size -= freed
         if size + needed > self._limit or self._free() <= needed:
             raise StoreError(
                 f"{store.url} needs {filesize.decimal(needed)} more in {self._folder}, and its"
@@ -264,22 +262,24 @@ class ModelCache:
                 temporary=True,
             )
 
-    def _removals(self, store: Store, used: set[Path]) -> Iterator[Callable[[], int]]:
-        """Yield functions that remove something unused and return how many bytes that freed."""
+    def _removals(self, store: Store, used: set[Path], missing: Collection[str]) -> Iterator[int]:
+        """Remove what is unused, one after the other; yield how many bytes that freed."""
         last = self._last_name(store)
         unused = [path for path in self._snapshots.iterdir() if path.resolve() not in used]
         unused.sort(key=lambda path: (path.name == last, path.stat().st_mtime))
-        yield self._remove_unlinked
+        yield self._remove_unlinked(missing)
         for snapshot in unused:
             # Renamed first: a snapshot is always complete.
             gone = snapshot.rename(self._own / "gone")
             shutil.rmtree(gone, ignore_errors=True)
-            yield self._remove_unlinked
+            yield self._remove_unlinked(missing)
 
-    def _remove_unlinked(self) -> int:
-        """Remove the blobs of no snapshot, and the parts that nobody is fetching."""
+    def _remove_unlinked(self, missing: Collection[str]) -> int:
+        """Remove blobs of no snapshot, and parts that nobody fetches, but not of missing files."""
         freed = 0
         for blob, status in _statuses(self._blobs):
+            if blob.name.partition(".")[0] in missing:
+                continue
             if blob.suffix == ".part":
                 freed += status.st_size if _unlink_part(blob) else 0
             elif status.st_nlink == 1:
