@@ -29,6 +29,7 @@ _S3_HOST = re.compile(r"(?P<scheme>https?://)?(?P<host>[\w.-]+:\d+)/(?P<path>.+)
 _PIECE = 8 << 20  # bytes of one request
 _PIECES = 8  # requests at a time
 _ATTEMPTS = 5  # of one piece
+_S3_ATTEMPTS = 2  # of s3fs, for each request; its time limit is 15 s
 _PAUSE_S = 1.0  # before the second attempt; it doubles
 # Of S3: the MD5 of the contents, or of those of the parts that were uploaded, and their number.
 _CONTENT_ETAG = re.compile(r'"?[0-9a-f]{32}(-\d+)?"?')
@@ -128,14 +129,16 @@ class Store:
         self.url = f"{self.scheme}://{rest}"
         protocol, rest, options = _translate(self.scheme, rest)
         if protocol == "s3":
-            # s3fs and `read` try again themselves.
-            options = {**options, "config_kwargs": {"retries": {"max_attempts": 1}}}
+            # botocore, s3fs and `read` would each try again: 400 s for a store that never answers.
+            options = {**options, "config_kwargs": {"retries": {"total_max_attempts": 1}}}
         places = [re.sub("AccountKey=[^;]*", "", os.environ.get(name, "")) for name in _PLACES]
         # The same for the same store, however its credentials change.
         self.identity = hashlib.sha256(repr([self.url, places]).encode()).hexdigest()[:40]
         try:
             fsspec = importlib.import_module("fsspec")
             self._files: Any = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
+            if protocol == "s3":
+                self._files.retries = _S3_ATTEMPTS
             self._root = self._files._strip_protocol(f"{protocol}://{rest}").rstrip("/")  # noqa: SLF001  there is no public name
         except ImportError as error:
             extra = _EXTRAS.get(self.scheme)
