@@ -367,7 +367,7 @@ def test_a_complete_part_that_was_not_checked(
     store.facts["a/1/model.pt"] = {"lfs": {"sha256": right}}
     store.files["a/1/model.pt"] = bytes(len(stores.WEIGHTS))
     with monkeypatch.context() as patch:
-        patch.setattr(ModelCache, "_is_right", lambda *_: _raise(KeyboardInterrupt()))
+        patch.setattr(ModelCache, "_difference", lambda *_: _raise(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             opened().fetch(Store(stores.URL), stores.ignore)
     store.files["a/1/model.pt"] = stores.WEIGHTS
@@ -535,3 +535,65 @@ def test_a_snapshot_stays_while_its_compiled_code_is_fetched(
     store.files = {**_version(1), "a/compile_cache/b.bundle": b"compiled"}
     late.use(late.fetch(Store("faulty://models1"), fetch_other))
     assert stores.files_in(late.path) == store.files
+
+
+def test_closed_while_a_thread_fetches(
+    store: type[Faulty], opened: Callable[..., ModelCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the thread has linked is gone: it must not make a snapshot of the rest."""
+    cache = opened()
+    store.files = {"a/config.pbtxt": b"x"}
+    cache.fetch(Store(stores.URL), stores.ignore)
+    store.files = dict(stores.FILES)
+    with pytest.raises(ServerError, match="it is closed"):
+        cache.fetch(Store(stores.URL), lambda done, _: cache.close() if done else None)
+    other = opened()
+    other.use(other.fetch(Store(stores.URL), stores.ignore))
+    assert stores.files_in(other.path) == stores.FILES
+    assert not cache._own.exists()
+
+
+def test_a_server_that_waited_for_one_that_was_killed(
+    store: type[Faulty], opened: Callable[..., ModelCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on where that one ended."""
+    cache = opened()
+    flock = model_cache._flock
+    rest = iter([stores.WEIGHTS[:7000]])
+
+    def killed_meanwhile(file: Any, on_wait: Callable[[], None]) -> None:
+        if (content := next(rest, None)) is not None:
+            Path(file.name).write_bytes(content)
+        flock(file, on_wait)
+
+    store.files = {"a/1/model.pt": stores.WEIGHTS}
+    monkeypatch.setattr(model_cache, "_flock", killed_meanwhile)
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    assert stores.files_in(cache.path) == store.files
+    assert store.bytes_read == len(stores.WEIGHTS) - 7000
+
+
+def test_a_snapshot_that_someone_removes(
+    store: type[Faulty], opened: Callable[..., ModelCache]
+) -> None:
+    """Its compiled code alone is no snapshot."""
+    cache = opened()
+    first = cache.fetch(Store(stores.URL), stores.ignore)
+    store.files["a/compile_cache/b.bundle"] = b"compiled"
+
+    def remove(done: int, _total: int) -> None:
+        if done:
+            shutil.rmtree(cache._snapshots / first.name, ignore_errors=True)
+
+    cache.use(cache.fetch(Store(stores.URL), remove))
+    assert stores.files_in(cache.path) == store.files
+
+
+def test_a_failed_fetch_uses_nothing(
+    store: type[Faulty], opened: Callable[..., ModelCache]
+) -> None:
+    cache = opened()
+    store.reading_errors = [None, *[OSError("gone") for _ in range(5)]]
+    with pytest.raises(StoreError, match="gone"):
+        cache.fetch(Store(stores.URL), stores.ignore)
+    assert not (cache._own / "new").exists()

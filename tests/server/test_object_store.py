@@ -270,7 +270,8 @@ except StoreError as error:
 
 def _listed(url: str, address: str) -> Any:
     command = [sys.executable, "-c", _LISTING, url]
-    variables = os.environ | {"HF_ENDPOINT": address}
+    # A load of a Hugging Face folder, in an earlier test of this process, sets HF_HUB_OFFLINE.
+    variables = os.environ | {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0"}
     done = subprocess.run(command, env=variables, stdout=subprocess.PIPE, check=True, timeout=60)
     return json.loads(done.stdout)
 
@@ -335,3 +336,55 @@ def test_denied_while_writing(faulty: type[Faulty], tmp_path: Path) -> None:
     store._files.pipe_file = lambda *_: (_ for _ in ()).throw(PermissionError("Forbidden"))
     with pytest.raises(StoreError, match="cannot be written: access is denied"):
         store.write(tmp_path / "bundle", PurePosixPath("a/compile_cache/b.bundle"))
+
+
+def test_a_server_that_ignores_conditions(s3: stores.S3, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contents of another etag are refused."""
+    s3.put("bucket/models", _FILES)
+    store = Store("s3://bucket/models")
+    file = store.files()[PurePosixPath("a/1/model.pt")]
+    s3.put("bucket/models", {"a/1/model.pt": bytes(2560)})
+    call = store._files._call_s3
+
+    def without_condition(name: str, *, IfMatch: str = "", **how: Any) -> Any:
+        return call(name, **how)
+
+    monkeypatch.setattr(store._files, "_call_s3", without_condition)
+    with pytest.raises(StoreError, match="PreconditionFailed"):
+        list(store.read(file, 0))
+    assert not store.is_unchanged(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other", "is_same"),
+    [
+        (
+            "AZURE_STORAGE_CONNECTION_STRING",
+            "AccountName=a;AccountKey=1",
+            "AccountName=a;AccountKey=2",
+            True,
+        ),
+        (
+            "AZURE_STORAGE_CONNECTION_STRING",
+            "BlobEndpoint=a;SharedAccessSignature=1",
+            "BlobEndpoint=a;SharedAccessSignature=2",
+            True,
+        ),
+        ("AZURE_STORAGE_CONNECTION_STRING", "AccountName=a", "AccountName=b", False),
+        ("AWS_PROFILE", "test", "production", False),
+        ("AWS_SECRET_ACCESS_KEY", "1", "2", True),
+    ],
+)
+def test_identity(
+    faulty: type[Faulty],
+    name: str,
+    one: str,
+    other: str,
+    is_same: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """New credentials are for the same store."""
+    monkeypatch.setenv(name, one)
+    identity = Store("faulty://models").identity
+    monkeypatch.setenv(name, other)
+    assert (Store("faulty://models").identity == identity) is is_same

@@ -65,6 +65,8 @@ def opened(
         return
     limit = parse_size(size)
     store = Store(url)
+    if uploads and not poll_s:
+        raise ServerError("--upload-compiled was given with --poll 0; it is done when polling.")
     if uploads and store.scheme == "hf":
         raise ServerError("--upload-compiled was given; expected a store that takes it, not hf://.")
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()

@@ -126,6 +126,8 @@ class ModelCache:
                     return snapshot
             except OSError as error:
                 raise self._error(error) from None
+            finally:
+                shutil.rmtree(self._own / "new", ignore_errors=True)
         raise StoreError(
             f"{store.url} changes while it is read; expected it to stay the same for as long as"
             " that takes.",
@@ -155,6 +157,9 @@ class ModelCache:
     def _locked(self) -> Iterator[None]:
         try:
             with private_files.locked(self._folder / _LOCK):
+                if self._lock.closed:
+                    # A thread that still fetches: what it linked before was removed.
+                    raise OSError("it is closed")
                 yield
         except OSError as error:
             raise self._error(error) from None
@@ -169,8 +174,7 @@ class ModelCache:
     ) -> bool:
         """Make and keep a snapshot; return whether the store's files stayed the same meanwhile."""
         scratch = self._own / "new"
-        shutil.rmtree(scratch, ignore_errors=True)
-        files = self._link_blobs(store, files, name, scratch / "files")
+        files, is_there = self._link_blobs(store, files, name, scratch / "files")
         missing = {
             path: file for path, file in files.items() if not (scratch / "files" / path).exists()
         }
@@ -183,20 +187,20 @@ class ModelCache:
             return False
         for path, file in missing.items():
             _hard_link(scratch / file.key, scratch / "files" / path)
-        if files:
-            self._add(store, files, name, scratch)
-            shutil.rmtree(scratch, ignore_errors=True)
-        return True
+        return not files or self._add(store, files, name, scratch, is_there=is_there)
 
-    def _link_blobs(self, store: Store, files: Files, name: str, folder: Path) -> Files:
+    def _link_blobs(
+        self, store: Store, files: Files, name: str, folder: Path
+    ) -> tuple[Files, bool]:
         """Link the files that are here, so that no other server removes them; make room for others.
 
         Returns:
-            The files that the snapshot lacks.
+            The files that the snapshot lacks, and whether it is there.
         """
         final = self._snapshots / name
         with self._locked():
-            if final.is_dir():
+            is_there = final.is_dir()
+            if is_there:
                 os.utime(final)
                 self._keep(store, name)
                 files = {} if self._arrange else _missing_compiled(files, final)
@@ -206,12 +210,12 @@ class ModelCache:
             missing = [file for path, file in files.items() if not (folder / path).exists()]
             if missing:
                 self._make_room(store, {file.key: file.size for file in missing})
-        return files
+        return files, is_there
 
-    def _add(self, store: Store, files: Files, name: str, scratch: Path) -> None:
-        """Add a snapshot, or compiled code to the one that is there."""
+    def _add(self, store: Store, files: Files, name: str, scratch: Path, *, is_there: bool) -> bool:
+        """Add a snapshot, or compiled code to the one that is there; return whether that is."""
         final, made = self._snapshots / name, scratch / "made"
-        if final.is_dir() or self._arrange is None or not self._arrange(scratch / "files", made):
+        if is_there or self._arrange is None or not self._arrange(scratch / "files", made):
             made = scratch / "files"
         with self._locked():
             for old in self.path.glob(f"*/{COMPILED}/*.bundle"):
@@ -221,9 +225,12 @@ class ModelCache:
             if final.is_dir():
                 for path in filter(_is_compiled, files):
                     _hard_link(made / path, final / path)
+            elif is_there:
+                return False  # someone has removed it
             else:
                 made.rename(final)
             self._keep(store, name)
+        return True
 
     def _make_room(self, store: Store, missing: Mapping[str, int]) -> None:
         """Remove what no server uses until the missing files, whose sizes are given, fit."""
@@ -238,7 +245,7 @@ class ModelCache:
             size += status.st_size
             if blob.name.partition(".")[0] in missing:
                 needed -= status.st_size  # a part, which is continued
-            elif status.st_ino not in used:
+            elif status.st_ino not in used and not (blob.suffix == ".part" and _is_locked(blob)):
                 unused += status.st_size
         in_use = size - unused
         if in_use + needed > self._limit:
@@ -314,6 +321,7 @@ class ModelCache:
         while True:
             with part.open("ab") as output:
                 _flock(output, on_wait)
+                output.seek(0, os.SEEK_END)  # another server may have added to it meanwhile
                 with self._locked():
                     is_part = _is_at(output, part)
                     if blob.is_file():  # another server has fetched it
@@ -331,49 +339,44 @@ class ModelCache:
                         count.add(len(piece))
                     output.flush()
                     os.fsync(output.fileno())
-                    is_right = self._is_right(store, file, part)
                 except OSError:  # what has reached the disk is not known
                     part.unlink()
                     raise
                 except StoreError:
                     if store.is_unchanged(file):
                         raise
-                    is_right = False
-                if not is_right:
                     part.unlink()
                     return False
+                if (reason := self._difference(store, file, part)) is not None:
+                    part.unlink()
+                    if reason:
+                        raise StoreError(reason, temporary=True)
+                    return False
                 with self._locked():
-                    part.chmod(0o400)
                     part.rename(blob)
+                    blob.chmod(0o400)  # a part that is not writable could never be continued
                     _hard_link(blob, link)
                 return True
 
     @staticmethod
-    def _is_right(store: Store, file: RemoteFile, part: Path) -> bool:
-        """Return whether a part has the contents that were listed; raise if that is a fault."""
+    def _difference(store: Store, file: RemoteFile, part: Path) -> str | None:
+        """Return how a part differs from what was listed; None: not; empty: the file changed."""
         size = part.stat().st_size
         if size != file.size:
-            part.unlink()
-            raise StoreError(
-                f"{store.url}: {file.path} has {size} bytes; expected {file.size}.", temporary=True
-            )
+            return f"{store.url}: {file.path} has {size} bytes; expected {file.size}."
         if file.digest is None:
             # S3 has sent contents with this etag only.
-            return bool(file.etag) or store.is_unchanged(file)
+            return None if file.etag or store.is_unchanged(file) else ""
         name, expected = file.digest
         digest = hashlib.new(name, usedforsecurity=False)
         with part.open("rb") as content:
             while piece := content.read(1 << 20):
                 digest.update(piece)
         if digest.hexdigest() == expected:
-            return True
+            return None
         if not store.is_unchanged(file):
-            return False
-        part.unlink()
-        raise StoreError(
-            f"{store.url}: {file.path} has the {name} {digest.hexdigest()}; expected {expected}.",
-            temporary=True,
-        )
+            return ""
+        return f"{store.url}: {file.path} has the {name} {digest.hexdigest()}; expected {expected}."
 
     def _keep(self, store: Store, name: str) -> None:
         """Mark a snapshot as used, until another one is, and as the last one of its URL."""

@@ -33,10 +33,12 @@ _S3_ATTEMPTS = 2  # of s3fs, for each request; its time limit is 15 s
 _PAUSE_S = 1.0  # before the second attempt; it doubles
 # Of S3: the MD5 of the contents, or of those of the parts that were uploaded, and their number.
 _CONTENT_ETAG = re.compile(r'"?[0-9a-f]{32}(-\d+)?"?')
+_KEYS = re.compile("(AccountKey|SharedAccessSignature)=[^;]*")
 # What else than its URL decides where a store is.
 _PLACES = (
     "AWS_ENDPOINT_URL_S3",
     "AWS_ENDPOINT_URL",
+    "AWS_PROFILE",
     "HF_ENDPOINT",
     "AZURE_STORAGE_ACCOUNT_NAME",
     "AZURE_STORAGE_CONNECTION_STRING",
@@ -131,7 +133,7 @@ class Store:
         if protocol == "s3":
             # botocore, s3fs and `read` would each try again: 400 s for a store that never answers.
             options = {**options, "config_kwargs": {"retries": {"total_max_attempts": 1}}}
-        places = [re.sub("AccountKey=[^;]*", "", os.environ.get(name, "")) for name in _PLACES]
+        places = [_KEYS.sub("", os.environ.get(name, "")) for name in _PLACES]
         # The same for the same store, however its credentials change.
         self.identity = hashlib.sha256(repr([self.url, places]).encode()).hexdigest()[:40]
         try:
@@ -163,6 +165,8 @@ class Store:
             found: Mapping[str, Mapping[str, Any]] = self._files.find(self._root, detail=True)
         except Exception as error:
             raise self._error(error) from None
+        if not isinstance(found, Mapping):  # adlfs, for a file
+            raise StoreError(f"{self.url} is a file; expected a folder, the model repository.")
         files = {}
         for name, info in found.items():
             # Tools that know no folders but those with a file in them create an empty file.
@@ -308,6 +312,8 @@ class Store:
                 Range=f"bytes={start}-{end - 1}",
                 IfMatch=file.etag,
             )
+            if answer.get("ETag") != file.etag:  # a server that ignores the condition
+                raise OSError(f"PreconditionFailed: the etag is {answer.get('ETag')}")
             content: bytes = await answer["Body"].read()
             return content
 
