@@ -6,7 +6,6 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 import stores
@@ -157,24 +156,23 @@ def test_compiled_code_is_kept_when_the_repository_changes(
 
 
 def test_files_that_are_uploaded_one_by_one(
-    store: type[Faulty], polled: Callable[..., _Polled], monkeypatch: pytest.MonkeyPatch
+    store: type[Faulty], opened: Callable[..., ModelCache]
 ) -> None:
     """A change is served when two polls in a row find the same."""
-    one = polled()
-    listed = Store.files
-    for number in range(2, 6):
-        before: list[None] = []
-
-        def files(self: Store) -> Any:
-            before.append(None)  # noqa: B023
-            return listed(self)
-
-        monkeypatch.setattr(Store, "files", files)
+    cache = opened()
+    reports: list[str] = []
+    mirror = Mirror(Store(stores.URL), cache, reports.append, seconds=0, uploads=False)
+    mirror.open(stores.ignore)
+    for number in range(2, 5):
         store.files = {**store.files, f"a/{number}/model.pt": b"part"}
-        one.until(lambda: len(before) > 1)  # noqa: B023
-    one.until(lambda: bool(one.reports))
-    assert one.reports == ["faulty://models has changed: its files are here."]
-    assert stores.files_in(one.cache.path) == store.files
+        mirror._poll()
+        mirror.step(lambda: False)
+    assert reports == []
+    assert stores.files_in(cache.path) == stores.FILES
+    mirror._poll()
+    mirror.step(lambda: False)
+    assert reports == ["faulty://models has changed: its files are here."]
+    assert stores.files_in(cache.path) == store.files
 
 
 def test_a_link_that_cannot_be_replaced(

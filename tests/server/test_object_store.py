@@ -346,8 +346,8 @@ def test_a_server_that_ignores_conditions(s3: stores.S3, monkeypatch: pytest.Mon
     s3.put("bucket/models", {"a/1/model.pt": bytes(2560)})
     call = store._files._call_s3
 
-    def without_condition(name: str, *, IfMatch: str = "", **how: Any) -> Any:
-        return call(name, **how)
+    def without_condition(*names: Any, IfMatch: str = "", **how: Any) -> Any:
+        return call(*names, **how)
 
     monkeypatch.setattr(store._files, "_call_s3", without_condition)
     with pytest.raises(StoreError, match="PreconditionFailed"):
