@@ -342,7 +342,7 @@ class Store:
         for name, value in os.environ.items():
             if _SECRET.search(name) and len(value) >= _SHORTEST_SECRET:
                 text = text.replace(value, "***")
-        text = f"{type(error).__name__}: {sanitize_line(text)}"
+        text = f"{type(error).__name__}: {sanitize_line(text)}".rstrip(".: ")
         reason = "access is denied" if denied else "it is not there" if missing else ""
         reason = f"{reason} ({text})" if reason else text
         cure = "" if has_credentials else " Set the credentials that docs/serving.md names."
