@@ -81,21 +81,21 @@ def test_changes_and_faults(s3: stores.S3, tmp_path: Path) -> None:
         assert served.infer("scale", 3.0) == [6.0] * 4
         s3.put("bucket/models", {"scale/1/model.safetensors": _weights(5.0)})
         supervised.until(lambda: served.infer("scale", 3.0) == [15.0] * 4, served)
-        assert "s3://bucket/models has changed: its files are here." in served.log
+        assert "s3://bucket/models has changed; its new files are in place." in served.log
         # The weights of both instances are one mapped file.
         supervised.until(lambda: len(_mapped(served)) == 1, served)
         s3.stop()
         served.stubs("scale")[0].kill()
         supervised.until(lambda: "serves again after" in served.log, served)
         assert served.infer("scale", 3.0) == [15.0] * 4
-        supervised.until(lambda: "The models serve on." in served.log, served)
+        supervised.until(lambda: "The models keep serving." in served.log, served)
         log = served.log
     assert stores.SECRET not in log
     assert _folders_of_servers(tmp_path) == []
     # A new server starts with what was fetched.
     with supervised.serve(_URL, *arguments, **s3.variables) as served:
         served.wait_loaded()
-        assert "What was fetched last is served." in served.log
+        assert "Serving the files that were fetched last." in served.log
         assert served.infer("scale", 3.0) == [15.0] * 4
 
 

@@ -62,7 +62,7 @@ def test_a_change_is_served_between_two_loads(
     assert stores.files_in(one.cache.path) == stores.FILES
     one.is_loading = False
     one.until(lambda: bool(one.reports))
-    assert one.reports == ["faulty://models has changed: its files are here."]
+    assert one.reports == ["faulty://models has changed; its new files are in place."]
     assert stores.files_in(one.cache.path) == store.files
 
 
@@ -77,7 +77,7 @@ def test_a_store_that_fails_while_models_serve(
         time.sleep(0.1)
         one.mirror.step(lambda: False)
         assert one.reports == [
-            "faulty://models cannot be read: OSError: down. The models serve on."
+            "faulty://models cannot be read: OSError: down. The models keep serving."
         ]
         assert stores.files_in(one.cache.path) == stores.FILES
         one.reports.clear()
@@ -93,7 +93,7 @@ def test_started_while_the_store_is_down(
     store.listing_error = OSError("down")
     one = polled()
     assert one.reports == [
-        "faulty://models cannot be read: OSError: down. What was fetched last is served."
+        "faulty://models cannot be read: OSError: down. Serving the files that were fetched last."
     ]
     assert stores.files_in(one.cache.path) == stores.FILES
     store.listing_error = None
@@ -171,7 +171,7 @@ def test_files_that_are_uploaded_one_by_one(
     assert stores.files_in(cache.path) == stores.FILES
     mirror._poll()
     mirror.step(lambda: False)
-    assert reports == ["faulty://models has changed: its files are here."]
+    assert reports == ["faulty://models has changed; its new files are in place."]
     assert stores.files_in(cache.path) == store.files
 
 
@@ -184,7 +184,7 @@ def test_a_link_that_cannot_be_replaced(
         patch.setattr(ModelCache, "use", lambda *_: _raise(OSError("No space left on device")))
         store.files = {"a/config.pbtxt": b"y"}
         one.until(lambda: bool(one.reports))
-        assert "No space left on device. The models serve on." in one.reports[0]
+        assert "No space left on device. The models keep serving." in one.reports[0]
         assert stores.files_in(one.cache.path) == stores.FILES
     one.until(lambda: stores.files_in(one.cache.path) == store.files)
 

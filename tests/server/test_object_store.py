@@ -34,8 +34,8 @@ def faulty() -> Iterator[type[Faulty]]:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("bucket/models", "'bucket/models' is no URL; expected such as s3://bucket/folder."),
-        ("s3://", "'s3://' is no URL"),
+        ("bucket/models", "'bucket/models' is not a URL; expected one such as s3://bucket/folder."),
+        ("s3://", "'s3://' is not a URL"),
         ("s3://id:secret@bucket/models", "the URL of s3:// holds credentials or a query"),
         ("s3://https://user:secret@minio:9000/bucket", "the URL of s3:// holds credentials"),
         ("az://box/models?sv=2024&sig=secret", "the URL of az:// holds credentials or a query"),
@@ -147,7 +147,7 @@ def test_a_file_where_a_folder_is(faulty: type[Faulty]) -> None:
     ("facts", "message"),
     [
         ({"size": None}, "does not say how large a/1/model.pt is"),
-        ({"created": None}, "has neither etags nor times of change"),
+        ({"created": None}, "reports neither etags nor modification times"),
         ({"size": "x"}, "describes 'models/a/1/model.pt' in a way that is not understood"),
         ({"lfs": {}}, "in a way that is not understood: KeyError"),
     ],
@@ -207,7 +207,9 @@ def test_a_truncated_answer(faulty: type[Faulty], monkeypatch: pytest.MonkeyPatc
     pauses: list[float] = []
     monkeypatch.setattr(time, "sleep", pauses.append)
     faulty.truncate = True
-    with pytest.raises(StoreError, match=r"2559 of 2560 bytes of a/1/model.pt came") as raised:
+    with pytest.raises(
+        StoreError, match=r"2559 of 2560 bytes of a/1/model.pt were received"
+    ) as raised:
         _content(Store("faulty://models"), "a/1/model.pt")
     assert raised.value.temporary
     assert pauses == [1, 2, 4, 8]

@@ -66,7 +66,10 @@ def opened(
     limit = parse_size(size)
     store = Store(url)
     if uploads and not poll_s:
-        raise ServerError("--upload-compiled was given with --poll 0; it is done when polling.")
+        raise ServerError(
+            "--upload-compiled was given with --poll 0; expected a larger value, because files are"
+            " uploaded at each poll."
+        )
     if uploads and store.scheme == "hf":
         raise ServerError("--upload-compiled was given; expected a store that takes it, not hf://.")
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
@@ -86,9 +89,7 @@ def opened(
             with _progress(console, store.url) as progress:
                 mirror.open(
                     progress,
-                    lambda: console.print(
-                        "waiting for another server, which fetches the same file"
-                    ),
+                    lambda: console.print("waiting for another server to fetch the same file"),
                 )
         except Stopped:
             console.print("stopped")

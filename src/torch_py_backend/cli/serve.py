@@ -99,8 +99,8 @@ def serve(
     cache_size: Annotated[
         str,
         typer.Option(
-            help="How much the cache may hold, such as 100GB. The repositories that were not used"
-            " for longest make room."
+            help="The maximum size of the cache, such as 100GB. The least recently used"
+            " repositories are removed for new ones."
         ),
     ] = "100GB",
     poll: Annotated[

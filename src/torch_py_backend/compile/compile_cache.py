@@ -81,7 +81,7 @@ def at(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle 
 
 
 def locate(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle | None:
-    """Return the bundle of a model, which may not exist; None: COMPILE_CACHE_DIR is none.
+    """Return the bundle of a model, which may not exist; None if COMPILE_CACHE_DIR is "none".
 
     Raises:
         ConfigError: COMPILE_CACHE_DIR is a path outside of the model's folder.

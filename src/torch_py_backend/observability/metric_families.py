@@ -291,8 +291,8 @@ TABLE = (
         _ALL,
         "When an instance was last alive, updated every second; 0 after a graceful shutdown",
         "It does not change: the process has ended, or its Python hangs, whatever Triton reports. A"
-        " model can hang while the heartbeat continues: see running_call_seconds. During a call of"
-        " an AOTInductor package there is none.",
+        " model can hang while the heartbeat continues: see running_call_seconds. It stops"
+        " during calls of AOTInductor packages.",
     ),
     Family(
         "pytorch_py_running_call_seconds",

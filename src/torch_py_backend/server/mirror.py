@@ -59,7 +59,7 @@ class Mirror:
             if last is None:
                 raise
             self._current = last
-            self._report(f"{error} What was fetched last is served.")
+            self._report(f"{error} Serving the files that were fetched last.")
         self._seen = self._current
         self._cache.use(self._current)
         if self._seconds:
@@ -82,7 +82,7 @@ class Mirror:
                 self._tell(f"{summarize(error)}.")
                 return
             self._current, self._next = self._next, None
-            self._report(f"{self._store.url} has changed: its files are here.")
+            self._report(f"{self._store.url} has changed; its new files are in place.")
 
     def close(self) -> None:
         """Stop polling; a store that does not answer is not waited for."""
@@ -95,7 +95,7 @@ class Mirror:
             try:
                 if self._next is None:
                     self._poll()
-                self._problem = ""
+                    self._problem = ""
             except Exception as error:  # polling goes on
                 self._tell(str(error) if isinstance(error, ServerError) else f"{summarize(error)}.")
 
@@ -119,5 +119,5 @@ class Mirror:
     def _tell(self, problem: str) -> None:
         """Report a problem, if it is another one than the last."""
         if problem != self._problem:
-            self._messages.put(f"{problem} The models serve on.")
+            self._messages.put(f"{problem} The models keep serving.")
         self._problem = problem

@@ -3,7 +3,7 @@
     blobs/<key>             the contents of one file; `<key>.<boot>.part` is not complete
     snapshots/<name>/       the files of a repository, as hard links to blobs
     servers/<name>/models   what a server serves: a link to a snapshot
-    urls/<hash>             the name of the last snapshot of an URL
+    urls/<hash>             the name of the last snapshot of a URL
 
 A snapshot appears when it is complete, and its files never change, except those that models add
 (`compile_cache`). A server changes to another one by replacing its link. Files that several
@@ -135,7 +135,7 @@ class ModelCache:
         )
 
     def last(self, store: Store) -> Snapshot | None:
-        """Return the last snapshot of an URL, which is kept for `use`; None: there is none."""
+        """Return the snapshot of a URL that was fetched last, or None. It is kept for `use`."""
         with self._locked():
             name = self._last_name(store)
             if not name:
@@ -192,7 +192,7 @@ class ModelCache:
     def _link_blobs(
         self, store: Store, files: Files, name: str, folder: Path
     ) -> tuple[Files, bool]:
-        """Link the files that are here, so that no other server removes them; make room for others.
+        """Link cached files, so that no other server removes them, and make room for the rest.
 
         Returns:
             The files that the snapshot lacks, and whether it is there.
@@ -282,7 +282,7 @@ class ModelCache:
             yield self._remove_unlinked(missing)
 
     def _remove_unlinked(self, missing: Collection[str]) -> int:
-        """Remove blobs of no snapshot, and parts that nobody fetches, but not of missing files."""
+        """Remove blobs that no snapshot uses and parts that no server fetches; spare `missing`."""
         freed = 0
         for blob, status in _statuses(self._blobs):
             if blob.name.partition(".")[0] in missing:

@@ -1,7 +1,7 @@
 """Model repositories in object stores, through fsspec: their files, read in pieces.
 
 Credentials are those that the store's own library finds: in environment variables, in its files, or
-of the machine. An URL holds none, because a command line can be read by other users.
+of the machine. A URL must hold none, because a command line can be read by other users.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Store:
     def __init__(self, url: str) -> None:
         match = _URL.fullmatch(url)
         if match is None:
-            raise StoreError(f"'{url}' is no URL; expected such as s3://bucket/folder.")
+            raise StoreError(f"'{url}' is not a URL; expected one such as s3://bucket/folder.")
         self.scheme, rest = match["scheme"], match["rest"].rstrip("/")
         if "?" in rest or "#" in rest or re.match(r"(https?://)?[^/]*:[^/]*@", rest):
             # Not repeated: the error may be logged.
@@ -168,11 +168,10 @@ class Store:
         if not isinstance(found, Mapping):  # adlfs, for a file
             raise StoreError(f"{self.url} is a file; expected a folder, the model repository.")
         files = {}
+        folders = {str(parent) for name in found for parent in PurePosixPath(name).parents}
         for name, info in found.items():
-            # Tools that know no folders but those with a file in them create an empty file.
-            is_marker = not info.get("size") and any(
-                other.startswith(f"{name.rstrip('/')}/") for other in found if other != name
-            )
+            # Some tools mark a folder with an empty object.
+            is_marker = not info.get("size") and name in folders
             if info.get("type") == "directory" or name.endswith("/") or is_marker:
                 continue
             try:
@@ -226,8 +225,8 @@ class Store:
             version = [str(info[key]) for key in _VERSIONS if info.get(key) is not None]
             if not version:
                 raise StoreError(
-                    f"{self.url} has neither etags nor times of change; expected a store whose"
-                    " files can be told apart when they change."
+                    f"{self.url} reports neither etags nor modification times; expected one of"
+                    " them, to detect changes."
                 )
             facts = [self.identity, name, version, size]
         key = hashlib.sha256(repr(facts).encode()).hexdigest()[:40]
@@ -276,7 +275,9 @@ class Store:
                     if isinstance(answer, Exception):
                         raise answer
                     if start not in pieces:
-                        raise OSError(f"{len(answer)} of {end - start} bytes of {file.path} came")
+                        raise OSError(
+                            f"{len(answer)} of {end - start} bytes of {file.path} were received"
+                        )
             except Exception as error:
                 is_final = isinstance(error, (PermissionError, FileNotFoundError))
                 if is_final or _is_changed(error) or attempt == _ATTEMPTS - 1:
@@ -357,7 +358,7 @@ def _is_changed(error: Exception) -> bool:
 
 
 def _translate(scheme: str, rest: str) -> tuple[str, str, Mapping[str, Any]]:
-    """Return fsspec's protocol, the path and options for an URL in one of Triton's forms."""
+    """Return fsspec's protocol, the path and options for a URL in one of Triton's forms."""
     if scheme == "s3" and (match := _S3_HOST.fullmatch(rest)):
         endpoint = f"{match['scheme'] or 'http://'}{match['host']}"
         return "s3", match["path"], {"endpoint_url": endpoint}
