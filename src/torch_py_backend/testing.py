@@ -20,13 +20,13 @@ def triton_server() -> Iterator[Callable[[str | Path], LocalServer]]:
 
     The server starts at the first call with this repository and stops with the last test.
     """
-    servers: dict[Path, LocalServer] = {}
+    servers: dict[str, LocalServer] = {}
     with contextlib.ExitStack() as stack:
 
         def server(repository: str | Path) -> LocalServer:
-            path = Path(repository).absolute()
-            if path not in servers:
-                servers[path] = stack.enter_context(serve(path))
-            return servers[path]
+            one = serve(repository)
+            if one.repository not in servers:
+                servers[one.repository] = stack.enter_context(one)
+            return servers[one.repository]
 
         yield server

@@ -18,7 +18,7 @@ import stores
 from stores import Faulty
 
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server import model_cache, object_store
+from torch_py_backend.server import cache_space, model_cache, object_store
 from torch_py_backend.server.model_cache import ModelCache
 from torch_py_backend.server.object_store import Store, StoreError
 
@@ -441,14 +441,14 @@ def test_a_server_that_stops_while_another_starts(
     store: type[Faulty], opened: Callable[..., ModelCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, other = opened(), opened()
-    is_locked = model_cache._is_locked
+    is_locked = cache_space._is_locked
 
     def close_meanwhile(path: Path) -> bool:
         locked = is_locked(path)
         shutil.rmtree(one._own, ignore_errors=True)
         return locked
 
-    monkeypatch.setattr(model_cache, "_is_locked", close_meanwhile)
+    monkeypatch.setattr(cache_space, "_is_locked", close_meanwhile)
     _fetch(other, store, 1)
     assert stores.files_in(other.path) == _version(1)
 
@@ -597,3 +597,26 @@ def test_a_failed_fetch_uses_nothing(
     with pytest.raises(StoreError, match="gone"):
         cache.fetch(Store(stores.URL), stores.ignore)
     assert not (cache._own / "new").exists()
+
+
+def test_what_others_fetch_counts(store: type[Faulty], opened: Callable[..., ModelCache]) -> None:
+    """Two repositories that fit alone and not together: the second one is refused at once."""
+    one, other = opened(1500), opened(1500)
+    refused: list[str] = []
+
+    def fetch_other(done: int, total: int) -> None:
+        if not done:
+            with pytest.raises(StoreError) as raised:
+                _fetch(other, store, 2)
+            refused.append(str(raised.value))
+            store.files = _version(1)
+
+    store.files = _version(1)
+    one.use(one.fetch(Store("faulty://models1"), fetch_other))
+    assert stores.files_in(one.path) == _version(1)
+    assert "needs 1.0 kB more" in refused[0]
+    assert "where servers use 1.0 kB; expected at most 1.5 kB" in refused[0]
+    # Its reservation has ended.
+    one.close()
+    _fetch(other, store, 2)
+    assert stores.files_in(other.path) == _version(2)

@@ -49,6 +49,7 @@ class LocalServer:
     """A server on this machine, as a context manager; see `serve`.
 
     Attributes:
+        repository: the absolute path or the URL of the model repository.
         http_address: host and port of the HTTP endpoint.
         grpc_address: host and port of the gRPC endpoint.
         metrics_address: host and port of the Prometheus metrics.
@@ -58,7 +59,7 @@ class LocalServer:
         self, repository: str | os.PathLike[str], arguments: Sequence[str], timeout: float
     ) -> None:
         is_url = "://" in str(repository)
-        self._repository = str(repository) if is_url else str(Path(repository).absolute())
+        self.repository = str(repository) if is_url else str(Path(repository).absolute())
         self._arguments = arguments
         self._timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
@@ -90,7 +91,7 @@ class LocalServer:
                 # The pipe is closed when this process ends, also if it is killed; then the child
                 # stops the server. In a session of its own, the child does not receive Ctrl-C.
                 self._process = subprocess.Popen(  # noqa: S603  this Python, this package
-                    [*command, self._repository, *self._arguments],
+                    [*command, self.repository, *self._arguments],
                     stdin=subprocess.PIPE,
                     stdout=file,
                     stderr=subprocess.STDOUT,

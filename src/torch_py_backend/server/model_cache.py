@@ -22,19 +22,17 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, TypeAlias
 
-from rich import filesize
-
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes import private_files
+from torch_py_backend.server.cache_space import LOCK, CacheSpace
 from torch_py_backend.server.object_store import RemoteFile, Store, StoreError
 
 COMPILED = "compile_cache"
-_LOCK = "lock"
 # How often a repository is read again that changes meanwhile.
 _ATTEMPTS = 3
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -74,7 +72,7 @@ class ModelCache:
     def __init__(
         self, folder: Path, limit: int, arrange: Callable[[Path, Path], bool] | None = None
     ) -> None:
-        self._limit, self._arrange = limit, arrange
+        self._arrange = arrange
         self._folder = folder / f"user-{os.geteuid()}"
         self._blobs = self._folder / "blobs"
         self._snapshots = self._folder / "snapshots"
@@ -89,13 +87,14 @@ class ModelCache:
             # A part from before the machine started may have lost contents, but not their length.
             boot = _BOOT.read_text(encoding="ascii").strip() if _BOOT.exists() else "0"
             self._suffix = f".{boot}.part"
-            with private_files.locked(self._folder / _LOCK):
+            with private_files.locked(self._folder / LOCK):
                 self._own = Path(tempfile.mkdtemp(dir=self._folder / "servers"))
                 # Held until this process ends: it marks the snapshots as used.
-                self._lock = (self._own / _LOCK).open("wb")
+                self._lock = (self._own / LOCK).open("wb")
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
         except OSError as error:
             raise self._error(error) from None
+        self._space = CacheSpace(self._folder, self._own, limit, self._suffix)
         self.path = self._own / "models"
 
     def close(self) -> None:
@@ -127,6 +126,7 @@ class ModelCache:
             except OSError as error:
                 raise self._error(error) from None
             finally:
+                self._space.release()
                 shutil.rmtree(self._own / "new", ignore_errors=True)
         raise StoreError(
             f"{store.url} changes while it is read; expected it to stay the same for as long as"
@@ -156,7 +156,7 @@ class ModelCache:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         try:
-            with private_files.locked(self._folder / _LOCK):
+            with private_files.locked(self._folder / LOCK):
                 if self._lock.closed:
                     # A thread that still fetches: what it linked before was removed.
                     raise OSError("it is closed")
@@ -209,7 +209,8 @@ class ModelCache:
                     _hard_link(self._blob(file), folder / path)
             missing = [file for path, file in files.items() if not (folder / path).exists()]
             if missing:
-                self._make_room(store, {file.key: file.size for file in missing})
+                sizes = {file.key: file.size for file in missing}
+                self._space.reserve(store.url, sizes, self._last_name(store))
         return files, is_there
 
     def _add(self, store: Store, files: Files, name: str, scratch: Path, *, is_there: bool) -> bool:
@@ -231,82 +232,6 @@ class ModelCache:
                 made.rename(final)
             self._keep(store, name)
         return True
-
-    def _make_room(self, store: Store, missing: Mapping[str, int]) -> None:
-        """Remove what no server uses until the missing files, whose sizes are given, fit."""
-        needed = sum(missing.values())
-        used_snapshots = self._used()
-        used = _inodes(*used_snapshots, self._folder / "servers")
-        size = unused = 0
-        for blob, status in _statuses(self._blobs):
-            if blob.suffix == ".part" and not blob.name.endswith(self._suffix):
-                _unlink_part(blob)
-                continue
-            size += status.st_size
-            if blob.name.partition(".")[0] in missing:
-                needed -= status.st_size  # a part, which is continued
-            elif status.st_ino not in used and not (blob.suffix == ".part" and _is_locked(blob)):
-                unused += status.st_size
-        in_use = size - unused
-        if in_use + needed > self._limit:
-            raise StoreError(
-                f"{store.url} needs {filesize.decimal(needed)} more in {self._folder}, where"
-                f" servers use {filesize.decimal(in_use)}; expected at most"
-                f" {filesize.decimal(self._limit)} (--cache-size).",
-                temporary=True,
-            )
-        removals = self._removals(store, used_snapshots, missing)
-        while size + needed > self._limit or self._free() <= needed:
-            freed = next(removals, None)
-            if freed is None:
-                break
-            size -= freed
-        if size + needed > self._limit or self._free() <= needed:
-            raise StoreError(
-                f"{store.url} needs {filesize.decimal(needed)} more in {self._folder}, and its"
-                f" disk has {filesize.decimal(self._free())} left. Free some, or name another"
-                " folder with --cache.",
-                temporary=True,
-            )
-
-    def _removals(self, store: Store, used: set[Path], missing: Collection[str]) -> Iterator[int]:
-        """Remove what is unused, one after the other; yield how many bytes that freed."""
-        last = self._last_name(store)
-        unused = [path for path in self._snapshots.iterdir() if path.resolve() not in used]
-        unused.sort(key=lambda path: (path.name == last, path.stat().st_mtime))
-        yield self._remove_unlinked(missing)
-        for snapshot in unused:
-            # Renamed first: a snapshot is always complete.
-            gone = snapshot.rename(self._own / "gone")
-            shutil.rmtree(gone, ignore_errors=True)
-            yield self._remove_unlinked(missing)
-
-    def _remove_unlinked(self, missing: Collection[str]) -> int:
-        """Remove blobs that no snapshot uses and parts that no server fetches; spare `missing`."""
-        freed = 0
-        for blob, status in _statuses(self._blobs):
-            if blob.name.partition(".")[0] in missing:
-                continue
-            if blob.suffix == ".part":
-                freed += status.st_size if _unlink_part(blob) else 0
-            elif status.st_nlink == 1:
-                blob.unlink()
-                freed += status.st_size
-        return freed
-
-    def _used(self) -> set[Path]:
-        """Return the snapshots that servers use; remove the folders of those that were killed."""
-        used: set[Path] = set()
-        for server in (self._folder / "servers").iterdir():
-            if server == self._own or _is_locked(server / _LOCK):
-                with contextlib.suppress(FileNotFoundError):  # it stops
-                    used |= {link.resolve() for link in server.iterdir() if link.is_symlink()}
-            else:
-                shutil.rmtree(server, ignore_errors=True)
-        return used
-
-    def _free(self) -> int:
-        return shutil.disk_usage(self._folder).free
 
     def _fetch_file(
         self,
@@ -437,35 +362,6 @@ def _name(files: Files) -> str:
     return hashlib.sha256("\0".join(listing).encode()).hexdigest()[:40]
 
 
-def _statuses(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield the files of a folder, from which others may remove some meanwhile."""
-    for path in list(folder.iterdir()):
-        with contextlib.suppress(FileNotFoundError):
-            yield path, path.stat()
-
-
-def _inodes(*folders: Path) -> set[int]:
-    """Return the inodes of the files in folders, from which others may remove some meanwhile."""
-    inodes = set()
-    for folder in folders:
-        for parent, _, names in os.walk(folder):
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    inodes.add(Path(parent, name).stat().st_ino)
-    return inodes
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        return False
-    return False
-
-
 def _flock(file: IO[bytes], on_wait: Callable[[], None]) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -479,19 +375,6 @@ def _is_at(file: IO[bytes], path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return path.stat().st_ino == os.fstat(file.fileno()).st_ino
     return False
-
-
-def _unlink_part(part: Path) -> bool:
-    """Remove a part, unless a server is fetching it; return whether it is gone."""
-    try:
-        with part.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            part.unlink()
-    except BlockingIOError:
-        return False
-    except FileNotFoundError:
-        pass
-    return True
 
 
 def _hard_link(source: Path, target: Path) -> None:

@@ -1,0 +1,175 @@
+"""Space in the cache of repositories: what servers use stays, the least recently used is removed.
+
+All methods require the lock of the cache (`model_cache`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from rich import filesize
+
+from torch_py_backend.server.object_store import StoreError
+
+LOCK = "lock"
+_RESERVED = "reserved"
+
+
+class CacheSpace:
+    """The space that one server may use in a cache.
+
+    Args:
+        folder: the cache, see `model_cache`.
+        own: the folder of this server.
+        limit: how many bytes the blobs and parts may take.
+        suffix: that of parts which can be continued.
+    """
+
+    def __init__(self, folder: Path, own: Path, limit: int, suffix: str) -> None:
+        self._folder, self._own, self._limit, self._suffix = folder, own, limit, suffix
+        self._blobs, self._snapshots = folder / "blobs", folder / "snapshots"
+
+    def reserve(self, url: str, missing: Mapping[str, int], last: str) -> None:
+        """Remove what is unused until the missing files fit, and reserve space for them.
+
+        Args:
+            url: for the error.
+            missing: the sizes of the files by key.
+            last: the last snapshot of this URL, which is removed after all others.
+
+        Raises:
+            StoreError: they do not fit. If that is because of what servers use, nothing is removed.
+        """
+        snapshots, reserved = self._used()
+        reserved.update(missing)
+        inodes = _inodes(*snapshots, self._folder / "servers")
+        in_use = unused = fetched = 0
+        for blob, status in _statuses(self._blobs):
+            key = blob.name.partition(".")[0]
+            if blob.suffix != ".part":
+                is_used = status.st_ino in inodes or reserved.pop(key, None) is not None
+            elif not blob.name.endswith(self._suffix) and _unlink_part(blob):
+                continue
+            elif key in reserved:
+                fetched += status.st_size
+                continue
+            else:
+                is_used = _is_locked(blob)
+            in_use += status.st_size if is_used else 0
+            unused += 0 if is_used else status.st_size
+        needed = sum(reserved.values())
+        needs = f"{url} needs {filesize.decimal(sum(missing.values()))} more in {self._folder}"
+        if in_use + needed > self._limit:
+            other = in_use + needed - sum(missing.values())
+            raise StoreError(
+                f"{needs}, where servers use {filesize.decimal(other)}; expected at most"
+                f" {filesize.decimal(self._limit)} (--cache-size).",
+                temporary=True,
+            )
+        removals = self._removals(snapshots, reserved, last)
+        while in_use + unused + needed > self._limit or self._free() <= needed - fetched:
+            freed = next(removals, None)
+            if freed is None:
+                raise StoreError(
+                    f"{needs}, and its disk has {filesize.decimal(self._free())} left. Free some,"
+                    " or name another folder with --cache.",
+                    temporary=True,
+                )
+            unused -= freed
+        (self._own / _RESERVED).write_text(json.dumps(dict(missing)), encoding="utf-8")
+
+    def release(self) -> None:
+        """End the reservation. Needs no lock."""
+        with contextlib.suppress(OSError):
+            (self._own / _RESERVED).unlink()
+
+    def _used(self) -> tuple[set[Path], dict[str, int]]:
+        """Return the snapshots that servers use, and what other servers have reserved.
+
+        The folders of servers that were killed are removed.
+        """
+        used: set[Path] = set()
+        reserved: dict[str, int] = {}
+        for server in (self._folder / "servers").iterdir():
+            if server != self._own and not _is_locked(server / LOCK):
+                shutil.rmtree(server, ignore_errors=True)
+                continue
+            with contextlib.suppress(FileNotFoundError):  # it stops, or has reserved nothing
+                used |= {link.resolve() for link in server.iterdir() if link.is_symlink()}
+                reserved |= json.loads((server / _RESERVED).read_text(encoding="utf-8"))
+        return used, reserved
+
+    def _removals(self, used: set[Path], reserved: Collection[str], last: str) -> Iterator[int]:
+        """Remove what is unused, one after the other; yield how many bytes that freed."""
+        unused = [path for path in self._snapshots.iterdir() if path.resolve() not in used]
+        unused.sort(key=lambda path: (path.name == last, path.stat().st_mtime))
+        yield self._remove_unlinked(reserved)
+        for snapshot in unused:
+            # Renamed first: a snapshot is always complete.
+            gone = snapshot.rename(self._own / "gone")
+            shutil.rmtree(gone, ignore_errors=True)
+            yield self._remove_unlinked(reserved)
+
+    def _remove_unlinked(self, reserved: Collection[str]) -> int:
+        """Remove blobs that no snapshot uses and parts that no server fetches."""
+        freed = 0
+        for blob, status in _statuses(self._blobs):
+            if blob.name.partition(".")[0] in reserved:
+                continue
+            if blob.suffix == ".part":
+                freed += status.st_size if _unlink_part(blob) else 0
+            elif status.st_nlink == 1:
+                blob.unlink()
+                freed += status.st_size
+        return freed
+
+    def _free(self) -> int:
+        return shutil.disk_usage(self._folder).free
+
+
+def _statuses(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield the files of a folder, from which others may remove some meanwhile."""
+    for path in list(folder.iterdir()):
+        with contextlib.suppress(FileNotFoundError):
+            yield path, path.stat()
+
+
+def _inodes(*folders: Path) -> set[int]:
+    """Return the inodes of the files in folders, from which others may remove some meanwhile."""
+    inodes = set()
+    for folder in folders:
+        for parent, _, names in os.walk(folder):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    inodes.add(Path(parent, name).stat().st_ino)
+    return inodes
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
+
+
+def _unlink_part(part: Path) -> bool:
+    """Remove a part, unless a server is fetching it; return whether it is gone."""
+    try:
+        with part.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink()
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        pass
+    return True
