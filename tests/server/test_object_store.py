@@ -101,6 +101,18 @@ def test_files_of_a_bucket(s3: stores.S3) -> None:
     assert [old[name].key == new[name].key for name in names] == [True, False]
 
 
+def test_a_listing_is_never_an_old_one(s3: stores.S3) -> None:
+    """The stores' libraries remember listings."""
+    s3.put("bucket/models", _FILES)
+    store = Store("s3://bucket/models")
+    before = store.files()
+    s3.put("bucket/models", {"a/config.pbtxt": b"y", "b/config.pbtxt": b"new"})
+    path = PurePosixPath("a/config.pbtxt")
+    assert store.files().keys() - before.keys() == {PurePosixPath("b/config.pbtxt")}
+    assert store.files()[path].key != before[path].key
+    assert not store.is_unchanged(before[path])
+
+
 def test_a_server_s_own_address(s3: stores.S3, monkeypatch: pytest.MonkeyPatch) -> None:
     """The form of Triton's URLs needs no variable with the endpoint."""
     s3.put("bucket/models", _FILES)
