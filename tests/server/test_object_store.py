@@ -267,6 +267,24 @@ def test_google_cloud_storage(monkeypatch: pytest.MonkeyPatch) -> None:
             Store("gs://bucket/nothing").files()
 
 
+def test_azure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with stores.azure(_FILES, tmp_path, monkeypatch):
+        store = Store("az://bucket/models")
+        files = store.files()
+        digests = {str(path): file.digest for path, file in files.items()}
+        assert digests == {
+            name: ("md5", hashlib.md5(content).hexdigest()) for name, content in _FILES.items()
+        }
+        assert _content(store, "a/1/model.pt") == _FILES["a/1/model.pt"]
+        (tmp_path / "bundle").write_bytes(b"compiled")
+        store.write(tmp_path / "bundle", PurePosixPath("a/compile_cache/b.bundle"))
+        assert _content(store, "a/compile_cache/b.bundle") == b"compiled"
+        with pytest.raises(StoreError, match=r"holds no files|is not there"):
+            Store("az://bucket/nothing").files()
+        with pytest.raises(StoreError, match="is a file; expected a folder"):
+            Store("az://bucket/models/a/config.pbtxt").files()
+
+
 # In a process of its own: huggingface_hub reads the address of its hub when it is imported.
 _LISTING = """
 import json, sys
