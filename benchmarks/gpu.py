@@ -1,9 +1,9 @@
-"""Prove this package on a machine with a GPU: its tests, then measurements, in eight minutes.
+"""Prove this package on a machine with a GPU: its tests, then measurements, eight minutes a call.
 
     python -m benchmarks.gpu [--device cuda] [--results FILE] [--page FILE]
 
 needs torch, numpy, safetensors and pytest, and no network. Each result is written as soon as it is
-known, as a line of JSON. A second call continues where the first was cut off, unless the code has
+known, as a line of JSON. The next call continues where the last one ended, unless the code has
 changed since. `make gpu-site` packs what a bare machine lacks, a tritonserver among it, into
 an archive for one version of Python; it is unpacked into gpu-site/, a virtual environment with this
 Python's torch. Without it, the tests of a server are skipped.
@@ -12,15 +12,19 @@ Python's torch. Without it, the tests of a server are skipped.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import platform
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 import venv
+from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -34,13 +38,15 @@ _TEST_FILES = {"tests": f"{_TESTS}/test_gpu.py", "server": f"{_TESTS}/test_serve
 _SITE = _ROOT / "gpu-site"
 _ARCHIVE = _ROOT / f"gpu-site-{sys.version_info.major}.{sys.version_info.minor}.tar.xz"
 _PATHS = ("src", "tests", ".")
+_LAST_LINES = 3  # of a step that failed
+_READ_S = 5.0  # for the last lines of a process that has ended
 
 
 class Step(NamedTuple):
     """A process of the run.
 
     Attributes:
-        name: `tests`, `server`, or a case of `benchmarks.gpu_cases`.
+        name: `tests`, `server`, or a case of `benchmarks.gpu_cases` with what it measures.
         seconds: its time limit.
     """
 
@@ -48,15 +54,38 @@ class Step(NamedTuple):
     seconds: float
 
 
-# In the order of importance; together eight minutes.
+# In the order of importance. The first call comes to the first compiled model.
 STEPS = (
     Step("tests", 140),
     Step("server", 90),
-    Step("served", 60),
-    Step("graphs", 30),
+    Step("served ResNet-50", 25),
+    Step("served BERT-base", 25),
+    Step("graphs BERT-base", 25),
     Step("copies", 20),
-    Step("memory", 40),
-    Step("compiled", 100),
+    Step("memory BERT-base", 60),
+    Step("compiled ResNet-50 default", 80),
+    # In a second call.
+    Step("served ViT-B", 25),
+    Step("graphs ResNet-50", 25),
+    Step("compiled ViT-S default", 80),
+    Step("compiled ConvNeXt-T default", 80),
+    Step("compiled ResNet-50 reduce-overhead", 80),
+    Step("compiled ViT-S reduce-overhead", 80),
+    Step("compiled ConvNeXt-T reduce-overhead", 80),
+    # In a third one.
+    Step("compiled ResNet-50 max-autotune", 160),
+    Step("compiled ViT-S max-autotune", 120),
+    Step("compiled ConvNeXt-T max-autotune", 160),
+)
+# With --device cpu, one of each kind.
+_TRIED = (
+    "tests",
+    "server",
+    "served BERT-base",
+    "graphs BERT-base",
+    "copies",
+    "memory BERT-base",
+    "compiled ConvNeXt-T default",
 )
 
 _ABOUT = """\
@@ -71,57 +100,61 @@ class Results:
 
     def __init__(self, path: Path, machine: Mapping[str, object]) -> None:
         self.path = path
-        self.lines: list[Line] = []
-        if path.exists():
-            self.lines = [json.loads(line) for line in path.read_text().splitlines()]
+        self.lines = read(path)
         if not self.lines or self.lines[0] != machine:
-            path.unlink(missing_ok=True)
-            self.lines = []
-            self.add(machine)
+            self.lines = [dict(machine)]
+        # Without the half of a line that a run may have left.
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in self.lines))
 
     def add(self, line: Mapping[str, object]) -> None:
-        self.lines.append(dict(line))
         with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(f"{json.dumps(line)}\n")
+        self.lines = read(self.path)  # with those of the process of a step
 
     def ended(self, step: str) -> bool:
         """Return whether a step has run to its end."""
         return any(line.get("step") == step and line["end"] != "time" for line in self.lines)
 
-    def reload(self) -> None:
-        """Read the lines that the process of a step has written."""
-        self.lines = [json.loads(line) for line in self.path.read_text().splitlines()]
+
+def read(path: Path) -> list[Line]:
+    """Return the lines of a file of results, without one that was not written to its end."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}\n")]
+
+
+# In a process of its own, which ends: on a GPU in exclusive mode a step could not start beside it.
+_TELL = """
+import json, torch
+line = {"torch": torch.__version__}
+if torch.cuda.is_available():
+    gpu = torch.cuda.get_device_properties(0)
+    memory = round(gpu.total_memory / (1 << 30), 1)
+    line |= {"gpu": gpu.name, "memory, GiB": memory, "GPUs": torch.cuda.device_count()}
+    line["CUDA"] = torch.version.cuda
+print(json.dumps(line))
+"""
 
 
 def machine(device: str) -> Line:
     """Return what the results depend on: the device, versions, and a digest of the code."""
-    import torch  # noqa: PLC0415  `--help` needs none
-
     digest = hashlib.sha256()
     for folder in ("src", "benchmarks", _TESTS):
         for path in sorted((_ROOT / folder).rglob("*.py")):
             digest.update(path.read_bytes())
+    told = subprocess.run([sys.executable, "-c", _TELL], stdout=subprocess.PIPE, check=True)  # noqa: S603
     line: Line = {
         "device": device,
-        "torch": torch.__version__,
         "python": platform.python_version(),
         "cores": os.cpu_count(),
         "code": digest.hexdigest()[:12],
-    }
+    } | json.loads(told.stdout)
     if device == "cuda":
-        if not torch.cuda.is_available():
+        if "gpu" not in line:
             raise SystemExit(
-                f"torch {torch.__version__} sees no GPU. Use a torch built for this machine's CUDA"
+                f"torch {line['torch']} sees no GPU. Use a torch built for this machine's CUDA"
                 " driver, or --device cpu, which only tries the program."
             )
-        gpu = torch.cuda.get_device_properties(0)
-        line |= {
-            "gpu": gpu.name,
-            "memory, GiB": round(gpu.total_memory / (1 << 30), 1),
-            "CUDA": torch.version.cuda,
-            "GPUs": torch.cuda.device_count(),
-            "driver": _driver(),
-        }
+        line["driver"] = _driver()
     return line
 
 
@@ -154,7 +187,7 @@ def python() -> Path:
 
 
 def run(step: Step, device: str, results: Results) -> None:
-    """Run a step in a process; write how it ended."""
+    """Run a step in a process; write each of its figures at once, then how it ended."""
     environment = os.environ | {
         "GPU_RESULTS": str(results.path),
         "GPU_DEVICE": device,
@@ -167,7 +200,7 @@ def run(step: Step, device: str, results: Results) -> None:
         command += ["-p", "benchmarks.gpu_results", "-p", "no:cacheprovider", "--tb=short"]
         command += ["--import-mode=importlib", f"--confcutdir={_TESTS}"]
     else:
-        command = ["-m", "benchmarks.gpu_cases", step.name, "--device", device]
+        command = ["-m", "benchmarks.gpu_cases", *step.name.split(), "--device", device]
         command += ["--small"] if device == "cpu" else []
     began = time.monotonic()
     print(f"{step.name} (at most {step.seconds:.0f} s)", flush=True)
@@ -178,24 +211,35 @@ def run(step: Step, device: str, results: Results) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
-    output = ""
+    tail: deque[str] = deque(maxlen=_LAST_LINES)
+    reader = threading.Thread(target=_record, args=(process, results, tail), daemon=True)
+    reader.start()
     try:
-        output, _ = process.communicate(timeout=step.seconds)
+        process.wait(step.seconds)
         end = "ok" if process.returncode == 0 else f"exit code {process.returncode}"
     except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
         end = "time"
-    results.reload()
-    for line in output.splitlines():
-        if step.name not in _TEST_FILES and line.startswith('{"figure"'):
-            results.add(json.loads(line))
-        else:
-            print(f"  {line}", flush=True)
+    with contextlib.suppress(ProcessLookupError):  # the processes that it has started, too
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    reader.join(_READ_S)
     seconds = round(time.monotonic() - began, 1)
-    tail = [] if end == "ok" else output.splitlines()[-3:]
-    results.add({"step": step.name, "end": end, "seconds": seconds, "last lines": tail})
+    last = [] if end == "ok" else list(tail)
+    results.add({"step": step.name, "end": end, "seconds": seconds, "last lines": last})
+
+
+def _record(process: subprocess.Popen[str], results: Results, tail: deque[str]) -> None:
+    """Add the figures that a step prints to the results, and print its other lines."""
+    assert process.stdout is not None  # noqa: S101  it is a pipe
+    with process.stdout as lines:
+        for line in lines:
+            if line.startswith('{"figure"'):
+                results.add(json.loads(line))
+            else:
+                tail.append(line.rstrip())
+                print(f"  {line}", end="", flush=True)
 
 
 def page(lines: Iterable[Line]) -> str:
@@ -217,15 +261,16 @@ def page(lines: Iterable[Line]) -> str:
     reasons = sorted({line["reason"] for line in tests.values() if line["outcome"] == "skipped"})
     parts += ["Reasons of skipped tests: " + "; ".join(reasons) + "."] if reasons else []
     figures = [line for line in rest if "figure" in line]
-    measured = [
-        (line["figure"], line["of"], _value(line), _rates(line))
-        for line in figures
-        if "value" in line
-    ]
-    if measured:
-        columns = ("figure", "of", "median (least..most)", "per second")
+    if figures:
+        measured = [
+            (line["figure"], line["of"], _value(line), _aim(line), _rates(line)) for line in figures
+        ]
+        columns = ("figure", "of", "median (least..most)", "aim", "per second")
         parts += ["## Measurements", markdown(columns, measured)]
-    parts += [f"{line['figure']}: {line['reason']}." for line in figures if "reason" in line]
+    if left := [
+        step.name for step in STEPS if not any(step.name == one.get("step") for one in rest)
+    ]:
+        parts.append(f"Not run yet: {', '.join(left)}.")
     steps = [
         (line["step"], line["end"], line["seconds"], " ".join(line["last lines"]))
         for line in rest
@@ -240,6 +285,15 @@ def _value(line: Line) -> str:
     return f"{line['value']:.2f}{spread}"
 
 
+def _aim(line: Line) -> str:
+    least, most = line.get("at least"), line.get("at most")
+    if least is not None:
+        return f"at least {least}, {'reached' if line['value'] >= least else 'missed'}"
+    if most is not None:
+        return f"at most {most}, {'reached' if line['value'] <= most else 'missed'}"
+    return ""
+
+
 def _rates(line: Line) -> str:
     rates = line.get("per second", {})
     return ", ".join(f"{name} {value:,.1f}" for name, value in rates.items())
@@ -249,25 +303,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--results", default=Path("gpu-results.jsonl"), type=Path)
-    parser.add_argument("--page", default=Path("gpu.md"), type=Path)
+    parser.add_argument("--page", type=Path, help="by default docs/gpu.md, of a CPU gpu.md")
     parser.add_argument("--minutes", default=8.0, type=float)
-    parser.add_argument("--steps", default=",".join(step.name for step in STEPS))
     arguments = parser.parse_args()
     results = Results(arguments.results.resolve(), machine(arguments.device))
     deadline = time.monotonic() + 60 * arguments.minutes
-    wanted = arguments.steps.split(",")
-    for step in STEPS:
-        left = deadline - time.monotonic()
-        if step.name not in wanted or results.ended(step.name):
-            continue
-        if left < 1:
-            break
+    on_gpu = arguments.device == "cuda"
+    path = arguments.page or Path("docs/gpu.md" if on_gpu else "gpu.md")
+    steps = [step for step in STEPS if on_gpu or step.name in _TRIED]
+    left = [step for step in steps if not results.ended(step.name)]
+    while left and time.monotonic() + left[0].seconds <= deadline:
+        step = left.pop(0)
         # A trial on a CPU, which has other work, is to end, not to be fast.
-        limit = step.seconds * (1 if arguments.device == "cuda" else 4)
-        run(step._replace(seconds=min(limit, left)), arguments.device, results)
-        arguments.page.write_text(page(results.lines))
-    arguments.page.write_text(page(results.lines))
-    print(f"{arguments.page}: {results.path}")
+        run(step._replace(seconds=step.seconds * (1 if on_gpu else 4)), arguments.device, results)
+        path.write_text(page(results.lines))
+    path.write_text(page(results.lines))
+    print(f"{path}: {results.path}")
+    if left:
+        print(f"left for the next call: {', '.join(step.name for step in left)}")
     bad = [line for line in results.lines if line.get("outcome") == "failed"]
     bad += [line for line in results.lines if line.get("step") and line["end"] != "ok"]
     raise SystemExit(1 if bad else 0)

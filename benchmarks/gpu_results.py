@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu
+
 _FIRST_LINES = 5
 
 
@@ -20,8 +22,7 @@ def _path() -> Path:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out tests that have passed."""
-    lines = map(json.loads, _path().read_text().splitlines()) if _path().exists() else ()
-    passed = {line["test"] for line in lines if line.get("outcome") == "passed"}
+    passed = {line["test"] for line in gpu.read(_path()) if line.get("outcome") == "passed"}
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
     items[:] = [item for item in items if item.nodeid not in passed]
 
@@ -38,7 +39,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.skipped and isinstance(report.longrepr, tuple):
         line["reason"] = report.longrepr[2]
     elif report.failed:
-        # The end of a report has the exception.
-        line["reason"] = "\n".join(report.longreprtext.splitlines()[-_FIRST_LINES:])
+        lines = report.longreprtext.splitlines()
+        raised = [one for one in lines if one.startswith("E ")]
+        line["reason"] = "\n".join([*raised[:_FIRST_LINES], lines[-1]])
     with _path().open("a") as file:
         file.write(json.dumps(line) + "\n")

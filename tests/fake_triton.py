@@ -479,10 +479,11 @@ def _states(sequencing: dict[str, Any], document: dict[str, Any]) -> Iterator[Te
 def _model_config_pb2() -> Any:
     """Return Triton's messages; the package that they are in imports grpc, which they do not need.
 
-    A machine with a GPU may have neither.
+    A machine with a GPU may have no grpc, and without `make gpu-site` no tritonclient.
     """
     package = importlib.util.find_spec("tritonclient")
-    assert package is not None
+    if package is None:
+        pytest.skip("tritonclient is not installed (make gpu-site)")
     assert package.submodule_search_locations is not None
     path = Path(package.submodule_search_locations[0], "grpc", "model_config_pb2.py")
     module = types.ModuleType("model_config_pb2")

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks import gpu, gpu_site
@@ -25,8 +29,10 @@ def test_the_whole_run(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         outputs.append(done.stdout)
-    assert [f"{step.name} (" in outputs[0] for step in gpu.STEPS] == [True] * len(gpu.STEPS)
-    assert not any(f"{step.name} (" in outputs[1] for step in gpu.STEPS)
+    begun = re.findall(r"^(\w.*) \(at most", outputs[0], flags=re.MULTILINE)
+    cases = {step.name.split()[0] for step in gpu.STEPS}
+    assert {name.split()[0] for name in begun} == cases
+    assert "(at most" not in outputs[1]
     lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     passed = {line["test"].partition("[")[0] for line in lines if line.get("outcome") == "passed"}
     served = {name.rpartition("::")[2] for name in passed if "test_server.py" in name}
@@ -38,23 +44,80 @@ def test_the_whole_run(tmp_path: Path) -> None:
     }
     page = (tmp_path / "gpu.md").read_text()
     assert " 0 failed" in page
-    assert "| served ÷ loop | BERT-base, batch 2 |" in page
-    assert "| compiled ÷ eager | ConvNeXt-T, batch 2, default |" in page
+    for row in (
+        "served ÷ loop | BERT-base, batch 2",
+        "latency, CUDA graphs ÷ eager | BERT-base, batch 1",
+        "copy to the device ÷ pinned copy | 1 MiB",
+        "weights of 4 instances ÷ of one | BERT-base, sharing true",
+        "compiled ÷ eager | ConvNeXt-T, batch 2, default",
+    ):
+        assert f"| {row} |" in page
 
 
 def test_a_step_that_is_cut_off(tmp_path: Path) -> None:
     """A step that takes too long is run again by the next call; a failure is reported once."""
     results = Results(tmp_path / "results.jsonl", {"device": "cpu"})
-    gpu.run(Step("graphs", 0.01), "cpu", results)
-    assert not results.ended("graphs")
-    gpu.run(Step("no such case", 60), "cpu", results)
-    assert results.ended("no such case")
+    gpu.run(Step("copies", 0.01), "cpu", results)
+    assert not results.ended("copies")
+    gpu.run(Step("no-such-case", 60), "cpu", results)
+    assert results.ended("no-such-case")
     again = Results(results.path, {"device": "cpu"})
     assert [(line["step"], line["end"]) for line in again.lines[1:]] == [
-        ("graphs", "time"),
-        ("no such case", "exit code 2"),
+        ("copies", "time"),
+        ("no-such-case", "exit code 2"),
     ]
     assert "invalid choice" in again.lines[2]["last lines"][-1]
+
+
+_ENDLESS = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print('{"figure": "of", "value": %d}' % child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_the_processes_of_a_step_end_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would hold the GPU; what the step has measured before is kept."""
+    monkeypatch.setattr(gpu, "_ROOT", tmp_path)
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "gpu_cases.py").write_text(_ENDLESS)
+    results = Results(tmp_path / "results.jsonl", {})
+    gpu.run(Step("endless", 3), "cuda", results)
+    figure, end = results.lines[1:]
+    assert end["end"] == "time"
+    assert end["seconds"] < 30
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(figure["value"]).wait(timeout=30)
+
+
+def test_half_a_line(tmp_path: Path) -> None:
+    """What a run that was killed has not written to its end is dropped."""
+    path = tmp_path / "results.jsonl"
+    Results(path, {"device": "cpu"}).add({"step": "copies", "end": "ok", "seconds": 1.0})
+    with path.open("a") as file:
+        file.write('{"figure": "of')
+    results = Results(path, {"device": "cpu"})
+    results.add({"step": "served", "end": "ok", "seconds": 1.0})
+    assert results.ended("copies")
+    assert results.ended("served")
+
+
+def test_python_with_an_archive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its packages come before those of this Python, which are there, too."""
+    package = tmp_path / "packed" / "numpy" / "__init__.py"
+    package.parent.mkdir(parents=True)
+    package.write_text("name = 'packed'")
+    archive = tmp_path / "site.tar.xz"
+    with tarfile.open(archive, "w:xz") as packed:
+        packed.add(tmp_path / "packed", ".")
+    monkeypatch.setattr(gpu, "_ARCHIVE", archive)
+    monkeypatch.setattr(gpu, "_SITE", tmp_path / "gpu-site")
+    for _ in range(2):
+        command = [str(gpu.python()), "-c", "import numpy, pytest; print(numpy.name)"]
+        assert subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout == b"packed\n"
 
 
 def test_stripped_site(tmp_path: Path) -> None:
@@ -106,9 +169,14 @@ def test_failed_tests_are_on_the_page() -> None:
             {"test": "tests/gpu/test_gpu.py::test_b", "outcome": "skipped", "reason": "two GPUs"},
             {"test": "tests/gpu/test_gpu.py::test_c", "outcome": "passed"},
             {"figure": "copy", "of": "1 MiB", "value": 0.9, "least": 0.8, "most": 1.0},
+            {"figure": "served", "of": "net", "value": 0.9, "at least": 0.95},
+            {"figure": "latency", "of": "net", "value": 0.4, "at most": 0.5},
         ]
     )
     assert "1 passed, 1 failed, 1 skipped" in text
     assert "`tests/gpu/test_gpu.py::test_a`\n\n```text\nE  1 == 2\n```" in text
     assert "two GPUs" in text
-    assert "| copy | 1 MiB | 0.90 (0.80..1.00) |  |" in text
+    assert "| copy | 1 MiB | 0.90 (0.80..1.00) |  |  |" in text
+    assert "| served | net | 0.90 | at least 0.95, missed |  |" in text
+    assert "| latency | net | 0.40 | at most 0.5, reached |  |" in text
+    assert "Not run yet: tests, server, served ResNet-50" in text

@@ -18,7 +18,7 @@ import torch
 from engines import BAD, bad, check, items
 from torch import Tensor, nn
 
-from torch_py_backend.batching import runtime
+from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
 from torch_py_backend.batching.output_extraction import OutputExtractor
 from torch_py_backend.engine import memory_limits
@@ -312,6 +312,25 @@ def test_batches_that_do_not_fit(
     model.calls.clear()
     assert check(sent, served.run(sent), OutOfMemoryError) == []
     assert max(model.calls) <= fits
+
+
+def test_copies_for_retries_are_under_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the guard has the model's stream: a copy on another one would not be waited for."""
+    guarded: list[bool] = []
+
+    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            guarded.append(torch.is_inference_mode_enabled())
+            return function(*args)
+
+        return call
+
+    for name in ("clone", "join"):
+        monkeypatch.setattr(gather_scatter, name, recorded(getattr(gather_scatter, name)))
+    sent = items([1.0], rows=32)
+    assert check(sent, engine(Model(above(8))).run(sent), OutOfMemoryError) == []
+    assert len(guarded) > 1
+    assert all(guarded)
 
 
 def test_fixed_rows_that_do_not_fit() -> None:

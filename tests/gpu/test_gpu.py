@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -714,12 +715,31 @@ def test_graphs_with_autocast(tmp_path: Path, process: None) -> None:
     del junk
 
 
+def _waits(x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
+def _fails_in_a_capture(x: Tensor) -> Tensor:
+    if torch.cuda.is_current_stream_capturing():
+        raise ValueError("not in a graph")
+    return x * 2
+
+
 @_CUDA
-def test_what_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture) -> None:
-    """A call that waits for the GPU is named with its shapes; graphs before and after it work."""
+@pytest.mark.parametrize(
+    ("uncaptured", "reason"),
+    [
+        (_waits, "called a synchronizing CUDA operation"),
+        (_fails_in_a_capture, "ValueError: not in a graph"),
+    ],
+)
+def test_what_cannot_be_captured_runs_eagerly(
+    uncaptured: Callable[[Tensor], Tensor], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is named with its shapes; graphs before and after it work, and memory is released."""
 
     def call(x: Tensor) -> Tensor:
-        return x * x.sum().item() if len(x) == 2 else x * 2
+        return uncaptured(x) if len(x) == 2 else x * 2
 
     graphs = cuda_graphs.Graphs("m", call, Counts())
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -729,7 +749,14 @@ def test_what_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture) 
                 assert torch.equal(graphs(x), call(x))
         torch.cuda.current_stream().synchronize()
     assert "inputs of [[2, 3]] are called without a CUDA graph" in caplog.text
+    assert reason in caplog.text
     assert caplog.text.count("without a CUDA graph") == 1
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    large = torch.empty(1 << 28, device="cuda")
+    del large
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before
 
 
 class Counting(torch.nn.Module):

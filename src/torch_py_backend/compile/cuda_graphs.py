@@ -7,8 +7,10 @@ https://docs.pytorch.org/docs/stable/notes/cuda.html#graph-memory-management
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -29,7 +31,7 @@ Replay: TypeAlias = Call
 Pool: TypeAlias = "tuple[int, int]"
 # A replay may choose other kernels than the eager call, for values that differ by rounding.
 _MAX_ERROR = 1e-2
-_WARM_UP = 3  # calls before a capture: allocations and tuning of first calls are not captured
+_WARM_UP = 2  # first calls, whose allocations and tuning are not to be captured
 
 
 class Graphs:
@@ -89,15 +91,18 @@ class Graphs:
             _compare(replay(tensors), expected)
         except Exception as error:  # of any class: the model's code runs
             self._refused.add(key)
+            for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+                _end_capture(device, self._pool)
+                runtime.probe(device)  # raises if the error has made the GPU unusable
             # torch takes the pool of a failed capture for in use, and refuses it to the next one.
             self._pool = None
-            for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-                runtime.probe(device)  # raises if the error has made the GPU unusable
+            # The end of a capture that has failed fails, too, with an error that says only that.
+            cause = error.__context__ if isinstance(error.__context__, Exception) else error
             log.warning(
                 "model '%s': inputs of %s are called without a CUDA graph: %s",
                 self._model,
                 [list(tensor.shape) for tensor in tensors],
-                summarize(error),
+                summarize(cause),
             )
         else:
             self._replays[key] = replay
@@ -142,6 +147,32 @@ def _compare(actual: object, expected: object) -> None:
         )
 
 
+def _end_capture(device: torch.device, pool: Pool | None) -> None:
+    """End the recording of allocations, which older versions of torch continue after a failure.
+
+    The allocator would release no memory any more: https://github.com/pytorch/pytorch/pull/180395
+    """
+    if pool is not None:
+        with contextlib.suppress(RuntimeError):  # it has ended
+            torch._C._cuda_endAllocateToPool(device.index, pool)  # noqa: SLF001  torch's own does it
+
+
+@contextlib.contextmanager
+def _synchronization_refused() -> Iterator[None]:
+    """Let calls that wait for the GPU fail: they cannot be captured, and a capture cannot say why.
+
+    Not all of them are known to torch.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+
+
 def capture(call: Call, tensors: Sequence[Tensor], pool: Pool) -> Replay:
     """Capture a call on the current stream, which must not be the default one.
 
@@ -155,6 +186,8 @@ def capture(call: Call, tensors: Sequence[Tensor], pool: Pool) -> Replay:
     """
     inputs = [tensor.clone() for tensor in tensors]
     for _ in range(_WARM_UP):
+        call(inputs)
+    with _synchronization_refused():
         call(inputs)
     stream = torch.cuda.current_stream()
     stream.synchronize()

@@ -267,7 +267,8 @@ class Engine:
 
         def retry_or_refuse(items: Sequence[Item], failure: Failure) -> Sequence[Outcome]:
             group = Group(binding, items, range(len(items)))
-            return self.recovery.retry_or_refuse(group, failure, copy_outputs=False)
+            with self.guard():
+                return self.recovery.retry_or_refuse(group, failure, copy_outputs=False)
 
         return PlainCall(
             binding.names,
@@ -402,49 +403,49 @@ class Engine:
         return outcomes
 
     def _run_group(self, group: Group, *, copy_outputs: bool = False) -> Sequence[Outcome]:
-        if self._limits or self.recovery.fatal is not None:
-            return self.recovery.run(group, copy_outputs=copy_outputs)
-        try:
-            return self._batch.call(group, copy_outputs=copy_outputs)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            failure = self.recovery.classify(error)
-        return self.recovery.retry_or_refuse(group, failure, copy_outputs=copy_outputs)
+        with self.guard():  # what retries copy and join is on the model's own stream, too
+            if self._limits or self.recovery.fatal is not None:
+                return self.recovery.run(group, copy_outputs=copy_outputs)
+            try:
+                return self._batch.call(group, copy_outputs=copy_outputs)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                failure = self.recovery.classify(error)
+            return self.recovery.retry_or_refuse(group, failure, copy_outputs=copy_outputs)
 
     def _attempt(self, group: Group, *, copy_outputs: bool) -> Sequence[Outcome]:
         """Run a group as one batch; raise whatever the model raises. See `retry.Attempt`."""
-        with self.guard():
-            names = group.inputs.names
-            began = time.perf_counter()
-            observed = self.side_effects.observed
-            copied = self._state_inputs if observed else names
-            batch = self._gather.call(group.items, names, self._pads, copied)
-            before = (
-                {}
-                if observed
-                else side_effects.copy_tensors(dict(zip(names, batch.columns, strict=True)))
-            )
-            if self._padding is not None:
-                self._padding.count(self.counts, group.items, names, batch.columns)
-            gathered = time.perf_counter()
-            columns = self._to_device.call(batch.columns)
-            sent = time.perf_counter()
-            rows = rows_in(columns) if self._ragged is None else sum(batch.sizes)
-            self.counts.rows += rows
-            raw = self.runner.call(group.inputs, columns, rows)
-            called = time.perf_counter()
-            if not observed:
-                self.side_effects.compare(before, dict(zip(names, batch.columns, strict=True)))
-            owned: Sequence[Value | ItemRows] = raw
-            inputs = batch.columns
-            if self._states is not None:
-                owned = self._states.clone_states(raw, batch)
-                inputs = self._states.sent_columns(names, batch)
-            outputs = self._to_host.call(owned, inputs)
-            if copy_outputs or self._watched:
-                outputs = self._kept(owned, outputs, copy_outputs=copy_outputs)
-            fetched = time.perf_counter()
+        names = group.inputs.names
+        began = time.perf_counter()
+        observed = self.side_effects.observed
+        copied = self._state_inputs if observed else names
+        batch = self._gather.call(group.items, names, self._pads, copied)
+        before = (
+            {}
+            if observed
+            else side_effects.copy_tensors(dict(zip(names, batch.columns, strict=True)))
+        )
+        if self._padding is not None:
+            self._padding.count(self.counts, group.items, names, batch.columns)
+        gathered = time.perf_counter()
+        columns = self._to_device.call(batch.columns)
+        sent = time.perf_counter()
+        rows = rows_in(columns) if self._ragged is None else sum(batch.sizes)
+        self.counts.rows += rows
+        raw = self.runner.call(group.inputs, columns, rows)
+        called = time.perf_counter()
+        if not observed:
+            self.side_effects.compare(before, dict(zip(names, batch.columns, strict=True)))
+        owned: Sequence[Value | ItemRows] = raw
+        inputs = batch.columns
+        if self._states is not None:
+            owned = self._states.clone_states(raw, batch)
+            inputs = self._states.sent_columns(names, batch)
+        outputs = self._to_host.call(owned, inputs)
+        if copy_outputs or self._watched:
+            outputs = self._kept(owned, outputs, copy_outputs=copy_outputs)
+        fetched = time.perf_counter()
         outcomes = self._scattered.call(group, batch, outputs)
         # Inline: a method call would cost more than these additions.
         counts = self.counts
@@ -499,4 +500,7 @@ class Engine:
             columns = zip(group.inputs.names, batch.columns, strict=True)
             shapes = {name: column.shape for name, column in columns}
             self._padding.cut(outcomes, group.items, shapes)
+            if not self._runtime.host_inputs:  # outputs may be on a GPU, where Triton reads them
+                for outcome in outcomes:
+                    gather_scatter.wait(outcome.values())
         return outcomes

@@ -7,6 +7,7 @@ between devices, rows that fill a bucket, casts, or hooks for batches.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.retry import Failure
+from torch_py_backend.errors import summarize
 from torch_py_backend.signature.binding import InputBinding
+
+log = logging.getLogger(__name__)
 
 
 class PlainCall(NamedTuple):
@@ -50,7 +54,9 @@ class PlainCall(NamedTuple):
 
 
 def page_locked(config: ModelConfig, names: Sequence[str]) -> tuple[Tensor, ...]:
-    """Return page-locked memory for a batch of `max_batch_size` rows; empty if dims are not fixed.
+    """Return page-locked memory for a batch of `max_batch_size` rows, for each input.
+
+    Empty if dims are not fixed, or if there is not that much memory.
 
     One memory for all batches is enough: the outputs of a batch are waited for before the next one
     is gathered, and the copy to the GPU precedes them on the stream.
@@ -58,14 +64,22 @@ def page_locked(config: ModelConfig, names: Sequence[str]) -> tuple[Tensor, ...]
     specs = {spec.name: spec for spec in config.inputs}
     if any(-1 in specs[name].dims for name in names):
         return ()
-    return tuple(
-        torch.empty(
-            (config.max_batch_size, *specs[name].dims),
-            dtype=getattr(torch, specs[name].dtype.torch or ""),
-            pin_memory=True,
+    try:
+        return tuple(
+            torch.empty(
+                (config.max_batch_size, *specs[name].dims),
+                dtype=getattr(torch, specs[name].dtype.torch or ""),
+                pin_memory=torch.cuda.is_available(),
+            )
+            for name in names
         )
-        for name in names
-    )
+    except RuntimeError as error:  # torch's only class for memory that runs out here
+        log.warning(
+            "model '%s': batches are gathered without page-locked memory: %s",
+            config.name,
+            summarize(error),
+        )
+        return ()
 
 
 def bind(binding: InputBinding, module: Callable[..., Any]) -> Callable[..., Any]:

@@ -65,7 +65,7 @@ class Failure:
 
 
 class Attempt(Protocol):
-    """Runs a group as one batch; raises whatever the model raises."""
+    """Runs a group as one batch, under the model's guard; raises whatever the model raises."""
 
     def __call__(self, group: Group, *, copy_outputs: bool) -> Sequence[Outcome]:
         """Run the group.
@@ -251,6 +251,7 @@ class RetryPolicy:
                 " not fit in memory as a whole",
                 expected="outputs that can be joined",
             )
+        gather_scatter.wait(joined)  # Triton reads GPU outputs without a stream
         return dict(zip(names, joined, strict=True))
 
     def _try(self, group: Group, *, copy_outputs: bool) -> Sequence[Outcome] | Failure:
