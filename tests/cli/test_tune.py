@@ -75,7 +75,7 @@ class _Workers:
             memory = {"memory_mb": 1, "private_mb": 1, "device_memory_mb": 0, "device_free_mb": 0}
             return [{"error": self.error, "load_s": 1, **memory}] * len(messages)
         speed = self.growth**self._number
-        return [{"latency_ms": 1 / speed, "throughput": speed}] * len(messages)
+        return [{"latency_ms": 1 / speed, "throughput": speed, "p99_ms": 10.0}] * len(messages)
 
 
 @pytest.fixture
@@ -245,6 +245,17 @@ def test_dry_run_on_a_terminal(
     assert [path.name for path in output.iterdir()] == ["tuned.json"]
 
 
+def test_limit_of_p99(tune: _Command, tmp_path: Path) -> None:
+    """What is slower is not chosen; the batch sizes of the choice are a table."""
+    model = _model(tmp_path)
+    done = tune(model, "--quick", "--max-p99", "20")
+    assert done.returncode == 0
+    assert "within 20 ms: the most rows/s with batches of 1; max_batch_size is 2" in done.stdout
+    done = tune(model, "--quick", "--max-p99", "5")
+    assert done.returncode == 1
+    assert "no candidate of 'negate' is within --max-p99 5; the fastest is" in done.stderr
+
+
 def test_no_candidate_is_exact(tune: _Command, tmp_path: Path) -> None:
     """A tolerance that nothing meets: the closest is named, and config.pbtxt is as it was."""
     model = _model(tmp_path)
@@ -282,6 +293,7 @@ def test_every_candidate_fails(
         (["--instances=1,two"], "--instances is '1,two'"),
         (["--max-error=-1"], "--max-error is -1; expected a number"),
         (["--max-error=nan"], "--max-error is nan"),
+        (["--max-p99=0"], "--max-p99 is 0; expected milliseconds above 0"),
         (["--inputs=/no/such/file"], "/no/such/file is not a file"),
         (["--output=/dev/null/x"], "cannot write into /dev/null/x"),
         (["--json=/dev/null/x"], "cannot write /dev/null/x: Not a directory"),

@@ -19,7 +19,7 @@ from torch_py_backend.tools import report
 from torch_py_backend.tools.candidates import Allowed, Candidate
 from torch_py_backend.tools.load_generator import STAGES, Point, Result, ServerWork
 from torch_py_backend.tools.report import Report
-from torch_py_backend.tools.tuning import Goal, Plan, Row, Tuning
+from torch_py_backend.tools.tuning import Figures, Goal, Limits, Plan, Row, Tuning
 
 _SERVER = ServerWork(20, 0, dict.fromkeys(STAGES, 0.002), {1: 4, 4: 4})
 
@@ -159,12 +159,33 @@ def _rows(*arguments: Any) -> list[str]:
 
 def test_tuning_table() -> None:
     """The table has each candidate's settings, figures, gains and result."""
-    lines = _rows(_ROWS, 0.1, _FROZEN)
+    lines = _rows(_ROWS, Limits(0.1), _FROZEN)
     assert "eager 2 x 1 1.23 1.00 12,346 1.00 321 0 4.0 untuned" in lines
     assert "freeze auto x 3 0.50 2.47 150 1.50 7% 321 0 4.0 chosen" in lines
     assert "[bold]bf16 auto x 1 1.23 1.00 12,346 1.00 0% 321 2e-01 4.0 inexact" in lines
     assert "compile auto x 1 failed" in lines
     assert "GPU MB" not in " ".join(lines)
+
+
+def test_limit_of_p99(tmp_path: Path) -> None:
+    """Figures of several batch sizes, and which max_batch_size is the best within the limit."""
+    late = Row(Candidate("eager", {}), **_MEASURED, p99_ms=30.0)
+    lines = _rows([late], Limits(0.1, 20.0), None)
+    assert "gain ± p99 ms MB" in " ".join(lines)
+    assert "eager auto x 1 1.23 1.00 12,346 1.00 30.0 321 0 4.0 late" in lines
+    document = {"max_batch_size": 8}
+    plan = Plan(tmp_path, "1", document, Allowed(), Limits(0.1, 20.0), Goal.BOTH, None, 60.0)
+    run = Tuning(plan)
+    assert report.best_size(run) == "no batch answers within 20 ms"
+    run.sizes = {2: Figures(1.0, 50.0, 9.0), 4: Figures(1.0, 80.0, 18.0), 8: Figures(1.0, 99.0, 40)}
+    assert "4 18.0 80.0" in [
+        " ".join(line.split()) for line in _printed(report.sizes_table(run.sizes), 80)
+    ]
+    best = "within 20 ms: the most rows/s with batches of 4"
+    assert report.best_size(run) == f"{best}; max_batch_size is 8: set it to 4"
+    document["max_batch_size"] = 4
+    assert report.best_size(run) == best
+    assert report.tuning_entry(run)["sizes"][4]["p99_ms"] == 18.0
 
 
 def test_tuning_line() -> None:
@@ -176,14 +197,16 @@ def test_tuning_line() -> None:
 
 def test_memory_of_a_gpu() -> None:
     """GPU memory has a column if a GPU was used."""
-    lines = _rows([Row(Candidate("eager", {}), **_MEASURED, device_memory_mb=77.0)], 0.1, None)
+    lines = _rows(
+        [Row(Candidate("eager", {}), **_MEASURED, device_memory_mb=77.0)], Limits(0.1), None
+    )
     assert "MB GPU MB error" in " ".join(lines)
     assert "321 77 0 4.0" in " ".join(lines)
 
 
 def test_tuning_entry(tmp_path: Path) -> None:
     """An entry of tuned.json has the machine, the rows and the choice, and is strict JSON."""
-    plan = Plan(tmp_path, "1", {}, Allowed(), 0.1, Goal.BOTH, None, 60.0)
+    plan = Plan(tmp_path, "1", {}, Allowed(), Limits(0.1), Goal.BOTH, None, 60.0)
     run = Tuning(plan)
     assert report.tuning_entry(run)["chosen"] is None
     run.rows = _ROWS

@@ -89,6 +89,7 @@ def test_same_model(tmp_path: Path, size: int, batch: int) -> None:
         figures = measurement.send({"rows": rows, "seconds": 0.01})
         assert figures["latency_ms"] > 0
         assert figures["throughput"] > 0
+        assert figures["p99_ms"] >= figures["latency_ms"]
         assert json.loads(json.dumps([load, figures]))
 
 
@@ -96,6 +97,18 @@ def test_batch_that_takes_long(tmp_path: Path) -> None:
     """A full batch has fewer rows than max_batch_size if calls with more of them take long."""
     source = _module("(time.sleep(x.shape[0] > 2), 2 * x)[1]")
     assert _prepare(tmp_path, _arguments(tmp_path, source, max_batch_size=64))["batch"] == 2
+
+
+def test_batches_within_a_limit(tmp_path: Path) -> None:
+    """A full batch takes no longer than that; batches of any other size can be measured."""
+    source = _module("(time.sleep(0.02 * x.shape[0]), 2 * x)[1]")
+    given = _arguments(tmp_path, source, max_batch_size=64)
+    (tmp_path / "exchange").mkdir()
+    batch = trial.prepare(given, str(tmp_path / "exchange"), None, 0.1)["batch"]
+    assert batch == 4
+    measurement = trial.measure(given, str(tmp_path / "exchange"), batch, ())
+    next(measurement)
+    assert measurement.send({"rows": 6, "seconds": 0.01})["p99_ms"] >= 120
 
 
 def test_ragged_batches(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch_py_backend.errors import LoadError, TuneError
 from torch_py_backend.processes import child_process
 from torch_py_backend.tools import tuning
 from torch_py_backend.tools.candidates import Allowed, Candidate
-from torch_py_backend.tools.tuning import Figures, Goal, Plan, Row, Tuning
+from torch_py_backend.tools.tuning import Figures, Goal, Limits, Plan, Row, Tuning
 
 _CONFIG = """
 backend: "pytorch_py"
@@ -35,7 +35,7 @@ def _plan(folder: Path, text: str = _CONFIG, **changes: Any) -> Plan:
         "version": "1",
         "document": pbtxt.read(folder / "digits"),
         "allowed": Allowed(),
-        "max_error": 1e-4,
+        "limits": Limits(1e-4),
         "goal": Goal.THROUGHPUT,
         "inputs": None,
         "timeout_s": 60.0,
@@ -62,6 +62,7 @@ class _Children:
         self.loads: list[tuple[dict[str, str], int]] = []
         self.measured: list[str] = []
         self.alive: list[str] = []
+        self.prepared: Mapping[str, Any] = {}
         self.report = dict(_LOAD)
         self.throughput: dict[str, float] = {}
         # The throughput of a runtime when it is loaded for the first time.
@@ -73,6 +74,7 @@ class _Children:
 
     def run(self, model: str, task: str, arguments: Any, seconds: float, *, quiet: bool) -> Any:
         assert task.endswith(":prepare")
+        self.prepared = arguments
         return {"kind": self.kind, "inputs": "made-up values", "batch": 2}
 
     def start(self, model: str, task: str, count: int) -> _Workers:
@@ -118,7 +120,8 @@ class _Workers:
         if sum(load.get("OPTIMIZE") == self._runtime for load, _ in children.loads) == 1:
             speed = children.lucky.get(self._runtime, speed)
         speed *= self._threads
-        figures = {"latency_ms": 10 / speed, "throughput": speed * messages[0]["rows"]}
+        rows = messages[0]["rows"]
+        figures = {"latency_ms": 10 / speed, "throughput": speed * rows, "p99_ms": rows * 10.0}
         return [figures] * len(messages)
 
 
@@ -145,6 +148,30 @@ def _run(run: Tuning) -> list[str]:
 
 _IMAGES = _CONFIG.replace("dims: [ 4 ]", "dims: [ 3, 8, 8 ]", 1)
 _QUICK = Allowed(quick=True)
+
+
+def test_limit_of_p99(tmp_path: Path, children: _Children) -> None:
+    """Batches are as large as the limit allows; the choice is measured with other sizes, too."""
+    children.throughput = {"freeze": 20.0}
+    text = _CONFIG.replace("max_batch_size: 2", "max_batch_size: 6")
+    run = Tuning(_plan(tmp_path, text, allowed=_QUICK, limits=Limits(1e-4, 25.0)))
+    _run(run)
+    assert children.prepared["longest_s"] == 0.025
+    choice = run.choice()
+    assert choice is not None
+    assert choice.p99_ms == 20.0
+    assert {rows: figures.p99_ms for rows, figures in run.sizes.items()} == {
+        1: 10.0,
+        2: 20.0,
+        4: 40.0,
+    }
+
+
+def test_limit_that_nothing_keeps(tmp_path: Path, children: _Children) -> None:
+    run = Tuning(_plan(tmp_path, allowed=_QUICK, limits=Limits(1e-4, 5.0)))
+    _run(run)
+    assert run.choice() is None
+    assert run.sizes == {}
 
 
 def test_in_turn_with_the_untuned(tmp_path: Path, children: _Children) -> None:
@@ -332,15 +359,16 @@ def test_summary() -> None:
     """A row has medians of the rounds, and gains by the ratios of each round."""
     load = _LOAD | {"error": 1e-6}
     rounds = [
-        (Figures(2.0, 10.0), Figures(1.0, 20.0)),
-        (Figures(8.0, 40.0), Figures(4.0, 80.0)),  # the machine is four times slower
-        (Figures(2.0, 10.0), Figures(1.0, 21.0)),
+        (Figures(2.0, 10.0, 9.0), Figures(1.0, 20.0, 5.0)),
+        (Figures(8.0, 40.0, 9.0), Figures(4.0, 80.0, 7.0)),  # the machine is four times slower
+        (Figures(2.0, 10.0, 9.0), Figures(1.0, 21.0, 6.0)),
     ]
     row = tuning.summarize(Candidate("eager", {}), 8, [_LOAD, load], rounds, 0)
     assert (row.rounds, row.batch, row.latency_ms, row.throughput) == (3, 8, 1.0, 21.0)
     assert (row.latency_gain, row.latency_spread) == (2.0, 0.0)
     assert (row.throughput_gain, row.throughput_spread) == (2.0, 0.0)
     assert (row.memory_mb, row.error, row.load_s) == (6.0, 1e-6, 1.0)
+    assert row.p99_ms == 6.0
 
 
 _UNTUNED = _row("untuned", 1.0, 1.0)
@@ -359,6 +387,7 @@ _FAST = {
         ([_row("a", 0.97, 2.0, latency_spread=0.04)], ("untuned", "a", "a")),  # within the spread
         ([_row("a", 0.92, 2.0, latency_spread=0.5)], ("untuned", "a", "untuned")),  # a wide spread
         ([_row("inexact", 2.0, 2.0, error=0.2)], ("untuned",) * 3),
+        ([_row("late", 2.0, 2.0, p99_ms=60.0)], ("untuned",) * 3),
         ([_row("failed", 2.0, 2.0, rounds=0)], ("untuned",) * 3),
         ([_row("b", 1.21, 1.21, optimize="freeze"), _row("simpler", 1.2, 1.2)], ("simpler",) * 3),
         ([_row("better", 1.4, 1.4, optimize="freeze"), _row("b", 1.2, 1.2)], ("better",) * 3),
@@ -369,7 +398,7 @@ _FAST = {
 def test_choice(candidates: list[Row], choices: tuple[str, str, str]) -> None:
     """The choice for latency, for throughput, and for both, which may lose in neither."""
     rows = [_UNTUNED, *candidates]
-    chosen = [tuning.choose(rows, 0.1, goal) for goal in Goal]
+    chosen = [tuning.choose(rows, Limits(0.1, 50.0), goal) for goal in Goal]
     assert tuple(row.candidate.title for row in chosen if row) == choices
 
 
@@ -378,10 +407,10 @@ def test_choice_without_the_untuned(untuned: dict[str, Any]) -> None:
     """An untuned configuration that may not be chosen is no bar; without candidates nothing is."""
     first = _row("untuned", 1.0, 1.0, **untuned)
     for goal in Goal:
-        chosen = tuning.choose([first, _row("a", 0.5, 0.5)], 0.1, goal)
+        chosen = tuning.choose([first, _row("a", 0.5, 0.5)], Limits(0.1), goal)
         assert chosen is not None
         assert chosen.candidate.title == "a"
-        assert tuning.choose([first], 0.1, goal) is None
+        assert tuning.choose([first], Limits(0.1), goal) is None
 
 
 @pytest.mark.parametrize(

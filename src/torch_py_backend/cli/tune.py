@@ -18,7 +18,7 @@ from torch_py_backend.config import pbtxt, tuned_settings
 from torch_py_backend.errors import TuneError
 from torch_py_backend.tools import config_editor, model_folder, report
 from torch_py_backend.tools.candidates import TUNED, Allowed, Candidate
-from torch_py_backend.tools.tuning import Goal, Plan, Row, Tuning
+from torch_py_backend.tools.tuning import Goal, Limits, Plan, Row, Tuning
 
 # Rounding of float32 with another order of sums; 16-bit types keep two or three digits.
 _MAX_ERROR = 1e-4
@@ -48,6 +48,13 @@ def tune(
         typer.Option(
             help="The largest accepted difference from eager, relative to the output's"
             f" values. By default {_MAX_ERROR:g}; with --reduced-precision {_MAX_ERROR_REDUCED:g}."
+        ),
+    ] = None,
+    max_p99: Annotated[
+        float | None,
+        typer.Option(
+            help="The longest accepted 99th percentile of a full batch, in milliseconds. A full"
+            " batch has as many rows as the untuned model answers within that."
         ),
     ] = None,
     reduced_precision: Annotated[
@@ -99,6 +106,8 @@ def tune(
         max_error = _MAX_ERROR_REDUCED if reduced_precision else _MAX_ERROR
     if not (math.isfinite(max_error) and max_error >= 0):
         raise TuneError(f"--max-error is {max_error:g}; expected a number of at least 0, as 1e-4.")
+    if max_p99 is not None and not (math.isfinite(max_p99) and max_p99 > 0):
+        raise TuneError(f"--max-p99 is {max_p99:g}; expected milliseconds above 0, as 20.")
     allowed = Allowed(
         reduced_precision=reduced_precision,
         threads=_counts("--threads", threads),
@@ -116,7 +125,7 @@ def tune(
         version=version,
         document=document,
         allowed=allowed,
-        max_error=max_error,
+        limits=Limits(max_error, max_p99 or math.inf),
         goal=goal,
         inputs=inputs,
         timeout_s=timeout,
@@ -205,16 +214,19 @@ def _report(
     plan = tuning.plan
     if not _OUT.is_terminal:
         _OUT.width = max(_OUT.width, _WIDTH)
-    _OUT.print(report.tuning_table(tuning.rows, plan.max_error, choice), soft_wrap=False)
+    _OUT.print(report.tuning_table(tuning.rows, plan.limits, choice), soft_wrap=False)
     for row in tuning.rows:
         if row.failure:
             _OUT.print(f"{row.candidate}: {row.failure}", markup=False)
     _OUT.print(
-        f"inputs: {tuning.inputs}; batches of {tuning.batch}; tolerance {plan.max_error:g}; chosen"
-        f" for {plan.goal.value}"
+        f"inputs: {tuning.inputs}; batches of {tuning.batch}; tolerance {plan.limits.error:g};"
+        f" chosen for {plan.goal.value}"
     )
     if choice is not None:
         _OUT.print(f"chosen: {report.tuning_line(choice)}", markup=False)
+    if tuning.sizes:
+        _OUT.print(report.sizes_table(tuning.sizes), soft_wrap=False)
+        _OUT.print(report.best_size(tuning))
     entry = report.tuning_entry(tuning)
     if json_path is not None:
         report.write_json(json_path, entry)
@@ -267,8 +279,15 @@ def _no_choice(tuning: Tuning) -> TuneError:
     if not measured:
         return TuneError(f"every candidate failed, the first with: {tuning.rows[0].failure}")
     closest = min(measured, key=lambda row: row.error)
+    if closest.error <= plan.limits.error:
+        fastest = min(measured, key=lambda row: row.p99_ms)
+        return TuneError(
+            f"no candidate of '{plan.document['name']}' is within --max-p99 {plan.limits.p99_ms:g};"
+            f" the fastest is {fastest.candidate} with {fastest.p99_ms:.3g} ms for batches of"
+            f" {fastest.batch}. Allow that much; config.pbtxt is as it was."
+        )
     return TuneError(
-        f"no candidate of '{plan.document['name']}' is within --max-error {plan.max_error:g}; the"
-        f" closest is {closest.candidate} with {closest.error:.2g}. Allow that much, or look"
+        f"no candidate of '{plan.document['name']}' is within --max-error {plan.limits.error:g};"
+        f" the closest is {closest.candidate} with {closest.error:.2g}. Allow that much, or look"
         " whether the model gives the same outputs twice; config.pbtxt is as it was."
     )

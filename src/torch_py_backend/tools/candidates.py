@@ -209,6 +209,11 @@ def spread(
     ]
 
 
+def batch_sizes(largest: int) -> list[int]:
+    """Return the powers of two up to max_batch_size, and that."""
+    return sorted({*(1 << power for power in range(largest.bit_length())), max(1, largest)})
+
+
 def settings(facts: Facts, candidate: Candidate) -> tuple[frozenset[tuple[str, str]], int]:
     """Return a key that is equal for candidates with the same settings."""
     parameters = {"NUM_THREADS": str(facts.threads), **candidate.parameters}

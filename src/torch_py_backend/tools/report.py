@@ -19,7 +19,7 @@ from torch_py_backend.config import tuned_settings
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import BenchError
 from torch_py_backend.tools.load_generator import STAGES, Point, ServerWork
-from torch_py_backend.tools.tuning import SECONDS, Row, Tuning, fits
+from torch_py_backend.tools.tuning import SECONDS, Figures, Limits, Row, Tuning
 
 _PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 # Above this share of a core, the client is likely to limit the figures.
@@ -231,21 +231,25 @@ def tuning_line(row: Row) -> str:
     )
 
 
-def tuning_table(rows: Sequence[Row], max_error: float, choice: Row | None) -> Table:
+def tuning_table(rows: Sequence[Row], limits: Limits, choice: Row | None) -> Table:
     """Return the rows in the order in which they were tried; the choice is marked.
 
     Latency is of one row with one request in flight, throughput of full batches. Beside each is the
     gain over the first row, the untuned configuration. ± is the larger standard error of the two.
+    With a limit for it, p99 is that of full batches.
     """
     on_gpu = any(row.device_memory_mb for row in rows)
-    figures = ("ms", "gain", "rows/s", "gain", "±", "MB", *["GPU MB"] * on_gpu, "error", "load s")
+    timed = not math.isinf(limits.p99_ms)
+    figures = ["ms", "gain", "rows/s", "gain", "±", *["p99 ms"] * timed]
+    figures += ["MB", *["GPU MB"] * on_gpu, "error", "load s"]
     result = table(("candidate", "threads\nx inst.", *figures, ""))
     for row in rows:
         untuned = row is rows[0]
         if row == choice:
             remark, style = "chosen", "bold green"
-        elif not fits(row, max_error):
-            remark, style = "failed" if row.failure else "inexact", "dim"
+        elif not limits.keeps(row):
+            late = "inexact" if row.error > limits.error else "late"
+            remark, style = "failed" if row.failure else late, "dim"
         else:
             remark, style = "untuned" if untuned else "", ""
         cells = [
@@ -254,6 +258,7 @@ def tuning_table(rows: Sequence[Row], max_error: float, choice: Row | None) -> T
             three_digits(row.throughput),
             f"{row.throughput_gain:.2f}",
             "" if untuned else f"{max(row.latency_spread, row.throughput_spread):.0%}",
+            *[three_digits(row.p99_ms)] * timed,
             f"{row.memory_mb:,.0f}",
             *[f"{row.device_memory_mb:,.0f}"] * on_gpu,
             f"{row.error:.0e}" if row.error else "0",
@@ -269,6 +274,27 @@ def tuning_table(rows: Sequence[Row], max_error: float, choice: Row | None) -> T
     return result
 
 
+def sizes_table(sizes: Mapping[int, Figures]) -> Table:
+    """Return the choice's figures for batches of several sizes, with all instances in use."""
+    result = table(("rows", "p99 ms", "rows/s"))
+    for rows, figures in sizes.items():
+        result.add_row(str(rows), three_digits(figures.p99_ms), three_digits(figures.throughput))
+    return result
+
+
+def best_size(tuning: Tuning) -> str:
+    """Return which max_batch_size gives the most rows per second within the limit of p99."""
+    limit, most = tuning.plan.limits.p99_ms, tuning.plan.document["max_batch_size"]
+    fitting = {rows: one for rows, one in tuning.sizes.items() if one.p99_ms <= limit}
+    if not fitting:
+        return f"no batch answers within {limit:g} ms"
+    rows = max(fitting, key=lambda rows: fitting[rows].throughput)
+    text = f"within {limit:g} ms: the most rows/s with batches of {rows}"
+    return (
+        text if rows == most or not most else f"{text}; max_batch_size is {most}: set it to {rows}"
+    )
+
+
 def tuning_entry(tuning: Tuning) -> JsonObject:
     """Return the entry of this machine in tuned.json."""
     plan, choice = tuning.plan, tuning.choice()
@@ -278,7 +304,8 @@ def tuning_entry(tuning: Tuning) -> JsonObject:
         "conditions": {
             "inputs": tuning.inputs,
             "batch": tuning.batch,
-            "max_error": plan.max_error,
+            "max_error": plan.limits.error,
+            "max_p99_ms": None if math.isinf(plan.limits.p99_ms) else plan.limits.p99_ms,
             "for": plan.goal.value,
             "rounds": plan.rounds,
             "seconds": SECONDS,
@@ -294,4 +321,5 @@ def tuning_entry(tuning: Tuning) -> JsonObject:
             "throughput_gain": choice.throughput_gain,
         },
         "rows": [asdict(row) for row in tuning.rows],
+        "sizes": {rows: figures._asdict() for rows, figures in tuning.sizes.items()},
     }

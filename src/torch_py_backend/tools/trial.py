@@ -40,6 +40,7 @@ from torch_py_backend.errors import (
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.signature import binding
 from torch_py_backend.startup import builder, warmup
+from torch_py_backend.tools import candidates
 
 # Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
 _FIRST_CALLS = 3
@@ -154,12 +155,14 @@ def _described(spec: TensorSpec) -> str:
 # --- the reference -------------------------------------------------------------------------------
 
 
-def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> dict[str, Any]:
+def prepare(
+    arguments: Mapping[str, str], folder: str, inputs: str | None, longest_s: float | None = None
+) -> dict[str, Any]:
     """Write the inputs (of a safetensors file, if it is given) and the reference's outputs.
 
     Returns:
         The artifact's kind, the source of the inputs, and the number of rows of a full batch:
-        max_batch_size, or less if such a batch takes long.
+        max_batch_size, or less if such a batch takes long: more than `longest_s`, if that is given.
 
     Raises:
         LoadError: the model cannot be run, or the inputs do not fit it.
@@ -170,10 +173,10 @@ def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> di
     warm_up(engine, [1])
     item, source = find_inputs(settings, inputs)
     torch.save(item, Path(folder) / _INPUTS)
-    full, longest, largest = 1, _LONGEST_BATCH_S, max(1, settings.max_batch_size)
-    for rows in sorted({*(1 << power for power in range(largest.bit_length())), largest}):
+    full, longest = 1, _LONGEST_BATCH_S if longest_s is None else longest_s
+    for rows in candidates.batch_sizes(settings.max_batch_size):
         seconds = min(_durations(engine, tile(settings, item, rows)))
-        if rows == 1:
+        if rows == 1 and longest_s is None:
             longest = max(longest, 2 * seconds)
         if seconds > longest:
             break
@@ -268,13 +271,13 @@ def measure(
 ) -> Generator[dict[str, float], Mapping[str, Any], None]:
     """Load a candidate, compare its outputs with the reference, and time it at each message.
 
-    A message has `rows`, 1 or `batch`, and `seconds`, the duration of the measurement.
+    A message has `rows` and `seconds`, the duration of the measurement.
 
     Parameters in `watched` must have an effect.
 
     Yields:
-        First error, load time and memory, then for each message the median `latency_ms` of a call
-        and the `throughput` in rows per second.
+        First error, load time and memory, then for each message the median `latency_ms` of a call,
+        its 99th percentile `p99_ms`, and the `throughput` in rows per second.
 
     Raises:
         LoadError: the candidate cannot be loaded or run.
@@ -312,10 +315,15 @@ def measure(
             "device_free_mb": torch.cuda.mem_get_info()[0] / (1 << 20) if on_gpu else 0.0,
         }
         while True:
-            durations = _durations(engine, batches[message["rows"]], message["seconds"])
+            rows = message["rows"]
+            if rows not in batches:
+                batches[rows] = tile(settings, item, rows)
+                _run(engine, batches[rows])
+            durations = _durations(engine, batches[rows], message["seconds"])
             message = yield {
                 "latency_ms": 1e3 * median(durations),
-                "throughput": message["rows"] / mean(durations),
+                "p99_ms": 1e3 * float(np.percentile(durations, 99)),
+                "throughput": rows / mean(durations),
             }
 
 

@@ -71,10 +71,12 @@ class Figures(NamedTuple):
     Attributes:
         latency_ms: duration of a call with one row, while no other request is in flight.
         throughput: rows per second of all instances together, with full batches.
+        p99_ms: the 99th percentile of the durations of these batches.
     """
 
     latency_ms: float
     throughput: float
+    p99_ms: float
 
 
 class Gain(NamedTuple):
@@ -98,6 +100,7 @@ class Row:
         throughput_gain: throughput, divided by that of the untuned configuration.
         latency_spread: standard error of `latency_gain`.
         throughput_spread: standard error of `throughput_gain`.
+        p99_ms: 99th percentile of the durations of full batches.
         batch: rows of a full batch.
         memory_mb: memory of all processes; what they share counts once.
         device_memory_mb: reserved memory on the GPU.
@@ -115,6 +118,7 @@ class Row:
     throughput: float = 0.0
     throughput_gain: float = 1.0
     throughput_spread: float = 0.0
+    p99_ms: float = 0.0
     memory_mb: float = 0.0
     device_memory_mb: float = 0.0
     error: float = 0.0
@@ -170,6 +174,7 @@ def summarize(
         throughput=median(own.throughput for _, own in rounds),
         throughput_gain=throughput.value,
         throughput_spread=throughput.spread,
+        p99_ms=median(own.p99_ms for _, own in rounds),
         memory_mb=sum(
             load["private_mb"] + share * (load["memory_mb"] - load["private_mb"]) for load in loads
         ),
@@ -188,24 +193,35 @@ def _gain(ratios: Sequence[float]) -> Gain:
     return Gain(middle, 1.2533 * deviation / math.sqrt(len(ratios)))
 
 
-def fits(row: Row, max_error: float) -> bool:
-    """Return whether a row may be chosen: it was measured and is within the tolerance."""
-    return row.rounds > 0 and row.error <= max_error
+class Limits(NamedTuple):
+    """What a row must keep to be chosen.
+
+    Attributes:
+        error: the largest error.
+        p99_ms: the longest `Row.p99_ms`.
+    """
+
+    error: float
+    p99_ms: float = math.inf
+
+    def keeps(self, row: Row) -> bool:
+        """Return whether a row was measured and is within the limits."""
+        return row.rounds > 0 and row.error <= self.error and row.p99_ms <= self.p99_ms
 
 
-def ranked(rows: Sequence[Row], max_error: float, goal: Goal) -> list[Row]:
-    """Return the rows within the tolerance, the best first."""
-    fitting = [row for row in rows if fits(row, max_error)]
+def ranked(rows: Sequence[Row], limits: Limits, goal: Goal) -> list[Row]:
+    """Return the rows within the limits, the best first."""
+    fitting = [row for row in rows if limits.keeps(row)]
     return sorted(fitting, key=lambda row: -row.gain(goal).value)
 
 
-def choose(rows: Sequence[Row], max_error: float, goal: Goal) -> Row | None:
+def choose(rows: Sequence[Row], limits: Limits, goal: Goal) -> Row | None:
     """Return the simplest of the rows whose gain is near the best.
 
     The first row is the untuned configuration. For both figures, only rows that lose in neither may
-    be chosen, unless the untuned configuration is outside the tolerance.
+    be chosen, unless the untuned configuration is outside the limits.
     """
-    fitting = ranked(rows, max_error, goal)
+    fitting = ranked(rows, limits, goal)
     if goal is Goal.BOTH and rows and rows[0] in fitting:
         fitting = [row for row in fitting if not row.loses()]
     if not fitting:
@@ -242,7 +258,7 @@ class Plan:
         version: the version to measure.
         document: the complete config as Triton's JSON.
         allowed: the user's limits.
-        max_error: the largest error of a row that may be chosen.
+        limits: those of a row that may be chosen.
         goal: what a row is chosen by.
         inputs: a safetensors file; None for the model's examples, else made-up values.
         timeout_s: time limit of a candidate's load, and of each of its measurements.
@@ -252,7 +268,7 @@ class Plan:
     version: str
     document: Mapping[str, Any]
     allowed: Allowed
-    max_error: float
+    limits: Limits
     goal: Goal
     inputs: Path | None
     timeout_s: float
@@ -309,7 +325,11 @@ class _Loaded(NamedTuple):
         (latency,) = self.workers.ask([{"rows": 1, "seconds": SECONDS}], timeout_s)
         full = {"rows": batch, "seconds": SECONDS}
         answers = self.workers.ask([full] * self.instances, timeout_s)
-        return Figures(latency["latency_ms"], sum(answer["throughput"] for answer in answers))
+        return Figures(
+            latency["latency_ms"],
+            sum(answer["throughput"] for answer in answers),
+            max(answer["p99_ms"] for answer in answers),
+        )
 
 
 class Tuning:
@@ -319,6 +339,7 @@ class Tuning:
         rows: the untuned configuration, then the measured candidates in their order.
         inputs: the source of the inputs.
         batch: the number of rows of a full batch.
+        sizes: the figures of the choice with batches of other sizes, if p99 is limited.
         screened: whether every runtime has been measured.
     """
 
@@ -327,6 +348,7 @@ class Tuning:
         self.rows: list[Row] = []
         self.inputs = ""
         self.batch = 1
+        self.sizes: dict[int, Figures] = {}
         self.screened = False
         self._folder = ""
         # The untuned configuration, if it is loaded beside the candidates, and its figures alone.
@@ -335,8 +357,8 @@ class Tuning:
         self._kept = contextlib.ExitStack()
 
     def choice(self) -> Row | None:
-        """Return the best row so far; None if no measured candidate is within the tolerance."""
-        return choose(self.rows, self.plan.max_error, self.plan.goal)
+        """Return the best row so far; None if no measured candidate is within the limits."""
+        return choose(self.rows, self.plan.limits, self.plan.goal)
 
     def run(self, begin: Callable[[Candidate], None], end: Callable[[Row], None]) -> None:
         """Measure everything; call `begin` before a candidate is loaded, and `end` with its row.
@@ -360,6 +382,9 @@ class Tuning:
                     self.rows.append(self._measure(candidate, facts.memory_mb))
                     end(self.rows[-1])
             self._confirm(begin, end, facts.memory_mb)
+            choice = self.choice()
+            if choice is not None and not math.isinf(self.plan.limits.p99_ms):
+                self._measure_sizes(choice)
 
     def _confirm(
         self, begin: Callable[[Candidate], None], end: Callable[[Row], None], memory_mb: float
@@ -404,8 +429,8 @@ class Tuning:
         yield from candidates.spread(facts, allowed, self._best())
 
     def _best(self) -> list[tuple[Candidate, float]]:
-        """Return the candidates within the tolerance, the best first, with MB of an instance."""
-        rows = ranked(self.rows, self.plan.max_error, self.plan.goal)
+        """Return the candidates within the limits, the best first, with MB of an instance."""
+        rows = ranked(self.rows, self.plan.limits, self.plan.goal)
         return [(row.candidate, row.memory_mb / row.candidate.instances) for row in rows]
 
     def _prepare(self) -> Facts:
@@ -420,6 +445,7 @@ class Tuning:
                 "arguments": plan.arguments(settings, 1),
                 "folder": self._folder,
                 "inputs": plan.inputs and str(plan.inputs.absolute()),
+                "longest_s": None if math.isinf(longest := plan.limits.p99_ms) else longest / 1e3,
             },
             plan.timeout_s,
             quiet=True,
@@ -442,34 +468,50 @@ class Tuning:
             divided=config.options.device_map is not None,
         )
 
-    def _measure(self, candidate: Candidate, memory_mb: float) -> Row:
-        """Measure a candidate; the first one that can be measured stays loaded beside the others.
+    def _measure_sizes(self, choice: Row) -> None:
+        """Measure batches of all sizes, up to the first one whose p99 is too long."""
+        plan, candidate = self.plan, choice.candidate
+        loads = self._loads(candidate, is_untuned=choice is self.rows[0])
+        with contextlib.suppress(LoadError), self._workers(candidate) as workers:
+            workers.ask(loads, plan.timeout_s)
+            loaded = _Loaded(workers, candidate.instances)
+            for rows in candidates.batch_sizes(plan.document["max_batch_size"]):
+                self.sizes[rows] = loaded.measure(rows, plan.timeout_s)
+                if self.sizes[rows].p99_ms > plan.limits.p99_ms:
+                    break
 
-        `memory_mb` is for the untuned configuration and a candidate together.
-        """
-        plan = self.plan
+    def _workers(self, candidate: Candidate) -> Workers:
+        return Workers(self.plan.document["name"], _MEASURE, candidate.instances)
+
+    def _loads(self, candidate: Candidate, *, is_untuned: bool) -> list[dict[str, Any]]:
+        """Return the messages with which the instances of a candidate are loaded."""
         # The compiled code of candidates stays out of the model's folder.
         settings = {**candidate.parameters, "COMPILE_CACHE_DIR": f"{self._folder}/compiled"}
         watched: list[str] = []
         # The current settings are measured even if some of them have no effect.
-        if self.rows:
+        if not is_untuned:
             settings["COMPILE_REQUIRED"] = "true"
             watched = sorted(candidate.runtime)
-        arguments = [
+        return [
             {
-                "arguments": plan.arguments(settings, candidate.instances, number),
+                "arguments": self.plan.arguments(settings, candidate.instances, number),
                 "folder": self._folder,
                 "batch": self.batch,
                 "watched": watched,
             }
             for number in range(candidate.instances)
         ]
+
+    def _measure(self, candidate: Candidate, memory_mb: float) -> Row:
+        """Measure a candidate; the first one that can be measured stays loaded beside the others.
+
+        `memory_mb` is for the untuned configuration and a candidate together.
+        """
         with contextlib.ExitStack() as stack:
             try:
-                workers = stack.enter_context(
-                    Workers(plan.document["name"], _MEASURE, candidate.instances)
-                )
-                loads = workers.ask(arguments, plan.timeout_s)
+                workers = stack.enter_context(self._workers(candidate))
+                messages = self._loads(candidate, is_untuned=not self.rows)
+                loads = workers.ask(messages, self.plan.timeout_s)
                 loaded = _Loaded(workers, candidate.instances)
                 first = not self._untuned_figures
                 row = self._compare(candidate, loaded, loads)
@@ -510,7 +552,7 @@ class Tuning:
             if number + 1 < _FEWEST_ROUNDS:
                 continue
             behind = best is not None and is_behind(row, best, plan.goal)
-            if behind or row.error > plan.max_error or not alone:
+            if behind or not plan.limits.keeps(row) or not alone:
                 break
         if not alone:
             self._untuned_figures = [own for _, own in rounds]
