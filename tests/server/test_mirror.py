@@ -11,6 +11,7 @@ import pytest
 import stores
 from stores import Faulty
 
+from torch_py_backend.errors import ServerError
 from torch_py_backend.server import model_cache
 from torch_py_backend.server.mirror import Mirror
 from torch_py_backend.server.model_cache import ModelCache
@@ -181,7 +182,7 @@ def test_a_link_that_cannot_be_replaced(
     """It is reported, the models serve on, and the change is served later."""
     one = polled()
     with monkeypatch.context() as patch:
-        patch.setattr(ModelCache, "use", lambda *_: _raise(OSError("No space left on device")))
+        patch.setattr(ModelCache, "use", lambda *_: _raise(ServerError("No space left on device.")))
         store.files = {"a/config.pbtxt": b"y"}
         one.until(lambda: bool(one.reports))
         assert "No space left on device. The models keep serving." in one.reports[0]

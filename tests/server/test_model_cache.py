@@ -8,6 +8,7 @@ import errno
 import hashlib
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import stores
 from stores import Faulty
 
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server import cache_space, model_cache, object_store
+from torch_py_backend.server import blobs, cache_space, object_store
 from torch_py_backend.server.model_cache import ModelCache
 from torch_py_backend.server.object_store import Store, StoreError
 
@@ -115,11 +116,16 @@ def test_wrong_digest(
     right = hashlib.sha256(stores.WEIGHTS).hexdigest()
     store.facts["a/1/model.pt"] = {"lfs": {"sha256": right}}
     store.files["a/1/model.pt"] = bytes(len(stores.WEIGHTS))
-    with pytest.raises(StoreError, match=f"a/1/model.pt has the sha256 .*; expected {right}"):
+    with pytest.raises(StoreError, match=f"a/1/model.pt has another sha256 .*; expected {right}"):
         opened().fetch(Store(stores.URL), stores.ignore)
     assert len(_blobs(tmp_path)) <= 1
-    store.files["a/1/model.pt"] = stores.WEIGHTS
     cache = opened()
+    for _ in range(2):
+        with pytest.raises(StoreError, match="has another sha256"):
+            cache.fetch(Store(stores.URL), stores.ignore)
+    # A cache that polls reads it once; another one does not know.
+    assert store.bytes_read == 2 * len(stores.WEIGHTS) + 1
+    store.files["a/1/model.pt"] = stores.WEIGHTS
     cache.use(cache.fetch(Store(stores.URL), stores.ignore))
     assert stores.files_in(cache.path) == stores.FILES
 
@@ -248,7 +254,7 @@ def test_the_last_snapshot_of_a_repository_leaves_after_those_of_others(
     for number, url in ((1, stores.URL), (2, "faulty://others")):
         store.files = _version(number)
         with contextlib.closing(opened(2500)) as cache:
-            cache.fetch(Store(url), stores.ignore)
+            cache.use(cache.fetch(Store(url), stores.ignore))
         time.sleep(0.02)  # the time of use has another value
     store.files = _version(3)
     opened(2500).fetch(Store(stores.URL), stores.ignore)
@@ -265,6 +271,7 @@ def test_a_server_that_was_killed_uses_nothing(
     _fetch(killed, store, 1)
     killed._lock.close()  # as the kernel does
     cache = opened(2500)
+    assert len(list(tmp_path.glob("cache/user-*/servers/*"))) == 1
     _fetch(cache, store, 2)
     _fetch(cache, store, 3)
     assert stores.files_in(cache.path) == _version(3)
@@ -274,22 +281,28 @@ def test_a_server_that_was_killed_uses_nothing(
 def test_too_large(store: type[Faulty], opened: Callable[..., ModelCache]) -> None:
     cache = opened(1500)
     _fetch(cache, store, 1)
-    with pytest.raises(StoreError, match=r"needs 1.0 kB more .* \(--cache-size\)"):
+    with pytest.raises(StoreError, match=r"needs 1.0 kB more .* Raise --cache-size"):
         _fetch(cache, store, 2)
     assert stores.files_in(cache.path) == _version(1)
 
 
 def test_full_disk(
-    store: type[Faulty], opened: Callable[..., ModelCache], monkeypatch: pytest.MonkeyPatch
+    store: type[Faulty],
+    opened: Callable[..., ModelCache],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """Known before, or seen while it is written: nothing incomplete is served."""
     cache = opened()
+    _fetch(cache, store, 0)
     _fetch(cache, store, 1)
     usage = shutil.disk_usage("/")
     with monkeypatch.context() as patch:
-        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
-        with pytest.raises(StoreError, match="its disk has 10 bytes left"):
+        patch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=0))
+        with pytest.raises(StoreError, match="its disk has 0 bytes left"):
             _fetch(cache, store, 2)
+    # That the unused snapshot leaves would not have been enough.
+    assert _snapshots(tmp_path) == 2
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: _raise(OSError(errno.ENOSPC, "No space left")))
         with pytest.raises(StoreError, match=r"the disk of .* is full") as raised:
@@ -388,7 +401,7 @@ def test_a_complete_part_that_was_not_checked(
     store.facts["a/1/model.pt"] = {"lfs": {"sha256": right}}
     store.files["a/1/model.pt"] = bytes(len(stores.WEIGHTS))
     with monkeypatch.context() as patch:
-        patch.setattr(ModelCache, "_difference", lambda *_: _raise(KeyboardInterrupt()))
+        patch.setattr(blobs, "_difference", lambda *_: _raise(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             opened().fetch(Store(stores.URL), stores.ignore)
     store.files["a/1/model.pt"] = stores.WEIGHTS
@@ -479,8 +492,8 @@ def test_a_damaged_note_of_the_last_snapshot(
     store: type[Faulty], opened: Callable[..., ModelCache], name: str
 ) -> None:
     cache = opened()
-    cache.fetch(Store(stores.URL), stores.ignore)
-    cache._url_file(Store(stores.URL)).write_text(name)
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    (cache._folder / "urls" / Store(stores.URL).identity).write_text(name)
     assert cache.last(Store(stores.URL)) is None
 
 
@@ -490,7 +503,7 @@ def test_another_store_of_the_same_name(
     """What was fetched from a store for tests is not served in place of the real one."""
     cache = opened()
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://test:9000")
-    cache.fetch(Store(stores.URL), stores.ignore)
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
     assert cache.last(Store(stores.URL)) is not None
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://production:9000")
     assert cache.last(Store(stores.URL)) is None
@@ -586,7 +599,7 @@ def test_a_server_that_waited_for_one_that_was_killed(
 ) -> None:
     """It goes on where that one ended, or from the start if a third one has removed the part."""
     cache = opened()
-    flock = model_cache._flock
+    flock = blobs._flock
     rest = iter([stores.WEIGHTS[:kept]])
 
     def killed_meanwhile(file: Any, on_wait: Callable[[], None]) -> None:
@@ -597,7 +610,7 @@ def test_a_server_that_waited_for_one_that_was_killed(
         flock(file, on_wait)
 
     store.files = {"a/1/model.pt": stores.WEIGHTS}
-    monkeypatch.setattr(model_cache, "_flock", killed_meanwhile)
+    monkeypatch.setattr(blobs, "_flock", killed_meanwhile)
     cache.use(cache.fetch(Store(stores.URL), stores.ignore))
     assert stores.files_in(cache.path) == store.files
     assert store.bytes_read == len(stores.WEIGHTS) - kept
@@ -645,7 +658,7 @@ def test_what_others_fetch_counts(store: type[Faulty], opened: Callable[..., Mod
     one.use(one.fetch(Store("faulty://models1"), fetch_other))
     assert stores.files_in(one.path) == _version(1)
     assert "needs 1.0 kB more" in refused[0]
-    assert "where servers use 1.0 kB; expected at most 1.5 kB" in refused[0]
+    assert "servers use or have reserved 1.0 kB; expected at most 1.5 kB" in refused[0]
     # Its reservation has ended.
     one.close()
     _fetch(other, store, 2)
@@ -663,7 +676,7 @@ def test_what_others_have_linked_counts(
 
     def fetch_other(done: int, _total: int) -> None:
         if not done:
-            with pytest.raises(StoreError, match=r"servers use 2\.0 kB; .* \(--cache-size\)"):
+            with pytest.raises(StoreError, match=r"use or have reserved 2\.0 kB;"):
                 _fetch(other, store, 2)
             assert _snapshots(tmp_path) == 1
             store.files = more
@@ -671,3 +684,145 @@ def test_what_others_have_linked_counts(
     store.files = more
     one.use(one.fetch(Store("faulty://models1"), fetch_other))
     assert stores.files_in(one.path) == more
+
+
+def test_what_an_earlier_fetch_left(
+    store: type[Faulty], opened: Callable[..., ModelCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in no snapshot, also if it could not be removed: without file descriptors, say."""
+    monkeypatch.setattr(tempfile.TemporaryDirectory, "_rmtree", lambda *_, **__: None)
+    cache = opened()
+    store.reading_errors = [None, *[OSError("gone") for _ in range(5)]]
+    with pytest.raises(StoreError, match="gone"):
+        cache.fetch(Store(stores.URL), stores.ignore)
+    store.files = {**stores.FILES, "a/config.pbtxt": b"y"}
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    assert stores.files_in(cache.path) == store.files
+
+
+def test_a_version_that_is_never_served_leaves(
+    store: type[Faulty], opened: Callable[..., ModelCache]
+) -> None:
+    """It was fetched by one poll, and replaced before the next one."""
+    cache = opened(2500)
+    _fetch(cache, store, 1)
+    for number in (2, 3):
+        store.files = _version(number)
+        snapshot = cache.fetch(Store("faulty://models1"), stores.ignore)
+    cache.use(snapshot)
+    assert stores.files_in(cache.path) == _version(3)
+
+
+def test_what_was_fetched_and_not_served_is_not_the_last(
+    store: type[Faulty], opened: Callable[..., ModelCache]
+) -> None:
+    """A poll may catch an upload in progress; a start without the store must not serve it."""
+    cache = opened()
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    store.files = {"a/config.pbtxt": b"half"}
+    cache.fetch(Store(stores.URL), stores.ignore)
+    other = opened()
+    last = other.last(Store(stores.URL))
+    assert last is not None
+    other.use(last)
+    assert stores.files_in(other.path) == stores.FILES
+
+
+def test_what_another_server_has_reserved_stays_when_it_comes(
+    store: type[Faulty], opened: Callable[..., ModelCache]
+) -> None:
+    """A third one fetches it, and stops; making room does not remove it then."""
+    one, other = opened(3500), opened(3500)
+    read: list[int] = []
+
+    def fetch_others(done: int, total: int) -> None:
+        if not done:
+            with contextlib.closing(opened(3500)) as third:
+                _fetch(third, store, 1)
+            for number in (2, 3, 4):
+                _fetch(other, store, number)
+            store.files, store.bytes_read = _version(1), 0
+        read.append(store.bytes_read)
+
+    store.files = _version(1)
+    one.use(one.fetch(Store("faulty://models1"), fetch_others))
+    assert stores.files_in(one.path) == _version(1)
+    assert read[-1] == 0
+
+
+def test_a_folder_that_cannot_be_removed(
+    store: type[Faulty], opened: Callable[..., ModelCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model has made it; others are removed all the same."""
+    rmtree = shutil.rmtree
+
+    def leave_the_folder(path: Path, **options: Any) -> None:
+        if isinstance(path, str):  # of the tempfile module
+            rmtree(path, **options)
+            return
+        for file in filter(Path.is_file, path.rglob("*")):
+            file.unlink()
+
+    cache = opened(2500)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", leave_the_folder)
+        for number in (1, 2, 3, 4, 5):
+            _fetch(cache, store, number)
+        assert stores.files_in(cache.path) == _version(5)
+
+
+def test_a_reservation_that_was_not_written(
+    store: type[Faulty], opened: Callable[..., ModelCache]
+) -> None:
+    """The disk was full."""
+    other = opened()
+    (other._own / "reserved").touch()
+    cache = opened()
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    assert stores.files_in(cache.path) == stores.FILES
+
+
+def test_too_many_links(
+    store: type[Faulty], opened: Callable[..., ModelCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of which the file system takes no more links is copied."""
+    cache = opened()
+    _fetch(cache, store, 1)
+    link = os.link
+
+    def refuse(source: Path, target: Path) -> None:
+        if source.parent.name == "blobs":
+            raise OSError(errno.EMLINK, "Too many links")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", refuse)
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    assert stores.files_in(cache.path) == _version(1)
+    store.files = {**_version(1), "b/config.pbtxt": b"x"}
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    assert stores.files_in(cache.path) == store.files
+
+
+def test_a_progress_that_cannot_be_shown(
+    store: type[Faulty], opened: Callable[..., ModelCache]
+) -> None:
+    """What has come is kept."""
+
+    def show(done: int, _total: int) -> None:
+        if done > 1:
+            raise BrokenPipeError("Broken pipe")
+
+    with pytest.raises(ServerError, match="Broken pipe"):
+        opened().fetch(Store(stores.URL), show)
+    cache = opened()
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    assert store.bytes_read == _ALL
+
+
+def test_an_empty_version(store: type[Faulty], opened: Callable[..., ModelCache]) -> None:
+    """Of an ensemble, which Triton refuses without it."""
+    store.files = {"ensemble/config.pbtxt": b"x", "ensemble/1/": b""}
+    cache = opened()
+    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
+    assert (cache.path / "ensemble" / "1").is_dir()
+    assert stores.files_in(cache.path) == {"ensemble/config.pbtxt": b"x"}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
+import io
 import json
 import os
 import re
@@ -14,12 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import fsspec
 import pytest
 import stores
+from fsspec.asyn import AsyncFileSystem
 from stores import Faulty
 
 from torch_py_backend.server import object_store
 from torch_py_backend.server.object_store import Store, StoreError
+from torch_py_backend.server.remote_file import RemoteFile
 
 _FILES = {"a/config.pbtxt": b"x", "a/1/model.pt": bytes(range(256)) * 10}
 
@@ -95,7 +100,10 @@ def test_files_of_a_bucket(s3: stores.S3) -> None:
     s3.put("bucket/new", {**_FILES, "a/config.pbtxt": b"y", "a/empty/": b""})
     old, new = Store("s3://bucket/old").files(), Store("s3://bucket/new/").files()
     names = [PurePosixPath(name) for name in sorted(_FILES)]
-    assert sorted(old) == sorted(new) == names
+    empty = PurePosixPath("a/empty")
+    assert sorted(old) == names
+    assert sorted(new) == [*names, empty]
+    assert new[empty].key == ""
     assert [old[name].size for name in names] == [2560, 1]
     # The same contents in another folder have the same key; others have not.
     assert [old[name].key == new[name].key for name in names] == [True, False]
@@ -178,6 +186,8 @@ def test_files_without_facts(faulty: type[Faulty], facts: dict[str, Any], messag
         (TimeoutError("too slow"), "TimeoutError: too slow", True),
         (OSError("signed with s3cr3t-key"), r"OSError: signed with \*\*\*", True),
         (OSError("x" * 495 + " s3cr3t-key"), r"\*\*", True),
+        (OSError("key=c3Vy%2F3Ry, AccountKey=c3Vy/3Ry"), r"key=\*\*\*, AccountKey=\*\*\*", True),
+        (OSError("404 https://cdn/a?X-Signature=s3cr3t&b=c: gone"), "404 https://cdn/a gone", True),
         (
             type("NoCredentialsError", (Exception,), {})("none"),
             "access is denied .* Set the",
@@ -194,6 +204,7 @@ def test_errors(
 ) -> None:
     """One sentence, without secrets."""
     monkeypatch.setenv("SOME_SECRET_ACCESS_KEY", "s3cr3t-key")
+    monkeypatch.setenv("STORE_CONNECTION_STRING", "Name=a;AccountKey=c3Vy/3Ry;End=b")
     faulty.listing_error = error
     with pytest.raises(StoreError, match=message) as raised:
         Store("faulty://models").files()
@@ -246,6 +257,54 @@ def test_digests(faulty: type[Faulty]) -> None:
     assert Store("faulty://models").files()[path].digest == ("sha256", sha256.hexdigest())
 
 
+def test_git_s_digest(faulty: type[Faulty]) -> None:
+    """Of small files of a Hugging Face hub, where it comes back when a change is reverted."""
+    content = _FILES["a/1/model.pt"]
+    blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    faulty.facts["a/1/model.pt"] = {"blob_id": blob, "lfs": None}
+    file = Store("faulty://models").files()[PurePosixPath("a/1/model.pt")]
+    assert file.has_digest(io.BytesIO(content))
+    assert not file.has_digest(io.BytesIO(bytes(len(content))))
+
+
+def test_folders_without_files(faulty: type[Faulty]) -> None:
+    """The version of an ensemble is an empty object; of some libraries without the "/"."""
+    faulty.files |= {"ensemble/config.pbtxt": b"x", "ensemble/1": b"", "a/1/": b"", "b/x/": b""}
+    files = Store("faulty://models").files()
+    assert {str(path) for path, file in files.items() if not file.key} == {"ensemble/1", "b/x"}
+
+
+class Silent(AsyncFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """Accepts requests and never answers."""
+
+    protocol = "silent"
+    cachable = False
+
+    async def _find(self, *_: Any, **__: Any) -> Any:
+        await asyncio.sleep(3600)
+
+    _info = _cat_ranges = _pipe_file = _find
+
+
+def test_a_store_that_never_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Gcsfs has no time limit of its own."""
+    fsspec.register_implementation("silent", Silent, clobber=True)
+    monkeypatch.setattr(object_store, "_LISTING_S", 0.2)
+    monkeypatch.setattr(object_store, "_READING_S", 0.2)
+    store = Store("silent://models")
+    file = RemoteFile(PurePosixPath("x"), "models/x", 10, "key")
+    (tmp_path / "x").write_bytes(b"x")
+    for call in (
+        store.files,
+        lambda: store.is_unchanged(file),
+        lambda: [*store.read(file, 0)],
+        lambda: store.write(tmp_path / "x", PurePosixPath("x")),
+    ):
+        with pytest.raises(StoreError, match=r"silent://models cannot be .*Timeout") as raised:
+            call()
+        assert raised.value.temporary
+
+
 def test_write(s3: stores.S3, tmp_path: Path) -> None:
     s3.put("bucket/models", _FILES)
     store = Store("s3://bucket/models")
@@ -289,6 +348,7 @@ def test_azure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 _LISTING = """
 import json, sys
 from torch_py_backend.server.object_store import Store, StoreError
+from torch_py_backend.server.remote_file import RemoteFile
 try:
     store = Store(sys.argv[1])
     print(json.dumps([
@@ -313,7 +373,10 @@ def test_hugging_face_hub(url: str) -> None:
     """Of a model, only the files that PyTorch needs; all of a model repository."""
     files = {"config.json": b"{}", "model.safetensors": b"weights" * 1000, "vocab.txt": b"a"}
     others = {"pytorch_model.bin": b"x", "onnx/model.onnx": b"x", ".gitattributes": b"x"}
-    digests = dict.fromkeys(files)
+    digests = {
+        name: hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()  # as git's
+        for name, content in files.items()
+    }
     digests["model.safetensors"] = hashlib.sha256(files["model.safetensors"]).hexdigest()
     with stores.hugging_face_hub({**files, **others}) as address:
         listed = _listed(url, address)
@@ -342,6 +405,18 @@ def test_etags_that_say_nothing() -> None:
         for name, when in (("a", 1), ("b", 1), ("b", 2))
     }
     assert len(keys) == 3
+
+
+def test_etags_of_zeros() -> None:
+    """MinIO's, of files that it did not write: they stay the same when the contents change."""
+    store = Store("s3://bucket/models")
+    etag = '"00000000000000000000000000000000-1"'
+    files = [
+        store._remote_file(f"bucket/models/{name}", {"size": 4, "ETag": etag, "LastModified": when})
+        for name, when in (("a", 1), ("b", 1), ("b", 2))
+    ]
+    assert len({file.key for file in files}) == 3
+    assert [file.etag for file in files] == [""] * 3
 
 
 def test_only_pieces_that_failed_are_asked_for_again(

@@ -31,7 +31,7 @@ from torch_py_backend.server.model_cache import ModelCache
 from torch_py_backend.server.object_store import Store
 from torch_py_backend.tools import artifact_files, model_folder
 
-_SIZE = re.compile(r"(?P<number>\d+(?:\.\d+)?) ?(?P<unit>[kKMGT]?)B")
+_SIZE = re.compile(r"(?P<number>\d{1,15}(?:\.\d{1,15})?) ?(?P<unit>[kKMGT]?)B")
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -72,9 +72,8 @@ def opened(
         )
     if uploads and store.scheme == "hf":
         raise ServerError("--upload-compiled was given; expected a store that takes it, not hf://.")
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     files = ModelCache(
-        cache or home / "torch-py-backend",
+        cache or _default_cache(),
         limit,
         arrange=(lambda files, target: _arrange(console, url, files, target))
         if store.scheme == "hf"
@@ -100,6 +99,14 @@ def opened(
                 f" {store.url.rpartition('/')[0]}."
             )
         yield mirror
+
+
+def _default_cache() -> Path:
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    except RuntimeError as error:
+        raise ServerError(f"{error}; name a folder for the cache with --cache.") from None
+    return home / "torch-py-backend"
 
 
 def parse_size(text: str) -> int:

@@ -1,6 +1,6 @@
 """Space in the cache of repositories: what servers use stays, the least recently used is removed.
 
-All methods require the lock of the cache (`model_cache`).
+All methods but `release` require the lock of the cache (`model_cache`).
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ class CacheSpace:
             last: the last snapshot of this URL, which is removed after all others.
 
         Raises:
-            StoreError: they do not fit. If that is because of what servers use, nothing is removed.
+            StoreError: they do not fit. Nothing is removed if they could not fit anyway.
         """
-        snapshots, reserved = self._used()
+        snapshots, reserved = self.used()
         reserved.update(missing)
+        keys = frozenset(reserved)
         inodes = _inodes(*snapshots, self._folder / "servers")
         in_use = unused = fetched = 0
         for blob, status in _statuses(self._blobs):
@@ -68,13 +69,14 @@ class CacheSpace:
         if in_use + needed > self._limit:
             other = in_use + needed - sum(missing.values())
             raise StoreError(
-                f"{needs}, where servers use {filesize.decimal(other)}; expected at most"
-                f" {filesize.decimal(self._limit)} (--cache-size).",
+                f"{needs}, where servers use or have reserved {filesize.decimal(other)}; expected"
+                f" at most {filesize.decimal(self._limit)}. Raise --cache-size, or stop a server.",
                 temporary=True,
             )
-        removals = self._removals(snapshots, reserved, last)
+        removals = self._removals(snapshots, keys, last)
         while in_use + unused + needed > self._limit or self._free() <= needed - fetched:
-            freed = next(removals, None)
+            is_hopeless = self._free() + unused <= needed - fetched
+            freed = None if is_hopeless else next(removals, None)
             if freed is None:
                 raise StoreError(
                     f"{needs}, and its disk has {filesize.decimal(self._free())} left. Free some,"
@@ -89,7 +91,7 @@ class CacheSpace:
         with contextlib.suppress(OSError):
             (self._own / _RESERVED).unlink()
 
-    def _used(self) -> tuple[set[Path], dict[str, int]]:
+    def used(self) -> tuple[set[Path], dict[str, int]]:
         """Return the snapshots that servers use, and what other servers have reserved.
 
         The folders of servers that were killed are removed.
@@ -100,7 +102,8 @@ class CacheSpace:
             if server != self._own and not _is_locked(server / LOCK):
                 shutil.rmtree(server, ignore_errors=True)
                 continue
-            with contextlib.suppress(FileNotFoundError):  # it stops, or has reserved nothing
+            # It stops, has reserved nothing, or could not write down what it was to reserve.
+            with contextlib.suppress(FileNotFoundError, ValueError):
                 used |= {link.resolve() for link in server.iterdir() if link.is_symlink()}
                 reserved |= json.loads((server / _RESERVED).read_text(encoding="utf-8"))
         return used, reserved
@@ -112,7 +115,7 @@ class CacheSpace:
         yield self._remove_unlinked(reserved)
         for snapshot in unused:
             # Renamed first: a snapshot is always complete.
-            gone = snapshot.rename(self._own / "gone")
+            gone = snapshot.rename(self._own / snapshot.name)
             shutil.rmtree(gone, ignore_errors=True)
             yield self._remove_unlinked(reserved)
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from torch_py_backend.errors import ServerError, summarize
-from torch_py_backend.server.model_cache import COMPILED, ModelCache, Progress, Snapshot
+from torch_py_backend.server.blobs import Progress
+from torch_py_backend.server.model_cache import COMPILED, ModelCache, Snapshot
 from torch_py_backend.server.object_store import Store, StoreError
 
 _CLOSE_S = 2.0
@@ -78,8 +79,8 @@ class Mirror:
         if self._next is not None and not is_loading():
             try:
                 self._cache.use(self._next)
-            except OSError as error:
-                self._tell(f"{summarize(error)}.")
+            except ServerError as error:
+                self._tell(str(error))
                 return
             self._current, self._next = self._next, None
             self._report(f"{self._store.url} has changed; its new files are in place.")

@@ -7,19 +7,20 @@ of the machine. A URL must hold none, because a command line can be read by othe
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
 import importlib
 import os
 import re
 import time
+import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torch_py_backend.artifacts import file_types
-from torch_py_backend.errors import ServerError, sanitize_line, summarize
+from torch_py_backend.errors import ServerError, printable, sanitize_line, summarize
+from torch_py_backend.server import remote_file
+from torch_py_backend.server.remote_file import RemoteFile
 
 # What pip installs for a scheme: an extra of this package.
 _EXTRAS = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "as": "az", "hf": "hf"}
@@ -32,9 +33,10 @@ _ATTEMPTS = 5  # of one piece
 _S3_ATTEMPTS = 2  # of s3fs, for each request; its time limit is 15 s
 _PAUSE_S = 1.0  # before the second attempt; it doubles
 # Of S3: the MD5 of the contents, or of those of the parts that were uploaded, and their number.
-_CONTENT_ETAG = re.compile(r'"?[0-9a-f]{32}(-\d+)?"?')
+# Zeros are what MinIO says of files that it did not write, whatever they hold.
+_CONTENT_ETAG = re.compile(r'"?(?!0{32})[0-9a-f]{32}(-\d+)?"?')
 _KEYS = re.compile("(AccountKey|SharedAccessSignature)=[^;]*")
-# What else than its URL decides where a store is.
+# Environment variables that, with the URL, decide which store is read.
 _PLACES = (
     "AWS_ENDPOINT_URL_S3",
     "AWS_ENDPOINT_URL",
@@ -55,8 +57,9 @@ _NO_CREDENTIALS = (
 _LONGEST_NAME = 255  # bytes of a file's name on Linux
 _SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS|CONNECTION", re.IGNORECASE)
 _SHORTEST_SECRET = 6
-
-
+_QUERY = re.compile(r"(https?://[^\s?'\"]*)\?[^\s'\"]*")  # of a signed URL
+# The most seconds for a listing and for a group of pieces: gcsfs alone would wait for ever.
+_LISTING_S, _READING_S = 60.0, 120.0
 # What the stores' libraries call the facts that change with a file.
 _VERSIONS = (
     "ETag",
@@ -66,7 +69,6 @@ _VERSIONS = (
     "LastModified",
     "last_modified",
     "created",
-    "blob_id",
 )
 
 
@@ -78,31 +80,8 @@ class StoreError(ServerError):
     """
 
     def __init__(self, message: str, *, temporary: bool = False) -> None:
-        super().__init__(message)
+        super().__init__(printable(message))
         self.temporary = temporary
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    """One file of a repository.
-
-    Attributes:
-        path: relative to the repository.
-        name: the store's own name of it.
-        size: in bytes.
-        key: differs where contents differ: from the store's digest or, together with the name, its
-            etag or time of change.
-        digest: the name and value of a hash of the contents, such as ("sha256", "9f86…"); None:
-            the store has none.
-        etag: for S3, which then sends no other contents; empty: another store.
-    """
-
-    path: PurePosixPath
-    name: str
-    size: int
-    key: str
-    digest: tuple[str, str] | None = None
-    etag: str = ""
 
 
 class Store:
@@ -162,7 +141,7 @@ class Store:
         """
         try:
             self._files.invalidate_cache()
-            found: Mapping[str, Mapping[str, Any]] = self._files.find(self._root, detail=True)
+            found = self._call("find", self._root, seconds=_LISTING_S, detail=True)
         except Exception as error:
             raise self._error(error) from None
         if not isinstance(found, Mapping):  # adlfs, for a file
@@ -170,12 +149,14 @@ class Store:
         files = {}
         folders = {str(parent) for name in found for parent in PurePosixPath(name).parents}
         for name, info in found.items():
-            # Some tools mark a folder with an empty object.
-            is_marker = not info.get("size") and name in folders
-            if info.get("type") == "directory" or name.endswith("/") or is_marker:
+            # Some tools mark a folder with an empty object, whose "/" some libraries remove.
+            is_folder = info.get("type") == "directory" or name.endswith("/")
+            if not info.get("size"):
+                is_folder |= name in folders or name.rpartition("/")[2].isdecimal()
+            if is_folder and name.rstrip("/") in (self._root, *folders):
                 continue
             try:
-                file = self._remote_file(name, info)
+                file = self._remote_file(name, info, is_folder=is_folder)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 raise StoreError(
                     f"{self.url} describes {name!r} in a way that is not understood:"
@@ -199,10 +180,20 @@ class Store:
                     )
         return files
 
-    def _remote_file(self, name: str, info: Mapping[str, Any]) -> RemoteFile:
+    def _call(self, name: str, *args: Any, seconds: float, **kwargs: Any) -> Any:
+        """Call a method of the store's library, with a time limit if that is asynchronous."""
+        if not self._files.async_impl:
+            return getattr(self._files, name)(*args, **kwargs)
+        asyn = importlib.import_module("fsspec.asyn")
+        method = getattr(self._files, f"_{name}")
+        return asyn.sync(self._files.loop, method, *args, timeout=seconds, **kwargs)
+
+    def _remote_file(
+        self, name: str, info: Mapping[str, Any], *, is_folder: bool = False
+    ) -> RemoteFile:
         if name == self._root:
             raise StoreError(f"{self.url} is a file; expected a folder, the model repository.")
-        relative = name[len(self._root) + 1 :]
+        relative = name[len(self._root) + 1 :].rstrip("/" if is_folder else "")
         parts = relative.split("/")
         if not name.startswith(f"{self._root}/") or any(
             part in ("", ".", "..") or "\0" in part or len(part.encode()) > _LONGEST_NAME
@@ -211,18 +202,23 @@ class Store:
             raise StoreError(
                 f"{self.url} holds a file named {name!r}; expected names that a folder can have."
             )
+        if is_folder:
+            return RemoteFile(PurePosixPath(relative), name, 0, "")
         size = info.get("size")
         if size is None:
             raise StoreError(f"{self.url} does not say how large {relative} is.")
-        digest = _digest(info)
+        digest = remote_file.digest(info)
+        is_content = _CONTENT_ETAG.fullmatch(str(info.get("ETag", ""))) is not None
+        # Zeros, too, would be no condition for a read.
         etag = str(info.get("ETag", "")) if self.scheme == "s3" else ""
+        etag = "" if "0" * 32 in etag else etag
+        version = [str(info[key]) for key in _VERSIONS if info.get(key) is not None]
         facts: Sequence[object]
         if digest:
             facts = [digest, size]
-        elif _CONTENT_ETAG.fullmatch(etag):
+        elif is_content and etag:
             facts = [self._root.partition("/")[0], etag, size]
         else:  # equal values of two files say nothing
-            version = [str(info[key]) for key in _VERSIONS if info.get(key) is not None]
             if not version:
                 raise StoreError(
                     f"{self.url} reports neither etags nor modification times; expected one of"
@@ -230,7 +226,8 @@ class Store:
                 )
             facts = [self.identity, name, version, size]
         key = hashlib.sha256(repr(facts).encode()).hexdigest()[:40]
-        return RemoteFile(PurePosixPath(relative), name, int(size), key, digest, etag)
+        path = PurePosixPath(relative)
+        return RemoteFile(path, name, int(size), key, digest, etag, repr(version))
 
     def read(self, file: RemoteFile, start: int) -> Iterator[bytes]:
         """Yield the contents from a position on; a piece that fails is requested again.
@@ -252,7 +249,8 @@ class Store:
         """
         try:
             self._files.invalidate_cache()
-            return self._remote_file(file.name, self._files.info(file.name)).key == file.key
+            info = self._call("info", file.name, seconds=_LISTING_S)
+            return self._remote_file(file.name, info).key == file.key
         except FileNotFoundError:
             return False
         except Exception as error:
@@ -263,6 +261,7 @@ class Store:
     ) -> Sequence[bytes]:
         pieces: dict[int, bytes] = {}
         for attempt in range(_ATTEMPTS):
+            began = time.monotonic()
             wanted = [
                 (start, end) for start, end in zip(starts, ends, strict=True) if start not in pieces
             ]
@@ -280,6 +279,7 @@ class Store:
                         )
             except Exception as error:
                 is_final = isinstance(error, (PermissionError, FileNotFoundError))
+                is_final |= time.monotonic() - began >= _READING_S
                 if is_final or _is_changed(error) or attempt == _ATTEMPTS - 1:
                     raise self._error(error) from None
                 time.sleep(_PAUSE_S * 2**attempt)
@@ -293,10 +293,11 @@ class Store:
         starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
         answers: Sequence[bytes | Exception]
         if not file.etag:
-            answers = self._files.cat_ranges([file.name] * len(starts), starts, ends)
+            names = [file.name] * len(starts)
+            answers = self._call("cat_ranges", names, starts, ends, seconds=_READING_S)
             return answers
         asyn = importlib.import_module("fsspec.asyn")
-        answers = asyn.sync(self._files.loop, self._request_s3, file, ranges)
+        answers = asyn.sync(self._files.loop, self._request_s3, file, ranges, timeout=_READING_S)
         return answers
 
     async def _request_s3(
@@ -328,7 +329,8 @@ class Store:
             StoreError: the store does not answer, or refuses.
         """
         try:
-            self._files.pipe_file(f"{self._root}/{relative}", path.read_bytes())
+            name = f"{self._root}/{relative}"
+            self._call("pipe_file", name, path.read_bytes(), seconds=_READING_S)
         except Exception as error:
             raise self._error(error, "written") from None
 
@@ -339,10 +341,9 @@ class Store:
         missing = isinstance(error, FileNotFoundError)
         has_credentials = type(error).__name__ not in _NO_CREDENTIALS
         denied = isinstance(error, PermissionError) or not has_credentials
-        text = str(error)
-        for name, value in os.environ.items():
-            if _SECRET.search(name) and len(value) >= _SHORTEST_SECRET:
-                text = text.replace(value, "***")
+        text = _QUERY.sub(r"\1", str(error))
+        for secret in _secrets():
+            text = text.replace(secret, "***")
         text = f"{type(error).__name__}: {sanitize_line(text)}".rstrip(".: ")
         reason = "access is denied" if denied else "it is not there" if missing else ""
         reason = f"{reason} ({text})" if reason else text
@@ -350,6 +351,16 @@ class Store:
         return StoreError(
             f"{self.url} cannot be {done}: {reason}.{cure}", temporary=not (denied or missing)
         )
+
+
+def _secrets() -> Iterator[str]:
+    """Yield the credentials in environment variables, and those inside a connection string."""
+    for name, value in os.environ.items():
+        if _SECRET.search(name):
+            for part in (value, *(part.partition("=")[2] for part in re.split("[;&]", value))):
+                if len(part) >= _SHORTEST_SECRET:
+                    yield part
+                    yield urllib.parse.quote(part, safe="")
 
 
 def _is_changed(error: Exception) -> bool:
@@ -366,15 +377,3 @@ def _translate(scheme: str, rest: str) -> tuple[str, str, Mapping[str, Any]]:
         account, _, path = rest.partition("/")
         return "az", path, {"account_name": account.removesuffix(".blob.core.windows.net")}
     return scheme, rest, {}
-
-
-def _digest(info: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the hash of a file's contents that its store knows."""
-    lfs = info.get("lfs")  # Hugging Face
-    if lfs is not None:
-        return "sha256", str(lfs["sha256"])
-    if md5 := info.get("md5Hash"):  # Google
-        return "md5", base64.b64decode(md5).hex()
-    if md5 := (info.get("content_settings") or {}).get("content_md5"):  # Azure
-        return "md5", bytes(md5).hex()
-    return None
