@@ -267,16 +267,17 @@ class Store:
             ]
             try:
                 answers = self._request(file, wanted)
+                problem: BaseException | None = None
                 for (start, end), answer in zip(wanted, answers, strict=True):
-                    if not isinstance(answer, Exception) and len(answer) == end - start:
+                    if isinstance(answer, BaseException):
+                        problem = answer
+                    elif len(answer) == end - start:
                         pieces[start] = bytes(answer)
-                for (start, end), answer in zip(wanted, answers, strict=True):
-                    if isinstance(answer, Exception):
-                        raise answer
-                    if start not in pieces:
-                        raise OSError(
-                            f"{len(answer)} of {end - start} bytes of {file.path} were received"
-                        )
+                    else:
+                        received = f"{len(answer)} of {end - start} bytes"
+                        problem = OSError(f"{received} of {file.path} were received")
+                if problem is not None:
+                    raise problem
             except Exception as error:
                 is_final = isinstance(error, (PermissionError, FileNotFoundError))
                 is_final |= time.monotonic() - began >= _READING_S
@@ -289,9 +290,9 @@ class Store:
 
     def _request(
         self, file: RemoteFile, ranges: Sequence[tuple[int, int]]
-    ) -> Sequence[bytes | Exception]:
+    ) -> Sequence[bytes | BaseException]:
         starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
-        answers: Sequence[bytes | Exception]
+        answers: Sequence[bytes | BaseException]
         if not file.etag:
             names = [file.name] * len(starts)
             answers = self._call("cat_ranges", names, starts, ends, seconds=_READING_S)
