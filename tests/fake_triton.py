@@ -481,9 +481,10 @@ def _model_config_pb2() -> Any:
 
     A machine with a GPU may have no grpc, and without `make gpu-site` no tritonclient.
     """
+    for name in ("google.protobuf", "tritonclient"):
+        pytest.importorskip(name, reason=f"{name} is not installed (make gpu-site)")
     package = importlib.util.find_spec("tritonclient")
-    if package is None:
-        pytest.skip("tritonclient is not installed (make gpu-site)")
+    assert package is not None
     assert package.submodule_search_locations is not None
     path = Path(package.submodule_search_locations[0], "grpc", "model_config_pb2.py")
     module = types.ModuleType("model_config_pb2")
@@ -495,9 +496,9 @@ def arguments(folder: Path, version: str = "1") -> dict[str, str]:
     """Return the arguments of `initialize` for the model in a folder, which is served then."""
     global _model_dir  # noqa: PLW0603  like the real module: one model per process
     _model_dir = f"{folder}/{version}"
+    model_config_pb2 = _model_config_pb2()
     from google.protobuf import json_format, text_format
 
-    model_config_pb2 = _model_config_pb2()
     text = (folder / "config.pbtxt").read_text()
     message = text_format.Parse(text, model_config_pb2.ModelConfig())
     message.name = folder.name

@@ -73,6 +73,12 @@ _LATE: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
         {},
         "OPTIMIZE asks for cuda_graphs, and torch.compile's mode is reduce-overhead",
     ),
+    (
+        "GPU",
+        GRAPHS | {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"options": {"triton.cudagraphs": true}}'},
+        {},
+        "OPTIMIZE asks for cuda_graphs, and torch.compile's options have triton.cudagraphs",
+    ),
     ("GPU", GRAPHS, UNBATCHED, "OPTIMIZE asks for cuda_graphs, and max_batch_size is 0"),
     ("CPU", BUCKETS, UNBATCHED, "BATCH_BUCKETS is set, and max_batch_size is 0"),
     ("CPU", {"BATCH_BUCKETS": "4,16"}, {}, "BATCH_BUCKETS holds 16, and max_batch_size is 8"),

@@ -19,8 +19,6 @@ import torch
 from scenarios import Scenario
 
 from torch_py_backend.errors import ServerError
-from torch_py_backend.processes.instance_status import InstanceState
-from torch_py_backend.server import tritonserver
 
 _ON_CPU = os.environ.get("GPU_DEVICE") == "cpu"
 _NO_GPU = not torch.cuda.is_available()
@@ -32,6 +30,9 @@ pytestmark = [
 ]
 
 try:
+    from torch_py_backend.processes.instance_status import InstanceState
+    from torch_py_backend.server import tritonserver
+
     tritonserver.find()
     import grpc_streams
     import streamed

@@ -308,6 +308,8 @@ def test_full_disk(
         with pytest.raises(StoreError, match=r"the disk of .* is full") as raised:
             _fetch(cache, store, 2)
     assert raised.value.temporary
+    # What has reached the disk is not known.
+    assert not any(name.endswith(".part") for name in _blobs(tmp_path))
     assert stores.files_in(cache.path) == _version(1)
     _fetch(cache, store, 2)
     assert stores.files_in(cache.path) == _version(2)
@@ -410,6 +412,22 @@ def test_a_complete_part_that_was_not_checked(
     cache = opened()
     cache.use(cache.fetch(Store(stores.URL), stores.ignore))
     assert stores.files_in(cache.path) == stores.FILES
+
+
+def test_a_part_that_began_wrong(store: type[Faulty], opened: Callable[..., ModelCache]) -> None:
+    """It is read once more, from its start, and no error for the user."""
+    right = hashlib.sha256(stores.WEIGHTS).hexdigest()
+    store.facts["a/1/model.pt"] = {"lfs": {"sha256": right}}
+    store.reading_errors = [None, *[OSError("gone") for _ in range(5)]]
+    with pytest.raises(StoreError, match="gone"):
+        opened().fetch(Store(stores.URL), stores.ignore)
+    cache = opened()
+    (part,) = cache._folder.glob("blobs/*.part")
+    part.write_bytes(b"wrong")
+    told: list[int] = []
+    cache.use(cache.fetch(Store(stores.URL), lambda done, _: told.append(done)))
+    assert stores.files_in(cache.path) == stores.FILES
+    assert told[-1] == len(stores.WEIGHTS)
 
 
 def test_a_slow_store_blocks_no_other(

@@ -62,9 +62,12 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
     compiled = compile_parameters is not None and not compile_parameters.get("disable")
     fixed_shapes = (compile_parameters or {}).get("dynamic") is False
     graphs = "cuda_graphs" in options.optimize
-    # Inductor captures CUDA graphs itself in these modes.
+    # Inductor captures CUDA graphs itself in these modes, and with this option.
     mode = str((compile_parameters or {}).get("mode"))
+    setting = f"mode is {mode}"
     captured_by_inductor = compiled and mode in ("reduce-overhead", "max-autotune")
+    if compiled and ((compile_parameters or {}).get("options") or {}).get("triton.cudagraphs"):
+        setting, captured_by_inductor = "options have triton.cudagraphs", True
     largest_bucket = max(options.batch_buckets or (0,))
     gpu_sharing = bool(options.enable_weight_sharing) and config.kind != "CPU"
     single_device = [name for name in options.optimize if name != "channels_last"]
@@ -128,8 +131,8 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
         ),
         (
             graphs and captured_by_inductor,
-            f"OPTIMIZE asks for cuda_graphs, and torch.compile's mode is {mode}",
-            "That mode captures CUDA graphs itself: remove cuda_graphs, or use another mode.",
+            f"OPTIMIZE asks for cuda_graphs, and torch.compile's {setting}",
+            "That captures CUDA graphs itself: remove one of the two.",
         ),
         *(
             (
