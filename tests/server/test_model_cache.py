@@ -414,16 +414,25 @@ def test_a_complete_part_that_was_not_checked(
     assert stores.files_in(cache.path) == stores.FILES
 
 
-def test_a_part_that_began_wrong(store: type[Faulty], opened: Callable[..., ModelCache]) -> None:
+@pytest.mark.parametrize(
+    ("facts", "content"),
+    [
+        ({"lfs": {"sha256": hashlib.sha256(stores.WEIGHTS).hexdigest()}}, b"wrong"),
+        ({}, stores.WEIGHTS + b"more"),
+    ],
+    ids=["contents", "size"],
+)
+def test_a_part_that_began_wrong(
+    store: type[Faulty], opened: Callable[..., ModelCache], facts: dict[str, Any], content: bytes
+) -> None:
     """It is read once more, from its start, and no error for the user."""
-    right = hashlib.sha256(stores.WEIGHTS).hexdigest()
-    store.facts["a/1/model.pt"] = {"lfs": {"sha256": right}}
+    store.facts["a/1/model.pt"] = facts
     store.reading_errors = [None, *[OSError("gone") for _ in range(5)]]
     with pytest.raises(StoreError, match="gone"):
         opened().fetch(Store(stores.URL), stores.ignore)
     cache = opened()
     (part,) = cache._folder.glob("blobs/*.part")
-    part.write_bytes(b"wrong")
+    part.write_bytes(content)
     told: list[int] = []
     cache.use(cache.fetch(Store(stores.URL), lambda done, _: told.append(done)))
     assert stores.files_in(cache.path) == stores.FILES

@@ -117,7 +117,7 @@ class Blobs:
                 if not continued:
                     self._wrong[file.key, file.version] = wrong
                     raise StoreError(wrong, temporary=True)
-                transfer.add(-file.size)  # once more, from the start
+                transfer.add(-output.tell())  # once more, from the start
 
 
 def _read(transfer: Transfer, file: RemoteFile, output: IO[bytes]) -> None:
