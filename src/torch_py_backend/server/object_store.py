@@ -33,8 +33,9 @@ _ATTEMPTS = 5  # of one piece
 _S3_ATTEMPTS = 2  # of s3fs, for each request; its time limit is 15 s
 _PAUSE_S = 1.0  # before the second attempt; it doubles
 # Of S3: the MD5 of the contents, or of those of the parts that were uploaded, and their number.
-# Zeros are what MinIO says of files that it did not write, whatever they hold.
-_CONTENT_ETAG = re.compile(r'"?(?!0{32})[0-9a-f]{32}(-\d+)?"?')
+_CONTENT_ETAG = re.compile(r'"?[0-9a-f]{32}(-\d+)?"?')
+# What MinIO says of files that it did not write, whatever they hold.
+_NO_ETAG = "0" * 32
 _KEYS = re.compile("(AccountKey|SharedAccessSignature)=[^;]*")
 # Environment variables that, with the URL, decide which store is read.
 _PLACES = (
@@ -208,15 +209,13 @@ class Store:
         if size is None:
             raise StoreError(f"{self.url} does not say how large {relative} is.")
         digest = remote_file.digest(info)
-        is_content = _CONTENT_ETAG.fullmatch(str(info.get("ETag", ""))) is not None
-        # Zeros, too, would be no condition for a read.
         etag = str(info.get("ETag", "")) if self.scheme == "s3" else ""
-        etag = "" if "0" * 32 in etag else etag
+        etag = "" if _NO_ETAG in etag else etag
         version = [str(info[key]) for key in _VERSIONS if info.get(key) is not None]
         facts: Sequence[object]
         if digest:
             facts = [digest, size]
-        elif is_content and etag:
+        elif _CONTENT_ETAG.fullmatch(etag):
             facts = [self._root.partition("/")[0], etag, size]
         else:  # equal values of two files say nothing
             if not version:
