@@ -2,11 +2,12 @@
 
     python -m benchmarks.gpu [--device cuda] [--results FILE] [--page FILE]
 
-needs torch, numpy, safetensors and pytest, and no network. Each result is written as soon as it is
-known, as a line of JSON. The next call continues where the last one ended, unless the code has
-changed since. `make gpu-site` packs what a bare machine lacks, a tritonserver among it, into
-an archive for one version of Python; it is unpacked into gpu-site/, a virtual environment with this
-Python's torch. Without it, the tests of a server are skipped.
+needs torch, numpy, safetensors and pytest (`tune` also psutil), and no network. Each result is
+written as soon as it is known, as a line of JSON. The next call continues where the last one ended,
+unless the code has changed since. `make gpu-site` packs what a bare machine lacks, a tritonserver
+among it, into an archive for one version of Python; it is unpacked into gpu-site/, a virtual
+environment with this Python's torch. Without it, the tests that need clients or a server are
+skipped.
 """
 
 from __future__ import annotations
@@ -72,6 +73,7 @@ STEPS = (
     Step("compiled ResNet-50 reduce-overhead", 80),
     Step("compiled ViT-S reduce-overhead", 80),
     Step("compiled ConvNeXt-T reduce-overhead", 80),
+    Step("tune ResNet-50", 160),
     # In a third one.
     Step("compiled ResNet-50 max-autotune", 160),
     Step("compiled ViT-S max-autotune", 120),
@@ -86,6 +88,7 @@ _TRIED = (
     "copies",
     "memory BERT-base",
     "compiled ConvNeXt-T default",
+    "tune ResNet-50",
 )
 
 _ABOUT = """\
@@ -197,8 +200,8 @@ def run(step: Step, device: str, results: Results) -> None:
         # Not the settings of pyproject.toml: they need more plugins than this machine may have.
         command = ["-m", "pytest", "-q", _TEST_FILES[step.name]]
         command += ["-c", os.devnull, "--rootdir", str(_ROOT)]
-        command += ["-p", "benchmarks.gpu_results", "-p", "no:cacheprovider", "--tb=short"]
-        command += ["--import-mode=importlib", f"--confcutdir={_TESTS}"]
+        command += ["-p", "benchmarks.gpu_results", "-p", "no:cacheprovider", "-p", "no:warnings"]
+        command += ["--import-mode=importlib", f"--confcutdir={_TESTS}", "--tb=short"]
     else:
         command = ["-m", "benchmarks.gpu_cases", *step.name.split(), "--device", device]
         command += ["--small"] if device == "cpu" else []
@@ -252,7 +255,7 @@ def page(lines: Iterable[Line]) -> str:
     )
     parts = [
         "# On a GPU",
-        _ABOUT,
+        _ABOUT if first["device"] == "cuda" else f"{_ABOUT} On a CPU, its figures mean nothing.",
         markdown(("machine", ""), list(first.items())),
         f"## Tests\n\n{counts}.",
     ]

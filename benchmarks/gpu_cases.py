@@ -10,6 +10,7 @@ With `--small` the models are tiny; that, and the CPU, only prove that the progr
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import sys
@@ -354,7 +355,46 @@ def memory(bench: Bench) -> Iterator[Figure]:
     }
 
 
-CASES = {case.__name__: case for case in (served, graphs, copies, compiled, memory)}
+class _EnoughError(Exception):
+    """A trial has tuned enough."""
+
+
+def tune(bench: Bench) -> Iterator[Figure]:
+    """Throughput of what `tune --quick --reduced-precision` tries ÷ that of the module as it is."""
+    # Imports psutil, which other cases do not need.
+    from torch_py_backend.tools.candidates import Allowed  # noqa: PLC0415
+    from torch_py_backend.tools.tuning import Goal, Limits, Plan, Row, Tuning  # noqa: PLC0415
+
+    arguments = bench.arguments(bench.subject(), 2 if bench.small else 32)
+    plan = Plan(
+        folder=Path(arguments["model_repository"]),
+        version="1",
+        document=json.loads(arguments["model_config"]),
+        allowed=Allowed(reduced_precision=True, quick=True),
+        limits=Limits(3e-2),
+        goal=Goal.THROUGHPUT,
+        inputs=None,
+        timeout_s=120.0,
+    )
+    tuning = Tuning(plan)
+
+    def end(row: Row) -> None:
+        of = f"{bench.of}, {row.candidate}" + (f", {row.failure}" if row.failure else "")
+        figure: Figure = {"figure": "throughput of a candidate of tune ÷ untuned", "of": of}
+        figure |= {"value": row.throughput_gain, "per second": {"rows": row.throughput}}
+        print(json.dumps(figure), flush=True)  # not later: a run may be cut off
+        if bench.small and len(tuning.rows) > 1:
+            raise _EnoughError
+
+    with contextlib.suppress(_EnoughError):
+        tuning.run(lambda _: None, end)
+    chosen = tuning.choice()
+    if chosen is not None:
+        of = f"{bench.of}, {chosen.candidate}"
+        yield {"figure": "chosen by tune ÷ untuned", "of": of, "value": chosen.throughput_gain}
+
+
+CASES = {case.__name__: case for case in (served, graphs, copies, compiled, memory, tune)}
 
 
 def _ratio(figure: str, of: str, rates: dict[str, list[float]], above: str, below: str) -> Figure:

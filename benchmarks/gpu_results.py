@@ -37,7 +37,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         "seconds": round(report.duration, 2),
     }
     if report.skipped and isinstance(report.longrepr, tuple):
-        line["reason"] = report.longrepr[2]
+        line["reason"] = report.longrepr[2].removeprefix("Skipped: ")
     elif report.failed:
         lines = report.longreprtext.splitlines()
         raised = [one for one in lines if one.startswith("E ")]

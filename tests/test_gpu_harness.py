@@ -50,6 +50,7 @@ def test_the_whole_run(tmp_path: Path) -> None:
         "copy to the device ÷ pinned copy | 1 MiB",
         "weights of 4 instances ÷ of one | BERT-base, sharing true",
         "compiled ÷ eager | ConvNeXt-T, batch 2, default",
+        "throughput of a candidate of tune ÷ untuned | ResNet-50, eager, auto threads x 1",
     ):
         assert f"| {row} |" in page
 

@@ -279,8 +279,10 @@ class Silent(AsyncFileSystem):  # type: ignore[misc]  # fsspec has no types
 
     protocol = "silent"
     cachable = False
+    requests = 0
 
     async def _find(self, *_: Any, **__: Any) -> Any:
+        type(self).requests += 1
         await asyncio.sleep(3600)
 
     _info = _cat_ranges = _pipe_file = _find
@@ -303,6 +305,7 @@ def test_a_store_that_never_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         with pytest.raises(StoreError, match=r"silent://models cannot be .*Timeout") as raised:
             call()
         assert raised.value.temporary
+    assert Silent.requests == 4  # none was sent again: that would take minutes
 
 
 def test_write(s3: stores.S3, tmp_path: Path) -> None:
