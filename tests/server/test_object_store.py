@@ -161,6 +161,10 @@ def test_a_file_where_a_folder_is(faulty: type[Faulty]) -> None:
         Store("faulty://models").files()
     faulty.files["a/1"] = b""  # the mark of a folder
     assert len(Store("faulty://models").files()) == 2
+    faulty.files["\x1b[2J\n"] = faulty.files["\x1b[2J\n/1"] = b"erases the screen"
+    with pytest.raises(StoreError) as raised:
+        Store("faulty://models").files()
+    assert str(raised.value).isprintable()
 
 
 @pytest.mark.parametrize(
