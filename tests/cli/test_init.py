@@ -23,6 +23,7 @@ from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import pbtxt
 from torch_py_backend.loading import package_weights
 from torch_py_backend.processes import child_process
+from torch_py_backend.tools import artifact_files
 
 _ODD = "größe 2.0 -x_y"
 
@@ -267,6 +268,15 @@ def test_init_of_a_pretrained_folder(tmp_path: Path) -> None:
     assert inputs[:2] == [("input_ids", [-1], False), ("attention_mask", [-1], True)]
     outputs = [(entry["name"], entry["dims"]) for entry in document["output"]]
     assert outputs == [("logits", [-1, 100])]
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [("past_key_values", {"use_cache": False}), ("cache", {"use_cache": False}), ("labels", {})],
+)
+def test_caches_of_decoders(name: str, kwargs: dict[str, bool]) -> None:
+    """Versions of transformers name them differently."""
+    assert artifact_files.pretrained_kwargs(["input_ids", name]) == kwargs
 
 
 def test_init_of_a_folder_that_names_no_class(tmp_path: Path) -> None:

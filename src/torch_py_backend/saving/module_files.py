@@ -288,9 +288,7 @@ class ModuleFiles:
             entries = artifact_files.pretrained_inputs(artifact.pretrained_config, names)
             if [entry["name"] for entry in entries] == names:
                 self.example = replace(self.example, entries=entries)
-        kwargs = dict(self._kwargs)
-        if "past_key_values" in self._signature.named:  # an object, which cannot be an output
-            kwargs = {"use_cache": False, **kwargs}
+        kwargs = {**artifact_files.pretrained_kwargs(self._signature.named), **self._kwargs}
         if kwargs:
             self._kwargs = kwargs
             parameters["MODEL_KWARGS"] = self._json()

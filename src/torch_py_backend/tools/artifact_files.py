@@ -6,7 +6,7 @@ Imports no torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,15 @@ def _pretrained(model: str, folder: Path, extra: Mapping[str, Path]) -> Artifact
         {"MODEL_FACTORY": f"transformers:{architecture}"},
         config,
     )
+
+
+def pretrained_kwargs(arguments: Iterable[str]) -> dict[str, Any]:
+    """Return arguments of a transformers model without which it would return its cache.
+
+    The cache is an object, which cannot be an output. The argument of `forward()` that takes it is
+    `past_key_values`, from transformers 5.24 on `cache`.
+    """
+    return {"use_cache": False} if {"past_key_values", "cache"} & {*arguments} else {}
 
 
 def pretrained_inputs(config: Mapping[str, Any], arguments: Sequence[str]) -> list[dict[str, Any]]:

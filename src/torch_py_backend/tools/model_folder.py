@@ -8,6 +8,7 @@ Imports no torch: the model's code runs in child processes.
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -191,8 +192,8 @@ def _write_config(
         arguments: Sequence[str] = ()
         with contextlib.suppress(LoadError):  # `_complete` raises the same error
             arguments = _signature(folder, document)["arguments"]
-        if "past_key_values" in arguments:  # an object, which cannot be an output
-            document["parameters"]["MODEL_KWARGS"] = {"string_value": '{"use_cache": false}'}
+        if kwargs := artifact_files.pretrained_kwargs(arguments):
+            document["parameters"]["MODEL_KWARGS"] = {"string_value": json.dumps(kwargs)}
         if not document["input"] and EXAMPLE not in artifact.files:
             document["input"] = artifact_files.pretrained_inputs(
                 artifact.pretrained_config, arguments
