@@ -11,6 +11,7 @@ import asyncio
 import collections
 import contextlib
 import os
+import re
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -230,7 +231,7 @@ class Sample:
     """One look at the processes that live throughout.
 
     Attributes:
-        memory: MiB of each process that are its own, by its number.
+        memory: MiB that each process allocated, by its number.
         files: open files of each process.
         regions: how many regions of shared memory there are.
         shared: their MiB.
@@ -254,11 +255,17 @@ async def _sample(server: Supervised, samples: list[Sample], over: asyncio.Event
 def _look(watched: Sequence[psutil.Process], prefix: str) -> Sample:
     regions = list(Path("/dev/shm").glob(f"{prefix}*"))
     return Sample(
-        {one.pid: one.memory_full_info().uss / 2**20 for one in watched},
+        {one.pid: _anonymous(one.pid) / 2**20 for one in watched},
         {one.pid: one.num_fds() for one in watched},
         len(regions),
         sum(_size(one) for one in regions) / 2**20,
     )
+
+
+def _anonymous(pid: int) -> int:
+    """The bytes of a process without files: their pages are its own while no other maps them."""
+    (line,) = re.findall(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(line) << 10
 
 
 def _size(path: Path) -> int:
