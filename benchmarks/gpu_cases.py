@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
+import queue
 import statistics
 import sys
 import tempfile
@@ -142,8 +144,21 @@ class Bench:
                 rates[name].append(calls / (time.perf_counter() - began))
         return rates
 
-    def arguments(self, subject: Subject, batch: int, **parameters: str) -> dict[str, str]:
-        """Write a model folder; return Triton's arguments of initialize()."""
+    def arguments(
+        self,
+        subject: Subject,
+        batch: int,
+        document: Mapping[str, object] | None = None,
+        **parameters: str,
+    ) -> dict[str, str]:
+        """Write a model folder; return Triton's arguments of initialize().
+
+        Args:
+            subject: the network.
+            batch: max_batch_size.
+            document: entries of the config instead of those of a plain model.
+            parameters: those of the config.
+        """
         version = Path(tempfile.mkdtemp(dir=self.folder)) / "net" / "1"
         version.mkdir(parents=True)
         (version / "model.py").write_text(Path(networks.__file__).read_text())
@@ -154,12 +169,15 @@ class Bench:
             **parameters,
         }
         kind = "GPU" if self.on_gpu else "CPU"
+        plain = {
+            "input": [_spec("x", subject.dtype, subject.dims)],
+            "output": [_spec("y", "FP32", subject.output)],
+        }
         arguments = build.arguments(
             max_batch_size=batch,
-            input=[{"name": "x", "data_type": f"TYPE_{subject.dtype}", "dims": list(subject.dims)}],
-            output=[{"name": "y", "data_type": "TYPE_FP32", "dims": list(subject.output)}],
             instance_group=[{"name": "net", "kind": f"KIND_{kind}", "count": 1, "gpus": []}],
             parameters={key: {"string_value": value} for key, value in options.items()},
+            **(plain | dict(document or {})),
         )
         return arguments | {
             "model_repository": str(version.parent),
@@ -168,11 +186,15 @@ class Bench:
 
     def engine(self, subject: Subject, batch: int, **parameters: str) -> Engine:
         """Return the engine of a model, warmed up."""
-        arguments = self.arguments(subject, batch, **parameters)
+        arguments = self.arguments(subject, batch, None, **parameters)
         config = model_config.parse(arguments)
         engine = builder.build(config, threads.budget(config))
         warmup.run(engine)
         return engine
+
+
+def _spec(name: str, dtype: str, dims: Sequence[int]) -> dict[str, object]:
+    return {"name": name, "data_type": f"TYPE_{dtype}", "dims": list(dims)}
 
 
 # --- cases -----------------------------------------------------------------------------------
@@ -202,6 +224,83 @@ def served(bench: Bench) -> Iterator[Figure]:
         figure = _ratio("served ÷ loop", f"{bench.of}, batch {batch}", rates, "ours", "loop")
         yield figure if batch == 1 else figure | {"at least": 0.95}
     model.close()
+
+
+_TOGETHER = 8  # requests that are sent to a server at once
+
+
+def tritonserver(bench: Bench) -> Iterator[Figure]:
+    """Throughput of a tritonserver ÷ a loop over the same module and batches.
+
+    A request is a batch, which comes and goes in shared memory of the host.
+    """
+    # `make gpu-site` packs the server and its clients: a machine may lack them.
+    import scenarios  # noqa: PLC0415
+    import serving  # noqa: PLC0415
+    import tritonclient.grpc  # noqa: PLC0415
+    from tritonclient.utils import shared_memory  # noqa: PLC0415
+
+    subject, batch = bench.subject(), 2 if bench.small else 8
+    folder = Path(bench.arguments(subject, batch)["model_repository"])
+    config = scenarios.config(
+        {"x": list(subject.dims)},
+        {"y": list(subject.output)},
+        max_batch_size=batch,
+        parameters={
+            "MODEL_CLASS": subject.network,
+            "MODEL_KWARGS": json.dumps(subject.arguments),
+        },
+        more=f"instance_group [{{ kind: KIND_{'GPU' if bench.on_gpu else 'CPU'} count: 1 }}]",
+    )
+    (folder / "config.pbtxt").write_text(config)
+    folder.parent.rename(bench.folder / "repository")
+    rows = subject.rows(batch)
+    loop = _loop(subject.module().to(bench.device), rows, bench.device)
+    x = tritonclient.grpc.InferInput("x", [batch, *subject.dims], subject.dtype)
+    y = tritonclient.grpc.InferRequestedOutput("y")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.inference_mode())
+        server = stack.enter_context(serving.asked(bench.folder))
+        expected = loop().numpy()
+
+        def share(name: str, tensor: Any, size: int) -> Any:
+            region = shared_memory.create_shared_memory_region(name, f"/{name}-{os.getpid()}", size)
+            stack.callback(shared_memory.destroy_shared_memory_region, region)
+            server.grpc.register_system_shared_memory(name, f"/{name}-{os.getpid()}", size)
+            tensor.set_shared_memory(name, size)
+            return region
+
+        images = np.concatenate(rows)
+        shared_memory.set_shared_memory_region(share("x", x, images.nbytes), [images])
+        answer = share("y", y, expected.nbytes)
+
+        def ours() -> None:
+            errors: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+            report = partial(_put_error, errors)
+            for _ in range(_TOGETHER):
+                server.grpc.async_infer(folder.name, [x], report, outputs=[y])
+            for _ in range(_TOGETHER):
+                error = errors.get(timeout=60)
+                if error is not None:
+                    raise error
+
+        def loops() -> None:
+            for _ in range(_TOGETHER):
+                loop()
+
+        rates = bench.rates({"ours": ours, "loop": loops})
+        actual = shared_memory.get_contents_as_numpy(answer, np.float32, list(expected.shape))
+        np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3)
+        figure = _ratio("tritonserver ÷ loop", f"{bench.of}, batch {batch}", rates, "ours", "loop")
+    yield figure | {"at least": 0.95}
+
+
+def _put_error(
+    errors: queue.SimpleQueue[Exception | None],
+    result: object,  # noqa: ARG001  tritonclient passes it
+    error: Exception | None,
+) -> None:
+    errors.put(error)
 
 
 def _loop(
@@ -355,6 +454,56 @@ def memory(bench: Bench) -> Iterator[Figure]:
     }
 
 
+_TOKENS = 128  # of a stream
+_STREAM = ("first", "count")
+
+
+def tokens(bench: Bench) -> Iterator[Figure]:
+    """Tokens per second of a stream ÷ those of a loop over an equal module, each on the host.
+
+    The loop is the way of gpt-fast: a cache of fixed size, and a compiled step as a CUDA graph.
+    """
+    count = 8 if bench.small else _TOKENS
+    kwargs = (_TINY if bench.small else {}) | {"mode": "" if bench.small else bench.mode}
+    subject = Subject("Llama", (1,), "INT32", (1,), kwargs)
+    config = {
+        "input": [_spec(name, "INT32", [1]) for name in _STREAM],
+        "output": [_spec("token", "INT64", [1])],
+        "model_transaction_policy": {"decoupled": True},
+    }
+    model = TritonPythonModel()
+    model.initialize(bench.arguments(subject, 0, config))
+    module = subject.module().to(bench.device)
+
+    def ours() -> list[int]:
+        inputs = [np.array([value], np.int32) for value in (1, count)]
+        tensors = [fake_triton.Tensor(*pair) for pair in zip(_STREAM, inputs, strict=True)]
+        request = fake_triton.InferenceRequest(tensors)
+        model.execute([request])
+        request.sender.ended.wait()
+        return [_output(response).item() for response in request.sender.responses]
+
+    def loop() -> list[int]:
+        return [token.item() for token in module(1, count)]
+
+    with torch.inference_mode():
+        same = [one == other for one, other in zip(ours(), loop(), strict=True)]
+        streams = bench.rates({"ours": ours, "loop": loop})
+    model.close()
+    if not all(same):
+        raise RuntimeError(f"the tokens differ from the {same.index(False) + 1}th on")
+    of = f"Llama, {bench.mode or 'eager'}, streams of {count} tokens"
+    rates = {name: [count * rate for rate in values] for name, values in streams.items()}
+    yield _ratio("token steps ÷ loop", of, rates, "ours", "loop") | {"at least": 0.9}
+
+
+def _output(response: fake_triton.InferenceResponse) -> np.ndarray[Any, Any]:
+    if error := response.error():
+        raise RuntimeError(error.message())
+    array: np.ndarray[Any, Any] = response.output_tensors()[0].as_numpy()
+    return array
+
+
 class _EnoughError(Exception):
     """A trial has tuned enough."""
 
@@ -394,7 +543,8 @@ def tune(bench: Bench) -> Iterator[Figure]:
         yield {"figure": "chosen by tune ÷ untuned", "of": of, "value": chosen.throughput_gain}
 
 
-CASES = {case.__name__: case for case in (served, graphs, copies, compiled, memory, tune)}
+_CASES = (served, tritonserver, graphs, copies, compiled, memory, tokens, tune)
+CASES = {case.__name__: case for case in _CASES}
 
 
 def _ratio(figure: str, of: str, rates: dict[str, list[float]], above: str, below: str) -> Figure:
@@ -412,7 +562,7 @@ def _ratio(figure: str, of: str, rates: dict[str, list[float]], above: str, belo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("case", choices=CASES)
-    parser.add_argument("of", nargs="?", default="", choices=["", *SUBJECTS])
+    parser.add_argument("of", nargs="?", default="", choices=["", "Llama", *SUBJECTS])
     parser.add_argument("mode", nargs="?", default="", help="of torch.compile")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")

@@ -2,10 +2,12 @@
 
 The same file is `model.py` of a served model. The sizes of layers are those of He et al. (2015),
 table 1; Dosovitskiy et al. (2021), table 1; Devlin et al. (2019), section 3; Liu et al. (2022),
-section 2.
+section 2; Touvron et al. (2023), section 2.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -160,3 +162,72 @@ class ConvNeXt(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores: Tensor = self.head(self.norm(self.layers(x).mean((2, 3))))
         return scores
+
+
+class LlamaLayer(nn.Module):
+    """A decoder's layer for one token, with the keys and values of all positions in a buffer."""
+
+    cache: Tensor
+
+    def __init__(self, width: int, positions: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = (nn.Linear(width, of * width, bias=False) for of in (3, 1))
+        self.gate, self.up = (nn.Linear(width, 3 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(3 * width, width, bias=False)
+        self.register_buffer("cache", torch.zeros(2, 1, width // 64, positions, 64))
+
+    def forward(self, x: Tensor, place: Tensor, angles: Tensor) -> Tensor:
+        parts = self.qkv(self.norm1(x)).view(1, 1, 3, -1, 64).permute(2, 0, 3, 1, 4)
+        query, key = (_rotated(part, angles) for part in parts[:2])
+        self.cache.index_copy_(3, place, torch.stack([key, parts[2]]))
+        seen = torch.arange(self.cache.shape[3], device=x.device) <= place
+        keys, values = self.cache
+        mixed = functional.scaled_dot_product_attention(query, keys, values, seen[None])
+        x = x + self.out(mixed.reshape(1, 1, -1))
+        y = self.norm2(x)
+        added: Tensor = self.down(functional.silu(self.gate(y)) * self.up(y))
+        return x + added
+
+
+def _rotated(x: Tensor, angles: Tensor) -> Tensor:
+    left, right = x.float().chunk(2, -1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], -1).to(x.dtype)
+
+
+class Llama(nn.Module):
+    """A token to a stream of the tokens after it, greedily, in bfloat16; one stream at a time.
+
+    `mode` is torch.compile's for the step of a token; empty: it is not compiled.
+    """
+
+    def __init__(
+        self, width: int = 1024, depth: int = 16, positions: int = 512, mode: str = ""
+    ) -> None:
+        super().__init__()
+        self.words = nn.Embedding(32000, width)
+        self.layers = nn.ModuleList(LlamaLayer(width, positions) for _ in range(depth))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, 32000, bias=False)
+        self.bfloat16()
+        self.step: Callable[[Tensor, Tensor], Tensor] = self._step
+        if mode:
+            self.step = torch.compile(self._step, mode=mode, fullgraph=True)
+
+    def _step(self, token: Tensor, place: Tensor) -> Tensor:
+        fractions = torch.arange(32, device=token.device) / 32
+        angles = place * 10000.0**-fractions
+        x = self.words(token)[None]
+        for layer in self.layers:
+            x = layer(x, place, angles)
+        scores: Tensor = self.head(self.norm(x[0]))
+        return scores.argmax(-1)
+
+    def forward(self, first: int, count: int) -> Iterator[Tensor]:
+        """`count` tokens after the one with this number, each int64 [1]."""
+        token = torch.tensor([first], device=self.head.weight.device)
+        for number in range(count):
+            place = torch.tensor([number], device=token.device)
+            # A copy: the next replay of a CUDA graph overwrites its result.
+            token = self.step(token, place).clone()
+            yield token

@@ -46,9 +46,11 @@ def test_the_whole_run(tmp_path: Path) -> None:
     assert " 0 failed" in page
     for row in (
         "served ÷ loop | BERT-base, batch 2",
+        "tritonserver ÷ loop | ResNet-50, batch 2",
         "latency, CUDA graphs ÷ eager | BERT-base, batch 1",
         "copy to the device ÷ pinned copy | 1 MiB",
         "weights of 4 instances ÷ of one | BERT-base, sharing true",
+        "token steps ÷ loop | Llama, reduce-overhead, streams of 8 tokens",
         "compiled ÷ eager | ConvNeXt-T, batch 2, default",
         "throughput of a candidate of tune ÷ untuned | ResNet-50, eager, auto threads x 1",
     ):
