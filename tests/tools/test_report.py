@@ -204,6 +204,13 @@ def test_memory_of_a_gpu() -> None:
     assert "321 77 0 4.0" in " ".join(lines)
 
 
+@pytest.mark.parametrize(("instances", "gpu_mb", "told"), [(1, 5, 0), (2, 0, 0), (2, 5, 1)])
+def test_instances_of_a_gpu(instances: int, gpu_mb: float, told: int) -> None:
+    """The table does not show what instances of one GPU would gain otherwise."""
+    row = Row(Candidate("eager", {}, instances), **_MEASURED, device_memory_mb=gpu_mb)
+    assert report.instances_note([_EAGER, row]).count("MPS") == told
+
+
 def test_tuning_entry(tmp_path: Path) -> None:
     """An entry of tuned.json has the machine, the rows and the choice, and is strict JSON."""
     plan = Plan(tmp_path, "1", {}, Allowed(), Limits(0.1), Goal.BOTH, None, 60.0)

@@ -222,6 +222,8 @@ def _report(
         f"inputs: {tuning.inputs}; batches of {tuning.batch}; tolerance {plan.limits.error:g};"
         f" chosen for {plan.goal.value}"
     )
+    if note := report.instances_note(tuning.rows):
+        _OUT.print(note)
     if choice is not None:
         _OUT.print(f"chosen: {report.tuning_line(choice)}", markup=False)
     if tuning.sizes:

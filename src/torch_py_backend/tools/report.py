@@ -274,6 +274,16 @@ def tuning_table(rows: Sequence[Row], limits: Limits, choice: Row | None) -> Tab
     return result
 
 
+def instances_note(rows: Sequence[Row]) -> str:
+    """Return what to know about the instances of one GPU; empty if no several were measured."""
+    if not any(row.device_memory_mb and row.candidate.instances > 1 for row in rows):
+        return ""
+    return (
+        "instances on one GPU: their kernels take turns unless NVIDIA's MPS runs, and each has its"
+        ' own weights unless config.pbtxt sets ENABLE_WEIGHT_SHARING "true"; tune again with either'
+    )
+
+
 def sizes_table(sizes: Mapping[int, Figures]) -> Table:
     """Return the choice's figures for batches of several sizes, with all instances in use."""
     result = table(("rows", "p99 ms", "rows/s"))
