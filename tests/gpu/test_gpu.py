@@ -194,6 +194,26 @@ def test_inputs_on_the_gpu_for_a_model_on_the_cpu(tmp_path: Path, process: None)
 
 
 @_CUDA
+def test_outputs_stay_where_the_inputs_are(tmp_path: Path, process: None) -> None:
+    """Tensors that clients hold on the GPU are not copied to the host and back."""
+    scenario = scenarios.Scenario(
+        "net",
+        scenarios.text("def forward(x):\n    return 2 * x\n"),
+        scenarios.x_to_y(FORCE_CPU_ONLY_INPUT_TENSORS="no"),
+    )
+    model, _ = _serve(scenario, tmp_path)
+    x = torch.from_numpy(scenarios.floats(2, 4))
+    for value in (x.cuda(), x):
+        (response,) = model.execute(
+            [fake_triton.InferenceRequest([fake_triton.Tensor.sent("x", value)])]
+        )
+        assert response.error() is None, response.error().message()
+        (tensor,) = response.output_tensors()
+        assert tensor.is_cpu() != value.is_cuda
+        torch.testing.assert_close(torch.utils.dlpack.from_dlpack(tensor.to_dlpack()).cpu(), 2 * x)
+
+
+@_CUDA
 def test_runs_on_its_device_and_stream(tmp_path: Path, process: None) -> None:
     """The model's inputs are on the GPU, and work goes to a stream of the instance's own."""
     scenario = scenarios.Scenario(
@@ -719,6 +739,12 @@ def _waits(x: Tensor) -> Tensor:
     return x * x.sum().item()
 
 
+def _does_not_fit(x: Tensor) -> Tensor:
+    if torch.cuda.is_current_stream_capturing():
+        torch.empty(1 << 50, device=x.device)
+    return x * 2
+
+
 def _fails_in_a_capture(x: Tensor) -> Tensor:
     if torch.cuda.is_current_stream_capturing():
         raise ValueError("not in a graph")
@@ -731,6 +757,7 @@ def _fails_in_a_capture(x: Tensor) -> Tensor:
     [
         (_waits, "called a synchronizing CUDA operation"),
         (_fails_in_a_capture, "ValueError: not in a graph"),
+        (_does_not_fit, "CUDA out of memory"),
     ],
 )
 def test_what_cannot_be_captured_runs_eagerly(
