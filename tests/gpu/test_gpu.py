@@ -38,7 +38,7 @@ from torch_py_backend.compile import cuda_graphs
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.side_effects import SideEffects
-from torch_py_backend.loading import registry
+from torch_py_backend.loading import package_weights, registry
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 
@@ -489,8 +489,12 @@ def _wide(kind: ArtifactType, folder: Path) -> None:
         scenarios.script(wide)(folder / "1")
     else:
         rows = {"x": {0: torch.export.Dim("rows", max=64)}}
-        program = torch.export.export(wide, (torch.ones(2, 4096),), dynamic_shapes=rows)
-        torch.export.save(program, folder / "1" / "model.pt2")
+        packed = kind is ArtifactType.AOTI
+        device = "cuda" if packed else "cpu"
+        x = torch.ones(2, 4096, device=device)
+        program = torch.export.export(wide.to(device), (x,), dynamic_shapes=rows)
+        save = package_weights.compile_package if packed else torch.export.save
+        save(program, folder / "1" / "model.pt2")
 
 
 def _used(start: Start, folder: Path, how: str) -> int:
@@ -510,7 +514,8 @@ def _used(start: Start, folder: Path, how: str) -> int:
 @_CUDA
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", [ArtifactType.MODULE, ArtifactType.TORCHSCRIPT, ArtifactType.EXPORTED]
+    "kind",
+    [ArtifactType.MODULE, ArtifactType.TORCHSCRIPT, ArtifactType.EXPORTED, ArtifactType.AOTI],
 )
 def test_weights_are_on_the_gpu_once(kind: ArtifactType, tmp_path: Path) -> None:
     """Of four instances, three have no weights of their own there; values are equal."""

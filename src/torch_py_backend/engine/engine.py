@@ -178,7 +178,7 @@ class Engine:
         Raises:
             ConfigError: the weights cannot be shared.
         """
-        shared.share(self.loaded.owner, self.kind)
+        shared.share(self.loaded)
         self._shared, self.lock = shared, shared.lock
         self.side_effects.reset_baseline()
 

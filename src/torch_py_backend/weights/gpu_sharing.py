@@ -26,6 +26,7 @@ from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.compile import torch_compile
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError, UnavailableError, join_names
+from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.processes import server_folder
 from torch_py_backend.weights import owner_election
 from torch_py_backend.weights.cuda_ipc import CudaMemory, NotShared
@@ -80,8 +81,6 @@ def refusal(config: ModelConfig, kind: ArtifactType) -> str:
     """Return why the weights of a model on a GPU cannot be shared; empty: they can."""
     if config.kind == "MODEL":
         return "the instance is KIND_MODEL: the model places itself"
-    if kind is ArtifactType.AOTI:
-        return "an AOTInductor package allocates the memory of its constants itself"
     if kind is ArtifactType.TORCHSERVE:
         return "the handler of a TorchServe archive places its weights itself"
     if "freeze" in config.options.optimize:
@@ -141,6 +140,7 @@ class SharedWeights:
         self._config = config
         self._memory: Memory = CudaMemory(device)
         self._reload = reload
+        self._weights_moved: Callable[[], object] = lambda: None
         self._unplaced: nn.Module | None = None
         self._weights: Weights = {}
         self._facts: Facts = {}
@@ -163,17 +163,25 @@ class SharedWeights:
         """Whether the module has its weights."""
         return self._role is not None
 
-    def share(self, module: nn.Module | None, kind: ArtifactType) -> None:
-        """Share the weights of a module from now on; that of a sharer may still be on the CPU.
+    def share(self, loaded: Loaded) -> None:
+        """Share the weights of a model from now on; those of a sharer may still be on the CPU.
 
         Raises:
             ConfigError: the weights cannot be shared.
         """
-        reason = refusal(self._config, kind)
-        if reason or module is None or not named(module):
+        module = loaded.owner
+        weights = {} if module is None else named(module)
+        reason = refusal(self._config, loaded.kind)
+        if loaded.kind is ArtifactType.AOTI:
+            if not weights:
+                reason = "the AOTInductor package contains them"
+            elif any(weight.device != self._memory.device for weight in weights.values()):
+                reason = "the AOTInductor package has some of them on the CPU"
+        if reason or not weights:
             raise not_shared_error(self._config, reason or "the model exposes none")
         with self.lock:
-            self._unplaced, self._weights = module, named(module)
+            self._weights_moved = loaded.weights_moved
+            self._unplaced, self._weights = module, weights
             self._facts = _facts(self._weights)
             self._attach()
             self._recover()
@@ -300,6 +308,7 @@ class SharedWeights:
         # This sets the weights of later calls, and those of RNNs: moving an RNN copies them.
         for name, weight in weights.items():
             self._weights[name].data = weight
+        self._weights_moved()
 
     def _compare(self, facts: Facts, source: str) -> None:
         differing = {
