@@ -357,6 +357,31 @@ def copies(bench: Bench) -> Iterator[Figure]:
         rates = bench.rates({"ours": copy, "pinned": copy_pinned})
         figure = _ratio("copy to the device ÷ pinned copy", f"{size} MiB", rates, "ours", "pinned")
         yield figure | {"at least": 0.9} if size >= _LARGE else figure
+    yield _small_copies(bench, ours)
+
+
+_TOKEN_INPUTS, _TOKEN_SHAPE = 3, (32, 128)  # of BERT: its inputs, a batch of each
+
+
+def _small_copies(bench: Bench, ours: runtime.Runtime) -> Figure:
+    """Return the rate of copies of small inputs together ÷ that of a copy for each of them."""
+    size = _TOKEN_SHAPE[0] * _TOKEN_SHAPE[1]
+    together = torch.zeros(_TOKEN_INPUTS * size, dtype=torch.int64, pin_memory=bench.on_gpu)
+    columns = [column.view(_TOKEN_SHAPE) for column in together.split(size)]
+
+    def copy_together() -> None:
+        (copy,) = ours.to_device([together])
+        for column in torch.as_tensor(copy).split(size):
+            column.view(_TOKEN_SHAPE)
+        bench.sync()
+
+    def copy_each() -> None:
+        ours.to_device(columns)
+        bench.sync()
+
+    rates = bench.rates({"together": copy_together, "each": copy_each})
+    of = f"{_TOKEN_INPUTS} inputs of {size * together.itemsize >> 10} KiB"
+    return _ratio("copies of small inputs, together ÷ each", of, rates, "together", "each")
 
 
 # The least throughput compiled ÷ eager, which timm's tables have for these networks.
