@@ -9,6 +9,7 @@ import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import build
 import command_line
@@ -20,12 +21,9 @@ import torch
 from command_line import refuse, run, tree
 
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.cli import compiled
 from torch_py_backend.compile import compile_cache
 from torch_py_backend.config import model_config, pbtxt, tuned_settings
 from torch_py_backend.processes import child_process
-from torch_py_backend.tools import oci_layout
-from torch_py_backend.tools.oci_layout import File, Layout
 
 _COMPILED = scenarios.config(
     {"x": [4]},
@@ -115,16 +113,28 @@ def test_round_trip(repository: Path, tmp_path: Path) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in before}
 
 
-def test_layout(repository: Path, tmp_path: Path) -> None:
-    """The files have the titles that `oras pull` restores them by, and their SHA-256."""
-    run("export-compiled", str(repository), str(tmp_path / "export"))
-    layers = {one.title: one for one in Layout(tmp_path / "export", compiled._CONFIG).layers}
+def _manifest(export: Path) -> dict[str, Any]:
+    manifest: dict[str, Any] = json.loads((export / "manifest.json").read_bytes())
+    return manifest
+
+
+def test_folder(repository: Path, tmp_path: Path) -> None:
+    """The files have the paths of the repository, and the manifest has the SHA-256 of each."""
+    export = tmp_path / "export"
+    run("export-compiled", str(repository), str(export))
     (bundle,) = (repository / "compiled" / "compile_cache").iterdir()
     cached = f"compiled/compile_cache/{bundle.name}"
-    assert layers.keys() == {cached, "compiled/tuned.json", "packaged/1/model.pt2"}
-    for title in (cached, "packaged/1/model.pt2"):
-        content = (repository / title).read_bytes()
-        assert layers[title].digest == f"sha256:{hashlib.sha256(content).hexdigest()}"
+    files = {str(path.relative_to(export)) for path in export.rglob("*") if path.is_file()}
+    assert files == {cached, "compiled/tuned.json", "packaged/1/model.pt2", "manifest.json"}
+    listed = {
+        f"{name}/{path}": digest
+        for name, model in _manifest(export)["models"].items()
+        for path, digest in model["files"].items()
+    }
+    assert listed.keys() == files - {"manifest.json"}
+    for path in (cached, "packaged/1/model.pt2"):
+        assert (export / path).read_bytes() == (repository / path).read_bytes()
+        assert listed[path] == hashlib.sha256((repository / path).read_bytes()).hexdigest()
 
 
 def test_nothing_to_export(here: None, tmp_path: Path) -> None:
@@ -146,7 +156,8 @@ def test_bundle_of_another_user(
     bundle.chmod(0o666)
     done = run("export-compiled", str(repository), str(tmp_path / "export"))
     assert "compiled: its bundle is ignored: others may write to it" in done.stdout
-    assert ".bundle" not in str(Layout(tmp_path / "export", compiled._CONFIG).layers)
+    assert not list((tmp_path / "export").rglob("*.bundle"))
+    assert ".bundle" not in str(_manifest(tmp_path / "export"))
 
 
 def _source(target: Path) -> None:
@@ -208,52 +219,55 @@ def test_other_machine(repository: Path, tmp_path: Path, key: str) -> None:
     """An export of other versions or another processor is refused."""
     export = tmp_path / "export"
     run("export-compiled", str(repository), str(export))
-    layout = Layout(export, compiled._CONFIG)
-    facts = layout.config["models"]
-    facts["compiled"][key] = "7\x1b[31m"
-    files = [
-        File(one.title, one.media_type, io.BytesIO((layout._blob(one)[0]).read_bytes()))
-        for one in layout.layers
-    ]
-    oci_layout.write(tmp_path / "changed", compiled._CONFIG, {"models": facts}, files)
+    manifest = _manifest(export)
+    manifest["models"]["compiled"]["facts"][key] = "7\x1b[31m"
+    (export / "manifest.json").write_text(json.dumps(manifest))
     target = _plain(repository, tmp_path / "target")
-    done = run("import-compiled", "changed", "target", cwd=tmp_path)
+    done = run("import-compiled", "export", "target", cwd=tmp_path)
     assert done.returncode == 1
     assert f"model 'compiled': the export is for {key} 7?[31m; expected " in done.stdout
     assert "IMPORTED packaged" in done.stdout
     assert not (target / "compiled" / "compile_cache").exists()
 
 
-_BUNDLE, _AOTI, _TUNED = (compiled._TYPES[kind] for kind in ("bundle", "package", "tuned.json"))
+_CACHED, _TUNED = "compile_cache/x.bundle", "tuned.json"
 
 
 @pytest.mark.parametrize(
-    ("title", "media_type", "content", "message"),
+    ("model", "path", "content", "message"),
     [
-        ("../outside/x", _BUNDLE, b"", "it lists '../outside/x' of the type"),
-        ("/etc/passwd", _BUNDLE, b"", "it lists '/etc/passwd' of the type"),
-        ("", _BUNDLE, b"", "it lists '' of the type"),
-        ("compiled/1/model.py", "text/x-python", b"", "of the type 'text/x-python'"),
-        ("unknown/x.bundle", _BUNDLE, b"", "it lists 'unknown/x.bundle'"),
-        ("compiled/../../x", _BUNDLE, b"junk", "the bundle is of no use: JSONDecodeError"),
-        ("compiled/x", _BUNDLE, b'{"facts": 1}\n', "it is for another model, torch, device"),
-        ("compiled/x", _AOTI, b"junk", "a model with other files"),
-        ("compiled/x", _TUNED, b"[]", "tuned.json is refused"),
-        ("compiled/x", _TUNED, b'{"machines": {"a": {}}}', "tuned.json is refused: KeyError"),
-        ("compiled/x", _TUNED, b'{"machines": {"a": {"machine": NaN}}}', "tuned.json is refused"),
-        ("compiled/x", _TUNED, b"[" * 99_999, "tuned.json is refused"),
-        ("compiled/x", _TUNED, b" " * (5 << 20), "'compiled/x' has 5242880 bytes"),
+        ("compiled", "../outside/x", b"", "it lists 'compiled/../outside/x'"),
+        ("compiled", "/etc/passwd", b"", "it lists 'compiled//etc/passwd'"),
+        ("compiled", "", b"", "it lists 'compiled/'"),
+        ("compiled", "model.py", b"", "it lists 'compiled/model.py'"),
+        ("compiled", "1/model.py", b"", "a model with other files"),
+        ("unknown", _CACHED, b"", "has no model 'unknown'"),
+        ("../target/compiled", _CACHED, b"", "x.bundle: it is not in the folder"),
+        ("compiled", _CACHED, b"junk", "the bundle is of no use: JSONDecodeError"),
+        ("compiled", _CACHED, b'{"facts": 1}\n', "it is for another model, torch, device"),
+        ("compiled", "1/x", b"junk", "a model with other files"),
+        ("compiled", _TUNED, b"[]", "tuned.json is refused"),
+        ("compiled", _TUNED, b'{"machines": {"a": {}}}', "tuned.json is refused: KeyError"),
+        ("compiled", _TUNED, b'{"machines": {"a": {"machine": NaN}}}', "tuned.json is refused"),
+        ("compiled", _TUNED, b"[" * 99_999, "tuned.json is refused"),
+        ("compiled", _TUNED, b" " * (5 << 20), "tuned.json: it has 5242880 bytes"),
     ],
 )
 def test_hostile_file(
-    repository: Path, tmp_path: Path, title: str, media_type: str, content: bytes, message: str
+    repository: Path, tmp_path: Path, model: str, path: str, content: bytes, message: str
 ) -> None:
-    """Titles name no paths; files that are not what an export writes are refused."""
+    """No path leads out of a model; files that are not what an export writes are refused."""
     run("export-compiled", str(repository), str(tmp_path / "export"))
-    facts = Layout(tmp_path / "export", compiled._CONFIG).config["models"]
-    files = [File(title, media_type, io.BytesIO(content))]
-    oci_layout.write(tmp_path / "hostile", compiled._CONFIG, {"models": facts}, files)
+    facts = _manifest(tmp_path / "export")["models"]["compiled"]["facts"]
     _plain(repository, tmp_path / "target")
+    hostile = tmp_path / "hostile"
+    hostile.mkdir()
+    digest = hashlib.sha256(content).hexdigest()
+    manifest = {"models": {model: {"facts": facts, "files": {path: digest}}}}
+    (hostile / "manifest.json").write_text(json.dumps(manifest))
+    if path and not path.startswith("/"):
+        (hostile / model / path).parent.mkdir(parents=True)
+        (hostile / model / path).write_bytes(content)
     before = tree(tmp_path)
     done = run("import-compiled", "hostile", "target", cwd=tmp_path)
     assert done.returncode == 1

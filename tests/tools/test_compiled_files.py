@@ -29,7 +29,8 @@ def test_controls_of_sequences(tmp_path: Path) -> None:
         sequence_batching={"control_input": [control]},
         parameters={key: {"string_value": value} for key, value in options.items()},
     )
-    report = compiled_files.find(arguments | {"model_repository": str(tmp_path)})
+    arguments["model_repository"] = str(tmp_path)
+    report = compiled_files.export(arguments, str(tmp_path / "export"))
     assert report["facts"]["inputs"] == "x FP32 [4], start FP32 [1]"
     assert report["missing"].startswith("it was not compiled here")
 

@@ -1,8 +1,7 @@
 """The files that compiling and tuning made for a model on a type of machine.
 
-They are the bundle of the compile cache, an AOTInductor package and an entry of tuned.json. An
-export finds them, and an import puts them into the folder of the same model. To be run in a child
-process: an incomplete config and a model of sequences run the model's code.
+They are the bundle of the compile cache, an AOTInductor package and an entry of tuned.json. To be
+run in a child process: an incomplete config and a model of sequences run the model's code.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import filecmp
-import hashlib
 import re
 import shutil
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,8 +29,8 @@ from torch_py_backend.errors import ArtifactError, BackendError, printable, summ
 from torch_py_backend.loading import aotinductor
 from torch_py_backend.processes import private_files
 from torch_py_backend.startup import builder
-
-BUNDLE, PACKAGE, TUNED = "bundle", "package", tuned_settings.FILE
+from torch_py_backend.tools import compiled_folder
+from torch_py_backend.tools.compiled_folder import BUNDLE, PACKAGE, TUNED
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Facts of the machine; the others are those of the model.
@@ -41,44 +39,51 @@ _NOT_COMPILED = (ArtifactType.TORCHSCRIPT, ArtifactType.TORCHSERVE, ArtifactType
 _SHOWN = 200
 
 
-class _Target(NamedTuple):
-    """The bundle or the package of a model, and the facts that it depends on."""
-
-    facts: Mapping[str, str]
-    bundle: Bundle | None
-    package: Path | None
-
-
-def find(arguments: Mapping[str, str]) -> dict[str, Any]:
-    """Return the compiled files of a model on this machine.
+def export(arguments: Mapping[str, str], target: str) -> dict[str, Any]:
+    """Copy the compiled files of a model on this machine into a new folder.
 
     Returns:
-        `facts`, which they depend on; `files`, the path of the bundle or the package; `tuned`, the
-        entry of tuned.json for this machine, or None; `missing`, why compiled code is left out.
+        `facts`, which they depend on; `files`, their names; `missing`, why compiled code is left
+        out.
 
     Raises:
-        LoadError: the model's config or files are invalid.
+        LoadError: the model's config or files are invalid, or the files cannot be copied.
     """
-    config = tuned_settings.apply(model_config.parse(arguments))
-    target = _target(config)
-    files, missing = {}, ""
-    if target.package is not None:
-        if target.facts["files"] == hashlib.sha256().hexdigest():
-            missing = f"{target.package.name} is the whole model: copy its folder"
-        else:
-            files[PACKAGE] = str(target.package)
-    elif target.bundle is not None:
-        try:
-            missing = target.bundle.obstacle(private_files.read(target.bundle.path))
-        except FileNotFoundError:
-            missing = "it was not compiled here with this config: run `torch-py-backend check`"
-        except OSError as error:
-            missing = f"its bundle is ignored: {error}"
-        if not missing:
-            files[BUNDLE] = str(target.bundle.path)
-    machine = tuned_settings.fingerprint(tuned_settings.machine_facts())
-    entry = tuned_settings.entries(config.folder).get(machine)
-    return {"facts": target.facts, "files": files, "tuned": entry, "missing": missing}
+    config, folder = tuned_settings.apply(model_config.parse(arguments)), Path(target)
+    facts, bundle, package = _target(config)
+    missing = ""
+    try:
+        if package is not None and not facts["files"]:
+            missing = f"{package.name} is the whole model: copy its folder"
+        elif package is not None:
+            shutil.copyfile(package, _new(folder / package.parent.name) / package.name)
+        elif bundle is not None:
+            content, missing = _read(bundle)
+            if not missing:
+                (_new(folder / "compile_cache") / bundle.path.name).write_bytes(content)
+        machine = tuned_settings.fingerprint(tuned_settings.machine_facts())
+        if entry := tuned_settings.entries(config.folder).get(machine):
+            tuned_settings.save(_new(folder), entry)
+    except OSError as error:
+        raise ArtifactError(config.name, f"its files cannot be copied: {error}") from error
+    names = sorted(path.name for path in folder.rglob("*") if path.is_file())
+    return {"facts": facts, "files": names, "missing": missing}
+
+
+def _new(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _read(bundle: Bundle) -> tuple[bytes, str]:
+    """Return the content of a bundle, and why it is left out; empty: a start here would use it."""
+    try:
+        content = private_files.read(bundle.path)
+    except FileNotFoundError:
+        return b"", "it was not compiled here with this config: run `torch-py-backend check`"
+    except OSError as error:
+        return b"", f"its bundle is ignored: {error}"
+    return content, bundle.obstacle(content)
 
 
 def put(arguments: Mapping[str, str], facts: Mapping[str, Any], folder: str) -> dict[str, Any]:
@@ -86,7 +91,7 @@ def put(arguments: Mapping[str, str], facts: Mapping[str, Any], folder: str) -> 
 
     Args:
         arguments: Triton's arguments.
-        facts: the facts of the export, from `find`.
+        facts: the facts of the export.
         folder: the folder of its files: `bundle`, `package` and tuned.json.
 
     Returns:
@@ -101,19 +106,19 @@ def put(arguments: Mapping[str, str], facts: Mapping[str, Any], folder: str) -> 
     remark = _merge_tuned(config, received)
     # The settings of a start after the import.
     settings = tuned_settings.apply(dataclasses.replace(config, folder=received))
-    target = _target(
+    here, own_bundle, own_package = _target(
         dataclasses.replace(settings, folder=config.folder), package if package.exists() else None
     )
-    _check_facts(config.name, facts, target.facts)
+    _check_facts(config.name, facts, here)
     moves = {tuned: config.folder / TUNED} if tuned.exists() else {}
-    if package.exists() and target.package is not None:
-        _check_package(config, target.package, package)
-        moves[package] = target.package
+    if package.exists() and own_package is not None:
+        _check_package(config, own_package, package)
+        moves[package] = own_package
     if bundle.exists():
         obstacle = "the model is not compiled"
-        if target.bundle is not None:
-            obstacle = target.bundle.obstacle(bundle.read_bytes())
-            moves[bundle] = target.bundle.path
+        if own_bundle is not None:
+            obstacle = own_bundle.obstacle(bundle.read_bytes())
+            moves[bundle] = own_bundle.path
             bundle.chmod(0o600)
         if obstacle:
             raise ArtifactError(config.name, f"the bundle is of no use: {obstacle}", cure=_CURE)
@@ -129,8 +134,10 @@ def put(arguments: Mapping[str, str], facts: Mapping[str, Any], folder: str) -> 
     return {"files": names}
 
 
-def _target(config: ModelConfig, package: Path | None = None) -> _Target:
-    """Return what a start of a model looks for on this machine.
+def _target(
+    config: ModelConfig, package: Path | None = None
+) -> tuple[dict[str, Any], Bundle | None, Path | None]:
+    """Return the facts of a model on this machine, and the bundle or package that a start uses.
 
     Args:
         config: its settings, with those of `tune`.
@@ -167,8 +174,9 @@ def _target(config: ModelConfig, package: Path | None = None) -> _Target:
     if device.type == "cuda":
         facts["driver"] = _driver()
     if package is not None:
-        facts["files"] = _digest(config.version_folder, package)
-    return _Target(facts, bundle, package)
+        # It was compiled from the files beside it.
+        facts["files"] = compiled_folder.digests(config.version_folder, [package])
+    return facts, bundle, package
 
 
 def _driver(path: Path = _DRIVER) -> str:
@@ -179,22 +187,10 @@ def _driver(path: Path = _DRIVER) -> str:
     return "unknown"
 
 
-def _digest(folder: Path, package: Path) -> str:
-    """Return a hash of the files beside a package, from which it was compiled."""
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-        if path != package and "__pycache__" not in path.parts:
-            with path.open("rb") as file:
-                digest.update(f"{path.relative_to(folder)} {path.stat().st_size}\n".encode())
-                while piece := file.read(1 << 20):
-                    digest.update(piece)
-    return digest.hexdigest()
-
-
 _CURE = "Compile it here with `torch-py-backend check`, or import what such a machine exported."
 
 
-def _check_facts(model: str, facts: Mapping[str, Any], here: Mapping[str, str]) -> None:
+def _check_facts(model: str, facts: Mapping[str, Any], here: Mapping[str, Any]) -> None:
     """Raise ArtifactError at the first fact that differs, those of the machine first."""
     for key in sorted(here, key=lambda key: (key not in _MACHINE, key)):
         if facts.get(key) == here[key]:
