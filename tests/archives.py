@@ -136,18 +136,6 @@ class Detector(nn.Module):
         return [{"boxes": self.boxes, "labels": labels, "scores": scores} for _ in images]
 
 
-class Bag(nn.Module):
-    """Two classes of a text with a vocabulary of six tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.EmbeddingBag(6, 2)
-
-    def forward(self, text: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        classes: torch.Tensor = self.embedding(text, offsets)
-        return classes
-
-
 SCALE = models.source(Scale)
 
 # JSON numbers in, JSON out; a request may be refused, or make the batch fail.
@@ -295,27 +283,7 @@ BUILT_IN: Mapping[str, BuiltIn] = {
         answers=lambda answer: answer == [{"cat": [1.0, 2.0, 3.0, 4.0], "score": 0.75}],
         files={"index_to_name.json": '{"object_type_names": ["sky", "cat", "dog"]}'},
     ),
-    "text_classifier": BuiltIn(
-        Bag,
-        {"embedding.weight": torch.arange(12.0).reshape(6, 2) * torch.tensor([1.0, 1.1])},
-        # is not bad cafe, and the bigrams: is not, not bad, bad cafe
-        body="<b>Isn't</b> bad, Café!".encode,
-        answers=lambda answer: _is_text_answer(answer, [4, 1, 2, 5, 0, 3, 0]),
-        files={
-            "source_vocab.pt": saved(
-                {"<unk>": 0, "not": 1, "bad": 2, "not bad": 3, "is": 4, "cafe": 5}
-            ),
-            "index_to_name.json": '{"0": "negative", "1": "positive"}',
-        },
-    ),
 }
-
-
-def _is_text_answer(answer: dict[str, float], numbers: list[int]) -> bool:
-    weights = BUILT_IN["text_classifier"].state["embedding.weight"]
-    expected = torch.softmax(weights[numbers].mean(dim=0), dim=0)
-    values = torch.tensor([answer["negative"], answer["positive"]])
-    return len(answer) == 2 and torch.allclose(values, expected, atol=1e-5)
 
 
 def classifier(**more: str | bytes) -> Files:

@@ -43,7 +43,7 @@ def _files(files: archives.Files, **more: str) -> archives.Files:
     return {**files, "c.yaml": _SETTINGS, archives.MANIFEST: json.dumps(document)}
 
 
-_HANDLER = "text_classifier"
+_HANDLER = "base_handler"
 _BUILT_IN = archives.BUILT_IN[_HANDLER]
 _ARCHIVES = {
     "numbers": (_files(archives.eager(3.0)), ()),

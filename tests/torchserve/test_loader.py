@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from torch_py_backend.adapter import TritonPythonModel
-from torch_py_backend.torchserve import handlers, mar_archive, migration, stand_in, text
+from torch_py_backend.torchserve import handlers, mar_archive, migration, stand_in
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -266,11 +266,6 @@ def test_invalid_models(tmp_path: Path, change: Mapping[str, bytes | str], messa
         ("image_classifier", {}, "the manifest names neither a serializedFile nor a modelFile"),
         ("object_detector", {"m.pt": archives.saved({})}, "m.pt is a state_dict: weights without"),
         ("image_segmenter", {"m.pt": b"\x08\x07pytorch"}, "m.pt is an ONNX model; expected Torch"),
-        (
-            "text_classifier",
-            {"m.pt": archives.scripted(archives.Scale())},
-            "source_vocab.pt cannot",
-        ),
     ],
 )
 def test_files_that_a_handler_cannot_load(
@@ -592,41 +587,6 @@ def test_image_with_too_many_pixels(
             f" {most} pixels in all."
         )
         assert not loaded
-
-
-def test_texts() -> None:
-    """English contractions are expanded, and texts split into tokens and n-grams."""
-    contractions = {
-        "i'm sure you're right": "i am sure you are right",
-        "she's what they'd have": "she is what they would have",
-        "can't won't shan't ain't don't": "cannot will not shall not is not do not",
-        "how'd it go, y'all": "how did it go, you all",
-        "John's cat Isn't": "Johns cat Is not",
-    }
-    expand = text.TextHandler()._expand_contractions
-    assert {short: expand(short) for short in contractions} == contractions
-    assert text.get_tokenizer(None)("a  b") == ["a", "b"]
-    tokens = text.get_tokenizer("basic_english")('It\'s "so", well. <br />no; yes')
-    assert tokens == ["it", "'", "s", "so", ",", "well", ".", "no", "yes"]
-    assert text.get_tokenizer(str.splitlines)("a b\nc") == ["a b", "c"]
-    assert list(text.ngrams_iterator(["a", "b", "c"], 2)) == ["a", "b", "c", "a b", "b c"]
-    with pytest.raises(ValueError, match="there is no tokenizer 'spacy'"):
-        text.get_tokenizer("spacy")
-
-
-@pytest.mark.parametrize("vocabulary", [Path("torchtext"), ["a"]])
-def test_invalid_vocabularies(tmp_path: Path, vocabulary: object) -> None:
-    """Objects of torchtext are not unpickled; the error says what to save instead."""
-    handler = "from ts.torch_handler.text_handler import TextHandler\nclass Texts(TextHandler): ..."
-    files: archives.Files = {
-        "handler.py": handler,
-        "m.pt": archives.scripted(archives.Scale()),
-        "v.pt": archives.saved(vocabulary),
-        archives.MANIFEST: archives.manifest(serializedFile="m.pt", sourceVocab="v.pt"),
-    }
-    message = _load_error(tmp_path, files)
-    assert "the vocabulary v.pt cannot be read" in message
-    assert "get_stoi()" in message
 
 
 # --- modules ---------------------------------------------------------------------------------

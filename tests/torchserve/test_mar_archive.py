@@ -324,6 +324,7 @@ def test_manifest(tmp_path: Path, handler: str, module: str, function: str) -> N
         (archives.manifest("gone.py"), "its handler is 'gone.py', which it does not hold"),
         (archives.manifest("import os"), "its handler is 'import os'"),
         (archives.manifest("vllm_handler"), "Triton's vLLM backend"),
+        (archives.manifest("text_classifier"), "Serve the model with hooks that call a tokenizer"),
         (archives.manifest(serializedFile="no.pt"), "the serializedFile no.pt, which the archive"),
         (archives.manifest(configFile="../x.yaml"), "holds the name '../x.yaml'"),
         (archives.manifest(sourceVocab=["a"]), "names the sourceVocab ['a'], which"),

@@ -174,13 +174,6 @@ def test_invalid_and_unsupported_settings(tmp_path: Path, settings: Any, message
     assert message in str(error.value)
 
 
-def test_text_classifier_takes_one_at_a_time(tmp_path: Path) -> None:
-    """text_classifier answers only the first request of a batch, so that batchSize becomes 1."""
-    migrated = _migrate(tmp_path, {"batchSize": 4}, "text_classifier")
-    assert _read(tmp_path, migrated)["max_batch_size"] == 1
-    assert "batchSize 4: max_batch_size: 1" in migrated.converted
-
-
 def test_options(tmp_path: Path) -> None:
     """The user's choices: input names, the content type of bodies, and an example."""
     migrated = _migrate(

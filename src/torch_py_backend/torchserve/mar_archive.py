@@ -30,7 +30,6 @@ HANDLERS = (
     "image_classifier",
     "image_segmenter",
     "object_detector",
-    "text_classifier",
 )
 
 # What serves the models of other handlers of TorchServe.
@@ -38,6 +37,7 @@ _ALTERNATIVES = {
     "vllm_handler": "Triton's vLLM backend serves such models.",
     "trt_llm_handler": "Triton's TensorRT-LLM backend serves such models.",
     "dali_image_classifier": "Triton's DALI backend reads images on the GPU.",
+    "text_classifier": "Serve the model with hooks that call a tokenizer, see docs/hooks.md.",
 }
 # The keys of a manifest that name files of the archive.
 _FILE_KEYS = ("serializedFile", "modelFile", "requirementsFile", "configFile", "sourceVocab")

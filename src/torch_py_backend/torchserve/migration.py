@@ -116,7 +116,7 @@ def migrate(
     config = _CONFIG.format(
         name=name,
         archive=printable(archive),
-        batching=_batching(settings, manifest),
+        batching=_batching(settings),
         inputs=",\n".join(
             f'  {{ name: "{field}" data_type: TYPE_STRING dims: [ 1 ]{optional} }}'
             for field in inputs
@@ -221,10 +221,8 @@ def _is_integer(value: object, least: int) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST
 
 
-def _batching(settings: _Settings, manifest: Manifest) -> str:
+def _batching(settings: _Settings) -> str:
     size = settings.integer("batchSize") or 1
-    if manifest.handler_module == "text_classifier":
-        size = 1  # it answers the first request of a batch only
     batch_size = settings.convert("batchSize", f"max_batch_size: {size}")
     fields = []
     delay, queue = settings.integer("maxBatchDelay", least=0), settings.integer("jobQueueSize")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import NoReturn, TypeVar
 
-from torch_py_backend.torchserve import context, handlers, text
+from torch_py_backend.torchserve import context, handlers
 
 T = TypeVar("T", bound="Callable[..., object]")
 
@@ -53,7 +53,6 @@ MODULES: Mapping[str, Mapping[str, object]] = {
     "ts": {"__version__": context.VERSION},
     "ts.context": _members(context.Context, context.RequestProcessor),
     "ts.handler_utils": {},
-    "ts.handler_utils.text_utils": _members(text.get_tokenizer, text.ngrams_iterator),
     "ts.handler_utils.timer": _members(timed),
     "ts.handler_utils.utils": _members(send_intermediate_predict_response),
     "ts.metrics": {},
@@ -66,8 +65,6 @@ MODULES: Mapping[str, Mapping[str, object]] = {
     "ts.torch_handler.image_classifier": _members(handlers.ImageClassifier),
     "ts.torch_handler.image_segmenter": _members(handlers.ImageSegmenter),
     "ts.torch_handler.object_detector": _members(handlers.ObjectDetector),
-    "ts.torch_handler.text_classifier": _members(text.TextClassifier),
-    "ts.torch_handler.text_handler": _members(text.TextHandler),
     "ts.torch_handler.vision_handler": _members(handlers.VisionHandler),
     "ts.utils": {},
     "ts.utils.util": _members(
