@@ -134,7 +134,7 @@ def test_reload(repository: Path) -> None:
         served.wait_loaded()
         values: list[list[float]] = []
         for factor, event in (
-            ("x * 3", "READY +function: loaded anew"),
+            ("x * 3", "READY +function: reloaded"),
             ("x * (", "FAILED +function:"),
         ):
             served.skip_log()

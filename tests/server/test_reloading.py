@@ -1,4 +1,4 @@
-"""Models whose files change are loaded anew, when the files are complete."""
+"""Models whose files change are reloaded, when the files are complete."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _changed(name: str, text: str) -> Event:
 
 
 def _ready(name: str) -> Event:
-    return Event(EventKind.READY, name, "loaded anew")
+    return Event(EventKind.READY, name, "reloaded")
 
 
 def test_a_changed_file(repository: Path) -> None:

@@ -52,7 +52,7 @@ def opened(
         console: for the progress.
         url: such as s3://bucket/folder, or the path of a local repository.
         cache: the folder for what is fetched; None: ~/.cache/torch-py-backend.
-        size: how much that may hold, such as 100GB.
+        size: the maximum size of the cache, such as 100GB.
         report: called with problems and changes.
         poll_s: the seconds between two polls; 0: none.
         uploads: whether compiled code is written to the store.
@@ -71,7 +71,7 @@ def opened(
             " uploaded at each poll."
         )
     if uploads and store.scheme == "hf":
-        raise ServerError("--upload-compiled was given; expected a store that takes it, not hf://.")
+        raise ServerError("--upload-compiled does not work with hf://.")
     files = ModelCache(
         cache or _default_cache(),
         limit,

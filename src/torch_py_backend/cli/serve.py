@@ -131,8 +131,8 @@ def serve(
         bool,
         typer.Option(
             "--reload",
-            help="Load a model anew when its files change. The one that serves stays until the new"
-            " one is READY. For development.",
+            help="Reload a model when its files change. The old one keeps serving until the new one"
+            " is READY. For development.",
         ),
     ] = False,
     verbose: Annotated[

@@ -81,6 +81,24 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+def try_lock(descriptor: int) -> bool:
+    """Try to take an exclusive lock; return whether it was taken.
+
+    If the descriptor has a shared lock, that may get lost.
+    """
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def is_current(descriptor: int, path: Path) -> bool:
+    """Return whether a path still names an open file or folder, which may have been replaced."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+    return False
+
+
 def shared_folder() -> tuple[Path, str]:
     """Create this user's folder in the temporary folder, which all of its processes share.
 

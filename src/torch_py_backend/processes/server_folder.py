@@ -49,7 +49,7 @@ def enter(model: str) -> ServerFolder:
                 descriptor = _open_folder(path)
                 # Blocks only while another process removes the folder.
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
-                if _is_same(path, descriptor):
+                if private_files.is_current(descriptor, path):
                     return ServerFolder(path, descriptor)
                 os.close(descriptor)
         raise OSError(errno.EAGAIN, "it is removed as often as it is created", str(path))
@@ -84,7 +84,7 @@ class ServerFolder:
         if descriptor is None:
             return
         try:
-            if _lock_exclusively(descriptor):
+            if private_files.try_lock(descriptor):
                 shutil.rmtree(self.path, ignore_errors=True)
         finally:
             release(descriptor)
@@ -101,7 +101,7 @@ def lock(path: Path) -> int | None:
         another process holds the lock.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    if not _lock_exclusively(descriptor):
+    if not private_files.try_lock(descriptor):
         os.close(descriptor)
         return None
     return close_on_fork(descriptor)
@@ -117,14 +117,6 @@ def release(descriptor: int) -> None:
     """Close a registered descriptor, which releases its lock."""
     _inherited.discard(descriptor)
     os.close(descriptor)
-
-
-def _lock_exclusively(descriptor: int) -> bool:
-    """Try to take an exclusive lock; return whether it was taken. A shared lock may get lost."""
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
 
 
 # Processes that the model forks would keep locks and connections after this process has died.
@@ -158,7 +150,7 @@ def _remove_abandoned(base: Path) -> None:
         except OSError:  # it was removed, or is not a folder
             continue
         try:
-            if _lock_exclusively(descriptor) and _is_same(path, descriptor):
+            if private_files.try_lock(descriptor) and private_files.is_current(descriptor, path):
                 shutil.rmtree(path, ignore_errors=True)
         finally:
             os.close(descriptor)
@@ -166,10 +158,3 @@ def _remove_abandoned(base: Path) -> None:
 
 def _open_folder(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-
-
-def _is_same(path: Path, descriptor: int) -> bool:
-    """Return whether a path still names the open folder, which may have been replaced."""
-    with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(path.lstat(), os.fstat(descriptor))
-    return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -13,20 +12,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TypeAlias
 
+from torch_py_backend.processes import private_files
 from torch_py_backend.server.object_store import Store, StoreError
 from torch_py_backend.server.remote_file import RemoteFile
 
-# Called with the bytes that have come, and those that come in all.
+# Called with the bytes received so far and the total.
 Progress: TypeAlias = "Callable[[int, int], None]"
 
 
 @dataclass(slots=True)
 class Transfer:
-    """What is read from a store, and who is told.
+    """A store to read from, and its progress callbacks.
 
     Attributes:
         store: the store.
-        progress: called when bytes come.
+        progress: called when bytes are received.
         on_wait: called before this server waits for another one that fetches the same file.
     """
 
@@ -37,19 +37,19 @@ class Transfer:
     _done: int = 0
 
     def begin(self, total: int) -> None:
-        """Count from zero to the bytes of what is missing."""
+        """Start counting a transfer of `total` bytes."""
         self._total, self._done = total, 0
         if total:
             self.progress(0, total)
 
     def add(self, size: int) -> None:
-        """Count bytes that came."""
+        """Add received bytes."""
         self._done += size
         self.progress(self._done, self._total)
 
 
 class _ChangedError(Exception):
-    """The store has another file now."""
+    """The file changed in the store."""
 
 
 class Blobs:
@@ -65,7 +65,8 @@ class Blobs:
         self, folder: Path, suffix: str, locked: Callable[[], AbstractContextManager[None]]
     ) -> None:
         self._folder, self._suffix, self._locked = folder, suffix, locked
-        # What differs from the store's own digest, until the store changes it.
+        # Errors of files whose contents do not match their digest, until the store reports a
+        # change.
         self._wrong: dict[tuple[str, str], str] = {}
 
     def link(self, file: RemoteFile, link: Path) -> bool:
@@ -93,13 +94,13 @@ class Blobs:
                 _flock(output, transfer.on_wait)
                 output.seek(0, os.SEEK_END)  # another server may have added to it meanwhile
                 with self._locked():
-                    is_part = _is_at(output, part)
+                    is_part = private_files.is_current(output.fileno(), part)
                     if self.link(file, link):  # another server has fetched it
                         transfer.add(file.size)
                         if is_part:
                             part.unlink()
                         return True
-                if not is_part:  # another server has removed it
+                if not is_part:  # another server removed it
                     continue
                 continued = output.tell()
                 try:
@@ -121,10 +122,10 @@ class Blobs:
 
 
 def _read(transfer: Transfer, file: RemoteFile, output: IO[bytes]) -> None:
-    """Append to a part what it lacks.
+    """Append the missing bytes to a partial file.
 
     Raises:
-        _ChangedError: the store has another file now.
+        _ChangedError: the file changed in the store.
     """
     transfer.add(output.tell())
     try:
@@ -138,7 +139,7 @@ def _read(transfer: Transfer, file: RemoteFile, output: IO[bytes]) -> None:
         raise _ChangedError from None
     try:
         os.fsync(output.fileno())
-    except OSError:  # what has reached the disk is not known
+    except OSError:  # the file may be incomplete on disk
         Path(output.name).unlink()
         raise
 
@@ -147,7 +148,7 @@ def _difference(store: Store, file: RemoteFile, part: Path) -> str:
     """Return how a part differs from what was listed; empty: it does not.
 
     Raises:
-        _ChangedError: the store has another file now.
+        _ChangedError: the file changed in the store.
     """
     size = part.stat().st_size
     if size != file.size:
@@ -167,22 +168,13 @@ def _difference(store: Store, file: RemoteFile, part: Path) -> str:
 
 
 def _flock(file: IO[bytes], on_wait: Callable[[], None]) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not private_files.try_lock(file.fileno()):
         on_wait()
         fcntl.flock(file, fcntl.LOCK_EX)
 
 
-def _is_at(file: IO[bytes], path: Path) -> bool:
-    """Return whether an open file is still the one of this path."""
-    with contextlib.suppress(FileNotFoundError):
-        return path.stat().st_ino == os.fstat(file.fileno()).st_ino
-    return False
-
-
 def hard_link(source: Path, target: Path) -> None:
-    """Link a file, and keep the one that is there."""
+    """Hard-link a file; keep an existing target."""
     # Code is loaded from `compile_cache` only if no other user can write there.
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     try:

@@ -6,7 +6,6 @@ All methods but `release` require the lock of the cache (`model_cache`).
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from rich import filesize
 
+from torch_py_backend.processes import private_files
 from torch_py_backend.server.object_store import StoreError
 
 LOCK = "lock"
@@ -75,8 +75,8 @@ class CacheSpace:
             )
         removals = self._removals(snapshots, keys, last)
         while in_use + unused + needed > self._limit or self._free() <= needed - fetched:
-            is_hopeless = self._free() + unused <= needed - fetched
-            freed = None if is_hopeless else next(removals, None)
+            cannot_fit = self._free() + unused <= needed - fetched
+            freed = None if cannot_fit else next(removals, None)
             if freed is None:
                 raise StoreError(
                     f"{needs}, and its disk has {filesize.decimal(self._free())} left. Free some,"
@@ -102,7 +102,7 @@ class CacheSpace:
             if server != self._own and not _is_locked(server / LOCK):
                 shutil.rmtree(server, ignore_errors=True)
                 continue
-            # It stops, has reserved nothing, or could not write down what it was to reserve.
+            # The server is stopping, has no reservation, or could not write it.
             with contextlib.suppress(FileNotFoundError, ValueError):
                 used |= {link.resolve() for link in server.iterdir() if link.is_symlink()}
                 reserved |= json.loads((server / _RESERVED).read_text(encoding="utf-8"))
@@ -155,24 +155,15 @@ def _inodes(*folders: Path) -> set[int]:
 
 
 def _is_locked(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except FileNotFoundError:
-        return False
+    with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+        return not private_files.try_lock(file.fileno())
     return False
 
 
 def _unlink_part(part: Path) -> bool:
     """Remove a part, unless a server is fetching it; return whether it is gone."""
-    try:
-        with part.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            part.unlink()
-    except BlockingIOError:
-        return False
-    except FileNotFoundError:
-        pass
+    with contextlib.suppress(FileNotFoundError), part.open("rb") as file:
+        if not private_files.try_lock(file.fileno()):
+            return False
+        part.unlink()
     return True

@@ -28,8 +28,8 @@ class InstanceFailure:
     """An instance that cannot serve any more.
 
     Attributes:
-        state: the last state. While it was COMPLETING, Triton never stops waiting for it; while it
-            was LOADING, other instances of the model may serve.
+        state: the last state. If it dies while COMPLETING, Triton waits for it forever; while
+            LOADING, other instances of the model may serve.
     """
 
     identity: Identity
@@ -93,7 +93,7 @@ class InstanceMonitor:
         return bool(states & {InstanceState.LOADING, InstanceState.COMPLETING})
 
     def idle_seconds(self, model: str) -> float:
-        """Return how long all instances of a model have waited; 0 if one does not, or without one.
+        """Return for how long all instances have been idle; 0 if one is busy or there is none.
 
         It is the time since the last of them ended its load or a call.
         """

@@ -18,9 +18,9 @@ _CLOSE_S = 2.0
 class Mirror:
     """Keeps a server's repository like one in a store.
 
-    A thread polls the store. A change that two polls in a row find is served by `step`, in the
-    thread that calls it, while no model is being loaded. A load that a client requests is known
-    only when its process runs, so it may read the files of two snapshots.
+    A thread polls the store. `step` serves a change once two consecutive polls agree and no model
+    is loading. A client's load is noticed only when its process starts, so it may see files of both
+    snapshots.
 
     Args:
         seconds: the time between two polls; 0: the store is read once.
@@ -80,7 +80,7 @@ class Mirror:
             try:
                 self._cache.use(self._next)
             except ServerError as error:
-                self._tell(str(error))
+                self._report_problem(str(error))
                 return
             self._current, self._next = self._next, None
             self._report(f"{self._store.url} has changed; its new files are in place.")
@@ -98,7 +98,9 @@ class Mirror:
                     self._poll()
                     self._problem = ""
             except Exception as error:  # polling goes on
-                self._tell(str(error) if isinstance(error, ServerError) else f"{summarize(error)}.")
+                self._report_problem(
+                    str(error) if isinstance(error, ServerError) else f"{summarize(error)}."
+                )
 
     def _poll(self) -> None:
         snapshot = self._cache.fetch(self._store, lambda *_: None)
@@ -117,8 +119,8 @@ class Mirror:
                 self._store.write(path, relative)
                 self._messages.put(f"{relative} was written to {self._store.url}.")
 
-    def _tell(self, problem: str) -> None:
-        """Report a problem, if it is another one than the last."""
+    def _report_problem(self, problem: str) -> None:
+        """Report a problem unless it was the last one reported."""
         if problem != self._problem:
             self._messages.put(f"{problem} The models keep serving.")
         self._problem = problem

@@ -38,7 +38,7 @@ from torch_py_backend.server.remote_file import RemoteFile
 COMPILED = "compile_cache"
 # Attempts to fetch a repository that keeps changing.
 _ATTEMPTS = 3
-# Errors that another folder would not cure.
+# Errors that another folder would not fix.
 _PASSING = (None, errno.EMFILE, errno.ENFILE)
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -67,8 +67,8 @@ class ModelCache:
         folder: it gets a folder that only this user can enter.
         limit: how many bytes the files of stores may take. The least recently used snapshots are
             removed for new ones, but none that a server uses.
-        arrange: makes a model repository in its second argument from the files in its first one,
-            and returns whether it did; None: the files are a repository.
+        arrange: `arrange(files, target)` builds a repository in `target`; it returns False if
+            `files` is one already. None: they are a repository.
 
     Attributes:
         path: the model repository to serve.
@@ -118,7 +118,7 @@ class ModelCache:
 
         Args:
             store: the store.
-            progress: called when bytes come.
+            progress: called when bytes are received.
             on_wait: called before this server waits for another one that fetches the same file.
 
         Raises:
@@ -205,7 +205,7 @@ class ModelCache:
         final = self._snapshots / name
         with self._locked():
             is_there = final.is_dir()
-            # What was kept before, and not used since, is not needed any more.
+            # Release the snapshot that was fetched but never served.
             (self._own / "next").unlink(missing_ok=True)
             if is_there:
                 os.utime(final)
@@ -237,7 +237,7 @@ class ModelCache:
                 for path in filter(_is_compiled, files):
                     hard_link(made / path, final / path)
             elif is_there:
-                return False  # someone has removed it
+                return False  # another server removed it
             else:
                 made.rename(final)
             self._keep(name)
@@ -286,7 +286,7 @@ def _name(files: Files) -> str:
 
 
 def _link(target: Path, link: Path) -> None:
-    """Replace a symbolic link at once."""
+    """Replace a symbolic link atomically."""
     if link.is_symlink() and link.readlink() == target:
         return
     scratch = link.with_name(f".{link.name}")

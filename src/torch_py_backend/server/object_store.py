@@ -34,11 +34,11 @@ _S3_ATTEMPTS = 2  # of s3fs, for each request; its time limit is 15 s
 _PAUSE_S = 1.0  # before the second attempt; it doubles
 # Of S3: the MD5 of the contents, or of those of the parts that were uploaded, and their number.
 _CONTENT_ETAG = re.compile(r'"?[0-9a-f]{32}(-\d+)?"?')
-# What MinIO says of files that it did not write, whatever they hold.
+# The etag that MinIO reports for files it did not write itself.
 _NO_ETAG = "0" * 32
 _KEYS = re.compile("(AccountKey|SharedAccessSignature)=[^;]*")
 # Environment variables that, with the URL, decide which store is read.
-_PLACES = (
+_ENDPOINT_VARIABLES = (
     "AWS_ENDPOINT_URL_S3",
     "AWS_ENDPOINT_URL",
     "AWS_PROFILE",
@@ -113,9 +113,9 @@ class Store:
         if protocol == "s3":
             # botocore, s3fs and `read` would each try again: 400 s for a store that never answers.
             options = {**options, "config_kwargs": {"retries": {"total_max_attempts": 1}}}
-        places = [_KEYS.sub("", os.environ.get(name, "")) for name in _PLACES]
+        endpoints = [_KEYS.sub("", os.environ.get(name, "")) for name in _ENDPOINT_VARIABLES]
         # The same for the same store, however its credentials change.
-        self.identity = hashlib.sha256(repr([self.url, places]).encode()).hexdigest()[:40]
+        self.identity = hashlib.sha256(repr([self.url, endpoints]).encode()).hexdigest()[:40]
         try:
             fsspec = importlib.import_module("fsspec")
             self._files: Any = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
@@ -217,7 +217,7 @@ class Store:
             facts = [digest, size]
         elif _CONTENT_ETAG.fullmatch(etag):
             facts = [self._root.partition("/")[0], etag, size]
-        else:  # equal values of two files say nothing
+        else:  # equal times do not mean equal contents
             if not version:
                 raise StoreError(
                     f"{self.url} reports neither etags nor modification times; expected one of"
@@ -236,7 +236,7 @@ class Store:
         """
         while start < file.size:
             starts = [*range(start, min(file.size, start + _PIECE * _PIECES), _PIECE)]
-            ends = [min(file.size, one + _PIECE) for one in starts]
+            ends = [min(file.size, begin + _PIECE) for begin in starts]
             yield from self._read_pieces(file, starts, ends)
             start = ends[-1]
 
@@ -303,7 +303,10 @@ class Store:
     async def _request_s3(
         self, file: RemoteFile, ranges: Sequence[tuple[int, int]]
     ) -> Sequence[bytes | BaseException]:
-        """Return parts of a file if it has its etag still, which `cat_ranges` does not ask for."""
+        """Return ranges of a file, only if its etag is unchanged.
+
+        `cat_ranges` cannot check that.
+        """
         bucket, key, _ = self._files.split_path(file.name)
 
         async def get(start: int, end: int) -> bytes:

@@ -1,4 +1,4 @@
-"""`serve --reload`: models whose files change are loaded anew.
+"""`serve --reload`: models whose files change are reloaded.
 
 Triton loads the new model beside the one that serves, and replaces that when the new one is READY;
 if the load fails, the old one serves on.
@@ -79,8 +79,8 @@ class Reloader:
                 if load.error is not None:
                     reason = model_control.public_reason(str(load.error))
                     self._on_event(Event(EventKind.FAILED, name, reason))
-                elif name not in self._added:  # the supervisor reports what it did not know
-                    self._on_event(Event(EventKind.READY, name, "loaded anew"))
+                elif name not in self._added:  # the supervisor reports new models
+                    self._on_event(Event(EventKind.READY, name, "reloaded"))
                 self._added.discard(name)
         if now < self._due:
             return

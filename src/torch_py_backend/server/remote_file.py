@@ -1,4 +1,4 @@
-"""A file in an object store, and what its store says of its contents."""
+"""A file in an object store, and its metadata."""
 
 from __future__ import annotations
 
