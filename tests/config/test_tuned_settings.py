@@ -9,7 +9,7 @@ import build
 import pytest
 
 from torch_py_backend.config import tuned_settings
-from torch_py_backend.errors import ConfigError, TuneError
+from torch_py_backend.errors import ConfigError, ToolError
 
 _X86 = """processor\t: 0
 model name\t: A Processor @ 2.0GHz
@@ -97,7 +97,7 @@ def test_replace_fails_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     (tmp_path / "a").write_text("old")
     monkeypatch.setattr(Path, "replace", refuse)
-    with pytest.raises(TuneError, match=r"cannot write .*/a: No space left on device\."):
+    with pytest.raises(ToolError, match=r"cannot write .*/a: No space left on device\."):
         tuned_settings.write_atomically(tmp_path / "a", b"new")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
@@ -107,7 +107,7 @@ def test_unwritable(tmp_path: Path) -> None:
     tuned_settings.check_writable(tmp_path / "new" / "folder")
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     (tmp_path / "file").touch()
-    with pytest.raises(TuneError, match=r"cannot write into .*/file/x"):
+    with pytest.raises(ToolError, match=r"cannot write into .*/file/x"):
         tuned_settings.check_writable(tmp_path / "file" / "x")
 
 

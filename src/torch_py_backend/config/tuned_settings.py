@@ -15,7 +15,7 @@ from pathlib import Path
 from torch_py_backend.config import conflicts, options, threads
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.pbtxt import Document, JsonObject
-from torch_py_backend.errors import ConfigError, TuneError
+from torch_py_backend.errors import ConfigError, ToolError
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ def save(folder: Path, entry: Document) -> Path:
 
     Raises:
         ConfigError: tuned.json exists and was not written by `tune`.
-        TuneError: it cannot be written.
+        ToolError: it cannot be written.
     """
     path = folder / FILE
     machines = _read(path) | {fingerprint(entry["machine"]): entry}
@@ -127,14 +127,14 @@ def check_writable(folder: Path) -> None:
     """Raise if results cannot be written into a folder; called before the measurements.
 
     Raises:
-        TuneError: the folder is not writable.
+        ToolError: the folder is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise TuneError(
+        raise ToolError(
             f"cannot write into {folder}: {error.strerror or error}; --output names another"
             " folder for the findings, and --dry-run leaves config.pbtxt as it is."
         ) from error
@@ -144,7 +144,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write a file atomically and keep its permissions.
 
     Raises:
-        TuneError: it cannot be written.
+        ToolError: it cannot be written.
     """
     path = path.resolve()  # keep a link; replace its target
     try:
@@ -161,7 +161,7 @@ def write_atomically(path: Path, content: bytes) -> None:
                 Path(scratch.name).unlink(missing_ok=True)
                 raise
     except OSError as error:
-        raise TuneError(f"cannot write {path}: {error.strerror or error}.") from error
+        raise ToolError(f"cannot write {path}: {error.strerror or error}.") from error
 
 
 def _read(path: Path) -> JsonObject:

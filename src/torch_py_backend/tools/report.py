@@ -17,7 +17,7 @@ from rich.table import Table
 
 from torch_py_backend.config import tuned_settings
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.errors import BenchError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.tools.load_generator import STAGES, Point, ServerWork
 from torch_py_backend.tools.tuning import SECONDS, Figures, Limits, Row, Tuning
 
@@ -70,22 +70,22 @@ def check_writable(path: Path) -> None:
     """Raise before a measurement, rather than after it, if a file cannot be written.
 
     Raises:
-        BenchError: the file cannot be written.
+        ToolError: the file cannot be written.
     """
     if path.is_dir():
-        raise BenchError(f"cannot write {path}: it is a folder.")
+        raise ToolError(f"cannot write {path}: it is a folder.")
     try:
         with tempfile.NamedTemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise BenchError(f"cannot write {path}: {error.strerror}.") from error
+        raise ToolError(f"cannot write {path}: {error.strerror}.") from error
 
 
 def write_json(path: Path, document: Mapping[str, object]) -> None:
     """Write the whole file, or nothing.
 
     Raises:
-        BenchError: the file cannot be written.
+        ToolError: the file cannot be written.
     """
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -93,7 +93,7 @@ def write_json(path: Path, document: Mapping[str, object]) -> None:
         scratch.replace(path)
     except OSError as error:
         scratch.unlink(missing_ok=True)
-        raise BenchError(f"cannot write {path}: {error.strerror}.") from error
+        raise ToolError(f"cannot write {path}: {error.strerror}.") from error
 
 
 # --- bench -----------------------------------------------------------------------------------
