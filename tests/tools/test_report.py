@@ -56,6 +56,17 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "folder"]
 
 
+def test_written_link(tmp_path: Path) -> None:
+    """A link stays a link; its target is replaced and keeps its permissions."""
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.touch(mode=0o600)
+    link.symlink_to(target)
+    report.write(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert target.stat().st_mode & 0o777 == 0o600
+
+
 # --- bench -----------------------------------------------------------------------------------
 
 

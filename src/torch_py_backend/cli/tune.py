@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from torch_py_backend import files
 from torch_py_backend.cli import interruption
 from torch_py_backend.cli.interruption import DeadlineReached, Stopped
 from torch_py_backend.config import pbtxt, tuned_settings
@@ -167,12 +168,23 @@ def _check(plan: Plan, output: Path | None, json_path: Path | None, *, dry_run: 
         )
     _edited(plan, plan.current())
     if output is not None:
-        tuned_settings.check_writable(output)
+        _check_writable(output)
         tuned_settings.read_choice(output, "")  # raises for a damaged tuned.json
     if json_path is not None:
         report.check_writable(json_path)
     if not dry_run and not plan.automatic:
-        tuned_settings.check_writable(plan.folder)
+        _check_writable(plan.folder)
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.check_writable(folder)
+    except OSError as error:
+        raise ToolError(
+            f"cannot write into {folder}: {error.strerror or error}; --output names another"
+            " folder for the findings, and --dry-run leaves config.pbtxt as it is."
+        ) from error
 
 
 def _measure(tuning: Tuning, deadline: float | None) -> Stopped | None:
@@ -270,7 +282,7 @@ def _write_config(plan: Plan, choice: Row, *, saved: bool, dry_run: bool) -> Non
         )
         _OUT.print("\n".join(lines), markup=False)
     else:
-        tuned_settings.write_atomically(path, edited.encode())
+        report.write(path, edited)
         _OUT.print(f"{chosen}: written into {path}")
 
 
