@@ -43,7 +43,8 @@ from torch_py_backend.loading import (
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences import initial_states, state_store
 from torch_py_backend.signature import results
-from torch_py_backend.signature.binding import ArgumentType, bind_inputs, ordinal
+from torch_py_backend.signature.arguments import ArgumentType, ordinal
+from torch_py_backend.signature.binding import bind_inputs
 from torch_py_backend.streaming import streams
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from torch_py_backend.compile.cuda_graphs import Graphs
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.signature.binding import InputBinding
+from torch_py_backend.signature.calls import InputBinding
 
 # Extracts the config's outputs from a result for a number of rows.
 Extract: TypeAlias = "Callable[[object, int], list[Value]]"

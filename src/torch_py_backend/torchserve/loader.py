@@ -43,7 +43,7 @@ from torch_py_backend.errors import (
 )
 from torch_py_backend.loading import python_source
 from torch_py_backend.loading.loaded import Loaded, warn_unused
-from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
+from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.torchserve import mar_archive, stand_in
 from torch_py_backend.torchserve.context import Context, current_config
 from torch_py_backend.torchserve.mar_archive import Manifest
