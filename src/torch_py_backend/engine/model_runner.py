@@ -64,7 +64,7 @@ class ModelRunner:
         self.forward: Stage[Callable[..., Any]] = Stage("forward", self._graphs or module)
         self.convert = Stage("convert", grouping.convert)
         self.extract = Stage("outputs", extract)
-        fixed = torch_compile.static_shapes(config) or self.captures
+        fixed = config.options.static_shapes or self.captures
         self.rows = batch_buckets.row_counts(config, loaded.rows, fixed=fixed)
 
     @property
