@@ -39,7 +39,6 @@ def tune(
         Goal,
         typer.Option(
             "--for",
-            "--prefer",
             help="What to choose by: the latency of one request in flight, rows per second with"
             " full batches, or both: the best mean of the two without a loss in either.",
         ),
