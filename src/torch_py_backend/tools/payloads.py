@@ -13,7 +13,7 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from torch_py_backend.config import dtypes
+from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.errors import ToolError, join_names, summarize
 
 _FORM = 'safetensors, or JSON {"inputs": [{"name", "shape", "datatype", "data"}]}'
@@ -227,10 +227,7 @@ def _check_inputs(path: Path, payload: Payload, target: Model) -> None:
     batch = (-1,) if target.max_batch_size else ()
     for name, tensor in payload.items():
         shape, expected = tensor.array.shape, (*batch, *specs[name].dims)
-        fits = len(shape) == len(expected) and all(
-            dim in (-1, size) for size, dim in zip(shape, expected, strict=True)
-        )
-        if tensor.datatype != specs[name].datatype or not fits:
+        if tensor.datatype != specs[name].datatype or not pbtxt.fits(shape, expected):
             raise ToolError(
                 f"{path} holds {name} as {tensor.datatype} {list(shape)}; model"
                 f" '{target.name}' takes {specs[name].datatype} {list(expected)}."
