@@ -37,11 +37,7 @@ def find(model: str, source: Path, weights: Path | None = None) -> dict[str, Pat
 
 
 def weights_files(model: str, source: Path) -> dict[str, Path]:
-    """Return the weights beside a model file by their names in a version folder, with their shards.
-
-    Raises:
-        ArtifactError: there are several weights files.
-    """
+    """Return the weights beside a model file, with shards, by their names in a version folder."""
     path = discovery.weights_beside(model, source.parent, source.stem)
     if path is None:
         return {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,18 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     Raises:
         ArtifactError: this torch cannot load it, or it lacks the method to serve.
     """
-    module = read(artifact.path, config, device)
+    try:
+        module = torch.jit.load(artifact.path, map_location=device)
+    except Exception as error:  # a damaged archive raises nearly anything
+        raise ArtifactError(
+            config.name,
+            f"{artifact.path.name} is TorchScript that torch {torch.__version__} cannot load:"
+            f" {summarize(error)}",
+            cure="Write it again with torch.jit.save under this version of torch.",
+        ) from error
+    module.eval()
+    if config.options.enable_weight_sharing is not False:
+        mapped_files.share((*module.parameters(), *module.buffers()), artifact.path)
     name = config.options.method or "forward"
     method: Any = getattr(module, name, None)
     if not hasattr(method, "schema"):
@@ -39,27 +49,6 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     called = module if config.options.method is None else method
     signature = dataclasses.replace(introspection.from_schema(method.schema), name=name)
     return Loaded(artifact, called, signature, module)
-
-
-def read(path: Path, config: ModelConfig, device: torch.device | None) -> Any:
-    """Return the module of an archive, in eval mode; its weights on the CPU are shared.
-
-    Raises:
-        ArtifactError: this torch cannot load it.
-    """
-    try:
-        module = torch.jit.load(path, map_location=device)
-    except Exception as error:  # a damaged archive raises nearly anything
-        raise ArtifactError(
-            config.name,
-            f"{path.name} is TorchScript that torch {torch.__version__} cannot load:"
-            f" {summarize(error)}",
-            cure="Write it again with torch.jit.save under this version of torch.",
-        ) from error
-    module.eval()
-    if config.options.enable_weight_sharing is not False:
-        mapped_files.share((*module.parameters(), *module.buffers()), path)
-    return module
 
 
 def freeze(config: ModelConfig, loaded: Loaded) -> Forward:
