@@ -155,8 +155,8 @@ def scratch_folder(repository: Path, failure: str) -> Iterator[Path]:
     except OSError as error:
         raise InstallError(f"{failure}: {error}") from error
     finally:
-        with contextlib.suppress(OSError):  # it has the model
-            for folder in created:
+        for folder in created:
+            with contextlib.suppress(OSError):  # it has the model
                 folder.rmdir()
 
 
