@@ -26,7 +26,7 @@ import psutil
 from benchmarks import clients
 from benchmarks.clients import Endpoint
 from benchmarks.models import MODELS
-from torch_py_backend.errors import BenchError, summarize
+from torch_py_backend.errors import ToolError, summarize
 from torch_py_backend.server.tritonserver import ports
 
 ROOT = Path(__file__).parents[1]
@@ -105,14 +105,14 @@ def check(endpoint: Endpoint) -> None:
     """Compare the example's answer with eager PyTorch.
 
     Raises:
-        BenchError: the answer is wrong.
+        ToolError: the answer is wrong.
     """
     model = MODELS[endpoint.model]
     actual, expected = clients.answer(endpoint), model.expected().numpy()
     if actual.shape != expected.shape or not np.allclose(
         actual, expected, rtol=model.tolerance, atol=model.tolerance
     ):
-        raise BenchError(
+        raise ToolError(
             f"{endpoint.served} at {endpoint.host} answers {actual.flatten()[:4]}… of shape"
             f" {actual.shape}; expected {expected.flatten()[:4]}… of shape {expected.shape},"
             " as eager PyTorch says."
@@ -124,7 +124,7 @@ def started(name: str, model: str) -> Iterator[Endpoint]:
     """Start a peer with a model, and check its answer.
 
     Raises:
-        BenchError: the peer cannot be installed, does not start, or its answer is wrong.
+        ToolError: the peer cannot be installed, does not start, or its answer is wrong.
     """
     peer, python = PEERS[name], environment(name)
     (port,) = ports(0)
@@ -166,16 +166,16 @@ def _wait(peer: Peer, process: subprocess.Popen[bytes], endpoint: Endpoint) -> N
     deadline = time.monotonic() + _START_SECONDS
     while True:
         if process.poll() is not None:
-            raise BenchError(
+            raise ToolError(
                 f"{peer.title} ended with exit code {process.returncode}; its log says why."
             )
         try:
             check(endpoint)
-        except BenchError:
+        except ToolError:
             raise
         except Exception as error:  # each client has its own error for a refused connection
             if time.monotonic() > deadline:
-                raise BenchError(
+                raise ToolError(
                     f"{peer.title} did not answer within {_START_SECONDS} s: {summarize(error)}."
                 ) from None
             time.sleep(_POLL_SECONDS)
@@ -208,7 +208,7 @@ def environment(name: str) -> Path:
     """Return the Python of a peer's virtual environment; make it if it is missing or outdated.
 
     Raises:
-        BenchError: pip cannot install its packages.
+        ToolError: pip cannot install its packages.
     """
     requirements = _PEERS / f"requirements-{name}.txt"
     constraints = ROOT / "constraints.txt"
@@ -223,7 +223,7 @@ def environment(name: str) -> Path:
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)  # noqa: S603  this Python
         subprocess.run([python, "-m", "pip", "install", *options], check=True)  # noqa: S603  its pip
     except subprocess.CalledProcessError as error:
-        raise BenchError(
+        raise ToolError(
             f"the environment of {PEERS[name].title} cannot be made: {error}; pip says why."
         ) from None
     stamp.write_text(checksum)

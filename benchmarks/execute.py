@@ -53,7 +53,7 @@ def measure(model: str, seconds: float, turns: int) -> Times:
     """Serve a model once for each row of the tables, and put load on each in turn.
 
     Raises:
-        BenchError: a model did not load, a response is wrong, or a request failed.
+        ToolError: a model did not load, a response is wrong, or a request failed.
     """
     with harness.scratch() as scratch:
         folder = Path(scratch)

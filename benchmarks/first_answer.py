@@ -35,7 +35,7 @@ import torch
 from benchmarks import contenders, harness
 from benchmarks.starts.given import net
 from benchmarks.tables import markdown
-from torch_py_backend.errors import BenchError
+from torch_py_backend.errors import ToolError
 
 # Their types are not complete.
 tokenizers: Any = importlib.import_module("tokenizers")
@@ -176,7 +176,7 @@ def seconds(start: str, way: Way) -> float:
     """Return the time to the first answer, in a new folder.
 
     Raises:
-        BenchError: there is no answer, or it is wrong.
+        ToolError: there is no answer, or it is wrong.
     """
     python = contenders.environment(way.environment) if way.environment else sys.executable
 
@@ -197,7 +197,7 @@ def seconds(start: str, way: Way) -> float:
                 if answered is not None:
                     return answered - began
                 if not way.server or time.perf_counter() > began + _WAIT_SECONDS:
-                    raise BenchError(f"{way.title} answers {output[-2000:]}; expected {expected}.")
+                    raise ToolError(f"{way.title} answers {output[-2000:]}; expected {expected}.")
 
 
 @contextmanager

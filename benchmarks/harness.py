@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from torch_py_backend.errors import BenchError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.server import Server
 from torch_py_backend.tools import load_client, load_generator
 from torch_py_backend.tools.load_client import Address
@@ -38,7 +38,7 @@ def served(repository: Path, *arguments: str) -> Iterator[Server]:
         arguments: more arguments for tritonserver.
 
     Raises:
-        BenchError: a model was not loaded.
+        ToolError: a model was not loaded.
     """
     with (
         (repository.parent / "server.log").open("wb") as log,
@@ -48,7 +48,7 @@ def served(repository: Path, *arguments: str) -> Iterator[Server]:
     ):
         for state in server.wait_loaded(timeout=LOAD_SECONDS):
             if not state.ready:
-                raise BenchError(f"{state.name} was not loaded: {state.reason}")
+                raise ToolError(f"{state.name} was not loaded: {state.reason}")
         yield server
 
 
@@ -71,13 +71,13 @@ async def turn(connection: Connection, concurrency: int, seconds: float) -> Poin
     """Put a closed load on a model.
 
     Raises:
-        BenchError: a request failed or was not answered.
+        ToolError: a request failed or was not answered.
     """
     send, statistics = connection
     point = await load_generator.measure(send, concurrency, seconds, statistics=statistics)
     assert point is not None  # noqa: S101  nothing stops it
     if point.result.errors or point.result.unanswered.size:
-        raise BenchError(
+        raise ToolError(
             f"{point.result.errors} requests failed and {point.result.unanswered.size} had no"
             f" answer: {point.result.first_error or 'no error was reported'}"
         )

@@ -32,7 +32,7 @@ from PIL import Image
 from benchmarks import harness
 from benchmarks.harness import Pair
 from benchmarks.tables import markdown, spread
-from torch_py_backend.errors import BenchError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.tools.payloads import Tensor
 
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "model_repository" / "digits_png"
@@ -259,14 +259,14 @@ def compare(address: str, images: Sequence[bytes]) -> None:
     """Raise if the pipelines answer differently.
 
     Raises:
-        BenchError: they name different digits.
+        ToolError: they name different digits.
     """
     tensor = tritonclient.grpc.InferInput("image", [len(images), 1], "BYTES")
     tensor.set_data_from_numpy(_column(images))
     with tritonclient.grpc.InferenceServerClient(address) as client:
         single, ensemble = (client.infer(name, [tensor]) for name in (_ONE, _THREE))
     if not (single.as_numpy("label") == ensemble.as_numpy("label")).all():
-        raise BenchError("the pipelines name different digits.")
+        raise ToolError("the pipelines name different digits.")
     np.testing.assert_allclose(
         single.as_numpy("probability"), ensemble.as_numpy("probability"), rtol=1e-4, atol=1e-6
     )

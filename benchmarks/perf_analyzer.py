@@ -21,7 +21,7 @@ from benchmarks import clients
 from benchmarks.clients import Endpoint
 from benchmarks.harness import Connection
 from benchmarks.models import MODELS
-from torch_py_backend.errors import BenchError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.tools.load_generator import Point, Result, server_work
 
 # perf_analyzer reports windows that are equally fast within a limit; it measures three at least.
@@ -34,12 +34,12 @@ def version(program: Path) -> str:
     """Return the version of perf_analyzer.
 
     Raises:
-        BenchError: it does not run.
+        ToolError: it does not run.
     """
     done = subprocess.run([program, "--version"], capture_output=True, text=True, check=False)  # noqa: S603  given by the user
     text = f"{done.stdout}{done.stderr}".strip()  # it prints to standard error
     if (found := re.search(r"Version (\S+)", text)) is None:
-        raise BenchError(f"{program.name} does not print its version: {text}")
+        raise ToolError(f"{program.name} does not print its version: {text}")
     return found[1]
 
 
@@ -56,7 +56,7 @@ async def turn(
         seconds: the duration, at least.
 
     Raises:
-        BenchError: perf_analyzer failed.
+        ToolError: perf_analyzer failed.
     """
     _, statistics = connection
     before = await statistics() if statistics else {}
@@ -70,7 +70,7 @@ async def turn(
         busy = (_seconds_of_children() - spent) / (time.monotonic() - began)
         if process.returncode:
             last = output.decode(errors="replace").strip().rpartition("\n")[2]
-            raise BenchError(f"{program.name} ended with exit code {process.returncode}: {last}")
+            raise ToolError(f"{program.name} ended with exit code {process.returncode}: {last}")
         result = _result(Path(folder), busy)
     after = await statistics() if statistics else {}
     return Point(concurrency, result, server_work(before, after) if statistics else None)

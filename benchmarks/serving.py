@@ -41,7 +41,7 @@ from benchmarks.contenders import PEERS
 from benchmarks.harness import Pair
 from benchmarks.models import MODELS
 from benchmarks.report import FLOOR, HTTP, LIBTORCH, PLAIN, RUNTIME, TRANSFER, Report, Row
-from torch_py_backend.errors import BackendError, BenchError
+from torch_py_backend.errors import BackendError, ToolError
 from torch_py_backend.tools import load_generator
 
 # Triton's Python runtime compiles for each number of requests that it meets in a batch.
@@ -330,7 +330,7 @@ def _program(text: str) -> Path:
         raise argparse.ArgumentTypeError(f"'{text}' is no program")
     try:
         perf_analyzer.version(Path(found))
-    except BenchError as error:  # a library is missing
+    except ToolError as error:  # a library is missing
         raise argparse.ArgumentTypeError(str(error)) from None
     return Path(found)
 

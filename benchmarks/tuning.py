@@ -66,7 +66,7 @@ def serve(name: str, allowed: str, repository: Path, seconds: float) -> Iterator
     """Serve the tuned model beside the configured one; yield rows with _SERVED_COLUMNS.
 
     Raises:
-        BenchError: a model did not load, a response is wrong, or a request failed.
+        ToolError: a model did not load, a response is wrong, or a request failed.
     """
     payloads = [clients.payload(MODELS[name])]
     with harness.served(repository) as server:

@@ -109,19 +109,24 @@ def known() -> dict[str, Family | None]:
 
 
 def table() -> str:
-    """The table of metrics, as the code has it."""
-    rows = ["| metric | type | description | what a change means |", "|---|---|---|---|"]
-    return "\n".join([*rows, *map(_row, metric_families.TABLE)])
+    """The table of metrics, as the code has it; what is written by hand is kept."""
+    columns = ("metric", "type", "description", "unit", "models", "what a change means")
+    kept = written_by_hand()
+    rows = [f"{_row(row)}{' | '.join(kept.get(row.name, []))} |" for row in metric_families.TABLE]
+    return "\n".join([f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", *rows])
+
+
+def written_by_hand() -> dict[str, list[str]]:
+    """The unit of each metric, the models that report it, and what a change means."""
+    rows = [line.strip("| ").split(" | ") for line in table_in_page().splitlines()[2:]]
+    return {cells[0].split("`")[1]: cells[3:] for cells in rows}
 
 
 def _row(row: Family) -> str:
     name = row.name.removeprefix("pytorch_py_")
     labels = [f"`{label}`" for label in row.labels if label not in ("model", "version")]
-    parts = [row.kind.value, *([row.unit] if row.unit != "1" else []), *labels]
-    only = "" if row.models == "all models" else f" For {row.models}."
-    return (
-        f'| <a id="{name}"></a>`{row.name}` | {", ".join(parts)} | {row.doc}.{only} | {row.hint} |'
-    )
+    parts = ", ".join([row.kind.value, *labels])
+    return f'| <a id="{name}"></a>`{row.name}` | {parts} | {row.doc}. | '
 
 
 _TABLE = re.compile(r"(<!-- metrics:[^\n]*-->\n)(.*?)(<!-- end of metrics -->)", flags=re.DOTALL)

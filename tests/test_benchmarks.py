@@ -38,7 +38,7 @@ from benchmarks.peers import wire
 from benchmarks.report import Report, Row
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import model_config, pbtxt, threads
-from torch_py_backend.errors import BenchError, ServerError
+from torch_py_backend.errors import ServerError, ToolError
 from torch_py_backend.server import tritonserver
 from torch_py_backend.startup import builder
 from torch_py_backend.tools.load_generator import Point, Result, ServerWork
@@ -257,7 +257,7 @@ def test_check_of_an_answer() -> None:
     _check(expected.tobytes())
     _check(json.dumps([expected.tolist()]).encode(), "json")
     for value in (0, np.nan):
-        with pytest.raises(BenchError, match="as eager PyTorch says"):
+        with pytest.raises(ToolError, match="as eager PyTorch says"):
             _check(np.full(16, value, np.float32).tobytes())
 
 
@@ -279,7 +279,7 @@ def test_pairs_are_counted() -> None:
 
 def test_failed_requests_are_no_throughput() -> None:
     """A server that refuses requests is an error with its message."""
-    with pytest.raises(BenchError, match=r"503.*too much"):
+    with pytest.raises(ToolError, match=r"503.*too much"):
         asyncio.run(_in_turn(b"too much", status=503))
 
 
@@ -327,7 +327,7 @@ def test_perf_analyzer(tmp_path: Path) -> None:
     assert point.server is not None
     assert point.server.requests == 4
     readings = iter([0])
-    with pytest.raises(BenchError, match="exit code 99: error: unknown model"):
+    with pytest.raises(ToolError, match="exit code 99: error: unknown model"):
         asyncio.run(turn("mlp"))
 
 

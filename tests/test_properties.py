@@ -29,6 +29,7 @@ from torch_py_backend.errors import LoadError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import binding, introspection
 from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
+from torch_py_backend.signature.calls import InputBinding
 
 Result = TypeVar("Result")
 
@@ -189,7 +190,7 @@ def _numbered(trees: Sequence[Any]) -> tuple[list[Any], list[str]]:
     return [visit(tree, f"ARGS[{index}]") for index, tree in enumerate(trees)], paths
 
 
-def _called(inputs: binding.InputBinding) -> Any:
+def _called(inputs: InputBinding) -> Any:
     """Return the arguments of a module if each column is its own name."""
     return inputs.call(lambda *args, **kwargs: (args, kwargs), inputs.names)
 

@@ -256,8 +256,8 @@ class ServerError(BackendError):
     """A tritonserver cannot be found, started or reached, or fails."""
 
 
-class BenchError(BackendError):
-    """A benchmark has invalid arguments, or has no results."""
+class ToolError(BackendError):
+    """`bench`, `tune`, `profile`, `pack` or a benchmark cannot work, or cannot write its result."""
 
 
 class ArchiveError(BackendError):
@@ -266,18 +266,6 @@ class ArchiveError(BackendError):
     def __init__(self, archive: str, found: str, *, expected: str = "", cure: str = "") -> None:
         # Text from an archive may contain control characters of a terminal.
         super().__init__(printable(_message(archive, found, expected, cure)))
-
-
-class ProfileError(BackendError):
-    """A model cannot be profiled, or its trace cannot be written."""
-
-
-class TuneError(BackendError):
-    """A model cannot be tuned, or the result cannot be written."""
-
-
-class PackError(BackendError):
-    """A Python environment cannot be packed."""
 
 
 _MEGABYTE = 1 << 20

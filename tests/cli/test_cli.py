@@ -12,7 +12,7 @@ from command_line import refuse, run
 
 from torch_py_backend import __version__
 from torch_py_backend.cli.pack import pack
-from torch_py_backend.errors import PackError, ServerError
+from torch_py_backend.errors import ServerError, ToolError
 from torch_py_backend.server import tritonserver
 
 
@@ -97,7 +97,7 @@ def test_pack_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ServerError("there is none.")
 
     monkeypatch.setattr(tritonserver, "find", find)
-    with pytest.raises(PackError, match=r"is not known: there is none\. Or name it: --python"):
+    with pytest.raises(ToolError, match=r"is not known: there is none\. Or name it: --python"):
         pack(Path("env"))
 
 

@@ -328,6 +328,8 @@ def test_refused_folders(tmp_path: Path) -> None:
     model = _model(tmp_path)
     command_line.refuse("/dev/null is not a folder", "tune", "/dev/null")
     command_line.refuse(f"is a repository; name one of {model}.", "tune", str(tmp_path))
+    output = str(model / "config.pbtxt" / "x")
+    command_line.refuse(f"cannot write into {output}", "tune", str(model), "--output", output)
     (model / "tuned.json").write_text("{")
     command_line.refuse("tuned.json cannot be read", "tune", str(model), "--quick")
     assert (model / "tuned.json").read_text() == "{"

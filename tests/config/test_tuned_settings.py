@@ -9,7 +9,7 @@ import build
 import pytest
 
 from torch_py_backend.config import tuned_settings
-from torch_py_backend.errors import ConfigError, TuneError
+from torch_py_backend.errors import ConfigError, ToolError
 
 _X86 = """processor\t: 0
 model name\t: A Processor @ 2.0GHz
@@ -75,40 +75,18 @@ def test_damaged(tmp_path: Path, text: str) -> None:
     assert (tmp_path / tuned_settings.FILE).read_text() == text
 
 
-def test_replace(tmp_path: Path) -> None:
-    """A file keeps its permissions, a link stays a link, and no other file remains."""
+def test_save_keeps_a_link(tmp_path: Path) -> None:
+    """A link stays a link, and its target keeps its permissions."""
     target = tmp_path / "target"
-    target.write_text("old")
+    target.write_text('{"machines": {}}')
     target.chmod(0o600)
-    link = tmp_path / "link"
-    link.symlink_to(target)
-    tuned_settings.write_atomically(link, b"new")
-    assert target.read_text() == "new"
+    (tmp_path / tuned_settings.FILE).symlink_to(target)
+    path = tuned_settings.save(tmp_path, _entry("one"))
+    assert path.is_symlink()
+    assert len(tuned_settings.entries(tmp_path)) == 1
     assert target.stat().st_mode & 0o777 == 0o600
-    assert link.is_symlink()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
-
-
-def test_replace_fails_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A failed write leaves the old file, and no part of the new one."""
-
-    def refuse(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    (tmp_path / "a").write_text("old")
-    monkeypatch.setattr(Path, "replace", refuse)
-    with pytest.raises(TuneError, match=r"cannot write .*/a: No space left on device\."):
-        tuned_settings.write_atomically(tmp_path / "a", b"new")
-    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
-
-
-def test_unwritable(tmp_path: Path) -> None:
-    """A folder that is not writable is an error; a missing one is created."""
-    tuned_settings.check_writable(tmp_path / "new" / "folder")
-    assert list((tmp_path / "new" / "folder").iterdir()) == []
-    (tmp_path / "file").touch()
-    with pytest.raises(TuneError, match=r"cannot write into .*/file/x"):
-        tuned_settings.check_writable(tmp_path / "file" / "x")
+    with pytest.raises(ToolError, match=r"cannot write .*/tuned\.json: No such file"):
+        tuned_settings.save(tmp_path / "nowhere", _entry("one"))
 
 
 # --- OPTIMIZE: "auto" ----------------------------------------------------------------------------

@@ -169,6 +169,15 @@ def test_table_of_metrics() -> None:
     assert monitoring.table_in_page() == monitoring.table()
 
 
+def test_units() -> None:
+    """Each metric of the page has a unit, models and a meaning; names have base units."""
+    endings = {"bytes": "_bytes", "seconds": "_seconds", "seconds since 1970": "_timestamp_seconds"}
+    for name, (unit, models, meaning) in monitoring.written_by_hand().items():
+        assert endings.get(unit, "") in name
+        assert models
+        assert meaning
+
+
 def test_queries_of_the_page() -> None:
     """What docs/metrics.md suggests to ask can be asked."""
     text = monitoring.PAGE.read_text(encoding="utf-8")

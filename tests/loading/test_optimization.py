@@ -15,7 +15,7 @@ from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.errors import ConfigError, PlatformError
 from torch_py_backend.loading import registry
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.signature.binding import Signature
+from torch_py_backend.signature.arguments import Signature
 
 
 class Convolved(nn.Module):

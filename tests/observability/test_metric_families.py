@@ -7,13 +7,12 @@ import re
 from torch_py_backend.observability import metric_families
 from torch_py_backend.observability.metric_families import Family, MetricKind
 
-_UNITS = {"bytes": "_bytes", "seconds": "_seconds", "seconds since 1970": "_timestamp_seconds"}
 # Labels that Prometheus sets itself or would rename.
 _RESERVED = {"job", "instance", "quantile"}
 
 
 def test_names() -> None:
-    """Names have base units, counters end in `_total`, and no label is reserved."""
+    """Counters end in `_total`, and no label is reserved."""
     for row in metric_families.TABLE:
         _check(row)
 
@@ -21,7 +20,6 @@ def test_names() -> None:
 def _check(row: Family) -> None:
     assert re.fullmatch(r"pytorch_py_[a-z]+(_[a-z]+)*", row.name)
     assert row.name.endswith("_total") == (row.kind is MetricKind.COUNTER)
-    assert _UNITS.get(row.unit, "") in row.name
     assert row.labels[:2] == ("model", "version")
     assert len(set(row.labels)) == len(row.labels)
     assert not _RESERVED & set(row.labels)

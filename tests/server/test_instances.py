@@ -150,7 +150,7 @@ def test_a_normal_end(monitor: InstanceMonitor, tmp_path: Path) -> None:
         (
             "status.idle()",
             "os.kill(os.getpid(), signal.SIGSTOP)",
-            "was stopped for 2 s by a signal, a debugger or a frozen cgroup",
+            "was stopped for 2 s by a signal or a debugger",
         ),
         ("pass", "", "took longer than 1 s (--load-timeout) while it was loaded"),
         ("status.poisoned('illegal address')", "", "cannot compute any more: illegal address"),

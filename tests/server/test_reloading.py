@@ -26,7 +26,7 @@ class Fake:
         self.reloader = Reloader(
             path,
             names,
-            self,
+            self.load,
             self.events.append,
             60,
             clock=lambda: self.now,

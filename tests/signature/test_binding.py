@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.errors import BindingError, LoadError
-from torch_py_backend.signature import binding, introspection
+from torch_py_backend.signature import arguments, binding, introspection
 from torch_py_backend.signature.arguments import ArgumentType, Signature
 from torch_py_backend.signature.binding import BindingRule
 from torch_py_backend.signature.calls import InputBinding
@@ -187,9 +187,9 @@ def test_result_is_returned() -> None:
 def test_number_of_a_name() -> None:
     """The number is all digits after the first two underscores, as in LibTorch."""
     names = ("INPUT__0", "x__12", "__3", "x__007")
-    assert [binding.ordinal(name) for name in names] == [0, 12, 3, 7]
+    assert [arguments.ordinal(name) for name in names] == [0, 12, 3, 7]
     for name in ("a__b__3", "x_1", "x__", "x__-1", "x__1.0", "x__1\n", ""):
-        assert binding.ordinal(name) is None
+        assert arguments.ordinal(name) is None
 
 
 def test_types_and_places_of_columns() -> None:

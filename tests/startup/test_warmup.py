@@ -19,7 +19,7 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, BindingError, LoadError, WarmupError
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
+from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.startup import warmup
 
 pytestmark = pytest.mark.usefixtures("dynamo")

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from torch_py_backend.errors import BenchError, ServerError
+from torch_py_backend.errors import ServerError, ToolError
 from torch_py_backend.tools import load_generator
 from torch_py_backend.tools.load_generator import STAGES, Point, Result, Send, ServerWork
 
@@ -189,7 +189,7 @@ def test_no_request_is_answered(send: Send, warmup: float, says: str) -> None:
         await asyncio.sleep(0.001)
         await send()
 
-    with pytest.raises(BenchError, match=says):
+    with pytest.raises(ToolError, match=says):
         _play(load_generator.measure(failing, 1, 0.05, warmup=warmup))
     assert not warmup or sent < 30
 

@@ -16,7 +16,7 @@ import packed
 import pytest
 from packed import PYTHON, SITE
 
-from torch_py_backend.errors import PackError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.tools import packing
 from torch_py_backend.tools.packing import Environment
 
@@ -95,7 +95,7 @@ def test_invalid_environments(lines: tuple[str, ...] | None, says: str, tmp_path
     if lines:
         (tmp_path / "bin" / "python").write_text("\n".join(["#!/bin/sh", *lines]))
         (tmp_path / "bin" / "python").chmod(0o755)
-    with pytest.raises(PackError) as refusal:
+    with pytest.raises(ToolError) as refusal:
         packing.inspect(tmp_path)
     assert says in str(refusal.value)
 
@@ -114,7 +114,7 @@ def test_refused(
     packages: dict[str, str | None], changes: dict[str, Any], says: str, sound: Path
 ) -> None:
     """An environment in which no model would load is refused before it is packed."""
-    with pytest.raises(PackError) as refusal:
+    with pytest.raises(ToolError) as refusal:
         packing.check(_changed(sound, packages, **changes), PYTHON, numpy_1=True)
     assert f"{sound} " in str(refusal.value)
     assert says in str(refusal.value)
@@ -217,7 +217,7 @@ def test_failure_leaves_the_old_archive(problem: str, tmp_path: Path) -> None:
     else:
         environment = dataclasses.replace(environment, library=None)
         says = f"has no libpython{PYTHON}.so.1.0"
-    with pytest.raises(PackError, match=says):
+    with pytest.raises(ToolError, match=says):
         packing.write(environment, output)
     assert output.read_bytes() == b"old"
     assert list(output.parent.iterdir()) == [output]
@@ -233,7 +233,7 @@ def test_failure_leaves_the_old_archive(problem: str, tmp_path: Path) -> None:
 )
 def test_invalid_outputs(output: str, says: str, sound: Path) -> None:
     """A wrong name, a missing folder and the environment itself are refused."""
-    with pytest.raises(PackError, match=says):
+    with pytest.raises(ToolError, match=says):
         packing.write(packing.inspect(sound), sound.parent / output)
 
 
@@ -280,11 +280,11 @@ def test_conda_pack_fails(conda: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
     module = conda / f"lib/python{PYTHON}/this.py"
     content = module.read_bytes()
     module.unlink()
-    with pytest.raises(PackError, match=r"conda-pack: .*deleted") as refusal:
+    with pytest.raises(ToolError, match=r"conda-pack: .*deleted") as refusal:
         packing.write(packing.inspect(conda), tmp_path / "env.tar.gz")
     assert "\n" not in str(refusal.value)
     module.write_bytes(content)
     monkeypatch.setitem(sys.modules, "conda_pack", None)
-    with pytest.raises(PackError, match=r"torch-py-backend\[pack\]"):
+    with pytest.raises(ToolError, match=r"torch-py-backend\[pack\]"):
         packing.write(packing.inspect(conda), tmp_path / "env.tar.gz")
     assert list(tmp_path.iterdir()) == []

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from torch_py_backend.config import dtypes
-from torch_py_backend.errors import BenchError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.tools import payloads
 from torch_py_backend.tools.payloads import Input, Model, Tensor
 
@@ -51,7 +51,7 @@ def test_model() -> None:
 )
 def test_models_that_are_refused(config: dict[str, Any], says: str) -> None:
     """Models that do not answer each request once are refused."""
-    with pytest.raises(BenchError, match=says):
+    with pytest.raises(ToolError, match=says):
         payloads.model("m", config)
 
 
@@ -81,7 +81,7 @@ def test_rows_that_are_refused(target: Model, rows: int, says: str) -> None:
     """A number of rows that the model does not take is refused; by default it is one."""
     (payload,) = payloads.generate(target, None)
     assert payload["x"].array.shape == (1, 2)
-    with pytest.raises(BenchError, match=says):
+    with pytest.raises(ToolError, match=says):
         payloads.generate(target, rows)
 
 
@@ -174,7 +174,7 @@ def test_files_that_are_refused(
     """A file that does not fit is an error of one line."""
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(BenchError, match=says) as refusal:
+    with pytest.raises(ToolError, match=says) as refusal:
         payloads.read(tmp_path / name, _BATCHED, rows)
     assert "\n" not in str(refusal.value)
 
@@ -185,5 +185,5 @@ def test_inputs_of_different_rows_are_refused(tmp_path: Path) -> None:
     tensors = {"x": torch.ones(2, 2), "y": torch.ones(3, 1, dtype=torch.int64)}
     safetensors.torch.save_file(tensors, path)
     for rows in (None, 2):
-        with pytest.raises(BenchError, match="differ in their number of rows"):
+        with pytest.raises(ToolError, match="differ in their number of rows"):
             payloads.read(path, _OPTIONAL, rows)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torch_py_backend.config import tuned_settings
-from torch_py_backend.errors import BenchError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.tools import report
 from torch_py_backend.tools.candidates import Allowed, Candidate
 from torch_py_backend.tools.load_generator import STAGES, Point, Result, ServerWork
@@ -51,9 +51,20 @@ def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     report.write_json(tmp_path / "a.json", {"a": 1})
     assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
     (tmp_path / "folder").mkdir()
-    with pytest.raises(BenchError, match=r"cannot write .*folder: Is a directory"):
+    with pytest.raises(ToolError, match=r"cannot write .*folder: Is a directory"):
         report.write_json(tmp_path / "folder", {})
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "folder"]
+
+
+def test_written_link(tmp_path: Path) -> None:
+    """A link stays a link; its target is replaced and keeps its permissions."""
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.touch(mode=0o600)
+    link.symlink_to(target)
+    report.write(link, "new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert target.stat().st_mode & 0o777 == 0o600
 
 
 # --- bench -----------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 from typing_extensions import Self
 
 from torch_py_backend.config import pbtxt, threads
-from torch_py_backend.errors import LoadError, TuneError
+from torch_py_backend.errors import LoadError, ToolError
 from torch_py_backend.processes import child_process
 from torch_py_backend.tools import tuning
 from torch_py_backend.tools.candidates import Allowed, Candidate
@@ -310,7 +310,7 @@ def test_interrupted(tmp_path: Path, children: _Children) -> None:
 def test_nothing_to_try(tmp_path: Path, children: _Children) -> None:
     """Limits that leave nothing to try are refused before the measurements."""
     run = Tuning(_plan(tmp_path, allowed=Allowed(threads=(2,), instances=(2,))))
-    with pytest.raises(TuneError, match="ask for more than the 2 cores"):
+    with pytest.raises(ToolError, match="ask for more than the 2 cores"):
         _run(run)
     assert children.loads == []
 

@@ -20,7 +20,6 @@ from torch_py_backend.engine.weight_watcher import WeightWatcher
 from torch_py_backend.errors import (
     BackendError,
     CancelledError,
-    InputError,
     InternalError,
     OutputError,
     join_names,
@@ -192,16 +191,11 @@ class Answering(Generic[T]):
         return [reported(internal, failure.text)] * count
 
     def _unreadable(self, request: Request) -> BackendError | None:
-        recovery = self._engine.recovery
         try:
             self._read(request)
         except Exception as error:
-            reason, failure = summarize(error), recovery.classify(error)
-        else:
-            return None
-        if recovery.fatal is not None or failure.memory:
-            return recovery.refusal(failure)
-        return InputError(self._model, f"the request cannot be read: {reason}")
+            return self._engine.recovery.unreadable(error)
+        return None
 
     def _write_or_refuse(self, outcome: Outcome) -> tuple[Response, Outcome]:
         """Return a response and its outcome, which is an error if the result cannot be written."""

@@ -134,11 +134,8 @@ class Streaming:
             return self._read_request(request)
         except Exception as error:  # from Triton's utilities, or because of a lost device
             with self.engine.lock:
-                reason, failure = summarize(error), self.engine.recovery.classify(error)
-        if self.engine.recovery.fatal is not None or failure.memory:
-            client.end(failure.error, failure.text)
-        else:
-            client.end(InputError(self.model, f"the request cannot be read: {reason}"))
+                refusal = self.engine.recovery.unreadable(error)
+        client.end(refusal, refusal.traceback)
         return None
 
     # --- in the thread of the streams --------------------------------------------------------

@@ -33,15 +33,20 @@ def find(model: str, source: Path, weights: Path | None = None) -> dict[str, Pat
     if weights is not None:
         suffix = ".safetensors" if weights.suffix == ".safetensors" else ".pt"
         return files | {f"model{suffix}": weights}
+    return files | weights_files(model, source)
+
+
+def weights_files(model: str, source: Path) -> dict[str, Path]:
+    """Return the weights beside a model file, with shards, by their names in a version folder."""
     path = discovery.weights_beside(model, source.parent, source.stem)
     if path is None:
-        return files
-    files["model" + path.name.removeprefix(source.stem)] = path
-    return files | {
+        return {}
+    shards = {
         name: shard
         for name, shard in discovery.shard_files(path).items()
         if not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
     }
+    return {f"model{path.name.removeprefix(source.stem)}": path, **shards}
 
 
 # --- modules ---------------------------------------------------------------------------------

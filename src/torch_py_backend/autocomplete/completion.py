@@ -104,7 +104,7 @@ def fill(model: str, document: JsonObject, schema: JsonObject) -> None:
         for entry in (*schema["input"], *schema["output"]):
             shape = entry.pop("reshape", {"shape": entry["dims"]})["shape"]
             shape = shape[1:] if max_batch_size else [-1, *shape]
-            entry.update({"dims": shape} if shape else {"dims": [1], "reshape": {"shape": []}})
+            entry.update(pbtxt.dims_entry(shape))
     if schema["decoupled"]:
         document.setdefault("model_transaction_policy", {"decoupled": True})
     # sequence_batching lists the states and controls; Triton refuses them as inputs and outputs.

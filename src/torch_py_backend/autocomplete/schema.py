@@ -18,7 +18,7 @@ from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching import output_extraction, runtime
 from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.batching.grouping import Grouping
-from torch_py_backend.config import dtypes, model_config
+from torch_py_backend.config import dtypes, model_config, pbtxt
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import (
@@ -43,7 +43,8 @@ from torch_py_backend.loading import (
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences import initial_states, state_store
 from torch_py_backend.signature import results
-from torch_py_backend.signature.binding import ArgumentType, bind_inputs, ordinal
+from torch_py_backend.signature.arguments import ArgumentType, ordinal
+from torch_py_backend.signature.binding import bind_inputs
 from torch_py_backend.streaming import streams
 
 log = logging.getLogger(__name__)
@@ -141,12 +142,11 @@ def entry_of(spec: TensorSpec) -> JsonObject:
     entry: JsonObject = {
         "name": spec.name,
         "data_type": spec.dtype.config,
-        "dims": list(spec.dims),
+        **pbtxt.dims_entry(spec.dims),
     }
     if spec.optional:
         entry["optional"] = True
-    # One value per row: Triton requires a dimension, which the model does not have.
-    return entry if spec.dims else entry | {"dims": [1], "reshape": {"shape": []}}
+    return entry
 
 
 def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, undecided: bool) -> Schema:

@@ -16,7 +16,9 @@ from torch_py_backend.batching.padding import Pad, Padding
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, Origin
 from torch_py_backend.errors import BindingError, InputError
-from torch_py_backend.signature.binding import ArgumentType, InputBinding, Signature, bind_inputs
+from torch_py_backend.signature.arguments import ArgumentType, Signature
+from torch_py_backend.signature.binding import bind_inputs
+from torch_py_backend.signature.calls import InputBinding
 
 
 class Group(NamedTuple):

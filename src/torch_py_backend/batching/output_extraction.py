@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import ItemRows, Part, Strings, Value
+from torch_py_backend.config import pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, OutputError, summarize
 from torch_py_backend.signature import results
@@ -190,11 +191,6 @@ class _Output:
     any_shape: bool = False
     warned: bool = False
 
-    def fits(self, shape: tuple[int, ...]) -> bool:
-        return len(shape) == len(self.dims) and all(
-            dim in (-1, size) for size, dim in zip(shape, self.dims, strict=True)
-        )
-
     def serves(self, shape: tuple[int, ...]) -> bool:
         """Return whether a shape that does not fit is served; log a warning for the first."""
         if not self.any_shape or not shape:
@@ -250,7 +246,7 @@ class _Tensor(_Output):
         if part.layout is not torch.strided or part.is_meta:
             raise self.mismatch(_form(part), "a dense tensor with values")
         shape = part.shape
-        if shape[self.start :] != self.fixed and not self.fits(shape):
+        if shape[self.start :] != self.fixed and not pbtxt.fits(shape, self.dims):
             ones = self.dims[self.start :]
             if len(shape) == self.start and all(size == 1 for size in ones):
                 # Only dims of 1 are missing: [rows] for [-1, 1], a scalar for [1].
@@ -326,13 +322,13 @@ class _Strings(_Output):
                     text.encode()
         except (AttributeError, UnicodeEncodeError) as error:
             raise self.mismatch(f"no strings: {error}", "strings") from None
-        if not self.fits(strings.shape):
+        if not pbtxt.fits(strings.shape, self.dims):
             # A flat list holds the strings of all rows, as LibTorch's does.
             dims = (rows, *self.dims[1:]) if self.batched else self.dims
             if strings.ndim <= 1 and dims.count(-1) <= 1:
                 with contextlib.suppress(ValueError):
                     strings = strings.reshape(dims)
-            if not (self.fits(strings.shape) or self.serves(strings.shape)):
+            if not (pbtxt.fits(strings.shape, self.dims) or self.serves(strings.shape)):
                 raise self.mismatch(f"strings {list(strings.shape)}", "strings")
         if self.batched and strings.shape[0] != rows:
             raise self.wrong_rows(strings.shape[0], rows)

@@ -18,7 +18,7 @@ from rich.markup import escape
 from torch_py_backend.artifacts import repository
 from torch_py_backend.cli import interruption
 from torch_py_backend.cli.interruption import Stopped
-from torch_py_backend.errors import BenchError, ServerError
+from torch_py_backend.errors import ServerError, ToolError
 from torch_py_backend.server.tritonserver import Server
 from torch_py_backend.tools import artifact_files, load_client, load_generator, payloads, report
 from torch_py_backend.tools.load_client import Address
@@ -108,7 +108,7 @@ def _counts(text: str) -> list[int]:
     except ValueError:
         counts = []
     if not counts or not all(0 < count <= _LIMIT for count in counts):
-        raise BenchError(
+        raise ToolError(
             f"--concurrency is '{text}'; expected integers above 0, up to {_LIMIT}, separated by"
             " commas."
         )
@@ -119,7 +119,7 @@ def _seconds(option: str, value: float, *, or_zero: bool = False) -> float:
     if 0 < value < float("inf") or (or_zero and value == 0):
         return value
     least = "0 or more" if or_zero else "more than 0"
-    raise BenchError(f"{option} is {value:g}; expected {least} seconds.")
+    raise ToolError(f"{option} is {value:g}; expected {least} seconds.")
 
 
 # --- the server ------------------------------------------------------------------------------
@@ -129,11 +129,11 @@ def _seconds(option: str, value: float, *, or_zero: bool = False) -> float:
 def _served(target: str, model: str, protocol: str) -> Iterator[tuple[Address, Path | None]]:
     """Yield the server's address, and the model's folder if it is known."""
     if protocol not in ("", *load_client.PROTOCOLS):
-        raise BenchError(f"--protocol is '{protocol}'; expected grpc or http.")
+        raise ToolError(f"--protocol is '{protocol}'; expected grpc or http.")
     if "://" in target:
         address = load_client.address(target)
         if protocol not in ("", address.protocol):
-            raise BenchError(
+            raise ToolError(
                 f"--protocol is {protocol}, and {target} names {address.protocol}. Omit --protocol."
             )
         yield address, None

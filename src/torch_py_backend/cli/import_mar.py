@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shlex
 import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -79,53 +76,32 @@ def import_mar(
     if output is not None:  # checked before gigabytes are unpacked
         parent, name = output.absolute().parent.resolve(), output.absolute().name
         _refuse_name(name, parent)
-    try:
-        # Written under a temporary name and then moved: a server that watches the repository
-        # never sees a part of the folder.
-        with (
-            _temporary_parents(parent),
-            tempfile.TemporaryDirectory(prefix=".import-mar-", dir=parent) as scratch,
-        ):
-            unpacked = Path(scratch) / ARCHIVE
-            mar_archive.unpack(archive, unpacked, Limits(max_gigabytes, max_files))
-            manifest = mar_archive.read_manifest(unpacked, archive.name)
-            name = name or manifest.model_name
-            _refuse_name(name, parent)
-            result = migration.migrate(
-                archive.name,
-                name,
-                unpacked,
-                manifest,
-                inputs=fields,
-                content_type=content_type,
-                example=example is not None,
-            )
-            version = Path(scratch) / name / "1"
-            version.mkdir(parents=True)
-            unpacked.rename(version / ARCHIVE)
-            if example is not None:
-                bodies = version / "example_inputs"
-                bodies.mkdir()
-                shutil.copyfile(example, bodies / result.inputs[0])
-            (version.parent / "config.pbtxt").write_text(result.config, encoding="utf-8")
-            version.parent.rename(parent / name)
-    except OSError as error:
-        raise InstallError(f"cannot import {archive.name} into {parent}: {error}") from error
+    failure = f"cannot import {archive.name} into {parent}"
+    with model_folder.scratch_folder(parent, failure) as scratch:
+        unpacked = scratch / ARCHIVE
+        mar_archive.unpack(archive, unpacked, Limits(max_gigabytes, max_files))
+        manifest = mar_archive.read_manifest(unpacked, archive.name)
+        name = name or manifest.model_name
+        _refuse_name(name, parent)
+        result = migration.migrate(
+            archive.name,
+            name,
+            unpacked,
+            manifest,
+            inputs=fields,
+            content_type=content_type,
+            example=example is not None,
+        )
+        version = scratch / name / "1"
+        version.mkdir(parents=True)
+        unpacked.rename(version / ARCHIVE)
+        if example is not None:
+            bodies = version / "example_inputs"
+            bodies.mkdir()
+            shutil.copyfile(example, bodies / result.inputs[0])
+        (version.parent / "config.pbtxt").write_text(result.config, encoding="utf-8")
+        version.parent.rename(parent / name)
     _report(parent / name, result)
-
-
-@contextlib.contextmanager
-def _temporary_parents(folder: Path) -> Iterator[None]:
-    """Create a folder with its parents, and remove those that were created if the block fails."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        yield
-    except BaseException:
-        for path in missing:
-            with contextlib.suppress(OSError):
-                path.rmdir()
-        raise
 
 
 def _refuse_name(name: str, parent: Path) -> None:

@@ -106,9 +106,8 @@ def _parse_input(text: str) -> dict[str, Any]:
             f" the types {', '.join(dtype.triton for dtype in dtypes.TABLE)}."
         )
     dims = [int(size) for size in match["dims"].split("x")] if match["dims"] else []
-    entry = {"name": match["name"], "data_type": by_name[data_type].config, "dims": dims}
-    # Triton requires one dimension at least; `reshape` removes it before the model's call.
-    return entry if dims else entry | {"dims": [1], "reshape": {"shape": []}}
+    dtype = by_name[data_type]
+    return {"name": match["name"], "data_type": dtype.config, **pbtxt.dims_entry(dims)}
 
 
 def _next_steps(

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from torch_py_backend.config import execution_env, pbtxt
-from torch_py_backend.errors import PackError, ServerError
+from torch_py_backend.errors import ServerError, ToolError
 from torch_py_backend.server import preflight, tritonserver
 from torch_py_backend.tools import packing
 
@@ -39,11 +39,11 @@ def pack(
             stub_python = tritonserver.stub_python(triton)
             numpy_1 = preflight.corrupts_numpy_2(triton)
         except ServerError as error:
-            raise PackError(
+            raise ToolError(
                 f"the Python of the server's stub is not known: {error} Or name it: --python 3.12."
             ) from None
     elif not re.fullmatch(r"3\.\d+", python):
-        raise PackError(f"--python is '{python}'; expected a version such as 3.12.")
+        raise ToolError(f"--python is '{python}'; expected a version such as 3.12.")
     environment = packing.inspect(env)
     packing.check(environment, stub_python, numpy_1=numpy_1)
     path = (output or Path(f"{environment.folder.name}{packing.SUFFIX}")).absolute()

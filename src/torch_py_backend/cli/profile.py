@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from torch_py_backend.config import pbtxt
-from torch_py_backend.errors import ProfileError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.processes import child_process
 from torch_py_backend.tools import model_folder, report
 
@@ -48,19 +48,19 @@ def profile(
 ) -> None:
     """Load a model without a server, and write a trace of some batches, with each stage."""
     if not model.is_dir():
-        raise ProfileError(f"{model} is not a folder; expected a model's folder.")
+        raise ToolError(f"{model} is not a folder; expected a model's folder.")
     if inputs is not None and not inputs.is_file():
-        raise ProfileError(f"{inputs} is not a file; expected inputs in safetensors.")
+        raise ToolError(f"{inputs} is not a file; expected inputs in safetensors.")
     folder = model.resolve()
     path = (output or Path(f"{folder.name}.trace.json.gz")).absolute()
     if not path.name.endswith(_SUFFIXES) or path.is_dir():
-        raise ProfileError(
+        raise ToolError(
             f"--output is {path}; expected a file whose name ends in {' or '.join(_SUFFIXES)}."
         )
     try:
         temporary = tempfile.TemporaryDirectory(dir=path.parent, prefix=".profile-")
     except OSError as error:
-        raise ProfileError(
+        raise ToolError(
             f"cannot write into {path.parent}: {error.strerror or error}; --output names another"
             " place for the trace."
         ) from None

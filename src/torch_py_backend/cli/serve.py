@@ -210,7 +210,7 @@ def serve(
                     states = server.wait_loaded()
                     if mode == "explicit":
                         supervisor.load(models or sorted({state.name for state in states}))
-                    reloader = Reloader(path, models, client, report, load_timeout)
+                    reloader = Reloader(path, models, client.load, report, load_timeout)
                     steps = [supervisor.step, *([reloader.step] if reload else [])]
                     if mirror is not None:
                         loads = (supervisor.is_loading, reloader.is_loading)

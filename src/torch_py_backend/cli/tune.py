@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from torch_py_backend import files
 from torch_py_backend.cli import interruption
 from torch_py_backend.cli.interruption import DeadlineReached, Stopped
 from torch_py_backend.config import pbtxt, tuned_settings
-from torch_py_backend.errors import TuneError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.tools import config_editor, model_folder, report
 from torch_py_backend.tools.candidates import TUNED, Allowed, Candidate
 from torch_py_backend.tools.tuning import Goal, Limits, Plan, Row, Tuning
@@ -38,7 +39,6 @@ def tune(
         Goal,
         typer.Option(
             "--for",
-            "--prefer",
             help="What to choose by: the latency of one request in flight, rows per second with"
             " full batches, or both: the best mean of the two without a loss in either.",
         ),
@@ -101,13 +101,13 @@ def tune(
 ) -> None:
     """Measure runtimes, threads and instances for a model; write the best into its config."""
     if not model.is_dir():
-        raise TuneError(f"{model} is not a folder; expected a model's folder.")
+        raise ToolError(f"{model} is not a folder; expected a model's folder.")
     if max_error is None:
         max_error = _MAX_ERROR_REDUCED if reduced_precision else _MAX_ERROR
     if not (math.isfinite(max_error) and max_error >= 0):
-        raise TuneError(f"--max-error is {max_error:g}; expected a number of at least 0, as 1e-4.")
+        raise ToolError(f"--max-error is {max_error:g}; expected a number of at least 0, as 1e-4.")
     if max_p99 is not None and not (math.isfinite(max_p99) and max_p99 > 0):
-        raise TuneError(f"--max-p99 is {max_p99:g}; expected milliseconds above 0, as 20.")
+        raise ToolError(f"--max-p99 is {max_p99:g}; expected milliseconds above 0, as 20.")
     allowed = Allowed(
         reduced_precision=reduced_precision,
         threads=_counts("--threads", threads),
@@ -117,7 +117,7 @@ def tune(
     folder = model.resolve()
     version, document = model_folder.completed(folder)
     if document.get("model_transaction_policy", {}).get("decoupled"):
-        raise TuneError(
+        raise ToolError(
             f"model '{folder.name}' is decoupled; expected one that gives one answer to a request."
         )
     plan = Plan(
@@ -152,27 +152,38 @@ def tune(
 def _counts(option: str, text: str) -> tuple[int, ...]:
     words = [word for word in text.split(",") if word.strip()]
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise TuneError(f"{option} is '{text}'; expected counts of at least 1, as 1,2,4.")
+        raise ToolError(f"{option} is '{text}'; expected counts of at least 1, as 1,2,4.")
     return tuple(sorted({int(word) for word in words}))
 
 
 def _check(plan: Plan, output: Path | None, json_path: Path | None, *, dry_run: bool) -> None:
     """Raise before the measurement, rather than after it, if the results cannot be written."""
     if plan.inputs is not None and not plan.inputs.is_file():
-        raise TuneError(f"{plan.inputs} is not a file; expected inputs in safetensors.")
+        raise ToolError(f"{plan.inputs} is not a file; expected inputs in safetensors.")
     if plan.automatic and output is not None and output.resolve() != plan.folder:
-        raise TuneError(
+        raise ToolError(
             'config.pbtxt has OPTIMIZE "auto", which reads tuned.json in the model\'s folder;'
             " leave out --output, or change OPTIMIZE."
         )
     _edited(plan, plan.current())
     if output is not None:
-        tuned_settings.check_writable(output)
+        _check_writable(output)
         tuned_settings.read_choice(output, "")  # raises for a damaged tuned.json
     if json_path is not None:
         report.check_writable(json_path)
     if not dry_run and not plan.automatic:
-        tuned_settings.check_writable(plan.folder)
+        _check_writable(plan.folder)
+
+
+def _check_writable(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        files.check_writable(folder)
+    except OSError as error:
+        raise ToolError(
+            f"cannot write into {folder}: {error.strerror or error}; --output names another"
+            " folder for the findings, and --dry-run leaves config.pbtxt as it is."
+        ) from error
 
 
 def _measure(tuning: Tuning, deadline: float | None) -> Stopped | None:
@@ -270,25 +281,25 @@ def _write_config(plan: Plan, choice: Row, *, saved: bool, dry_run: bool) -> Non
         )
         _OUT.print("\n".join(lines), markup=False)
     else:
-        tuned_settings.write_atomically(path, edited.encode())
+        report.write(path, edited)
         _OUT.print(f"{chosen}: written into {path}")
 
 
-def _no_choice(tuning: Tuning) -> TuneError:
+def _no_choice(tuning: Tuning) -> ToolError:
     """Return an error with the reason why nothing was chosen."""
     plan = tuning.plan
     measured = [row for row in tuning.rows if row.rounds]
     if not measured:
-        return TuneError(f"every candidate failed, the first with: {tuning.rows[0].failure}")
+        return ToolError(f"every candidate failed, the first with: {tuning.rows[0].failure}")
     closest = min(measured, key=lambda row: row.error)
     if closest.error <= plan.limits.error:
         fastest = min(measured, key=lambda row: row.p99_ms)
-        return TuneError(
+        return ToolError(
             f"no candidate of '{plan.document['name']}' is within --max-p99 {plan.limits.p99_ms:g};"
             f" the fastest is {fastest.candidate} with {fastest.p99_ms:.3g} ms for batches of"
             f" {fastest.batch}. Allow that much; config.pbtxt is as it was."
         )
-    return TuneError(
+    return ToolError(
         f"no candidate of '{plan.document['name']}' is within --max-error {plan.limits.error:g};"
         f" the closest is {closest.candidate} with {closest.error:.2g}. Allow that much, or look"
         " whether the model gives the same outputs twice; config.pbtxt is as it was."

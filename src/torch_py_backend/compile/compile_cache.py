@@ -18,7 +18,6 @@ import json
 import logging
 import os
 import platform
-import tempfile
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 
 import torch
 
+from torch_py_backend import files
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.compile import torch_compile, vector_isa
 from torch_py_backend.config.model_config import ModelConfig
@@ -62,8 +62,7 @@ def at(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle 
                 reason,
             )
             return None
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        files.check_writable(folder)
     except OSError as error:
         if option is not None:
             raise PlatformError(
@@ -227,7 +226,7 @@ class Bundle:
             "vectors": vectors,
         }
         try:
-            _write(self.path, json.dumps(header).encode() + b"\n" + payload)
+            files.replace(self.path, json.dumps(header).encode() + b"\n" + payload, 0o600)
         except OSError as error:  # a full disk does not prevent serving
             log.warning(
                 "model '%s': %s cannot be kept: %s.", self.model, self.path.name, summarize(error)
@@ -263,19 +262,6 @@ def _own_cache(name: str) -> Iterator[Path]:
         os.environ[_VARIABLE] = before
 
 
-def _write(path: Path, content: bytes) -> None:
-    """Write a file atomically."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
-        scratch = Path(file.name)
-        try:
-            file.write(content)
-            file.flush()
-            scratch.replace(path)
-        except BaseException:
-            scratch.unlink(missing_ok=True)
-            raise
-
-
 def pack(artifacts: bytes, libraries: Sequence[Path], cache: Path) -> bytes:
     """Return a ZIP archive whose bytes depend on its content only.
 
@@ -307,8 +293,7 @@ def unpack(payload: bytes, cache: Path) -> None:
             # A complete library may be in use. A start that was killed may leave an incomplete one.
             if not library.is_file() or library.stat().st_size != entry.file_size:
                 library.parent.mkdir(parents=True, exist_ok=True)
-                _write(library, archive.read(entry))
-                library.chmod(0o700)
+                files.replace(library, archive.read(entry), 0o700)
         artifacts = archive.read(_TORCH_BUNDLE)
         if artifacts and torch.compiler.load_cache_artifacts(artifacts) is None:
             raise ValueError("torch cannot load it")

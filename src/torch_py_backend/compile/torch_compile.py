@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,29 +21,21 @@ log = logging.getLogger(__name__)
 
 def requested(config: ModelConfig) -> bool:
     """Return whether the config requests a compiled model."""
-    parameters = config.options.torch_compile_optional_parameters
-    return parameters is not None and not parameters.get("disable", False)
-
-
-def _parameters(config: ModelConfig) -> Mapping[str, Any]:
-    """Return the parameters of torch.compile if the config requests a compiled model."""
-    return config.options.torch_compile_optional_parameters or {} if requested(config) else {}
-
-
-def static_shapes(config: ModelConfig) -> bool:
-    """Return whether the config requests a graph for each shape."""
-    return _parameters(config).get("dynamic") is False
+    return config.options.compilation is not None
 
 
 def required(config: ModelConfig) -> bool:
     """Return whether loading fails if the model cannot be compiled; `fullgraph` implies that."""
-    needed = config.options.compile_required or _parameters(config).get("fullgraph", False)
-    return requested(config) and bool(needed)
+    arguments = config.options.compilation
+    if arguments is None:
+        return False
+    return config.options.compile_required or bool(arguments.get("fullgraph"))
 
 
 def by_inductor(config: ModelConfig) -> bool:
     """Return whether the config requests inductor, torch.compile's default backend."""
-    return requested(config) and _parameters(config).get("backend", "inductor") == "inductor"
+    arguments = config.options.compilation
+    return arguments is not None and arguments.get("backend", "inductor") == "inductor"
 
 
 def graph_count() -> int:
@@ -70,7 +62,7 @@ def apply(
             kind.value,
         )
         return None
-    if static_shapes(config):
+    if config.options.static_shapes:
         # There is one graph for each row count, and torch compiles no more than its limits allow.
         dynamo, graphs = torch._dynamo.config, config.max_batch_size + 1
         dynamo.recompile_limit = max(dynamo.recompile_limit, graphs)
@@ -98,7 +90,7 @@ class Compiled:
     """
 
     def __init__(self, config: ModelConfig, module: Callable[..., object], counts: Counts) -> None:
-        parameters = _parameters(config)
+        parameters = config.options.compilation or {}
         self._model = config.name
         self._counts = counts
         self._eager = module

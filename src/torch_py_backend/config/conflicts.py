@@ -58,15 +58,13 @@ def _rules_before_completion(config: ModelConfig) -> tuple[Rule, ...]:
 
 def _rules(config: ModelConfig) -> tuple[Rule, ...]:
     options = config.options
-    compile_parameters = options.torch_compile_optional_parameters
-    compiled = compile_parameters is not None and not compile_parameters.get("disable")
-    fixed_shapes = (compile_parameters or {}).get("dynamic") is False
+    compiled, arguments = options.compilation is not None, options.compilation or {}
     graphs = "cuda_graphs" in options.optimize
     # Inductor captures CUDA graphs itself in these modes, and with this option.
-    mode = str((compile_parameters or {}).get("mode"))
+    mode = arguments.get("mode")
     setting = f"mode is {mode}"
-    captured_by_inductor = compiled and mode in ("reduce-overhead", "max-autotune")
-    if compiled and ((compile_parameters or {}).get("options") or {}).get("triton.cudagraphs"):
+    captured_by_inductor = mode in ("reduce-overhead", "max-autotune")
+    if (arguments.get("options") or {}).get("triton.cudagraphs"):
         setting, captured_by_inductor = "options have triton.cudagraphs", True
     largest_bucket = max(options.batch_buckets or (0,))
     gpu_sharing = bool(options.enable_weight_sharing) and config.kind != "CPU"
@@ -88,7 +86,7 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
         "PAD": bool(options.pad),
         "BATCH_BUCKETS": bool(options.batch_buckets),
         "OPTIMIZE's cuda_graphs": graphs,
-        "TORCH_COMPILE_OPTIONAL_PARAMETERS with dynamic: false": fixed_shapes,
+        "TORCH_COMPILE_OPTIONAL_PARAMETERS with dynamic: false": options.static_shapes,
         "model_transaction_policy { decoupled: true }": config.decoupled,
         "a state that batch_output names": any(out.name in states for out in config.batch_outputs),
     }

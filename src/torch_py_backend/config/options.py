@@ -255,6 +255,17 @@ class Options:
     execution_env_path: str | None = _option(name)
 
     @property
+    def compilation(self) -> JsonObject | None:
+        """The arguments of torch.compile; None: the model is not compiled."""
+        arguments = self.torch_compile_optional_parameters
+        return None if arguments is None or arguments.get("disable") else arguments
+
+    @property
+    def static_shapes(self) -> bool:
+        """Whether torch.compile makes a graph for each shape."""
+        return (self.compilation or {}).get("dynamic") is False
+
+    @property
     def autocast(self) -> str | None:
         """The type of autocast in OPTIMIZE, `bf16` or `fp16`; None: no autocast."""
         return next((name for name in ("bf16", "fp16") if name in self.optimize), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -60,6 +60,21 @@ def model_dims(entry: Document) -> list[int]:
     reshape = entry.get("reshape")
     dims: list[int] = entry["dims"] if reshape is None else reshape.get("shape", [])
     return dims
+
+
+def dims_entry(dims: Sequence[int]) -> JsonObject:
+    """Return the fields of an input or output with these dims for the model.
+
+    Triton requires one dimension at least; `reshape` removes it again.
+    """
+    return {"dims": [*dims]} if dims else {"dims": [1], "reshape": {"shape": []}}
+
+
+def fits(shape: Sequence[int], dims: Sequence[int]) -> bool:
+    """Return whether a shape has these dims, of which -1 is any size."""
+    return len(shape) == len(dims) and all(
+        dim in (-1, size) for size, dim in zip(shape, dims, strict=True)
+    )
 
 
 def is_complete(entry: Document) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from torch_py_backend.config import dtypes
+from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.dtypes import DType
 from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import ConfigError
@@ -167,10 +167,7 @@ def _parse_initial(model: str, name: str, dims: Sequence[int], entry: Document) 
             f"the initial_state of '{name}' has data_type {block.get('data_type')}",
             expected=f"{entry['data_type']}, as the state has",
         )
-    fits = len(sizes) == len(dims) and all(
-        size >= 0 and dim in (-1, size) for size, dim in zip(sizes, dims, strict=True)
-    )
-    if not fits:
+    if min(sizes, default=0) < 0 or not pbtxt.fits(sizes, dims):
         raise ConfigError(
             model,
             f"the initial_state of '{name}' has dims {list(sizes)}",

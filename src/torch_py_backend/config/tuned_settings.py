@@ -8,14 +8,14 @@ import json
 import logging
 import os
 import re
-import tempfile
 from importlib import metadata
 from pathlib import Path
 
+from torch_py_backend import files
 from torch_py_backend.config import conflicts, options, threads
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.pbtxt import Document, JsonObject
-from torch_py_backend.errors import ConfigError, TuneError
+from torch_py_backend.errors import ConfigError, ToolError
 
 log = logging.getLogger(__name__)
 
@@ -115,53 +115,16 @@ def save(folder: Path, entry: Document) -> Path:
 
     Raises:
         ConfigError: tuned.json exists and was not written by `tune`.
-        TuneError: it cannot be written.
+        ToolError: it cannot be written.
     """
     path = folder / FILE
     machines = _read(path) | {fingerprint(entry["machine"]): entry}
-    write_atomically(path, json.dumps({"machines": machines}, indent=2, allow_nan=False).encode())
+    content = json.dumps({"machines": machines}, indent=2, allow_nan=False).encode()
+    try:
+        files.replace(path.resolve(), content)
+    except OSError as error:
+        raise ToolError(f"cannot write {path}: {error.strerror or error}.") from error
     return path
-
-
-def check_writable(folder: Path) -> None:
-    """Raise if results cannot be written into a folder; called before the measurements.
-
-    Raises:
-        TuneError: the folder is not writable.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise TuneError(
-            f"cannot write into {folder}: {error.strerror or error}; --output names another"
-            " folder for the findings, and --dry-run leaves config.pbtxt as it is."
-        ) from error
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file atomically and keep its permissions.
-
-    Raises:
-        TuneError: it cannot be written.
-    """
-    path = path.resolve()  # keep a link; replace its target
-    try:
-        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
-        with tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=f".{path.name}-", delete=False
-        ) as scratch:
-            try:
-                scratch.write(content)
-                scratch.flush()
-                os.fchmod(scratch.fileno(), mode)
-                Path(scratch.name).replace(path)
-            except BaseException:
-                Path(scratch.name).unlink(missing_ok=True)
-                raise
-    except OSError as error:
-        raise TuneError(f"cannot write {path}: {error.strerror or error}.") from error
 
 
 def _read(path: Path) -> JsonObject:

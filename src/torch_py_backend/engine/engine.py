@@ -37,7 +37,7 @@ from torch_py_backend.hooks.user_hooks import Hooks
 from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences.state_columns import StateColumns
-from torch_py_backend.signature.binding import InputBinding
+from torch_py_backend.signature.calls import InputBinding
 from torch_py_backend.weights import gpu_sharing, sharing_report
 
 

@@ -22,7 +22,7 @@ from torch_py_backend.compile.cuda_graphs import Graphs
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.signature.binding import InputBinding
+from torch_py_backend.signature.calls import InputBinding
 
 # Extracts the config's outputs from a result for a number of rows.
 Extract: TypeAlias = "Callable[[object, int], list[Value]]"
@@ -64,7 +64,7 @@ class ModelRunner:
         self.forward: Stage[Callable[..., Any]] = Stage("forward", self._graphs or module)
         self.convert = Stage("convert", grouping.convert)
         self.extract = Stage("outputs", extract)
-        fixed = torch_compile.static_shapes(config) or self.captures
+        fixed = config.options.static_shapes or self.captures
         self.rows = batch_buckets.row_counts(config, loaded.rows, fixed=fixed)
 
     @property

@@ -18,7 +18,7 @@ from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.retry import Failure
 from torch_py_backend.errors import summarize
-from torch_py_backend.signature.binding import InputBinding
+from torch_py_backend.signature.calls import InputBinding
 
 log = logging.getLogger(__name__)
 

@@ -24,6 +24,7 @@ from torch_py_backend.errors import (
     BackendError,
     ForwardError,
     HookError,
+    InputError,
     LoadError,
     OutOfMemoryError,
     OutputError,
@@ -323,6 +324,13 @@ class RetryPolicy:
     def _count_split(self, rows: int) -> None:
         self._counts.retried_rows += rows
         self._counts.memory_splits += 1
+
+    def unreadable(self, error: Exception) -> BackendError:
+        """Return the error of a request that cannot be read, due to its client or the device."""
+        reason, failure = summarize(error), self.classify(error)
+        if self.fatal is not None or failure.memory:
+            return self.refusal(failure)
+        return InputError(self._model, f"the request cannot be read: {reason}")
 
     def refusal(self, failure: Failure) -> BackendError:
         """Return the error of a failure, marked for the log; `fatal` once there is that."""

@@ -25,7 +25,7 @@ from torch_py_backend.loading import package_weights, size_probing
 from torch_py_backend.loading.loaded import Loaded, refuse_method, warn_unused
 from torch_py_backend.processes import orphan_cleanup
 from torch_py_backend.signature import introspection
-from torch_py_backend.signature.binding import Signature
+from torch_py_backend.signature.arguments import Signature
 
 
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:

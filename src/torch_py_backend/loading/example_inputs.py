@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching.gather_scatter import Item, Strings, Value
+from torch_py_backend.config import pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import ArtifactError, SourceError, summarize
 from torch_py_backend.loading import python_source
@@ -158,8 +159,8 @@ def fits(config: ModelConfig, spec: TensorSpec, value: Value) -> bool:
     dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else None
     return (
         dtype == spec.dtype.torch
-        and len(value.shape) == len(dims)
-        and all(dim in (-1, size) and size > 0 for size, dim in zip(value.shape, dims, strict=True))
+        and pbtxt.fits(value.shape, dims)
+        and all(size > 0 for size in value.shape)
     )
 
 

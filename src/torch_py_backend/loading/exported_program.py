@@ -20,7 +20,7 @@ from torch_py_backend.errors import ArtifactError, summarize
 from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.loaded import Loaded, refuse_method, warn_unused
 from torch_py_backend.signature import binding, introspection, results
-from torch_py_backend.signature.binding import Signature
+from torch_py_backend.signature.arguments import Signature
 
 
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:

@@ -15,7 +15,7 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import Options
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.signature import introspection
-from torch_py_backend.signature.binding import Signature
+from torch_py_backend.signature.arguments import Signature
 
 log = logging.getLogger(__name__)
 

@@ -25,7 +25,7 @@ from torch_py_backend.errors import InputError, summarize
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.sequences import state_store
 from torch_py_backend.signature import binding
-from torch_py_backend.signature.binding import Signature
+from torch_py_backend.signature.arguments import Signature
 
 log = logging.getLogger(__name__)
 

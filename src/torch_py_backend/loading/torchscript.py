@@ -13,7 +13,7 @@ from torch_py_backend.errors import ArtifactError, ConfigError, summarize
 from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.loaded import Forward, Loaded, warn_unused
 from torch_py_backend.signature import introspection
-from torch_py_backend.signature.binding import ArgumentType
+from torch_py_backend.signature.arguments import ArgumentType
 
 _TEXTS = (ArgumentType.STR, ArgumentType.STRINGS, ArgumentType.NESTED_STRINGS)
 

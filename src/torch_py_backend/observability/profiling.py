@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.profiler import profile, record_function
 
+from torch_py_backend import files
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import ConfigError, summarize
@@ -107,8 +108,7 @@ def check_writable(config: ModelConfig) -> None:
         return
     folder = Path(config.options.profile_dir)
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        files.check_writable(folder)
     except OSError as error:
         raise ConfigError(
             config.name,

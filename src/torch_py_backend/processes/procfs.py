@@ -1,4 +1,4 @@
-"""What /proc and the cgroups report about processes.
+"""What /proc reports about processes.
 
 Does not use psutil, which may be missing in the Python of a server.
 """
@@ -13,8 +13,6 @@ from pathlib import Path
 _ZOMBIE = "Z"
 # The states of a process that was stopped: by SIGSTOP, and by a debugger.
 _STOPPED = (["T"], ["t"])
-# Where cgroups of version 2 are mounted: alone, or beside those of version 1.
-_CGROUPS = Path("/sys/fs/cgroup")
 _HINTS: dict[int, str] = {
     signal.SIGBUS: " (is /dev/shm full?)",
     signal.SIGKILL: " (a kill, or the kernel was out of memory)",
@@ -29,7 +27,11 @@ def process_ids() -> list[int]:
 def stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on; empty if the process is gone."""
     # The process name, in brackets before the state, may hold any text.
-    return _read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError:
+        return []
+    return text.rpartition(")")[2].split()
 
 
 def has_ended(pid: int) -> bool:
@@ -38,21 +40,8 @@ def has_ended(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped: by SIGSTOP, a debugger or a frozen cgroup."""
-    if stat(pid)[:1] in _STOPPED:
-        return True
-    # In a frozen cgroup, the state of a process is "sleeping".
-    for line in _read_text(Path(f"/proc/{pid}/cgroup")).splitlines():
-        _, controllers, path = line.split(":", 2)
-        folder = path.lstrip("/")
-        if controllers == "freezer":
-            if _read_text(_CGROUPS / "freezer" / folder / "freezer.state").strip() == "FROZEN":
-                return True
-        elif not controllers:  # version 2
-            for root in (_CGROUPS, _CGROUPS / "unified"):
-                if "frozen 1" in _read_text(root / folder / "cgroup.events").splitlines():
-                    return True
-    return False
+    """Return whether a process is stopped, by SIGSTOP or a debugger."""
+    return stat(pid)[:1] in _STOPPED
 
 
 def cause_of_death(pid: int) -> str:
@@ -85,10 +74,3 @@ def descendants(ancestor: int) -> list[int]:
         pids += started
         pending += started
     return pids
-
-
-def _read_text(path: Path) -> str:
-    """Return the contents of a file; empty if it cannot be read."""
-    with contextlib.suppress(OSError):
-        return path.read_text(errors="replace")
-    return ""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.batching.gather_scatter import Item, Value
-from torch_py_backend.config import dtypes
+from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ExampleError, join_names, summarize
 from torch_py_backend.signature import results
@@ -366,6 +366,4 @@ def _entry(model: str, name: str, value: Value, dims: list[int]) -> JsonObject:
             f"the value of '{name}' in example_inputs is {value.dtype}",
             expected="a type that Triton has",
         ) from None
-    entry = {"name": name, "data_type": dtype.config, "dims": dims}
-    # Triton requires one dimension at least; `reshape` removes it before the model's call.
-    return entry if dims else entry | {"dims": [1], "reshape": {"shape": []}}
+    return {"name": name, "data_type": dtype.config, **pbtxt.dims_entry(dims)}

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from torch import nn
 
 from torch_py_backend.errors import (
     ExampleError,
-    InstallError,
     LoadError,
     PlatformError,
     SaveError,
@@ -110,7 +108,8 @@ def save_model(
         for key, value in (parameters or {}).items()
     }
     refusals = []
-    with _evaluating(module), torch.no_grad(), _scratch(target) as scratch:
+    scratch_folder = model_folder.scratch_folder(target.parent, f"cannot make {target}")
+    with _evaluating(module), torch.no_grad(), scratch_folder as scratch:
         for kind in formats:
             writer = ModuleFiles(
                 name, module, kind, scratch / kind / name, hooks, processor, model_kwargs or {}
@@ -199,21 +198,3 @@ def _make_readable(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(0o644)
-
-
-@contextlib.contextmanager
-def _scratch(target: Path) -> Iterator[Path]:
-    """Make a folder on the file system of the target; remove the repository if it stays empty."""
-    existed = target.parent.exists()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        folder = tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent)
-    except OSError as error:
-        raise InstallError(f"cannot make {target}: {error}") from error
-    try:
-        with folder as path:
-            yield Path(path)
-    finally:
-        if not existed:
-            with contextlib.suppress(OSError):  # it has the model
-                target.parent.rmdir()

@@ -195,7 +195,7 @@ class _Instance:
             if seconds <= _GRACE_S:
                 return reason
         elif now - self._stopped_since > _STOPPED_S:
-            reason = f"was stopped for {_STOPPED_S:g} s by a signal, a debugger or a frozen cgroup"
+            reason = f"was stopped for {_STOPPED_S:g} s by a signal or a debugger"
         elif status.state is InstanceState.LOADING and seconds > self._load_seconds:
             reason = f"took longer than {self._load_seconds:g} s (--load-timeout)"
         elif status.state is InstanceState.BUSY and limit is not None and seconds * 1000 > limit:

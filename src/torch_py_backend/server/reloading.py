@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from torch_py_backend.artifacts import repository
 from torch_py_backend.server import model_control
@@ -29,19 +29,13 @@ _MOST_NAMED = 3
 Files: TypeAlias = "Mapping[str, tuple[int, int]]"
 
 
-class Control(Protocol):
-    """`RepositoryClient`."""
-
-    def load(self, model: str, seconds: float) -> None: ...
-
-
 class Reloader:
     """Loads the models of a repository whose files change, and those that are added to it.
 
     Args:
         path: the model repository.
         names: the models to watch; empty: all.
-        control: loads models.
+        load: loads a model within a time limit in seconds.
         on_event: called with each change, and with each load that ends.
         seconds: the time limit of a load.
         spawn: runs a function in a thread of its own.
@@ -51,7 +45,7 @@ class Reloader:
         self,
         path: Path,
         names: Collection[str],
-        control: Control,
+        load: Callable[[str, float], None],
         on_event: Callable[[Event], None],
         seconds: float,
         *,
@@ -59,7 +53,7 @@ class Reloader:
         spawn: Callable[[Callable[[], None]], None] = model_control.start_daemon,
     ) -> None:
         self._path, self._names = path, names
-        self._control, self._on_event = control, on_event
+        self._load, self._on_event = load, on_event
         self._seconds, self._clock, self._spawn = seconds, clock, spawn
         self._loads: dict[str, Operation] = {}
         self._added: set[str] = set()
@@ -100,7 +94,7 @@ class Reloader:
 
     def _begin(self, name: str) -> None:
         load = self._loads[name] = Operation(self._clock())
-        work = functools.partial(self._control.load, name, self._seconds)
+        work = functools.partial(self._load, name, self._seconds)
         self._spawn(lambda: load.run(work, lambda: None))
 
     def _poll(self) -> Mapping[str, Files]:

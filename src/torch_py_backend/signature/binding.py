@@ -18,29 +18,12 @@ from torch_py_backend.errors import BindingError, join_names
 from torch_py_backend.signature.arguments import (
     Argument,
     ArgumentType,
-    Passing,
     Place,
     Signature,
     is_path,
     ordinal,
 )
 from torch_py_backend.signature.calls import Forward, InputBinding, bind_places
-
-# Other packages import the names of `arguments` and `calls` from here.
-__all__ = [
-    "Argument",
-    "ArgumentType",
-    "BindingRule",
-    "InputBinding",
-    "Passing",
-    "Signature",
-    "accepted_names",
-    "bind_inputs",
-    "is_path",
-    "leaf_name",
-    "ordinal",
-    "rule",
-]
 
 log = logging.getLogger(__name__)
 

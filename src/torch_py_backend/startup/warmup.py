@@ -213,11 +213,7 @@ def _row_counts(engine: Engine) -> Sequence[int | None]:
         return engine.runner.rows.buckets[::-1]
     if engine.runner.compiles:
         # A graph for all row counts may have guards that only some row counts pass.
-        every = (
-            largest
-            if torch_compile.static_shapes(engine.config)
-            else min(largest, _EVERY_ROW_COUNT)
-        )
+        every = largest if engine.config.options.static_shapes else min(largest, _EVERY_ROW_COUNT)
         counts = {*range(1, every + 1), *batch_buckets.powers_of_two(largest)}
         return sorted(counts, reverse=True)
     return sorted({largest, max(1, largest - 1), 1}, reverse=True)

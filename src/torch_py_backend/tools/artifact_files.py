@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch_py_backend.artifacts import discovery, file_types, source_dependencies
+from torch_py_backend.artifacts import file_types, source_dependencies
 from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.errors import ArtifactError
 
@@ -91,10 +91,7 @@ def find(model: str, path: Path, example: Path | None) -> ArtifactFiles:
             cure=cure,
         )
     if content is FileType.AOTI and file_types.external_constants(path):
-        weights = discovery.weights_beside(model, path.parent, path.stem)
-        if weights is not None:
-            name = f"model{weights.name.removeprefix(path.stem)}"
-            extra = {name: weights, **discovery.shard_files(weights), **extra}
+        extra = source_dependencies.weights_files(model, path) | extra
     return ArtifactFiles(content.value, path.name, {_SERVED_NAMES[content]: path} | extra)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.errors import BackendError, BenchError, summarize
+from torch_py_backend.errors import BackendError, ToolError, summarize
 
 Send: TypeAlias = Callable[[], Awaitable[object]]
 """A function that sends one request and waits for its response, or raises."""
@@ -123,7 +123,7 @@ async def measure(
     measured requests.
 
     Raises:
-        BenchError: every request failed, or none was answered.
+        ToolError: every request failed, or none was answered.
         ServerError: the server does not return its statistics.
     """
     before: JsonObject = await _stable_statistics(statistics) if statistics else {}
@@ -148,11 +148,11 @@ def _require_answers(concurrency: int, result: Result) -> None:
         return
     if result.errors:
         reason = result.first_error.rstrip(".")
-        raise BenchError(
+        raise ToolError(
             f"concurrency {concurrency}: all {result.errors} requests failed; the first: {reason}."
         )
     if count := result.unanswered.size:
-        raise BenchError(
+        raise ToolError(
             f"concurrency {concurrency}: none of {count} requests was answered in time."
         )
 

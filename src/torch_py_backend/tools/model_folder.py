@@ -110,8 +110,7 @@ def create(
 ) -> FolderReport:
     """Write a model folder, complete its config from the model, and load the model once.
 
-    The folder is written under a temporary name beside the target and then moved, so that a
-    server that watches the repository never sees a part of it. A folder at the target is replaced.
+    A folder at the target is replaced when the new one is complete.
 
     Args:
         target: the model folder.
@@ -124,21 +123,41 @@ def create(
         InstallError: the folder cannot be written.
         LoadError: the model of `saved` does not load, or its answers differ. Nothing is written.
     """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
-            folder = Path(scratch) / target.name
-            for name, source in artifact.files.items():
-                path = folder / "1" / name
-                path.parent.mkdir(parents=True, exist_ok=True)
-                transfer(source, path)
-            report = _write_config(folder, artifact, inputs, saved)
-            if os.path.lexists(target):
-                target.rename(Path(scratch) / "replaced")
-            folder.rename(target)
-    except OSError as error:
-        raise InstallError(f"cannot make {target}: {error}") from error
+    with scratch_folder(target.parent, f"cannot make {target}") as scratch:
+        folder = scratch / target.name
+        for name, source in artifact.files.items():
+            path = folder / "1" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            transfer(source, path)
+        report = _write_config(folder, artifact, inputs, saved)
+        if os.path.lexists(target):
+            target.rename(scratch / "replaced")
+        folder.rename(target)
     return report
+
+
+@contextlib.contextmanager
+def scratch_folder(repository: Path, failure: str) -> Iterator[Path]:
+    """Make a temporary folder in a repository, in which a model folder is written.
+
+    It is moved when it is complete: a server that watches the repository never sees a part of it.
+    If the repository is created and stays empty, it is removed again, with its parents.
+
+    Raises:
+        InstallError: the block raised an OSError; `failure` says what could not be done.
+    """
+    created: list[Path] = []
+    try:
+        created += [path for path in (repository, *repository.parents) if not path.exists()]
+        repository.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".scratch-", dir=repository) as scratch:
+            yield Path(scratch)
+    except OSError as error:
+        raise InstallError(f"{failure}: {error}") from error
+    finally:
+        for folder in created:
+            with contextlib.suppress(OSError):  # it has the model
+                folder.rmdir()
 
 
 def completed(folder: Path, seconds: float = math.inf) -> tuple[str, JsonObject]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from torch_py_backend.errors import PackError, join_names
+from torch_py_backend.errors import ToolError, join_names
 
 SUFFIX = ".tar.gz"
 # The packages that an instance imports, with the least version of each.
@@ -119,14 +119,14 @@ def inspect(folder: Path) -> Environment:
     """Return the environment in a folder, as reported by its interpreter.
 
     Raises:
-        PackError: the folder is not an environment, or its Python does not run.
+        ToolError: the folder is not an environment, or its Python does not run.
     """
     folder = folder.absolute()
     config = folder / "pyvenv.cfg"
     kind: Literal["venv", "layer", "conda"] = "conda"
     if not (folder / "conda-meta").is_dir():
         if not config.is_file():
-            raise PackError(
+            raise ToolError(
                 f"{folder} is no environment: it has neither pyvenv.cfg nor conda-meta. Name the"
                 " folder of a virtual or conda environment."
             )
@@ -139,10 +139,10 @@ def inspect(folder: Path) -> Environment:
             [python, "-I", "-c", _PROBE], capture_output=True, text=True, check=False
         )
     except OSError as error:
-        raise PackError(f"{python} does not run: {error.strerror}.") from None
+        raise ToolError(f"{python} does not run: {error.strerror}.") from None
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it printed no error"])[-1]
-        raise PackError(f"{python} does not run: {last}")
+        raise ToolError(f"{python} does not run: {last}")
     return Environment(folder, kind, **json.loads(done.stdout))
 
 
@@ -155,11 +155,11 @@ def check(environment: Environment, stub: str, *, numpy_1: bool) -> None:
         numpy_1: whether that stub garbles tensors of numpy 2.
 
     Raises:
-        PackError: the server cannot run models in it.
+        ToolError: the server cannot run models in it.
     """
     folder, python = environment.folder, environment.python
     if python != stub:
-        raise PackError(
+        raise ToolError(
             f"{folder} has Python {python}, and the server's stub runs Python {stub}. Make the"
             f" environment with python{stub}; or put a stub for Python {python}, named"
             f" triton_python_backend_stub, into the model's folder, and pass --python {python}."
@@ -169,18 +169,18 @@ def check(environment: Environment, stub: str, *, numpy_1: bool) -> None:
         version = environment.packages.get(name)
         requirement = f"{name}>={least}" if least else name
         if version is None or _numbers(version) < _numbers(least):
-            raise PackError(
+            raise ToolError(
                 f"{folder} has {name} {version or 'not'}; each instance of a model imports"
                 f" {requirement}: {pip} '{requirement}'."
             )
     numpy = environment.packages["numpy"]
     if numpy_1 and _numbers(numpy) >= (2,):
-        raise PackError(
+        raise ToolError(
             f"{folder} has numpy {numpy}, and the stub of this server garbles tensors of numpy 2:"
             f" {pip} 'numpy<2', or use a server of 24.11 or newer."
         )
     if environment.outside and environment.kind != "layer":
-        raise PackError(
+        raise ToolError(
             f"{folder} imports from outside itself: {join_names(environment.outside)}. Install"
             " these packages without pip's -e, and remove .pth files that name folders."
         )
@@ -195,13 +195,13 @@ def write(environment: Environment, output: Path) -> None:
     """Write the whole archive, or nothing.
 
     Raises:
-        PackError: the archive cannot be written, or the environment cannot be packed.
+        ToolError: the archive cannot be written, or the environment cannot be packed.
     """
     output = output.absolute()
     if not output.name.endswith(SUFFIX):
-        raise PackError(f"{output} is no {SUFFIX} file, and Triton unpacks no other.")
+        raise ToolError(f"{output} is no {SUFFIX} file, and Triton unpacks no other.")
     if environment.folder in output.parents:
-        raise PackError(f"{output} lies in the environment; write it to another folder.")
+        raise ToolError(f"{output} lies in the environment; write it to another folder.")
     pack = _pack_conda if environment.kind == "conda" else _pack_venv
     try:
         with tempfile.TemporaryDirectory(prefix=".", dir=output.parent) as scratch:
@@ -209,14 +209,14 @@ def write(environment: Environment, output: Path) -> None:
             pack(environment, staged)
             staged.replace(output)
     except OSError as error:
-        raise PackError(f"cannot write {output}: {error}.") from None
+        raise ToolError(f"cannot write {output}: {error}.") from None
 
 
 def _pack_conda(environment: Environment, path: Path) -> None:
     try:
         import conda_pack  # noqa: PLC0415  in an extra
     except ImportError as error:
-        raise PackError(
+        raise ToolError(
             f"conda-pack, which packs environments of conda, cannot be imported ({error}):"
             " pip install 'torch-py-backend[pack]'."
         ) from None
@@ -225,7 +225,7 @@ def _pack_conda(environment: Environment, path: Path) -> None:
             prefix=str(environment.folder), output=str(path), compress_level=_COMPRESSION
         )
     except conda_pack.CondaPackException as error:
-        raise PackError(f"conda-pack: {' '.join(str(error).split())}") from None
+        raise ToolError(f"conda-pack: {' '.join(str(error).split())}") from None
 
 
 def _pack_venv(environment: Environment, path: Path) -> None:
@@ -238,7 +238,7 @@ def _pack_venv(environment: Environment, path: Path) -> None:
         if layer:
             return
         if library is None:
-            raise PackError(
+            raise ToolError(
                 f"{environment.base} has no libpython{python}.so.1.0, which Triton's stub loads."
                 f" Install it (Debian: libpython{python}), or make the environment with another"
                 " Python."
@@ -267,7 +267,7 @@ def _add_tree(
         if excluded.fullmatch(name):
             return None
         if entry.isdir() and (folder / name).is_symlink():  # it may lead to a folder around it
-            raise PackError(
+            raise ToolError(
                 f"{folder / name} is a link to a folder. Replace it by what it leads to."
             )
         if entry.isreg() and name.startswith("bin/"):

@@ -13,8 +13,8 @@ import numpy as np
 import safetensors
 from numpy.typing import NDArray
 
-from torch_py_backend.config import dtypes
-from torch_py_backend.errors import BenchError, join_names, summarize
+from torch_py_backend.config import dtypes, pbtxt
+from torch_py_backend.errors import ToolError, join_names, summarize
 
 _FORM = 'safetensors, or JSON {"inputs": [{"name", "shape", "datatype", "data"}]}'
 _SAFETENSORS = {
@@ -69,21 +69,21 @@ def model(name: str, config: Mapping[str, Any]) -> Model:
     """Return the model of a config that a server returned over either protocol.
 
     Raises:
-        BenchError: a request to the model does not have exactly one response.
+        ToolError: a request to the model does not have exactly one response.
     """
     if config.get("model_transaction_policy", {}).get("decoupled"):
-        raise BenchError(
+        raise ToolError(
             f"model '{name}' is decoupled; expected one that gives one answer to a request."
         )
     if "sequence_batching" in config:
-        raise BenchError(
+        raise ToolError(
             f"model '{name}' takes sequences; expected a model whose requests are independent."
         )
     inputs = []
     for entry in config.get("input", ()):
         dtype = dtypes.from_config(entry["data_type"])
         if dtype is None:
-            raise BenchError(
+            raise ToolError(
                 f"the data type {entry['data_type']} is unknown; use a newer torch-py-backend."
             )
         dims = tuple(int(dim) for dim in entry.get("dims", ()))
@@ -129,32 +129,32 @@ def read(path: Path, target: Model, rows: int | None) -> list[Payload]:
     from the file's start.
 
     Raises:
-        BenchError: the file cannot be read, or does not fit the model.
+        ToolError: the file cannot be read, or does not fit the model.
     """
     reader = {".safetensors": _from_safetensors, ".json": _from_json}.get(path.suffix)
     if reader is None:
-        raise BenchError(f"{path} is not a file of inputs; expected .safetensors or .json.")
+        raise ToolError(f"{path} is not a file of inputs; expected .safetensors or .json.")
     try:
         payload = reader(path.read_bytes())
     except OSError as error:
-        raise BenchError(f"cannot read {path}: {error.strerror or error}.") from error
+        raise ToolError(f"cannot read {path}: {error.strerror or error}.") from error
     except (
         LookupError, TypeError, AttributeError, ValueError, safetensors.SafetensorError,
     ) as error:  # fmt: skip
         reason = summarize(error).rstrip(".")
-        raise BenchError(f"cannot understand {path}: {reason}; expected {_FORM}.") from error
+        raise ToolError(f"cannot understand {path}: {reason}; expected {_FORM}.") from error
     if not payload:
-        raise BenchError(f"{path} holds no inputs.")
+        raise ToolError(f"{path} holds no inputs.")
     _check_inputs(path, payload, target)
     if rows is None and not target.max_batch_size:
         return [payload]
     counts = {len(tensor.array) for tensor in payload.values()}
     if len(counts) > 1:
-        raise BenchError(f"{path} holds inputs that differ in their number of rows.")
+        raise ToolError(f"{path} holds inputs that differ in their number of rows.")
     (count,) = counts
     size = count if rows is None else _checked_rows(target, rows)
     if not (count and 1 <= size <= target.max_batch_size):
-        raise BenchError(
+        raise ToolError(
             f"{path} holds {count} rows; model '{target.name}' takes 1 to"
             f" {target.max_batch_size} (its max_batch_size) in a request. Choose with --rows."
         )
@@ -203,12 +203,12 @@ def _from_json(content: bytes) -> Payload:
 
 def _checked_rows(target: Model, rows: int) -> int:
     if not target.max_batch_size:
-        raise BenchError(
+        raise ToolError(
             f"model '{target.name}' has no batch dimension (max_batch_size is 0);"
             " --rows is for models that have one. Leave it out."
         )
     if not 1 <= rows <= target.max_batch_size:
-        raise BenchError(
+        raise ToolError(
             f"--rows is {rows}; model '{target.name}' takes 1 to {target.max_batch_size} rows"
             " (its max_batch_size) in a request."
         )
@@ -220,18 +220,15 @@ def _check_inputs(path: Path, payload: Payload, target: Model) -> None:
     specs = {spec.name: spec for spec in target.inputs}
     required = {spec.name for spec in target.inputs if not spec.optional}
     if not required <= payload.keys() <= specs.keys():
-        raise BenchError(
+        raise ToolError(
             f"{path} holds {join_names(sorted(payload)) or 'nothing'}; model '{target.name}' takes"
             f" {join_names(specs)}."
         )
     batch = (-1,) if target.max_batch_size else ()
     for name, tensor in payload.items():
         shape, expected = tensor.array.shape, (*batch, *specs[name].dims)
-        fits = len(shape) == len(expected) and all(
-            dim in (-1, size) for size, dim in zip(shape, expected, strict=True)
-        )
-        if tensor.datatype != specs[name].datatype or not fits:
-            raise BenchError(
+        if tensor.datatype != specs[name].datatype or not pbtxt.fits(shape, expected):
+            raise ToolError(
                 f"{path} holds {name} as {tensor.datatype} {list(shape)}; model"
                 f" '{target.name}' takes {specs[name].datatype} {list(expected)}."
             )

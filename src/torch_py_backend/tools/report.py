@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
@@ -15,9 +13,10 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
+from torch_py_backend import files
 from torch_py_backend.config import tuned_settings
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.errors import BenchError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.tools.load_generator import STAGES, Point, ServerWork
 from torch_py_backend.tools.tuning import SECONDS, Figures, Limits, Row, Tuning
 
@@ -70,30 +69,31 @@ def check_writable(path: Path) -> None:
     """Raise before a measurement, rather than after it, if a file cannot be written.
 
     Raises:
-        BenchError: the file cannot be written.
+        ToolError: the file cannot be written.
     """
     if path.is_dir():
-        raise BenchError(f"cannot write {path}: it is a folder.")
+        raise ToolError(f"cannot write {path}: it is a folder.")
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent):
-            pass
+        files.check_writable(path.parent)
     except OSError as error:
-        raise BenchError(f"cannot write {path}: {error.strerror}.") from error
+        raise ToolError(f"cannot write {path}: {error.strerror}.") from error
 
 
 def write_json(path: Path, document: Mapping[str, object]) -> None:
-    """Write the whole file, or nothing.
+    """Write the whole file, or nothing, as `write`."""
+    write(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+
+
+def write(path: Path, text: str) -> None:
+    """Write the whole file, or nothing. A link is kept, and its target replaced.
 
     Raises:
-        BenchError: the file cannot be written.
+        ToolError: the file cannot be written.
     """
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        scratch.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n")
-        scratch.replace(path)
+        files.replace(path.resolve(), text.encode())
     except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise BenchError(f"cannot write {path}: {error.strerror}.") from error
+        raise ToolError(f"cannot write {path}: {error.strerror or error}.") from error
 
 
 # --- bench -----------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import psutil
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config import model_config, pbtxt, threads
 from torch_py_backend.config.options import TABLE
-from torch_py_backend.errors import LoadError, TuneError
+from torch_py_backend.errors import LoadError, ToolError
 from torch_py_backend.processes import child_process
 from torch_py_backend.processes.child_process import Workers
 from torch_py_backend.tools import candidates
@@ -365,7 +365,7 @@ class Tuning:
 
         Raises:
             LoadError: the model cannot be run even without optimization.
-            TuneError: the user's limits leave nothing to try.
+            ToolError: the user's limits leave nothing to try.
         """
         threads.limit_spinning()  # as in an instance
         with (
@@ -407,7 +407,7 @@ class Tuning:
         """Yield what to measure; later candidates depend on the rows of earlier ones."""
         plan, allowed = self.plan, self.plan.allowed
         if not any(True for _ in candidates.shares(facts, allowed)):
-            raise TuneError(
+            raise ToolError(
                 f"--threads {','.join(map(str, allowed.threads)) or 'any'} and --instances"
                 f" {','.join(map(str, allowed.instances)) or 'any'} ask for more than the"
                 f" {facts.cores} cores that there are."

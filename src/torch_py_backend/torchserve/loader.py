@@ -43,7 +43,7 @@ from torch_py_backend.errors import (
 )
 from torch_py_backend.loading import python_source
 from torch_py_backend.loading.loaded import Loaded, warn_unused
-from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
+from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.torchserve import mar_archive, stand_in
 from torch_py_backend.torchserve.context import Context, current_config
 from torch_py_backend.torchserve.mar_archive import Manifest
@@ -209,7 +209,7 @@ def _compile(config: ModelConfig, instance: object) -> None:
     suppress_errors = not torch_compile.required(config)
     torch._dynamo.config.suppress_errors = suppress_errors  # noqa: SLF001  it has no other name
     try:
-        model.compile(**(config.options.torch_compile_optional_parameters or {}))
+        model.compile(**(config.options.compilation or {}))
     except Exception as error:  # any error of torch.compile for an unknown value
         raise torch_compile.parameter_error(config, error) from error
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from torch_py_backend.artifacts.discovery import ARCHIVE
+from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import ArchiveError, join_names, printable
 from torch_py_backend.torchserve import mar_archive
 from torch_py_backend.torchserve.mar_archive import Manifest
@@ -123,7 +124,9 @@ def migrate(
         ),
         instances=_instances(settings),
     )
-    config += "".join(_parameters(settings, content_type=content_type, example=example))
+    config += "".join(
+        f"{line}\n" for line in _parameters(settings, content_type=content_type, example=example)
+    )
     others = [key for key in document if key not in settings.converted]
     notes += [f"{key} {settings.shown(key)}: no effect here" for key in others if key in _KEYS]
     if notes:
@@ -263,27 +266,23 @@ def _parameters(settings: _Settings, *, content_type: str, example: bool) -> lis
     lines = []
     seconds = settings.integer("responseTimeout")
     if seconds is not None:
-        lines.append(_parameter("EXECUTION_TIMEOUT_MS", str(seconds * 1000)))
+        lines.append(pbtxt.parameter("EXECUTION_TIMEOUT_MS", str(seconds * 1000)))
         settings.convert("responseTimeout", f"EXECUTION_TIMEOUT_MS {seconds * 1000}")
     compiled = _compile_parameters(settings)
     if compiled is not None:
-        lines.append(_parameter("TORCH_COMPILE_OPTIONAL_PARAMETERS", compiled))
+        lines.append(pbtxt.parameter("TORCH_COMPILE_OPTIONAL_PARAMETERS", compiled))
         settings.convert("pt2", f"TORCH_COMPILE_OPTIONAL_PARAMETERS {compiled}")
     if content_type:
         lines += [
-            "# What the handler takes bodies for: JSON is parsed, text decoded, all else bytes.\n",
-            _parameter("MODEL_KWARGS", json.dumps({"content_type": content_type})),
+            "# What the handler takes bodies for: JSON is parsed, text decoded, all else bytes.",
+            pbtxt.parameter("MODEL_KWARGS", json.dumps({"content_type": content_type})),
         ]
     if not example:
         lines += [
-            "# There is no body to warm up with: `import-mar --example FILE` puts one here.\n",
-            _parameter("WARMUP", "false"),
+            "# There is no body to warm up with: `import-mar --example FILE` puts one here.",
+            pbtxt.parameter("WARMUP", "false"),
         ]
     return lines
-
-
-def _parameter(key: str, value: str) -> str:
-    return f'parameters {{ key: "{key}" value {{ string_value: {json.dumps(value)} }} }}\n'
 
 
 def _compile_parameters(settings: _Settings) -> str | None:

@@ -17,7 +17,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeAlias, TypedDict
+from typing import TypeAlias, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -58,18 +58,6 @@ class _Offer(TypedDict):
     facts: Facts
     blocks: list[str]
     tensors: dict[str, _Placed]
-
-
-class Memory(Protocol):
-    """Memory of a device that processes share; see `CudaMemory`."""
-
-    device: torch.device
-
-    def name(self) -> str: ...
-    def export(self, tensor: Tensor) -> tuple[str, int]: ...
-    def open(self, block: str) -> Tensor: ...
-    def synchronize(self) -> None: ...
-    def empty_cache(self) -> None: ...
 
 
 def requested(config: ModelConfig) -> bool:
@@ -138,7 +126,7 @@ class SharedWeights:
         self.lock = threading.RLock()
         self.final = "cuda_graphs" in config.options.optimize or torch_compile.requested(config)
         self._config = config
-        self._memory: Memory = CudaMemory(device)
+        self._memory = CudaMemory(device)
         self._reload = reload
         self._weights_moved: Callable[[], object] = lambda: None
         self._unplaced: nn.Module | None = None
@@ -378,7 +366,7 @@ def _facts(weights: Weights) -> Facts:
     }
 
 
-def _export(weights: Weights, memory: Memory) -> tuple[list[str], dict[str, _Placed]]:
+def _export(weights: Weights, memory: CudaMemory) -> tuple[list[str], dict[str, _Placed]]:
     """Return the blocks of memory of the weights, and the place of each weight."""
     blocks: dict[str, int] = {}
     tensors: dict[str, _Placed] = {}
@@ -396,7 +384,7 @@ def _export(weights: Weights, memory: Memory) -> tuple[list[str], dict[str, _Pla
     return list(blocks), tensors
 
 
-def _views(offer: _Offer, memory: Memory) -> dict[str, Tensor]:
+def _views(offer: _Offer, memory: CudaMemory) -> dict[str, Tensor]:
     """Map the memory of an offer, and return the weights."""
     blocks = [memory.open(block) if block else None for block in offer["blocks"]]
     views = {}

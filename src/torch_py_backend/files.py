@@ -1,0 +1,39 @@
+"""Write a file at once, or not at all."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+
+def replace(path: Path, content: bytes, mode: int | None = None) -> None:
+    """Write a file atomically. A link is replaced; resolve the path to replace its target.
+
+    Args:
+        path: the file.
+        content: its content.
+        mode: its permissions; None: those of the file that it replaces, 644 for a new one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    if mode is None:
+        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
+        scratch = Path(file.name)
+        try:
+            file.write(content)
+            file.flush()
+            os.fchmod(file.fileno(), mode)
+            scratch.replace(path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+
+
+def check_writable(folder: Path) -> None:
+    """Raise OSError unless files can be created in a folder."""
+    with tempfile.TemporaryFile(dir=folder):
+        pass
