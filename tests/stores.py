@@ -260,6 +260,41 @@ def hugging_face_hub(files: Mapping[str, bytes]) -> Iterator[str]:
         server.shutdown()
 
 
+@contextlib.contextmanager
+def refusing(status: int) -> Iterator[dict[str, str]]:
+    """Serve a store of Google, Azure and Hugging Face that answers only with a status.
+
+    Yields the environment variables in which gs://, az:// and hf:// are this server.
+    """
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        do_POST = do_GET  # noqa: N815  http.server's name
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        yield {
+            "STORAGE_EMULATOR_HOST": address,
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",
+            "HF_ENDPOINT": address,
+            "HF_HUB_OFFLINE": "0",
+            "AZURE_STORAGE_CONNECTION_STRING": (
+                f"BlobEndpoint={address}/a;AccountName=a;AccountKey={_AZURITE_KEY}"
+            ),
+        }
+        server.shutdown()
+
+
 def _tree_entry(name: str, content: bytes) -> dict[str, Any]:
     blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     entry: dict[str, Any] = {"type": "file", "oid": blob, "size": len(content), "path": name}

@@ -40,6 +40,7 @@ def test_the_locale_is_utf8(tmp_path: Path) -> None:
     assert locale.nl_langinfo(locale.CODESET) == "UTF-8"
 
 
+@pytest.mark.parametrize("name", ["other.pt2", "model.pt", "net"])
 @pytest.mark.parametrize(
     ("member", "asked"),
     [
@@ -48,11 +49,12 @@ def test_the_locale_is_utf8(tmp_path: Path) -> None:
     ],
 )
 def test_readiness_of_packages(
-    member: str, asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, member: str, asked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Newer servers do not ask an AOTInductor package, which could not answer during a call."""
     monkeypatch.setattr(fake_triton, "_model_dir", str(tmp_path))
-    with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
+    (tmp_path / "folder").mkdir()
+    with zipfile.ZipFile(tmp_path / name, "w") as archive:
         archive.writestr(member, "")
     assert hasattr(TritonPythonModel(), "is_ready") is asked
 

@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import stores
 import supervised
 import torch
+import tritonclient.grpc
 
 import torch_py_backend
 
@@ -120,6 +122,53 @@ def test_from_python(s3: stores.S3, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with torch_py_backend.serve(_URL, arguments=[f"--cache={tmp_path / 'cache'}"]) as server:
         outputs = server.infer("scale", torch.ones(1, 4))
         assert outputs["y"].tolist() == [[2.0] * 4]
+
+
+@pytest.mark.slow
+def test_a_model_of_the_hugging_face_hub(tmp_path: Path) -> None:
+    """It becomes a model folder, whose inputs are tensors."""
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.BertConfig(
+        vocab_size=100, hidden_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    bert = transformers.BertModel(settings, add_pooling_layer=False).eval()
+    bert.save_pretrained(tmp_path / "net")
+    ids = np.arange(6, dtype=np.int64)[None]
+    with torch.inference_mode():
+        expected = bert(torch.from_numpy(ids)).last_hidden_state.numpy()
+    cache = f"--cache={tmp_path / 'cache'}"
+    with (
+        stores.hugging_face_hub(stores.files_in(tmp_path / "net")) as address,
+        supervised.serve(
+            "hf://organization/net", cache, HF_ENDPOINT=address, HF_HUB_OFFLINE="0"
+        ) as served,
+    ):
+        served.wait_loaded()
+        with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
+            tensor = tritonclient.grpc.InferInput("input_ids", [1, 6], "INT64")
+            tensor.set_data_from_numpy(ids)
+            answer = client.infer("net", [tensor]).as_numpy("last_hidden_state")
+    np.testing.assert_allclose(answer, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_compiled_code_travels(s3: stores.S3, tmp_path: Path) -> None:
+    """What one machine has compiled is in the bucket, and another one takes it from there."""
+    compiled = (
+        'parameters { key: "TORCH_COMPILE_OPTIONAL_PARAMETERS" value { string_value: "{}" } }'
+    )
+    s3.put("bucket/models", {"scale/config.pbtxt": (_CONFIG + compiled).encode()})
+    uploads = ("--poll=0.5", "--upload-compiled")
+    with supervised.serve(_URL, f"--cache={tmp_path / 'a'}", *uploads, **s3.variables) as served:
+        served.wait_loaded()
+        supervised.until(lambda: "bundle was written to s3://bucket/models" in served.log, served)
+    with supervised.serve(_URL, f"--cache={tmp_path / 'b'}", **s3.variables) as served:
+        served.wait_loaded()
+        assert served.infer("scale", 3.0) == [6.0] * 4
+        # Still the file that was fetched: what is compiled anew replaces it.
+        (bundle,) = tmp_path.glob("b/user-*/servers/*/models/scale/compile_cache/*.bundle")
+        assert bundle.stat().st_nlink > 1
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ class Total(nn.Module):
 
 class Random(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x + random.random()
+        return x + 10 ** random.uniform(0, 30)  # two answers are never close
 
 
 class Branches(nn.Module):

@@ -15,7 +15,8 @@ from torch_py_backend.errors import ServerError
 from torch_py_backend.server import model_cache
 from torch_py_backend.server.mirror import Mirror
 from torch_py_backend.server.model_cache import ModelCache
-from torch_py_backend.server.object_store import Store, StoreError
+from torch_py_backend.server.object_store import Store
+from torch_py_backend.server.store_errors import StoreError
 
 
 class _Polled:
@@ -109,7 +110,7 @@ def test_started_without_access(
     """What was fetched before is not served to those who may not read it now."""
     polled().mirror.close()
     store.listing_error = error
-    with pytest.raises(StoreError, match=r"access is denied|not there"):
+    with pytest.raises(StoreError, match=r"access is denied|does not exist"):
         polled()
 
 

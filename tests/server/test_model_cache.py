@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import concurrent.futures
 import contextlib
 import errno
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import stores
 from stores import Faulty
@@ -21,7 +23,8 @@ from stores import Faulty
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import blobs, cache_space, object_store
 from torch_py_backend.server.model_cache import ModelCache
-from torch_py_backend.server.object_store import Store, StoreError
+from torch_py_backend.server.object_store import Store
+from torch_py_backend.server.store_errors import StoreError
 
 _ALL = sum(map(len, stores.FILES.values()))
 
@@ -54,6 +57,18 @@ def test_versions_that_share_files(s3: stores.S3, opened: Callable[..., ModelCac
         cache.use(cache.fetch(Store(f"s3://bucket/{day}"), lambda _, total: fetched.append(total)))
     assert fetched[-1] == len(b"other")
     assert stores.files_in(cache.path) == {**stores.FILES, "a/config.pbtxt": b"other"}
+
+
+@pytest.mark.parametrize("protocol", ["file", "memory"])
+def test_stores_of_fsspec(protocol: str, opened: Callable[..., ModelCache], tmp_path: Path) -> None:
+    """A folder of this machine, and memory: any store that reports times of change."""
+    root = tmp_path / "store"
+    files: Any = fsspec.filesystem(protocol, auto_mkdir=True)
+    for name, content in stores.FILES.items():
+        files.pipe_file(f"{root}/{name}", content)
+    cache = opened()
+    cache.use(cache.fetch(Store(f"{protocol}://{root}"), stores.ignore))
+    assert stores.files_in(cache.path) == stores.FILES
 
 
 def test_four_at_once(store: type[Faulty], opened: Callable[..., ModelCache]) -> None:
@@ -343,6 +358,24 @@ def test_a_disk_without_hard_links(
     monkeypatch.setattr(os, "link", lambda *_: _raise(error))
     with pytest.raises(ServerError, match=r"Operation not permitted\. Name another folder"):
         opened().fetch(Store(stores.URL), stores.ignore)
+
+
+def test_equal_models_of_two_urls(store: type[Faulty], opened: Callable[..., ModelCache]) -> None:
+    """A model folder has the name of its URL, also if another URL has the same files."""
+
+    def arrange(url: str) -> Callable[[Path, Path], bool]:
+        def copy(files: Path, target: Path) -> bool:
+            shutil.copytree(files, target / url.rpartition("/")[2])
+            return True
+
+        return copy
+
+    for url in ("faulty://models", "faulty://models2"):
+        store.files = {"config.json": b"{}"}
+        store.facts = {"config.json": {"md5Hash": base64.b64encode(hashlib.md5(b"{}").digest())}}
+        cache = opened(arrange=arrange(url))
+        cache.use(cache.fetch(Store(url), stores.ignore))
+        assert stores.files_in(cache.path) == {f"{url.rpartition('/')[2]}/config.json": b"{}"}
 
 
 def test_arranged(store: type[Faulty], opened: Callable[..., ModelCache]) -> None:

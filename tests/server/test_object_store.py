@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,8 +24,9 @@ from fsspec.asyn import AsyncFileSystem
 from stores import Faulty
 
 from torch_py_backend.server import object_store
-from torch_py_backend.server.object_store import Store, StoreError
+from torch_py_backend.server.object_store import Store
 from torch_py_backend.server.remote_file import RemoteFile
+from torch_py_backend.server.store_errors import StoreError
 
 _FILES = {"a/config.pbtxt": b"x", "a/1/model.pt": bytes(range(256)) * 10}
 
@@ -44,7 +46,7 @@ def faulty() -> Iterator[type[Faulty]]:
         ("s3://id:secret@bucket/models", "the URL of s3:// holds credentials or a query"),
         ("s3://https://user:secret@minio:9000/bucket", "the URL of s3:// holds credentials"),
         ("az://box/models?sv=2024&sig=secret", "the URL of az:// holds credentials or a query"),
-        ("nothing://box/models", "Protocol not known: nothing"),
+        ("nothing://box/models", "nothing:// is not a store .*; expected s3://"),
         ("hf://organization", "hf://organization cannot be read: "),
     ],
 )
@@ -132,7 +134,7 @@ def test_a_server_s_own_address(s3: stores.S3, monkeypatch: pytest.MonkeyPatch) 
 def test_nothing_there(s3: stores.S3, url: str) -> None:
     s3.put("bucket/models", _FILES)
     with pytest.raises(
-        StoreError, match=r"holds no files|cannot be read: it is not there"
+        StoreError, match=r"holds no files|cannot be read: it does not exist"
     ) as raised:
         Store(url).files()
     assert not raised.value.temporary
@@ -182,40 +184,6 @@ def test_files_without_facts(faulty: type[Faulty], facts: dict[str, Any], messag
         Store("faulty://models").files()
 
 
-@pytest.mark.parametrize(
-    ("error", "message", "temporary"),
-    [
-        (PermissionError("Forbidden"), r"access is denied \(PermissionError: Forbidden\)", False),
-        (FileNotFoundError("models"), "it is not there", False),
-        (TimeoutError("too slow"), "TimeoutError: too slow", True),
-        (OSError("signed with s3cr3t-key"), r"OSError: signed with \*\*\*", True),
-        (OSError("x" * 495 + " s3cr3t-key"), r"\*\*", True),
-        (OSError("key=c3Vy%2F3Ry, AccountKey=c3Vy/3Ry"), r"key=\*\*\*, AccountKey=\*\*\*", True),
-        (OSError("404 https://cdn/a?X-Signature=s3cr3t&b=c: gone"), "404 https://cdn/a gone", True),
-        (
-            type("NoCredentialsError", (Exception,), {})("none"),
-            "access is denied .* Set the",
-            False,
-        ),
-    ],
-)
-def test_errors(
-    faulty: type[Faulty],
-    error: Exception,
-    message: str,
-    temporary: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """One sentence, without secrets."""
-    monkeypatch.setenv("SOME_SECRET_ACCESS_KEY", "s3cr3t-key")
-    monkeypatch.setenv("STORE_CONNECTION_STRING", "Name=a;AccountKey=c3Vy/3Ry;End=b")
-    faulty.listing_error = error
-    with pytest.raises(StoreError, match=message) as raised:
-        Store("faulty://models").files()
-    assert raised.value.temporary is temporary
-    assert "s3cr3t" not in str(raised.value)
-
-
 def _content(store: Store, name: str, start: int = 0) -> bytes:
     return b"".join(store.read(store.files()[PurePosixPath(name)], start))
 
@@ -235,7 +203,7 @@ def test_a_truncated_answer(faulty: type[Faulty], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(time, "sleep", pauses.append)
     faulty.truncate = True
     with pytest.raises(
-        StoreError, match=r"2559 of 2560 bytes of a/1/model.pt were received"
+        StoreError, match=r"models/a/1/model.pt cannot be read: .*2559 of 2560 bytes"
     ) as raised:
         _content(Store("faulty://models"), "a/1/model.pt")
     assert raised.value.temporary
@@ -306,7 +274,7 @@ def test_a_store_that_never_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         lambda: [*store.read(file, 0)],
         lambda: store.write(tmp_path / "x", PurePosixPath("x")),
     ):
-        with pytest.raises(StoreError, match=r"silent://models cannot be .*Timeout") as raised:
+        with pytest.raises(StoreError, match=r"silent://models\S* cannot be .*Timeout") as raised:
             call()
         assert raised.value.temporary
     assert Silent.requests == 4  # none was sent again: that would take minutes
@@ -329,7 +297,7 @@ def test_google_cloud_storage(monkeypatch: pytest.MonkeyPatch) -> None:
             name: ("md5", hashlib.md5(content).hexdigest()) for name, content in _FILES.items()
         }
         assert _content(store, "a/1/model.pt") == _FILES["a/1/model.pt"]
-        with pytest.raises(StoreError, match=r"holds no files|is not there"):
+        with pytest.raises(StoreError, match=r"holds no files|does not exist"):
             Store("gs://bucket/nothing").files()
 
 
@@ -345,7 +313,7 @@ def test_azure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (tmp_path / "bundle").write_bytes(b"compiled")
         store.write(tmp_path / "bundle", PurePosixPath("a/compile_cache/b.bundle"))
         assert _content(store, "a/compile_cache/b.bundle") == b"compiled"
-        with pytest.raises(StoreError, match=r"holds no files|is not there"):
+        with pytest.raises(StoreError, match=r"holds no files|does not exist"):
             Store("az://bucket/nothing").files()
         with pytest.raises(StoreError, match="is a file; expected a folder"):
             Store("az://bucket/models/a/config.pbtxt").files()
@@ -354,7 +322,8 @@ def test_azure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 # In a process of its own: huggingface_hub reads the address of its hub when it is imported.
 _LISTING = """
 import json, sys
-from torch_py_backend.server.object_store import Store, StoreError
+from torch_py_backend.server.object_store import Store
+from torch_py_backend.server.store_errors import StoreError
 from torch_py_backend.server.remote_file import RemoteFile
 try:
     store = Store(sys.argv[1])
@@ -390,7 +359,7 @@ def test_hugging_face_hub(url: str) -> None:
         assert {name: content.encode() for name, _, content in listed} == files
         assert {name: digest and digest[1] for name, digest, _ in listed} == digests
         missing = _listed("hf://organization/nothing", address)
-        assert re.search(r"it is not there .*repository not found", missing)
+        assert re.search(r"it does not exist .*repository not found", missing)
     repository = {"a/config.pbtxt": b"x", "a/1/config.json": b"{}"}
     with stores.hugging_face_hub(repository) as address:
         assert {name: content.encode() for name, _, content in _listed(url, address)} == repository
@@ -426,6 +395,17 @@ def test_etags_of_zeros() -> None:
     assert [file.etag for file in files] == [""] * 3
 
 
+def test_times_of_a_listing_and_of_a_file() -> None:
+    """MinIO lists fractions of a second; the header of one file has none."""
+    store = Store("s3://bucket/models")
+    listed = datetime(2026, 11, 24, 12, 0, 0, 250_000, tzinfo=timezone.utc)
+    keys = {
+        store._remote_file("bucket/models/a", {"size": 4, "LastModified": when}).key
+        for when in (listed, listed.replace(microsecond=0))
+    }
+    assert len(keys) == 1
+
+
 def test_only_pieces_that_failed_are_asked_for_again(
     faulty: type[Faulty], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,7 +428,7 @@ def test_denied_while_writing(faulty: type[Faulty], tmp_path: Path) -> None:
     (tmp_path / "bundle").write_bytes(b"")
     store = Store("faulty://models")
     store._files.pipe_file = lambda *_: (_ for _ in ()).throw(PermissionError("Forbidden"))
-    with pytest.raises(StoreError, match="cannot be written: access is denied"):
+    with pytest.raises(StoreError, match=r"written: access is denied .* may list and write"):
         store.write(tmp_path / "bundle", PurePosixPath("a/compile_cache/b.bundle"))
 
 

@@ -58,9 +58,9 @@ class TritonPythonModel:
 
     def __init__(self) -> None:
         # Before `initialize`: it is not known when a server looks for the method.
-        programs = Path(pb_utils.get_model_dir()).glob("*.pt2")
         with contextlib.suppress(OSError):  # the load reports it
-            if all(file_types.file_type(path) is not FileType.AOTI for path in programs):
+            files = [path for path in Path(pb_utils.get_model_dir()).iterdir() if path.is_file()]
+            if all(file_types.file_type(path) is not FileType.AOTI for path in files):
                 self.is_ready = self._is_ready
 
     def initialize(self, args: Mapping[str, str]) -> None:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import IO, TypeAlias
 
 from torch_py_backend.processes import private_files
-from torch_py_backend.server.object_store import Store, StoreError
+from torch_py_backend.server.object_store import Store
 from torch_py_backend.server.remote_file import RemoteFile
+from torch_py_backend.server.store_errors import StoreError
 
 # Called with the bytes received so far and the total.
 Progress: TypeAlias = "Callable[[int, int], None]"

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich import filesize
 
 from torch_py_backend.processes import private_files
-from torch_py_backend.server.object_store import StoreError
+from torch_py_backend.server.store_errors import StoreError
 
 LOCK = "lock"
 _RESERVED = "reserved"

@@ -10,7 +10,8 @@ from pathlib import Path, PurePosixPath
 from torch_py_backend.errors import ServerError, summarize
 from torch_py_backend.server.blobs import Progress
 from torch_py_backend.server.model_cache import COMPILED, ModelCache, Snapshot
-from torch_py_backend.server.object_store import Store, StoreError
+from torch_py_backend.server.object_store import Store
+from torch_py_backend.server.store_errors import StoreError
 
 _CLOSE_S = 2.0
 

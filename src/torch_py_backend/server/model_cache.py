@@ -32,8 +32,9 @@ from torch_py_backend.errors import ServerError
 from torch_py_backend.processes import private_files
 from torch_py_backend.server.blobs import Blobs, Progress, Transfer, hard_link
 from torch_py_backend.server.cache_space import LOCK, CacheSpace
-from torch_py_backend.server.object_store import Store, StoreError
+from torch_py_backend.server.object_store import Store
 from torch_py_backend.server.remote_file import RemoteFile
+from torch_py_backend.server.store_errors import StoreError
 
 COMPILED = "compile_cache"
 # Attempts to fetch a repository that keeps changing.
@@ -128,7 +129,7 @@ class ModelCache:
         transfer = Transfer(store, progress, on_wait)
         for _ in range(_ATTEMPTS):
             files = store.files()
-            snapshot = Snapshot(_name(files), store.identity, frozenset(files))
+            snapshot = Snapshot(self._name(store, files), store.identity, frozenset(files))
             try:
                 with tempfile.TemporaryDirectory(
                     dir=self._own, ignore_cleanup_errors=True
@@ -188,7 +189,7 @@ class ModelCache:
         for file in by_key.values():
             if not self._blobs.fetch(transfer, file, scratch / file.key):
                 return False
-        if missing and _name(store.files()) != name:
+        if missing and self._name(store, store.files()) != name:
             return False
         for path, file in missing.items():
             hard_link(scratch / file.key, folder / path)
@@ -250,6 +251,15 @@ class ModelCache:
     def _point(self, link: Path, name: str) -> None:
         _link(Path("..", "..", "snapshots", name), link)
 
+    def _name(self, store: Store, files: Files) -> str:
+        """Return the name of the snapshot of these files: the same for the same contents."""
+        listing = sorted(
+            f"{path}\0{file.key}" for path, file in files.items() if not _is_compiled(path)
+        )
+        if self._arrange is not None:  # the name of a model folder is that of its URL
+            listing.append(store.url)
+        return hashlib.sha256("\0".join(listing).encode()).hexdigest()[:40]
+
     def _last_name(self, store: str) -> str:
         file = self._folder / "urls" / store
         name = file.read_text(encoding="utf-8") if file.is_file() else ""
@@ -257,7 +267,11 @@ class ModelCache:
 
     def _error(self, error: OSError) -> ServerError:
         if error.errno == errno.ENOSPC:
-            return StoreError(f"the disk of {self._folder} is full.", temporary=True)
+            return StoreError(
+                f"the disk of {self._folder} is full. Free some space, or name another folder with"
+                " --cache.",
+                temporary=True,
+            )
         other = " Name another folder on a local disk with --cache."
         cure = "" if error.errno in _PASSING else other
         return ServerError(
@@ -275,14 +289,6 @@ def _missing_compiled(files: Files, snapshot: Path) -> Files:
         for path, file in files.items()
         if _is_compiled(path) and not (snapshot / path).exists()
     }
-
-
-def _name(files: Files) -> str:
-    """Return the name of the snapshot of these files: the same for the same contents."""
-    listing = sorted(
-        f"{path}\0{file.key}" for path, file in files.items() if not _is_compiled(path)
-    )
-    return hashlib.sha256("\0".join(listing).encode()).hexdigest()[:40]
 
 
 def _link(target: Path, link: Path) -> None:

@@ -9,21 +9,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib
+import logging
 import os
 import re
 import time
-import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from torch_py_backend.artifacts import file_types
-from torch_py_backend.errors import ServerError, printable, sanitize_line, summarize
-from torch_py_backend.server import remote_file
+from torch_py_backend.errors import summarize
+from torch_py_backend.server import remote_file, store_errors
 from torch_py_backend.server.remote_file import RemoteFile
+from torch_py_backend.server.store_errors import StoreError
 
-# What pip installs for a scheme: an extra of this package.
-_EXTRAS = {"s3": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "as": "az", "hf": "hf"}
 _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.+)", re.DOTALL)
 # The forms of Triton's own URLs that fsspec does not know: a server of its own, an account.
 _S3_HOST = re.compile(r"(?P<scheme>https?://)?(?P<host>[\w.-]+:\d+)/(?P<path>.+)")
@@ -47,18 +47,7 @@ _ENDPOINT_VARIABLES = (
     "AZURE_STORAGE_CONNECTION_STRING",
     "STORAGE_EMULATOR_HOST",
 )
-# Exceptions of the stores' libraries, none of which is imported here.
-_NO_CREDENTIALS = (
-    "NoCredentialsError",
-    "PartialCredentialsError",
-    "CredentialRetrievalError",
-    "DefaultCredentialsError",
-    "ClientAuthenticationError",
-)
 _LONGEST_NAME = 255  # bytes of a file's name on Linux
-_SECRET = re.compile("KEY|SECRET|TOKEN|PASSWORD|CREDENTIAL|SAS|CONNECTION", re.IGNORECASE)
-_SHORTEST_SECRET = 6
-_QUERY = re.compile(r"(https?://[^\s?'\"]*)\?[^\s'\"]*")  # of a signed URL
 # The most seconds for a listing and for a group of pieces: gcsfs alone would wait for ever.
 _LISTING_S, _READING_S = 60.0, 120.0
 # What the stores' libraries call the facts that change with a file.
@@ -71,18 +60,9 @@ _VERSIONS = (
     "last_modified",
     "created",
 )
-
-
-class StoreError(ServerError):
-    """A store does not answer, refuses, or holds what cannot be served.
-
-    Attributes:
-        temporary: whether the same request may succeed later, so that older files may be served.
-    """
-
-    def __init__(self, message: str, *, temporary: bool = False) -> None:
-        super().__init__(printable(message))
-        self.temporary = temporary
+# Loggers of the stores' libraries: what they report, the exceptions report, too.
+_LOGGERS = ("adlfs", "aiobotocore", "asyncio", "azure", "botocore", "fsspec", "gcsfs", "s3fs")
+_NO_HANDLER = logging.NullHandler()
 
 
 class Store:
@@ -116,6 +96,8 @@ class Store:
         endpoints = [_KEYS.sub("", os.environ.get(name, "")) for name in _ENDPOINT_VARIABLES]
         # The same for the same store, however its credentials change.
         self.identity = hashlib.sha256(repr([self.url, endpoints]).encode()).hexdigest()[:40]
+        for name in _LOGGERS:  # else logging prints their warnings, which may contain secrets
+            logging.getLogger(name).addHandler(_NO_HANDLER)
         try:
             fsspec = importlib.import_module("fsspec")
             self._files: Any = fsspec.filesystem(protocol, skip_instance_cache=True, **options)
@@ -123,7 +105,7 @@ class Store:
                 self._files.retries = _S3_ATTEMPTS
             self._root = self._files._strip_protocol(f"{protocol}://{rest}").rstrip("/")  # noqa: SLF001  there is no public name
         except ImportError as error:
-            extra = _EXTRAS.get(self.scheme)
+            extra = store_errors.EXTRAS.get(self.scheme)
             cure = (
                 f"pip install 'torch-py-backend[{extra}]'"
                 if extra
@@ -131,6 +113,11 @@ class Store:
             )
             raise StoreError(f"{self.scheme}:// needs a package: {error}. {cure}.") from None
         except Exception as error:  # libraries of stores raise classes of their own
+            if str(error).startswith("Protocol not known"):
+                raise StoreError(
+                    f"{self.scheme}:// is not a store that fsspec knows; expected s3://, gs://,"
+                    " az://, hf:// or a folder."
+                ) from None
             raise self._error(error) from None
 
     def files(self) -> Mapping[PurePosixPath, RemoteFile]:
@@ -211,7 +198,7 @@ class Store:
         digest = remote_file.digest(info)
         etag = str(info.get("ETag", "")) if self.scheme == "s3" else ""
         etag = "" if _NO_ETAG in etag else etag
-        version = [str(info[key]) for key in _VERSIONS if info.get(key) is not None]
+        version = [_plain(key, info[key]) for key in _VERSIONS if info.get(key) is not None]
         facts: Sequence[object]
         if digest:
             facts = [digest, size]
@@ -259,8 +246,8 @@ class Store:
         self, file: RemoteFile, starts: Sequence[int], ends: Sequence[int]
     ) -> Sequence[bytes]:
         pieces: dict[int, bytes] = {}
+        began = time.monotonic()
         for attempt in range(_ATTEMPTS):
-            began = time.monotonic()
             wanted = [
                 (start, end) for start, end in zip(starts, ends, strict=True) if start not in pieces
             ]
@@ -274,14 +261,15 @@ class Store:
                         pieces[start] = bytes(answer)
                     else:
                         received = f"{len(answer)} of {end - start} bytes"
-                        problem = OSError(f"{received} of {file.path} were received")
+                        problem = OSError(f"{received} were received")
                 if problem is not None:
                     raise problem
             except Exception as error:
-                is_final = isinstance(error, (PermissionError, FileNotFoundError))
-                is_final |= time.monotonic() - began >= _READING_S
-                if is_final or _is_changed(error) or attempt == _ATTEMPTS - 1:
-                    raise self._error(error) from None
+                failure = self._error(error, path=file.path)
+                is_late = time.monotonic() - began >= _READING_S
+                is_last = is_late or attempt == _ATTEMPTS - 1
+                if is_last or not failure.temporary or _is_changed(error):
+                    raise failure from None
                 time.sleep(_PAUSE_S * 2**attempt)
             else:
                 return [pieces[start] for start in starts]
@@ -335,35 +323,22 @@ class Store:
             name = f"{self._root}/{relative}"
             self._call("pipe_file", name, path.read_bytes(), seconds=_READING_S)
         except Exception as error:
-            raise self._error(error, "written") from None
+            raise self._error(error, "written", relative) from None
 
-    def _error(self, error: Exception, done: str = "read") -> StoreError:
-        """Return the error of a store's library, without secrets."""
-        if isinstance(error, StoreError):
-            return error
-        missing = isinstance(error, FileNotFoundError)
-        has_credentials = type(error).__name__ not in _NO_CREDENTIALS
-        denied = isinstance(error, PermissionError) or not has_credentials
-        text = _QUERY.sub(r"\1", str(error))
-        for secret in _secrets():
-            text = text.replace(secret, "***")
-        text = f"{type(error).__name__}: {sanitize_line(text)}".rstrip(".: ")
-        reason = "access is denied" if denied else "it is not there" if missing else ""
-        reason = f"{reason} ({text})" if reason else text
-        cure = "" if has_credentials else " Set the credentials that docs/serving.md names."
-        return StoreError(
-            f"{self.url} cannot be {done}: {reason}.{cure}", temporary=not (denied or missing)
-        )
+    def _error(
+        self, error: Exception, done: str = "read", path: PurePosixPath | None = None
+    ) -> StoreError:
+        url = self.url if path is None else f"{self.url}/{path}"
+        return store_errors.explain(url, error, done)
 
 
-def _secrets() -> Iterator[str]:
-    """Yield the credentials in environment variables, and those inside a connection string."""
-    for name, value in os.environ.items():
-        if _SECRET.search(name):
-            for part in (value, *(part.partition("=")[2] for part in re.split("[;&]", value))):
-                if len(part) >= _SHORTEST_SECRET:
-                    yield part
-                    yield urllib.parse.quote(part, safe="")
+def _plain(key: str, value: object) -> str:
+    """Return a fact that changes with a file, the same from a listing and for the file alone."""
+    if isinstance(value, datetime):
+        # memory:// lists a number. MinIO lists fractions of seconds, which a header cannot have.
+        seconds = value.timestamp()
+        value = int(seconds) if key == "LastModified" else seconds
+    return str(value)
 
 
 def _is_changed(error: Exception) -> bool:
