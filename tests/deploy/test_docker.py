@@ -89,9 +89,9 @@ def test_reading_a_dockerfile_joins_continued_lines_and_drops_comments() -> None
 # --- the files as they are -------------------------------------------------------------------
 
 
-def test_base_image_is_a_released_triton() -> None:
+def test_base_image_is_a_triton_that_was_tried() -> None:
     assert texts("FROM") == ["nvcr.io/nvidia/tritonserver:${TRITON_VERSION}-py3"]
-    assert re.fullmatch(r"\d\d\.\d\d", arguments()["TRITON_VERSION"])
+    assert f" ({arguments()['TRITON_VERSION']}) |" in (ROOT / "docs/compatibility.md").read_text()
 
 
 def test_instructions_stand_in_an_order_that_keeps_torch_cached() -> None:
