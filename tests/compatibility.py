@@ -37,10 +37,15 @@ _MONTHS = ((42, "24.01", 12), (54, "25.01", 6), (60, "25.08", 12), (65, "26.01",
 _LONGEST_S = 300
 _SOURCE = TESTS.parent / "src"
 _FIXTURES = re.compile(r"\b(process|dynamo): None\b|usefixtures\(\"(process|dynamo)\"")
-# They need torch, a server or tools of the repository on the machine.
+# They need torch, a server, fixtures of a conftest.py or tools of the repository on the machine.
 _NEED_MORE = {
+    "test_mirror.py",
+    "test_model_cache.py",
+    "test_object_store.py",
+    "test_owner_election.py",
     "test_preflight.py",
     "test_release.py",
+    "test_report.py",
     "test_tritonserver.py",
     "test_tuned_settings.py",
 }
@@ -124,7 +129,7 @@ def _found(count: int, failed: Sequence[str]) -> str:
 
 
 def tests_row() -> list[str]:
-    """The tests without a server; where torch is missing, those of the rooms that need none."""
+    """The tests without a server; where torch is missing, those of the modules that need none."""
     with_torch = _version("torch") != "none"
     chosen = (
         ["-m", "not server and not slow"]

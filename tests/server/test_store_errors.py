@@ -108,7 +108,8 @@ def _listing(url: str, variables: Mapping[str, str]) -> tuple[str, str]:
     """Return what the listing of a folder prints to its output and to its log."""
     environment = {name: os.environ[name] for name in os.environ if not name.startswith("AZURE_")}
     done = subprocess.run(
-        [sys.executable, "-c", _LISTING, url],
+        # Not what libraries say of this version of Python.
+        [sys.executable, "-W", "ignore", "-c", _LISTING, url],
         env=environment | dict(variables),
         capture_output=True,
         text=True,
