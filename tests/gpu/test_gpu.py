@@ -296,7 +296,8 @@ class Where(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         own = torch.cuda.current_stream() != torch.cuda.default_stream()
-        return torch.tensor([[float(x.is_cuda), float(own)]], device=x.device)
+        told = torch.tensor([[float(x.is_cuda), float(own)]], device=x.device)
+        return told.expand(len(x), -1)
 
 
 # --- faults, each in a process of its own ------------------------------------------------------
