@@ -55,9 +55,11 @@ _CODE = {
 }
 _SITE = _ROOT / "gpu-site"
 _LINKS = _ROOT / "gpu-site.links"
+_MAPS, _TOOLKIT = Path("/proc/self/maps"), Path("/usr/local/cuda")
 _ARCHIVE = _ROOT / f"gpu-site-{sys.version_info.major}.{sys.version_info.minor}.tar.xz"
 _PATHS = ("src", "tests", ".")
-_LAST_LINES, _CRASH_LINES = 3, 30  # of a step that failed, of a process that a test has ended
+_LAST_LINES = 3  # of a step that failed
+_MOST_LINES, _FRAMES = 200, 10  # of a process that a test has ended, of its stack
 _CRASH = "crash"
 _READ_S = 5.0  # for the last lines of a process that has ended
 
@@ -288,7 +290,7 @@ def _loads(library: str) -> bool:
 def _link_driver() -> None:
     """Let the driver be found as libcuda.so, as Triton's stub and AOTInductor's linker name it."""
     if _loads("libcuda.so.1"):
-        found = re.search(r"/\S*/libcuda\.so\S*", Path("/proc/self/maps").read_text())
+        found = re.search(r"/\S*/libcuda\.so\S*", _MAPS.read_text())
         assert found is not None  # noqa: S101  it is loaded
         _LINKS.mkdir(exist_ok=True)
         (_LINKS / "libcuda.so").unlink(missing_ok=True)
@@ -302,8 +304,9 @@ def _toolkit() -> Path | None:
     """Return the folder of CUDA's compiler; what is on PATH may be a script that calls it."""
     nvcc = shutil.which("nvcc")
     folders = [Path(nvcc).resolve().parents[1]] if nvcc else []
-    folders.append(Path("/usr/local/cuda"))
-    return next((path for path in folders if (path / "include" / "cuda.h").exists()), None)
+    return next(
+        (path for path in [*folders, _TOOLKIT] if (path / "include" / "cuda.h").exists()), None
+    )
 
 
 def run(step: Step, device: str, results: Results) -> str:
@@ -335,7 +338,7 @@ def run(step: Step, device: str, results: Results) -> str:
         text=True,
         start_new_session=True,
     )
-    tail: deque[str] = deque(maxlen=_CRASH_LINES)
+    tail: deque[str] = deque(maxlen=_MOST_LINES)
     reader = threading.Thread(target=_record, args=(process, step, results, tail), daemon=True)
     reader.start()
     end = _wait(process, step)
@@ -345,8 +348,10 @@ def run(step: Step, device: str, results: Results) -> str:
     reader.join(_READ_S)
     if end != "time":
         for test in unfinished(read(results.path)):
-            line = {"step": step.name, "test": test, "outcome": "failed", "reason": "\n".join(tail)}
-            results.add(line)
+            # Of faulthandler's stacks, that of the main thread is the last one.
+            stack = "\n".join(tail).rpartition("(most recent call first):\n")[2]
+            reason = "\n".join(["The process has ended.", *stack.splitlines()[:_FRAMES]])
+            results.add({"step": step.name, "test": test, "outcome": "failed", "reason": reason})
             end = _CRASH
     seconds = round(time.monotonic() - began, 1)
     last = [] if end == "ok" else [*tail][-_LAST_LINES:]

@@ -536,8 +536,8 @@ def _output(response: fake_triton.InferenceResponse) -> np.ndarray[Any, Any]:
     return array
 
 
-class _EnoughError(Exception):
-    """A trial has tuned enough, or its time is up."""
+class _EnoughError(KeyboardInterrupt):
+    """A trial has tuned enough, or its time is up. asyncio lets no other exception through."""
 
 
 _TUNING_S = 130  # of its step; the rest is for the start, and for the end of a candidate
