@@ -269,9 +269,10 @@ def prepare(device: str) -> None:
         print(f"This machine lacks {libpython}, which Triton's stub loads: no server will serve.")
     if device == "cpu":
         return
-    if not _loads("libcuda.so"):
-        print(f"This machine lacks libcuda.so, which Triton's stub loads: {_LINKS} has a link.")
-    _link_driver()
+    if _loads("libcuda.so.1"):  # else torch sees no GPU, either
+        if not _loads("libcuda.so"):
+            print(f"This machine lacks libcuda.so, which Triton's stub loads: {_LINKS} has a link.")
+        _link_driver()
     if not os.environ.get("CUDA_HOME"):
         if toolkit := _toolkit():
             os.environ["CUDA_HOME"] = str(toolkit)
@@ -289,15 +290,14 @@ def _loads(library: str) -> bool:
 
 def _link_driver() -> None:
     """Let the driver be found as libcuda.so, as Triton's stub and AOTInductor's linker name it."""
-    if _loads("libcuda.so.1"):
-        found = re.search(r"/\S*/libcuda\.so\S*", _MAPS.read_text())
-        assert found is not None  # noqa: S101  it is loaded
-        _LINKS.mkdir(exist_ok=True)
-        (_LINKS / "libcuda.so").unlink(missing_ok=True)
-        (_LINKS / "libcuda.so").symlink_to(found[0])
-        for name in ("LD_LIBRARY_PATH", "LIBRARY_PATH"):
-            paths = [str(_LINKS), os.environ.get(name, "")]
-            os.environ[name] = os.pathsep.join(filter(None, paths))
+    driver = re.search(r"/\S*/libcuda\.so\S*", _MAPS.read_text())
+    assert driver is not None  # noqa: S101  it is loaded
+    _LINKS.mkdir(exist_ok=True)
+    (_LINKS / "libcuda.so").unlink(missing_ok=True)
+    (_LINKS / "libcuda.so").symlink_to(driver[0])
+    for name in ("LD_LIBRARY_PATH", "LIBRARY_PATH"):
+        paths = [str(_LINKS), os.environ.get(name, "")]
+        os.environ[name] = os.pathsep.join(filter(None, paths))
 
 
 def _toolkit() -> Path | None:
