@@ -9,6 +9,7 @@ SOAK_SECONDS ?= 1200
 WORKERS ?= 3
 DEVICE ?= cuda
 GPU_PYTHON ?= 3.12
+GPU_ARGS ?=
 BIN := $(VENV)/bin
 
 # Where it is set, each of the thousands of processes that tests start would compile our modules anew.
@@ -57,9 +58,10 @@ test-deploy: $(VENV)/installed
 	$(BIN)/pytest --numprocesses $(WORKERS) tests/deploy
 
 # The tests and measurements for a GPU, on a machine with torch and pytest and perhaps without a
-# network: make gpu-site beforehand, and take the archive there. DEVICE=cpu only tries the program.
+# network: make gpu-site beforehand, and take the archive there. DEVICE=cpu only tries the program;
+# GPU_ARGS="--results FILE --page FILE --again STEP".
 gpu:
-	$(PYTHON) -m benchmarks.gpu --device $(DEVICE)
+	$(PYTHON) -m benchmarks.gpu --device $(DEVICE) $(GPU_ARGS)
 
 # What that machine may lack, a tritonserver among it, for the version of its Python.
 gpu-site:

@@ -14,6 +14,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import statistics
 import sys
 import tempfile
@@ -395,13 +396,13 @@ def compiled(bench: Bench) -> Iterator[Figure]:
     optimize = "bf16" if bench.of.startswith("ViT") else "bf16,channels_last"
     eager = bench.engine(subject, batch, OPTIMIZE=optimize)
     # With `--small` nothing is generated: that takes a minute.
-    options = {"backend": "aot_eager"} if bench.small else {"mode": bench.mode}
+    backend = {"backend": "aot_eager"} if bench.small else {"mode": bench.mode}
     began = time.perf_counter()
     engine = bench.engine(
         subject,
         batch,
         OPTIMIZE=optimize,
-        TORCH_COMPILE_OPTIONAL_PARAMETERS=json.dumps(options),
+        TORCH_COMPILE_OPTIONAL_PARAMETERS=json.dumps({**backend, "dynamic": False}),
         COMPILE_REQUIRED="true",
         BATCH_BUCKETS=str(batch),
     )
@@ -411,7 +412,8 @@ def compiled(bench: Bench) -> Iterator[Figure]:
         x = torch.from_numpy(np.concatenate(subject.rows(batch))).to(bench.device, copy=True)
     with torch.inference_mode():
         calls = {"compiled": _on_device(engine, x), "eager": _on_device(eager, x)}
-        actual, expected = (call().float() for call in calls.values())
+        actual, expected = _answer(engine, x), _answer(eager, x)
+        bench.sync()
         figure = _ratio("compiled ÷ eager", of, bench.rates(calls), "compiled", "eager")
         yield figure | {"at least": _COMPILED[bench.of]}
         torch.testing.assert_close(actual, expected, rtol=0.1, atol=0.1)
@@ -426,6 +428,11 @@ def _on_device(engine: Engine, x: Tensor) -> Callable[[], Tensor]:
         return result
 
     return call
+
+
+def _answer(engine: Engine, x: Tensor) -> Tensor:
+    with engine.guard():  # on the stream of the call
+        return _on_device(engine, x)().float()
 
 
 # Starts, and reports the memory that is in use on the GPU.
@@ -529,8 +536,11 @@ def _output(response: fake_triton.InferenceResponse) -> np.ndarray[Any, Any]:
     return array
 
 
-class _EnoughError(Exception):
-    """A trial has tuned enough."""
+class _EnoughError(KeyboardInterrupt):
+    """A trial has tuned enough, or its time is up. asyncio lets no other exception through."""
+
+
+_TUNING_S = 130  # of its step; the rest is for the start, and for the end of a candidate
 
 
 def tune(bench: Bench) -> Iterator[Figure]:
@@ -560,6 +570,11 @@ def tune(bench: Bench) -> Iterator[Figure]:
         if bench.small and len(tuning.rows) > 1:
             raise _EnoughError
 
+    def stop(*_: object) -> None:
+        raise _EnoughError
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(_TUNING_S)
     with contextlib.suppress(_EnoughError):
         tuning.run(lambda _: None, end)
     chosen = tuning.choice()

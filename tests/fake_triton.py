@@ -177,6 +177,8 @@ class Tensor:
         if self._torch is None:
             assert self._array is not None
             return self._array
+        if self._torch.is_cuda:
+            raise TritonModelException("Tensor is stored in GPU and cannot be converted to NumPy.")
         if self._torch.dtype is torch.bfloat16:
             raise TritonModelException("tensor dtype is bf16 and cannot be converted to numpy.")
         return self._torch.numpy()

@@ -88,7 +88,7 @@ class Outputs(nn.Module):
         rows = x.flatten(1)
         wide = torch.stack([rows, -rows], dim=2)
         with torch.enable_grad():
-            gradient = x * torch.ones(2, 2, requires_grad=True)
+            gradient = x * torch.ones(2, 2, device=x.device, requires_grad=True)
         return {
             "y": -x,
             "total": x.sum(dim=(1, 2)),
@@ -386,7 +386,8 @@ class Remembers(nn.Module):
         self, x: Tensor, state: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         if state is None:
-            state = (torch.zeros_like(x), torch.ones(x.shape[0], 2, dtype=torch.int64))
+            count = torch.ones(x.shape[0], 2, dtype=torch.int64, device=x.device)
+            state = (torch.zeros_like(x), count)
         total, count = state[0] + x, state[1] + 1
         return total * count[:, :1], (total, count)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks import gpu, gpu_site
+from benchmarks import gpu, gpu_results, gpu_site, tables
 from benchmarks.gpu import Results, Step
 
 _ROOT = Path(gpu.__file__).parents[1]
@@ -70,6 +71,65 @@ def test_a_step_that_is_cut_off(tmp_path: Path) -> None:
         ("no-such-case", "exit code 2"),
     ]
     assert "invalid choice" in again.lines[2]["last lines"][-1]
+
+
+def test_a_step_without_an_end_of_its_own(tmp_path: Path) -> None:
+    """`tune` may measure until its time is up."""
+    results = Results(tmp_path / "results.jsonl", {"device": "cpu"})
+    gpu.run(Step("tune ResNet-50", 0.01), "cpu", results)
+    assert results.lines[-1]["end"] == "ok"
+
+
+_TESTS = """
+import signal, time
+import pytest
+def test_first(): pass
+def test_waits(monkeypatch): time.sleep(60)
+def test_hangs():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    time.sleep(60)
+def test_last(): pass
+@pytest.mark.slow
+def test_slow(): pass
+"""
+
+
+def test_tests_that_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They fail with their stacks; what is left of the step's tests is run, each once."""
+    plugin = Path(gpu_results.__file__).read_text()
+    for name, seconds in (("_SECONDS", 1), ("_GRACE_S", 1)):
+        plugin = re.sub(rf"^{name}\b.*", f"{name} = {seconds}", plugin, flags=re.MULTILINE)
+    plugin += "\n_SLOW_SECONDS = 1\n"
+    for name, text in (
+        ("tests/gpu/test_gpu.py", _TESTS),
+        ("benchmarks/gpu_results.py", plugin),
+        ("benchmarks/gpu.py", Path(gpu.__file__).read_text()),
+        ("benchmarks/tables.py", Path(tables.__file__).read_text()),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(gpu, "_ROOT", tmp_path)
+    results = Results(tmp_path / "results.jsonl", {"device": "cpu"})
+    assert gpu.run(Step("tests", 60), "cpu", results) == "crash"
+    assert not results.ended("tests")
+    assert gpu.run(Step("tests", 60), "cpu", results) == "ok"
+    assert results.ended("tests")
+    tests = [line for line in results.lines if "outcome" in line]
+    outcomes = [(line["test"].rpartition("::")[2], line["outcome"]) for line in tests]
+    assert outcomes == [
+        ("test_first", "passed"),
+        ("test_waits", "failed"),
+        ("test_hangs", "failed"),
+        ("test_last", "passed"),
+    ]
+    assert "not done after 1 s" in tests[1]["reason"]
+    assert "in test_hangs" in tests[2]["reason"]
+    again = Results(results.path, {"device": "cpu"}, ["tests"])
+    assert gpu.unfinished(again.lines) == []
+    assert {line["test"].rpartition("::")[2] for line in again.lines[1:]} == {
+        "test_first",
+        "test_last",
+    }
 
 
 _ENDLESS = """
@@ -154,13 +214,108 @@ def test_stripped_site(tmp_path: Path) -> None:
         gpu_site.strip(tmp_path, "3.9")
 
 
-def test_results_of_other_code_are_dropped(tmp_path: Path) -> None:
-    """Results of another machine or of changed code begin anew."""
+_END = {"end": "ok", "seconds": 1.0}
+_CODE = {"gpu": "one", "code of tests": "1", "code of measurements": "1"}
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        ({}, ["server", "copies"]),
+        ({"code of tests": "2"}, ["copies"]),
+        ({"code of measurements": "2"}, ["server"]),
+        ({"gpu": "two"}, []),
+    ],
+    ids=["same", "tests", "measurements", "machine"],
+)
+def test_results_of_other_code(change: dict[str, str], kept: list[str], tmp_path: Path) -> None:
+    """Results of another machine or of changed code are not counted; their file is kept."""
     path = tmp_path / "results.jsonl"
-    Results(path, {"code": "1"}).add({"step": "served", "end": "ok", "seconds": 1.0})
-    assert Results(path, {"code": "1"}).ended("served")
-    assert not Results(path, {"code": "2"}).ended("served")
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [{"code": "2"}]
+    results = Results(path, _CODE)
+    for step in ("server", "copies"):
+        results.add({"step": step, **_END})
+    old = path.read_text()
+    results = Results(path, _CODE | change)
+    assert [step for step in ("server", "copies") if results.ended(step)] == kept
+    assert json.loads(path.read_text().splitlines()[0]) == _CODE | change
+    files = {file.name: file.read_text() for file in tmp_path.iterdir() if file != path}
+    assert files == ({"results-1.jsonl": old} if change else {})
+
+
+def test_a_step_again(tmp_path: Path) -> None:
+    """A step that has failed is run again if it is named; tests that have passed are not."""
+    path = tmp_path / "results.jsonl"
+    results = Results(path, _CODE)
+    for test, outcome in (("a", "passed"), ("b", "failed")):
+        results.add({"step": "tests", "test": test})
+        results.add({"step": "tests", "test": test, "outcome": outcome})
+    for step in ("tests", "copies"):
+        results.add({"step": step, "end": "exit code 1", "seconds": 1.0})
+    assert Results(path, _CODE).ended("tests")
+    again = Results(path, _CODE, ["tests"])
+    assert not again.ended("tests")
+    assert again.ended("copies")
+    assert [line["test"] for line in again.lines if "test" in line] == ["a"]
+
+
+def test_digests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of tests leaves measurements as they are, and the other way round."""
+    monkeypatch.setattr(gpu, "_ROOT", tmp_path)
+    changed = {}
+    for name in (
+        "src/pack/age.py",
+        "tests/models.py",
+        "tests/gpu/test_a.py",
+        "benchmarks/gpu_cases.py",
+    ):
+        before = {key: gpu._digest(patterns) for key, patterns in gpu._CODE.items()}
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+        after = {key: gpu._digest(patterns) for key, patterns in gpu._CODE.items()}
+        changed[name] = {key.rpartition(" ")[2] for key in before if before[key] != after[key]}
+    assert changed == {
+        "src/pack/age.py": {"tests", "measurements"},
+        "tests/models.py": {"tests", "measurements"},
+        "tests/gpu/test_a.py": {"tests"},
+        "benchmarks/gpu_cases.py": {"measurements"},
+    }
+
+
+def test_what_a_machine_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is named before the steps; the driver gets the other name that it is looked for by."""
+    monkeypatch.setattr(gpu, "_LINKS", tmp_path / "links")
+    monkeypatch.setattr(gpu, "_loads", lambda library: library == "libcuda.so.1")
+    maps = tmp_path / "maps"
+    maps.write_text("7f00-7f01 r-xp 00000000 08:01 17  /usr/lib/libcuda.so.580.65\n")
+    monkeypatch.setattr(gpu, "_MAPS", maps)
+    monkeypatch.setattr(gpu, "_TOOLKIT", tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/some")
+    monkeypatch.setenv("LIBRARY_PATH", "")
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    gpu.prepare("cuda")
+    lines = capsys.readouterr().out.splitlines()
+    for line, name in zip(lines, ("libpython3", "libcuda.so,", "nvcc"), strict=True):
+        assert name in line
+    assert (tmp_path / "links" / "libcuda.so").readlink() == Path("/usr/lib/libcuda.so.580.65")
+    assert os.environ["LD_LIBRARY_PATH"] == f"{tmp_path}/links:/some"
+    assert os.environ["LIBRARY_PATH"] == f"{tmp_path}/links"
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda.h").touch()
+    gpu.prepare("cuda")
+    assert os.environ["CUDA_HOME"] == str(tmp_path)
+
+
+def test_calls() -> None:
+    """Five calls of eight minutes suffice if every step takes its full time."""
+    calls, left = 1, 480.0
+    for step in gpu.STEPS:
+        if step.seconds > left:
+            calls, left = calls + 1, 480.0
+        left -= step.seconds
+    assert calls == 5
 
 
 def test_failed_tests_are_on_the_page() -> None:
@@ -170,7 +325,9 @@ def test_failed_tests_are_on_the_page() -> None:
             {"device": "cuda", "gpu": "one"},
             {"test": "tests/gpu/test_gpu.py::test_a", "outcome": "failed", "reason": "E  1 == 2"},
             {"test": "tests/gpu/test_gpu.py::test_b", "outcome": "skipped", "reason": "two GPUs"},
+            {"test": "tests/gpu/test_gpu.py::test_c"},
             {"test": "tests/gpu/test_gpu.py::test_c", "outcome": "passed"},
+            {"test": "tests/gpu/test_gpu.py::test_d"},
             {"figure": "copy", "of": "1 MiB", "value": 0.9, "least": 0.8, "most": 1.0},
             {"figure": "served", "of": "net", "value": 0.9, "at least": 0.95},
             {"figure": "latency", "of": "net", "value": 0.4, "at most": 0.5},
@@ -179,7 +336,8 @@ def test_failed_tests_are_on_the_page() -> None:
     assert "1 passed, 1 failed, 1 skipped" in text
     assert "`tests/gpu/test_gpu.py::test_a`\n\n```text\nE  1 == 2\n```" in text
     assert "two GPUs" in text
+    assert "`tests/gpu/test_gpu.py::test_d` has begun, and has not ended." in text
     assert "| copy | 1 MiB | 0.90 (0.80..1.00) |  |  |" in text
     assert "| served | net | 0.90 | at least 0.95, missed |  |" in text
     assert "| latency | net | 0.40 | at most 0.5, reached |  |" in text
-    assert "Not run yet: tests, server, served ResNet-50" in text
+    assert "Not run yet: tests, tests slow, server, served ResNet-50" in text

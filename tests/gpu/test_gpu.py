@@ -35,6 +35,7 @@ from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.padding import Padding
 from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.compile import cuda_graphs
+from torch_py_backend.config import pbtxt
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.side_effects import SideEffects
@@ -167,6 +168,25 @@ def test_a_package_for_cuda_is_completed(tmp_path: Path, process: None) -> None:
 
 
 @_CUDA
+@pytest.mark.slow
+def test_init_of_a_package_for_cuda(tmp_path: Path) -> None:
+    """`init` loads and runs the package on the GPU, and places its instances there."""
+    pytest.importorskip("typer", reason="typer is not installed (make gpu-site)")
+    module = models.Affine().eval().cuda()
+    rows = torch.export.Dim("rows", min=1, max=8)
+    example = (torch.rand(2, 4, device="cuda"),)
+    program = torch.export.export(module, example, dynamic_shapes=({0: rows},))
+    package_weights.compile_package(program, tmp_path / "net.pt2")
+    command = [sys.executable, "-m", "torch_py_backend", "init", "net.pt2"]
+    command += ["--input=INPUT__0:FP32:4"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = pbtxt.read(tmp_path / "net")
+    assert [group["kind"] for group in document["instance_group"]] == ["KIND_GPU"]
+    assert [entry["dims"] for entry in document["output"]] == [[3]]
+
+
+@_CUDA
 def test_inputs_on_the_gpu_for_a_model_on_the_cpu(tmp_path: Path, process: None) -> None:
     """With FORCE_CPU_ONLY_INPUT_TENSORS "no" Triton leaves them there, whatever the instance is.
 
@@ -296,7 +316,8 @@ class Where(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         own = torch.cuda.current_stream() != torch.cuda.default_stream()
-        return torch.tensor([[float(x.is_cuda), float(own)]], device=x.device)
+        told = torch.tensor([[float(x.is_cuda), float(own)]], device=x.device)
+        return told.expand(len(x), -1)
 
 
 # --- faults, each in a process of its own ------------------------------------------------------
@@ -396,6 +417,24 @@ def test_a_broken_device_is_one_instances(definition: Any, tmp_path: Path, proce
         assert not ready
         assert all("met a fatal error" in answer for answer in answers)
     assert response.error() is None
+
+
+@_CUDA
+def test_a_gpu_that_is_named_by_its_uuid(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As parts of a GPU (MIG) are, which have no number in CUDA_VISIBLE_DEVICES."""
+    gpu = torch.cuda.get_device_properties(0)
+    kind = "MIG" if " MIG " in gpu.name else "GPU"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{kind}-{gpu.uuid}")
+    assert _answers(tmp_path, OnTheGpu, [[1.0]]) == [([2.0], True)]
+
+
+class OnTheGpu(torch.nn.Module):
+    """Twice its input on a GPU; else the input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 + int(x.is_cuda))
 
 
 class Hungry(torch.nn.Module):

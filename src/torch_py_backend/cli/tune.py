@@ -68,7 +68,11 @@ def tune(
         ),
     ] = None,
     threads: Annotated[
-        str, typer.Option(help="Numbers of threads to try: 1,2,4. By default those that fit.")
+        str,
+        typer.Option(
+            help="Numbers of threads to try: 1,2,4. By default those that fit; on a GPU an equal"
+            " share of the cores."
+        ),
     ] = "",
     instances: Annotated[
         str, typer.Option(help="Numbers of instances to try: 1,2. By default those that fit.")

@@ -46,7 +46,8 @@ class Allowed:
 
     Attributes:
         reduced_precision: whether 16-bit types are tried, and TF32 on a GPU.
-        threads: numbers of intra-op threads of an instance; empty for the default.
+        threads: numbers of intra-op threads of an instance; empty for the default, which on a GPU
+            is an equal share of the cores.
         instances: instance counts; empty for the default.
         keep_instances: the only instance count, in spite of the cores; 0 for any.
         quick: whether fewer counts of threads and fewer runtimes are tried with other counts.
@@ -222,14 +223,19 @@ def settings(facts: Facts, candidate: Candidate) -> tuple[frozenset[tuple[str, s
 
 def shares(facts: Facts, allowed: Allowed) -> Iterator[tuple[int, int]]:
     """Yield numbers of threads and instances that need no more cores than there are."""
+    if facts.gpu and not allowed.threads:
+        # Instances overlap on the GPU, and the number of their threads hardly matters.
+        kept = (allowed.keep_instances,) if allowed.keep_instances else ()
+        for instances in kept or allowed.instances or (1, 2, 4):
+            if kept or instances <= facts.cores:
+                yield max(1, facts.cores // instances), instances
+        return
     # By default all cores, half of them, and so on, down to one.
     halves = [facts.cores >> power for power in range(facts.cores.bit_length())]
     if allowed.quick:
         halves = sorted({facts.cores, max(1, facts.cores // 2), 1}, reverse=True)
     for threads in allowed.threads or halves:
         fitting = {1, max(1, facts.cores // threads)}
-        if facts.gpu and not allowed.threads:
-            fitting = {1, 2, 4}  # cores hardly matter; instances overlap on the GPU
         if allowed.keep_instances:
             yield threads, allowed.keep_instances
         else:
