@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,17 +13,16 @@ DEVICE = torch.device("cuda", 0)
 
 
 class OnGpu(Tensor):
-    """A tensor that says that it is on the GPU. Results of operations on it are on the host."""
+    """A tensor with `is_cuda`. Results of operations on it are on the host.
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    Its device is the CPU: torch can make no tensor beside it otherwise.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
-    def is_cuda(self) -> bool:
+    def is_cuda(self) -> bool:  # type: ignore[override]
         return True
-
-    @property
-    def device(self) -> torch.device:
-        return DEVICE
 
 
 def put(tensor: Tensor) -> Tensor:
@@ -35,12 +33,15 @@ def put(tensor: Tensor) -> Tensor:
 def install(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """Let torch use the substitute; return the devices whose streams were waited for."""
     waits: list[torch.device] = []
+    empty = torch.empty
 
     def current_stream(device: Any = DEVICE) -> SimpleNamespace:
         return SimpleNamespace(synchronize=lambda: waits.append(torch.device(device)))
 
-    empty: Callable[..., Tensor] = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory=False, **kw: empty(*args, **kw))
+    def unpinned(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", unpinned)
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     return waits
