@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from scenarios import Scenario
 from torch import Tensor, nn
 
 from torch_py_backend.adapter import metrics, sequencing
+from torch_py_backend.batching import runtime
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -65,6 +67,22 @@ class _Unreadable(fake_triton.Tensor):
 def unreadable(flags: str) -> Any:
     tensor = _Unreadable("x", np.ones((1, 4), dtype=np.float32))
     return fake_triton.InferenceRequest([tensor], turn=Turn(7, "s" in flags, "e" in flags))
+
+
+def test_the_thread_uses_the_device_of_the_instance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of the sequences is prepared for the model's device."""
+    prepared, done = [], threading.Event()
+
+    def for_thread(device: torch.device) -> Callable[[], None]:
+        prepared.append(device.type)
+        return done.set
+
+    monkeypatch.setattr(runtime, "for_thread", for_thread)
+    Loaded(tmp_path)
+    assert done.wait(60)
+    assert prepared == ["cpu"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from scenarios import Refused, Scenario, assert_close
 from streamed import Stream, Streamed
 
 from torch_py_backend.adapter import metrics, streaming
+from torch_py_backend.batching import runtime
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -101,6 +102,21 @@ def _inputs(request: Any) -> list[Callable[[], object]]:
 
 def _free(inputs: list[Callable[[], object]]) -> bool:
     return all(tensor() is None for tensor in inputs)
+
+
+def test_streams_run_on_the_device_of_the_instance(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread of the streams is prepared for the model's device."""
+    prepared: list[tuple[str, str]] = []
+    monkeypatch.setattr(
+        runtime,
+        "for_thread",
+        lambda device: lambda: prepared.append((device.type, threading.current_thread().name)),
+    )
+    _Served(tmp_path, streamed.TABLE[0].scenario)
+    _until(lambda: bool(prepared))
+    assert prepared == [("cpu", "streams")]
 
 
 @pytest.mark.parametrize("scenario", streamed.REFUSED, ids=lambda scenario: scenario.name)

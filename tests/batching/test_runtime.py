@@ -5,7 +5,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import build
@@ -258,6 +260,43 @@ def test_autocast_caches_no_weights_that_graphs_read(
     with runtime.create(options, CPU, ()).guard():
         assert torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_cache_enabled() == cached
+
+
+# --- other threads ---------------------------------------------------------------------------
+
+
+def test_a_thread_gets_the_gpu_of_its_creator(
+    gpus: Callable[[dict[int, int]], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It uses the instance's GPU, and finds inductor's CUDA graphs; on the CPU nothing is done."""
+    done = gpus({0: 0, 1: 0})
+    local = threading.local()
+    local.tree_manager_containers, local.tree_manager_locks = {}, {}
+    module = SimpleNamespace(local=local)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", module)
+    graphs: list[object] = []
+
+    def run(enter: Callable[[], None]) -> None:
+        enter()
+        graphs.append(getattr(local, "tree_manager_containers", None))
+
+    device = torch.device("cuda", 1)
+    for enter in map(runtime.for_thread, (CPU, device)):
+        thread = threading.Thread(target=run, args=(enter,))
+        thread.start()
+        thread.join()
+    assert done == [("set", device)]
+    assert graphs == [None, local.tree_manager_containers]
+
+
+def test_a_thread_without_cuda_graphs(
+    gpus: Callable[[dict[int, int]], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that inductor did not compile has no graphs to find."""
+    done = gpus({0: 0})
+    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
+    runtime.for_thread(torch.device("cuda", 0))()
+    assert done == [("set", torch.device("cuda", 0))]
 
 
 # --- broken devices --------------------------------------------------------------------------

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import build
+import fake_gpu
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -115,6 +120,129 @@ def test_eager_where_a_graph_is_wrong(
     graphs(torch.ones(3, 2))
     assert captured.replays == replays + 1
     assert len({*captured.pools}) == len(captured.pools)  # that of a failed capture stays in use
+
+
+@dataclass
+class Recorded:
+    """A substitute for torch's captures, which fail for some calls.
+
+    Attributes:
+        pools: the pool of each capture; None: its own.
+        generator_captures: whether the generator takes part in a capture, as in torch 2.11.
+    """
+
+    pools: list[object] = field(default_factory=list)
+    generator_captures: bool = False
+
+    @contextlib.contextmanager
+    def graph(self, _: object, *, pool: object = None, stream: object) -> Iterator[None]:
+        self.pools.append(pool)
+        self.generator_captures = True
+        try:
+            yield
+        except ValueError as error:
+            raise RuntimeError("the capture ends with an error") from error
+        self.generator_captures = False
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    recorded = Recorded()
+    fake_gpu.install(monkeypatch)
+    zeros = torch.zeros
+    for name, value in {
+        "graph": recorded.graph,
+        "graph_pool_handle": object,
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": lambda _: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch, "zeros", lambda size, device: zeros(size))
+    return recorded
+
+
+@dataclass
+class Failing:
+    """Doubles its input; one call of a row count fails."""
+
+    calls: dict[int, int] = field(default_factory=dict)
+    fails: dict[int, int] = field(default_factory=dict)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x.shape[0]
+        self.calls[rows] = self.calls.get(rows, 0) + 1
+        if self.fails.get(rows) == self.calls[rows]:
+            raise ValueError(f"no {rows} rows")
+        return x * 2
+
+
+# The calls of a new shape: eager, two to warm up, one without synchronization, the capture.
+_UNSYNCHRONIZED, _CAPTURE = 4, 5
+
+
+@pytest.mark.parametrize(
+    ("call", "shares"), [(_CAPTURE, False), (_UNSYNCHRONIZED, True)], ids=["capture", "before it"]
+)
+def test_a_failed_capture(
+    call: int, shares: bool, recorded: Recorded, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It leaves its pool and resets the generator; a refusal before it does neither."""
+    graphs = Graphs(build.MODEL, Failing(fails={3: call}), Counts())
+    for rows in (2, 3, 4):
+        assert torch.equal(graphs(torch.ones(rows, 2)), torch.full((rows, 2), 2.0))
+    (record,) = caplog.records
+    assert "without a CUDA graph: ValueError: no 3 rows" in record.getMessage()
+    assert not recorded.generator_captures
+    first, *_, last = recorded.pools
+    assert (first == last) == shares
+    assert (None in recorded.pools) == (not shares)  # the capture that resets the generator
+
+
+@dataclass
+class Opaque:
+    """A result whose tensors torch does not find."""
+
+    y: Tensor
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (Opaque, "the result holds Opaque objects"),
+        (lambda x: (x, Opaque(x)), "the result holds Opaque objects"),
+        (lambda _: {"y": 1.0}, "the result has no tensors"),
+    ],
+    ids=["alone", "beside a tensor", "a number"],
+)
+def test_results_that_torch_does_not_copy(
+    result: Callable[[Tensor], Any],
+    says: str,
+    captured: Captured,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A graph of a result that is neither compared nor copied is not made."""
+    graphs = Graphs(build.MODEL, result, Counts())
+    for _ in range(2):
+        graphs(torch.ones(2, 2))
+    assert not captured.shapes
+    (record,) = caplog.records
+    assert f"without a CUDA graph: TypeError: {says}" in record.getMessage()
+
+
+def test_arguments_without_a_hash(captured: Captured, caplog: pytest.LogCaptureFixture) -> None:
+    """They are called eagerly, with one warning."""
+    counts = Counts()
+    graphs = Graphs(build.MODEL, lambda x, texts: x * len(texts), counts)
+    texts, x = np.array([b"a", b"b"], dtype=np.object_), torch.ones(2, 2)
+    for _ in range(2):
+        assert torch.equal(graphs(x, texts), x * 2)
+    sealed = graphs.seal(lambda x, texts: x * 3)
+    assert torch.equal(sealed(x, texts), x * 3)
+    assert counts.eager_calls == 1
+    assert not captured.shapes
+    (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert "unhashable type: 'numpy.ndarray'" in record.getMessage()
 
 
 @pytest.mark.parametrize(

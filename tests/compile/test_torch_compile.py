@@ -220,6 +220,33 @@ def test_error_of_the_model_is_its_own() -> None:
         compiled(config({"backend": "eager"}), forward)(torch.ones(2, 4))
 
 
+@pytest.mark.parametrize(("mode", "capturing"), [(2, False), (0, True)])
+def test_an_error_in_a_capture_is_no_failed_compilation(
+    mode: int, capturing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A call that cannot be captured raises, and the model stays compiled."""
+    waits = True
+
+    def backend(graph: Any, samples: Any) -> Any:
+        def run(*args: Any) -> Any:
+            if waits:
+                raise RuntimeError("called a synchronizing CUDA operation")
+            return graph(*args)
+
+        return run
+
+    model = compiled(config({"backend": backend}), Scaled())
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        patched.setattr(torch.cuda, "get_sync_debug_mode", lambda: mode)
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            model(torch.ones(2, 4))
+    waits = False
+    assert torch.equal(model(torch.ones(2, 4)), torch.full((2, 4), 3.0))
+    assert not ours(caplog)
+
+
 def test_frozen_weights_are_constants() -> None:
     """OPTIMIZE freeze is set for inductor, and not for the next model."""
     compiled(config({}, optimize=("freeze",)), Scaled())

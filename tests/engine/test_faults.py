@@ -86,7 +86,20 @@ def _script_takes_all(size: int) -> torch.Tensor:
         pytest.param(
             RuntimeError("Triton Error [CUDA]: out of memory"), True, id="a Triton kernel"
         ),
-        pytest.param(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True, id="cuDNN"),
+        pytest.param(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True, id="cuDNN 8"),
+        pytest.param(
+            RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
+            True,
+            id="cuDNN 9, the GPU's memory",
+        ),
+        pytest.param(
+            RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
+            True,
+            id="cuDNN 9, the host's memory",
+        ),
+        pytest.param(
+            RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"), False, id="cuDNN, internal"
+        ),
         pytest.param(chained(MemoryError(), explicitly=True), True, id="the cause"),
         pytest.param(chained(MemoryError(), explicitly=False), True, id="the context"),
         pytest.param(ValueError("CUDA out of memory."), False, id="a model's own class"),

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import fake_gpu
 import pytest
 import streamed
 import torch
 from torch import Tensor
 
+from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item
+from torch_py_backend.batching.grouping import Grouping
+from torch_py_backend.batching.runtime import Runtime
+from torch_py_backend.config.options import Options
+from torch_py_backend.engine.stream_calls import StreamCalls
 from torch_py_backend.errors import BackendError, InputError, OutputError
+
+CPU = torch.device("cpu")
 
 
 def double(x: Tensor) -> Tensor:
@@ -55,3 +64,32 @@ def test_an_invalid_result_fails_alone(wrong: Any, kind: type[BackendError]) -> 
         torch.as_tensor(outcome["y"]).tolist() for outcome in outcomes if isinstance(outcome, dict)
     ]
     assert values == [[[2.0, 2.0]], [[6.0, 6.0]]]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs of a stream stay on the GPU only if the request's inputs were there."""
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(
+        Runtime, "to_device", lambda _, columns: [fake_gpu.put(column) for column in columns]
+    )
+    engine = streamed.engine(double)
+    device = dataclasses.replace(runtime.create(Options(), CPU, ()), device=fake_gpu.DEVICE)
+    calls = StreamCalls(
+        engine.config,
+        Grouping(engine.config, engine.loaded.signature, None),
+        engine.runner,
+        device,
+        None,
+        engine.counts,
+        None,
+    )
+    item = streamed.item(1, 2)
+    if on_gpu:
+        item = {name: fake_gpu.put(torch.as_tensor(value)) for name, value in item.items()}
+    result, inputs = calls.begin(item)
+    (outcome,) = calls.outcomes([(fake_gpu.put(result), inputs)])
+    assert isinstance(outcome, dict)
+    assert isinstance(outcome["y"], Tensor)
+    assert outcome["y"].is_cuda == on_gpu
+    assert torch.as_tensor(outcome["y"]).tolist() == [[2.0, 4.0]]

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import build
 import pytest
@@ -21,11 +21,26 @@ from torch_py_backend.loading.loaded import Loaded
 CPU = torch.device("cpu")
 
 
+def refuse(message: str) -> NoReturn:
+    raise RuntimeError(message)
+
+
+def print_and_refuse(message: str) -> NoReturn:
+    """Refuse as torch 2.11 does."""
+    os.write(2, f"Error: {message}".encode())
+    raise RuntimeError("run_func_( container_handle_, ...) API call failed at model_container.cpp")
+
+
 class Checked:
     """A package with a dynamic dimension, whose checks an environment variable enables."""
 
-    def __init__(self, compute: Callable[[Tensor, Tensor], list[Tensor]], least: int = 2) -> None:
-        self.compute, self.least = compute, least
+    def __init__(
+        self,
+        compute: Callable[[Tensor, Tensor], list[Tensor]],
+        least: int = 2,
+        refuse: Callable[[str], NoReturn] = refuse,
+    ) -> None:
+        self.compute, self.least, self.refuse = compute, least, refuse
         self.checks: bool | None = None
 
     def get_constant_fqns(self) -> list[str]:
@@ -42,12 +57,12 @@ class Checked:
             self.checks = os.environ["AOTI_RUNTIME_CHECK_INPUTS"] == "1"
         for number, leaf in enumerate(leaves if self.checks else []):
             if leaf.shape[1] < self.least:
-                raise RuntimeError(
+                self.refuse(
                     f"input_handles[{number}]: dim value is too small at 1, expected it to be >="
                     f" {self.least}, but got: {leaf.shape[1]}\n"
                 )
             if leaf.stride()[-1] != 1:
-                raise RuntimeError(
+                self.refuse(
                     f"input_handles[{number}]: unmatched stride value at {leaf.ndim - 1},"
                     f" expected: 1, but got: {leaf.stride()[-1]}\n"
                 )
@@ -86,6 +101,7 @@ def wrong_for_one(x: Tensor, mask: Tensor) -> list[Tensor]:
     return mean(x, mask) if x.shape[1] > 1 else mean(x + 1, mask)
 
 
+@pytest.mark.parametrize("refuse", [refuse, print_and_refuse])
 @pytest.mark.parametrize(
     ("compute", "served"),
     [
@@ -100,12 +116,15 @@ def wrong_for_one(x: Tensor, mask: Tensor) -> list[Tensor]:
 def test_sizes_of_one(
     compute: Any,
     served: bool,
+    refuse: Callable[[str], NoReturn],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """A size of 1 is served if the results without checks are correct, and refused otherwise."""
-    program = varying(tmp_path, monkeypatch, lambda: Checked(compute))
+    program = varying(tmp_path, monkeypatch, lambda: Checked(compute, refuse=refuse))
+    assert not capfd.readouterr().err
     x, mask = torch.rand(3, 1, 2), torch.rand(3, 1) + 1
     if served:
         assert all(map(torch.equal, program.module(x, mask), compute(x, mask)))

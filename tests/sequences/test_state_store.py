@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import build
+import fake_gpu
 import models
 import numpy as np
 import pytest
@@ -183,6 +184,46 @@ def test_a_state_that_is_an_output() -> None:
     assert isinstance(outcomes[0], OutputError)
     assert outcomes[1] == 10
     assert served.send(step(1, 1), step(2, 5)) == [3, 15]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+@pytest.mark.parametrize("names", [(1,), (1, 2, 3)], ids=["alone", "in a batch"])
+def test_a_state_that_is_an_output_on_a_gpu(
+    names: tuple[int, ...], on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client on the host gets a copy, one copy for a batch; the state stays on the GPU."""
+    served = Served(config(make_state(("total", "y"))), models.Accumulate())
+    waits = fake_gpu.install(monkeypatch)
+    run, columns = served.engine.run, dict[int, Any]()
+
+    def put(value: Any) -> Any:
+        column = value[0] if isinstance(value, tuple) else value
+        columns[id(column)] = column, columns.get(id(column), (0, fake_gpu.put(column)))[1]
+        on_device = columns[id(column)][1]
+        return (on_device, value[1]) if isinstance(value, tuple) else on_device
+
+    def run_on_gpu(items: Sequence[Item]) -> list[Any]:
+        return [
+            {name: put(value) for name, value in outcome.items()}
+            for outcome in run(items)
+            if isinstance(outcome, dict)
+        ]
+
+    served.states._run_items = run_on_gpu
+    for flags, expected in (("s", 1), ("", 2)):
+        steps = [step(name, name, flags) for name in names]
+        if on_gpu:
+            steps = [
+                s._replace(item={"x": fake_gpu.put(torch.as_tensor(s.item["x"]))}) for s in steps
+            ]
+        outcomes = served.states.run(steps)
+        for name, outcome in zip(names, outcomes, strict=True):
+            assert isinstance(outcome, dict)
+            assert isinstance(outcome["y"], Tensor)
+            assert outcome["y"].flatten()[0] == name * expected
+            # A row of a batch is a view, which the substitute does not mark.
+            assert outcome["y"].is_cuda == (on_gpu and len(names) == 1)
+        assert len(waits) == (0 if on_gpu else expected)
 
 
 def shapes(x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:

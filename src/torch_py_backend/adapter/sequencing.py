@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torch_py_backend.adapter import messages
 from torch_py_backend.adapter.messages import Request
+from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item, Outcome
 from torch_py_backend.config.model_config import Origin
 from torch_py_backend.engine.engine import Engine
@@ -51,7 +52,10 @@ class SequenceReader:
             self.sequences = Sequences(config, engine.run, engine.device, guard=engine.guard)
             self.run = self.sequences.run
             self._thread = threading.Thread(
-                target=self._sweep, args=(self.sequences,), name="sequences", daemon=True
+                target=self._sweep,
+                args=(self.sequences, runtime.for_thread(engine.device)),
+                name="sequences",
+                daemon=True,
             )
             self._thread.start()
 
@@ -100,6 +104,7 @@ class SequenceReader:
         if self.sequences is not None:
             self._thread.join()
 
-    def _sweep(self, sequences: Sequences) -> None:
+    def _sweep(self, sequences: Sequences, enter: Callable[[], None]) -> None:
+        enter()
         while not self._closed.wait(_SECONDS):
             sequences.sweep()

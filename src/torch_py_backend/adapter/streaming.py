@@ -85,9 +85,9 @@ class Streaming:
         self._clients: dict[asyncio.Task[None], _Client] = {}
         self._loop = asyncio.new_event_loop()
         # The thread count is thread-local: a new thread starts with torch's default.
-        threads = torch.get_num_threads()
+        threads, enter = torch.get_num_threads(), runtime.for_thread(engine.device)
         self._thread = threading.Thread(
-            target=self._drive, args=(threads,), name="streams", daemon=True
+            target=self._drive, args=(threads, enter), name="streams", daemon=True
         )
         self._thread.start()
 
@@ -140,9 +140,10 @@ class Streaming:
 
     # --- in the thread of the streams --------------------------------------------------------
 
-    def _drive(self, threads: int) -> None:
+    def _drive(self, threads: int, enter: Callable[[], None]) -> None:
         """Run streams until `close`."""
         torch.set_num_threads(threads)
+        enter()
         with runtime.mode(self.engine.config.options):
             closed = False
             while not closed:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T", bound="Value | ItemRows")
 
 Guard: TypeAlias = "Callable[[], AbstractContextManager[object]]"
+
+# Imported by torch.compile if inductor makes CUDA graphs.
+_CUDAGRAPH_TREES = "torch._inductor.cudagraph_trees"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,8 @@ class Runtime:
         """Copy outputs to the host where needed, and wait for the device's work on them.
 
         Args:
-            outputs: the model's outputs; `ItemRows` columns stay on their device.
+            outputs: the model's outputs; `ItemRows` columns stay on their device: `state_store`
+                copies the states that clients get.
             inputs: the requests' inputs; if all tensors are on a GPU, outputs stay there.
         """
         # A model that was placed on the CPU may itself use a GPU.
@@ -97,6 +102,26 @@ class Runtime:
 def thread_state(device: torch.device) -> tuple[bool, int]:
     """Return thread state that a model may leave changed: autocast, and the torch.device stack."""
     return torch.is_autocast_enabled(device.type), torch._C._len_torch_function_stack()
+
+
+def for_thread(device: torch.device) -> Callable[[], None]:
+    """Return a function that gives another thread what this thread has of a GPU.
+
+    That is the current device, and the CUDA graphs of inductor: up to torch 2.11 a thread that
+    torch did not start has none (`torch._inductor.cudagraph_trees.get_container`).
+    """
+    if device.type != "cuda":
+        return lambda: None
+    graphs = getattr(sys.modules.get(_CUDAGRAPH_TREES), "local", None)
+    names = ("tree_manager_containers", "tree_manager_locks")
+    values = {name: getattr(graphs, name) for name in names if hasattr(graphs, name)}
+
+    def enter() -> None:
+        torch.cuda.set_device(device)
+        for name, value in values.items():
+            setattr(graphs, name, value)
+
+    return enter
 
 
 def attention_backends(device: torch.device) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -32,6 +32,10 @@ Pool: TypeAlias = "tuple[int, int]"
 # A replay may choose other kernels than the eager call, for values that differ by rounding.
 _MAX_ERROR = 1e-2
 _WARM_UP = 2  # first calls, whose allocations and tuning are not to be captured
+
+
+class CaptureError(Exception):
+    """A capture that had begun failed."""
 
 
 class Graphs:
@@ -67,7 +71,10 @@ class Graphs:
                 for leaf in leaves
             ),
         )
-        replay = self._replays.get(key)
+        try:
+            replay = self._replays.get(key)
+        except TypeError as error:  # a leaf without a hash, such as an array of strings
+            return self._call_eagerly(error, tensors, args, kwargs)
         if replay is not None:
             return replay(tensors)
         expected = self._call(*args, **kwargs)
@@ -77,6 +84,22 @@ class Graphs:
             self._capture(key, _tensor_function(self._call, leaves, spec), tensors, expected)
         return expected
 
+    def _call_eagerly(
+        self,
+        error: TypeError,
+        tensors: Sequence[Tensor],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> object:
+        """Call the model for arguments that no graph can be found by."""
+        key = tuple(tensor.shape for tensor in tensors)
+        if self._sealed:
+            self._counts.eager_calls += 1
+        elif key not in self._refused:
+            self._refused.add(key)
+            self._warn(tensors, error)
+        return self._call(*args, **kwargs)
+
     def _capture(
         self,
         key: object,
@@ -85,27 +108,35 @@ class Graphs:
         expected: object,
     ) -> None:
         try:
+            _refuse_opaque(expected)
             if self._pool is None:
                 self._pool = torch.cuda.graph_pool_handle()
             replay = capture(call, tensors, self._pool)
             _compare(replay(tensors), expected)
         except Exception as error:  # of any class: the model's code runs
             self._refused.add(key)
+            failed = isinstance(error, CaptureError)
             for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-                _end_capture(device, self._pool)
+                if failed:
+                    _end_capture(device, self._pool)
                 runtime.probe(device)  # raises if the error has made the GPU unusable
+            if failed:
+                _reset_generator()
             # torch takes the pool of a failed capture for in use, and refuses it to the next one.
-            self._pool = None
-            # The end of a capture that has failed fails, too, with an error that says only that.
-            cause = error.__context__ if isinstance(error.__context__, Exception) else error
-            log.warning(
-                "model '%s': inputs of %s are called without a CUDA graph: %s",
-                self._model,
-                [list(tensor.shape) for tensor in tensors],
-                summarize(cause),
-            )
+            # A pool of no graph may be freed.
+            if failed or not self._replays:
+                self._pool = None
+            self._warn(tensors, error)
         else:
             self._replays[key] = replay
+
+    def _warn(self, tensors: Sequence[Tensor], error: Exception) -> None:
+        log.warning(
+            "model '%s': inputs of %s are called without a CUDA graph: %s",
+            self._model,
+            [list(tensor.shape) for tensor in tensors],
+            summarize(_cause(error)),
+        )
 
     def seal(self, call: Callable[..., object]) -> Graphs:
         """Capture no more graphs, and return the model.
@@ -132,6 +163,28 @@ def _tensor_function(
     return function
 
 
+def _cause(error: Exception) -> Exception:
+    """Return why a graph was not made.
+
+    The end of a capture that has failed fails, too, with an error that says only that.
+    """
+    last = error.__cause__ if isinstance(error, CaptureError) else error
+    first = None if last is None else last.__context__
+    return next((link for link in (first, last) if isinstance(link, Exception)), error)
+
+
+def _refuse_opaque(result: object) -> None:
+    """Raise TypeError if torch does not find all tensors of a result: it copies those it finds."""
+    leaves = pytree.tree_leaves(result)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor | bool | int | float | str | bytes | None):
+            raise TypeError(
+                f"the result holds {type(leaf).__name__} objects, which torch cannot copy"
+            )
+    if not any(isinstance(leaf, Tensor) for leaf in leaves):
+        raise TypeError("the result has no tensors")
+
+
 def _compare(actual: object, expected: object) -> None:
     """Raise AssertionError if the tensors of two results differ by more than rounding."""
     pairs = [
@@ -155,6 +208,19 @@ def _end_capture(device: torch.device, pool: Pool | None) -> None:
     if pool is not None:
         with contextlib.suppress(RuntimeError):  # it has ended
             torch._C._cuda_endAllocateToPool(device.index, pool)  # noqa: SLF001  torch's own does it
+
+
+def _reset_generator() -> None:
+    """End the capture that the GPU's random generator takes part in, for torch up to 2.11.
+
+    There a failed capture leaves the generator in it, and random operations outside of a graph
+    fail. The end of the next capture resets it: https://github.com/pytorch/pytorch/issues/171263
+    """
+    with contextlib.suppress(RuntimeError):  # needed by models with random operations only
+        value = torch.zeros(1, device="cuda")
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        with torch.cuda.graph(graph, stream=stream):
+            value.add_(1)  # torch warns about an empty graph
 
 
 @contextlib.contextmanager
@@ -183,6 +249,10 @@ def capture(call: Call, tensors: Sequence[Tensor], pool: Pool) -> Replay:
         call: the call.
         tensors: its arguments.
         pool: the memory that graphs share which never run at the same time.
+
+    Raises:
+        CaptureError: the capture failed, because of the exception's cause.
+        Exception: the call failed before it.
     """
     inputs = [tensor.clone() for tensor in tensors]
     for _ in range(_WARM_UP):
@@ -192,9 +262,12 @@ def capture(call: Call, tensors: Sequence[Tensor], pool: Pool) -> Replay:
     stream = torch.cuda.current_stream()
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # torch's name for the type of a pool is private.
-    with torch.cuda.graph(graph, pool=pool, stream=stream):  # type: ignore[arg-type]
-        result = call(inputs)
+    try:
+        # torch's name for the type of a pool is private.
+        with torch.cuda.graph(graph, pool=pool, stream=stream):  # type: ignore[arg-type]
+            result = call(inputs)
+    except Exception as error:
+        raise CaptureError from error
 
     def replay(tensors: Sequence[Tensor]) -> object:
         for buffer, tensor in zip(inputs, tensors, strict=True):

@@ -18,6 +18,8 @@ from torch_py_backend.errors import CompileError, OptionError, summarize
 
 log = logging.getLogger(__name__)
 
+_SYNC_ERROR = 2  # torch.cuda.set_sync_debug_mode("error")
+
 
 def requested(config: ModelConfig) -> bool:
     """Return whether the config requests a compiled model."""
@@ -82,6 +84,15 @@ def parameter_error(config: ModelConfig, error: Exception) -> OptionError:
     )
 
 
+def _is_captured() -> bool:
+    """Return whether a call is made for a CUDA graph: waiting for the GPU fails then."""
+    if not torch.cuda.is_initialized():
+        return False
+    return (
+        torch.cuda.get_sync_debug_mode() == _SYNC_ERROR or torch.cuda.is_current_stream_capturing()
+    )
+
+
 class Compiled:
     """A model that compiles a graph for new shapes until it is sealed.
 
@@ -133,6 +144,8 @@ class Compiled:
         try:
             return self._compiled(*args, **kwargs)
         except Exception as error:  # an error of the compiler, or of the model
+            if _is_captured():  # compiled code may wait for the GPU where eager code does not
+                raise
             result = self._eager(*args, **kwargs)  # raises an error of the model again
             # Dynamo wraps the errors of compiler backends.
             reason = summarize(getattr(error, "inner_exception", error))

@@ -33,7 +33,8 @@ _MEMORY = re.compile(
     r"|CUDA error: (out of memory|CUBLAS_STATUS_ALLOC_FAILED"
     r"|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create)"
     r"|Triton Error \[CUDA\]: out of memory"
-    r"|cuDNN error: CUDNN_STATUS_ALLOC_FAILED)"
+    r"|cuDNN error: CUDNN_STATUS_(ALLOC_FAILED"  # up to cuDNN 8
+    r"|INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED))"
 )
 _TORCHSCRIPT = "The following operation failed in the TorchScript interpreter."
 

@@ -8,6 +8,7 @@ between devices, rows that fill a bucket, casts, or hooks for batches.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,9 @@ from torch_py_backend.errors import summarize
 from torch_py_backend.signature.calls import InputBinding
 
 log = logging.getLogger(__name__)
+
+# Each instance of a model keeps that memory: larger batches are gathered in new memory.
+_MOST_PAGE_LOCKED_BYTES = 256 << 20
 
 
 class PlainCall(NamedTuple):
@@ -56,7 +60,8 @@ class PlainCall(NamedTuple):
 def page_locked(config: ModelConfig, names: Sequence[str]) -> tuple[Tensor, ...]:
     """Return page-locked memory for a batch of `max_batch_size` rows, for each input.
 
-    Empty if dims are not fixed, or if there is not that much memory.
+    Empty if dims are not fixed, for BF16, which numpy does not have, for more than 256 MiB in all,
+    and if there is not that much memory.
 
     One memory for all batches is enough: the outputs of a batch are waited for before the next one
     is gathered, and the copy to the GPU precedes them on the stream.
@@ -64,15 +69,20 @@ def page_locked(config: ModelConfig, names: Sequence[str]) -> tuple[Tensor, ...]
     specs = {spec.name: spec for spec in config.inputs}
     if any(-1 in specs[name].dims for name in names):
         return ()
-    try:
-        return tuple(
-            torch.empty(
-                (config.max_batch_size, *specs[name].dims),
-                dtype=getattr(torch, specs[name].dtype.torch or ""),
-                pin_memory=torch.cuda.is_available(),
-            )
-            for name in names
+    buffers = [
+        (
+            (config.max_batch_size, *specs[name].dims),
+            getattr(torch, specs[name].dtype.torch or ""),
         )
+        for name in names
+    ]
+    if any(dtype is torch.bfloat16 for _, dtype in buffers) or (
+        sum(_pinned_bytes(shape, dtype) for shape, dtype in buffers) > _MOST_PAGE_LOCKED_BYTES
+    ):
+        return ()
+    try:
+        pins = torch.cuda.is_available()
+        return tuple(torch.empty(shape, dtype=dtype, pin_memory=pins) for shape, dtype in buffers)
     except RuntimeError as error:  # torch's only class for memory that runs out here
         log.warning(
             "model '%s': batches are gathered without page-locked memory: %s",
@@ -80,6 +90,11 @@ def page_locked(config: ModelConfig, names: Sequence[str]) -> tuple[Tensor, ...]
             summarize(error),
         )
         return ()
+
+
+def _pinned_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return what torch allocates: the next power of two."""
+    return 1 << (math.prod(shape) * dtype.itemsize - 1).bit_length()
 
 
 def bind(binding: InputBinding, module: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ class StreamInputs:
 
     Attributes:
         rows: the rows of the request.
-        columns: the inputs, on the device.
+        columns: the inputs as they were sent: its outputs go to where they were.
     """
 
     rows: int
@@ -93,7 +93,7 @@ class StreamCalls:
         gathered = time.perf_counter()
         columns = self._to_device.call(batch.columns)
         sent = time.perf_counter()
-        inputs = StreamInputs(rows_in(columns), columns)
+        inputs = StreamInputs(rows_in(columns), batch.columns)
         passed = self._runner.convert.call(group.inputs, columns)
         result = group.inputs.call(self._runner.forward.call, passed)
         counts = self._counts

@@ -8,8 +8,6 @@ import hashlib
 import logging
 import threading
 
-import torch
-
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.weights import sharing_report, weight_swap
@@ -104,8 +102,6 @@ class WeightWatcher:
             raise OSError("the file changed again while it was read.")
         with self._engine.lock:
             weight_swap.swap(config, loaded, fresh)
-            if self._engine.device.type == "cuda":
-                torch.cuda.synchronize(self._engine.device)
             self._engine.side_effects.reset_baseline()  # the swap is not a side effect of the model
             self.digest = digest
 

@@ -298,8 +298,8 @@ def _log_sizes(
 def _check_message(call: Callable[[], object]) -> str:
     """Return the message of the error that a call of a package raises; empty: it raises none.
 
-    The runtime prints the message to standard error, too. Only messages of the checks are dropped
-    there.
+    The runtime prints the message to standard error, too; up to torch 2.11 the error itself says
+    only which call failed. Only messages of the checks are dropped from standard error.
     """
     message = ""
     with tempfile.TemporaryFile() as output:
@@ -308,10 +308,13 @@ def _check_message(call: Callable[[], object]) -> str:
                 call()
             except RuntimeError as error:
                 message = str(error)
-        if not any(pattern.search(message) for pattern in _CHECK_MESSAGES):
-            output.seek(0)
-            for line in output:
-                os.write(2, line)
+        output.seek(0)
+        printed = output.readlines()
+    if message:
+        message += b"".join(printed).decode(errors="replace")
+    if not any(pattern.search(message) for pattern in _CHECK_MESSAGES):
+        for line in printed:
+            os.write(2, line)
     return message
 
 

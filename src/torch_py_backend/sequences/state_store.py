@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 
 # A correlation ID. Requests with which Triton only fills a slot have 0 or an empty string.
 Id: TypeAlias = "int | str"
+# Columns on a GPU and their copies on the host, by the id() of the column.
+_Fetched: TypeAlias = "dict[int, tuple[Tensor, Tensor]]"
 
 # After this many seconds without a run, the instance's queue in Triton is empty.
 _QUIET_S = 1.0
@@ -288,6 +290,7 @@ class Sequences:
         """Store the new states of successful steps; return the outcomes for clients."""
         now = self._clock()
         batches: dict[int, _NewStates] = {}
+        fetched: _Fetched = {}
         updated: list[Outcome] = []
         for (step, sequence), outcome in zip(run, outcomes, strict=True):
             if isinstance(outcome, BackendError):
@@ -295,11 +298,15 @@ class Sequences:
                 continue
             sequence.used = now
             refusal = None if step.ends else self._store(step, sequence, outcome, batches)
+            fetches = bool(self._public) and not _on_gpu(step.item)
             for output in self._public:
-                outcome[output] = gather_scatter.part_value(outcome[output])
+                part: Value | Part = outcome[output]
+                part = _fetch(part, fetched) if fetches else part
+                outcome[output] = gather_scatter.part_value(part)
             for output in self._hidden:
                 del outcome[output]
             updated.append(refusal or outcome)
+        gather_scatter.wait(column for column, _ in fetched.values())
         try:
             for batch in batches.values():
                 if batch.holders and self._pool is not None:
@@ -433,6 +440,24 @@ def _rounds(steps: Sequence[Step]) -> list[list[int]]:
             rounds[numbers[step.id]].append(place)
             numbers[step.id] += 1
     return rounds
+
+
+def _on_gpu(item: Item) -> bool:
+    """Return whether a request's numbers are on a GPU; false if it has none."""
+    numbers = [v for v in item.values() if isinstance(v, Tensor) or not v.dtype.hasobject]
+    return bool(numbers) and all(isinstance(value, Tensor) and value.is_cuda for value in numbers)
+
+
+def _fetch(part: Value | Part, fetched: _Fetched) -> Value | Part:
+    """Return a new state on the host; it is valid once its column's stream was waited for."""
+    column = part[0] if isinstance(part, tuple) else part
+    if not isinstance(column, Tensor) or not column.is_cuda:
+        return part
+    if id(column) not in fetched:
+        pinned = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
+        fetched[id(column)] = column, pinned.copy_(column, non_blocking=True)
+    _, copy = fetched[id(column)]
+    return (copy, part[1]) if isinstance(part, tuple) else copy
 
 
 def _copy(outcome: Outcome) -> Outcome:

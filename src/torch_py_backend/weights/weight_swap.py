@@ -140,6 +140,9 @@ def swap(config: ModelConfig, loaded: Loaded, replacement: Loaded) -> None:
             raise
         finally:
             loaded.weights_moved()
+            # The model's own stream does not wait for these copies, nor for those that undo them.
+            for device in {tensor.device for tensor in old.values() if tensor.is_cuda}:
+                torch.cuda.synchronize(device)
 
 
 def _backup(tensor: Tensor) -> Tensor:

@@ -1,0 +1,59 @@
+"""Replacement of the weights of a loaded model."""
+
+from __future__ import annotations
+
+import build
+import fake_gpu
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.signature import introspection
+from torch_py_backend.weights import weight_swap
+
+
+class _First(fake_gpu.OnGpu):
+    device = torch.device("cuda", 0)
+
+
+class _Second(fake_gpu.OnGpu):
+    device = torch.device("cuda", 1)
+
+
+class Net(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_copies_are_waited_for(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A swap ends when all devices have the new weights, or the old ones again."""
+    waits: set[torch.device] = set()
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.add)
+    module = Net()
+    loaded = Loaded(build.artifact(), module, introspection.from_function(module.forward), module)
+    replacement = Loaded(build.artifact(), module, loaded.signature, Net())
+    old = {
+        "a": torch.zeros(2).as_subclass(_First),
+        "b": torch.zeros(2).as_subclass(_Second),
+        "c": torch.zeros(2),
+    }
+    new = {name: torch.ones(2) for name in old}
+
+    errors = [RuntimeError("the copy fails")] * fails
+
+    def copy(tensor: Tensor, value: Tensor) -> Tensor:
+        if errors:
+            raise errors.pop()
+        return Tensor.copy_(tensor, value)
+
+    monkeypatch.setattr(_Second, "copy_", copy, raising=False)
+    monkeypatch.setattr(weight_swap, "weights", lambda model: old if model is loaded else new)
+    if fails:
+        with pytest.raises(RuntimeError, match="the copy fails"):
+            weight_swap.swap(build.config(), loaded, replacement)
+    else:
+        weight_swap.swap(build.config(), loaded, replacement)
+    assert waits == {torch.device("cuda", 0), torch.device("cuda", 1)}
+    assert old["a"].tolist() == [0.0 if fails else 1.0] * 2
