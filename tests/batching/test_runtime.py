@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -140,6 +141,8 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[int, int]], list[Any
             "set_device": lambda device: done.append(("set", device)),
             "synchronize": lambda index: done.append(("probe", index)),
             "empty_cache": lambda: done.append("free"),
+            "get_device_capability": lambda _: (9, 0),
+            "get_arch_list": lambda: ["sm_90"],
             "set_per_process_memory_fraction": lambda share, device: done.append((share, device)),
         }
         for name, function in replaced.items():
@@ -167,15 +170,91 @@ def test_device_is_the_instances_gpu(
 
 
 @pytest.mark.parametrize("visible", [0, 1])
-def test_missing_gpu(visible: int, gpus: Callable[[dict[int, int]], list[Any]]) -> None:
+def test_missing_gpu(
+    visible: int,
+    gpus: Callable[[dict[int, int]], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A GPU that torch does not see fails the load with what it sees and what to do."""
     gpus(dict.fromkeys(range(visible), 0))
+    monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(PlatformError) as raised:
         runtime.placement(build.config(kind="GPU", device_id=1))
     text = str(raised.value)
     assert "'digits': instance_group asks for GPU 1" in text
     assert f"torch {torch.__version__} sees {visible} GPUs" in text
     assert "Use KIND_CPU" in text
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "reported"),
+    [("13.0", True, True), ("13.0", False, False), (None, True, False)],
+    ids=["too old", "no driver", "torch without CUDA"],
+)
+def test_a_driver_that_torch_cannot_use(
+    cuda: str | None,
+    driver: bool,
+    reported: bool,
+    gpus: Callable[[dict[int, int]], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A driver that is too old for torch is named, with torch's reason and what to do."""
+
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).")
+
+    gpus({})
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if driver else None)
+    with pytest.raises(PlatformError) as raised:
+        runtime.placement(build.config(kind="GPU"))
+    text = str(raised.value)
+    assert ("too old (found version 12020)" in text) == reported
+    assert ("Update the driver, or install a torch built for" in text) == reported
+    assert ("sees 0 GPUs" in text) != reported
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "runs"),
+    [
+        (["sm_75", "sm_80", "sm_90"], (9, 0), True),
+        (["sm_80"], (8, 9), True),
+        (["sm_90"], (8, 9), False),
+        (["sm_80", "sm_86"], (9, 0), False),
+        (["sm_80", "compute_86"], (9, 0), True),
+        (["sm_80", "compute_90"], (8, 9), True),
+        (["compute_90"], (8, 9), False),
+        (["sm_90a"], (9, 0), True),
+        (["sm_100a"], (10, 3), False),
+        (["compute_90a"], (10, 0), False),
+        (["sm_100f"], (10, 3), True),
+        (["sm_100"], (12, 0), False),
+        (["gfx90a"], (9, 0), True),
+        ([], (9, 0), True),
+    ],
+)
+def test_a_gpu_that_torch_was_not_built_for(
+    architectures: list[str],
+    capability: tuple[int, int],
+    runs: bool,
+    gpus: Callable[[dict[int, int]], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A torch without kernels for the GPU fails the load; a driver compiles PTX for newer GPUs."""
+    gpus({0: 0})
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: architectures)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    config = build.config(kind="GPU")
+    if runs:
+        assert runtime.placement(config) == torch.device("cuda", 0)
+        return
+    with pytest.raises(PlatformError) as raised:
+        runtime.placement(config)
+    text = str(raised.value)
+    assert f"has no kernels for GPU 0, which is sm_{capability[0]}{capability[1]}" in text
+    assert " ".join(architectures) in text
+    assert "Install a torch built for this GPU" in text
 
 
 @pytest.mark.parametrize("kind", ["CPU", "MODEL"])

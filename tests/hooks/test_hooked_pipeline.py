@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import build
+import fake_gpu
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import runtime
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
+from torch_py_backend.batching import gather_scatter, runtime
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Batch, Rows
 from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.options import Options
@@ -474,6 +475,25 @@ def test_collate_may_change_its_rows(kind: type[Changed], threads: int | None) -
     assert len(prepared) == (
         4 if kind is Uncopied else 2
     )  # what cannot be copied is prepared again
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook that moves its inputs to the GPU does not change where the outputs go."""
+    fake_gpu.install(monkeypatch)
+    model = engine(fake_gpu.put, {"preprocess": doubled})
+
+    def gather(*args: Any) -> Batch:
+        columns, sizes = gather_scatter.gather(*args)
+        return Batch([fake_gpu.put(torch.as_tensor(column)) for column in columns], sizes)
+
+    model._gather.replace(gather)
+    x = torch.ones(1, 2)
+    (outcome,) = model.run([{"x": fake_gpu.put(x) if on_gpu else x}])
+    assert isinstance(outcome, dict)
+    assert isinstance(outcome["y"], Tensor)
+    assert outcome["y"].is_cuda == on_gpu
+    assert outcome["y"].tolist() == [[2, 2]]
 
 
 def test_memory_in_hooks() -> None:

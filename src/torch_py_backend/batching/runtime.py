@@ -6,10 +6,13 @@ import contextlib
 import ctypes
 import logging
 import os
+import re
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -20,7 +23,7 @@ from torch_py_backend.batching.gather_scatter import ItemRows, Value
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.threads import Threads
-from torch_py_backend.errors import PlatformError
+from torch_py_backend.errors import PlatformError, summarize
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +33,9 @@ Guard: TypeAlias = "Callable[[], AbstractContextManager[object]]"
 
 # Imported by torch.compile if inductor makes CUDA graphs.
 _CUDAGRAPH_TREES = "torch._inductor.cudagraph_trees"
+
+# A GPU architecture that torch has kernels (sm) or PTX (compute) for.
+_ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<suffix>[af]?)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +178,8 @@ def placement(config: ModelConfig) -> torch.device | None:
     """Return the device of this instance and make it current; None for KIND_MODEL.
 
     Raises:
-        PlatformError: the config's GPU is not visible to this process.
+        PlatformError: the config's GPU is not visible to this process, or torch has no kernels for
+            it.
     """
     fraction = config.options.cuda_memory_fraction
     if fraction is not None and config.kind != "GPU":
@@ -194,17 +201,67 @@ def placement(config: ModelConfig) -> torch.device | None:
         return torch.device("cpu")
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if config.device_id >= visible:
-        raise PlatformError(
-            config.name,
-            f"instance_group asks for GPU {config.device_id}, and torch {torch.__version__} sees"
-            f" {visible} GPUs",
-            cure="Use KIND_CPU, or install a torch built for this machine's CUDA driver.",
-        )
+        raise _missing_gpu(config, visible)
     device = torch.device("cuda", config.device_id)
     torch.cuda.set_device(device)
+    _refuse_architecture(config, device)
     if fraction is not None:
         torch.cuda.set_per_process_memory_fraction(fraction, device)
     return device
+
+
+def _missing_gpu(config: ModelConfig, visible: int) -> PlatformError:
+    """Return the error for a GPU that torch does not see, although there may be a driver."""
+    problem = f"sees {visible} GPUs"
+    cure = "Use KIND_CPU, or install a torch built for this machine's CUDA driver."
+    has_driver = Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
+    if torch.version.cuda is not None and not torch.cuda.is_available() and has_driver:
+        reason = "unknown reason"
+        try:
+            torch.cuda.init()
+        except Exception as error:  # RuntimeError, AssertionError or torch's own classes
+            reason = summarize(error)
+        problem = f"cannot use this machine's NVIDIA driver ({reason})"
+        cure = (
+            "Update the driver, or install a torch built for at most the CUDA version that"
+            f" nvidia-smi prints (this one: {torch.version.cuda})."
+        )
+    return PlatformError(
+        config.name,
+        f"instance_group asks for GPU {config.device_id}, and torch {torch.__version__} {problem}",
+        cure=cure,
+    )
+
+
+def _refuse_architecture(config: ModelConfig, device: torch.device) -> None:
+    """Refuse a GPU that torch was not built for: the first call would fail.
+
+    Raises:
+        PlatformError: torch has neither kernels for the GPU nor PTX that its driver compiles.
+    """
+    capability = torch.cuda.get_device_capability(device)
+    built = [match for name in torch.cuda.get_arch_list() if (match := _ARCHITECTURE.match(name))]
+    if built and not any(_runs_on(match, capability) for match in built):
+        raise PlatformError(
+            config.name,
+            f"torch {torch.__version__} has no kernels for GPU {device.index}, which is"
+            f" sm_{capability[0]}{capability[1]} (built for:"
+            f" {' '.join(match[0] for match in built)})",
+            cure="Install a torch built for this GPU, or use KIND_CPU.",
+        )
+
+
+def _runs_on(architecture: re.Match[str], capability: tuple[int, int]) -> bool:
+    """Return whether a GPU runs code for an architecture.
+
+    https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#binary-compatibility
+    """
+    built = int(architecture["major"]), int(architecture["minor"])
+    if architecture["suffix"] == "a":  # features that no other GPU has
+        return built == capability
+    if architecture["kind"] == "compute" and not architecture["suffix"]:
+        return built <= capability
+    return built[0] == capability[0] and built <= capability
 
 
 def free_memory(device: torch.device | None) -> Callable[[], int] | None:

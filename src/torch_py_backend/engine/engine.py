@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.batching import gather_scatter, runtime
@@ -369,9 +370,22 @@ class Engine:
                     for place, outcome in enumerate(outcomes)
                 ]
                 self.counts.postprocess_seconds += time.perf_counter() - ran
+            outcomes = [
+                self._send_back(outcome, item)
+                for outcome, item in zip(outcomes, items, strict=True)
+            ]
         if self._clean is not None:
             self.clean()
         return outcomes
+
+    def _send_back(self, outcome: Outcome, item: Item) -> Outcome:
+        """Copy outputs to the host for a request from there: hooks may prepare it on a GPU."""
+        if isinstance(outcome, BackendError) or not any(
+            isinstance(value, Tensor) and value.is_cuda for value in outcome.values()
+        ):
+            return outcome
+        sent = [gather_scatter.to_column(value) for value in item.values()]
+        return dict(zip(outcome, self._runtime.to_host([*outcome.values()], sent), strict=True))
 
     def _call_hook(self, place: int, stage: Callable[..., object], *args: Any) -> Any:  # noqa: ARG002  the position is for instrumentation
         """Return the result of a hook stage for the item at a position, or the item's error."""
