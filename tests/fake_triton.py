@@ -285,10 +285,11 @@ class InferenceRequest:
         return self._trace
 
     def exec(self) -> InferenceResponse:
-        if self.model_name not in self.served:
+        model = self.served.get(self.model_name)
+        if model is None or not is_ready(_generation, model):
             message = f"Failed for execute the inference request. Model '{self.model_name}' is not"
             return InferenceResponse(error=TritonError(f"{message} ready.", TritonError.UNKNOWN))
-        return self.served[self.model_name](self)
+        return model(self)
 
     async def async_exec(self) -> InferenceResponse:
         return await asyncio.get_running_loop().run_in_executor(None, self.exec)
@@ -353,10 +354,12 @@ class _ResponseOf2502(InferenceResponse):
 
 # The newest release of each generation of the interface.
 GENERATIONS = ("24.10", "26.03")
+_generation = GENERATIONS[0]
 
 
 def become(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Behave like that release until the end of the test."""
+    monkeypatch.setitem(globals(), "_generation", generation)
     if generation != GENERATIONS[0]:
         monkeypatch.setitem(globals(), "InferenceResponse", _ResponseOf2502)
 

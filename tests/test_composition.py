@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -140,6 +141,30 @@ def test_triton_raises(served: dict[str, Answer]) -> None:
         model("other")()
     with pytest.raises(CallError, match="is a decoupled model"):
         asyncio.run(model("other").asynchronously())
+
+
+class _Busy:
+    """A model that is not ready, such as one whose device is lost."""
+
+    def __call__(self, request: InferenceRequest) -> Any:
+        return echo(request)
+
+    def is_ready(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("generation", "refused"), [("24.10", False), ("26.03", True)])
+def test_a_model_that_is_not_ready(
+    generation: str, refused: bool, served: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Newer servers do not pass a call on to it."""
+    fake_triton.become(generation, monkeypatch)
+    served["other"] = _Busy()
+    outcome: Any = (
+        pytest.raises(CallError, match="is not ready") if refused else contextlib.nullcontext()
+    )
+    with outcome:
+        model("other")(x=torch.ones(1, 4))
 
 
 def test_a_model_calls_itself(served: dict[str, Answer]) -> None:
