@@ -71,6 +71,7 @@ def _exception(name: str, text: str = "", **facts: object) -> Exception:
             True,
         ),
         (OSError("first\nsecond"), "OSError: first.", True),
+        (OSError("no answer of http://a:1/b"), "OSError: no answer of http://a:1/b.", True),
         (OSError("signed with s3cr3t-key"), "OSError: signed with ***.", True),
         (OSError("x" * 495 + " s3cr3t-key"), f"OSError: {'x' * 495} ***.", True),
         (OSError("k=c3Vy%2F3Ry, Key=c3Vy/3Ry"), "OSError: k=***, Key=***.", True),
@@ -86,7 +87,7 @@ def test_sentences(
 ) -> None:
     """The cause, the exception's first line without secrets, and what to do."""
     monkeypatch.setenv("SOME_SECRET_ACCESS_KEY", "s3cr3t-key")
-    monkeypatch.setenv("STORE_CONNECTION_STRING", "Name=a;AccountKey=c3Vy/3Ry;End=b")
+    monkeypatch.setenv("STORE_CONNECTION_STRING", "Name=a;AccountKey=c3Vy/3Ry;End=http://a:1")
     explained = store_errors.explain("s3://bucket/models", error, "read")
     assert str(explained) == f"s3://bucket/models cannot be read: {message}"
     assert explained.temporary is temporary

@@ -166,7 +166,9 @@ def _secrets() -> Iterator[str]:
     """Yield the credentials in environment variables, and those inside a connection string."""
     for name, value in os.environ.items():
         if _SECRET.search(name):
-            for part in (value, *(part.partition("=")[2] for part in re.split("[;&]", value))):
-                if len(part) >= _MIN_SECRET:
-                    yield part
-                    yield urllib.parse.quote(part, safe="")
+            parts = (part.partition("=")[2] for part in re.split("[;&]", value))
+            # The endpoint in a connection string is not secret.
+            for secret in (value, *(part for part in parts if not part.startswith("http"))):
+                if len(secret) >= _MIN_SECRET:
+                    yield secret
+                    yield urllib.parse.quote(secret, safe="")
