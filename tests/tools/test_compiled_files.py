@@ -19,7 +19,7 @@ class Net(torch.nn.Module):
 """
 
 
-def test_controls_of_sequences(tmp_path: Path) -> None:
+def test_controls_of_sequences(tmp_path: Path, process: None) -> None:
     """The inputs include the controls that the model takes, as in the bundle of a start."""
     build.write(tmp_path, "model.py", _STEPS)
     kind = {"kind": "CONTROL_SEQUENCE_START", "fp32_false_true": [0, 1]}
