@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import stat
-import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 from torch_py_backend.config import tuned_settings
 from torch_py_backend.errors import ArchiveError, InstallError, summarize
 from torch_py_backend.processes import private_files
+from torch_py_backend.tools import model_folder
 
 BUNDLE, PACKAGE, TUNED = "bundle", "package", tuned_settings.FILE
 _MANIFEST = "manifest.json"
@@ -56,16 +56,11 @@ def created(folder: Path) -> Iterator[Path]:
     """
     if os.path.lexists(folder):
         raise InstallError(f"{folder} exists already; name another folder.")
-    try:
-        parent = folder.parent.resolve()
-        parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=parent) as scratch:
-            content = Path(scratch) / folder.name
-            content.mkdir()
-            yield content
-            content.rename(folder)
-    except OSError as error:
-        raise InstallError(f"cannot write {folder}: {error.strerror or error}.") from error
+    with model_folder.scratch_folder(folder.parent, f"cannot write {folder}") as scratch:
+        content = scratch / folder.name
+        content.mkdir()
+        yield content
+        content.rename(folder)
 
 
 def write_manifest(folder: Path, facts: Mapping[str, object]) -> None:
