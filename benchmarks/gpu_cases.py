@@ -343,7 +343,7 @@ def copies(bench: Bench) -> Iterator[Figure]:
     for size in (1,) if bench.small else (16, 64, 1):
         values = size * _MEGABYTE // 4
         config = build.config(max_batch_size=1, inputs=(build.spec("x", dims=(values,)),))
-        (column,) = plain_call.page_locked(config, ["x"])
+        ((column,), _) = plain_call.page_locked(config, ["x"], ours)
         pinned = torch.empty_like(column, pin_memory=bench.on_gpu)
         target = torch.empty_like(column, device=bench.device)
 
@@ -361,19 +361,15 @@ def copies(bench: Bench) -> Iterator[Figure]:
     yield _small_copies(bench, ours)
 
 
-_TOKEN_INPUTS, _TOKEN_SHAPE = 3, (32, 128)  # of BERT: its inputs, a batch of each
-
-
 def _small_copies(bench: Bench, ours: runtime.Runtime) -> Figure:
-    """Return the rate of copies of small inputs together ÷ that of a copy for each of them."""
-    size = _TOKEN_SHAPE[0] * _TOKEN_SHAPE[1]
-    together = torch.zeros(_TOKEN_INPUTS * size, dtype=torch.int64, pin_memory=bench.on_gpu)
-    columns = [column.view(_TOKEN_SHAPE) for column in together.split(size)]
+    """Return the rate of copies of BERT's inputs together ÷ that of a copy for each of them."""
+    names, batch, tokens = ["ids", "mask", "segments"], 32, 128
+    specs = tuple(build.spec(name, "INT64", (tokens,)) for name in names)
+    config = build.config(max_batch_size=batch, inputs=specs)
+    columns, send = plain_call.page_locked(config, names, ours)
 
     def copy_together() -> None:
-        (copy,) = ours.to_device([together])
-        for column in torch.as_tensor(copy).split(size):
-            column.view(_TOKEN_SHAPE)
+        send(columns)
         bench.sync()
 
     def copy_each() -> None:
@@ -381,7 +377,7 @@ def _small_copies(bench: Bench, ours: runtime.Runtime) -> Figure:
         bench.sync()
 
     rates = bench.rates({"together": copy_together, "each": copy_each})
-    of = f"{_TOKEN_INPUTS} inputs of {size * together.itemsize >> 10} KiB"
+    of = f"{len(names)} inputs of {columns[0].nbytes >> 10} KiB"
     return _ratio("copies of small inputs, together ÷ each", of, rates, "together", "each")
 
 

@@ -250,32 +250,56 @@ def test_runs_on_its_device_and_stream(tmp_path: Path, process: None) -> None:
     assert tensor.as_numpy().tolist() == [[1.0, 1.0]]
 
 
+_AFFINE = scenarios.both(
+    scenarios.python(models.Affine), scenarios.safe(scenarios.affine().state_dict())
+)
+_ADD_SUB = {"INPUT0": [4], "INPUT1": [4]}, {"OUTPUT0": [4], "OUTPUT1": [4]}
+
+
 @pytest.mark.parametrize(
-    "optimize",
-    ["none", pytest.param("fp16_weights", marks=_CUDA), pytest.param("cuda_graphs", marks=_CUDA)],
+    ("optimize", "files", "tensors"),
+    [
+        pytest.param("none", _AFFINE, ({"x": [4]}, {"y": [3]}), id="one input"),
+        pytest.param("none", scenarios.python(models.AddSub), _ADD_SUB, id="two inputs"),
+        pytest.param(
+            "fp16_weights", _AFFINE, ({"x": [4]}, {"y": [3]}), id="fp16_weights", marks=_CUDA
+        ),
+        pytest.param(
+            "cuda_graphs", _AFFINE, ({"x": [4]}, {"y": [3]}), id="cuda_graphs", marks=_CUDA
+        ),
+    ],
 )
 def test_both_paths_give_the_same(
-    optimize: str, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    optimize: str,
+    files: scenarios.Writer,
+    tensors: tuple[dict[str, list[int]], dict[str, list[int]]],
+    tmp_path: Path,
+    process: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The fast path gathers in page-locked memory; the next batch does not change a response."""
+    inputs, outputs = tensors
     scenario = scenarios.Scenario(
         "plain",
-        scenarios.both(
-            scenarios.python(models.Affine), scenarios.safe(scenarios.affine().state_dict())
-        ),
-        scenarios.config(
-            {"x": [4]}, {"y": [3]}, parameters={"OPTIMIZE": optimize, "TRACING": "false"}
-        ),
+        files,
+        scenarios.config(inputs, outputs, parameters={"OPTIMIZE": optimize, "TRACING": "false"}),
     )
     model, document = _serve(scenario, tmp_path)
     assert model._answer != model._answering.answer
     plain = model._engine.plain_call()
     assert plain is not None
     assert all(buffer.is_pinned() for buffer in plain.buffers)
-    assert bool(plain.buffers) == (_KIND == "GPU")
+    assert len(plain.buffers) == (len(inputs) if _KIND == "GPU" else 0)
+
+    def request(rows: int, seed: int) -> Any:
+        values = {
+            name: scenarios.floats(rows, 4, seed=seed + 10 * place)
+            for place, name in enumerate(inputs)
+        }
+        return fake_triton.request(values, document)
+
     batches = [
-        [fake_triton.request({"x": scenarios.floats(rows, 4, seed=seed)}, document)]
-        * (2 if rows < 5 else 1)
+        [request(rows, seed)] * (2 if rows < 5 else 1)
         for seed, rows in enumerate((1, 2, 3, 8, 4, 1))
     ]
     expected = [model._answering.answer(batch) for batch in batches]
@@ -283,8 +307,10 @@ def test_both_paths_give_the_same(
     for _ in range(3):
         for batch, responses in zip(batches, expected, strict=True):
             for response, other in zip(model.execute(batch), responses, strict=True):
-                (tensor,), (wanted,) = response.output_tensors(), other.output_tensors()
-                np.testing.assert_allclose(tensor.as_numpy(), wanted.as_numpy(), atol=1e-6)
+                pairs = zip(response.output_tensors(), other.output_tensors(), strict=True)
+                for tensor, wanted in pairs:
+                    assert tensor.name() == wanted.name()
+                    np.testing.assert_allclose(tensor.as_numpy(), wanted.as_numpy(), atol=1e-6)
 
 
 @_CUDA

@@ -27,7 +27,7 @@ from torch_py_backend.batching.stage import Around, Stage
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import plain_call, side_effects
 from torch_py_backend.engine.model_runner import Extract, ModelRunner
-from torch_py_backend.engine.plain_call import PlainCall
+from torch_py_backend.engine.plain_call import Buffers, PlainCall
 from torch_py_backend.engine.retry import Failure, RetryPolicy, reported
 from torch_py_backend.engine.side_effects import SideEffects
 from torch_py_backend.engine.stream_calls import StreamCalls
@@ -256,6 +256,11 @@ class Engine:
         ):
             return None
         binding = grouping.binding
+        buffers = (
+            plain_call.page_locked(self.config, binding.names, runtime)
+            if self.device.type == "cuda"
+            else Buffers((), runtime.to_device)
+        )
         ranks = {spec.name: len(spec.dims) + 1 for spec in self.config.inputs}
         direct = (
             isinstance(grouping, Grouping)
@@ -276,22 +281,25 @@ class Engine:
             tuple(ranks[name] for name in binding.names),
             plain_call.bind(binding, self.runner.forward.call)
             if direct
-            else partial(self._run_stages, binding),
+            else partial(self._run_stages, binding, buffers.send),
             self.runner.extract.call if direct else None,
             runtime.to_host,
             self._names,
             self._extractor.only_tensor() if direct else None,
-            plain_call.page_locked(self.config, binding.names)
-            if self.device.type == "cuda"
-            else (),
+            buffers.columns,
             retry_or_refuse,
         )
 
-    def _run_stages(self, binding: InputBinding, *batch: Value) -> Sequence[Value]:
+    def _run_stages(
+        self,
+        binding: InputBinding,
+        send: Callable[[Sequence[Tensor]], Sequence[Value]],
+        *batch: Tensor,
+    ) -> Sequence[Value]:
         """Return a plain model's outputs for a batch whose call has stages (`PlainCall`)."""
         with self.guard():
             began = time.perf_counter()
-            columns = self._runtime.to_device(batch)
+            columns = send(batch)
             sent = time.perf_counter()
             raw = self.runner.call(binding, columns, rows_in(columns))
             called = time.perf_counter()

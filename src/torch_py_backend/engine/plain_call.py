@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
+from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.retry import Failure
 from torch_py_backend.errors import summarize
@@ -24,7 +25,27 @@ from torch_py_backend.signature.calls import InputBinding
 log = logging.getLogger(__name__)
 
 # Each instance of a model keeps that memory: larger batches are gathered in new memory.
-_MOST_PAGE_LOCKED_BYTES = 256 << 20
+_MAX_PAGE_LOCKED_BYTES = 256 << 20
+# Below this size, copying the unused rows costs less than starting a copy for each input.
+_MAX_BLOCK_BYTES = 128 << 10
+# torch aligns its GPU memory to so many bytes; kernels depend on 16 of them.
+_ALIGNMENT = 512
+
+
+class Buffers(NamedTuple):
+    """Page-locked memory in which batches are gathered, and from which a GPU copies them.
+
+    One memory for all batches is enough: the outputs of a batch are waited for before the next one
+    is gathered, and the copy to the GPU precedes them on the stream.
+
+    Attributes:
+        columns: memory for `max_batch_size` rows of each input; empty: batches are gathered in new
+            memory.
+        send: copies columns to the device: the first rows of `columns`, unless that is empty.
+    """
+
+    columns: tuple[Tensor, ...]
+    send: Callable[[Sequence[Tensor]], Sequence[Value]]
 
 
 class PlainCall(NamedTuple):
@@ -41,8 +62,8 @@ class PlainCall(NamedTuple):
         outputs: the names of the outputs, in the order in which `extract` returns them.
         tensor: the type and dims of the only output, if the result itself is that output, with
             fixed dims; None: each result has to be passed to `extract`.
-        buffers: page-locked memory for the columns of the largest batch, from which a copy to a GPU
-            is asynchronous; empty: columns are gathered in new memory.
+        buffers: page-locked memory that the columns must be the first rows of; empty: columns are
+            gathered in new memory.
         retry_or_refuse: returns the outcomes of items after a failed call: retries or refuses them.
     """
 
@@ -57,44 +78,61 @@ class PlainCall(NamedTuple):
     retry_or_refuse: Callable[[Sequence[Item], Failure], Sequence[Outcome]]
 
 
-def page_locked(config: ModelConfig, names: Sequence[str]) -> tuple[Tensor, ...]:
-    """Return page-locked memory for a batch of `max_batch_size` rows, for each input.
+class _Column(NamedTuple):
+    """The type and dims of an input; its bytes for the largest batch, aligned."""
 
-    Empty if dims are not fixed, for BF16, which numpy does not have, for more than 256 MiB in all,
-    and if there is not that much memory.
+    dtype: torch.dtype
+    dims: tuple[int, ...]
+    size: int
 
-    One memory for all batches is enough: the outputs of a batch are waited for before the next one
-    is gathered, and the copy to the GPU precedes them on the stream.
+    def view(self, memory: Tensor, rows: int) -> Tensor:
+        """Return the memory's first bytes as a number of rows."""
+        row_bytes = math.prod(self.dims) * self.dtype.itemsize
+        return memory[: rows * row_bytes].view(self.dtype).view(rows, *self.dims)
+
+
+def page_locked(config: ModelConfig, names: Sequence[str], runtime: Runtime) -> Buffers:
+    """Return page-locked memory for batches; small inputs share a block, which one copy sends.
+
+    There is none if dims are not fixed, for BF16, which numpy does not have, for more than 256 MiB
+    in all, and if page-locked memory runs out.
     """
     specs = {spec.name: spec for spec in config.inputs}
-    if any(-1 in specs[name].dims for name in names):
-        return ()
-    buffers = [
-        (
-            (config.max_batch_size, *specs[name].dims),
-            getattr(torch, specs[name].dtype.torch or ""),
-        )
-        for name in names
-    ]
-    if any(dtype is torch.bfloat16 for _, dtype in buffers) or (
-        sum(_pinned_bytes(shape, dtype) for shape, dtype in buffers) > _MOST_PAGE_LOCKED_BYTES
-    ):
-        return ()
+    layout = []
+    for name in names:
+        dtype, dims = getattr(torch, specs[name].dtype.torch or ""), tuple(specs[name].dims)
+        size = config.max_batch_size * math.prod(dims) * dtype.itemsize
+        layout.append(_Column(dtype, dims, -(-size // _ALIGNMENT) * _ALIGNMENT))
+    unsuited = any(-1 in column.dims or column.dtype is torch.bfloat16 for column in layout)
+    small = len(layout) > 1 and sum(column.size for column in layout) <= _MAX_BLOCK_BYTES
+    sizes = [column.size for column in layout]
+    # torch page-locks the next power of two.
+    if unsuited or sum(1 << (size - 1).bit_length() for size in sizes) > _MAX_PAGE_LOCKED_BYTES:
+        return Buffers((), runtime.to_device)
+    pins = torch.cuda.is_available()
     try:
-        pins = torch.cuda.is_available()
-        return tuple(torch.empty(shape, dtype=dtype, pin_memory=pins) for shape, dtype in buffers)
+        blocks = [
+            torch.empty(size, dtype=torch.uint8, pin_memory=pins)
+            for size in ([sum(sizes)] if small else sizes)
+        ]
     except RuntimeError as error:  # torch's only class for memory that runs out here
         log.warning(
             "model '%s': batches are gathered without page-locked memory: %s",
             config.name,
             summarize(error),
         )
-        return ()
+        return Buffers((), runtime.to_device)
 
+    def views(memory: Sequence[Tensor], rows: int) -> list[Tensor]:
+        return [column.view(part, rows) for column, part in zip(layout, memory, strict=True)]
 
-def _pinned_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
-    """Return what torch allocates: the next power of two."""
-    return 1 << (math.prod(shape) * dtype.itemsize - 1).bit_length()
+    def send(columns: Sequence[Tensor]) -> list[Tensor]:
+        copy = blocks[0].to(runtime.device, non_blocking=True, copy=True)
+        return views(copy.split(sizes), columns[0].shape[0])
+
+    memory = blocks[0].split(sizes) if small else blocks
+    columns = tuple(views(memory, config.max_batch_size))
+    return Buffers(columns, send if small else runtime.to_device)
 
 
 def bind(binding: InputBinding, module: Callable[..., Any]) -> Callable[..., Any]:
