@@ -44,6 +44,8 @@ from torch_py_backend.config.options import Options  # noqa: E402
 from torch_py_backend.engine import plain_call  # noqa: E402
 from torch_py_backend.engine.engine import Engine  # noqa: E402
 from torch_py_backend.startup import builder, warmup  # noqa: E402
+from torch_py_backend.tools.candidates import Allowed  # noqa: E402
+from torch_py_backend.tools.ranking import Goal, Limits, Row  # noqa: E402
 
 ROUNDS, SECONDS = 5, 0.3
 _MEGABYTE = 1 << 20
@@ -542,8 +544,7 @@ _TUNING_S = 130  # of its step; the rest is for the start, and for the end of a 
 def tune(bench: Bench) -> Iterator[Figure]:
     """Throughput of what `tune --quick --reduced-precision` tries ÷ that of the module as it is."""
     # Imports psutil, which other cases do not need.
-    from torch_py_backend.tools.candidates import Allowed  # noqa: PLC0415
-    from torch_py_backend.tools.tuning import Goal, Limits, Plan, Row, Tuning  # noqa: PLC0415
+    from torch_py_backend.tools.tuning import Plan, Tuning  # noqa: PLC0415
 
     arguments = bench.arguments(bench.subject(), 2 if bench.small else 32)
     plan = Plan(

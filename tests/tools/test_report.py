@@ -18,8 +18,9 @@ from torch_py_backend.errors import ToolError
 from torch_py_backend.tools import report
 from torch_py_backend.tools.candidates import Allowed, Candidate
 from torch_py_backend.tools.load_generator import STAGES, Point, Result, ServerWork
+from torch_py_backend.tools.ranking import Figures, Goal, Limits, Row
 from torch_py_backend.tools.report import Report
-from torch_py_backend.tools.tuning import Figures, Goal, Limits, Plan, Row, Tuning
+from torch_py_backend.tools.tuning import Plan, Tuning
 
 _SERVER = ServerWork(20, 0, dict.fromkeys(STAGES, 0.002), {1: 4, 4: 4})
 

@@ -19,7 +19,8 @@ from torch_py_backend.config import pbtxt, tuned_settings
 from torch_py_backend.errors import ToolError
 from torch_py_backend.tools import config_editor, model_folder, report
 from torch_py_backend.tools.candidates import TUNED, Allowed, Candidate
-from torch_py_backend.tools.tuning import Goal, Limits, Plan, Row, Tuning
+from torch_py_backend.tools.ranking import Goal, Limits, Row
+from torch_py_backend.tools.tuning import Plan, Tuning
 
 # Rounding of float32 with another order of sums; 16-bit types keep two or three digits.
 _MAX_ERROR = 1e-4

@@ -18,7 +18,8 @@ from torch_py_backend.config import tuned_settings
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ToolError
 from torch_py_backend.tools.load_generator import STAGES, Point, ServerWork
-from torch_py_backend.tools.tuning import SECONDS, Figures, Limits, Row, Tuning
+from torch_py_backend.tools.ranking import Figures, Limits, Row
+from torch_py_backend.tools.tuning import SECONDS, Tuning
 
 _PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 # Above this share of a core, the client is likely to limit the figures.
