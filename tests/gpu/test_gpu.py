@@ -346,7 +346,7 @@ for values in {batches!r}:
         answers.append(
             error.message() if error else float(response.output_tensors()[0].as_numpy()[0, 0])
         )
-    print(json.dumps([answers, model.is_ready()]))
+    print(json.dumps([answers, model.is_ready()]), flush=True)  # the end may be an abort
 """
 
 
@@ -692,6 +692,7 @@ def test_kept_inputs_are_read_on_the_models_stream() -> None:
     """
     surroundings = runtime.create(Options(), torch.device("cuda"), ())
     tensors = [fake_triton.Tensor.from_dlpack("x", torch.full((1 << 24,), 7.0, device="cuda"))]
+    torch.cuda.synchronize()  # nothing is under way in the memory that Triton passes
     streams = []
     with surroundings.guard():
         own = torch.cuda.current_stream()
