@@ -32,6 +32,11 @@ def test_copies_are_waited_for(fails: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
     It begins when no device reads the old ones any more: a stream may be between two calls.
     """
+    old = {
+        "a": torch.zeros(2).as_subclass(_First),
+        "b": torch.zeros(2).as_subclass(_Second),
+        "c": torch.zeros(2),
+    }
     waits: list[tuple[torch.device, list[float]]] = []
     monkeypatch.setattr(
         torch.cuda, "synchronize", lambda device: waits.append((device, old["a"].tolist()))
@@ -39,11 +44,6 @@ def test_copies_are_waited_for(fails: bool, monkeypatch: pytest.MonkeyPatch) -> 
     module = Net()
     loaded = Loaded(build.artifact(), module, introspection.from_function(module.forward), module)
     replacement = Loaded(build.artifact(), module, loaded.signature, Net())
-    old = {
-        "a": torch.zeros(2).as_subclass(_First),
-        "b": torch.zeros(2).as_subclass(_Second),
-        "c": torch.zeros(2),
-    }
     new = {name: torch.ones(2) for name in old}
 
     errors = [RuntimeError("the copy fails")] * fails
