@@ -25,6 +25,22 @@ class OnGpu(Tensor):
         return True
 
 
+class PageLocked(Tensor):
+    """Page-locked memory, which is written by blocking copies only.
+
+    Its memory may be freed after an error that the GPU does not recover from. torch then records an
+    event for each stream of an asynchronous copy, and the error of that ends the process.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    waits: list[torch.device]
+
+    def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
+        assert not non_blocking
+        self.waits.append(DEVICE)
+        return super().copy_(source)
+
+
 def put(tensor: Tensor) -> Tensor:
     """Return a copy on the GPU."""
     return tensor.clone().as_subclass(OnGpu)
@@ -39,7 +55,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
         return SimpleNamespace(synchronize=lambda: waits.append(torch.device(device)))
 
     def unpinned(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
-        return empty(*args, **options)
+        if not pin_memory:
+            return empty(*args, **options)
+        memory = empty(*args, **options).as_subclass(PageLocked)
+        memory.waits = waits
+        return memory
 
     monkeypatch.setattr(torch, "empty", unpinned)
     monkeypatch.setattr(torch.cuda, "current_stream", current_stream)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -172,9 +173,21 @@ def test_slots(tmp_path: Path) -> None:
 
 
 def test_fillers_of_every_kind_are_blank() -> None:
-    """Of a request that only fills a slot, only controls reach the model."""
+    """Of a request that only fills a slot, only controls reach the model.
+
+    Tensors, which may be on a GPU, are zeroed on the model's own stream.
+    """
     steps = sequencing.SequenceReader.__new__(sequencing.SequenceReader)
     steps._sent = ["a", "b", "c"]
+    zeroed = []
+
+    @contextlib.contextmanager
+    def guard() -> Iterator[None]:
+        before = item["c"].tolist()
+        yield
+        zeroed.append((before, item["c"].tolist()))
+
+    steps._guard = guard
     item: dict[str, Any] = {
         "a": np.array([[np.nan]]),
         "b": np.array([[b"chance"]], dtype=np.object_),
@@ -183,6 +196,7 @@ def test_fillers_of_every_kind_are_blank() -> None:
     }
     blank = {name: value.tolist() for name, value in steps._blank(item).items()}
     assert blank == {"a": [[0]], "b": [[b""]], "c": [[0]], "READY": [[-1]]}
+    assert zeroed == [([[3]], [[0]])]
 
 
 @pytest.mark.parametrize("mode", ["true", "false"])

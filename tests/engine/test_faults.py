@@ -86,6 +86,15 @@ def _script_takes_all(size: int) -> torch.Tensor:
         pytest.param(
             RuntimeError("Triton Error [CUDA]: out of memory"), True, id="a Triton kernel"
         ),
+        pytest.param(
+            RuntimeError("CUDA driver error: out of memory"), True, id="the driver, for a kernel"
+        ),
+        pytest.param(RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"), True, id="cuFFT"),
+        pytest.param(
+            RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `f`. "),
+            True,
+            id="cuSOLVER",
+        ),
         pytest.param(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True, id="cuDNN 8"),
         pytest.param(
             RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -372,7 +373,7 @@ for values in {batches!r}:
         answers.append(
             error.message() if error else float(response.output_tensors()[0].as_numpy()[0, 0])
         )
-    print(json.dumps([answers, model.is_ready()]))
+    print(json.dumps([answers, model.is_ready()]), flush=True)  # the end may be an abort
 """
 
 
@@ -542,6 +543,7 @@ class Wide(torch.nn.Module):
 
 
 _WIDE_BYTES = 4 * 4096 * 4096 * 4
+_DRIVER_BYTES = _WIDE_BYTES // 8  # what it may keep for itself
 
 
 def _wide(kind: ArtifactType, folder: Path) -> None:
@@ -572,7 +574,10 @@ def _used(start: Start, folder: Path, how: str) -> int:
     for one in instances:
         assert one.ask("leave") == "left"
         assert one.end() == 0
-    assert torch.cuda.mem_get_info()[0] >= before[0]
+    until = time.monotonic() + 10  # the driver may free memory after the end of a process
+    while torch.cuda.mem_get_info()[0] < before[0] - _DRIVER_BYTES and time.monotonic() < until:
+        time.sleep(0.1)
+    assert torch.cuda.mem_get_info()[0] >= before[0] - _DRIVER_BYTES
     return used
 
 
@@ -718,6 +723,7 @@ def test_kept_inputs_are_read_on_the_models_stream() -> None:
     """
     surroundings = runtime.create(Options(), torch.device("cuda"), ())
     tensors = [fake_triton.Tensor.from_dlpack("x", torch.full((1 << 24,), 7.0, device="cuda"))]
+    torch.cuda.synchronize()  # nothing is under way in the memory that Triton passes
     streams = []
     with surroundings.guard():
         own = torch.cuda.current_stream()

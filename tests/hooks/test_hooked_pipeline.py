@@ -355,13 +355,24 @@ def test_parameters_without_preprocessing() -> None:
 # --- threads ---------------------------------------------------------------------------------
 
 
-def test_rows_are_prepared_at_the_same_time() -> None:
-    """With PREPROCESS_THREADS rows of one request and of several are prepared in parallel."""
+def test_rows_are_prepared_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With PREPROCESS_THREADS rows of one request and of several are prepared in parallel.
+
+    Each thread uses the GPU of the instance: the stream's context puts the thread's own one back,
+    which would be the first.
+    """
+    on_device = threading.local()
+
+    def for_thread(device: torch.device) -> Callable[[], None]:
+        return lambda: vars(on_device).update(type=device.type)
+
+    monkeypatch.setattr(runtime, "for_thread", for_thread)
     all_four = threading.Barrier(4, timeout=60)
     modes: list[bool] = []
 
     def preprocess(x: Tensor, parameters: Any) -> Tensor:
         all_four.wait()
+        assert on_device.type == "cpu"
         modes.append(torch.is_inference_mode_enabled())
         shifted: Tensor = x + parameters.get("n", 0)
         return shifted

@@ -28,17 +28,22 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_copies_are_waited_for(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A swap ends when all devices have the new weights, or the old ones again."""
-    waits: set[torch.device] = set()
-    monkeypatch.setattr(torch.cuda, "synchronize", waits.add)
-    module = Net()
-    loaded = Loaded(build.artifact(), module, introspection.from_function(module.forward), module)
-    replacement = Loaded(build.artifact(), module, loaded.signature, Net())
+    """A swap ends when all devices have the new weights, or the old ones again.
+
+    It begins when no device reads the old ones any more: a stream may be between two calls.
+    """
     old = {
         "a": torch.zeros(2).as_subclass(_First),
         "b": torch.zeros(2).as_subclass(_Second),
         "c": torch.zeros(2),
     }
+    waits: list[tuple[torch.device, list[float]]] = []
+    monkeypatch.setattr(
+        torch.cuda, "synchronize", lambda device: waits.append((device, old["a"].tolist()))
+    )
+    module = Net()
+    loaded = Loaded(build.artifact(), module, introspection.from_function(module.forward), module)
+    replacement = Loaded(build.artifact(), module, loaded.signature, Net())
     new = {name: torch.ones(2) for name in old}
 
     errors = [RuntimeError("the copy fails")] * fails
@@ -55,5 +60,11 @@ def test_copies_are_waited_for(fails: bool, monkeypatch: pytest.MonkeyPatch) -> 
             weight_swap.swap(build.config(), loaded, replacement)
     else:
         weight_swap.swap(build.config(), loaded, replacement)
-    assert waits == {torch.device("cuda", 0), torch.device("cuda", 1)}
-    assert old["a"].tolist() == [0.0 if fails else 1.0] * 2
+    values = [[0.0] * 2, [0.0 if fails else 1.0] * 2]
+    assert [value for _, value in waits] == [values[0], values[0], values[1], values[1]]
+    for devices in waits[:2], waits[2:]:
+        assert {device for device, _ in devices} == {
+            torch.device("cuda", 0),
+            torch.device("cuda", 1),
+        }
+    assert old["a"].tolist() == values[1]

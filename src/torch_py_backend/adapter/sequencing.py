@@ -45,11 +45,12 @@ class SequenceReader:
         self._fills = False
         self._starts = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
         self._ends = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
+        self._guard = engine.guard
         self.sequences: Sequences | None = None
         self.run: Callable[[Sequence[Any]], Sequence[Outcome]] = engine.run
         self._closed = threading.Event()
         if config.states:
-            self.sequences = Sequences(config, engine.run, engine.device, guard=engine.guard)
+            self.sequences = Sequences(config, engine.run, engine.device, guard=self._guard)
             self.run = self.sequences.run
             self._thread = threading.Thread(
                 target=self._sweep,
@@ -93,7 +94,8 @@ class SequenceReader:
         """Zero the inputs of a request that only fills a slot: their memory is uninitialized."""
         for value in (item[name] for name in self._sent if name in item):
             if isinstance(value, Tensor):
-                value.zero_()
+                with self._guard():  # on the stream that the model reads it on
+                    value.zero_()
             else:
                 value.fill(b"" if value.dtype.hasobject else 0)
         return item

@@ -88,21 +88,30 @@ class Runtime:
         # A model that was placed on the CPU may itself use a GPU.
         if self.device.type == "cpu" and not torch.cuda.is_initialized():
             return outputs
-        before = outputs
         tensors = [column for column in inputs if isinstance(column, Tensor)]
         if not tensors or not all(column.is_cuda for column in tensors):
-            copies: list[Any] = list(outputs)
-            for place, output in enumerate(outputs):
-                if isinstance(output, Tensor) and output.is_cuda:
-                    pinned = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-                    copies[place] = pinned.copy_(output, non_blocking=True)
+            copies: list[Any] = [
+                fetch(output) if isinstance(output, Tensor) and output.is_cuda else output
+                for output in outputs
+            ]
             outputs = copies
-        # Triton also reads GPU outputs without a stream. Each copy runs on the current stream of
-        # its source's device, and with KIND_MODEL outputs may be on several devices.
-        gather_scatter.wait(before)
+        # Triton also reads GPU outputs without a stream. With KIND_MODEL they may be on several
+        # devices.
+        gather_scatter.wait(outputs)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         return outputs
+
+
+def fetch(tensor: Tensor) -> Tensor:
+    """Return a copy of a GPU's tensor in page-locked memory.
+
+    The copy is not asynchronous: when torch frees memory that an asynchronous copy has used, it
+    records an event. After a sticky CUDA error that fails in a destructor, which ends the process:
+    https://github.com/pytorch/pytorch/pull/178154
+    """
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor)
 
 
 def thread_state(device: torch.device) -> tuple[bool, int]:

@@ -32,7 +32,8 @@ _MEMORY = re.compile(
     # cublasCreate reports that the library is not initialized.
     r"|CUDA error: (out of memory|CUBLAS_STATUS_ALLOC_FAILED"
     r"|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create)"
-    r"|Triton Error \[CUDA\]: out of memory"
+    r"|(Triton Error \[CUDA\]|CUDA driver error): out of memory"
+    r"|cuFFT error: CUFFT_ALLOC_FAILED|cusolver error: CUSOLVER_STATUS_ALLOC_FAILED"
     r"|cuDNN error: CUDNN_STATUS_(ALLOC_FAILED"  # up to cuDNN 8
     r"|INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED))"
 )

@@ -81,7 +81,7 @@ class HookedPipeline:
             target = signature if hooks.inference is None else by_name(config, of_row=False)
             self._preprocessor = BatchPreprocessor(config, hooks.preprocess_batch, target)
         else:
-            self._preprocessor = RowPreprocessor(config, hooks, runtime.guard)
+            self._preprocessor = RowPreprocessor(config, hooks, runtime)
         self.places = self._preprocessor.places
         self.patterns = self._preprocessor.patterns
         # Request parameters stay with the rows for hooks after preprocess() that take them.

@@ -13,10 +13,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import trees
+from torch_py_backend.batching import runtime, trees
 from torch_py_backend.batching.gather_scatter import Item, Value, to_column
 from torch_py_backend.batching.grouping import Group, Grouping, count_rows
-from torch_py_backend.batching.runtime import Guard
+from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.request_parameters import Parameters
@@ -115,10 +115,10 @@ class RowPreprocessor:
         config: the model's config.
         hooks: without preprocess(), a row is a dict of its inputs; without collate(), rows with
             equal shapes share a batch.
-        guard: the context for threads that prepare rows.
+        device_runtime: the device and the context for threads that prepare rows.
     """
 
-    def __init__(self, config: ModelConfig, hooks: Hooks, guard: Guard) -> None:
+    def __init__(self, config: ModelConfig, hooks: Hooks, device_runtime: Runtime) -> None:
         preprocess, collate = hooks.preprocess, hooks.collate
         self._model = config.name
         self._batched = config.max_batch_size > 0
@@ -128,8 +128,11 @@ class RowPreprocessor:
         if preprocess is not None:
             _refuse_vague(config, signature)
         count = config.options.preprocess_threads
-        self._threads = ThreadPoolExecutor(count) if count is not None else None
-        self._guard = guard
+        # At its end, the context makes the thread's own GPU current again. By default that is the
+        # first one, on which CUDA would then create a context.
+        enter = runtime.for_thread(device_runtime.device)
+        self._threads = None if count is None else ThreadPoolExecutor(count, initializer=enter)
+        self._guard = device_runtime.guard
         # A row is admitted like a request of a model without a batch dimension.
         self._grouping = Grouping(dataclasses.replace(config, max_batch_size=0), signature)
         self.places = self._grouping.places

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import gather_scatter
+from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Part, Strings, Value
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, InputError, StateMemoryError
@@ -306,7 +306,6 @@ class Sequences:
             for output in self._hidden:
                 del outcome[output]
             updated.append(refusal or outcome)
-        gather_scatter.wait(column for column, _ in fetched.values())
         try:
             for batch in batches.values():
                 if batch.holders and self._pool is not None:
@@ -449,13 +448,12 @@ def _on_gpu(item: Item) -> bool:
 
 
 def _fetch(part: Value | Part, fetched: _Fetched) -> Value | Part:
-    """Return a new state on the host; it is valid once its column's stream was waited for."""
+    """Return a new state on the host."""
     column = part[0] if isinstance(part, tuple) else part
     if not isinstance(column, Tensor) or not column.is_cuda:
         return part
     if id(column) not in fetched:
-        pinned = torch.empty(column.shape, dtype=column.dtype, pin_memory=True)
-        fetched[id(column)] = column, pinned.copy_(column, non_blocking=True)
+        fetched[id(column)] = column, runtime.fetch(column)
     _, copy = fetched[id(column)]
     return (copy, part[1]) if isinstance(part, tuple) else copy
 

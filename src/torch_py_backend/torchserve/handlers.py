@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.export.passes import move_to_device_pass
 
 from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
@@ -174,7 +175,9 @@ class BaseHandler:
             if content is FileType.AOTI:
                 self.model = torch._inductor.aoti_load_package(path)  # noqa: SLF001  documented
             elif content is FileType.EXPORTED:
-                self.model = torch.export.load(path).module().to(self.device)
+                # Module.to() would leave the devices in the program's graph as they are.
+                program = move_to_device_pass(torch.export.load(path), self.device)
+                self.model = program.module()
             else:
                 self.model = self._load_torchscript_model(path).eval()
         self.mapping = load_label_mapping(str(folder / "index_to_name.json"))

@@ -120,6 +120,15 @@ def swap(config: ModelConfig, loaded: Loaded, replacement: Loaded) -> None:
     old, new = weights(loaded), weights(replacement)
     _compare(config, loaded.artifact, old, new)
     undo: list[Callable[[], object]] = []
+    devices = {tensor.device for tensor in old.values() if tensor.is_cuda}
+
+    def wait() -> None:
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    # These copies and the model's own stream do not wait for each other, and between two responses
+    # a stream may still compute with the old weights.
+    wait()
     # A buffer that forward() created in inference mode can only be written in inference mode.
     with torch.inference_mode():
         try:
@@ -140,9 +149,7 @@ def swap(config: ModelConfig, loaded: Loaded, replacement: Loaded) -> None:
             raise
         finally:
             loaded.weights_moved()
-            # The model's own stream does not wait for these copies, nor for those that undo them.
-            for device in {tensor.device for tensor in old.values() if tensor.is_cuda}:
-                torch.cuda.synchronize(device)
+            wait()
 
 
 def _backup(tensor: Tensor) -> Tensor:
