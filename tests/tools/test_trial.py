@@ -111,6 +111,23 @@ def test_batches_within_a_limit(tmp_path: Path) -> None:
     assert measurement.send({"rows": 6, "seconds": 0.01})["p99_ms"] >= 120
 
 
+@pytest.mark.parametrize("others", [(), (2,)])
+def test_other_sizes_are_warmed_up(
+    tmp_path: Path, others: tuple[int, ...], caplog: pytest.LogCaptureFixture, dynamo: None
+) -> None:
+    """A size that is measured later has its graph, as in a server; without it, it runs eagerly."""
+    static = _parameters(
+        TORCH_COMPILE_OPTIONAL_PARAMETERS='{"backend": "eager", "dynamic": false}',
+        BATCH_BUCKETS="auto",
+    )
+    assert _prepare(tmp_path, _arguments(tmp_path, max_batch_size=8))["batch"] == 8
+    given = _arguments(tmp_path, max_batch_size=8, parameters=static)
+    measurement = trial.measure(given, str(tmp_path / "exchange"), 8, (), others)
+    next(measurement)
+    measurement.send({"rows": 2, "seconds": 0.01})
+    assert ("were not met in the warm-up" in caplog.text) == (not others)
+
+
 def test_ragged_batches(tmp_path: Path) -> None:
     """With batch_input each row is a request, because a model may count requests."""
     source = _module("2 * x.reshape(sizes.shape[0], -1)", "x, sizes")

@@ -267,13 +267,22 @@ def _run(engine: Engine, item: Item) -> dict[str, Value]:
 
 
 def measure(
-    arguments: Mapping[str, str], folder: str, batch: int, watched: Sequence[str]
+    arguments: Mapping[str, str],
+    folder: str,
+    batch: int,
+    watched: Sequence[str],
+    others: Sequence[int] = (),
 ) -> Generator[dict[str, float], Mapping[str, Any], None]:
     """Load a candidate, compare its outputs with the reference, and time it at each message.
 
     A message has `rows` and `seconds`, the duration of the measurement.
 
-    Parameters in `watched` must have an effect.
+    Args:
+        arguments: Triton's arguments.
+        folder: where `prepare` wrote the inputs and the reference.
+        batch: rows of a full batch.
+        watched: parameters that must have an effect.
+        others: other row counts that messages will have, to be warmed up.
 
     Yields:
         First error, load time and memory, then for each message the median `latency_ms` of a call,
@@ -295,7 +304,7 @@ def measure(
             raise ConfigError.from_message(sentence)
     sizes = compared_sizes(batch)
     with runtime.mode(settings.options):
-        warm_up(engine, sizes[::-1])
+        warm_up(engine, sorted({*sizes, *others}, reverse=True))
         item = read_values(Path(folder) / _INPUTS)
         batches = {rows: tile(settings, item, rows) for rows in sizes}
         error = 0.0

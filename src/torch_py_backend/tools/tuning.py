@@ -272,11 +272,12 @@ class Tuning:
     def _measure_sizes(self, choice: Row) -> None:
         """Measure batches of all sizes, up to the first one whose p99 is too long."""
         plan, candidate = self.plan, choice.candidate
+        sizes = candidates.batch_sizes(plan.document["max_batch_size"])
         loads = self._loads(candidate, is_untuned=choice is self.rows[0])
         with contextlib.suppress(LoadError), self._workers(candidate) as workers:
-            workers.ask(loads, plan.timeout_s)
+            workers.ask([load | {"others": sizes} for load in loads], plan.timeout_s)
             loaded = _Loaded(workers, candidate.instances)
-            for rows in candidates.batch_sizes(plan.document["max_batch_size"]):
+            for rows in sizes:
                 self.sizes[rows] = loaded.measure(rows, plan.timeout_s)
                 if self.sizes[rows].p99_ms > plan.limits.p99_ms:
                     break
