@@ -50,5 +50,5 @@ def test_driver(tmp_path: Path, text: str, version: str) -> None:
     """The driver's version is that of the kernel module; without such a file it is unknown."""
     path = tmp_path / "version"
     path.write_text(text)
-    assert compiled_files._driver(path) == version
-    assert compiled_files._driver(tmp_path / "none") == "unknown"
+    assert compiled_files.driver_version(path) == version
+    assert compiled_files.driver_version(tmp_path / "none") == "unknown"

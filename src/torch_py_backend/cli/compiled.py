@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,7 +13,7 @@ from rich.markup import escape
 
 from torch_py_backend.artifacts import repository
 from torch_py_backend.config import pbtxt
-from torch_py_backend.errors import BackendError, InstallError, ServerError, printable
+from torch_py_backend.errors import BackendError, ServerError, printable
 from torch_py_backend.processes import child_process
 from torch_py_backend.server import preflight
 from torch_py_backend.tools import compiled_folder, model_folder
@@ -61,29 +60,19 @@ def import_compiled(
 ) -> None:
     """Import what was compiled and tuned for the same models on a machine like this one."""
     folders, console, failed = _models(path), _console(), False
-    models = compiled_folder.read(source)
-    parent = path.resolve()
-    if parent in folders.values():
-        parent = parent.parent
-    try:
-        with tempfile.TemporaryDirectory(prefix=".import-compiled-", dir=parent) as scratch:
-            known = {name: model for name, model in models.items() if name in folders}
-            compiled_folder.copy(known, Path(scratch))
-            for name, model in models.items():
-                try:
-                    if name not in folders:
-                        raise ServerError(f"{path} has no model '{printable(name)[:_SHOWN]}'.")
-                    arguments = {"facts": model.facts, "folder": f"{scratch}/{name}"}
-                    report = _run("put", folders[name], arguments)
-                    if not report:
-                        raise ServerError(f"model '{name}' is served by another backend here.")
-                    names = escape(", ".join(report["files"]))
-                    console.print(f"[green]IMPORTED[/] {escape(name)}: {names}")
-                except BackendError as error:
-                    console.print(f"[red]REFUSED[/]  {escape(str(error))}")
-                    failed = True
-    except OSError as error:
-        raise InstallError(f"cannot import {source} into {path}: {error}.") from error
+    for name, facts in compiled_folder.read(source).items():
+        try:
+            if name not in folders:
+                raise ServerError(f"{path} has no model '{printable(name)[:_SHOWN]}'.")
+            arguments = {"facts": facts, "folder": str(source.absolute() / name)}
+            report = _run("put", folders[name], arguments)
+            if not report:
+                raise ServerError(f"model '{name}' is served by another backend here.")
+            names = escape(", ".join(report["files"]))
+            console.print(f"[green]IMPORTED[/] {escape(name)}: {names}")
+        except BackendError as error:
+            console.print(f"[red]REFUSED[/]  {escape(str(error))}")
+            failed = True
     raise typer.Exit(1 if failed else 0)
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import filecmp
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
@@ -30,7 +31,6 @@ from torch_py_backend.loading import aotinductor
 from torch_py_backend.processes import private_files
 from torch_py_backend.startup import builder
 from torch_py_backend.tools import compiled_folder
-from torch_py_backend.tools.compiled_folder import BUNDLE, PACKAGE, TUNED
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Facts of the machine; the others are those of the model.
@@ -87,12 +87,12 @@ def _read(bundle: Bundle) -> tuple[bytes, str]:
 
 
 def put(arguments: Mapping[str, str], facts: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Check the files of an export, and then move them into the folder of a model.
+    """Check the files of an export, and then copy them into the folder of a model.
 
     Args:
         arguments: Triton's arguments.
         facts: the facts of the export.
-        folder: the folder of its files: `bundle`, `package` and tuned.json.
+        folder: the model's folder in the export.
 
     Returns:
         `files`, the names of the files, with remarks.
@@ -101,36 +101,45 @@ def put(arguments: Mapping[str, str], facts: Mapping[str, Any], folder: str) -> 
         LoadError: they do not fit the model or this machine, and nothing is written; or they cannot
             be written.
     """
-    config, received = model_config.parse(arguments), Path(folder)
-    bundle, package, tuned = (received / name for name in (BUNDLE, PACKAGE, TUNED))
-    remark = _merge_tuned(config, received)
-    # The settings of a start after the import.
-    settings = tuned_settings.apply(dataclasses.replace(config, folder=received))
-    here, own_bundle, own_package = _target(
-        dataclasses.replace(settings, folder=config.folder), package if package.exists() else None
-    )
-    _check_facts(config.name, facts, here)
-    moves = {tuned: config.folder / TUNED} if tuned.exists() else {}
-    if package.exists() and own_package is not None:
-        _check_package(config, own_package, package)
-        moves[package] = own_package
-    if bundle.exists():
-        obstacle = "the model is not compiled"
-        if own_bundle is not None:
-            obstacle = own_bundle.obstacle(bundle.read_bytes())
-            moves[bundle] = own_bundle.path
-            bundle.chmod(0o600)
-        if obstacle:
-            raise ArtifactError(config.name, f"the bundle is of no use: {obstacle}", cure=_CURE)
-    try:
-        if bundle in moves and (reason := private_files.create(moves[bundle].parent)):
-            raise PermissionError(f"{moves[bundle].parent}: {reason}")
-        names = [
-            _move(source, path) + (remark if source == tuned else "")
-            for source, path in moves.items()
-        ]
-    except OSError as error:
-        raise ArtifactError(config.name, f"its folder cannot be written: {error}") from error
+    config, export = model_config.parse(arguments), Path(folder)
+    bundle = next(export.glob("compile_cache/*.bundle"), None)
+    package = next(export.glob("[0-9]*/*"), None)
+    with tempfile.TemporaryDirectory() as scratch:
+        tuned, remark = _merge_tuned(config, export, Path(scratch))
+        # The settings of a start after the import.
+        settings = tuned_settings.apply(dataclasses.replace(config, folder=tuned.parent))
+        here, own_bundle, own_package = _target(
+            dataclasses.replace(settings, folder=config.folder), package
+        )
+        _check_facts(config.name, facts, here)
+        copies = {tuned: config.folder / tuned.name} if tuned.exists() else {}
+        if package is not None and own_package is not None:
+            _check_package(config, own_package, package)
+            copies[package] = own_package
+        if bundle is not None:
+            obstacle = "the model is not compiled"
+            if own_bundle is not None:
+                obstacle = own_bundle.obstacle(bundle.read_bytes())
+                copies[bundle] = own_bundle.path
+            if obstacle:
+                raise ArtifactError(config.name, f"the bundle is of no use: {obstacle}", cure=_CURE)
+        if others := sum(path.is_file() for path in export.rglob("*")) - len(copies):
+            raise ArtifactError(
+                config.name,
+                f"the export has {others} other files of it",
+                expected=f"a bundle, a package and {tuned.name}",
+                cure=_CURE,
+            )
+        try:
+            if bundle is not None and (reason := private_files.create(copies[bundle].parent)):
+                raise PermissionError(f"{copies[bundle].parent}: {reason}")
+            names = [
+                _copy(source, path, 0o600 if source == bundle else 0o644)
+                + (remark if source == tuned else "")
+                for source, path in copies.items()
+            ]
+        except OSError as error:
+            raise ArtifactError(config.name, f"its folder cannot be written: {error}") from error
     return {"files": names}
 
 
@@ -172,14 +181,14 @@ def _target(
     facts |= {key.upper(): value for key, value in facts.pop("options").items()}
     facts |= {"max_batch_size": str(facts.pop("rows")), "inputs": ", ".join(facts["inputs"])}
     if device.type == "cuda":
-        facts["driver"] = _driver()
+        facts["driver"] = driver_version()
     if package is not None:
         # It was compiled from the files beside it.
         facts["files"] = compiled_folder.digests(config.version_folder, [package])
     return facts, bundle, package
 
 
-def _driver(path: Path = _DRIVER) -> str:
+def driver_version(path: Path = _DRIVER) -> str:
     """Return the version of the GPU driver."""
     with contextlib.suppress(OSError):
         if version := re.search(r"\s(\d+\.\d+(\.\d+)?)\s", path.read_text("utf-8")):
@@ -220,36 +229,38 @@ def _check_package(config: ModelConfig, path: Path, package: Path) -> None:
         )
 
 
-def _merge_tuned(config: ModelConfig, received: Path) -> str:
-    """Add the model's own entries to those of a received tuned.json.
+def _merge_tuned(config: ModelConfig, export: Path, scratch: Path) -> tuple[Path, str]:
+    """Write the entries of tuned.json in a model's folder and in an export into a scratch folder.
 
     Returns:
-        A remark if that has an entry that this machine does not use.
+        The path, where nothing is written if the export has no entries; and a remark if it has an
+        entry that this machine does not use.
 
     Raises:
-        ArtifactError: it is not what `tune` writes.
+        ArtifactError: that of the export is not what `tune` writes.
     """
+    path = scratch / tuned_settings.FILE
     try:
-        entries = tuned_settings.entries(received)
-        (received / TUNED).unlink(missing_ok=True)
-        if entries and (config.folder / TUNED).exists():
-            shutil.copyfile(config.folder / TUNED, received / TUNED)
+        entries = tuned_settings.entries(export)
+        if entries and (config.folder / path.name).exists():
+            shutil.copyfile(config.folder / path.name, path)
         for entry in entries.values():
-            tuned_settings.save(received, entry)
-            tuned_settings.read_choice(received, tuned_settings.fingerprint(entry["machine"]))
+            tuned_settings.save(scratch, entry)
+            tuned_settings.read_choice(scratch, tuned_settings.fingerprint(entry["machine"]))
     except (BackendError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ArtifactError(config.name, f"tuned.json is refused: {summarize(error)}") from error
     here = tuned_settings.fingerprint(tuned_settings.machine_facts())
-    return " (tuned on another type of machine)" if entries.keys() - {here} else ""
+    return path, " (tuned on another type of machine)" if entries.keys() - {here} else ""
 
 
-def _move(source: Path, path: Path) -> str:
-    """Move a file atomically to a path, perhaps in another file system; return its name."""
+def _copy(source: Path, path: Path, mode: int) -> str:
+    """Copy a file atomically to a path; return its name."""
     if path.is_file() and filecmp.cmp(source, path, shallow=False):
         return f"{path.name} (unchanged)"
     scratch = path.with_name(f".{path.name}-import")
     try:
-        shutil.move(source, scratch)
+        shutil.copyfile(source, scratch)
+        scratch.chmod(mode)
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)
