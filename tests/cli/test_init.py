@@ -204,7 +204,7 @@ def test_init_of_weights(tmp_path: Path) -> None:
     done = run("init", "net.py", _IMAGES, cwd=tmp_path)
     assert done.returncode == 1
     assert "there is no weights file beside model.py" in done.stdout
-    assert "next: save the weights as net.pt" in done.stdout
+    assert "or save the weights: torch.save(module.state_dict(), 'net.pt')" in done.stdout
     assert not completion.is_incomplete(pbtxt.read(tmp_path / "net"))
     torch.save(Classifier().state_dict(), tmp_path / "net.pt")
     refuse("or replace it with --force", "init", "net.py", _IMAGES, cwd=tmp_path)

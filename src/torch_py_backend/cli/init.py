@@ -89,7 +89,8 @@ def init(
     command += ["--repository", str(parent)] if parent != Path() else []
     command += [word for text in inputs or () for word in ("--input", text)]
     command += ["--example", str(example)] if example is not None else []
-    for line in _next_steps(report, model_file, parent / name, command):
+    weights = str(model_file.with_suffix(".pt")) if artifact.lacks_weights else ""
+    for line in _next_steps(report, weights, parent / name, command):
         console.print(line)
     raise typer.Exit(1)
 
@@ -111,22 +112,28 @@ def _parse_input(text: str) -> dict[str, Any]:
 
 
 def _next_steps(
-    report: FolderReport, model_file: Path, folder: Path, command: list[str]
+    report: FolderReport, weights: str, folder: Path, command: list[str]
 ) -> Iterator[str]:
-    """Yield the steps after which a model may load; `command` replaces its folder."""
-    if report.weights:
-        file = model_file.with_name(report.weights)
-        yield f"next: save the weights as {file}: torch.save(module.state_dict(), {str(file)!r})"
-    elif not report.missing:
-        yield "next: correct this"
+    """Yield the steps after which a model may load.
+
+    Args:
+        report: the state of its folder.
+        weights: the path for weights that may be missing; empty: there are weights.
+        folder: the model's folder.
+        command: replaces it.
+    """
     options = []
     for argument in report.missing:
         data_type = argument.get("data_type", "TYPE_FP32").removeprefix("TYPE_")
         dims = pbtxt.model_dims(argument) if "dims" in argument else (3, 224, 224)
         options += ["--input", f"{argument['name']}:{data_type}:{'x'.join(map(str, dims))}"]
-    first = "next:" if report.missing and not report.weights else "then:"
-    yield f"{first} {shlex.join([*command, *options])}"
+    again = shlex.join([*command, *options])
     if report.missing:
+        yield f"next: {again}"
         yield "      (types and sizes are examples; without the batch dimension; or --example FILE)"
+    else:
+        save = f", or save the weights: torch.save(module.state_dict(), {weights!r})"
+        yield f"next: correct this{save if weights else ''}"
+        yield f"then: {again}"
     check = shlex.join(["torch-py-backend", "check", str(folder)])
     yield f"or:   edit {folder / 'config.pbtxt'}, then {check}"
