@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -13,8 +12,8 @@ from rich.markup import escape
 
 from torch_py_backend.artifacts import repository
 from torch_py_backend.config import pbtxt
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import BackendError, ServerError, printable
-from torch_py_backend.processes import child_process
 from torch_py_backend.server import preflight
 from torch_py_backend.tools import compiled_folder, model_folder
 
@@ -34,7 +33,7 @@ def export_compiled(
         for folder in _models(path).values():
             name, target = escape(folder.name), export / folder.name
             try:
-                report = _run("export", folder, {"target": str(target)})
+                report = _run("export", folder, target=str(target))
             except (BackendError, OSError) as error:
                 shutil.rmtree(target, ignore_errors=True)
                 console.print(f"[red]FAILED[/]   {escape(str(error))}")
@@ -64,8 +63,8 @@ def import_compiled(
         try:
             if name not in folders:
                 raise ServerError(f"{path} has no model '{printable(name)[:_SHOWN]}'.")
-            arguments = {"facts": facts, "folder": str(source.absolute() / name)}
-            report = _run("put", folders[name], arguments)
+            export = str(source.absolute() / name)
+            report = _run("put", folders[name], facts=facts, source=export)
             if not report:
                 raise ServerError(f"model '{name}' is served by another backend here.")
             names = escape(", ".join(report["files"]))
@@ -86,14 +85,9 @@ def _models(path: Path) -> dict[str, Path]:
     return {folder.name: folder for folder in repository.models(path.resolve())}
 
 
-def _run(task: str, folder: Path, arguments: Mapping[str, object]) -> Any:
+def _run(task: str, folder: Path, **options: object) -> JsonObject:
     """Return the report of a function of `tools.compiled_files`; {}: another backend's model."""
     if preflight.other_backend(folder, pbtxt.read(folder)):
         return {}
     version, document = model_folder.completed(folder, _TIMEOUT_S)
-    return child_process.run(
-        folder.name,
-        f"torch_py_backend.tools.compiled_files:{task}",
-        {"arguments": pbtxt.arguments(folder, version, document), **arguments},
-        _TIMEOUT_S,
-    )
+    return model_folder.run(f"tools.compiled_files:{task}", folder, version, document, **options)

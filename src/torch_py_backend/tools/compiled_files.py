@@ -86,13 +86,13 @@ def _read(bundle: Bundle) -> tuple[bytes, str]:
     return content, bundle.obstacle(content)
 
 
-def put(arguments: Mapping[str, str], facts: Mapping[str, Any], folder: str) -> dict[str, Any]:
+def put(arguments: Mapping[str, str], facts: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Check the files of an export, and then copy them into the folder of a model.
 
     Args:
         arguments: Triton's arguments.
         facts: the facts of the export.
-        folder: the model's folder in the export.
+        source: the model's folder in the export.
 
     Returns:
         `files`, the names of the files, with remarks.
@@ -101,7 +101,7 @@ def put(arguments: Mapping[str, str], facts: Mapping[str, Any], folder: str) -> 
         LoadError: they do not fit the model or this machine, and nothing is written; or they cannot
             be written.
     """
-    config, export = model_config.parse(arguments), Path(folder)
+    config, export = model_config.parse(arguments), Path(source)
     bundle = next(export.glob("compile_cache/*.bundle"), None)
     package = next(export.glob("[0-9]*/*"), None)
     with tempfile.TemporaryDirectory() as scratch:
@@ -134,9 +134,9 @@ def put(arguments: Mapping[str, str], facts: Mapping[str, Any], folder: str) -> 
             if bundle is not None and (reason := private_files.create(copies[bundle].parent)):
                 raise PermissionError(f"{copies[bundle].parent}: {reason}")
             names = [
-                _copy(source, path, 0o600 if source == bundle else 0o644)
-                + (remark if source == tuned else "")
-                for source, path in copies.items()
+                _copy(file, path, 0o600 if file == bundle else 0o644)
+                + (remark if file == tuned else "")
+                for file, path in copies.items()
             ]
         except OSError as error:
             raise ArtifactError(config.name, f"its folder cannot be written: {error}") from error
