@@ -26,6 +26,7 @@ from torch_py_backend.tools.payloads import Model, Payload
 from torch_py_backend.tools.report import Report
 
 _LIMIT = 100_000  # of outstanding requests: more than one client can send
+_MAX_SECONDS = 86_400
 _LOG_LINES = 10
 _TABLE_WIDTH = 100
 _MakeRequests: TypeAlias = Callable[[Model], tuple[str, list[Payload]]]
@@ -45,9 +46,12 @@ def bench(
     concurrency: Annotated[
         str, typer.Option(help="Numbers of outstanding requests, one load for each.")
     ] = "1,8,32",
-    duration: Annotated[float, typer.Option(help="Seconds for each load.")] = 5.0,
+    duration: Annotated[
+        float, typer.Option(min=0.1, max=_MAX_SECONDS, help="Seconds for each load.")
+    ] = 5.0,
     warmup: Annotated[
-        float, typer.Option(help="Seconds before each load that do not count.")
+        float,
+        typer.Option(min=0, max=_MAX_SECONDS, help="Seconds before each load that do not count."),
     ] = 1.0,
     rows: Annotated[
         int | None, typer.Option(help="Rows in a request, for models with a batch dimension.")
@@ -59,26 +63,19 @@ def bench(
             f" model's {artifact_files.EXAMPLE}, else made-up values."
         ),
     ] = None,
-    protocol: Annotated[
-        str, typer.Option(help="grpc or http, for a repository; by default grpc.")
-    ] = "",
     json_path: Annotated[
         str, typer.Option("--json", help="Write the figures as JSON; - prints them only.")
     ] = "",
 ) -> None:
     """Put load on a model; report throughput, latencies, Triton's split and batch sizes."""
     loads = _counts(concurrency)
-    results = Report(
-        model,
-        _seconds("--duration", duration),
-        _seconds("--warmup", warmup, or_zero=True),
-    )
+    results = Report(model, duration, warmup)
     path = None if json_path in ("", "-") else Path(json_path)
     if path is not None:
         report.check_writable(path)
     interruption.raise_at_signals()
     try:
-        with _served(target, model, protocol) as (address, folder):
+        with _served(target, model) as (address, folder):
             make_requests = partial(_requests, folder, inputs, rows)
             try:
                 asyncio.run(_measure(results, loads, address, make_requests))
@@ -115,28 +112,14 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-def _seconds(option: str, value: float, *, or_zero: bool = False) -> float:
-    if 0 < value < float("inf") or (or_zero and value == 0):
-        return value
-    least = "0 or more" if or_zero else "more than 0"
-    raise ToolError(f"{option} is {value:g}; expected {least} seconds.")
-
-
 # --- the server ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _served(target: str, model: str, protocol: str) -> Iterator[tuple[Address, Path | None]]:
+def _served(target: str, model: str) -> Iterator[tuple[Address, Path | None]]:
     """Yield the server's address, and the model's folder if it is known."""
-    if protocol not in ("", *load_client.PROTOCOLS):
-        raise ToolError(f"--protocol is '{protocol}'; expected grpc or http.")
     if "://" in target:
-        address = load_client.address(target)
-        if protocol not in ("", address.protocol):
-            raise ToolError(
-                f"--protocol is {protocol}, and {target} names {address.protocol}. Omit --protocol."
-            )
-        yield address, None
+        yield load_client.address(target), None
         return
     path = Path(target)
     if not path.is_dir():
@@ -159,8 +142,7 @@ def _served(target: str, model: str, protocol: str) -> Iterator[tuple[Address, P
                 for line in log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]:
                     _STDERR.print(escape(line))
                 raise
-        host = server.http_address if protocol == "http" else server.grpc_address
-        yield Address(protocol or "grpc", host), folder
+        yield Address("grpc", server.grpc_address), folder
 
 
 # --- the measurement -------------------------------------------------------------------------

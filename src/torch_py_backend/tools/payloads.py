@@ -64,6 +64,19 @@ class Model:
     max_batch_size: int
     inputs: tuple[Input, ...]
 
+    def check_rows(self, rows: int) -> None:
+        """Raise ToolError unless a request may have this number of rows."""
+        if not self.max_batch_size:
+            raise ToolError(
+                f"model '{self.name}' has no batch dimension (max_batch_size is 0); --rows is for"
+                " models that have one. Leave it out."
+            )
+        if not 1 <= rows <= self.max_batch_size:
+            raise ToolError(
+                f"a request would have {rows} rows; model '{self.name}' takes 1 to"
+                f" {self.max_batch_size} (its max_batch_size). Choose with --rows."
+            )
+
 
 def model(name: str, config: Mapping[str, Any]) -> Model:
     """Return the model of a config that a server returned over either protocol.
@@ -97,8 +110,10 @@ def generate(target: Model, rows: int | None) -> list[Payload]:
     Dimensions of -1 become 1. Optional inputs are included.
     """
     random = np.random.default_rng(0)
-    unbatched = rows is None and not target.max_batch_size
-    batch = [] if unbatched else [_checked_rows(target, 1 if rows is None else rows)]
+    batch = [1] if target.max_batch_size else []
+    if rows is not None:
+        target.check_rows(rows)
+        batch = [rows]
     payload: Payload = {}
     for spec in target.inputs:
         shape = [*batch, *(abs(dim) for dim in spec.dims)]
@@ -149,15 +164,12 @@ def read(path: Path, target: Model, rows: int | None) -> list[Payload]:
     if rows is None and not target.max_batch_size:
         return [payload]
     counts = {len(tensor.array) for tensor in payload.values()}
-    if len(counts) > 1:
-        raise ToolError(f"{path} holds inputs that differ in their number of rows.")
+    if len(counts) > 1 or 0 in counts:
+        held = " and ".join(map(str, sorted(counts)))
+        raise ToolError(f"{path} holds inputs of {held} rows; expected as many of each, above 0.")
     (count,) = counts
-    size = count if rows is None else _checked_rows(target, rows)
-    if not (count and 1 <= size <= target.max_batch_size):
-        raise ToolError(
-            f"{path} holds {count} rows; model '{target.name}' takes 1 to"
-            f" {target.max_batch_size} (its max_batch_size) in a request. Choose with --rows."
-        )
+    size = count if rows is None else rows
+    target.check_rows(size)
     return [
         {
             name: Tensor(tensor.datatype, tensor.array[np.arange(start, start + size) % count])
@@ -181,17 +193,16 @@ def _from_safetensors(content: bytes) -> Payload:
     return payload
 
 
+_encode = np.frompyfunc(str.encode, 1, 1)
+
+
 def _from_json(content: bytes) -> Payload:
     payload = {}
     for entry in json.loads(content)["inputs"]:
         datatype, values = entry["datatype"], entry["data"]  # flat or nested
         if datatype == "BYTES":
-            flat = np.array(values, dtype=np.object_).reshape(-1).tolist()
-            strings = np.empty(len(flat), dtype=np.object_)
-            strings[:] = [str.encode(text) for text in flat]
+            strings = _encode(np.array(values, dtype=np.object_))
             tensor = Tensor(datatype, strings.reshape(entry["shape"]))
-        elif datatype not in {dtype.triton for dtype in dtypes.TABLE}:
-            raise ValueError(f"{datatype} is no type of Triton's")
         else:
             numbers = np.array(values)
             if numbers.dtype.kind not in "biuf":
@@ -199,20 +210,6 @@ def _from_json(content: bytes) -> Payload:
             tensor = _cast(datatype, numbers.reshape(entry["shape"]))
         payload[entry["name"]] = tensor
     return payload
-
-
-def _checked_rows(target: Model, rows: int) -> int:
-    if not target.max_batch_size:
-        raise ToolError(
-            f"model '{target.name}' has no batch dimension (max_batch_size is 0);"
-            " --rows is for models that have one. Leave it out."
-        )
-    if not 1 <= rows <= target.max_batch_size:
-        raise ToolError(
-            f"--rows is {rows}; model '{target.name}' takes 1 to {target.max_batch_size} rows"
-            " (its max_batch_size) in a request."
-        )
-    return rows
 
 
 def _check_inputs(path: Path, payload: Payload, target: Model) -> None:
