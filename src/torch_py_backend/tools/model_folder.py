@@ -204,6 +204,7 @@ def run(
     version: str,
     document: Document,
     seconds: float = _TIMEOUT_S,
+    /,
     **options: object,
 ) -> JsonObject:
     """Run a function of this package on a model in a child process, and return its result.
