@@ -28,22 +28,22 @@ def _write(folder: Path) -> Path:
         for name, data in _FILES.items():
             (export / name).parent.mkdir(parents=True, exist_ok=True)
             (export / name).write_bytes(data)
-        compiled_folder.write_manifest(export, {"net": {"key": "value"}})
+        compiled_folder.write_manifest(export, {"net": {"model.py": "0"}})
     return folder
 
 
 def test_round_trip(tmp_path: Path) -> None:
-    """The manifest has the SHA-256 of each file; facts come back; the same is the same."""
+    """The manifest has the SHA-256 of each file, also beside a package; the same is the same."""
     folder = _write(tmp_path / "export")
     (model,) = json.loads((folder / "manifest.json").read_bytes())["models"].values()
-    assert model["facts"] == {"key": "value"}
+    assert model["beside"] == {"model.py": "0"}
     assert model["files"] == {
         name.removeprefix("net/"): hashlib.sha256(data).hexdigest() for name, data in _FILES.items()
     }
     again = _write(tmp_path / "again")
     assert (again / "manifest.json").read_bytes() == (folder / "manifest.json").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "export"]
-    assert compiled_folder.read(folder) == {"net": {"key": "value"}}
+    assert compiled_folder.read(folder) == {"net": {"model.py": "0"}}
 
 
 def test_existing_folder(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def _manifest(content: str | bytes) -> Callable[[Path], object]:
 
 def _model(**changes: Any) -> Callable[[Path], object]:
     """Change what the manifest says of a model."""
-    model: dict[str, Any] = {"facts": {}, "files": {}} | changes
+    model: dict[str, Any] = {"beside": {}, "files": {}} | changes
     return _manifest(json.dumps({"models": {"net": model}}))
 
 
@@ -90,7 +90,7 @@ def _listed(name: str, digest: object = "0" * 64) -> Callable[[Path], object]:
 
 def _only(model: str) -> Callable[[Path], object]:
     """Let the manifest list one file of another model only."""
-    models = {model: {"facts": {}, "files": {"tuned.json": "0" * 64}}}
+    models = {model: {"beside": {}, "files": {"tuned.json": "0" * 64}}}
     return _manifest(json.dumps({"models": models}))
 
 
@@ -132,8 +132,8 @@ def _linked_manifest(folder: Path) -> None:
         pytest.param(_manifest('{"models": [1]}'), "it cannot be read", id="models are a list"),
         pytest.param(_manifest('{"models": {"net": 1}}'), "it cannot be read", id="a number"),
         pytest.param(_model(files=3), "it cannot be read", id="files are a number"),
-        pytest.param(_model(facts=3), "it cannot be read", id="facts are a number"),
-        pytest.param(_model(facts="value"), "it cannot be read", id="facts are text"),
+        pytest.param(_model(beside=3), "it cannot be read", id="beside is a number"),
+        pytest.param(_model(beside="value"), "it cannot be read", id="beside is text"),
         pytest.param(_model(), "manifest.json does not list it", id="no files"),
         pytest.param(_listed("1/model.pt2"), "its SHA-256 is not", id="another digest"),
         pytest.param(_listed("1/model.pt2", 7), "its SHA-256 is not", id="digest is a number"),

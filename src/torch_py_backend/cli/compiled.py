@@ -28,7 +28,7 @@ def export_compiled(
 ) -> None:
     """Export what was compiled and tuned here, for machines of the same type."""
     console, failed = _console(), False
-    facts = {}
+    beside = {}
     with compiled_folder.created(destination) as export:
         for folder in _models(path).values():
             name, target = escape(folder.name), export / folder.name
@@ -40,16 +40,16 @@ def export_compiled(
                 failed = True
                 continue
             if report.get("files"):
-                facts[folder.name] = report["facts"]
+                beside[folder.name] = report["beside"]
                 console.print(f"[green]EXPORTED[/] {name}: {escape(', '.join(report['files']))}")
             if report.get("missing"):
                 console.print(f"[yellow]LEFT OUT[/] {name}: {escape(report['missing'])}")
-        if not facts:
+        if not beside:
             raise ServerError(
                 f"{path} has nothing that was compiled or tuned on this machine; run"
                 " `torch-py-backend check` or `torch-py-backend tune` first."
             )
-        compiled_folder.write_manifest(export, facts)
+        compiled_folder.write_manifest(export, beside)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -59,12 +59,12 @@ def import_compiled(
 ) -> None:
     """Import what was compiled and tuned for the same models on a machine like this one."""
     folders, console, failed = _models(path), _console(), False
-    for name, facts in compiled_folder.read(source).items():
+    for name, beside in compiled_folder.read(source).items():
         try:
             if name not in folders:
                 raise ServerError(f"{path} has no model '{printable(name)[:_SHOWN]}'.")
             export = str(source.absolute() / name)
-            report = _run("put", folders[name], facts=facts, source=export)
+            report = _run("put", folders[name], source=export, beside=beside)
             if not report:
                 raise ServerError(f"model '{name}' is served by another backend here.")
             names = escape(", ".join(report["files"]))

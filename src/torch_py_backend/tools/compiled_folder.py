@@ -1,6 +1,6 @@
 """A folder of compiled files: those of each model under its name, and a manifest.
 
-manifest.json has the facts of each model (`compiled_files`) and the SHA-256 of each of its files.
+manifest.json has the SHA-256 of each file of a model, and of those beside a package in the model.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch_py_backend.errors import ArchiveError, InstallError, summarize
 from torch_py_backend.tools import model_folder
@@ -35,9 +34,12 @@ def created(folder: Path) -> Iterator[Path]:
         content.rename(folder)
 
 
-def write_manifest(folder: Path, facts: Mapping[str, object]) -> None:
-    """Write the manifest of the models with these facts, whose files are in the folder."""
-    models = {name: {"facts": facts[name], "files": digests(folder / name)} for name in facts}
+def write_manifest(folder: Path, beside: Mapping[str, object]) -> None:
+    """Write the manifest of the models whose files are in the folder.
+
+    `beside` has the SHA-256 of the files beside the package of each model.
+    """
+    models = {name: {"files": digests(folder / name), "beside": beside[name]} for name in beside}
     (folder / _MANIFEST).write_text(json.dumps({"models": models}, indent=2), encoding="utf-8")
 
 
@@ -59,8 +61,8 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """Return the facts of each model of a folder, whose files and manifest may contain anything.
+def read(folder: Path) -> dict[str, dict[str, str]]:
+    """Return `beside` of each model of a folder, whose files and manifest may contain anything.
 
     Raises:
         ArchiveError: the manifest is damaged, or the folder does not have exactly its files.
@@ -68,7 +70,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
     manifest = folder / _MANIFEST
     try:
         models = json.loads(manifest.read_bytes())["models"]
-        facts = {name: dict(model["facts"]) for name, model in models.items()}
+        beside = {name: dict(model["beside"]) for name, model in models.items()}
         listed = {
             folder / name / file: digest
             for name, model in models.items()
@@ -88,7 +90,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
             raise _refusal(name, "it is not a regular file")
         if path in listed and _sha256(path) != listed[path]:
             raise _refusal(name, f"its SHA-256 is not the one in {_MANIFEST}")
-    return facts
+    return beside
 
 
 def _refusal(name: str, found: str) -> ArchiveError:
