@@ -136,7 +136,7 @@ def test_a_repository(repository: Path, tmp_path: Path) -> None:
     assert "example on grpc://127.0.0.1:" in done.stdout
     assert "3 rows in a request" in done.stdout
     document = json.loads((tmp_path / "a.json").read_text())
-    assert document["inputs"] == "example_inputs.safetensors"
+    assert document["inputs"] == str(repository / "example" / "1" / "example_inputs.safetensors")
     assert len(document["points"]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -22,14 +22,12 @@ from torch_py_backend.errors import ServerError, ToolError
 from torch_py_backend.server.tritonserver import Server
 from torch_py_backend.tools import artifact_files, load_client, load_generator, payloads, report
 from torch_py_backend.tools.load_client import Address
-from torch_py_backend.tools.payloads import Model, Payload
 from torch_py_backend.tools.report import Report
 
 _LIMIT = 100_000  # of outstanding requests: more than one client can send
 _MAX_SECONDS = 86_400
 _LOG_LINES = 10
 _TABLE_WIDTH = 100
-_MakeRequests: TypeAlias = Callable[[Model], tuple[str, list[Payload]]]
 _STDERR = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
 
@@ -75,10 +73,9 @@ def bench(
         report.check_writable(path)
     interruption.raise_at_signals()
     try:
-        with _served(target, model) as (address, folder):
-            make_requests = partial(_requests, folder, inputs, rows)
+        with _served(target, model) as (address, example):
             try:
-                asyncio.run(_measure(results, loads, address, make_requests))
+                asyncio.run(_measure(results, loads, address, inputs or example, rows))
             finally:
                 # A further signal must not interrupt the shutdown of the server. asyncio.run()
                 # resets handlers.
@@ -117,7 +114,7 @@ def _counts(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def _served(target: str, model: str) -> Iterator[tuple[Address, Path | None]]:
-    """Yield the server's address, and the model's folder if it is known."""
+    """Yield the server's address, and the model's file of example inputs if there is one."""
     if "://" in target:
         yield load_client.address(target), None
         return
@@ -142,14 +139,15 @@ def _served(target: str, model: str) -> Iterator[tuple[Address, Path | None]]:
                 for line in log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]:
                     _STDERR.print(escape(line))
                 raise
-        yield Address("grpc", server.grpc_address), folder
+        example = folder / repository.latest(folder) / artifact_files.EXAMPLE
+        yield Address("grpc", server.grpc_address), example if example.is_file() else None
 
 
 # --- the measurement -------------------------------------------------------------------------
 
 
 async def _measure(
-    results: Report, loads: list[int], address: Address, make_requests: _MakeRequests
+    results: Report, loads: list[int], address: Address, inputs: Path | None, rows: int | None
 ) -> None:
     """Add one point for each load to the report; a signal ends the load and keeps its point."""
     stop = asyncio.Event()
@@ -159,7 +157,11 @@ async def _measure(
         await load_client.require_ready(client, results.model)
         target = payloads.model(results.model, await client.config(results.model))
         results.server = str(address)
-        results.inputs, requests = make_requests(target)
+        if inputs is None:
+            requests = payloads.generate(target, rows)
+        else:
+            requests = payloads.read(inputs, target, rows)
+            results.inputs = str(inputs)
         if target.max_batch_size:
             counts = [len(next(iter(payload.values())).array) for payload in requests]
             results.rows = sum(counts) / len(counts)
@@ -180,19 +182,6 @@ async def _measure(
             if stop.is_set():
                 break
     results.interrupted = stop.is_set()
-
-
-def _requests(
-    folder: Path | None, inputs: Path | None, rows: int | None, target: Model
-) -> tuple[str, list[Payload]]:
-    """Return the source of the inputs, and the requests."""
-    if inputs is not None:
-        return str(inputs), payloads.read(inputs, target, rows)
-    if folder is not None:
-        example = folder / repository.latest(folder) / artifact_files.EXAMPLE
-        if example.is_file():
-            return example.name, payloads.read(example, target, rows)
-    return "made up", payloads.generate(target, rows)
 
 
 def _print(results: Report, *, as_json: bool) -> None:

@@ -108,7 +108,7 @@ class Report:
         seconds: the length of each point.
         warmup: seconds before each point that do not count.
         server: the server's address.
-        inputs: where the inputs came from.
+        inputs: the file of the inputs.
         rows: rows in one request, on average.
         points: one for each load.
         interrupted: whether points are missing or cut short.
@@ -118,7 +118,7 @@ class Report:
     seconds: float
     warmup: float
     server: str = ""
-    inputs: str = ""
+    inputs: str = "made up"
     rows: float = 1.0
     points: list[Point] = field(default_factory=list)
     interrupted: bool = False
