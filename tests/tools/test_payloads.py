@@ -12,20 +12,24 @@ import safetensors.torch
 import torch
 
 from torch_py_backend.config import dtypes
+from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.errors import ToolError
 from torch_py_backend.tools import payloads
-from torch_py_backend.tools.payloads import Input, Model, Tensor
+from torch_py_backend.tools.payloads import Model, Tensor
 
-_BATCHED = Model("m", 4, (Input("x", "FP32", (2,), optional=False),))
-_PLAIN = Model("m", 0, (Input("x", "FP32", (-1, 2), optional=False),))
-_TEXT = Model("m", 4, (Input("t", "BYTES", (1,), optional=False),))
+_BATCHED = Model("m", 4, (TensorSpec("x", dtypes.from_triton("FP32"), (2,)),))
+_PLAIN = Model("m", 0, (TensorSpec("x", dtypes.from_triton("FP32"), (-1, 2)),))
+_TEXT = Model("m", 4, (TensorSpec("t", dtypes.from_triton("BYTES"), (1,)),))
 _OPTIONAL = Model(
     "m",
     4,
-    (Input("x", "FP32", (2,), optional=False), Input("y", "INT64", (1,), optional=True)),
+    (
+        TensorSpec("x", dtypes.from_triton("FP32"), (2,)),
+        TensorSpec("y", dtypes.from_triton("INT64"), (1,), optional=True),
+    ),
 )
 _FLOAT8 = safetensors.torch.save({"x": torch.ones(1, 2, dtype=torch.float8_e5m2)})
-_BF16 = Model("m", 0, (Input("x", "BF16", (2,), optional=False),))
+_BF16 = Model("m", 0, (TensorSpec("x", dtypes.from_triton("BF16"), (2,)),))
 
 
 def _config(**fields: Any) -> dict[str, Any]:
@@ -57,9 +61,7 @@ def test_models_that_are_refused(config: dict[str, Any], says: str) -> None:
 
 def test_made_up_of_every_type() -> None:
     """Every type has a value of the protocol's size."""
-    inputs = tuple(
-        Input(kind.triton, kind.triton, (-1, 3), optional=False) for kind in dtypes.TABLE
-    )
+    inputs = tuple(TensorSpec(kind.triton, kind, (-1, 3)) for kind in dtypes.TABLE)
     (payload,) = payloads.generate(Model("m", 8, inputs), 2)
     for dtype in dtypes.TABLE:
         tensor = payload[dtype.triton]
@@ -96,7 +98,7 @@ def test_safetensors_of_every_type(tmp_path: Path) -> None:
     torch_types = {kind.triton: getattr(torch, kind.torch) for kind in dtypes.TABLE if kind.torch}
     tensors = {name: torch.ones(2, 3).to(dtype) for name, dtype in torch_types.items()}
     safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
-    inputs = tuple(Input(name, name, (3,), optional=False) for name in torch_types)
+    inputs = tuple(TensorSpec(name, dtypes.from_triton(name), (3,)) for name in torch_types)
     (payload,) = payloads.read(tmp_path / "x.safetensors", Model("m", 8, inputs), None)
     for name, tensor in tensors.items():
         assert payload[name].encoded() == tensor.view(torch.uint8).numpy().tobytes(), name
@@ -118,7 +120,7 @@ def test_json(
 ) -> None:
     """JSON in Triton's form is one request."""
     path = tmp_path / "x.json"
-    datatype = target.inputs[0].datatype
+    datatype = target.inputs[0].dtype.triton
     entry = {"name": name, "shape": shape, "datatype": datatype, "data": data}
     path.write_text(json.dumps({"inputs": [entry]}), encoding="utf-8")
     (payload,) = payloads.read(path, target, None)

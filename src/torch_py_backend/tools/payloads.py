@@ -14,6 +14,7 @@ import safetensors
 from numpy.typing import NDArray
 
 from torch_py_backend.config import dtypes, pbtxt
+from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.errors import ToolError, join_names, summarize
 
 _FORM = 'safetensors, or JSON {"inputs": [{"name", "shape", "datatype", "data"}]}'
@@ -47,22 +48,12 @@ Payload = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
-    """An input in a request; `dims` without the batch dimension."""
-
-    name: str
-    datatype: str
-    dims: tuple[int, ...]
-    optional: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Model:
-    """The inputs of a model, from the server's config."""
+    """The inputs of a model, from the server's config; with their dims in requests."""
 
     name: str
     max_batch_size: int
-    inputs: tuple[Input, ...]
+    inputs: tuple[TensorSpec, ...]
 
     def check_rows(self, rows: int) -> None:
         """Raise ToolError unless a request may have this number of rows."""
@@ -100,7 +91,7 @@ def model(name: str, config: Mapping[str, Any]) -> Model:
                 f"the data type {entry['data_type']} is unknown; use a newer torch-py-backend."
             )
         dims = tuple(int(dim) for dim in entry.get("dims", ()))
-        inputs.append(Input(entry["name"], dtype.triton, dims, bool(entry.get("optional"))))
+        inputs.append(TensorSpec(entry["name"], dtype, dims, bool(entry.get("optional"))))
     return Model(name, int(config.get("max_batch_size", 0)), tuple(inputs))
 
 
@@ -117,12 +108,13 @@ def generate(target: Model, rows: int | None) -> list[Payload]:
     payload: Payload = {}
     for spec in target.inputs:
         shape = [*batch, *(abs(dim) for dim in spec.dims)]
-        if spec.datatype == "BYTES":
+        datatype = spec.dtype.triton
+        if datatype == "BYTES":
             payload[spec.name] = Tensor("BYTES", np.full(shape, b"text", dtype=np.object_))
-        elif spec.datatype.startswith(("FP", "BF")):
-            payload[spec.name] = _cast(spec.datatype, random.random(shape))
+        elif datatype.startswith(("FP", "BF")):
+            payload[spec.name] = _cast(datatype, random.random(shape))
         else:  # 1 is nearly always a valid id, mask or length; 0 is not a length
-            payload[spec.name] = _cast(spec.datatype, np.ones(shape))
+            payload[spec.name] = _cast(datatype, np.ones(shape))
     return [payload]
 
 
@@ -223,9 +215,10 @@ def _check_inputs(path: Path, payload: Payload, target: Model) -> None:
         )
     batch = (-1,) if target.max_batch_size else ()
     for name, tensor in payload.items():
-        shape, expected = tensor.array.shape, (*batch, *specs[name].dims)
-        if tensor.datatype != specs[name].datatype or not pbtxt.fits(shape, expected):
+        datatype, dims = specs[name].dtype.triton, (*batch, *specs[name].dims)
+        shape = tensor.array.shape
+        if tensor.datatype != datatype or not pbtxt.fits(shape, dims):
             raise ToolError(
-                f"{path} holds {name} as {tensor.datatype} {list(shape)}; model"
-                f" '{target.name}' takes {specs[name].datatype} {list(expected)}."
+                f"{path} holds {name} as {tensor.datatype} {list(shape)}; model '{target.name}'"
+                f" takes {datatype} {list(dims)}."
             )

@@ -175,16 +175,12 @@ class Report:
         )
         for point in self.points:
             figures = self._figures(point)
-            throughput, triton = figures["requests_per_second"], figures["triton"]
-            times = [
-                *figures["latency_ms"].values(),
-                *map(triton["per_request_ms"].get, STAGES),
-            ]
+            triton = figures["triton"]
+            times = [*figures["latency_ms"].values(), *map(triton["per_request_ms"].get, STAGES)]
             sizes = [*map(int, triton["batches"])]
             result.add_row(
                 str(point.concurrency),
-                f"{throughput:,.{1 if throughput < 100 else 0}f}",  # noqa: PLR2004
-                *map(three_digits, times),
+                *map(three_digits, [figures["requests_per_second"], *times]),
                 f"{triton['rows_per_call']:.1f} ({min(sizes)}-{max(sizes)})" if sizes else "-",
             )
         return result
