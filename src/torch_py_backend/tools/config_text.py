@@ -15,7 +15,7 @@ _COMMENTS = {
 }
 
 
-def text(document: Document, description: str, signature: Document, batch_size: int) -> str:
+def text(document: Document, description: str, signature: Document) -> str:
     """Return the text of a config.
 
     Args:
@@ -23,14 +23,11 @@ def text(document: Document, description: str, signature: Document, batch_size: 
         description: the type of the model's artifact.
         signature: the arguments of the model, as `autocomplete.schema.describe_arguments` returns
             them: placeholders for inputs that the config lacks; empty: unknown.
-        batch_size: the placeholder for a max_batch_size that is unknown.
     """
-    return "\n".join(_lines(document, description, signature, batch_size)) + "\n"
+    return "\n".join(_lines(document, description, signature)) + "\n"
 
 
-def _lines(
-    document: Document, description: str, signature: Document, batch_size: int
-) -> Iterator[str]:
+def _lines(document: Document, description: str, signature: Document) -> Iterator[str]:
     yield f"# {document['name']}: {description}, served by PyTorch."
     yield 'backend: "pytorch_py"'
     yield ""
@@ -41,7 +38,7 @@ def _lines(
         yield "# The largest number of rows in one call of the model. If you write inputs below,"
         yield "# write this, too; 0: the model has no batch dimension. An example makes both"
         yield "# unnecessary."
-        yield f"# max_batch_size: {batch_size}"
+        yield "# max_batch_size: 8"
     if document.get("model_transaction_policy", {}).get("decoupled"):
         yield "# A request has any number of responses: one for each value that the model yields."
         yield "model_transaction_policy { decoupled: true }"

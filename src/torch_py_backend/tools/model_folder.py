@@ -194,8 +194,8 @@ def inspect(
         LoadError: the model cannot be served, or its outputs differ from those in the file
             `reference`; the message says why.
     """
-    compared = {} if reference is None else {"reference": str(reference)}
-    return run("tools.trial:inspect", folder, version, document, seconds, **compared)
+    path = None if reference is None else str(reference)
+    return run("tools.trial:inspect", folder, version, document, seconds, reference=path)
 
 
 def run(
@@ -256,10 +256,9 @@ def _configure(folder: Path, artifact: ArtifactFiles, document: JsonObject) -> F
     signature: Document = {}
     try:
         _complete(folder, document)
+        report.lines += _description(folder, document)
     except BackendError as error:
         signature = _report_gaps(folder, document, error, report)
-    else:
-        report.lines += _description(folder, document)
     document["parameters"] = configured
     if file_types.is_cuda_package(folder / "1" / next(iter(artifact.files))):
         document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]
@@ -280,7 +279,7 @@ def _write(
     folder: Path, artifact: ArtifactFiles, document: Document, signature: Document
 ) -> JsonObject:
     """Write config.pbtxt, and return what Triton reads from it."""
-    text = config_text.text(document, artifact.description, signature, _BATCH_SIZE)
+    text = config_text.text(document, artifact.description, signature)
     (folder / "config.pbtxt").write_text(text, encoding="utf-8")
     return pbtxt.read(folder)
 
