@@ -13,7 +13,7 @@ import torch
 
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import TensorSpec
-from torch_py_backend.errors import ToolError
+from torch_py_backend.errors import BackendError, ToolError
 from torch_py_backend.tools import payloads
 from torch_py_backend.tools.payloads import Model, Tensor
 
@@ -49,13 +49,13 @@ def test_model() -> None:
     [
         (_config(model_transaction_policy={"decoupled": True}), "is decoupled"),
         (_config(sequence_batching={}), "takes sequences"),
-        (_config(input=[{"name": "x", "data_type": "TYPE_FP8"}]), "TYPE_FP8 is unknown"),
+        (_config(input=[{"name": "x", "data_type": "TYPE_FP8"}]), "'x' has data_type TYPE_FP8"),
     ],
     ids=["decoupled", "sequences", "type"],
 )
 def test_models_that_are_refused(config: dict[str, Any], says: str) -> None:
     """Models that do not answer each request once are refused."""
-    with pytest.raises(ToolError, match=says):
+    with pytest.raises(BackendError, match=says):
         payloads.model("m", config)
 
 

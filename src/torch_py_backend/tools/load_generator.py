@@ -60,13 +60,11 @@ class Result:
         return len(self.latencies) / self.seconds
 
     def percentiles(self, *shares: float) -> list[float]:
-        """Return percentiles of the latencies; nan without any request.
+        """Return percentiles of the latencies.
 
         An unanswered request counts with its age, the least that its latency can be.
         """
         times = np.concatenate([self.latencies, self.unanswered])
-        if not times.size:
-            return [float("nan")] * len(shares)
         values: list[float] = np.percentile(times, shares).tolist()
         return values
 
@@ -117,7 +115,7 @@ async def measure(
     statistics: ReadStatistics | None = None,
     stop: asyncio.Event | None = None,
 ) -> Point | None:
-    """Measure one load; return None if `stop` was set during the warm-up.
+    """Measure one load; return None if `stop` was set before a measured request was answered.
 
     Triton's statistics are read while no request is under way, so that they cover exactly the
     measured requests.
@@ -136,6 +134,8 @@ async def measure(
             before = await _stable_statistics(statistics, before, len(warm.latencies))
     result = await run(send, concurrency, seconds, stop=stop)
     _require_answers(concurrency, result)
+    if not result.latencies.size:
+        return None
     if statistics is None:
         return Point(concurrency, result, None)
     after = await _stable_statistics(statistics, before, len(result.latencies))

@@ -74,6 +74,7 @@ def model(name: str, config: Mapping[str, Any]) -> Model:
 
     Raises:
         ToolError: a request to the model does not have exactly one response.
+        ConfigError: the type of an input is unknown.
     """
     if config.get("model_transaction_policy", {}).get("decoupled"):
         raise ToolError(
@@ -85,11 +86,7 @@ def model(name: str, config: Mapping[str, Any]) -> Model:
         )
     inputs = []
     for entry in config.get("input", ()):
-        dtype = dtypes.from_config(entry["data_type"])
-        if dtype is None:
-            raise ToolError(
-                f"the data type {entry['data_type']} is unknown; use a newer torch-py-backend."
-            )
+        dtype = dtypes.parse(name, f"input '{entry['name']}'", entry["data_type"])
         dims = tuple(int(dim) for dim in entry.get("dims", ()))
         inputs.append(TensorSpec(entry["name"], dtype, dims, bool(entry.get("optional"))))
     return Model(name, int(config.get("max_batch_size", 0)), tuple(inputs))

@@ -138,7 +138,7 @@ class Report:
 
     def _figures(self, point: Point) -> JsonObject:
         result, server = point.result, point.server or ServerWork()
-        latencies = result.percentiles(*_PERCENTILES.values())
+        percentiles = result.percentiles(*_PERCENTILES.values())
         return {
             "concurrency": point.concurrency,
             "seconds": result.seconds,
@@ -149,8 +149,7 @@ class Report:
             "requests_per_second": result.throughput,
             "rows_per_second": result.throughput * self.rows,
             "latency_ms": {
-                name: None if math.isnan(value) else value * _MILLI
-                for name, value in zip(_PERCENTILES, latencies, strict=True)
+                name: value * _MILLI for name, value in zip(_PERCENTILES, percentiles, strict=True)
             },
             "triton": {
                 "requests": server.requests,
