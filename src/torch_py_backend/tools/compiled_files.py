@@ -118,6 +118,8 @@ def put(arguments: Mapping[str, str], source: str, beside: Mapping[str, str]) ->
     copies: dict[Path, Path] = {}
     with tempfile.TemporaryDirectory() as scratch:
         tuned = _merge_tuned(config, folder, Path(scratch))
+        # The settings of a start after the import.
+        settings = tuned_settings.apply(dataclasses.replace(config, folder=tuned.parent))
         if tuned.exists():
             copies[tuned] = config.folder / tuned.name
         for package in folder.glob("[0-9]*/*"):
@@ -126,8 +128,6 @@ def put(arguments: Mapping[str, str], source: str, beside: Mapping[str, str]) ->
             copies[package] = config.version_folder / name
             _check_package(config, package, copies[package], beside)
         for bundle in folder.glob("compile_cache/*.bundle"):
-            # The settings of a start after the import.
-            settings = tuned_settings.apply(dataclasses.replace(config, folder=tuned.parent))
             own, _ = used(dataclasses.replace(settings, folder=config.folder))
             if own is None:
                 raise _refusal(config, "the model is not compiled")
