@@ -323,6 +323,23 @@ def test_tuned_settings_decide(repository: Path, tmp_path: Path) -> None:
     assert len(tuned_settings.entries(target / "net")) == 2
 
 
+def test_own_tuned_settings_decide(repository: Path, tmp_path: Path) -> None:
+    """With OPTIMIZE auto, a bundle without settings does not fit a model that has its own."""
+    automatic = _COMPILED + pbtxt.parameter("OPTIMIZE", "auto")
+    (repository / "compiled" / "config.pbtxt").write_text(automatic)
+    shutil.rmtree(repository / "compiled" / "compile_cache")
+    (repository / "compiled" / "tuned.json").unlink()
+    _bundle(repository / "compiled")
+    target = _plain(repository, tmp_path / "target")
+    chosen = {"parameters": {"OPTIMIZE": "freeze"}, "instances": 1}
+    entry = {"machine": tuned_settings.machine_facts(), "chosen": chosen}
+    tuned_settings.save(target / "compiled", entry)
+    run("export-compiled", str(repository), str(tmp_path / "export"))
+    done = run("import-compiled", "export", "target", cwd=tmp_path)
+    assert "it differs from this start in: options" in done.stdout
+    assert not (target / "compiled" / "compile_cache").exists()
+
+
 @pytest.mark.slow
 def test_start_with_an_import_compiles_nothing(tmp_path: Path) -> None:
     """A start in another repository, with an empty cache of torch's, builds no code."""

@@ -120,7 +120,7 @@ def put(arguments: Mapping[str, str], source: str, beside: Mapping[str, str]) ->
         tuned = _merge_tuned(config, folder, Path(scratch))
         # The settings of a start after the import.
         settings = tuned_settings.apply(dataclasses.replace(config, folder=tuned.parent))
-        if tuned.exists():
+        if (folder / tuned.name).exists() and tuned.exists():
             copies[tuned] = config.folder / tuned.name
         for package in folder.glob("[0-9]*/*"):
             name = config.default_model_filename
@@ -173,17 +173,16 @@ def _merge_tuned(config: ModelConfig, export: Path, scratch: Path) -> Path:
     """Write the entries of tuned.json in a model's folder and in an export into a scratch folder.
 
     Returns:
-        The path, where nothing is written if the export has no entries.
+        The path, where nothing is written if there are no entries.
 
     Raises:
         ArtifactError: that of the export is not what `tune` writes.
     """
     path = scratch / tuned_settings.FILE
     try:
-        entries = tuned_settings.entries(export)
-        if entries and (config.folder / path.name).exists():
+        if (config.folder / path.name).exists():
             shutil.copyfile(config.folder / path.name, path)
-        for entry in entries.values():
+        for entry in tuned_settings.entries(export).values():
             tuned_settings.save(scratch, entry)
             tuned_settings.read_choice(scratch, tuned_settings.fingerprint(entry["machine"]))
     except (BackendError, ValueError, LookupError, TypeError, RecursionError) as error:
