@@ -24,7 +24,7 @@ from torch_py_backend.tools import artifact_files, load_client, load_generator, 
 from torch_py_backend.tools.load_client import Address
 from torch_py_backend.tools.report import Report
 
-_LIMIT = 100_000  # of outstanding requests: more than one client can send
+_MAX_CONCURRENCY = 100_000  # of outstanding requests: more than one client can send
 _MAX_SECONDS = 86_400
 _LOG_LINES = 10
 _TABLE_WIDTH = 100
@@ -101,10 +101,10 @@ def _counts(text: str) -> list[int]:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
-    if not counts or not all(0 < count <= _LIMIT for count in counts):
+    if not counts or not all(0 < count <= _MAX_CONCURRENCY for count in counts):
         raise ToolError(
-            f"--concurrency is '{text}'; expected integers above 0, up to {_LIMIT}, separated by"
-            " commas."
+            f"--concurrency is '{text}'; expected integers above 0, up to {_MAX_CONCURRENCY},"
+            " separated by commas."
         )
     return counts
 

@@ -18,7 +18,7 @@ from torch_py_backend.server import preflight
 from torch_py_backend.tools import compiled_folder, model_folder
 
 _TIMEOUT_S = 600.0
-_SHOWN = 200
+_MAX_CHARACTERS = 200
 _Path = Annotated[Path, typer.Argument(help="A model folder or a whole repository.")]
 
 
@@ -62,7 +62,7 @@ def import_compiled(
     for name, beside in compiled_folder.read(source).items():
         try:
             if name not in folders:
-                raise ServerError(f"{path} has no model '{printable(name)[:_SHOWN]}'.")
+                raise ServerError(f"{path} has no model '{printable(name)[:_MAX_CHARACTERS]}'.")
             export = str(source.absolute() / name)
             report = _run("put", folders[name], source=export, beside=beside)
             if not report:

@@ -27,7 +27,7 @@ ReadStatistics: TypeAlias = Callable[[], Awaitable[JsonObject]]
 
 STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
 # Statistics are read until two readings are equal.
-_READINGS = 50
+_MAX_READINGS = 50
 _READING_INTERVAL_S = 0.05
 # The wait for outstanding responses at the end.
 _PATIENCE_S = 10.0
@@ -165,7 +165,7 @@ async def _stable_statistics(
     Triton counts a request after it has answered it, on a busy machine much later.
     """
     current = await statistics()
-    for _ in range(_READINGS):  # a limit, because other clients may use the server
+    for _ in range(_MAX_READINGS):  # a limit, because other clients may use the server
         previous = current
         await asyncio.sleep(_READING_INTERVAL_S)
         current = await statistics()
