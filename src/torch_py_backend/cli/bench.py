@@ -153,7 +153,7 @@ async def _measure(
     stop = asyncio.Event()
     for number in interruption.SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with contextlib.aclosing(load_client.connect(address)) as client:
+    async with contextlib.aclosing(load_client.Client(address)) as client:
         await load_client.require_ready(client, results.model)
         target = payloads.model(results.model, await client.config(results.model))
         results.server = str(address)

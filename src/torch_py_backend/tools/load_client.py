@@ -73,14 +73,22 @@ def address(url: str) -> Address:
 
 
 class Client:
-    """A client of one address, to be used and closed in one event loop."""
+    """A client of one address, to be used and closed in one event loop.
+
+    Raises:
+        ServerError: a package is not installed.
+    """
 
     def __init__(self, to: Address) -> None:
         self._address = to
-        triton = importlib.import_module(f"tritonclient.{to.protocol}.aio")
-        self._triton = triton.InferenceServerClient(to.host)
-        # tritonclient prepares each request anew, and decodes each response.
-        self._connection = channel(to.host) if to.protocol == "grpc" else session()
+        try:
+            triton = importlib.import_module(f"tritonclient.{to.protocol}.aio")
+            self._triton = triton.InferenceServerClient(to.host)
+            # tritonclient prepares each request anew, and decodes each response.
+            self._connection = channel(to.host) if to.protocol == "grpc" else session()
+        except (ImportError, RuntimeError) as error:  # tritonclient raises the latter
+            reason = getattr(error, "name", None) or error
+            raise ServerError(f"{reason} is not installed; {_INSTALL} brings it.") from None
 
     def sender(self, model: str, payloads: Sequence[Payload]) -> Send:
         """Return a function that sends the next of these requests, in a cycle."""
@@ -124,19 +132,6 @@ class Client:
                 f"no tritonserver answers at {self._address}: {reason}."
                 f" Is it running, and is this its {self._address.protocol} port?"
             ) from error
-
-
-def connect(to: Address) -> Client:
-    """Return a client of an address; nothing is sent yet.
-
-    Raises:
-        ServerError: a package is not installed.
-    """
-    try:
-        return Client(to)
-    except (ImportError, RuntimeError) as error:  # tritonclient raises the latter
-        reason = getattr(error, "name", None) or error
-        raise ServerError(f"{reason} is not installed; {_INSTALL} brings it.") from None
 
 
 async def require_ready(client: Client, model: str) -> None:
