@@ -98,7 +98,7 @@ async def connected(
     host: str, protocol: str, model: str, payloads: Sequence[Payload]
 ) -> AsyncIterator[Connection]:
     """Yield functions that send requests to a tritonserver and return its statistics."""
-    async with contextlib.aclosing(load_client.connect(Address(protocol, host))) as client:
+    async with contextlib.aclosing(load_client.Client(Address(protocol, host))) as client:
         yield client.sender(model, payloads), partial(client.statistics, model)
 
 

@@ -204,12 +204,15 @@ def test_init_of_weights(tmp_path: Path) -> None:
     done = run("init", "net.py", _IMAGES, cwd=tmp_path)
     assert done.returncode == 1
     assert "there is no weights file beside model.py" in done.stdout
-    assert "next: save the weights as net.pt" in done.stdout
+    assert "or save the weights: torch.save(module.state_dict(), 'net.pt')" in done.stdout
     assert not completion.is_incomplete(pbtxt.read(tmp_path / "net"))
+    done = run("init", "net.py", "--name=unknown", cwd=tmp_path)
+    assert "the types and sizes of x are not known" in done.stdout
     torch.save(Classifier().state_dict(), tmp_path / "net.pt")
     refuse("or replace it with --force", "init", "net.py", _IMAGES, cwd=tmp_path)
     _init(tmp_path, "net.py", _IMAGES, "--force")
-    assert {path.name for path in tmp_path.iterdir()} == {"both", "net", "net.pt", "net.py"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"both", "net", "net.pt", "net.py", "unknown"}
 
 
 _TAKES = """

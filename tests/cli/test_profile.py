@@ -66,8 +66,8 @@ def test_repository(tmp_path: Path) -> None:
         (["nowhere"], "nowhere is not a folder; expected a model's folder."),
         (["negate", "--inputs=no.safetensors"], "no.safetensors is not a file"),
         (["negate", "--output=trace.txt"], "expected a file whose name ends in .json or"),
-        (["negate", "--output=/no/such/a.json"], "cannot write into /no/such: No such file"),
-        (["negate", "--output=/dev/null/a.json"], "cannot write into /dev/null: Not a dir"),
+        (["negate", "--output=/no/such/a.json"], "cannot write /no/such/a.json: No such"),
+        (["negate", "--output=/dev/null/a.json"], "cannot write /dev/null/a.json: Not a"),
     ],
 )
 def test_bad_arguments(arguments: list[str], says: str, tmp_path: Path) -> None:

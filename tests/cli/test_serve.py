@@ -33,11 +33,11 @@ def test_a_folder_that_is_no_repository(folder: str, text: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("event", "line"),
     [
-        (Event(EventKind.READY, "m 1"), "[green]READY[/]   m 1"),
+        (Event(EventKind.READY, "m 1"), "[green]READY  [/] m 1"),
         (Event(EventKind.GIVEN_UP, "m", "died"), "[bold red]GIVEN UP[/] m: died"),
         (
             Event(EventKind.FAILED, "m 1", "no [/] in it\n\nAt:\n  /srv/x.py(3): f\n"),
-            r"[red]FAILED[/]  m 1: no \[/] in it",
+            r"[red]FAILED [/] m 1: no \[/] in it",
         ),
     ],
 )

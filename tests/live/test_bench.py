@@ -129,14 +129,14 @@ def test_a_file_of_inputs(server: Server, tmp_path: Path) -> None:
 def test_a_repository(repository: Path, tmp_path: Path) -> None:
     """A server is started and stopped; the model's example is sent; the JSON is written."""
     done = _bench(
-        str(repository), "example", "--concurrency=1,2", "--protocol=http", *_SHORT,
+        str(repository), "example", "--concurrency=1,2", *_SHORT,
         f"--json={tmp_path / 'a.json'}",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "example on http://127.0.0.1:" in done.stdout
+    assert "example on grpc://127.0.0.1:" in done.stdout
     assert "3 rows in a request" in done.stdout
     document = json.loads((tmp_path / "a.json").read_text())
-    assert document["inputs"] == "example_inputs.safetensors"
+    assert document["inputs"] == str(repository / "example" / "1" / "example_inputs.safetensors")
     assert len(document["points"]) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 

@@ -1,12 +1,12 @@
-"""The facts of compiled files; tests/cli/test_compiled.py exports and imports the files."""
+"""Which compiled files a start uses; tests/cli/test_compiled.py exports and imports them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import build
-import pytest
 
+from torch_py_backend.config import model_config
 from torch_py_backend.tools import compiled_files
 
 _STEPS = """
@@ -30,25 +30,9 @@ def test_controls_of_sequences(tmp_path: Path, process: None) -> None:
         parameters={key: {"string_value": value} for key, value in options.items()},
     )
     arguments["model_repository"] = str(tmp_path)
+    bundle, package = compiled_files.used(model_config.parse(arguments))
+    assert bundle is not None
+    assert bundle.facts["inputs"] == ["x FP32 [4]", "start FP32 [1]"]
+    assert package is None
     report = compiled_files.export(arguments, str(tmp_path / "export"))
-    assert report["facts"]["inputs"] == "x FP32 [4], start FP32 [1]"
     assert report["missing"].startswith("it was not compiled here")
-
-
-@pytest.mark.parametrize(
-    ("text", "version"),
-    [
-        (
-            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat\nGCC version:  11.4",
-            "535.104.05",
-        ),
-        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95  Release\n", "580.95"),
-        ("", "unknown"),
-    ],
-)
-def test_driver(tmp_path: Path, text: str, version: str) -> None:
-    """The driver's version is that of the kernel module; without such a file it is unknown."""
-    path = tmp_path / "version"
-    path.write_text(text)
-    assert compiled_files._driver(path) == version
-    assert compiled_files._driver(tmp_path / "none") == "unknown"

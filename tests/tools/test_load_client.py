@@ -87,7 +87,7 @@ async def _infer(client: Client) -> None:
 
 
 async def _connected(protocol: str, port: int, ask: _Ask) -> None:
-    client = load_client.connect(Address(protocol, f"127.0.0.1:{port}"))
+    client = load_client.Client(Address(protocol, f"127.0.0.1:{port}"))
     async with contextlib.aclosing(client):
         await ask(client)
 
@@ -172,4 +172,4 @@ def test_a_missing_package(protocol: str, module: str, monkeypatch: pytest.Monke
     """What is not installed is named, with the command that installs it."""
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(ServerError, match=r"pip install 'torch-py-backend\[bench\]' brings it"):
-        load_client.connect(Address(protocol, "127.0.0.1:1"))
+        load_client.Client(Address(protocol, "127.0.0.1:1"))

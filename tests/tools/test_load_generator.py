@@ -8,7 +8,6 @@ import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-import numpy as np
 import pytest
 
 from torch_py_backend.errors import ServerError, ToolError
@@ -114,7 +113,6 @@ def test_immediate_failures() -> None:
     result = asyncio.run(run())
     assert result.errors == sent < 100
     assert result.first_error == "OSError: mine refused"
-    assert np.isnan(result.percentiles(50)).all()
 
 
 def test_a_stop_keeps_what_was_measured() -> None:

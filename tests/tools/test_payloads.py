@@ -12,20 +12,24 @@ import safetensors.torch
 import torch
 
 from torch_py_backend.config import dtypes
-from torch_py_backend.errors import ToolError
+from torch_py_backend.config.model_config import TensorSpec
+from torch_py_backend.errors import BackendError, ToolError
 from torch_py_backend.tools import payloads
-from torch_py_backend.tools.payloads import Input, Model, Tensor
+from torch_py_backend.tools.payloads import Model, Tensor
 
-_BATCHED = Model("m", 4, (Input("x", "FP32", (2,), optional=False),))
-_PLAIN = Model("m", 0, (Input("x", "FP32", (-1, 2), optional=False),))
-_TEXT = Model("m", 4, (Input("t", "BYTES", (1,), optional=False),))
+_BATCHED = Model("m", 4, (TensorSpec("x", dtypes.from_triton("FP32"), (2,)),))
+_PLAIN = Model("m", 0, (TensorSpec("x", dtypes.from_triton("FP32"), (-1, 2)),))
+_TEXT = Model("m", 4, (TensorSpec("t", dtypes.from_triton("BYTES"), (1,)),))
 _OPTIONAL = Model(
     "m",
     4,
-    (Input("x", "FP32", (2,), optional=False), Input("y", "INT64", (1,), optional=True)),
+    (
+        TensorSpec("x", dtypes.from_triton("FP32"), (2,)),
+        TensorSpec("y", dtypes.from_triton("INT64"), (1,), optional=True),
+    ),
 )
 _FLOAT8 = safetensors.torch.save({"x": torch.ones(1, 2, dtype=torch.float8_e5m2)})
-_BF16 = Model("m", 0, (Input("x", "BF16", (2,), optional=False),))
+_BF16 = Model("m", 0, (TensorSpec("x", dtypes.from_triton("BF16"), (2,)),))
 
 
 def _config(**fields: Any) -> dict[str, Any]:
@@ -45,21 +49,19 @@ def test_model() -> None:
     [
         (_config(model_transaction_policy={"decoupled": True}), "is decoupled"),
         (_config(sequence_batching={}), "takes sequences"),
-        (_config(input=[{"name": "x", "data_type": "TYPE_FP8"}]), "TYPE_FP8 is unknown"),
+        (_config(input=[{"name": "x", "data_type": "TYPE_FP8"}]), "'x' has data_type TYPE_FP8"),
     ],
     ids=["decoupled", "sequences", "type"],
 )
 def test_models_that_are_refused(config: dict[str, Any], says: str) -> None:
     """Models that do not answer each request once are refused."""
-    with pytest.raises(ToolError, match=says):
+    with pytest.raises(BackendError, match=says):
         payloads.model("m", config)
 
 
 def test_made_up_of_every_type() -> None:
     """Every type has a value of the protocol's size."""
-    inputs = tuple(
-        Input(kind.triton, kind.triton, (-1, 3), optional=False) for kind in dtypes.TABLE
-    )
+    inputs = tuple(TensorSpec(kind.triton, kind, (-1, 3)) for kind in dtypes.TABLE)
     (payload,) = payloads.generate(Model("m", 8, inputs), 2)
     for dtype in dtypes.TABLE:
         tensor = payload[dtype.triton]
@@ -72,8 +74,8 @@ def test_made_up_of_every_type() -> None:
 @pytest.mark.parametrize(
     ("target", "rows", "says"),
     [
-        (_BATCHED, 0, "--rows is 0; model 'm' takes 1 to 4 rows"),
-        (_BATCHED, 5, "--rows is 5"),
+        (_BATCHED, 0, "would have 0 rows; model 'm' takes 1 to 4 .* Choose with --rows"),
+        (_BATCHED, 5, "would have 5 rows"),
         (_PLAIN, 1, "has no batch dimension"),
     ],
 )
@@ -96,7 +98,7 @@ def test_safetensors_of_every_type(tmp_path: Path) -> None:
     torch_types = {kind.triton: getattr(torch, kind.torch) for kind in dtypes.TABLE if kind.torch}
     tensors = {name: torch.ones(2, 3).to(dtype) for name, dtype in torch_types.items()}
     safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
-    inputs = tuple(Input(name, name, (3,), optional=False) for name in torch_types)
+    inputs = tuple(TensorSpec(name, dtypes.from_triton(name), (3,)) for name in torch_types)
     (payload,) = payloads.read(tmp_path / "x.safetensors", Model("m", 8, inputs), None)
     for name, tensor in tensors.items():
         assert payload[name].encoded() == tensor.view(torch.uint8).numpy().tobytes(), name
@@ -118,7 +120,7 @@ def test_json(
 ) -> None:
     """JSON in Triton's form is one request."""
     path = tmp_path / "x.json"
-    datatype = target.inputs[0].datatype
+    datatype = target.inputs[0].dtype.triton
     entry = {"name": name, "shape": shape, "datatype": datatype, "data": data}
     path.write_text(json.dumps({"inputs": [entry]}), encoding="utf-8")
     (payload,) = payloads.read(path, target, None)
@@ -156,13 +158,13 @@ def _x(shape: list[int], datatype: str = "FP32", data: Any = None) -> bytes:
         ("x.json", b'{"inputs": [{"name": "x"}]}', None, "KeyError: 'datatype'"),
         ("x.json", _x([1, 2], data=["a", "b"]), None, "numbers are expected"),
         ("x.json", _x([1, 2], "BYTES", [1, 2]), None, "cannot understand"),
-        ("x.json", _x([1, 2], "FP8"), None, "FP8 is no type of Triton's"),
+        ("x.json", _x([1, 2], "FP8"), None, "KeyError: 'FP8'"),
         ("x.json", _x([1, 2], "FP16"), None, r"x as FP16 \[1, 2\]; model 'm' takes FP32 \[-1, 2\]"),
         ("x.json", _x([1, 3]), None, r"x as FP32 \[1, 3\]"),
         ("x.json", _x([2]), None, r"x as FP32 \[2\]"),
-        ("x.json", _x([5, 2]), None, "holds 5 rows; model 'm' takes 1 to 4 .* Choose with --rows"),
-        ("x.json", _x([0, 2]), 1, "holds 0 rows"),
-        ("x.json", _x([1, 2]), 5, "--rows is 5"),
+        ("x.json", _x([5, 2]), None, "would have 5 rows; model 'm' takes 1 to 4 .* with --rows"),
+        ("x.json", _x([0, 2]), 1, "holds inputs of 0 rows"),
+        ("x.json", _x([1, 2]), 5, "would have 5 rows"),
         ("x.safetensors", b"no such thing", None, "cannot understand .*: "),
         ("x.safetensors", safetensors.torch.save({"z": torch.ones(1)}), None, "holds z; model"),
         ("x.safetensors", _FLOAT8, None, "x is of type F8_E5M2, which Triton does not have"),
@@ -185,5 +187,5 @@ def test_inputs_of_different_rows_are_refused(tmp_path: Path) -> None:
     tensors = {"x": torch.ones(2, 2), "y": torch.ones(3, 1, dtype=torch.int64)}
     safetensors.torch.save_file(tensors, path)
     for rows in (None, 2):
-        with pytest.raises(ToolError, match="differ in their number of rows"):
+        with pytest.raises(ToolError, match="holds inputs of 2 and 3 rows"):
             payloads.read(path, _OPTIONAL, rows)

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -22,13 +22,12 @@ from torch_py_backend.errors import ServerError, ToolError
 from torch_py_backend.server.tritonserver import Server
 from torch_py_backend.tools import artifact_files, load_client, load_generator, payloads, report
 from torch_py_backend.tools.load_client import Address
-from torch_py_backend.tools.payloads import Model, Payload
 from torch_py_backend.tools.report import Report
 
-_LIMIT = 100_000  # of outstanding requests: more than one client can send
+_MAX_CONCURRENCY = 100_000  # of outstanding requests: more than one client can send
+_MAX_SECONDS = 86_400
 _LOG_LINES = 10
 _TABLE_WIDTH = 100
-_MakeRequests: TypeAlias = Callable[[Model], tuple[str, list[Payload]]]
 _STDERR = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
 
@@ -45,9 +44,12 @@ def bench(
     concurrency: Annotated[
         str, typer.Option(help="Numbers of outstanding requests, one load for each.")
     ] = "1,8,32",
-    duration: Annotated[float, typer.Option(help="Seconds for each load.")] = 5.0,
+    duration: Annotated[
+        float, typer.Option(min=0.1, max=_MAX_SECONDS, help="Seconds for each load.")
+    ] = 5.0,
     warmup: Annotated[
-        float, typer.Option(help="Seconds before each load that do not count.")
+        float,
+        typer.Option(min=0, max=_MAX_SECONDS, help="Seconds before each load that do not count."),
     ] = 1.0,
     rows: Annotated[
         int | None, typer.Option(help="Rows in a request, for models with a batch dimension.")
@@ -59,29 +61,21 @@ def bench(
             f" model's {artifact_files.EXAMPLE}, else made-up values."
         ),
     ] = None,
-    protocol: Annotated[
-        str, typer.Option(help="grpc or http, for a repository; by default grpc.")
-    ] = "",
     json_path: Annotated[
         str, typer.Option("--json", help="Write the figures as JSON; - prints them only.")
     ] = "",
 ) -> None:
     """Put load on a model; report throughput, latencies, Triton's split and batch sizes."""
     loads = _counts(concurrency)
-    results = Report(
-        model,
-        _seconds("--duration", duration),
-        _seconds("--warmup", warmup, or_zero=True),
-    )
+    results = Report(model, duration, warmup)
     path = None if json_path in ("", "-") else Path(json_path)
     if path is not None:
         report.check_writable(path)
     interruption.raise_at_signals()
     try:
-        with _served(target, model, protocol) as (address, folder):
-            make_requests = partial(_requests, folder, inputs, rows)
+        with _served(target, model) as (address, example):
             try:
-                asyncio.run(_measure(results, loads, address, make_requests))
+                asyncio.run(_measure(results, loads, address, inputs or example, rows))
             finally:
                 # A further signal must not interrupt the shutdown of the server. asyncio.run()
                 # resets handlers.
@@ -107,36 +101,22 @@ def _counts(text: str) -> list[int]:
         counts = [int(part) for part in text.split(",")]
     except ValueError:
         counts = []
-    if not counts or not all(0 < count <= _LIMIT for count in counts):
+    if not counts or not all(0 < count <= _MAX_CONCURRENCY for count in counts):
         raise ToolError(
-            f"--concurrency is '{text}'; expected integers above 0, up to {_LIMIT}, separated by"
-            " commas."
+            f"--concurrency is '{text}'; expected integers above 0, up to {_MAX_CONCURRENCY},"
+            " separated by commas."
         )
     return counts
-
-
-def _seconds(option: str, value: float, *, or_zero: bool = False) -> float:
-    if 0 < value < float("inf") or (or_zero and value == 0):
-        return value
-    least = "0 or more" if or_zero else "more than 0"
-    raise ToolError(f"{option} is {value:g}; expected {least} seconds.")
 
 
 # --- the server ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _served(target: str, model: str, protocol: str) -> Iterator[tuple[Address, Path | None]]:
-    """Yield the server's address, and the model's folder if it is known."""
-    if protocol not in ("", *load_client.PROTOCOLS):
-        raise ToolError(f"--protocol is '{protocol}'; expected grpc or http.")
+def _served(target: str, model: str) -> Iterator[tuple[Address, Path | None]]:
+    """Yield the server's address, and the model's file of example inputs if there is one."""
     if "://" in target:
-        address = load_client.address(target)
-        if protocol not in ("", address.protocol):
-            raise ToolError(
-                f"--protocol is {protocol}, and {target} names {address.protocol}. Omit --protocol."
-            )
-        yield address, None
+        yield load_client.address(target), None
         return
     path = Path(target)
     if not path.is_dir():
@@ -159,25 +139,29 @@ def _served(target: str, model: str, protocol: str) -> Iterator[tuple[Address, P
                 for line in log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]:
                     _STDERR.print(escape(line))
                 raise
-        host = server.http_address if protocol == "http" else server.grpc_address
-        yield Address(protocol or "grpc", host), folder
+        example = folder / repository.latest(folder) / artifact_files.EXAMPLE
+        yield Address("grpc", server.grpc_address), example if example.is_file() else None
 
 
 # --- the measurement -------------------------------------------------------------------------
 
 
 async def _measure(
-    results: Report, loads: list[int], address: Address, make_requests: _MakeRequests
+    results: Report, loads: list[int], address: Address, inputs: Path | None, rows: int | None
 ) -> None:
     """Add one point for each load to the report; a signal ends the load and keeps its point."""
     stop = asyncio.Event()
     for number in interruption.SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    async with contextlib.aclosing(load_client.connect(address)) as client:
+    async with contextlib.aclosing(load_client.Client(address)) as client:
         await load_client.require_ready(client, results.model)
         target = payloads.model(results.model, await client.config(results.model))
         results.server = str(address)
-        results.inputs, requests = make_requests(target)
+        if inputs is None:
+            requests = payloads.generate(target, rows)
+        else:
+            requests = payloads.read(inputs, target, rows)
+            results.inputs = str(inputs)
         if target.max_batch_size:
             counts = [len(next(iter(payload.values())).array) for payload in requests]
             results.rows = sum(counts) / len(counts)
@@ -198,19 +182,6 @@ async def _measure(
             if stop.is_set():
                 break
     results.interrupted = stop.is_set()
-
-
-def _requests(
-    folder: Path | None, inputs: Path | None, rows: int | None, target: Model
-) -> tuple[str, list[Payload]]:
-    """Return the source of the inputs, and the requests."""
-    if inputs is not None:
-        return str(inputs), payloads.read(inputs, target, rows)
-    if folder is not None:
-        example = folder / repository.latest(folder) / artifact_files.EXAMPLE
-        if example.is_file():
-            return example.name, payloads.read(example, target, rows)
-    return "made up", payloads.generate(target, rows)
 
 
 def _print(results: Report, *, as_json: bool) -> None:

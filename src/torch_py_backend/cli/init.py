@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -67,8 +68,7 @@ def init(
         raise InstallError("--input and --example both define the inputs; give one of them.")
     entries = [_parse_input(text) for text in inputs or ()]
     absolute = model_file.absolute()
-    default_name = absolute.name if absolute.is_dir() else absolute.stem
-    name = name or default_name
+    name = name or (absolute.name if absolute.is_dir() else absolute.stem)
     artifact = artifact_files.find(name, absolute, example)
     if not model_folder.NAME.fullmatch(name):
         raise InstallError(f"--name is '{name}'; expected letters, digits, _, -, . and blanks.")
@@ -84,12 +84,8 @@ def init(
     if report.loads:
         console.print(f"next: {shlex.join(['torch-py-backend', 'serve', str(parent)])}")
         return
-    command = ["torch-py-backend", "init", str(model_file), "--force"]
-    command += ["--name", name] if name != default_name else []
-    command += ["--repository", str(parent)] if parent != Path() else []
-    command += [word for text in inputs or () for word in ("--input", text)]
-    command += ["--example", str(example)] if example is not None else []
-    for line in _next_steps(report, model_file, parent / name, command):
+    weights = str(model_file.with_suffix(".pt")) if artifact.lacks_weights else ""
+    for line in _next_steps(report, weights, parent / name):
         console.print(line)
     raise typer.Exit(1)
 
@@ -110,23 +106,26 @@ def _parse_input(text: str) -> dict[str, Any]:
     return {"name": match["name"], "data_type": dtype.config, **pbtxt.dims_entry(dims)}
 
 
-def _next_steps(
-    report: FolderReport, model_file: Path, folder: Path, command: list[str]
-) -> Iterator[str]:
-    """Yield the steps after which a model may load; `command` replaces its folder."""
-    if report.weights:
-        file = model_file.with_name(report.weights)
-        yield f"next: save the weights as {file}: torch.save(module.state_dict(), {str(file)!r})"
-    elif not report.missing:
-        yield "next: correct this"
-    options = []
+def _next_steps(report: FolderReport, weights: str, folder: Path) -> Iterator[str]:
+    """Yield the steps after which a model may load.
+
+    Args:
+        report: the state of its folder.
+        weights: the path for weights that may be missing; empty: there are weights.
+        folder: the model's folder.
+    """
+    options = [] if "--force" in sys.argv else ["--force"]
     for argument in report.missing:
         data_type = argument.get("data_type", "TYPE_FP32").removeprefix("TYPE_")
         dims = pbtxt.model_dims(argument) if "dims" in argument else (3, 224, 224)
         options += ["--input", f"{argument['name']}:{data_type}:{'x'.join(map(str, dims))}"]
-    first = "next:" if report.missing and not report.weights else "then:"
-    yield f"{first} {shlex.join([*command, *options])}"
+    again = shlex.join(["torch-py-backend", *sys.argv[1:], *options])
     if report.missing:
+        yield f"next: {again}"
         yield "      (types and sizes are examples; without the batch dimension; or --example FILE)"
+    else:
+        save = f", or save the weights: torch.save(module.state_dict(), {weights!r})"
+        yield f"next: correct this{save if weights else ''}"
+        yield f"then: {again}"
     check = shlex.join(["torch-py-backend", "check", str(folder)])
     yield f"or:   edit {folder / 'config.pbtxt'}, then {check}"

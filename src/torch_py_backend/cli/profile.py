@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,9 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import ToolError
-from torch_py_backend.processes import child_process
 from torch_py_backend.tools import model_folder, report
 
 _OUT = Console(highlight=False, emoji=False)
@@ -53,34 +50,24 @@ def profile(
         raise ToolError(f"{inputs} is not a file; expected inputs in safetensors.")
     folder = model.resolve()
     path = (output or Path(f"{folder.name}.trace.json.gz")).absolute()
-    if not path.name.endswith(_SUFFIXES) or path.is_dir():
+    if not path.name.endswith(_SUFFIXES):
         raise ToolError(
             f"--output is {path}; expected a file whose name ends in {' or '.join(_SUFFIXES)}."
         )
-    try:
-        temporary = tempfile.TemporaryDirectory(dir=path.parent, prefix=".profile-")
-    except OSError as error:
-        raise ToolError(
-            f"cannot write into {path.parent}: {error.strerror or error}; --output names another"
-            " place for the trace."
-        ) from None
-    with temporary as name:
-        trace = Path(name) / path.name
-        version, document = model_folder.completed(folder, timeout)
-        summary: dict[str, Any] = child_process.run(
-            folder.name,
-            "torch_py_backend.tools.profiling:run",
-            {
-                "arguments": pbtxt.arguments(folder, version, document),
-                "batches": batches,
-                "requests": batch_size,
-                "inputs": None if inputs is None else str(inputs.absolute()),
-                "output": str(trace),
-                "memory": memory,
-            },
-            timeout,
-        )
-        trace.replace(path)  # a complete trace, or none
+    report.check_writable(path)
+    version, document = model_folder.completed(folder, timeout)
+    summary = model_folder.run(
+        "tools.profiling:run",
+        folder,
+        version,
+        document,
+        timeout,
+        batches=batches,
+        requests=batch_size,
+        inputs=None if inputs is None else str(inputs.absolute()),
+        output=str(path),
+        memory=memory,
+    )
     _print_summary(summary, batches, memory=memory)
     _OUT.print(f"wrote {path}", markup=False, soft_wrap=True)
     _OUT.print("to view it, open it on https://ui.perfetto.dev", soft_wrap=True)

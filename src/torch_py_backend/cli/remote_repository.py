@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -131,24 +130,21 @@ def _progress(console: Console, url: str) -> Iterator[Callable[[int, int], None]
         TransferSpeedColumn(),
         TimeRemainingColumn(),
     )
-    began, fetched = time.monotonic(), [0, 0]
     with Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:
-        task = bar.add_task("", total=None)
+        bar.add_task("", total=None)
+        (task,) = bar.tasks
 
         def show(done: int, total: int) -> None:
-            if not fetched[1] and not console.is_terminal:
+            if not task.total and not console.is_terminal:
                 console.print(f"fetching {filesize.decimal(total)} from {escape(url)}")
-            fetched[:] = done, total
-            bar.update(task, completed=done, total=total)
+            bar.update(task.id, completed=done, total=total)
 
         yield show
-    if fetched[1]:
-        seconds = time.monotonic() - began
-        console.print(
-            f"fetched {filesize.decimal(fetched[1])} from {escape(url)} in {seconds:.1f} s"
-        )
+    if task.total:
+        size = filesize.decimal(int(task.total))
+        console.print(f"fetched {size} from {escape(url)} in {task.elapsed or 0:.1f} s")
 
 
 def _arrange(console: Console, url: str, files: Path, target: Path) -> bool:

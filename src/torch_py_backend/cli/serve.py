@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import secrets
 import tempfile
@@ -148,9 +147,13 @@ def serve(
     """Serve a model repository until Ctrl-C or SIGTERM, and reload models that die."""
     console = Console(soft_wrap=True, highlight=False, emoji=False)
 
-    report = functools.partial(_print_event, console)
-    note = functools.partial(_print_note, console)
-    mode, models, triton_arguments = _triton_arguments(arguments or (), restrict)
+    def report(event: Event) -> None:
+        console.print(format_event(event))
+
+    def note(text: str) -> None:
+        console.print(f"[yellow]note[/]    {escape(text)}")
+
+    mode, models, triton_arguments = _triton_arguments(arguments or (), restrict, reload=reload)
     options = (http_port, grpc_port, metrics_port, health_port)
     http, grpc, metrics, health = ports(*options)
     find(tritonserver)  # before much is fetched
@@ -169,11 +172,6 @@ def serve(
         executable=tritonserver,
         arguments=triton_arguments,
     )
-    if reload and mode != "explicit":
-        raise ServerError(
-            f"--reload was given, and Triton's model control mode is {mode}; expected explicit."
-            " Remove one of the two."
-        )
     if not allow_empty:
         _refuse_empty(repository, path, models, triton_arguments)
     check_ports(
@@ -227,7 +225,9 @@ def serve(
     raise typer.Exit(code)
 
 
-def _triton_arguments(arguments: Sequence[str], restrict: str) -> tuple[str, list[str], list[str]]:
+def _triton_arguments(
+    arguments: Sequence[str], restrict: str, *, reload: bool
+) -> tuple[str, list[str], list[str]]:
     """Return the model control mode, the models to load, and the arguments for tritonserver."""
     # Removed, so that tritonserver, its instances and the guard do not inherit the key.
     key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
@@ -235,6 +235,11 @@ def _triton_arguments(arguments: Sequence[str], restrict: str) -> tuple[str, lis
     if restrict:
         kept = [*server_arguments.restriction_arguments(restrict, _KEY_HEADER, key), *kept]
     mode = (server_arguments.values(kept, "model-control-mode") or ["explicit"])[-1]
+    if reload and mode != "explicit":
+        raise ServerError(
+            f"--reload was given, and Triton's model control mode is {mode}; expected explicit."
+            " Remove one of the two."
+        )
     kept = server_arguments.without(kept, "model-control-mode")
     models: list[str] = []
     if mode == "explicit":
@@ -338,14 +343,5 @@ def format_event(event: Event) -> str:
     """Return an event as one line with markup of rich."""
     # Triton appends the Python source lines of the error; its log has them too.
     text = event.text.split("\n\nAt:")[0].strip()
-    label = f"[{_COLOURS[event.kind]}]{event.kind.value}[/]"
-    padding = " " * max(1, 8 - len(event.kind.value))
-    return f"{label}{padding}{escape(event.model)}" + (f": {escape(text)}" if text else "")
-
-
-def _print_event(console: Console, event: Event) -> None:
-    console.print(format_event(event))
-
-
-def _print_note(console: Console, text: str) -> None:
-    console.print(f"[yellow]note[/]    {escape(text)}")
+    label = f"[{_COLOURS[event.kind]}]{event.kind.value:<7}[/]"
+    return f"{label} {escape(event.model)}" + (f": {escape(text)}" if text else "")

@@ -29,7 +29,7 @@ from torch_py_backend import files
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.compile import torch_compile, vector_isa
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ConfigError, PlatformError, summarize
+from torch_py_backend.errors import ConfigError, PlatformError, join_names, summarize
 from torch_py_backend.processes import private_files
 
 log = logging.getLogger(__name__)
@@ -198,8 +198,10 @@ class Bundle:
         """Return the payload and the instruction sets; raise if the bundle is another one."""
         line, _, payload = content.partition(b"\n")
         header = json.loads(line)
-        if header["facts"] != self.facts:
-            raise ValueError("it is for another model, torch, device or config")
+        facts = header["facts"]
+        if facts != self.facts:
+            keys = [key for key in {**self.facts, **facts} if facts.get(key) != self.facts.get(key)]
+            raise ValueError(f"it differs from this start in: {join_names(keys)}")
         if header["sha256"] != hashlib.sha256(payload).hexdigest():
             raise ValueError("it is damaged")
         return payload, header["vectors"]

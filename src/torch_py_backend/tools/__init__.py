@@ -1,1 +1,1 @@
-"""The work of the commands init, check, tune, bench, profile and pack."""
+"""The work of the commands init, check, tune, bench, profile, pack and export-compiled."""

@@ -49,11 +49,6 @@ class ArtifactFiles:
         model_file, *others = self.files
         return model_file == "model.py" and not any(name.startswith("model.") for name in others)
 
-    @property
-    def weights_name(self) -> str:
-        """The name of the weights file that belongs to a Python source."""
-        return Path(self.title).with_suffix(".pt").name
-
 
 def find(model: str, path: Path, example: Path | None) -> ArtifactFiles:
     """Return the files to serve for an artifact.

@@ -6,54 +6,48 @@ run in a child process: an incomplete config and a model of sequences run the mo
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import filecmp
-import re
 import shutil
+import tempfile
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.compile import compile_cache, torch_compile
 from torch_py_backend.compile.compile_cache import Bundle
 from torch_py_backend.config import model_config, threads, tuned_settings
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, BackendError, printable, summarize
+from torch_py_backend.errors import ArtifactError, BackendError, summarize
 from torch_py_backend.loading import aotinductor
 from torch_py_backend.processes import private_files
 from torch_py_backend.startup import builder
 from torch_py_backend.tools import compiled_folder
-from torch_py_backend.tools.compiled_folder import BUNDLE, PACKAGE, TUNED
 
-_DRIVER = Path("/proc/driver/nvidia/version")
-# Facts of the machine; the others are those of the model.
-_MACHINE = ("torch-py-backend", "torch", "python", "device", "driver")
 _NOT_COMPILED = (ArtifactType.TORCHSCRIPT, ArtifactType.TORCHSERVE, ArtifactType.AOTI)
-_SHOWN = 200
+_CURE = "Compile it here with `torch-py-backend check`, or import what such a machine exported."
 
 
 def export(arguments: Mapping[str, str], target: str) -> dict[str, Any]:
     """Copy the compiled files of a model on this machine into a new folder.
 
     Returns:
-        `facts`, which they depend on; `files`, their names; `missing`, why compiled code is left
-        out.
+        `files`, their names; `beside`, the SHA-256 of each file beside a package; `missing`, why
+        compiled code is left out.
 
     Raises:
         LoadError: the model's config or files are invalid, or the files cannot be copied.
     """
     config, folder = tuned_settings.apply(model_config.parse(arguments)), Path(target)
-    facts, bundle, package = _target(config)
+    bundle, package = used(config)
+    # A package was compiled from the files beside it.
+    beside = compiled_folder.digests(package.parent, [package]) if package is not None else {}
     missing = ""
     try:
-        if package is not None and not facts["files"]:
+        if package is not None and not beside:
             missing = f"{package.name} is the whole model: copy its folder"
         elif package is not None:
             shutil.copyfile(package, _new(folder / package.parent.name) / package.name)
@@ -67,7 +61,26 @@ def export(arguments: Mapping[str, str], target: str) -> dict[str, Any]:
     except OSError as error:
         raise ArtifactError(config.name, f"its files cannot be copied: {error}") from error
     names = sorted(path.name for path in folder.rglob("*") if path.is_file())
-    return {"facts": facts, "files": names, "missing": missing}
+    return {"files": names, "beside": beside, "missing": missing}
+
+
+def used(config: ModelConfig) -> tuple[Bundle | None, Path | None]:
+    """Return the bundle or the AOTInductor package that a start with a config uses, if any.
+
+    Raises:
+        LoadError: the model's files are invalid.
+    """
+    device, artifact = runtime.placement(config), discovery.find(config)
+    if artifact.kind is ArtifactType.AOTI and not aotinductor.mismatch(artifact.path, device):
+        return None, artifact.path
+    kind = (artifact.fallback or artifact).kind
+    if not torch_compile.requested(config) or kind in _NOT_COMPILED:
+        return None, None
+    if device is None or (config.sequencing is not None and config.sequencing.controls):
+        engine = builder.build(config, threads.budget(config))  # it adds the controls
+        config, device = engine.config, engine.device
+        engine.close()
+    return compile_cache.locate(config, artifact, device), None
 
 
 def _new(folder: Path) -> Path:
@@ -86,133 +99,65 @@ def _read(bundle: Bundle) -> tuple[bytes, str]:
     return content, bundle.obstacle(content)
 
 
-def put(arguments: Mapping[str, str], facts: Mapping[str, Any], folder: str) -> dict[str, Any]:
-    """Check the files of an export, and then move them into the folder of a model.
+def put(arguments: Mapping[str, str], source: str, beside: Mapping[str, str]) -> dict[str, Any]:
+    """Check the files of an export, and then copy them into the folder of a model.
 
     Args:
         arguments: Triton's arguments.
-        facts: the facts of the export.
-        folder: the folder of its files: `bundle`, `package` and tuned.json.
+        source: the model's folder in the export.
+        beside: the SHA-256 of each file beside a package.
 
     Returns:
-        `files`, the names of the files, with remarks.
+        `files`, the names of the files.
 
     Raises:
         LoadError: they do not fit the model or this machine, and nothing is written; or they cannot
             be written.
     """
-    config, received = model_config.parse(arguments), Path(folder)
-    bundle, package, tuned = (received / name for name in (BUNDLE, PACKAGE, TUNED))
-    remark = _merge_tuned(config, received)
-    # The settings of a start after the import.
-    settings = tuned_settings.apply(dataclasses.replace(config, folder=received))
-    here, own_bundle, own_package = _target(
-        dataclasses.replace(settings, folder=config.folder), package if package.exists() else None
-    )
-    _check_facts(config.name, facts, here)
-    moves = {tuned: config.folder / TUNED} if tuned.exists() else {}
-    if package.exists() and own_package is not None:
-        _check_package(config, own_package, package)
-        moves[package] = own_package
-    if bundle.exists():
-        obstacle = "the model is not compiled"
-        if own_bundle is not None:
-            obstacle = own_bundle.obstacle(bundle.read_bytes())
-            moves[bundle] = own_bundle.path
-            bundle.chmod(0o600)
-        if obstacle:
-            raise ArtifactError(config.name, f"the bundle is of no use: {obstacle}", cure=_CURE)
-    try:
-        if bundle in moves and (reason := private_files.create(moves[bundle].parent)):
-            raise PermissionError(f"{moves[bundle].parent}: {reason}")
-        names = [
-            _move(source, path) + (remark if source == tuned else "")
-            for source, path in moves.items()
-        ]
-    except OSError as error:
-        raise ArtifactError(config.name, f"its folder cannot be written: {error}") from error
+    config, folder = model_config.parse(arguments), Path(source)
+    copies: dict[Path, Path] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        tuned = _merge_tuned(config, folder, Path(scratch))
+        # The settings of a start after the import.
+        settings = tuned_settings.apply(dataclasses.replace(config, folder=tuned.parent))
+        if (folder / tuned.name).exists() and tuned.exists():
+            copies[tuned] = config.folder / tuned.name
+        for package in folder.glob("[0-9]*/*"):
+            name = config.default_model_filename
+            name = "model.pt2" if name in (None, "model.pt") else name
+            copies[package] = config.version_folder / name
+            _check_package(config, package, copies[package], beside)
+        for bundle in folder.glob("compile_cache/*.bundle"):
+            own, _ = used(dataclasses.replace(settings, folder=config.folder))
+            if own is None:
+                raise _refusal(config, "the model is not compiled")
+            if obstacle := own.obstacle(bundle.read_bytes()):
+                raise _refusal(config, f"the bundle is of no use: {obstacle}")
+            copies[bundle] = own.path
+        if others := sum(path.is_file() for path in folder.rglob("*")) - len(copies):
+            raise _refusal(config, f"the export has {others} other files of it")
+        try:
+            names = [_copy(file, path) for file, path in copies.items()]
+        except OSError as error:
+            raise ArtifactError(config.name, f"its folder cannot be written: {error}") from error
     return {"files": names}
 
 
-def _target(
-    config: ModelConfig, package: Path | None = None
-) -> tuple[dict[str, Any], Bundle | None, Path | None]:
-    """Return the facts of a model on this machine, and the bundle or package that a start uses.
+def _check_package(
+    config: ModelConfig, package: Path, path: Path, beside: Mapping[str, str]
+) -> None:
+    """Raise ArtifactError unless a package fits this machine and the files beside a path.
 
-    Args:
-        config: its settings, with those of `tune`.
-        package: an AOTInductor package from an export; None: the model's own, if it fits.
-
-    Raises:
-        ArtifactError: the package does not run on this machine.
+    Another package that runs here is not replaced: it may be of newer weights.
     """
-    device, bundle = runtime.placement(config), None
-    if package is None:
-        artifact = discovery.find(config)
-        if artifact.kind is ArtifactType.AOTI and not aotinductor.mismatch(artifact.path, device):
-            package = artifact.path
-    elif difference := aotinductor.mismatch(package, device):
-        raise ArtifactError(config.name, f"its package was built for {difference}", cure=_CURE)
-    if package is not None:
-        name = config.default_model_filename
-        package = config.version_folder / ("model.pt2" if name in (None, "model.pt") else name)
-        artifact = Artifact(ArtifactType.AOTI, config.version_folder)  # its files are hashed below
-    elif (
-        torch_compile.requested(config)
-        and (artifact.fallback or artifact).kind not in _NOT_COMPILED
-    ):
-        if device is None or (config.sequencing is not None and config.sequencing.controls):
-            engine = builder.build(config, threads.budget(config))  # it adds the controls
-            config, device = engine.config, engine.device
-            engine.close()
-        bundle = compile_cache.locate(config, artifact, device)
-    device = device or torch.device("cpu")
-    facts: dict[str, Any] = {"torch-py-backend": metadata.version("torch-py-backend")}
-    facts |= compile_cache.facts(config, artifact, device)
-    facts |= {key.upper(): value for key, value in facts.pop("options").items()}
-    facts |= {"max_batch_size": str(facts.pop("rows")), "inputs": ", ".join(facts["inputs"])}
-    if device.type == "cuda":
-        facts["driver"] = _driver()
-    if package is not None:
-        # It was compiled from the files beside it.
-        facts["files"] = compiled_folder.digests(config.version_folder, [package])
-    return facts, bundle, package
-
-
-def _driver(path: Path = _DRIVER) -> str:
-    """Return the version of the GPU driver."""
-    with contextlib.suppress(OSError):
-        if version := re.search(r"\s(\d+\.\d+(\.\d+)?)\s", path.read_text("utf-8")):
-            return version.group(1)
-    return "unknown"
-
-
-_CURE = "Compile it here with `torch-py-backend check`, or import what such a machine exported."
-
-
-def _check_facts(model: str, facts: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Raise ArtifactError at the first fact that differs, those of the machine first."""
-    for key in sorted(here, key=lambda key: (key not in _MACHINE, key)):
-        if facts.get(key) == here[key]:
-            continue
-        if key in ("model", "files"):
-            raise ArtifactError(
-                model,
-                "the export is of a model with other files, or weights of another size",
-                expected="those of its version folder",
-                cure=_CURE,
-            )
-        value = printable(str(facts.get(key)))[:_SHOWN]
-        raise ArtifactError(
-            model, f"the export is for {key} {value}", expected=f"{here[key]}, as here", cure=_CURE
-        )
-
-
-def _check_package(config: ModelConfig, path: Path, package: Path) -> None:
-    """Raise if another package would be replaced that runs here: it may be of newer weights."""
+    device = runtime.placement(config)
+    if difference := aotinductor.mismatch(package, device):
+        raise _refusal(config, f"its package was built for {difference}")
+    if compiled_folder.digests(config.version_folder, [path]) != beside:
+        raise _refusal(config, "the export is of a model with other files")
     if not path.exists() or filecmp.cmp(path, package, shallow=False):
         return
-    if not aotinductor.mismatch(path, runtime.placement(config)):
+    if not aotinductor.mismatch(path, device):
         raise ArtifactError(
             config.name,
             f"it has another {path.name}, which was built for such a machine, too",
@@ -220,36 +165,42 @@ def _check_package(config: ModelConfig, path: Path, package: Path) -> None:
         )
 
 
-def _merge_tuned(config: ModelConfig, received: Path) -> str:
-    """Add the model's own entries to those of a received tuned.json.
+def _refusal(config: ModelConfig, found: str) -> ArtifactError:
+    return ArtifactError(config.name, found, cure=_CURE)
+
+
+def _merge_tuned(config: ModelConfig, export: Path, scratch: Path) -> Path:
+    """Write the entries of tuned.json in a model's folder and in an export into a scratch folder.
 
     Returns:
-        A remark if that has an entry that this machine does not use.
+        The path, where nothing is written if there are no entries.
 
     Raises:
-        ArtifactError: it is not what `tune` writes.
+        ArtifactError: that of the export is not what `tune` writes.
     """
+    path = scratch / tuned_settings.FILE
     try:
-        entries = tuned_settings.entries(received)
-        (received / TUNED).unlink(missing_ok=True)
-        if entries and (config.folder / TUNED).exists():
-            shutil.copyfile(config.folder / TUNED, received / TUNED)
-        for entry in entries.values():
-            tuned_settings.save(received, entry)
-            tuned_settings.read_choice(received, tuned_settings.fingerprint(entry["machine"]))
+        if (config.folder / path.name).exists():
+            shutil.copyfile(config.folder / path.name, path)
+        for entry in tuned_settings.entries(export).values():
+            tuned_settings.save(scratch, entry)
+            tuned_settings.read_choice(scratch, tuned_settings.fingerprint(entry["machine"]))
     except (BackendError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise ArtifactError(config.name, f"tuned.json is refused: {summarize(error)}") from error
-    here = tuned_settings.fingerprint(tuned_settings.machine_facts())
-    return " (tuned on another type of machine)" if entries.keys() - {here} else ""
+    return path
 
 
-def _move(source: Path, path: Path) -> str:
-    """Move a file atomically to a path, perhaps in another file system; return its name."""
+def _copy(source: Path, path: Path) -> str:
+    """Copy a file atomically to a path; return its name."""
     if path.is_file() and filecmp.cmp(source, path, shallow=False):
         return f"{path.name} (unchanged)"
+    is_bundle = path.suffix == ".bundle"
+    if is_bundle and (risk := private_files.create(path.parent)):
+        raise PermissionError(f"{path.parent}: {risk}")
     scratch = path.with_name(f".{path.name}-import")
     try:
-        shutil.move(source, scratch)
+        shutil.copyfile(source, scratch)
+        scratch.chmod(0o600 if is_bundle else 0o644)
         scratch.replace(path)
     finally:
         scratch.unlink(missing_ok=True)

@@ -48,38 +48,36 @@ def edit(model: str, text: str, parameters: Mapping[str, str | None], instances:
     Raises:
         ConfigError: the text is not a config.pbtxt, or is written in a way that cannot be edited.
     """
-    aliases = {row.key: row.aliases for row in TABLE}
-    removed = {alias: None for key in parameters for alias in aliases.get(key, ())}
-    changes: dict[str, str | None] = {**removed, **parameters}
-    document = pbtxt.parse(model, text)
-    edited: str | None = text
-    for key, value in changes.items():
-        current = document.parameters[key].string_value if key in document.parameters else None
-        if edited is None or value == current:
-            continue
-        if value is None:
-            del document.parameters[key]
-            edited = _accepted(model, document, _without_entry(edited))
-        else:
-            document.parameters[key].string_value = value
-            edited = _accepted(model, document, _with_parameter(edited, key, value))
-    if edited is not None and instances not in (None, count(model, document)):
-        groups = document.instance_group
-        (groups[0] if groups else groups.add()).count = instances
-        edited = _accepted(model, document, _with_count(edited, str(instances)))
-    if edited is not None:
-        return edited
     lines = [
         f"no {key}" if value is None else pbtxt.parameter(key, value)
         for key, value in parameters.items()
     ]
     if instances is not None:
         lines.append(f"instance_group count: {instances}")
-    raise ConfigError(
+    refusal = ConfigError(
         model,
         "config.pbtxt is written in a way that cannot be edited without changing more",
         cure=f"Write this into it yourself: {'; '.join(lines)}",
     )
+    aliases = {row.key: row.aliases for row in TABLE}
+    removed = {alias: None for key in parameters for alias in aliases.get(key, ())}
+    document = pbtxt.parse(model, text)
+    for key, value in {**removed, **parameters}.items():
+        current = document.parameters[key].string_value if key in document.parameters else None
+        if value == current:
+            continue
+        if value is None:
+            del document.parameters[key]
+            proposals = _without_entry(text)
+        else:
+            document.parameters[key].string_value = value
+            proposals = _with_parameter(text, key, value)
+        text = _accepted(document, proposals, refusal)
+    if instances not in (None, count(model, document)):
+        groups = document.instance_group
+        (groups[0] if groups else groups.add()).count = instances
+        text = _accepted(document, _with_count(text, str(instances)), refusal)
+    return text
 
 
 def count(model: str, config: Any) -> int:
@@ -98,13 +96,13 @@ def count(model: str, config: Any) -> int:
     return (config.instance_group[0].count if config.instance_group else 0) or 1
 
 
-def _accepted(model: str, document: Any, proposals: Iterable[str]) -> str | None:
-    """Return the first text with the expected document; None: there is none."""
+def _accepted(document: Any, proposals: Iterable[str], refusal: ConfigError) -> str:
+    """Return the first text with the expected document, or raise the refusal."""
     for text in proposals:
         with contextlib.suppress(ConfigError):  # the text cannot be parsed any more
-            if pbtxt.parse(model, text) == document:
+            if pbtxt.parse(document.name, text) == document:
                 return text
-    return None
+    raise refusal
 
 
 def _with_parameter(text: str, key: str, value: str) -> Iterator[str]:

@@ -15,7 +15,6 @@ decodes no response. Measured on two cores of a shared machine with a model that
 
 from __future__ import annotations
 
-import abc
 import asyncio
 import importlib
 import itertools
@@ -35,6 +34,7 @@ from torch_py_backend.tools.payloads import Payload
 
 if TYPE_CHECKING:
     import aiohttp
+    import grpc.aio
 
 HttpRequest: TypeAlias = tuple[Mapping[str, str], bytes]
 """Headers and body."""
@@ -72,22 +72,34 @@ def address(url: str) -> Address:
     return Address(parts.scheme, parts.netloc)
 
 
-class Client(abc.ABC):
-    """A client of one address, to be used and closed in one event loop."""
+class Client:
+    """A client of one address, to be used and closed in one event loop.
 
-    def __init__(self, to: Address, **options: object) -> None:
-        """`options` are arguments of each call of tritonclient."""
+    Raises:
+        ServerError: a package is not installed.
+    """
+
+    def __init__(self, to: Address) -> None:
         self._address = to
-        self._options = options
-        module = importlib.import_module(f"tritonclient.{to.protocol}.aio")
-        self._triton = module.InferenceServerClient(to.host)
+        try:
+            triton = importlib.import_module(f"tritonclient.{to.protocol}.aio")
+            self._triton = triton.InferenceServerClient(to.host)
+            # tritonclient prepares each request anew, and decodes each response.
+            self._connection = channel(to.host) if to.protocol == "grpc" else session()
+        except (ImportError, RuntimeError) as error:  # tritonclient raises the latter
+            reason = getattr(error, "name", None) or error
+            raise ServerError(f"{reason} is not installed; {_INSTALL} brings it.") from None
 
-    @abc.abstractmethod
     def sender(self, model: str, payloads: Sequence[Payload]) -> Send:
         """Return a function that sends the next of these requests, in a cycle."""
+        if self._address.protocol == "grpc":
+            return grpc_sender(self._connection, model, payloads)
+        url = f"http://{self._address.host}/v2/models/{model}/infer"
+        return http_sender(self._connection, url, [*map(http_request, payloads)])
 
     async def aclose(self) -> None:
         """Close the connections."""
+        await self._connection.close()
         await self._triton.close()
 
     async def states(self) -> list[ModelState]:
@@ -108,9 +120,10 @@ class Client(abc.ABC):
         return statistics
 
     async def _reply(self, method: str, *arguments: str) -> Any:
+        options = {"as_json": True} if self._address.protocol == "grpc" else {}
         try:
             call = getattr(self._triton, method)
-            return await asyncio.wait_for(call(*arguments, **self._options), _TIMEOUT_S)
+            return await asyncio.wait_for(call(*arguments, **options), _TIMEOUT_S)
         except Exception as error:  # of tritonclient, aiohttp or a JSON parser
             message = getattr(error, "message", None)  # a method of tritonclient's exception
             text = str(message() if callable(message) else error).strip() or "no answer in time"
@@ -119,71 +132,6 @@ class Client(abc.ABC):
                 f"no tritonserver answers at {self._address}: {reason}."
                 f" Is it running, and is this its {self._address.protocol} port?"
             ) from error
-
-
-class _GrpcClient(Client):
-    def __init__(self, to: Address) -> None:
-        import grpc  # noqa: PLC0415  in an extra
-
-        super().__init__(to, as_json=True, client_timeout=_TIMEOUT_S)
-        lengths = ("grpc.max_send_message_length", "grpc.max_receive_message_length")
-        unlimited = [(length, -1) for length in lengths]
-        self._channel = grpc.aio.insecure_channel(to.host, options=unlimited)
-        self._error = grpc.RpcError
-
-    def sender(self, model: str, payloads: Sequence[Payload]) -> Send:
-        from tritonclient.grpc import service_pb2  # noqa: PLC0415  in an extra
-
-        messages = []
-        for payload in payloads:
-            message = service_pb2.ModelInferRequest(model_name=model)
-            for name, tensor in payload.items():
-                message.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.array.shape)
-                message.raw_input_contents.append(tensor.encoded())
-            messages.append(message.SerializeToString())
-        requests = itertools.cycle(messages)
-        # Without a serializer, the channel sends and returns bytes.
-        infer = self._channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-        rpc_error = self._error
-
-        async def send() -> None:
-            try:
-                await infer(next(requests))
-            except rpc_error as error:
-                raise ServerError(error.details()) from None
-
-        return send
-
-    async def aclose(self) -> None:
-        await self._channel.close()
-        await super().aclose()
-
-
-class _HttpClient(Client):
-    def __init__(self, to: Address) -> None:
-        super().__init__(to)
-        self._session = session()
-
-    def sender(self, model: str, payloads: Sequence[Payload]) -> Send:
-        url = f"http://{self._address.host}/v2/models/{model}/infer"
-        return http_sender(self._session, url, list(map(http_request, payloads)))
-
-    async def aclose(self) -> None:
-        await self._session.close()
-        await super().aclose()
-
-
-def connect(to: Address) -> Client:
-    """Return a client of an address; nothing is sent yet.
-
-    Raises:
-        ServerError: a package is not installed.
-    """
-    try:
-        return _GrpcClient(to) if to.protocol == "grpc" else _HttpClient(to)
-    except (ImportError, RuntimeError) as error:  # tritonclient raises the latter
-        reason = getattr(error, "name", None) or error
-        raise ServerError(f"{reason} is not installed; {_INSTALL} brings it.") from None
 
 
 async def require_ready(client: Client, model: str) -> None:
@@ -200,6 +148,39 @@ async def require_ready(client: Client, model: str) -> None:
     if not any(state.ready for state in versions):
         reason = versions[-1].reason.split("\n\nAt:")[0].strip() or "it was not loaded"
         raise ServerError(f"model '{model}' is not ready on the server: {reason.rstrip('.')}.")
+
+
+def channel(host: str) -> grpc.aio.Channel:
+    """Return a gRPC channel without limits of the size of messages."""
+    import grpc.aio  # noqa: PLC0415  in an extra
+
+    lengths = ("grpc.max_send_message_length", "grpc.max_receive_message_length")
+    return grpc.aio.insecure_channel(host, options=[(length, -1) for length in lengths])
+
+
+def grpc_sender(channel: grpc.aio.Channel, model: str, payloads: Sequence[Payload]) -> Send:
+    """Return a function that sends the next of these requests, in a cycle."""
+    import grpc  # noqa: PLC0415  in an extra
+    from tritonclient.grpc import service_pb2  # noqa: PLC0415  in an extra
+
+    messages = []
+    for payload in payloads:
+        message = service_pb2.ModelInferRequest(model_name=model)
+        for name, tensor in payload.items():
+            message.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.array.shape)
+            message.raw_input_contents.append(tensor.encoded())
+        messages.append(message.SerializeToString())
+    cycle = itertools.cycle(messages)
+    # Without a serializer, the channel sends and returns bytes.
+    infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+
+    async def send() -> None:
+        try:
+            await infer(next(cycle))
+        except grpc.RpcError as error:
+            raise ServerError(error.details()) from None
+
+    return send
 
 
 def session() -> aiohttp.ClientSession:

@@ -27,7 +27,7 @@ ReadStatistics: TypeAlias = Callable[[], Awaitable[JsonObject]]
 
 STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
 # Statistics are read until two readings are equal.
-_READINGS = 50
+_MAX_READINGS = 50
 _READING_INTERVAL_S = 0.05
 # The wait for outstanding responses at the end.
 _PATIENCE_S = 10.0
@@ -60,13 +60,11 @@ class Result:
         return len(self.latencies) / self.seconds
 
     def percentiles(self, *shares: float) -> list[float]:
-        """Return percentiles of the latencies; nan without any request.
+        """Return percentiles of the latencies.
 
         An unanswered request counts with its age, the least that its latency can be.
         """
         times = np.concatenate([self.latencies, self.unanswered])
-        if not times.size:
-            return [float("nan")] * len(shares)
         values: list[float] = np.percentile(times, shares).tolist()
         return values
 
@@ -117,7 +115,7 @@ async def measure(
     statistics: ReadStatistics | None = None,
     stop: asyncio.Event | None = None,
 ) -> Point | None:
-    """Measure one load; return None if `stop` was set during the warm-up.
+    """Measure one load; return None if `stop` was set before a measured request was answered.
 
     Triton's statistics are read while no request is under way, so that they cover exactly the
     measured requests.
@@ -136,6 +134,8 @@ async def measure(
             before = await _stable_statistics(statistics, before, len(warm.latencies))
     result = await run(send, concurrency, seconds, stop=stop)
     _require_answers(concurrency, result)
+    if not result.latencies.size:
+        return None
     if statistics is None:
         return Point(concurrency, result, None)
     after = await _stable_statistics(statistics, before, len(result.latencies))
@@ -165,7 +165,7 @@ async def _stable_statistics(
     Triton counts a request after it has answered it, on a busy machine much later.
     """
     current = await statistics()
-    for _ in range(_READINGS):  # a limit, because other clients may use the server
+    for _ in range(_MAX_READINGS):  # a limit, because other clients may use the server
         previous = current
         await asyncio.sleep(_READING_INTERVAL_S)
         current = await statistics()
@@ -223,52 +223,41 @@ async def run(
     """
     clock = asyncio.get_running_loop().time
     start, cpu = clock(), time.process_time()
-    record = _Record(send, clock, end_time=start + seconds)
-    workers = [asyncio.create_task(record.send_in_turn(number)) for number in range(concurrency)]
+    end, last_response, errors, first_error = start + seconds, start, 0, ""
+    latencies: list[float] = []
+    outstanding: dict[int, float] = {}
+
+    async def send_in_turn(worker: int) -> None:
+        nonlocal last_response, errors, first_error
+        while (sent := clock()) < end:
+            outstanding[worker] = sent
+            try:
+                await send()
+            except Exception as error:  # any exception of a client is a failed request
+                errors += 1
+                message = str(error) if isinstance(error, BackendError) else summarize(error)
+                first_error = first_error or message
+                await asyncio.sleep(0)  # lets other tasks run if requests fail immediately
+            else:
+                last_response = clock()
+                latencies.append(last_response - sent)
+            del outstanding[worker]
+
+    workers = [asyncio.create_task(send_in_turn(number)) for number in range(concurrency)]
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for((stop or asyncio.Event()).wait(), seconds)
-    record.end_time = min(record.end_time, clock())
+    end = min(end, clock())
     await asyncio.wait(workers, timeout=_PATIENCE_S)
     now, used = clock(), time.process_time() - cpu
-    unanswered = [now - sent for sent in record.outstanding.values()]
+    unanswered = [now - sent for sent in outstanding.values()]
     for worker in workers:
         worker.cancel()
     await asyncio.wait(workers)
     return Result(
-        seconds=max(record.end_time, record.last_response) - start,
-        latencies=np.array(record.latencies, dtype=np.float64),
+        seconds=max(end, last_response) - start,
+        latencies=np.array(latencies, dtype=np.float64),
         unanswered=np.array(unanswered, dtype=np.float64),
-        errors=record.errors,
-        first_error=record.first_error,
+        errors=errors,
+        first_error=first_error,
         busy=used / (now - start) if now > start else 0.0,
     )
-
-
-class _Record:
-    """The requests of one run; none is sent after `end_time`."""
-
-    def __init__(self, send: Send, clock: Callable[[], float], end_time: float) -> None:
-        self.end_time = end_time
-        self.latencies: list[float] = []
-        self.errors = 0
-        self.first_error = ""
-        self.last_response = 0.0
-        self.outstanding: dict[int, float] = {}
-        self._send = send
-        self._clock = clock
-
-    async def send_in_turn(self, number: int) -> None:
-        """Send requests; each waits for the response of the one before it."""
-        while (sent := self._clock()) < self.end_time:
-            self.outstanding[number] = sent
-            try:
-                await self._send()
-            except Exception as error:  # any exception of a client is a failed request
-                self.errors += 1
-                message = str(error) if isinstance(error, BackendError) else summarize(error)
-                self.first_error = self.first_error or message
-                await asyncio.sleep(0)  # lets other tasks run if requests fail immediately
-            else:
-                self.last_response = self._clock()
-                self.latencies.append(self.last_response - sent)
-            del self.outstanding[number]

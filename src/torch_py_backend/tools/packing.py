@@ -25,7 +25,7 @@ from typing import Literal
 from torch_py_backend.errors import ToolError, join_names
 
 SUFFIX = ".tar.gz"
-# The packages that an instance imports, with the least version of each.
+# The packages that an instance imports, with the oldest version of each.
 NEEDED: Mapping[str, str] = {"torch": "2.6", "numpy": "", "safetensors": "0.4.3"}
 # Paths that are left out of a standard library, a layer and a venv. Bytecode files whose names end
 # in a number are being written at the moment.
@@ -165,10 +165,10 @@ def check(environment: Environment, stub: str, *, numpy_1: bool) -> None:
             f" triton_python_backend_stub, into the model's folder, and pass --python {python}."
         )
     pip = f"{folder}/bin/python -m pip install"
-    for name, least in NEEDED.items():
+    for name, oldest in NEEDED.items():
         version = environment.packages.get(name)
-        requirement = f"{name}>={least}" if least else name
-        if version is None or _numbers(version) < _numbers(least):
+        requirement = f"{name}>={oldest}" if oldest else name
+        if version is None or _numbers(version) < _numbers(oldest):
             raise ToolError(
                 f"{folder} has {name} {version or 'not'}; each instance of a model imports"
                 f" {requirement}: {pip} '{requirement}'."

@@ -14,6 +14,7 @@ import safetensors
 from numpy.typing import NDArray
 
 from torch_py_backend.config import dtypes, pbtxt
+from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.errors import ToolError, join_names, summarize
 
 _FORM = 'safetensors, or JSON {"inputs": [{"name", "shape", "datatype", "data"}]}'
@@ -47,22 +48,25 @@ Payload = dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Input:
-    """An input in a request; `dims` without the batch dimension."""
-
-    name: str
-    datatype: str
-    dims: tuple[int, ...]
-    optional: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Model:
-    """The inputs of a model, from the server's config."""
+    """The inputs of a model, from the server's config; with their dims in requests."""
 
     name: str
     max_batch_size: int
-    inputs: tuple[Input, ...]
+    inputs: tuple[TensorSpec, ...]
+
+    def check_rows(self, rows: int) -> None:
+        """Raise ToolError unless a request may have this number of rows."""
+        if not self.max_batch_size:
+            raise ToolError(
+                f"model '{self.name}' has no batch dimension (max_batch_size is 0); --rows is for"
+                " models that have one. Leave it out."
+            )
+        if not 1 <= rows <= self.max_batch_size:
+            raise ToolError(
+                f"a request would have {rows} rows; model '{self.name}' takes 1 to"
+                f" {self.max_batch_size} (its max_batch_size). Choose with --rows."
+            )
 
 
 def model(name: str, config: Mapping[str, Any]) -> Model:
@@ -70,6 +74,7 @@ def model(name: str, config: Mapping[str, Any]) -> Model:
 
     Raises:
         ToolError: a request to the model does not have exactly one response.
+        ConfigError: the type of an input is unknown.
     """
     if config.get("model_transaction_policy", {}).get("decoupled"):
         raise ToolError(
@@ -81,13 +86,9 @@ def model(name: str, config: Mapping[str, Any]) -> Model:
         )
     inputs = []
     for entry in config.get("input", ()):
-        dtype = dtypes.from_config(entry["data_type"])
-        if dtype is None:
-            raise ToolError(
-                f"the data type {entry['data_type']} is unknown; use a newer torch-py-backend."
-            )
+        dtype = dtypes.parse(name, f"input '{entry['name']}'", entry["data_type"])
         dims = tuple(int(dim) for dim in entry.get("dims", ()))
-        inputs.append(Input(entry["name"], dtype.triton, dims, bool(entry.get("optional"))))
+        inputs.append(TensorSpec(entry["name"], dtype, dims, bool(entry.get("optional"))))
     return Model(name, int(config.get("max_batch_size", 0)), tuple(inputs))
 
 
@@ -97,17 +98,20 @@ def generate(target: Model, rows: int | None) -> list[Payload]:
     Dimensions of -1 become 1. Optional inputs are included.
     """
     random = np.random.default_rng(0)
-    unbatched = rows is None and not target.max_batch_size
-    batch = [] if unbatched else [_checked_rows(target, 1 if rows is None else rows)]
+    batch = [1] if target.max_batch_size else []
+    if rows is not None:
+        target.check_rows(rows)
+        batch = [rows]
     payload: Payload = {}
     for spec in target.inputs:
         shape = [*batch, *(abs(dim) for dim in spec.dims)]
-        if spec.datatype == "BYTES":
+        datatype = spec.dtype.triton
+        if datatype == "BYTES":
             payload[spec.name] = Tensor("BYTES", np.full(shape, b"text", dtype=np.object_))
-        elif spec.datatype.startswith(("FP", "BF")):
-            payload[spec.name] = _cast(spec.datatype, random.random(shape))
+        elif datatype.startswith(("FP", "BF")):
+            payload[spec.name] = _cast(datatype, random.random(shape))
         else:  # 1 is nearly always a valid id, mask or length; 0 is not a length
-            payload[spec.name] = _cast(spec.datatype, np.ones(shape))
+            payload[spec.name] = _cast(datatype, np.ones(shape))
     return [payload]
 
 
@@ -149,15 +153,12 @@ def read(path: Path, target: Model, rows: int | None) -> list[Payload]:
     if rows is None and not target.max_batch_size:
         return [payload]
     counts = {len(tensor.array) for tensor in payload.values()}
-    if len(counts) > 1:
-        raise ToolError(f"{path} holds inputs that differ in their number of rows.")
+    if len(counts) > 1 or 0 in counts:
+        held = " and ".join(map(str, sorted(counts)))
+        raise ToolError(f"{path} holds inputs of {held} rows; expected as many of each, above 0.")
     (count,) = counts
-    size = count if rows is None else _checked_rows(target, rows)
-    if not (count and 1 <= size <= target.max_batch_size):
-        raise ToolError(
-            f"{path} holds {count} rows; model '{target.name}' takes 1 to"
-            f" {target.max_batch_size} (its max_batch_size) in a request. Choose with --rows."
-        )
+    size = count if rows is None else rows
+    target.check_rows(size)
     return [
         {
             name: Tensor(tensor.datatype, tensor.array[np.arange(start, start + size) % count])
@@ -181,17 +182,16 @@ def _from_safetensors(content: bytes) -> Payload:
     return payload
 
 
+_encode = np.frompyfunc(str.encode, 1, 1)
+
+
 def _from_json(content: bytes) -> Payload:
     payload = {}
     for entry in json.loads(content)["inputs"]:
         datatype, values = entry["datatype"], entry["data"]  # flat or nested
         if datatype == "BYTES":
-            flat = np.array(values, dtype=np.object_).reshape(-1).tolist()
-            strings = np.empty(len(flat), dtype=np.object_)
-            strings[:] = [str.encode(text) for text in flat]
+            strings = _encode(np.array(values, dtype=np.object_))
             tensor = Tensor(datatype, strings.reshape(entry["shape"]))
-        elif datatype not in {dtype.triton for dtype in dtypes.TABLE}:
-            raise ValueError(f"{datatype} is no type of Triton's")
         else:
             numbers = np.array(values)
             if numbers.dtype.kind not in "biuf":
@@ -199,20 +199,6 @@ def _from_json(content: bytes) -> Payload:
             tensor = _cast(datatype, numbers.reshape(entry["shape"]))
         payload[entry["name"]] = tensor
     return payload
-
-
-def _checked_rows(target: Model, rows: int) -> int:
-    if not target.max_batch_size:
-        raise ToolError(
-            f"model '{target.name}' has no batch dimension (max_batch_size is 0);"
-            " --rows is for models that have one. Leave it out."
-        )
-    if not 1 <= rows <= target.max_batch_size:
-        raise ToolError(
-            f"--rows is {rows}; model '{target.name}' takes 1 to {target.max_batch_size} rows"
-            " (its max_batch_size) in a request."
-        )
-    return rows
 
 
 def _check_inputs(path: Path, payload: Payload, target: Model) -> None:
@@ -226,9 +212,10 @@ def _check_inputs(path: Path, payload: Payload, target: Model) -> None:
         )
     batch = (-1,) if target.max_batch_size else ()
     for name, tensor in payload.items():
-        shape, expected = tensor.array.shape, (*batch, *specs[name].dims)
-        if tensor.datatype != specs[name].datatype or not pbtxt.fits(shape, expected):
+        datatype, dims = specs[name].dtype.triton, (*batch, *specs[name].dims)
+        shape = tensor.array.shape
+        if tensor.datatype != datatype or not pbtxt.fits(shape, dims):
             raise ToolError(
-                f"{path} holds {name} as {tensor.datatype} {list(shape)}; model"
-                f" '{target.name}' takes {specs[name].datatype} {list(expected)}."
+                f"{path} holds {name} as {tensor.datatype} {list(shape)}; model '{target.name}'"
+                f" takes {datatype} {list(dims)}."
             )

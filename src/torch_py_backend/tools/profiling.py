@@ -20,7 +20,7 @@ from torch_py_backend.startup import builder
 from torch_py_backend.streaming import streams
 from torch_py_backend.tools import trial
 
-_MOST_OPERATORS = 15
+_MAX_OPERATORS = 15
 _MS = 1e-3
 
 
@@ -82,14 +82,14 @@ def run(
 
 def _requests(config: ModelConfig, item: Item, count: int | None) -> list[Item]:
     """Return requests of one row each; without a batch dimension, one request."""
-    most = max(1, config.max_batch_size)
+    limit = max(1, config.max_batch_size)
     if count is None:
-        count = 1 if config.decoupled else most
-    if count > most:
+        count = 1 if config.decoupled else limit
+    if count > limit:
         raise ConfigError(
             config.name,
             f"--batch-size is {count}, and max_batch_size is {config.max_batch_size}",
-            expected=f"--batch-size of at most {most}",
+            expected=f"--batch-size of at most {limit}",
         )
     rows = trial.tile(config, item, count)
     if not config.max_batch_size:
@@ -154,4 +154,4 @@ def _operators(profiler: profile) -> list[dict[str, Any]]:
         if not average.key.startswith(PREFIX)
     ]
     key = "device_ms" if any(row["device_ms"] for row in rows) else "self_ms"
-    return sorted(rows, key=lambda row: -row[key])[:_MOST_OPERATORS]
+    return sorted(rows, key=lambda row: -row[key])[:_MAX_OPERATORS]

@@ -109,7 +109,7 @@ class Report:
         seconds: the length of each point.
         warmup: seconds before each point that do not count.
         server: the server's address.
-        inputs: where the inputs came from.
+        inputs: the file of the inputs.
         rows: rows in one request, on average.
         points: one for each load.
         interrupted: whether points are missing or cut short.
@@ -119,7 +119,7 @@ class Report:
     seconds: float
     warmup: float
     server: str = ""
-    inputs: str = ""
+    inputs: str = "made up"
     rows: float = 1.0
     points: list[Point] = field(default_factory=list)
     interrupted: bool = False
@@ -139,7 +139,7 @@ class Report:
 
     def _figures(self, point: Point) -> JsonObject:
         result, server = point.result, point.server or ServerWork()
-        latencies = result.percentiles(*_PERCENTILES.values())
+        percentiles = result.percentiles(*_PERCENTILES.values())
         return {
             "concurrency": point.concurrency,
             "seconds": result.seconds,
@@ -150,8 +150,7 @@ class Report:
             "requests_per_second": result.throughput,
             "rows_per_second": result.throughput * self.rows,
             "latency_ms": {
-                name: None if math.isnan(value) else value * _MILLI
-                for name, value in zip(_PERCENTILES, latencies, strict=True)
+                name: value * _MILLI for name, value in zip(_PERCENTILES, percentiles, strict=True)
             },
             "triton": {
                 "requests": server.requests,
@@ -176,16 +175,12 @@ class Report:
         )
         for point in self.points:
             figures = self._figures(point)
-            throughput, triton = figures["requests_per_second"], figures["triton"]
-            times = [
-                *figures["latency_ms"].values(),
-                *map(triton["per_request_ms"].get, STAGES),
-            ]
+            triton = figures["triton"]
+            times = [*figures["latency_ms"].values(), *map(triton["per_request_ms"].get, STAGES)]
             sizes = [*map(int, triton["batches"])]
             result.add_row(
                 str(point.concurrency),
-                f"{throughput:,.{1 if throughput < 100 else 0}f}",  # noqa: PLR2004
-                *map(three_digits, times),
+                *map(three_digits, [figures["requests_per_second"], *times]),
                 f"{triton['rows_per_call']:.1f} ({min(sizes)}-{max(sizes)})" if sizes else "-",
             )
         return result

@@ -1,0 +1,88 @@
+"""The text of a config.pbtxt with a comment on each field."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch_py_backend.autocomplete import completion
+from torch_py_backend.config import pbtxt
+from torch_py_backend.config.pbtxt import Document
+
+_INPUTS_ON_GPU = pbtxt.parameter("FORCE_CPU_ONLY_INPUT_TENSORS", "no")
+_COMMENTS = {
+    "input": "# What a client sends; dims without the batch dimension, -1 is any size.",
+    "output": "# What a client receives.",
+}
+
+
+def text(document: Document, description: str, signature: Document) -> str:
+    """Return the text of a config.
+
+    Args:
+        document: the config; its instance group is written with kind and count only.
+        description: the type of the model's artifact.
+        signature: the arguments of the model, as `autocomplete.schema.describe_arguments` returns
+            them: placeholders for inputs that the config lacks; empty: unknown.
+    """
+    return "\n".join(_lines(document, description, signature)) + "\n"
+
+
+def _lines(document: Document, description: str, signature: Document) -> Iterator[str]:
+    yield f"# {document['name']}: {description}, served by PyTorch."
+    yield 'backend: "pytorch_py"'
+    yield ""
+    if not completion.is_incomplete(document) or document["input"]:
+        yield "# The largest number of rows in one call of the model; 0: requests are not batched."
+        yield f"max_batch_size: {document['max_batch_size']}"
+    else:
+        yield "# The largest number of rows in one call of the model. If you write inputs below,"
+        yield "# write this, too; 0: the model has no batch dimension. An example makes both"
+        yield "# unnecessary."
+        yield "# max_batch_size: 8"
+    if document.get("model_transaction_policy", {}).get("decoupled"):
+        yield "# A request has any number of responses: one for each value that the model yields."
+        yield "model_transaction_policy { decoupled: true }"
+    elif document["max_batch_size"] > 0:
+        yield "# Requests that wait at the same time become one call."
+        yield "dynamic_batching { }"
+    yield ""
+    yield from _tensors("input", document, signature)
+    yield ""
+    yield from _tensors("output", document, {})
+    yield ""
+    yield "# Copies of the model, each in a process of its own. KIND_GPU: one on every GPU."
+    (group,) = document["instance_group"]
+    yield f"instance_group [{{ kind: {group['kind']} count: {group['count']} }}]"
+    yield "# With KIND_GPU, inputs that are on the GPU already stay there:"
+    yield f"{'' if group['kind'] == 'KIND_GPU' else '# '}{_INPUTS_ON_GPU}"
+    for key, entry in document["parameters"].items():
+        yield pbtxt.parameter(key, entry["string_value"])
+
+
+def _tensors(role: str, document: Document, signature: Document) -> Iterator[str]:
+    if document[role]:
+        yield _COMMENTS[role]
+        yield f"{role} ["
+        yield ",\n".join(f"  {_tensor(entry)}" for entry in document[role])
+        yield "]"
+        return
+    if signature:
+        yield f"# {signature['signature']}"
+    for argument in signature.get("inputs") or [{"name": "…"}]:
+        yield f"# {role} [{_tensor(argument)}]"
+
+
+def _tensor(entry: Document) -> str:
+    """Return the message of an input or output; unknown fields have a placeholder."""
+    dims = entry.get("dims", ["…"])
+    fields = [
+        f"name: {pbtxt.quote(entry['name'])}",
+        f"data_type: {entry.get('data_type', 'TYPE_FP32')}",
+        f"dims: [ {', '.join(map(str, dims))} ]",
+    ]
+    if "reshape" in entry:
+        sizes = ", ".join(map(str, entry["reshape"]["shape"]))
+        fields.append(f"reshape {{ shape: [ {sizes} ] }}")
+    if entry.get("optional"):
+        fields.append("optional: true")
+    return f"{{ {' '.join(fields)} }}"
