@@ -18,7 +18,8 @@ import torch
 
 from torch_py_backend.errors import ArchiveError
 from torch_py_backend.torchserve import mar_archive
-from torch_py_backend.torchserve.mar_archive import Limits, Manifest
+from torch_py_backend.torchserve.manifest import Manifest
+from torch_py_backend.torchserve.mar_archive import Limits
 
 _FILES: archives.Files = {
     "handler.py": "x = 1\n",
@@ -288,10 +289,10 @@ def test_zip_bomb(tmp_path: Path) -> None:
 # --- manifests -------------------------------------------------------------------------------
 
 
-def _manifest(tmp_path: Path, manifest: str, settings: str = "") -> tuple[Path, Manifest]:
+def _manifest(tmp_path: Path, manifest: str, settings: str = "") -> Manifest:
     files = {"handler.py": "", "c.yaml": settings, archives.MANIFEST: manifest}
     folder = archives.write_folder(tmp_path / "net", files)
-    return folder, mar_archive.read_manifest(folder, "net.mar")
+    return Manifest.read(folder, "net.mar")
 
 
 @pytest.mark.parametrize(
@@ -304,11 +305,11 @@ def _manifest(tmp_path: Path, manifest: str, settings: str = "") -> tuple[Path, 
 )
 def test_manifest(tmp_path: Path, handler: str, module: str, function: str) -> None:
     """A handler is a file, a module, a function in it, or a handler of TorchServe."""
-    folder, manifest = _manifest(tmp_path, archives.manifest(handler))
+    manifest = _manifest(tmp_path, archives.manifest(handler))
     assert (manifest.model_name, manifest.handler) == ("net", handler)
     assert (manifest.handler_module, manifest.handler_function) == (module, function)
     assert (manifest.requirements_file, manifest.config_file) == ("", "")
-    assert mar_archive.read_settings(folder, manifest, "net.mar") == {}
+    assert manifest.settings() == {}
 
 
 @pytest.mark.parametrize(
@@ -365,8 +366,7 @@ def test_invalid_settings(tmp_path: Path, written: str, message: str) -> None:
 
 
 def _settings(tmp_path: Path, written: str) -> dict[str, object]:
-    folder, manifest = _manifest(tmp_path, archives.manifest(configFile="c.yaml"), written)
-    return mar_archive.read_settings(folder, manifest, "net.mar")
+    return _manifest(tmp_path, archives.manifest(configFile="c.yaml"), written).settings()
 
 
 def test_settings_without_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

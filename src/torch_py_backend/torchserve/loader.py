@@ -44,9 +44,9 @@ from torch_py_backend.errors import (
 from torch_py_backend.loading import python_source
 from torch_py_backend.loading.loaded import Loaded, warn_unused
 from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
-from torch_py_backend.torchserve import mar_archive, stand_in
+from torch_py_backend.torchserve import stand_in
 from torch_py_backend.torchserve.context import Context, current_config
-from torch_py_backend.torchserve.mar_archive import Manifest
+from torch_py_backend.torchserve.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -113,22 +113,21 @@ def _initialize(config: ModelConfig, folder: Path, device: torch.device | None) 
         )
     content_type = content_type.partition(";")[0].strip().lower()
     try:
-        manifest = mar_archive.read_manifest(folder, folder.name)
-        yaml_config = mar_archive.read_settings(folder, manifest, folder.name)
+        manifest = Manifest.read(folder, folder.name)
+        yaml_config = manifest.settings()
     except ArchiveError as error:
         raise ArtifactError(config.name, str(error).rstrip(".")) from error
     gpu = device.index if device is not None and device.type == "cuda" else None
     headers = {"Content-Type": content_type} if content_type else {}
-    context = Context(config, folder, manifest, yaml_config, gpu, headers)
+    context = Context(config, manifest, yaml_config, gpu, headers)
     if not stand_in.install():
         log.info("model '%s': TorchServe is installed, and its own handlers are used.", config.name)
     current_config.set(config)  # not reset: a handler may initialize itself later
     os.chdir(folder)  # handlers open files of the archive by relative paths
     try:
         with python_source.importing_from(folder):
-            name = manifest.handler_module
-            in_archive = mar_archive.holds_module(folder, name)
-            module = importlib.import_module(name if in_archive else f"ts.torch_handler.{name}")
+            package = "" if manifest.handler_is_included else "ts.torch_handler."
+            module = importlib.import_module(f"{package}{manifest.handler_module}")
             handle, initialize, instances = _entry_point(config, module, manifest)
             initialize(context)
     except BackendError:
