@@ -58,45 +58,33 @@ def load_into(
         )
     state = _read_weights(config, artifact.weights)
     file = artifact.weights.name
+    missing = [key for key in tensors if key not in state]
+    unexpected = [key for key in state if key not in tensors]
     shapes = [
         f"{key} {list(state[key].shape)} instead of {list(tensor.shape)}"
         for key, tensor in tensors.items()
         # A lazy module gets its shapes from the file.
         if key in state and not is_lazy(tensor) and state[key].shape != tensor.shape
     ]
-    if shapes:
-        raise WeightsError(
-            config.name,
-            file,
-            missing=_without_tied([key for key in tensors if key not in state], tensors, state),
-            unexpected=[key for key in state if key not in tensors],
-            shapes=shapes,
-            hint=hint,
-        )
-    try:
-        with contextlib.ExitStack() as stack:
-            if not discovery.mapping_obstacle(config, artifact):
-                stack.enter_context(mapped_files.AliasOnCopy(state.values()))
-            # The module compares the keys: it may translate old names and add missing values.
-            result = module.load_state_dict(state, strict=False)
-    except RuntimeError as error:
-        raise ArtifactError(
-            config.name,
-            f"the weights {file} do not fit {type(module).__name__}: {summarize(error)}",
-        ) from error
-    missing = _without_tied(result.missing_keys, tensors, state)
-    if missing or result.unexpected_keys:
-        raise WeightsError(
-            config.name, file, missing=missing, unexpected=result.unexpected_keys, hint=hint
-        )
-
-
-def _without_tied(
-    missing: Sequence[str], tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]
-) -> list[str]:
-    """Return the missing keys without those of tied weights that have another name in the file."""
+    if not shapes:  # otherwise torch would load the first value for a weight without dimensions
+        try:
+            with contextlib.ExitStack() as stack:
+                if not discovery.mapping_obstacle(config, artifact):
+                    stack.enter_context(mapped_files.AliasOnCopy(state.values()))
+                # The module compares the keys: it may translate old names and add missing values.
+                missing, unexpected = module.load_state_dict(state, strict=False)
+        except RuntimeError as error:
+            raise ArtifactError(
+                config.name,
+                f"the weights {file} do not fit {type(module).__name__}: {summarize(error)}",
+            ) from error
+    # Tied weights may have one of their names in the file.
     present = {id(tensor) for key, tensor in tensors.items() if key in state}
-    return [key for key in missing if id(tensors.get(key)) not in present]
+    missing = [key for key in missing if id(tensors.get(key)) not in present]
+    if missing or unexpected or shapes:
+        raise WeightsError(
+            config.name, file, missing=missing, unexpected=unexpected, shapes=shapes, hint=hint
+        )
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -104,7 +92,7 @@ def _without_tied(
 
 def _read_weights(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
     if path.suffix == ".safetensors":
-        return _read_safetensors(config, path)
+        return read_safetensors(config, path)
     if path.suffix == ".json":
         return _read_shards(config, path)
     try:
@@ -170,17 +158,22 @@ def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:
                 f"the weights {index.name} name {name}",
                 expected="a file beside the index",
             )
-        state |= _read_safetensors(config, path)
+        state |= read_safetensors(config, path)
     return state
 
 
-def _read_safetensors(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
+def read_safetensors(config: ModelConfig, path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by name.
+
+    Raises:
+        ArtifactError: the file cannot be read.
+    """
     try:
         return safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError) as error:
         raise ArtifactError(
             config.name,
-            f"the weights {path.name} are not valid safetensors: {summarize(error)}",
+            f"{path.name} is not valid safetensors: {summarize(error)}",
             cure="Write them again with safetensors.torch.save_file, or copy them again.",
         ) from error
 
