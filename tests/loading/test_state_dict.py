@@ -450,6 +450,12 @@ _USED = {
     "unsaved buffer": _NOISE.format("torch.empty(3).normal_()", False),
     "drawn later": _NOISE.format("torch.randn(3)", False),
     "plain tensor": "self.noise = torch.empty(3).uniform_()",
+    "list": "self.noise = torch.tensor(torch.empty(3).uniform_().tolist())",
+    "array": "self.noise = torch.from_numpy(torch.empty(3).uniform_().numpy().copy())",
+    "array of a weight": "import numpy\n"
+    "self.noise = torch.from_numpy(numpy.abs(numpy.asarray(self.linear.weight.detach())))",
+    "DLPack": "import numpy\n"
+    "self.noise = torch.from_numpy(numpy.from_dlpack(torch.empty(3).uniform_()).copy())",
     "computed": _NOISE.format("self.linear.weight.sum()", False),
     "converted": "self.half = self.linear.weight.to(torch.float64)",
     "compared": "assert self.linear.weight.abs().max() <= 1",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 from unittest import mock
 
 import safetensors
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.artifacts import discovery, file_types
@@ -195,7 +196,11 @@ def build_uninitialized(build: Callable[[], _Built]) -> _Built:
     """
     random_state = torch.random.get_rng_state()
     with contextlib.suppress(Exception):  # the second call raises it, too, or succeeds
-        with mock.patch.object(nn.init, _TRUNCATED, _truncated), _SkipRandom() as skipping:
+        with (
+            mock.patch.object(nn.init, _TRUNCATED, _truncated),
+            _SkipRandom() as skipping,
+            _NoticeReads(skipping),
+        ):
             built = build()
         if skipping.is_safe(built):
             return built
@@ -263,6 +268,10 @@ class _SkipRandom(mapped_files.DispatchMode):
             self._unused = False
         return func(*args, **keywords)
 
+    def notice_read(self, tensor: Tensor) -> None:
+        """Take note that the values of a tensor are used."""
+        self._unused &= mapped_files.storage_id(tensor) not in self._skipped
+
     def _skip(self, tensor: Tensor) -> None:
         # A separate tensor, so that its storage shows whether the module still uses it.
         self._skipped[mapped_files.storage_id(tensor)] = tensor.detach()
@@ -280,3 +289,22 @@ class _SkipRandom(mapped_files.DispatchMode):
             storage in filled or mapped_files.has_no_other_views(tensor)
             for storage, tensor in self._skipped.items()
         )
+
+
+class _NoticeReads(TorchFunctionMode):
+    """Reports reads that no operation makes, and dispatch modes therefore do not see."""
+
+    def __init__(self, skipping: _SkipRandom) -> None:
+        super().__init__()
+        self._skipping = skipping
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__):
+            self._skipping.notice_read(args[0])
+        return func(*args, **(kwargs or {}))
