@@ -38,8 +38,8 @@ _SIZE = re.compile(
 _STRIDE = re.compile(r"unmatched stride value at \d+")
 _RELATIONS = {">=": "at least", "<=": "at most", ":": "exactly"}
 
-# More rows than the limit of any package; a tensor of stride 0 has that many without memory.
-_ENDLESS = 1 << 31
+# More rows than any package accepts; a tensor of stride 0 has that many without memory.
+_TOO_MANY_ROWS = 1 << 31
 
 
 def probe(
@@ -122,8 +122,8 @@ def most_rows(call: Callable[[Sequence[Tensor]], object], columns: Sequence[Tens
     shared = [column[:1].expand(column.shape) for column in doubled]
     if not _STRIDE.search(_check_message(lambda: call(shared))):
         return None
-    endless = [column[:1].expand(_ENDLESS, *column.shape[1:]) for column in columns]
-    return _row_limit(_check_message(lambda: call(endless)), "<=")
+    refused = [column[:1].expand(_TOO_MANY_ROWS, *column.shape[1:]) for column in columns]
+    return _row_limit(_check_message(lambda: call(refused)), "<=")
 
 
 # --- messages of the runtime checks ----------------------------------------------------------

@@ -52,8 +52,8 @@ _KINDS = {"cpu": "KIND_CPU", "gpu": "KIND_GPU"}
 _COMPILE_KEYS = ("backend", "mode", "options", "fullgraph", "dynamic")
 # The names that `curl -T` and `--data` give to the body of a request.
 _BODY_FIELDS = ("body", "data")
-# The largest integer in Triton's config.
-_LARGEST = (1 << 31) - 1
+# Triton's config has integers of 32 bits.
+_MAX_INTEGER = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +213,7 @@ class _Settings:
 
 def _is_integer(value: object, least: int) -> TypeGuard[int]:
     """Return whether a value is an integer that Triton's config can hold."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MAX_INTEGER
 
 
 def _batching(settings: _Settings) -> str:
