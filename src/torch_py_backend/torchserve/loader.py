@@ -7,6 +7,7 @@ class is initialized, and called with a list of requests.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import io
@@ -234,7 +235,7 @@ class Served(nn.Module):
         self._model = config.name
         self._handle = handle
         self._context = context
-        self._decode = _decoder(content_type)
+        self._content_type = content_type
         # TorchServe's own class, if TorchServe is installed.
         self._prediction_error: type[Exception] = importlib.import_module(
             "ts.utils.util"
@@ -277,6 +278,15 @@ class Served(nn.Module):
         encoded[:] = [_encode(self._model, answer) for answer in answers]
         return encoded
 
+    def _decode(self, body: bytes) -> object:
+        """Return the content of a body; an invalid one stays bytes."""
+        with contextlib.suppress(ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+            if self._content_type == "application/json":
+                return json.loads(body)
+            if self._content_type.startswith("text/"):
+                return body.decode()
+        return bytearray(body)
+
     def _refusal(self, status: object, message: object) -> BackendError:
         """Return the error for an answer with an error status."""
         text = "" if message is None else sanitize_line(str(message))
@@ -287,24 +297,6 @@ class Served(nn.Module):
             return UnavailableError(self._model, answer)
         is_client_error = _CLIENT_ERROR <= status < _SERVER_ERROR
         return (InputError if is_client_error else OutputError)(self._model, answer)
-
-
-def _decoder(content_type: str) -> Callable[[bytes], object]:
-    """Return a function that reads a body of a content type; an invalid body stays bytes."""
-    if content_type == "application/json":
-        read: Callable[[bytes], object] = json.loads
-    elif content_type.startswith("text/"):
-        read = bytes.decode
-    else:
-        return bytearray
-
-    def decode(body: bytes) -> object:
-        try:
-            return read(body)
-        except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
-            return bytearray(body)
-
-    return decode
 
 
 def _encode(model: str, answer: object) -> bytes:
