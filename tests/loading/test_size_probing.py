@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.errors import InputError
-from torch_py_backend.loading import aotinductor
+from torch_py_backend.loading import aotinductor, size_probing
 from torch_py_backend.loading.loaded import Loaded
 
 CPU = torch.device("cpu")
@@ -78,12 +78,44 @@ def test_other_errors_are_unchanged(
     assert ("Error: out of memory\n" in capfd.readouterr().err) is printing
 
 
+class Limited(Refusing):
+    """A package that takes at most 64 rows, without strides of 0."""
+
+    def run(self, leaves: list[Tensor]) -> list[Tensor]:
+        rows = leaves[0].shape[0]
+        if rows > 64:
+            self.message = (
+                "input_handles[0]: dim value is too large at 0, expected to be <= 64, but got:"
+                f" {rows}\n"
+            )
+        elif leaves[0].stride()[0] == 0:
+            self.message = (
+                "input_handles[0]: unmatched stride value at 0, expected: 16, but got: 0\n"
+            )
+        else:
+            return leaves
+        return super().run(leaves)
+
+
+@pytest.mark.parametrize("printing", [False, True])
+@pytest.mark.usefixtures("process")
+def test_most_rows_of_a_loaded_package(
+    printing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit on rows is found through the function that names refused inputs."""
+    package = Limited(printing=printing)
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", lambda *_: package)
+    module = load(tmp_path).module
+    columns = [torch.rand(2, 4, 4), torch.rand(2, 4)]
+    assert size_probing.most_rows(lambda leaves: module(*leaves), columns) == 64
+
+
 class Positions(nn.Module):
     """Reads as many values of a buffer as the last dimension of `x` has."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("positions", torch.arange(16.0))
+        self.positions = nn.Buffer(torch.arange(16.0))
 
     def forward(self, x: Tensor, mask: Tensor) -> Tensor:
         return (x + self.positions[: x.shape[2]]) * mask[..., None]
@@ -96,7 +128,7 @@ def test_limits_of_a_real_package(tmp_path: Path) -> None:
 
     A package reads past the memory of its buffers if only some of its checks are made.
     """
-    rows, length = torch.export.Dim("rows"), torch.export.Dim("length")
+    rows, length = torch.export.Dim("rows", max=64), torch.export.Dim("length")
     shapes = ({0: rows, 1: length, 2: torch.export.Dim("width", max=16)}, {0: rows, 1: length})
     module = Positions().eval()
     program = torch.export.export(
@@ -104,15 +136,16 @@ def test_limits_of_a_real_package(tmp_path: Path) -> None:
     )
     torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
     loaded = load(tmp_path)
-    for length, width, limit in (
-        (2, 2, ""),
-        (5, 16, ""),
-        (1, 8, "at least 2 in dimension 1"),
-        (5, 1, "at least 2 in dimension 2"),
-        (5, 64, "at most 16 in dimension 2"),
-        (1, 64, "at least 2 in dimension 1"),
+    for shape, limit in (
+        ((3, 2, 2), ""),
+        ((3, 5, 16), ""),
+        ((3, 1, 8), "at least 2 in dimension 1"),
+        ((3, 5, 1), "at least 2 in dimension 2"),
+        ((3, 5, 64), "at most 16 in dimension 2"),
+        ((3, 1, 64), "at least 2 in dimension 1"),
+        ((65, 5, 8), "at most 64 in dimension 0"),
     ):
-        x, mask = torch.rand(3, length, width), torch.rand(3, length)
+        x, mask = torch.rand(shape), torch.rand(shape[:2])
         if limit:
             with pytest.raises(InputError, match=f"'INPUT__0' is .*expected a size of {limit}"):
                 loaded.module(x, mask)
