@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -29,26 +29,21 @@ from torch_py_backend.saving.examples import Arguments, Example
 from torch_py_backend.signature.arguments import Signature
 
 
+@dataclass(frozen=True, slots=True)
 class ModuleAnswers:
-    """Calls a module with its example, as a server does with the written folder.
+    """Calls a module with its example, as a server does with the written version folder."""
 
-    Attributes:
-        device: the device of the module.
-    """
+    name: str
+    module: nn.Module
+    signature: Signature
+    example: Example
+    folder: Path
+    hooks: type | None
 
-    def __init__(
-        self,
-        name: str,
-        module: nn.Module,
-        signature: Signature,
-        example: Example,
-        folder: Path,
-        hooks: type | None,
-    ) -> None:
-        self._name, self._module, self._signature = name, module, signature
-        self._example, self._folder = example, folder
-        self._hooks_class = HOOKS_CLASS if hooks is None else hooks.__name__
-        self.device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
+    @property
+    def device(self) -> torch.device:
+        """The device of the module."""
+        return next((weight.device for weight in self.module.parameters()), torch.device("cpu"))
 
     def arguments(self) -> Arguments:
         """Return valid arguments of forward(): the example, or what hooks make of it.
@@ -56,15 +51,15 @@ class ModuleAnswers:
         Raises:
             SaveError: the hooks or the module fail.
         """
-        if self._example.arguments is not None:
-            return self._example.arguments
+        if self.example.arguments is not None:
+            return self.example.arguments
         calls: list[Arguments] = []
 
         def record(*args: Any, **kwargs: Any) -> Any:
             calls.append(Arguments(args, kwargs))
-            return self._module(*args, **kwargs)
+            return self.module(*args, **kwargs)
 
-        self._run_hooks(record, self._example.item)
+        self._run_hooks(record, self.example.item)
         return calls[0]
 
     def outputs(self) -> list[JsonObject]:
@@ -75,7 +70,7 @@ class ModuleAnswers:
         Raises:
             SaveError: the hooks or the module fail.
         """
-        example = self._example
+        example = self.example
         if not example.others:
             return []
         items = [example.item, *example.others]
@@ -85,7 +80,7 @@ class ModuleAnswers:
                 for item in items
                 for row in range(len(next(iter(item.values()))))
             ]
-        schemas = [self._run_hooks(self._module, item) for item in items]
+        schemas = [self._run_hooks(self.module, item) for item in items]
         if (
             len(
                 {
@@ -96,7 +91,7 @@ class ModuleAnswers:
             > 1
         ):
             raise SaveError(
-                self._name,
+                self.name,
                 "the examples give different outputs, or outputs with different numbers of"
                 " dimensions",
                 expected="the same outputs for each example, of any sizes",
@@ -104,26 +99,27 @@ class ModuleAnswers:
         return [schema.entry_of(spec) for spec in reduce(schema.with_varying, schemas).outputs]
 
     def _run_hooks(self, module: Callable[..., Any], item: Item) -> Schema:
-        document = pbtxt.read(self._folder.parent)
+        hooks_name = HOOKS_CLASS if self.hooks is None else self.hooks.__name__
+        document = pbtxt.read(self.folder.parent)
         document |= {
-            "input": self._example.entries,
-            "max_batch_size": self._example.max_batch_size,
-            "parameters": {"HOOKS": {"string_value": self._hooks_class}},
+            "input": self.example.entries,
+            "max_batch_size": self.example.max_batch_size,
+            "parameters": {"HOOKS": {"string_value": hooks_name}},
         }
-        arguments = pbtxt.arguments(self._folder.parent, "1", document)
+        arguments = pbtxt.arguments(self.folder.parent, "1", document)
         config = model_config.parse(arguments, complete=False)
         config = replace(config, inputs=model_config.listed_inputs(arguments))
-        artifact = _artifact(self._folder)
-        with _imports_restored(self._folder):
+        artifact = _artifact(self.folder)
+        with _imports_restored(self.folder):
             hooks = user_hooks.load(config, artifact)
             assert hooks is not None  # noqa: S101  HOOKS names them
-            loaded = Loaded(artifact, module, self._signature)
+            loaded = Loaded(artifact, module, self.signature)
             try:
                 return schema.run_hooks(config, loaded, hooks, item, self.device)
             except ConfigError as error:
                 reason = summarize(error.__cause__ or error)
                 problem = f"its hooks fail with the example: {reason}"
-                raise SaveError(self._name, problem) from error
+                raise SaveError(self.name, problem) from error
 
     def reference(self, folder: Path, document: JsonObject) -> Path:
         """Write the module's own outputs for the example to a file.
@@ -133,15 +129,15 @@ class ModuleAnswers:
             document: its completed config.
         """
         outputs: Mapping[str, Value]
-        if self._example.arguments is not None:
+        if self.example.arguments is not None:
             outputs = examples.outputs_of(
-                self._name,
-                self._signature,
-                self._module,
-                self._example.arguments,
+                self.name,
+                self.signature,
+                self.module,
+                self.example.arguments,
                 [entry["name"] for entry in document["output"]],
             )
-            if not self._example.max_batch_size:  # Triton has no tensors without dimensions
+            if not self.example.max_batch_size:  # Triton has no tensors without dimensions
                 outputs = {name: value.reshape(value.shape or 1) for name, value in outputs.items()}
         else:
             config = model_config.parse(pbtxt.arguments(folder, "1", document))
@@ -149,16 +145,16 @@ class ModuleAnswers:
             with _imports_restored(folder):
                 engine = Engine(
                     config,
-                    Loaded(artifact, self._module, self._signature),
+                    Loaded(artifact, self.module, self.signature),
                     runtime.create(config.options, self.device, ()),
                     artifact,
                     user_hooks.load(config, artifact),
                 )
-                (outcome,) = engine.run([self._example.item])
+                (outcome,) = engine.run([self.example.item])
             if isinstance(outcome, BackendError):
-                raise SaveError(self._name, f"its hooks fail with the example: {outcome}")
+                raise SaveError(self.name, f"its hooks fail with the example: {outcome}")
             outputs = outcome
-        path = self._folder.parent / "reference.pt"
+        path = self.folder.parent / "reference.pt"
         torch.save(dict(outputs), path)
         return path
 
