@@ -23,6 +23,7 @@ from torch_py_backend.artifacts import discovery, file_types, source_dependencie
 from torch_py_backend.config import options, pbtxt, tuned_settings
 from torch_py_backend.errors import ArchiveError, LoadError
 from torch_py_backend.torchserve import mar_archive, migration
+from torch_py_backend.torchserve.manifest import Manifest
 from torch_py_backend.torchserve.mar_archive import Limits
 
 Target = Callable[[Path, bytes], None]
@@ -108,8 +109,7 @@ def settings(folder: Path, data: bytes) -> None:
 
 
 def _migrated(folder: Path) -> str:
-    contents = mar_archive.read_manifest(folder, "net.mar")
-    return migration.migrate("net.mar", "net", folder, contents).config
+    return migration.migrate("net", Manifest.read(folder, "net.mar")).config
 
 
 _TARGETS = (artifact, index, source, option, config, tuned, archive, manifest, settings)

@@ -337,27 +337,6 @@ def test_frozen_graphs_in_this_process(tmp_path: Path) -> None:
     assert {constant.shape for constant in constants.values()} == {(4, 4), (4,)}
 
 
-@pytest.mark.usefixtures("process")
-def test_second_copy_for_sizes_of_one(tmp_path: Path) -> None:
-    """The copy of a package without checks shares the weights, and gets new ones."""
-    torch.manual_seed(0)
-    model = nn.Linear(8, 8)
-    rows = torch.export.Dim("rows", min=2, max=16)
-    x = X[:, None].expand(4, 3, 8).contiguous()
-    program = torch.export.export(model.eval(), (x,), dynamic_shapes=({1: rows},))
-    (tmp_path / "1").mkdir()
-    path = tmp_path / "1" / "model.safetensors"
-    package_weights.compile_package(program, path.with_suffix(".pt2"))
-    specs = (build.spec("INPUT__0", dims=(4, -1, 8)),)
-    config = build.config(tmp_path, inputs=specs, max_batch_size=0)
-    loaded = registry.load(discovery.find(config), config, CPU)
-    for factor in (3, 9):
-        changed(path, lambda state: state.update({key: state[key] * 3 for key in state}))
-        weight_swap.swap(config, loaded, weight_swap.read(config, loaded))
-        for size in (1, 3):
-            assert agree(loaded.module(x[:, :size].contiguous()), factor * model(x[:, :size]))
-
-
 _LOADED_ALONE = """
 import sys
 from pathlib import Path

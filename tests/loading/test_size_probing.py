@@ -1,12 +1,9 @@
-"""Sizes of 1 that the checks of an AOTInductor package refuse."""
+"""Sizes that the checks of an AOTInductor package refuse."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
 
 import build
 import pytest
@@ -15,183 +12,142 @@ from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.errors import InputError
-from torch_py_backend.loading import aotinductor
+from torch_py_backend.loading import aotinductor, size_probing
 from torch_py_backend.loading.loaded import Loaded
 
 CPU = torch.device("cpu")
+MESSAGE = "input_handles[1]: dim value is too small at 1, expected it to be >= 2, but got: 1\n"
 
 
-def refuse(message: str) -> NoReturn:
-    raise RuntimeError(message)
+def load(folder: Path) -> Loaded:
+    inputs = (build.spec("INPUT__0", dims=(-1, -1)), build.spec("INPUT__1", dims=(-1,)))
+    artifact = Artifact(ArtifactType.AOTI, folder / "model.pt2")
+    return aotinductor.load(artifact, build.config(folder, inputs=inputs), CPU)
 
 
-def print_and_refuse(message: str) -> NoReturn:
-    """Refuse as torch 2.11 does."""
-    os.write(2, f"Error: {message}".encode())
-    raise RuntimeError("run_func_( container_handle_, ...) API call failed at model_container.cpp")
+class Refusing:
+    """A package whose check refuses every call; up to torch 2.11 only the output says why."""
 
-
-class Checked:
-    """A package with a dynamic dimension, whose checks an environment variable enables."""
-
-    def __init__(
-        self,
-        compute: Callable[[Tensor, Tensor], list[Tensor]],
-        least: int = 2,
-        refuse: Callable[[str], NoReturn] = refuse,
-    ) -> None:
-        self.compute, self.least, self.refuse = compute, least, refuse
-        self.checks: bool | None = None
+    def __init__(self, *, printing: bool, message: str = MESSAGE) -> None:
+        self.printing, self.message = printing, message
 
     def get_constant_fqns(self) -> list[str]:
         return []
 
     def get_call_spec(self) -> list[str]:
         tree = torch.utils._pytree
-        x = torch.ones(1)
-        inputs = tree.tree_structure(((x, x), {}))
-        return [tree.treespec_dumps(inputs), tree.treespec_dumps(tree.tree_structure((x, x)))]
+        inputs = tree.tree_structure(((0, 0), {}))
+        return [tree.treespec_dumps(inputs), tree.treespec_dumps(tree.tree_structure(0))]
 
     def run(self, leaves: list[Tensor]) -> list[Tensor]:
-        if self.checks is None:  # a library reads it once
-            self.checks = os.environ["AOTI_RUNTIME_CHECK_INPUTS"] == "1"
-        for number, leaf in enumerate(leaves if self.checks else []):
-            if leaf.shape[1] < self.least:
-                self.refuse(
-                    f"input_handles[{number}]: dim value is too small at 1, expected it to be >="
-                    f" {self.least}, but got: {leaf.shape[1]}\n"
-                )
-            if leaf.stride()[-1] != 1:
-                self.refuse(
-                    f"input_handles[{number}]: unmatched stride value at {leaf.ndim - 1},"
-                    f" expected: 1, but got: {leaf.stride()[-1]}\n"
-                )
-        return self.compute(*leaves)
+        if not self.printing:
+            raise RuntimeError(self.message)
+        os.write(2, f"Error: {self.message}".encode())
+        raise RuntimeError("run_func_( container_handle_, ...) API call failed at container.cpp")
 
 
-def varying(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, package: Callable[[], Checked]
-) -> Loaded:
-    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", lambda *_: package())
-    inputs = (build.spec("x", dims=(-1, 2)), build.spec("mask", dims=(-1,)))
-    names = {"ARGS[0]": inputs[0], "ARGS[1]": inputs[1]}
-    specs = tuple(dataclasses.replace(spec, name=name) for name, spec in names.items())
-    settings = build.config(folder, inputs=specs)
-    return aotinductor.load(Artifact(ArtifactType.AOTI, folder / "model.pt2"), settings, CPU)
-
-
-def masked_mean(x: Tensor, mask: Tensor) -> list[Tensor]:
-    weights = mask[..., None]
-    return [x * weights, (x * weights).sum(1) / weights.sum(1)]
-
-
-def mean(x: Tensor, mask: Tensor) -> list[Tensor]:
-    return [x + mask[..., None], x.mean(1)]
-
-
-def sums(x: Tensor, mask: Tensor) -> list[Tensor]:
-    return [x.cumsum(1), (x * mask[..., None]).sum(1)]
-
-
-def counting(x: Tensor, mask: Tensor) -> list[Tensor]:
-    return [x * mask[..., None], x.sum(1) + x.shape[1]]
-
-
-def wrong_for_one(x: Tensor, mask: Tensor) -> list[Tensor]:
-    return mean(x, mask) if x.shape[1] > 1 else mean(x + 1, mask)
-
-
-@pytest.mark.parametrize("refuse", [refuse, print_and_refuse])
-@pytest.mark.parametrize(
-    ("compute", "served"),
-    [
-        pytest.param(masked_mean, True, id="masked mean"),
-        pytest.param(mean, True, id="mean"),
-        pytest.param(sums, True, id="sums"),
-        pytest.param(counting, False, id="nothing to compare"),
-        pytest.param(wrong_for_one, False, id="wrong"),
-    ],
-)
+@pytest.mark.parametrize("printing", [False, True])
 @pytest.mark.usefixtures("process")
-def test_sizes_of_one(
-    compute: Any,
-    served: bool,
-    refuse: Callable[[str], NoReturn],
+def test_refused_size_names_the_input(
+    printing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal names the input and the limit, also if torch only prints the limit."""
+    package = Refusing(printing=printing)
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", lambda *_: package)
+    with pytest.raises(InputError) as refused:
+        load(tmp_path).module(torch.rand(3, 4, 4), torch.rand(3, 1))
+    assert "input 'INPUT__1' is [3, 1]; expected a size of at least 2 in dimension 1" in str(
+        refused.value
+    )
+
+
+@pytest.mark.parametrize("printing", [False, True])
+@pytest.mark.usefixtures("process")
+def test_other_errors_are_unchanged(
+    printing: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A size of 1 is served if the results without checks are correct, and refused otherwise."""
-    program = varying(tmp_path, monkeypatch, lambda: Checked(compute, refuse=refuse))
-    assert not capfd.readouterr().err
-    x, mask = torch.rand(3, 1, 2), torch.rand(3, 1) + 1
-    if served:
-        assert all(map(torch.equal, program.module(x, mask), compute(x, mask)))
-        assert not caplog.messages
-    else:
-        with pytest.raises(InputError, match=r"'ARGS\[0\]' is \[3, 1, 2\]; expected a size of at"):
-            program.module(x, mask)
-        assert "aot_inductor.check_lowerbound" in caplog.text
-    larger = torch.rand(3, 5, 2), torch.rand(3, 5)
-    assert all(map(torch.equal, program.module(*larger), compute(*larger)))
-    assert os.environ["AOTI_RUNTIME_CHECK_INPUTS"] == "1"
+    """An error that is not about a size stays as the package raised it, with its output."""
+    package = Refusing(printing=printing, message="out of memory\n")
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", lambda *_: package)
+    module = load(tmp_path).module
+    with pytest.raises(RuntimeError, match="API call failed" if printing else "out of memory"):
+        module(torch.rand(3, 4, 4), torch.rand(3, 1))
+    assert ("Error: out of memory\n" in capfd.readouterr().err) is printing
 
 
-@pytest.mark.parametrize(
-    ("least", "x", "mask"),
-    [
-        (2, (3, 1, 2), (3, 5)),
-        (2, (3, 5, 2), (3, 1)),
-        (2, (3, 0, 2), (3, 0)),
-        (4, (3, 3, 2), (3, 3)),
-    ],
-    ids=["one beside five", "five beside one", "zero", "least size of the export"],
-)
+class Limited(Refusing):
+    """A package that takes at most 64 rows, without strides of 0."""
+
+    def run(self, leaves: list[Tensor]) -> list[Tensor]:
+        rows = leaves[0].shape[0]
+        if rows > 64:
+            self.message = (
+                "input_handles[0]: dim value is too large at 0, expected to be <= 64, but got:"
+                f" {rows}\n"
+            )
+        elif leaves[0].stride()[0] == 0:
+            self.message = (
+                "input_handles[0]: unmatched stride value at 0, expected: 16, but got: 0\n"
+            )
+        else:
+            return leaves
+        return super().run(leaves)
+
+
+@pytest.mark.parametrize("printing", [False, True])
 @pytest.mark.usefixtures("process")
-def test_untested_sizes_are_refused(
-    least: int,
-    x: tuple[int, ...],
-    mask: tuple[int, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+def test_most_rows_of_a_loaded_package(
+    printing: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sizes that were not tested are refused, and a least size that the export names is kept."""
-    program = varying(tmp_path, monkeypatch, lambda: Checked(mean, least))
-    with pytest.raises(InputError, match=f"expected a size of at least {least} in dimension 1"):
-        program.module(torch.rand(x), torch.rand(mask))
-    assert not caplog.messages
+    """The limit on rows is found through the function that names refused inputs."""
+    package = Limited(printing=printing)
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", lambda *_: package)
+    module = load(tmp_path).module
+    columns = [torch.rand(2, 4, 4), torch.rand(2, 4)]
+    assert size_probing.most_rows(lambda leaves: module(*leaves), columns) == 64
 
 
-class Pooled(nn.Module):
+class Positions(nn.Module):
+    """Reads as many values of a buffer as the last dimension of `x` has."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(2, 3)
+        self.positions = nn.Buffer(torch.arange(16.0))
 
-    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.linear(x) * mask[..., None]
-        return y, y.mean(1)
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (x + self.positions[: x.shape[2]]) * mask[..., None]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("process")
-def test_sizes_of_one_of_a_real_package(tmp_path: Path) -> None:
-    """A package that AOTInductor built returns what the module returns for a size of 1."""
-    module = Pooled().eval()
-    rows, length = torch.export.Dim("rows"), torch.export.Dim("length")
-    shapes = ({0: rows, 1: length}, {0: rows, 1: length})
+def test_limits_of_a_real_package(tmp_path: Path) -> None:
+    """Sizes outside the limits of the export are refused, in every combination.
+
+    A package reads past the memory of its buffers if only some of its checks are made.
+    """
+    rows, length = torch.export.Dim("rows", max=64), torch.export.Dim("length")
+    shapes = ({0: rows, 1: length, 2: torch.export.Dim("width", max=16)}, {0: rows, 1: length})
+    module = Positions().eval()
     program = torch.export.export(
-        module, (torch.rand(4, 8, 2), torch.rand(4, 8)), dynamic_shapes=shapes
+        module, (torch.rand(4, 8, 8), torch.rand(4, 8)), dynamic_shapes=shapes
     )
-    path = tmp_path / "model.pt2"
-    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
-    inputs = (build.spec("INPUT__0", dims=(-1, 2)), build.spec("INPUT__1", dims=(-1,)))
-    artifact = Artifact(ArtifactType.AOTI, path)
-    loaded = aotinductor.load(artifact, build.config(tmp_path, inputs=inputs), CPU)
-    for size in (1, 2, 5):
-        x, mask = torch.rand(3, size, 2), torch.rand(3, size)
-        with torch.inference_mode():
-            expected = module(x, mask)
-        for actual, value in zip(loaded.module(x, mask), expected, strict=True):
-            torch.testing.assert_close(actual, value)
+    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    loaded = load(tmp_path)
+    for shape, limit in (
+        ((3, 2, 2), ""),
+        ((3, 5, 16), ""),
+        ((3, 1, 8), "at least 2 in dimension 1"),
+        ((3, 5, 1), "at least 2 in dimension 2"),
+        ((3, 5, 64), "at most 16 in dimension 2"),
+        ((3, 1, 64), "at least 2 in dimension 1"),
+        ((65, 5, 8), "at most 64 in dimension 0"),
+    ):
+        x, mask = torch.rand(shape), torch.rand(shape[:2])
+        if limit:
+            with pytest.raises(InputError, match=f"'INPUT__0' is .*expected a size of {limit}"):
+                loaded.module(x, mask)
+        else:
+            torch.testing.assert_close(loaded.module(x, mask), module(x, mask))

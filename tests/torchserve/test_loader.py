@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from torch_py_backend.adapter import TritonPythonModel
-from torch_py_backend.torchserve import handlers, mar_archive, migration, stand_in
+from torch_py_backend.torchserve import handlers, migration, stand_in
+from torch_py_backend.torchserve.manifest import Manifest
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -58,10 +59,8 @@ class Served:
             settings_file = json.dumps(settings)  # which is YAML, too
             files = {**files, "c.yaml": settings_file, archives.MANIFEST: json.dumps(document)}
         unpacked = archives.write_folder(version / "model.mar", files)
-        manifest = mar_archive.read_manifest(unpacked, "net.mar")
-        migrated = migration.migrate(
-            "net.mar", "net", unpacked, manifest, example=example is not None, **options
-        )
+        contents = Manifest.read(unpacked, "net.mar")
+        migrated = migration.migrate("net", contents, example=example is not None, **options)
         config = migrated.config + "".join(
             f'parameters {{ key: "{key}" value {{ string_value: {json.dumps(value)} }} }}\n'
             for key, value in (parameters or {}).items()

@@ -12,7 +12,8 @@ import yaml
 
 from torch_py_backend.config import model_config, pbtxt
 from torch_py_backend.errors import ArchiveError
-from torch_py_backend.torchserve import mar_archive, migration
+from torch_py_backend.torchserve import migration
+from torch_py_backend.torchserve.manifest import Manifest
 from torch_py_backend.torchserve.migration import Migration
 
 _HANDLER = "def handle(data, context):\n    return [row['body'] for row in data]\n"
@@ -34,8 +35,7 @@ def _migrate(
         ),
     }
     folder = archives.write_folder(tmp_path / "archive", files)
-    manifest = mar_archive.read_manifest(folder, "net.mar")
-    return migration.migrate("net.mar", "net", folder, manifest, **options)
+    return migration.migrate("net", Manifest.read(folder, "net.mar"), **options)
 
 
 def _read(tmp_path: Path, migrated: Migration) -> dict[str, Any]:

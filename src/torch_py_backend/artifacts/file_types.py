@@ -54,18 +54,15 @@ class FileType(enum.Enum):
 
 def advice(content: FileType, path: Path) -> str:
     """Return what to do with a file that cannot be served."""
-    source = f"{path.stem}.py beside it"
-    if content in (FileType.STATE_DICT, FileType.SAFETENSORS):
-        return f"Put the class that it belongs to in {source}."
-    if content is FileType.PICKLED_MODULE:
-        return (
-            "Pickles can run any code and are not loaded. Save module.state_dict() instead and"
-            f" put the class in {source}, or save TorchScript or a torch.export program."
-        )
-    return _CURES.get(content, "Write it again with torch.jit.save, or copy it again.")
+    cure = _CURES.get(content, "Write it again with torch.jit.save, or copy it again.")
+    return cure.format(source=f"{path.stem}.py beside it")
 
 
 _CURES = {
+    FileType.STATE_DICT: "Put the class that it belongs to in {source}.",
+    FileType.SAFETENSORS: "Put the class that it belongs to in {source}.",
+    FileType.PICKLED_MODULE: "Pickles can run any code and are not loaded. Save module.state_dict()"
+    " instead and put the class in {source}, or save TorchScript or a torch.export program.",
     FileType.ONNX: "Triton's onnxruntime backend serves it; here, export the PyTorch model.",
     FileType.TENSORFLOW: "This backend serves PyTorch models; convert it first.",
     FileType.HTML: "Download it again; the page may say why that failed.",

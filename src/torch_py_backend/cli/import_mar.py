@@ -23,6 +23,7 @@ from torch_py_backend.errors import (
 )
 from torch_py_backend.tools import model_folder
 from torch_py_backend.torchserve import mar_archive, migration
+from torch_py_backend.torchserve.manifest import Manifest
 from torch_py_backend.torchserve.mar_archive import Limits
 from torch_py_backend.torchserve.migration import Migration
 
@@ -80,13 +81,11 @@ def import_mar(
     with model_folder.scratch_folder(parent, failure) as scratch:
         unpacked = scratch / ARCHIVE
         mar_archive.unpack(archive, unpacked, Limits(max_gigabytes, max_files))
-        manifest = mar_archive.read_manifest(unpacked, archive.name)
+        manifest = Manifest.read(unpacked, archive.name)
         name = name or manifest.model_name
         _refuse_name(name, parent)
         result = migration.migrate(
-            archive.name,
             name,
-            unpacked,
             manifest,
             inputs=fields,
             content_type=content_type,

@@ -62,9 +62,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         folder = tempfile.mkdtemp(prefix="torch_py_backend-", dir=orphan_cleanup.server_folder())
         files.callback(shutil.rmtree, folder, ignore_errors=True)
 
-        opened: weakref.WeakSet[Any] = weakref.WeakSet()
-
-        def set_constants(package: Any) -> None:
+        def set_constants() -> None:
             if owner is not None:
                 # Not a copy: the package keeps the tensors and the addresses of their memory.
                 # keep_vars: views would be second users of the memory, which could not be replaced.
@@ -73,7 +71,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
                     weights, use_inactive=False, check_full_update=True, user_managed=True
                 )
 
-        def open_package() -> Any:
+        try:
             # aoti_load_package ends with this call. Before that, it imports the compiler and builds
             # a library for each instruction set, to warn of what `mismatch` has compared, in 2 to
             # 10 s.
@@ -81,12 +79,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
             with _temporary_folder(folder):
                 package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
             package_weights.refuse_unknown(config, path, package.get_constant_fqns(), Path(folder))
-            set_constants(package)
-            opened.add(package)
-            return package
-
-        try:
-            package = open_package()
+            set_constants()
             in_spec, out_spec = (pytree.treespec_loads(text) for text in package.get_call_spec())
         except ArtifactError:
             raise
@@ -101,9 +94,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         tree = introspection.from_tree(in_spec, {})
         # The leaves are the arguments: a tree would only be built to be flattened again.
         signature = Signature(tree.arguments, tree.leaves, lambda columns: (columns, {}))
-        rows, call = size_probing.probe(
-            config, signature, package.run, lambda: open_package().run, device
-        )
+        rows, call = size_probing.probe(config, signature, package.run, device)
 
         def module(*leaves: Tensor) -> Any:
             return pytree.tree_unflatten(call(list(leaves)), out_spec)
@@ -112,12 +103,8 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         # them.
         close = weakref.finalize(module, files.pop_all().close)
 
-    def weights_moved() -> None:
-        for package in opened:
-            set_constants(package)
-
     return Loaded(
-        artifact, module, signature, owner, rows, close=close, weights_moved=weights_moved
+        artifact, module, signature, owner, rows, close=close, weights_moved=set_constants
     )
 
 

@@ -7,8 +7,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -16,8 +14,8 @@ from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching.gather_scatter import Item, Strings, Value
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.errors import ArtifactError, SourceError, summarize
-from torch_py_backend.loading import python_source
+from torch_py_backend.errors import SourceError
+from torch_py_backend.loading import python_source, state_dict
 from torch_py_backend.sequences import initial_states
 
 NAME = "example_inputs"
@@ -40,7 +38,7 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     """
     path = config.version_folder / f"{NAME}.safetensors"
     if path.is_file():
-        return read(config, path)
+        return dict(state_dict.read_safetensors(config, path))
     folder = config.version_folder / NAME
     if folder.is_dir() and not (folder / "__init__.py").exists():
         return _read_bytes(config, folder)
@@ -62,26 +60,6 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
             )
         item[name] = strings
     return item
-
-
-def read(config: ModelConfig, path: Path) -> Item:
-    """Return the tensors of a safetensors file by name.
-
-    Raises:
-        ArtifactError: the file cannot be read.
-    """
-    try:
-        return dict(safetensors.torch.load_file(path))
-    except OSError as error:
-        raise ArtifactError(
-            config.name, f"{path.name} cannot be read: {summarize(error)}"
-        ) from error
-    except safetensors.SafetensorError as error:
-        raise ArtifactError(
-            config.name,
-            f"{path.name} is not valid safetensors: {summarize(error)}",
-            cure="Write it with safetensors.torch.save_file.",
-        ) from error
 
 
 def _read_bytes(config: ModelConfig, folder: Path) -> Item | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar
 from unittest import mock
 
 import safetensors
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.artifacts import discovery, file_types
@@ -58,45 +59,33 @@ def load_into(
         )
     state = _read_weights(config, artifact.weights)
     file = artifact.weights.name
+    missing = [key for key in tensors if key not in state]
+    unexpected = [key for key in state if key not in tensors]
     shapes = [
         f"{key} {list(state[key].shape)} instead of {list(tensor.shape)}"
         for key, tensor in tensors.items()
         # A lazy module gets its shapes from the file.
         if key in state and not is_lazy(tensor) and state[key].shape != tensor.shape
     ]
-    if shapes:
-        raise WeightsError(
-            config.name,
-            file,
-            missing=_without_tied([key for key in tensors if key not in state], tensors, state),
-            unexpected=[key for key in state if key not in tensors],
-            shapes=shapes,
-            hint=hint,
-        )
-    try:
-        with contextlib.ExitStack() as stack:
-            if not discovery.mapping_obstacle(config, artifact):
-                stack.enter_context(mapped_files.AliasOnCopy(state.values()))
-            # The module compares the keys: it may translate old names and add missing values.
-            result = module.load_state_dict(state, strict=False)
-    except RuntimeError as error:
-        raise ArtifactError(
-            config.name,
-            f"the weights {file} do not fit {type(module).__name__}: {summarize(error)}",
-        ) from error
-    missing = _without_tied(result.missing_keys, tensors, state)
-    if missing or result.unexpected_keys:
-        raise WeightsError(
-            config.name, file, missing=missing, unexpected=result.unexpected_keys, hint=hint
-        )
-
-
-def _without_tied(
-    missing: Sequence[str], tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]
-) -> list[str]:
-    """Return the missing keys without those of tied weights that have another name in the file."""
+    if not shapes:  # otherwise torch would load the first value for a weight without dimensions
+        try:
+            with contextlib.ExitStack() as stack:
+                if not discovery.mapping_obstacle(config, artifact):
+                    stack.enter_context(mapped_files.AliasOnCopy(state.values()))
+                # The module compares the keys: it may translate old names and add missing values.
+                missing, unexpected = module.load_state_dict(state, strict=False)
+        except RuntimeError as error:
+            raise ArtifactError(
+                config.name,
+                f"the weights {file} do not fit {type(module).__name__}: {summarize(error)}",
+            ) from error
+    # Tied weights may have one of their names in the file.
     present = {id(tensor) for key, tensor in tensors.items() if key in state}
-    return [key for key in missing if id(tensors.get(key)) not in present]
+    missing = [key for key in missing if id(tensors.get(key)) not in present]
+    if missing or unexpected or shapes:
+        raise WeightsError(
+            config.name, file, missing=missing, unexpected=unexpected, shapes=shapes, hint=hint
+        )
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -104,7 +93,7 @@ def _without_tied(
 
 def _read_weights(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
     if path.suffix == ".safetensors":
-        return _read_safetensors(config, path)
+        return read_safetensors(config, path)
     if path.suffix == ".json":
         return _read_shards(config, path)
     try:
@@ -170,17 +159,22 @@ def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:
                 f"the weights {index.name} name {name}",
                 expected="a file beside the index",
             )
-        state |= _read_safetensors(config, path)
+        state |= read_safetensors(config, path)
     return state
 
 
-def _read_safetensors(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
+def read_safetensors(config: ModelConfig, path: Path) -> dict[str, Tensor]:
+    """Return the tensors of a file by name.
+
+    Raises:
+        ArtifactError: the file cannot be read.
+    """
     try:
         return safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError) as error:
         raise ArtifactError(
             config.name,
-            f"the weights {path.name} are not valid safetensors: {summarize(error)}",
+            f"{path.name} is not valid safetensors: {summarize(error)}",
             cure="Write them again with safetensors.torch.save_file, or copy them again.",
         ) from error
 
@@ -202,7 +196,11 @@ def build_uninitialized(build: Callable[[], _Built]) -> _Built:
     """
     random_state = torch.random.get_rng_state()
     with contextlib.suppress(Exception):  # the second call raises it, too, or succeeds
-        with mock.patch.object(nn.init, _TRUNCATED, _truncated), _SkipRandom() as skipping:
+        with (
+            mock.patch.object(nn.init, _TRUNCATED, _truncated),
+            _SkipRandom() as skipping,
+            _NoticeReads(skipping),
+        ):
             built = build()
         if skipping.is_safe(built):
             return built
@@ -270,6 +268,10 @@ class _SkipRandom(mapped_files.DispatchMode):
             self._unused = False
         return func(*args, **keywords)
 
+    def notice_read(self, tensor: Tensor) -> None:
+        """Take note that the values of a tensor are used."""
+        self._unused &= mapped_files.storage_id(tensor) not in self._skipped
+
     def _skip(self, tensor: Tensor) -> None:
         # A separate tensor, so that its storage shows whether the module still uses it.
         self._skipped[mapped_files.storage_id(tensor)] = tensor.detach()
@@ -287,3 +289,22 @@ class _SkipRandom(mapped_files.DispatchMode):
             storage in filled or mapped_files.has_no_other_views(tensor)
             for storage, tensor in self._skipped.items()
         )
+
+
+class _NoticeReads(TorchFunctionMode):
+    """Reports reads that no operation makes, and dispatch modes therefore do not see."""
+
+    def __init__(self, skipping: _SkipRandom) -> None:
+        super().__init__()
+        self._skipping = skipping
+
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__):
+            self._skipping.notice_read(args[0])
+        return func(*args, **(kwargs or {}))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config.model_config import ModelConfig
@@ -24,18 +27,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     Raises:
         ArtifactError: this torch cannot load it, or it lacks the method to serve.
     """
-    try:
-        module = torch.jit.load(artifact.path, map_location=device)
-    except Exception as error:  # a damaged archive raises nearly anything
-        raise ArtifactError(
-            config.name,
-            f"{artifact.path.name} is TorchScript that torch {torch.__version__} cannot load:"
-            f" {summarize(error)}",
-            cure="Write it again with torch.jit.save under this version of torch.",
-        ) from error
-    module.eval()
-    if config.options.enable_weight_sharing is not False:
-        mapped_files.share((*module.parameters(), *module.buffers()), artifact.path)
+    module = read(config, artifact.path, device)
     name = config.options.method or "forward"
     method: Any = getattr(module, name, None)
     if not hasattr(method, "schema"):
@@ -49,6 +41,27 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     called = module if config.options.method is None else method
     signature = dataclasses.replace(introspection.from_schema(method.schema), name=name)
     return Loaded(artifact, called, signature, module)
+
+
+def read(config: ModelConfig, path: Path, device: torch.device | None) -> torch.jit.ScriptModule:
+    """Return the module of an archive in eval mode, with its weights in the mapped file.
+
+    Raises:
+        ArtifactError: this torch cannot load it.
+    """
+    try:
+        module: torch.jit.ScriptModule = torch.jit.load(path, map_location=device)
+    except Exception as error:  # a damaged archive raises nearly anything
+        raise ArtifactError(
+            config.name,
+            f"{path.name} is TorchScript that torch {torch.__version__} cannot load:"
+            f" {summarize(error)}",
+            cure="Write it again with torch.jit.save under this version of torch.",
+        ) from error
+    module.eval()
+    if config.options.enable_weight_sharing is not False:
+        mapped_files.share((*module.parameters(), *module.buffers()), path)
+    return module
 
 
 def freeze(config: ModelConfig, loaded: Loaded) -> Forward:
@@ -104,7 +117,7 @@ class _AcceptBytes:
         self._returned: torch.JitType = returned.type
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not _has_bytes((*args, *kwargs.values())):
+        if not any(isinstance(leaf, bytes) for leaf in pytree.tree_leaves((args, kwargs))):
             return self._called(*args, **kwargs)
         names = (*list(self._arguments)[: len(args)], *kwargs)
         if names not in self._methods:
@@ -122,12 +135,6 @@ class _AcceptBytes:
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the model, for hooks."""
         return getattr(self._called, name)
-
-
-def _has_bytes(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_has_bytes, value))
-    return isinstance(value, bytes)
 
 
 def _encode(value: str, kind: Any, depth: int = 0) -> str:
@@ -155,8 +162,4 @@ def _decode(value: Any, kind: Any) -> Any:
 
 
 def _is_text_list(kind: Any) -> bool:
-    if kind.kind() != "ListType":
-        return False
-    while kind.kind() == "ListType":
-        kind = kind.getElementType()
-    return bool(kind.kind() == "StringType")
+    return re.fullmatch(r"(List\[)+str\]+", kind.annotation_str) is not None

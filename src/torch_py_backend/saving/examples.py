@@ -70,16 +70,9 @@ def from_arguments(
     *,
     by_name: bool,
 ) -> Example:
-    """Return the example of a module without hooks.
+    """Return the example of a module without hooks, from the arguments of `save_model`.
 
-    Args:
-        model: the model's name.
-        module: the module in eval mode.
-        signature: the signature of its forward().
-        example_inputs: as of `save_model`.
-        max_batch_size: as of `save_model`.
-        dynamic_shapes: as of `save_model`.
-        by_name: pass all arguments by name where forward() allows it.
+    With `by_name`, all arguments are passed by name where forward() allows it.
 
     Raises:
         ExampleError: an example is missing or does not fit forward(), or has no batch dimension.
@@ -89,10 +82,10 @@ def from_arguments(
         for call in _calls(model, signature, example_inputs)
     ]
     outputs = [outputs_of(model, signature, module, call) for call in calls]
-    named = [leaves(model, signature, call, dynamic_shapes) for call in calls]
+    named = [named_tensors(model, signature, call, dynamic_shapes) for call in calls]
     items: list[Item] = [{name: tensor for name, tensor, _ in parts} for parts in named]
     dynamic = {name: dims for name, _, dims in named[0]}
-    grows = _grows(items[0], outputs[0], lambda: _doubled(model, signature, module, calls[0]))
+    grows = _grows(model, signature, module, calls[0], items[0], outputs[0])
     if max_batch_size and not grows:
         raise ExampleError(
             model,
@@ -150,14 +143,9 @@ def outputs_of(
     call: Arguments,
     names: Sequence[str] = (),
 ) -> dict[str, Tensor]:
-    """Call a module and return its outputs by name, on the CPU.
+    """Call a module and return the outputs of these names, on the CPU.
 
-    Args:
-        model: the model's name.
-        signature: the signature of forward().
-        module: the module.
-        call: the arguments.
-        names: the outputs to return; empty: all that are tensors, under their own names.
+    Without names, all outputs that are tensors are returned, under their own names.
 
     Raises:
         ExampleError: the call fails, or returns no tensors.
@@ -223,6 +211,7 @@ def _calls(model: str, signature: Signature, example_inputs: object) -> Iterator
 
 
 def by_keyword(signature: Signature, call: Arguments) -> Arguments:
+    """Return a call with all arguments by name; unchanged if forward() does not allow that."""
     arguments = signature.arguments[: len(call.args)]
     if len(arguments) < len(call.args) or any(
         entry.positional_only or entry.passing is not Passing.POSITIONAL for entry in arguments
@@ -232,7 +221,7 @@ def by_keyword(signature: Signature, call: Arguments) -> Arguments:
     return Arguments((), by_name | call.kwargs)
 
 
-def leaves(
+def named_tensors(
     model: str, signature: Signature, call: Arguments, dynamic_shapes: Any
 ) -> list[tuple[str, Tensor, set[int]]]:
     """Return the tensors of a call with the names of their inputs and their dynamic dimensions."""
@@ -242,23 +231,23 @@ def leaves(
         for index, (slot, value) in enumerate(zip(slots, call.args, strict=True))
     }
     places |= {name: (f"KWARGS[{name}]", value) for name, value in call.kwargs.items()}
-    found = []
+    leaves = []
     for index, (slot, (root, value)) in enumerate(places.items()):
         spec = _part(dynamic_shapes, slot, index)
         names = list(value) if isinstance(value, Mapping) else []
         if len(places) == 1 and names and signature.container_argument(names) is not None:
-            found += [
+            leaves += [
                 leaf
                 for name, part in value.items()
                 for leaf in _flatten(str(name), part, _part(spec, name, 0))
             ]
         else:
             name = root if slot.startswith("*") or not isinstance(value, Tensor) else slot
-            found += _flatten(name, value, spec)
-    for name, tensor, _ in found:
+            leaves += _flatten(name, value, spec)
+    for name, tensor, _ in leaves:
         if not isinstance(tensor, Tensor):
             raise _unsupported(model, name, tensor, "a tensor")
-    return found
+    return leaves
 
 
 def _flatten(place: str, value: Any, spec: Any) -> Iterator[tuple[str, Any, set[int]]]:
@@ -291,15 +280,13 @@ def _rows(item: Item) -> int:
     return next(iter(next(iter(item.values())).shape), 0)
 
 
-def _doubled(
-    model: str, signature: Signature, module: nn.Module, call: Arguments
-) -> dict[str, Tensor]:
-    twice = call.map(lambda tensor: torch.cat([tensor, tensor]))
-    return outputs_of(model, signature, module, twice)
-
-
 def _grows(
-    item: Item, outputs: Mapping[str, Tensor], double: Callable[[], Mapping[str, Tensor]]
+    model: str,
+    signature: Signature,
+    module: nn.Module,
+    call: Arguments,
+    item: Item,
+    outputs: Mapping[str, Tensor],
 ) -> bool:
     """Return whether the first dimension of every output, and no other, doubles with the rows."""
     counts = {tuple(value.shape[:1]) for value in item.values()}
@@ -307,7 +294,8 @@ def _grows(
         return False
     ((rows,),) = counts
     try:
-        twice = double()
+        doubled = call.map(lambda tensor: torch.cat([tensor, tensor]))
+        twice = outputs_of(model, signature, module, doubled)
     except (ExampleError, RuntimeError):  # the module takes this number of rows only
         return False
     return outputs.keys() == twice.keys() and all(

@@ -1,34 +1,23 @@
-"""The files of a module in memory, in one of the formats of `save_model`, and its own answers."""
+"""The files of a module in memory, in one of the formats of `save_model`."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import reduce
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.autocomplete import schema
-from torch_py_backend.autocomplete.schema import Schema
-from torch_py_backend.batching import runtime
-from torch_py_backend.batching.gather_scatter import Item, Value
-from torch_py_backend.config import model_config, pbtxt
-from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import BackendError, ConfigError, SaveError, join_names, summarize
-from torch_py_backend.hooks import user_hooks
-from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.errors import SaveError, join_names, summarize
 from torch_py_backend.saving import examples, formats, transforms
 from torch_py_backend.saving.examples import Arguments, Example
+from torch_py_backend.saving.module_answers import ModuleAnswers
 from torch_py_backend.saving.source_writer import SourceWriter
 from torch_py_backend.signature import introspection
 from torch_py_backend.tools import artifact_files
@@ -36,6 +25,7 @@ from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles
 
 Format: TypeAlias = Literal["module", "export", "torchscript", "aoti"]
 
+# The files with the hooks for a processor, which are copied into model.py.
 _TEXT, _IMAGE, _TRANSFORM = "text_hooks.py", "image_hooks.py", "transform_hooks.py"
 # A PNG of one gray pixel.
 _PIXEL = bytes.fromhex(
@@ -48,12 +38,6 @@ _EXAMPLES = {
     _TRANSFORM: {"image": [_PIXEL, _PIXEL]},
 }
 _FALLBACK = "exported.pt2"
-_DESCRIPTIONS: Mapping[Format, str] = {
-    "module": ArtifactType.MODULE.value,
-    "export": ArtifactType.EXPORTED.value,
-    "torchscript": ArtifactType.TORCHSCRIPT.value,
-    "aoti": ArtifactType.AOTI.value,
-}
 
 
 class ModuleFiles:
@@ -61,10 +45,11 @@ class ModuleFiles:
 
     Attributes:
         example: the example, once the folder is written.
-        device: the device of the module.
+        answers: the module's own answers for the example, once the folder is written.
     """
 
     example: Example
+    answers: ModuleAnswers
 
     def __init__(
         self,
@@ -77,18 +62,19 @@ class ModuleFiles:
         model_kwargs: Mapping[str, object],
     ) -> None:
         self._name, self._module, self._kind = name, module, kind
-        self._hooks, self._processor, self._kwargs = hooks, processor, model_kwargs
+        self._hooks, self._processor = hooks, processor
         self._folder = folder / "1"
-        self._pretrained = kind == "module" and hasattr(module, "save_pretrained")
-        self.device = next((tensor.device for tensor in module.parameters()), torch.device("cpu"))
         forward: Any = module.forward
         self._signature = (
             introspection.from_schema(forward.schema)
             if isinstance(module, torch.jit.ScriptModule)
             else introspection.from_function(forward)
         )
-
-    # --- files ---------------------------------------------------------------------------------
+        self._pretrained = kind == "module" and hasattr(module, "save_pretrained")
+        self._kwargs = dict(model_kwargs)
+        if self._pretrained:
+            kwargs = artifact_files.pretrained_kwargs(self._signature.named)
+            self._kwargs = kwargs | self._kwargs
 
     def write(
         self, example_inputs: object, max_batch_size: int | None, dynamic_shapes: Any
@@ -99,7 +85,6 @@ class ModuleFiles:
             SaveError: the example does not fit, or the module cannot be saved in this format.
         """
         self._folder.mkdir(parents=True)
-        parameters: dict[str, str] = {}
         template = self._template()
         if self._hooks is None and template is None:
             self.example = examples.from_arguments(
@@ -115,14 +100,26 @@ class ModuleFiles:
             if example_inputs is None and template is not None:
                 example_inputs = _EXAMPLES[template]
             self.example = examples.from_requests(self._name, example_inputs, max_batch_size)
-        self._write_source(template, parameters)
-        if self._pretrained:
-            return self._write_pretrained(parameters)
-        model_file = self._write_model(dynamic_shapes, parameters)
-        files = self._written()
-        description = _DESCRIPTIONS[self._kind]
-        ordered = {model_file: files.pop(model_file), **files}
-        return ArtifactFiles(description, type(self._module).__name__, ordered, parameters)
+        self.answers = ModuleAnswers(
+            self._name, self._module, self._signature, self.example, self._folder, self._hooks
+        )
+        parameters = self._write_source(template)
+        artifact = artifact_files.find(self._name, self._write_model(dynamic_shapes), None)
+        if self._kind == "aoti":
+            parameters["FALLBACK"] = _FALLBACK
+        if self._pretrained and self.example.arguments is not None:
+            names = list(self.example.item)
+            entries = artifact_files.pretrained_inputs(artifact.pretrained_config, names)
+            if [entry["name"] for entry in entries] == names:
+                self.example = replace(self.example, entries=entries)
+        paths = sorted(path for path in self._folder.rglob("*") if path.is_file())
+        written = {path.relative_to(self._folder).as_posix(): path for path in paths}
+        return replace(
+            artifact,
+            title=type(self._module).__name__,
+            files={**artifact.files, **written},
+            parameters={**artifact.parameters, **parameters},
+        )
 
     def _template(self) -> str | None:
         """Return the name of the file with the hooks for the processor; None: no hooks are needed.
@@ -152,15 +149,23 @@ class ModuleFiles:
             cure="Prepare the inputs in a class, and pass it as hooks.",
         )
 
-    def _write_source(self, template: str | None, parameters: dict[str, str]) -> None:
-        """Write the classes of the module and the hooks, and the example."""
+    # --- source and example --------------------------------------------------------------------
+
+    def _write_source(self, template: str | None) -> dict[str, str]:
+        """Write the classes of the module and the hooks, and the example.
+
+        Returns:
+            The options that name the classes.
+        """
+        parameters: dict[str, str] = {}
         writer = SourceWriter(self._name)
-        if self._kind == "module" and not self._pretrained:
-            writer.add(type(self._module))
-            parameters["MODEL_CLASS"] = type(self._module).__name__
+        if self._kind == "module":
             if self._kwargs:
                 parameters["MODEL_KWARGS"] = self._json()
-            self._check_class()
+            if not self._pretrained:
+                writer.add(type(self._module))
+                parameters["MODEL_CLASS"] = type(self._module).__name__
+                self._check_class()
         if self._hooks is not None:
             writer.add(self._hooks)
             parameters["HOOKS"] = self._hooks.__name__
@@ -179,9 +184,10 @@ class ModuleFiles:
         text += self._write_example()
         if text:
             (self._folder / "model.py").write_text(text.rstrip() + "\n", encoding="utf-8")
+        return parameters
 
     def _write_example(self) -> str:
-        """Write the example; return the function with it if there are texts in it."""
+        """Write the example; return the function that returns it if it is not in files."""
         item = self.example.item
         tensors = {
             name: value.detach().cpu().clone().contiguous()  # they may share memory
@@ -191,28 +197,30 @@ class ModuleFiles:
         if len(tensors) == len(item):
             safetensors.torch.save_file(tensors, self._folder / EXAMPLE)
             return ""
-        files = {name: _content(value) for name, value in item.items() if "/" not in name}
-        if len(files) == len(item) and None not in files.values():
+        if tensors:
+            raise SaveError(
+                self._name,
+                "example_inputs has tensors and strings",
+                expected="one of them",
+                cure="Let the hooks take strings only, or write the folder by hand.",
+            )
+        contents = {
+            name: content
+            for name, value in item.items()
+            if value.size == 1 and isinstance(content := np.ravel(value)[0], bytes)
+        }
+        if len(contents) == len(item) and not any("/" in name for name in contents):
             folder = self._folder / Path(EXAMPLE).stem
             folder.mkdir()
-            for name, content in files.items():
-                (folder / name).write_bytes(content or b"")
+            for name, content in contents.items():
+                (folder / name).write_bytes(content)
             return ""
-        values = []
-        for name, value in item.items():
-            if isinstance(value, Tensor):
-                raise SaveError(
-                    self._name,
-                    "example_inputs has tensors and strings",
-                    expected="one of them",
-                    cure="Let the hooks take strings only, or write the folder by hand.",
-                )
-            values.append(f"        {name!r}: {value.tolist()!r},\n")
-        return f"\n\ndef example_inputs():\n    return {{\n{''.join(values)}    }}\n"
+        lines = (f"        {name!r}: {value.tolist()!r},\n" for name, value in item.items())
+        return f"\n\ndef example_inputs():\n    return {{\n{''.join(lines)}    }}\n"
 
     def _json(self) -> str:
         try:
-            return json.dumps(dict(self._kwargs))
+            return json.dumps(self._kwargs)
         except (TypeError, ValueError) as error:
             raise SaveError(
                 self._name,
@@ -247,191 +255,42 @@ class ModuleFiles:
             problem = f"{text} has weights of other shapes or types at {join_names(different)}"
             raise SaveError(self._name, problem, cure=cure)
 
-    def _written(self) -> dict[str, Path]:
-        paths = sorted(path for path in self._folder.rglob("*") if path.is_file())
-        return {path.relative_to(self._folder).as_posix(): path for path in paths}
-
     # --- the model -----------------------------------------------------------------------------
 
-    def _write_model(self, dynamic_shapes: Any, parameters: dict[str, str]) -> str:
-        """Write the module in its format, and return the name of the model file."""
+    def _write_model(self, dynamic_shapes: Any) -> Path:
+        """Write the module in its format, and return the model file, or its folder."""
         name, module, folder = self._name, self._module, self._folder
+        if self._pretrained:
+            part: Any
+            for part in (module, self._processor):
+                if hasattr(part, "save_pretrained"):  # a transform does not
+                    part.save_pretrained(folder)
+            return folder
         if self._kind == "module":
             formats.write_weights(name, module, folder / "model.safetensors")
-            return "model.py"
-        call = self._call()
+            return folder / "model.py"
+        call = self.answers.arguments()
         if self._kind == "torchscript":
             if call.kwargs:  # the tracer takes either kind of arguments
                 call = examples.by_keyword(self._signature, call)
             formats.write_script(name, module, call, folder / "model.pt")
-            return "model.pt"
+            return folder / "model.pt"
         if self.example.max_batch_size and self.example.rows == 1:
             # torch.export takes a size of 1 for a constant.
             call = call.map(lambda tensor: torch.cat([tensor, tensor]))
         call = call.map(torch.clone)  # torch.export takes one tensor in two places for one input
         shapes = self._dynamic_shapes(call) if dynamic_shapes is None else dynamic_shapes
-        fallback = None
-        if self._kind == "aoti":
-            parameters["FALLBACK"] = _FALLBACK
-            fallback = folder / _FALLBACK
+        fallback = folder / _FALLBACK if self._kind == "aoti" else None
         formats.write_program(name, module, call, shapes, folder / "model.pt2", fallback)
-        return "model.pt2"
-
-    def _write_pretrained(self, parameters: dict[str, str]) -> ArtifactFiles:
-        module: Any = self._module
-        for part in (module, self._processor):
-            if hasattr(part, "save_pretrained"):  # a transform does not
-                part.save_pretrained(self._folder)
-        artifact = artifact_files.find(self._name, self._folder, None)
-        if self.example.arguments is not None:
-            names = list(self.example.item)
-            entries = artifact_files.pretrained_inputs(artifact.pretrained_config, names)
-            if [entry["name"] for entry in entries] == names:
-                self.example = replace(self.example, entries=entries)
-        kwargs = {**artifact_files.pretrained_kwargs(self._signature.named), **self._kwargs}
-        if kwargs:
-            self._kwargs = kwargs
-            parameters["MODEL_KWARGS"] = self._json()
-        return replace(
-            artifact,
-            title=type(module).__name__,
-            files={**artifact.files, **self._written()},
-            parameters={**artifact.parameters, **parameters},
-        )
+        return folder / "model.pt2"
 
     def _dynamic_shapes(self, call: Arguments) -> torch.export.ShapesCollection:
         shapes = torch.export.ShapesCollection()
         batch = torch.export.Dim("batch", min=1)
         batched = self.example.max_batch_size > 0
-        for name, tensor, _ in examples.leaves(self._name, self._signature, call, None):
+        for name, tensor, _ in examples.named_tensors(self._name, self._signature, call, None):
             dims = self.example.dynamic.get(name, {0} if batched else set())
             shapes[tensor] = {
                 dim: batch if batched and dim == 0 else torch.export.Dim.DYNAMIC for dim in dims
             }
         return shapes
-
-    # --- hooks, and the module's own answers ---------------------------------------------------
-
-    def _call(self) -> Arguments:
-        """Return valid arguments of forward(): the example, or what hooks make of it."""
-        if self.example.arguments is not None:
-            return self.example.arguments
-        calls: list[Arguments] = []
-
-        def record(*args: Any, **kwargs: Any) -> Any:
-            calls.append(Arguments(args, kwargs))
-            return self._module(*args, **kwargs)
-
-        self._run_hooks(record, self.example.item)
-        return calls[0]
-
-    def outputs(self) -> list[JsonObject]:
-        """Return the outputs of hooks as entries of config.pbtxt; empty for a single example.
-
-        Dims that differ between the rows of all examples are -1. The files are those of `write`.
-
-        Raises:
-            SaveError: the hooks or the module fail.
-        """
-        example = self.example
-        if not example.others:
-            return []
-        items = [example.item, *example.others]
-        if example.max_batch_size:
-            items = [
-                {name: value[row : row + 1] for name, value in item.items()}
-                for item in items
-                for row in range(len(next(iter(item.values()))))
-            ]
-        schemas = [self._run_hooks(self._module, item) for item in items]
-        if len({tuple((spec.name, len(spec.dims)) for spec in one.outputs) for one in schemas}) > 1:
-            raise SaveError(
-                self._name,
-                "the examples give different outputs, or outputs with different numbers of"
-                " dimensions",
-                expected="the same outputs for each example, of any sizes",
-            )
-        return [schema.entry_of(spec) for spec in reduce(schema.with_varying, schemas).outputs]
-
-    def _run_hooks(self, module: Callable[..., Any], item: Item) -> Schema:
-        document = pbtxt.read(self._folder.parent)
-        document |= {
-            "input": self.example.entries,
-            "max_batch_size": self.example.max_batch_size,
-            "parameters": {"HOOKS": {"string_value": getattr(self._hooks, "__name__", "Hooks")}},
-        }
-        arguments = pbtxt.arguments(self._folder.parent, "1", document)
-        config = model_config.parse(arguments, complete=False)
-        config = replace(config, inputs=model_config.listed_inputs(arguments))
-        artifact = self._artifact(self._folder)
-        with _imports_restored(self._folder):
-            hooks = user_hooks.load(config, artifact)
-            assert hooks is not None  # noqa: S101  HOOKS names them
-            loaded = Loaded(artifact, module, self._signature)
-            try:
-                return schema.run_hooks(config, loaded, hooks, item, self.device)
-            except ConfigError as error:
-                reason = summarize(error.__cause__ or error)
-                problem = f"its hooks fail with the example: {reason}"
-                raise SaveError(self._name, problem) from error
-
-    def _artifact(self, folder: Path) -> Artifact:
-        return Artifact(ArtifactType.FACTORY, folder, hooks=folder / "model.py")
-
-    def reference(self, folder: Path, document: JsonObject) -> Path:
-        """Write the module's own outputs for the example to a file.
-
-        Args:
-            folder: the model's folder.
-            document: its completed config.
-        """
-        outputs: Mapping[str, Value]
-        if self.example.arguments is not None:
-            outputs = examples.outputs_of(
-                self._name,
-                self._signature,
-                self._module,
-                self.example.arguments,
-                [entry["name"] for entry in document["output"]],
-            )
-            if not self.example.max_batch_size:  # Triton has no tensors without dimensions
-                outputs = {name: value.reshape(value.shape or 1) for name, value in outputs.items()}
-        else:
-            config = model_config.parse(pbtxt.arguments(folder, "1", document))
-            artifact = self._artifact(folder / "1")
-            with _imports_restored(folder):
-                engine = Engine(
-                    config,
-                    Loaded(artifact, self._module, self._signature),
-                    runtime.create(config.options, self.device, ()),
-                    artifact,
-                    user_hooks.load(config, artifact),
-                )
-                (outcome,) = engine.run([self.example.item])
-            if isinstance(outcome, BackendError):
-                raise SaveError(self._name, f"its hooks fail with the example: {outcome}")
-            outputs = outcome
-        path = self._folder.parent / "reference.pt"
-        torch.save(dict(outputs), path)
-        return path
-
-
-def _content(value: Value) -> bytes | None:
-    """Return the bytes of a file that is an example; None for other examples."""
-    only: object = None if isinstance(value, Tensor) or value.size != 1 else value.item()
-    return only if isinstance(only, bytes) else None
-
-
-@contextlib.contextmanager
-def _imports_restored(folder: Path) -> Iterator[None]:
-    """Import the files of a folder as an instance does, and undo what that changes."""
-    path, modules = list(sys.path), dict(sys.modules)
-    try:
-        yield
-    finally:
-        sys.path[:] = path
-        for name in sys.modules.keys() - modules.keys():
-            if str(getattr(sys.modules[name], "__file__", None)).startswith(str(folder)):
-                del sys.modules[name]
-        # The import of model.py has replaced a module of the user with the name `model`.
-        sys.modules.update({key: modules[key] for key in modules.keys() - sys.modules.keys()})

@@ -125,9 +125,9 @@ def save_model(
                     saved=SavedModule(
                         writer.example.max_batch_size,
                         instances,
-                        writer.device.type == "cuda",
-                        writer.outputs(),
-                        writer.reference,
+                        writer.answers.device.type == "cuda",
+                        writer.answers.outputs(),
+                        writer.answers.reference,
                     ),
                 )
             except (SaveError, LoadError) as error:

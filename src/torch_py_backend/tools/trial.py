@@ -37,7 +37,7 @@ from torch_py_backend.errors import (
     OutputError,
     WarmupError,
 )
-from torch_py_backend.loading import example_inputs
+from torch_py_backend.loading import example_inputs, state_dict
 from torch_py_backend.signature import binding
 from torch_py_backend.startup import builder, warmup
 from torch_py_backend.tools import candidates
@@ -215,7 +215,8 @@ def find_inputs(settings: ModelConfig, inputs: str | None) -> tuple[Item, str]:
             return example_inputs.item(settings, settings.max_batch_size or None), "made-up values"
         item, source = example, example_inputs.NAME
     else:
-        item, source = example_inputs.read(settings, Path(inputs)), Path(inputs).name
+        path = Path(inputs)
+        item, source = dict(state_dict.read_safetensors(settings, path)), path.name
     # Names, types and sizes that Triton refuses in a request.
     specs = {spec.name: spec for spec in settings.inputs}
     needed = {spec.name for spec in _sent(settings) if not spec.optional}

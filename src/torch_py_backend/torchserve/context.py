@@ -9,11 +9,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.torchserve.mar_archive import Manifest
+from torch_py_backend.torchserve.manifest import Manifest
 
 # The release of TorchServe whose interface this is.
 VERSION = "0.12.0"
@@ -68,8 +67,7 @@ class Context:
 
     Args:
         config: the model's config.
-        folder: the folder of the unpacked archive.
-        manifest: its manifest.
+        manifest: the manifest of the unpacked archive.
         yaml_config: the contents of its model-config.yaml.
         gpu: the GPU to use; None: none, or the handler's own choice.
         headers: the headers that every request gets.
@@ -78,7 +76,6 @@ class Context:
     def __init__(
         self,
         config: ModelConfig,
-        folder: Path,
         manifest: Manifest,
         yaml_config: Mapping[str, object],
         gpu: int | None,
@@ -89,7 +86,7 @@ class Context:
         self.manifest: dict[str, Any] = dict(manifest.document)
         self.model_yaml_config = dict(yaml_config)
         self.system_properties: dict[str, Any] = {
-            "model_dir": str(folder),
+            "model_dir": str(manifest.folder),
             "gpu_id": gpu,
             "batch_size": max(1, config.max_batch_size),
             "server_name": "MMS",  # the name that TorchServe reports

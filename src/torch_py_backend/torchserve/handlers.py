@@ -33,7 +33,7 @@ from torch_py_backend.errors import (
     SourceError,
     join_names,
 )
-from torch_py_backend.loading import mapped_files, state_dict
+from torch_py_backend.loading import state_dict, torchscript
 from torch_py_backend.torchserve.context import Context, current_config
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class BaseHandler:
                 program = move_to_device_pass(torch.export.load(path), self.device)
                 self.model = program.module()
             else:
-                self.model = self._load_torchscript_model(path).eval()
+                self.model = self._load_torchscript_model(path)
         self.mapping = load_label_mapping(str(folder / "index_to_name.json"))
         self.initialized = True
 
@@ -193,10 +193,7 @@ class BaseHandler:
                 expected="TorchScript, or a modelFile in the manifest that defines its class",
                 cure=file_types.advice(content, path),
             )
-        module = torch.jit.load(path, map_location=self.device)
-        if config.options.enable_weight_sharing is not False:
-            mapped_files.share((*module.parameters(), *module.buffers()), path)
-        return module
+        return torchscript.read(config, path, self.device)
 
     def _load_pickled_model(
         self, model_dir: str, model_file: str, model_pt_path: str | None

@@ -7,6 +7,7 @@ class is initialized, and called with a list of requests.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import io
@@ -44,9 +45,9 @@ from torch_py_backend.errors import (
 from torch_py_backend.loading import python_source
 from torch_py_backend.loading.loaded import Loaded, warn_unused
 from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
-from torch_py_backend.torchserve import mar_archive, stand_in
+from torch_py_backend.torchserve import stand_in
 from torch_py_backend.torchserve.context import Context, current_config
-from torch_py_backend.torchserve.mar_archive import Manifest
+from torch_py_backend.torchserve.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -113,22 +114,21 @@ def _initialize(config: ModelConfig, folder: Path, device: torch.device | None) 
         )
     content_type = content_type.partition(";")[0].strip().lower()
     try:
-        manifest = mar_archive.read_manifest(folder, folder.name)
-        yaml_config = mar_archive.read_settings(folder, manifest, folder.name)
+        manifest = Manifest.read(folder, folder.name)
+        yaml_config = manifest.settings()
     except ArchiveError as error:
         raise ArtifactError(config.name, str(error).rstrip(".")) from error
     gpu = device.index if device is not None and device.type == "cuda" else None
     headers = {"Content-Type": content_type} if content_type else {}
-    context = Context(config, folder, manifest, yaml_config, gpu, headers)
+    context = Context(config, manifest, yaml_config, gpu, headers)
     if not stand_in.install():
         log.info("model '%s': TorchServe is installed, and its own handlers are used.", config.name)
     current_config.set(config)  # not reset: a handler may initialize itself later
     os.chdir(folder)  # handlers open files of the archive by relative paths
     try:
         with python_source.importing_from(folder):
-            name = manifest.handler_module
-            in_archive = mar_archive.holds_module(folder, name)
-            module = importlib.import_module(name if in_archive else f"ts.torch_handler.{name}")
+            package = "" if manifest.handler_is_included else "ts.torch_handler."
+            module = importlib.import_module(f"{package}{manifest.handler_module}")
             handle, initialize, instances = _entry_point(config, module, manifest)
             initialize(context)
     except BackendError:
@@ -235,7 +235,7 @@ class Served(nn.Module):
         self._model = config.name
         self._handle = handle
         self._context = context
-        self._decode = _decoder(content_type)
+        self._content_type = content_type
         # TorchServe's own class, if TorchServe is installed.
         self._prediction_error: type[Exception] = importlib.import_module(
             "ts.utils.util"
@@ -278,6 +278,15 @@ class Served(nn.Module):
         encoded[:] = [_encode(self._model, answer) for answer in answers]
         return encoded
 
+    def _decode(self, body: bytes) -> object:
+        """Return the content of a body; an invalid one stays bytes."""
+        with contextlib.suppress(ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+            if self._content_type == "application/json":
+                return json.loads(body)
+            if self._content_type.startswith("text/"):
+                return body.decode()
+        return bytearray(body)
+
     def _refusal(self, status: object, message: object) -> BackendError:
         """Return the error for an answer with an error status."""
         text = "" if message is None else sanitize_line(str(message))
@@ -288,24 +297,6 @@ class Served(nn.Module):
             return UnavailableError(self._model, answer)
         is_client_error = _CLIENT_ERROR <= status < _SERVER_ERROR
         return (InputError if is_client_error else OutputError)(self._model, answer)
-
-
-def _decoder(content_type: str) -> Callable[[bytes], object]:
-    """Return a function that reads a body of a content type; an invalid body stays bytes."""
-    if content_type == "application/json":
-        read: Callable[[bytes], object] = json.loads
-    elif content_type.startswith("text/"):
-        read = bytes.decode
-    else:
-        return bytearray
-
-    def decode(body: bytes) -> object:
-        try:
-            return read(body)
-        except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
-            return bytearray(body)
-
-    return decode
 
 
 def _encode(model: str, answer: object) -> bytes:

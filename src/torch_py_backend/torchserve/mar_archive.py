@@ -1,4 +1,4 @@
-"""Unpacks TorchServe archives within limits, and reads their manifests and settings.
+"""Unpacks TorchServe archives within limits.
 
 An archive of torch-model-archiver is a zip file (.mar), a tar file (.tar.gz) or a folder. Its code
 is not run. Names that lead out of it, links, and contents above the limits are refused; sizes that
@@ -9,45 +9,22 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import json
 import shutil
 import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 from torch_py_backend.artifacts import file_types
-from torch_py_backend.errors import ArchiveError, join_names, summarize
+from torch_py_backend.errors import ArchiveError, summarize
 
 MANIFEST = Path("MAR-INF", "MANIFEST.json")
-# Handlers of TorchServe that are supported here.
-HANDLERS = (
-    "base_handler",
-    "image_classifier",
-    "image_segmenter",
-    "object_detector",
-)
-
-# What serves the models of other handlers of TorchServe.
-_ALTERNATIVES = {
-    "vllm_handler": "Triton's vLLM backend serves such models.",
-    "trt_llm_handler": "Triton's TensorRT-LLM backend serves such models.",
-    "dali_image_classifier": "Triton's DALI backend reads images on the GPU.",
-    "text_classifier": "Serve the model with hooks that call a tokenizer, see docs/hooks.md.",
-}
-# The keys of a manifest that name files of the archive.
-_FILE_KEYS = ("serializedFile", "modelFile", "requirementsFile", "configFile", "sourceVocab")
-
 _CHUNK_BYTES = 1 << 20
 _GIGABYTE = 1 << 30
-# The manifest and settings are read at once.
-_MAX_TEXT_BYTES = 1 << 20
-# The most values in settings.
-_MAX_VALUES = 100_000
 _MAX_NAME_BYTES = 255
 # The deepest path: code that walks through folders is recursive.
 _MAX_DEPTH = 32
@@ -202,7 +179,7 @@ def _not_a_file(archive: Path, name: str) -> ArchiveError:
     )
 
 
-def _safe_path(archive: str, name: str) -> PurePosixPath:
+def safe_path(archive: str, name: str) -> PurePosixPath:
     """Return a name as a path, after checking that it stays within the archive."""
     path = PurePosixPath(name)
     leads_out = path.is_absolute() or ".." in path.parts or not path.parts
@@ -235,7 +212,7 @@ def _write_members(archive: str, folder: Path, members: Iterable[_Member], limit
             )
         if member.file is None:
             continue
-        path = _safe_path(archive, member.name)
+        path = safe_path(archive, member.name)
         if member.declared_bytes > bytes_left:
             raise too_large
         try:
@@ -251,163 +228,3 @@ def _write_members(archive: str, folder: Path, members: Iterable[_Member], limit
                 if bytes_left < 0:
                     raise too_large
                 target.write(chunk)
-
-
-# --- manifest and settings -------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """The contents of MAR-INF/MANIFEST.json.
-
-    Attributes:
-        model_name: the name of the model.
-        handler: a file or module of the archive, or a handler of TorchServe; with `:function`, a
-            function in it.
-        requirements_file: the required packages; empty: the manifest names none.
-        config_file: settings in YAML; empty: the manifest names none.
-        document: the JSON object.
-    """
-
-    model_name: str
-    handler: str
-    requirements_file: str
-    config_file: str
-    document: Mapping[str, object]
-
-    @property
-    def handler_module(self) -> str:
-        """The name of the handler's module."""
-        return self.handler.partition(":")[0].rpartition("/")[2].removesuffix(".py")
-
-    @property
-    def handler_function(self) -> str:
-        """The name of the handler's function, which the module may lack."""
-        return self.handler.partition(":")[2] or "handle"
-
-
-def read_manifest(folder: Path, archive: str) -> Manifest:
-    """Read the manifest of an unpacked archive.
-
-    Args:
-        folder: the folder of the archive.
-        archive: its name in messages.
-
-    Raises:
-        ArchiveError: there is no manifest, or its model cannot be served.
-    """
-    try:
-        document = json.loads(_read_text(archive, folder, str(MANIFEST)))
-    except (ValueError, RecursionError) as error:
-        raise ArchiveError(archive, f"{MANIFEST} is not JSON: {summarize(error)}") from None
-    model = document.get("model") if isinstance(document, dict) else None
-    if not isinstance(model, dict):
-        raise ArchiveError(
-            archive,
-            f"{MANIFEST} has no object 'model'",
-            cure="Of a workflow (.war), import the models, and join them with a Triton ensemble.",
-        )
-    runtime = str(document.get("runtime", "python"))
-    if runtime.lower() not in ("python", "python3"):
-        raise ArchiveError(
-            archive, f"its runtime is '{runtime}'", expected="a handler written in Python"
-        )
-    files = {key: str(model.get(key) or "") for key in _FILE_KEYS}
-    for key, name in files.items():
-        if name and not (folder / _safe_path(archive, name)).is_file():
-            raise ArchiveError(
-                archive,
-                f"{MANIFEST} names the {key} {name}, which the archive does not hold",
-                cure="Create the archive again.",
-            )
-    manifest = Manifest(
-        model_name=_text(archive, model, "modelName"),
-        handler=_text(archive, model, "handler"),
-        requirements_file=files["requirementsFile"],
-        config_file=files["configFile"],
-        document=document,
-    )
-    name = manifest.handler_module
-    if not name.isidentifier() or not (name in HANDLERS or holds_module(folder, name)):
-        raise ArchiveError(
-            archive,
-            f"its handler is '{manifest.handler}', which it does not hold",
-            expected=f"a Python file in it, or one of {join_names(HANDLERS)}",
-            cure=_ALTERNATIVES.get(name, ""),
-        )
-    return manifest
-
-
-def _read_text(archive: str, folder: Path, name: str) -> bytes:
-    path = folder / name
-    if not path.is_file():
-        raise ArchiveError(archive, f"it holds no {name}")
-    if path.stat().st_size > _MAX_TEXT_BYTES:
-        raise ArchiveError(
-            archive, f"{name} is too large", expected=f"at most {_MAX_TEXT_BYTES} bytes"
-        )
-    return path.read_bytes()
-
-
-def _text(archive: str, model: Mapping[str, object], key: str) -> str:
-    value = model.get(key)
-    if not isinstance(value, str) or not value.strip():
-        raise ArchiveError(archive, f"{MANIFEST} has no text for '{key}'")
-    return value.strip()
-
-
-def holds_module(folder: Path, module: str) -> bool:
-    """Return whether the archive contains a module of this name."""
-    return (folder / f"{module}.py").is_file() or (folder / module / "__init__.py").is_file()
-
-
-def read_settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, object]:
-    """Return the settings in the archive's model-config.yaml; empty: there is none.
-
-    Raises:
-        ArchiveError: it cannot be read.
-    """
-    if not manifest.config_file:
-        return {}
-    try:
-        import yaml  # noqa: PLC0415  needed only for archives with settings
-    except ImportError as error:
-        raise ArchiveError(
-            archive,
-            f"{manifest.config_file} cannot be read: {error}",
-            cure="pip install 'torch-py-backend[torchserve]'.",
-        ) from None
-    text = _read_text(archive, folder, manifest.config_file)
-    try:
-        root = yaml.compose(text, yaml.SafeLoader)
-        if root is not None:
-            _check_size(root)
-        document = yaml.safe_load(text)
-    except Exception as error:  # int(), datetime() and others parse its values
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ArchiveError(archive, f"{manifest.config_file} cannot be read: {reason}") from None
-    if not isinstance(document, dict | None):
-        raise ArchiveError(
-            archive,
-            f"{manifest.config_file} holds a {type(document).__name__}",
-            expected="keys and values",
-        )
-    return document or {}
-
-
-def _check_size(root: Any) -> None:
-    """Check that at most `_MAX_VALUES` values would be constructed from PyYAML's nodes.
-
-    With nested references, a kilobyte of YAML can stand for values that fill any memory.
-
-    Raises:
-        ValueError: there would be more.
-    """
-    pending, count = [root], 0
-    while pending:
-        value = pending.pop().value  # a text, nodes, or pairs of nodes
-        count += 1
-        if count + len(pending) > _MAX_VALUES:
-            raise ValueError(f"references expand to more than {_MAX_VALUES} values")
-        for node in value if isinstance(value, list) else ():
-            pending += node if isinstance(node, tuple) else (node,)

@@ -10,14 +10,12 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TypeGuard
 
 from torch_py_backend.artifacts.discovery import ARCHIVE
 from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import ArchiveError, join_names, printable
-from torch_py_backend.torchserve import mar_archive
-from torch_py_backend.torchserve.mar_archive import Manifest
+from torch_py_backend.torchserve.manifest import Manifest
 
 _CONFIG = """\
 # {name}: the TorchServe archive {archive}, answered by its own handler.
@@ -54,8 +52,8 @@ _KINDS = {"cpu": "KIND_CPU", "gpu": "KIND_GPU"}
 _COMPILE_KEYS = ("backend", "mode", "options", "fullgraph", "dynamic")
 # The names that `curl -T` and `--data` give to the body of a request.
 _BODY_FIELDS = ("body", "data")
-# The largest integer in Triton's config.
-_LARGEST = (1 << 31) - 1
+# Triton's config has integers of 32 bits.
+_MAX_INTEGER = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +74,7 @@ class Migration:
 
 
 def migrate(
-    archive: str,
     name: str,
-    folder: Path,
     manifest: Manifest,
     *,
     inputs: tuple[str, ...] = (),
@@ -88,10 +84,8 @@ def migrate(
     """Return the config for an unpacked archive.
 
     Args:
-        archive: the archive's name in messages.
         name: the model's name.
-        folder: the folder of the archive.
-        manifest: its manifest.
+        manifest: the manifest of the archive.
         inputs: the fields of a request; empty: one, with the name in the handler's source.
         content_type: the Content-Type of clients' requests; empty: bytes.
         example: whether there is an example body for the warm-up.
@@ -99,14 +93,14 @@ def migrate(
     Raises:
         ArchiveError: the archive cannot be served here, or its settings are invalid.
     """
-    document = mar_archive.read_settings(folder, manifest, archive)
-    settings = _Settings(archive, manifest.config_file, document)
+    document = manifest.settings()
+    settings = _Settings(manifest, document)
     for key in _UNSUPPORTED:
         if document.get(key):
             raise settings.error(key, "none: it is not supported here")
-    notes = _manual_steps(settings, folder, manifest)
+    notes = _manual_steps(settings)
     if not inputs:
-        body = _body_field(folder, manifest)
+        body = _body_field(manifest)
         if body is None:
             notes.append(
                 f"the names of a request's fields: {manifest.handler} does not say which it reads;"
@@ -116,7 +110,7 @@ def migrate(
     optional = " optional: true" if len(inputs) > 1 else ""
     config = _CONFIG.format(
         name=name,
-        archive=printable(archive),
+        archive=printable(manifest.archive),
         batching=_batching(settings),
         inputs=",\n".join(
             f'  {{ name: "{field}" data_type: TYPE_STRING dims: [ 1 ]{optional} }}'
@@ -141,17 +135,17 @@ def migrate(
     return Migration(config, inputs, converted, notes)
 
 
-def _body_field(folder: Path, manifest: Manifest) -> str | None:
+def _body_field(manifest: Manifest) -> str | None:
     """Return the key under which a handler reads the body of a request; None: not found."""
-    path = folder / f"{manifest.handler_module}.py"
+    path = manifest.folder / f"{manifest.handler_module}.py"
     if not path.is_file():  # TorchServe's handlers read both
         return _BODY_FIELDS[0]
     keys = re.findall(r"""["'](\w+)["']""", path.read_text(encoding="utf-8", errors="replace"))
     return next((name for name in _BODY_FIELDS if name in keys), None)
 
 
-def _manual_steps(settings: _Settings, folder: Path, manifest: Manifest) -> list[str]:
-    notes = []
+def _manual_steps(settings: _Settings) -> list[str]:
+    manifest, notes = settings.manifest, []
     if settings.document.get("batchSize") is None:
         notes.append(
             "batchSize is not in the archive, and max_batch_size is 1. If it was given when the"
@@ -162,7 +156,7 @@ def _manual_steps(settings: _Settings, folder: Path, manifest: Manifest) -> list
             f"{manifest.requirements_file}: install it where the server's Python runs: pip install"
             f" -r 1/{ARCHIVE}/{manifest.requirements_file}"
         )
-    if manifest.handler_module == "base_handler" and not (folder / "base_handler.py").is_file():
+    if manifest.handler_module == "base_handler" and not manifest.handler_is_included:
         notes.append(
             "base_handler takes numbers: import with --content-type application/json, and send"
             " them as JSON, a list for each request"
@@ -178,14 +172,12 @@ class _Settings:
     """The settings in model-config.yaml; values are checked when they are read.
 
     Attributes:
-        archive: the archive's name in messages.
-        file: the file's name in messages.
+        manifest: the manifest that names the file.
         document: the settings.
         converted: the settings that the config has, by key, with their counterparts.
     """
 
-    archive: str
-    file: str
+    manifest: Manifest
     document: Mapping[str, object]
     converted: dict[str, str] = field(default_factory=dict)
 
@@ -212,16 +204,16 @@ class _Settings:
 
     def error(self, key: str, expected: str) -> ArchiveError:
         return ArchiveError(
-            self.archive,
-            f"{self.file} says {key}: {self.shown(key)}",
+            self.manifest.archive,
+            f"{self.manifest.config_file} says {key}: {self.shown(key)}",
             expected=expected,
-            cure=f"Correct {self.file}.",
+            cure=f"Correct {self.manifest.config_file}.",
         )
 
 
 def _is_integer(value: object, least: int) -> TypeGuard[int]:
     """Return whether a value is an integer that Triton's config can hold."""
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _MAX_INTEGER
 
 
 def _batching(settings: _Settings) -> str:
