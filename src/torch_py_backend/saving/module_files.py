@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.autocomplete import schema
-from torch_py_backend.autocomplete.schema import Schema
+from torch_py_backend.autocomplete import hook_runs, specs
+from torch_py_backend.autocomplete.specs import Schema
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.config import model_config, pbtxt
@@ -351,7 +351,7 @@ class ModuleFiles:
                 " dimensions",
                 expected="the same outputs for each example, of any sizes",
             )
-        return [schema.entry_of(spec) for spec in reduce(schema.with_varying, schemas).outputs]
+        return [specs.entry_of(spec) for spec in reduce(specs.with_varying, schemas).outputs]
 
     def _run_hooks(self, module: Callable[..., Any], item: Item) -> Schema:
         document = pbtxt.read(self._folder.parent)
@@ -369,7 +369,7 @@ class ModuleFiles:
             assert hooks is not None  # noqa: S101  HOOKS names them
             loaded = Loaded(artifact, module, self._signature)
             try:
-                return schema.run_hooks(config, loaded, hooks, item, self.device)
+                return hook_runs.run_hooks(config, loaded, hooks, item, self.device)
             except ConfigError as error:
                 reason = summarize(error.__cause__ or error)
                 problem = f"its hooks fail with the example: {reason}"
