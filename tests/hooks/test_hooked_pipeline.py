@@ -487,7 +487,7 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
         columns, sizes = gather_scatter.gather(*args)
         return Batch([fake_gpu.put(torch.as_tensor(column)) for column in columns], sizes)
 
-    model._gather.replace(gather)
+    model.batch_call.gather.replace(gather)
     x = torch.ones(1, 2)
     (outcome,) = model.run([{"x": fake_gpu.put(x) if on_gpu else x}])
     assert isinstance(outcome, dict)

@@ -36,6 +36,7 @@ class ModelRunner:
         convert: converts columns to arguments.
         extract: extracts the outputs from a result.
         rows: how many rows one call takes.
+        clone: copies an output, whose memory a later call may overwrite.
         captures: whether calls are replayed from CUDA graphs.
         compiles: whether a new shape may be compiled.
 
@@ -53,7 +54,7 @@ class ModelRunner:
         clone: Callable[[Value], Value],
     ) -> None:
         self._config = config
-        self._clone = clone
+        self.clone = clone
         self._counts = counts
         self._eager = loaded.module
         self._compiled = torch_compile.apply(config, loaded.kind, loaded.module, counts)
@@ -101,7 +102,7 @@ class ModelRunner:
         pieces: list[list[Value]] = []
         for piece, present in gather_scatter.fit(columns, self.rows):
             # The model may overwrite the outputs of its previous call.
-            pieces[-1:] = [[self._clone(value) for value in last] for last in pieces[-1:]]
+            pieces[-1:] = [[self.clone(value) for value in last] for last in pieces[-1:]]
             size = piece[0].shape[0]
             self._counts.rows += size - present
             outputs = self._call_once(inputs, piece, size)

@@ -15,10 +15,9 @@ from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value, rows_in
 from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.batching.output_extraction import Finite
-from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine.model_runner import ModelRunner
+from torch_py_backend.engine.batch_call import BatchCall
 from torch_py_backend.errors import BackendError, OutputError
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 
@@ -44,20 +43,19 @@ class StreamCalls:
     Attributes:
         step: the module's step(), which runs all live streams; None: it has none.
         next: resumes one stream.
-        stages: all stages but those of the `ModelRunner`.
+        stages: all stages but those of the `ModelRunner` and the `BatchCall`.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         grouping: Grouping | HookedPipeline,
-        runner: ModelRunner,
-        device_runtime: Runtime,
+        batch_call: BatchCall,
         finite: Finite | None,
         counts: Counts,
         step: Callable[[list[Any]], Any] | None,
     ) -> None:
-        self._runner = runner
+        self._runner = batch_call.runner
         self._finite = finite
         self._counts = counts
         self._batched = config.max_batch_size > 0
@@ -67,10 +65,9 @@ class StreamCalls:
         self._owns = step is not None or config.options.watch_weights
         self.step = None if step is None else Stage("step", step)
         self.next = Stage("next", _resume)
-        self._gather = Stage("gather", gather_scatter.gather)
-        self._to_device = Stage("host to device", device_runtime.to_device)
-        self._to_host = Stage("device to host", device_runtime.to_host)
-        self.stages: list[Stage[Any]] = [self.next, self._gather, self._to_device, self._to_host]
+        self._gather = batch_call.gather
+        self._to_device, self._to_host = batch_call.to_device, batch_call.to_host
+        self.stages: list[Stage[Any]] = [self.next]
         if self.step is not None:
             self.stages.append(self.step)
         if isinstance(grouping, Grouping):  # hooks are refused for streams

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter, trees
-from torch_py_backend.batching.gather_scatter import Item, Value
+from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
 from torch_py_backend.batching.grouping import Group
 from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
 from torch_py_backend.batching.runtime import Runtime
@@ -20,7 +20,7 @@ from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.request_parameters import Parameters
-from torch_py_backend.errors import InputError, OutputError, join_names, summarize
+from torch_py_backend.errors import BackendError, InputError, OutputError, join_names, summarize
 from torch_py_backend.hooks.preprocessing import (
     NUMBERED,
     ROWS,
@@ -72,7 +72,7 @@ class HookedPipeline:
         self._model = config.name
         self._batched = config.max_batch_size > 0
         self._signature = signature
-        self._device = runtime.device
+        self._runtime = runtime
         dtype = config.options.weights_dtype
         self._dtype = getattr(torch, dtype) if dtype else None
         self._preprocessor: BatchPreprocessor | RowPreprocessor
@@ -82,8 +82,8 @@ class HookedPipeline:
             self._preprocessor = BatchPreprocessor(config, hooks.preprocess_batch, target)
         else:
             self._preprocessor = RowPreprocessor(config, hooks, runtime.guard)
-        self.places = self._preprocessor.places
-        self.patterns = self._preprocessor.patterns
+        self.places = self._preprocessor.grouping.places
+        self.patterns = self._preprocessor.grouping.patterns
         # Request parameters stay with the rows for hooks after preprocess() that take them.
         self._passes_parameters = any(
             hook.takes_parameters for hook in hooks.defined if hook.name != "preprocess"
@@ -154,7 +154,7 @@ class HookedPipeline:
         """As `Grouping.passes_columns`; only with hooks for batches, without parameters."""
         return (
             isinstance(self._preprocessor, BatchPreprocessor)
-            and self._preprocessor.passes_columns
+            and self._preprocessor.grouping.passes_columns
             and not self._passes_parameters
             and not self.postprocesses
         )
@@ -162,8 +162,7 @@ class HookedPipeline:
     @property
     def binding(self) -> InputBinding:
         """How items with all inputs are passed to hooks for batches."""
-        assert isinstance(self._preprocessor, BatchPreprocessor)  # noqa: S101  `passes_columns`
-        return self._bind(self._preprocessor.binding)
+        return self._bind(self._preprocessor.grouping.binding)
 
     def _bind(self, inputs: InputBinding, extra: tuple[str, ...] = ()) -> InputBinding:
         """Return how columns, and those of parameters, are passed to the hooks and the module."""
@@ -184,7 +183,7 @@ class HookedPipeline:
             *columns, last = columns
             parameters = request_parameters.values(last)
         prepared = self._preprocessor.batch(inputs, columns, parameters)
-        batch = trees.to_device(prepared, self._device, self._dtype)
+        batch = trees.to_device(prepared, self._runtime.device, self._dtype)
         if self.hooks.inference is not None:
             result = self.hooks.inference.with_parameters(parameters)(module, batch)
         else:
@@ -269,6 +268,15 @@ class HookedPipeline:
         if refusal is not None:
             raise refusal
         return outputs
+
+    def send_back(self, outcome: Outcome, item: Item) -> Outcome:
+        """Copy outputs to the host for a request from there: hooks may prepare it on a GPU."""
+        if isinstance(outcome, BackendError) or not any(
+            isinstance(value, Tensor) and value.is_cuda for value in outcome.values()
+        ):
+            return outcome
+        sent = [gather_scatter.to_column(value) for value in item.values()]
+        return dict(zip(outcome, self._runtime.to_host([*outcome.values()], sent), strict=True))
 
     def _postprocess(self, result: Tree, parameters: Parameters) -> Tree:
         assert self.hooks.postprocess is not None  # noqa: S101  checked by `postprocesses`

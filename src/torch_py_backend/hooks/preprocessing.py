@@ -39,6 +39,9 @@ Prepare: TypeAlias = "Callable[[], Tree]"
 class BatchPreprocessor:
     """Batches the requests' inputs for preprocess_batch(), or for the module.
 
+    Attributes:
+        grouping: checks and groups the requests' items.
+
     Args:
         config: the model's config.
         hook: preprocess_batch; None: the class does not define it.
@@ -50,11 +53,7 @@ class BatchPreprocessor:
         if hook is not None:
             signature = hook.signature()
             _refuse_vague(config, signature)
-        self._grouping = Grouping(config, signature)
-        self.places = self._grouping.places
-        self.patterns = self._grouping.patterns
-        self.binding = self._grouping.binding
-        self.passes_columns = self._grouping.passes_columns
+        self.grouping = Grouping(config, signature)
 
     def begin(
         self,
@@ -63,16 +62,16 @@ class BatchPreprocessor:
         *,
         copies: bool = False,  # noqa: ARG002  the interface of `RowPreprocessor.begin`
     ) -> Callable[[], Item | InputError]:
-        return partial(self._grouping.admit, item)
+        return partial(self.grouping.admit, item)
 
     def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
-        return self._grouping.group(items)
+        return self.grouping.group(items)
 
     def batch(
         self, inputs: InputBinding, columns: Sequence[Value], parameters: RowParameters
     ) -> Tree:
         """Return the argument for the module's call."""
-        passed = self._grouping.convert(inputs, columns)
+        passed = self.grouping.convert(inputs, columns)
         if self._hook is None:
             return dict(zip(inputs.names, passed, strict=True))
         return inputs.call(self._hook.with_parameters(parameters), passed)
@@ -111,6 +110,9 @@ class _PreparedRow:
 class RowPreprocessor:
     """Prepares each row of a request separately; collate() makes batches, or rows are stacked.
 
+    Attributes:
+        grouping: checks rows, each like a request of a model without a batch dimension.
+
     Args:
         config: the model's config.
         hooks: without preprocess(), a row is a dict of its inputs; without collate(), rows with
@@ -130,10 +132,7 @@ class RowPreprocessor:
         count = config.options.preprocess_threads
         self._threads = ThreadPoolExecutor(count) if count is not None else None
         self._guard = guard
-        # A row is admitted like a request of a model without a batch dimension.
-        self._grouping = Grouping(dataclasses.replace(config, max_batch_size=0), signature)
-        self.places = self._grouping.places
-        self.patterns = self._grouping.patterns
+        self.grouping = Grouping(dataclasses.replace(config, max_batch_size=0), signature)
 
     def begin(
         self, item: Item, parameters: Parameters, *, copies: bool = False
@@ -166,13 +165,13 @@ class RowPreprocessor:
 
     def _prepare_row(self, row: Item, parameters: Parameters, *, copies: bool) -> Tree:
         """Return the result of preprocess() for one row, or its refusal."""
-        admitted = self._grouping.admit(row)
+        admitted = self.grouping.admit(row)
         if isinstance(admitted, InputError):
             return admitted
-        ((inputs, _, _),) = self._grouping.group([(0, admitted)])
+        ((inputs, _, _),) = self.grouping.group([(0, admitted)])
         columns = [to_column(admitted[name]) for name in inputs.names]
         call = dict if self._preprocess is None else self._preprocess.with_parameters(parameters)
-        prepared = inputs.call(call, self._grouping.convert(inputs, columns))
+        prepared = inputs.call(call, self.grouping.convert(inputs, columns))
         return trees.clone(prepared) if copies else prepared
 
     def _join(self, results: Sequence[Prepare], prepares: Sequence[Prepare]) -> Item | InputError:
