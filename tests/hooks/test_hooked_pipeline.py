@@ -50,8 +50,7 @@ class Recorder:
 def hook(name: str, function: Callable[..., Any]) -> Hook:
     arguments = introspection.from_function(function).arguments
     takes_parameters = any(each.name == request_parameters.ARGUMENT for each in arguments)
-    client_errors = name.startswith("preprocess")
-    return Hook(build.MODEL, name, Stage(name, function), name, takes_parameters, client_errors)
+    return Hook(build.MODEL, name, Stage(name, function), name, takes_parameters)
 
 
 def engine(

@@ -1,7 +1,4 @@
-"""Answer a batch of requests; a failure of one does not affect the others.
-
-Imported when an instance starts: it needs torch and the complete Triton utilities.
-"""
+"""Answer a batch of requests; a failure of one does not affect the others."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Calls of other models on the server, through Triton's utilities.
-
-Imported when an instance starts: it needs torch and the complete Triton utilities.
-"""
+"""Calls of other models on the server, through Triton's utilities."""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 It crosses as few Python frames as possible: in a stub, whose caches are cold, each costs more than
 in a loop. Whatever is unusual (a cancelled request, several shapes in one batch, a failure) takes
 the general path of `answering`. No call of the model is repeated but by the retry policy.
-
-Imported when an instance starts: it needs torch and the complete Triton utilities.
 """
 
 from __future__ import annotations

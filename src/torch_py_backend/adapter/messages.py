@@ -1,7 +1,4 @@
-"""Read items from Triton's requests; write outcomes to its responses.
-
-Imported when an instance starts: it needs torch and the complete Triton utilities.
-"""
+"""Read items from Triton's requests; write outcomes to its responses."""
 
 from __future__ import annotations
 

@@ -313,14 +313,8 @@ class HookedPipeline:
         dtype: torch.dtype = getattr(torch, spec.dtype.torch)
         try:
             tensor = torch.as_tensor(part)
-            if not part:
-                return tensor.to(dtype)
-            is_float, is_bool = tensor.is_floating_point(), tensor.dtype is torch.bool
-            if dtype is torch.bool:
-                fits = is_bool
-            else:
-                fits = not is_bool and (dtype.is_floating_point or not is_float)
-            if fits:
+            both_bool = (tensor.dtype is torch.bool) is (dtype is torch.bool)
+            if not part or (both_bool and torch.can_cast(tensor.dtype, dtype)):
                 return torch.tensor(part, dtype=dtype)
             problem = f"numbers of {str(tensor.dtype).removeprefix('torch.')}"
         except Exception as error:  # tensors, strings, ragged lists, numbers that are too large

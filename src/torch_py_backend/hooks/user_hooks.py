@@ -62,7 +62,6 @@ class Hook:
         stage: the method.
         text: its declaration, for messages.
         takes_parameters: whether it takes the request's parameters.
-        client_errors: whether a ValueError or TypeError that it raises is the client's fault.
     """
 
     model: str
@@ -70,7 +69,6 @@ class Hook:
     stage: Stage[Callable[..., Tree]]
     text: str
     takes_parameters: bool
-    client_errors: bool
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the method.
@@ -85,8 +83,10 @@ class Hook:
             raise
         except BaseException as error:
             # Decoders raise these for unreadable bytes; Pillow raises OSErrors without an errno.
-            unreadable = isinstance(error, OSError) and error.errno is None
-            if self.client_errors and (isinstance(error, ValueError | TypeError) or unreadable):
+            unreadable = isinstance(error, ValueError | TypeError) or (
+                isinstance(error, OSError) and error.errno is None
+            )
+            if unreadable and self.name.startswith("preprocess"):
                 reason = summarize(error)
                 raise InputError(self.model, f"{self.name}() refuses the input: {reason}") from None
             raise HookError(self.model, self.name, error) from error
@@ -222,9 +222,7 @@ def _create_hook(config: ModelConfig, file: str, instance: object, name: str) ->
                 expected=f"{name}(self, {', '.join(arguments)}), and after that"
                 f" {request_parameters.ARGUMENT} where it wants them",
             ) from None
-    client_errors = name.startswith("preprocess")
-    stage = Stage(name, method)
-    return Hook(config.name, name, stage, f"{name}{signature}", takes_parameters, client_errors)
+    return Hook(config.name, name, Stage(name, method), f"{name}{signature}", takes_parameters)
 
 
 def _check_conflicts(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) -> None:

@@ -69,7 +69,6 @@ class Streams:
 
     Attributes:
         live: number of streams that have begun and not ended.
-        counts: the engine's counters.
         closing: whether the model is being unloaded, which cancels the remaining streams.
         steps: calls step() of a module that has one, else None.
 
@@ -80,7 +79,6 @@ class Streams:
 
     def __init__(self, engine: Engine, after_call: Callable[[], None] = lambda: None) -> None:
         self.live = 0
-        self.counts = engine.counts
         self.closing = False
         self.steps = Stepper(engine, self.calling) if engine.loaded.step is not None else None
         self._engine = engine
@@ -175,7 +173,7 @@ class Streams:
             result: T = self._engine.stream_calls.next.call(resume)
             return result
         finally:
-            self.counts.forward_seconds += time.perf_counter() - began
+            self._engine.counts.forward_seconds += time.perf_counter() - began
 
     def outcome(self, result: object, inputs: StreamInputs) -> Outcome:
         """Return the outcome for a result of the model. Called within `calling`."""
