@@ -29,7 +29,6 @@ class BatchCall:
     """Runs groups of items as one batch each.
 
     Attributes:
-        runner: calls the model.
         stages: all stages but those of the runner.
 
     Args:

@@ -10,6 +10,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 F = TypeVar("F")
 
+# The most calls for the bisections of one batch and its parts: enough for 64 items.
+MAX_CALLS = 128
+
 
 def bisect(
     items: Sequence[T],
