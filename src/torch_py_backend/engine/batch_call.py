@@ -32,11 +32,7 @@ class BatchCall:
         stages: all stages but those of the runner.
 
     Args:
-        config: the model's config.
-        runner: calls the model.
-        device_runtime: copies columns between devices.
         effects: observes the first calls.
-        counts: the counters of rows, batches and times.
         padding: pads and cuts; None: nothing is padded.
         outputs: the names of the columns that the runner extracts.
         finite: checks outputs; None: they are not checked, or after hooks.

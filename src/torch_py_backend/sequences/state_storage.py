@@ -79,7 +79,7 @@ class StateStorage:
 
     Args:
         config: the model's config.
-        initial: the initial states.
+        initial: the initial states, whose bytes are those of all steps if they are fixed.
         reserve: reserves memory for new states.
     """
 
@@ -94,7 +94,6 @@ class StateStorage:
             state.dtype is not None and state.dtype.torch and -1 not in state.dims
             for state in config.states
         )
-        # Computed once if it is the same for all steps.
         self._fixed_size = sum(map(_size, initial.values())) if fixed else None
         self.pool: Pool | None = None
 
