@@ -81,7 +81,6 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
         engine.runner,
         device,
         engine.side_effects,
-        engine.counts,
         padding=None,
         outputs=(),
         finite=None,
@@ -91,7 +90,6 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
         Grouping(engine.config, engine.loaded.signature, None),
         batch_call,
         None,
-        engine.counts,
         None,
     )
     item = streamed.item(1, 2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -29,20 +29,9 @@ from torch_py_backend.observability.metric_families import OK
 
 # Returns one response for each request, in order.
 Answer: TypeAlias = "Callable[[Sequence[Request]], list[Response]]"
-
-
-class _Batch(NamedTuple):
-    """The inputs of a batch.
-
-    Attributes:
-        columns: the arguments of forward(), in order.
-        sizes: the rows of each request.
-        arrays: the requests' values of each input, in the order of `columns`.
-    """
-
-    columns: list[Tensor]
-    sizes: list[int]
-    arrays: list[list[Array]]
+# The inputs of a batch: the arguments of forward(), in order; the rows of each request; the
+# requests' arrays of each argument.
+_Batch: TypeAlias = "tuple[list[Tensor], list[int], list[list[Array]]]"
 
 
 def build(engine: Engine, general: answering.Answering[Any], plain: PlainCall) -> Answer:
@@ -170,7 +159,7 @@ def reader(
         # After the concatenation, which refuses arrays of different ranks.
         if tuple([column.ndim for column in columns]) != axes:
             return None
-        return _Batch(columns, sizes, arrays)
+        return columns, sizes, arrays
 
     return read
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Batch, ItemRows, Outcome, Value, rows_in
 from torch_py_backend.batching.grouping import Group
 from torch_py_backend.batching.output_extraction import Finite
@@ -44,7 +43,6 @@ class BatchCall:
         runner: ModelRunner,
         device_runtime: Runtime,
         effects: SideEffects,
-        counts: Counts,
         *,
         padding: Padding | None,
         outputs: Sequence[str],
@@ -53,7 +51,7 @@ class BatchCall:
         self.runner = runner
         self._runtime = device_runtime
         self._effects = effects
-        self._counts = counts
+        self._counts = runner.counts
         self._padding = padding
         self._outputs = outputs
         self._finite = finite
@@ -110,7 +108,7 @@ class BatchCall:
             inputs = self._states.sent_columns(names, batch)
         outputs = self.to_host.call(owned, inputs)
         if copy_outputs or self._watched:
-            outputs = self._kept(owned, outputs, copy_outputs=copy_outputs)
+            outputs = self.kept(owned, outputs, copy_outputs=copy_outputs)
         fetched = time.perf_counter()
         outcomes = self._scattered.call(group, batch, outputs)
         # Inline: a method call would cost more than these additions.
@@ -129,7 +127,7 @@ class BatchCall:
             checked.append(outcome if refusal is None else reported(refusal))
         return checked
 
-    def _kept(
+    def kept(
         self,
         before: Sequence[Value | ItemRows],
         outputs: Sequence[Value | ItemRows],

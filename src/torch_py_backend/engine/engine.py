@@ -97,14 +97,13 @@ class Engine:
             self.runner,
             device_runtime,
             self.side_effects,
-            self.counts,
             padding=padding,
             outputs=self._names,
             finite=self._finite,
         )
         self._batch = Stage("call", self.batch_call.run)
         self.stream_calls = StreamCalls(
-            config, self.grouping, self.batch_call, self._finite, self.counts, loaded.step
+            config, self.grouping, self.batch_call, self._finite, loaded.step
         )
         self._stages = [
             *self._make_stages(),

@@ -10,8 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value, rows_in
 from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.batching.output_extraction import Finite
@@ -52,20 +50,21 @@ class StreamCalls:
         grouping: Grouping | HookedPipeline,
         batch_call: BatchCall,
         finite: Finite | None,
-        counts: Counts,
         step: Callable[[list[Any]], Any] | None,
     ) -> None:
         self._runner = batch_call.runner
         self._finite = finite
-        self._counts = counts
+        self._counts = batch_call.runner.counts
         self._batched = config.max_batch_size > 0
         self._names = tuple(spec.name for spec in config.outputs)
         # The begin() of another stream, a further step() or new weights may overwrite memory that
         # an outcome shares with the model before the outcome is sent.
         self._owns = step is not None or config.options.watch_weights
         self.step = None if step is None else Stage("step", step)
-        self.next = Stage("next", _resume)
-        self._gather = batch_call.gather
+        self.next: Stage[Callable[[Callable[[], Any]], Any]] = Stage(
+            "next", lambda resume: resume()
+        )
+        self._gather, self._kept = batch_call.gather, batch_call.kept
         self._to_device, self._to_host = batch_call.to_device, batch_call.to_host
         self.stages: list[Stage[Any]] = [self.next]
         if self.step is not None:
@@ -115,11 +114,7 @@ class StreamCalls:
         began = time.perf_counter()
         fetched = self._to_host.call(outputs, columns)
         if self._owns:
-            fetched = [
-                gather_scatter.clone(value) if value is before else value
-                for before, value in zip(outputs, fetched, strict=True)
-            ]
-            gather_scatter.wait(fetched)
+            fetched = self._kept(outputs, fetched, copy_outputs=True)
         values_left = iter(fetched)
         self._counts.device_to_host_seconds += time.perf_counter() - began
         outcomes: list[Outcome] = []
@@ -131,7 +126,3 @@ class StreamCalls:
             refusal = None if self._finite is None else self._finite.refusal(outcome)
             outcomes.append(outcome if refusal is None else refusal)
         return outcomes
-
-
-def _resume(resume: Callable[[], Any]) -> Any:
-    return resume()
