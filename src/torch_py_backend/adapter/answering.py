@@ -45,7 +45,6 @@ class Answering(Generic[T]):
         last_batch_seconds: the duration of the last batch, whichever path it took.
 
     Args:
-        engine: the model.
         on_fatal: called with the reason when the process cannot use its device any more.
         read: reads a request; raises if that fails.
         run: runs the read requests, returns one outcome for each.

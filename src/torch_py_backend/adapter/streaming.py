@@ -50,7 +50,6 @@ class Streaming:
         streams: the live streams.
 
     Args:
-        engine: the model, warmed up.
         on_fatal: called with the reason when the process cannot use its device any more.
         on_idle: called whenever none of the model's code runs any more.
         traces: passes traces to the model's code; None: requests are not traced.

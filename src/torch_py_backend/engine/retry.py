@@ -88,14 +88,12 @@ class RetryPolicy:
         on_call: called before each call, which then gets a time limit of its own.
 
     Args:
-        config: the model's config.
         attempt: the stage that runs a group.
         called: the name of the model's function that an attempt calls.
         rows: the row counts that the model takes.
         repeats: returns whether the model may be called again with that many items that were
             passed to it before.
         device: the device that is probed after a failure.
-        counts: the counters of retries.
     """
 
     def __init__(

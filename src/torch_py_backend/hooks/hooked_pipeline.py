@@ -55,12 +55,6 @@ class HookedPipeline:
     Attributes:
         stages: the stages within `begin` and within the calls of groups.
 
-    Args:
-        config: the model's config.
-        signature: the module's signature.
-        hooks: the model's hooks.
-        runtime: the device of the module and the context of its calls.
-
     Raises:
         BindingError: the config's inputs do not match the signature of the hooks or the module.
     """

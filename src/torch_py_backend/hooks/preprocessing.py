@@ -43,9 +43,7 @@ class BatchPreprocessor:
         grouping: checks and groups the requests' items.
 
     Args:
-        config: the model's config.
         hook: preprocess_batch; None: the class does not define it.
-        signature: the module's signature.
     """
 
     def __init__(self, config: ModelConfig, hook: Hook | None, signature: Signature) -> None:
@@ -114,7 +112,6 @@ class RowPreprocessor:
         grouping: checks rows, each like a request of a model without a batch dimension.
 
     Args:
-        config: the model's config.
         hooks: without preprocess(), a row is a dict of its inputs; without collate(), rows with
             equal shapes share a batch.
         guard: the context for threads that prepare rows.

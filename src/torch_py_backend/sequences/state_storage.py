@@ -78,7 +78,6 @@ class StateStorage:
         pool: the pool, created with the first states that can be in it.
 
     Args:
-        config: the model's config.
         initial: the initial states, whose bytes are those of all steps if they are fixed.
         reserve: reserves memory for new states.
     """

@@ -90,7 +90,6 @@ class Sequences:
         size: the bytes of all states.
 
     Args:
-        config: the model's config.
         run: runs items, returns their outcomes in order.
         device: the device of the states.
         clock: returns seconds.

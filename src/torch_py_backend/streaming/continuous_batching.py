@@ -70,7 +70,6 @@ class Stepper:
         streams: number of streams in all these calls.
 
     Args:
-        engine: the model.
         calling: the context manager for calls of the model.
     """
 

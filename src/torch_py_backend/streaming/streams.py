@@ -73,7 +73,6 @@ class Streams:
         steps: calls step() of a module that has one, else None.
 
     Args:
-        engine: the model.
         after_call: called after each call of the model's code.
     """
 
@@ -239,7 +238,6 @@ class _Sliced(Awaitable[T]):
     """An awaitable of the model, run as one call of the model for each slice between two awaits.
 
     Args:
-        awaitable: the awaitable.
         streams: provides the context of the calls.
         advances: whether the awaitable makes a response. Each slice must then close the contexts
             that it enters.
