@@ -2,7 +2,7 @@
 
 It crosses as few Python frames as possible: in a stub, whose caches are cold, each costs more than
 in a loop. Whatever is unusual (a cancelled request, several shapes in one batch, a failure) takes
-the general path of `answering`. No call of the model is repeated but by the retry policy.
+the general path of `answering`. Only the retry policy repeats a call of the model.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def build(engine: Engine, general: answering.Answering[Any], plain: PlainCall) -
 def reader(
     names: Sequence[str], ranks: Sequence[int], buffers: Sequence[Tensor] = ()
 ) -> Callable[[Sequence[Request]], _Batch | None]:
-    """Return what reads the inputs of a batch; it returns None for what `general` must answer.
+    """Return a function that reads a batch; it returns None for what `general` must answer.
 
     Args:
         names: the inputs in the order of forward()'s arguments; each request has all of them.
@@ -167,7 +167,7 @@ def reader(
 def writer(
     names: Sequence[str],
 ) -> Callable[[Sequence[Value], list[int]], list[Response] | None]:
-    """Return what writes the responses of a batch; it returns None if Triton refuses an output."""
+    """Return a function that writes a batch; it returns None if Triton refuses an output."""
     to_capsule = dlpack.to_dlpack  # type: ignore[attr-defined]
     from_array, from_dlpack = pb_utils.Tensor, pb_utils.Tensor.from_dlpack
     response = pb_utils.InferenceResponse

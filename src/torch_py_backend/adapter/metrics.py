@@ -49,7 +49,7 @@ class Metric:
     `more` has the values of labels that do not follow from the config.
 
     Attributes:
-        supported: whether this server has metrics; found out once.
+        supported: whether this server has metrics; known after the first one.
         grows: whether it is a counter.
 
     Raises:

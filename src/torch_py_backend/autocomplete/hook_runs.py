@@ -116,7 +116,7 @@ def run_hooks(
     pipeline = HookedPipeline(without_outputs, loaded.signature, hooks, device_runtime)
     try:
         with device_runtime.guard():
-            result, of_row = pipeline.tried(loaded.module, example)
+            result, of_row = pipeline.run_unchecked(loaded.module, example)
     except Exception as error:  # the model's own code runs here
         known = isinstance(error, BackendError)
         reason = error if known else ForwardError(config.name, error, loaded.signature.name)

@@ -81,7 +81,7 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
     excluded_by_streams = of_batches | {
         "TORCH_COMPILE_OPTIONAL_PARAMETERS is set": compiled,
         "OPTIMIZE asks for freeze": "freeze" in options.optimize,
-        "ENABLE_WEIGHT_SHARING holds the weights on the GPU once": gpu_sharing,
+        "ENABLE_WEIGHT_SHARING shares the weights on the GPU": gpu_sharing,
     }
     excluded_by_ragged_batches = {
         "PAD": bool(options.pad),
@@ -146,7 +146,7 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
         ),
         (
             options.watch_weights and gpu_sharing,
-            "WATCH_WEIGHTS is set, and ENABLE_WEIGHT_SHARING holds the weights on the GPU once",
+            "WATCH_WEIGHTS is set, and ENABLE_WEIGHT_SHARING shares the weights on the GPU",
             "A swap in one instance would change a running batch of another: remove one of them.",
         ),
         (

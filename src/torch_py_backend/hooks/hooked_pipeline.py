@@ -321,7 +321,7 @@ class HookedPipeline:
 
     # --- without a config ----------------------------------------------------------------------
 
-    def tried(self, module: Module, item: Item) -> tuple[Tree, bool]:
+    def run_unchecked(self, module: Module, item: Item) -> tuple[Tree, bool]:
         """Return the unchecked result of a request, and whether it is the result of one row.
 
         Raises:

@@ -50,7 +50,7 @@ class BatchPreprocessor:
         self._hook = hook
         if hook is not None:
             signature = hook.signature()
-            _refuse_vague(config, signature)
+            _check_annotations(config, signature)
         self.grouping = Grouping(config, signature)
 
     def begin(
@@ -125,7 +125,7 @@ class RowPreprocessor:
         self._axes = {spec.name: len(spec.dims) + 1 for spec in config.inputs}
         signature = by_name(config, of_row=True) if preprocess is None else preprocess.signature()
         if preprocess is not None:
-            _refuse_vague(config, signature)
+            _check_annotations(config, signature)
         count = config.options.preprocess_threads
         self._threads = ThreadPoolExecutor(count) if count is not None else None
         self._guard = guard
@@ -274,7 +274,7 @@ def by_name(config: ModelConfig, *, of_row: bool) -> Signature:
     return Signature(tuple(arguments), name="collate" if of_row else "inference")
 
 
-def _refuse_vague(config: ModelConfig, signature: Signature) -> None:
+def _check_annotations(config: ModelConfig, signature: Signature) -> None:
     """Refuse hooks without annotations for strings, and preprocess_batch() that takes scalars."""
     names = [spec.name for spec in config.inputs]
     strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}

@@ -219,8 +219,8 @@ def _create_hook(config: ModelConfig, file: str, instance: object, name: str) ->
             raise SourceError(
                 config.name,
                 f"{place}{signature} in {file} cannot be called: {error}",
-                expected=f"{name}(self, {', '.join(arguments)}), and after that"
-                f" {request_parameters.ARGUMENT} where it wants them",
+                expected=f"{name}(self, {', '.join(arguments)}), with"
+                f" {request_parameters.ARGUMENT} as the last argument if it takes them",
             ) from None
     return Hook(config.name, name, Stage(name, method), f"{name}{signature}", takes_parameters)
 
@@ -240,7 +240,8 @@ def _check_conflicts(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) 
                 expected="one of them: they do the same",
             )
     batches = [hook for hook in _PER_BATCH if hook in hooks]
-    named = any(spec.name == request_parameters.ARGUMENT for spec in config.inputs)
+    argument = request_parameters.ARGUMENT
+    named = any(spec.name == argument for spec in config.inputs)
     in_forward = {
         "config.pbtxt has sequence_batching": config.sequencing is not None,
         "config.pbtxt has batch_input or batch_output": config.concatenates,
@@ -272,7 +273,7 @@ def _check_conflicts(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) 
         ),
         (
             named and any(hook.takes_parameters for hook in hooks.values()),
-            f"an input is named {request_parameters.ARGUMENT}, as the request's own are for hooks",
+            f"an input is named {argument}, like the argument of hooks for a request's parameters",
             "Rename the input.",
         ),
     )
