@@ -90,7 +90,6 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
         Grouping(engine.config, engine.loaded.signature, None),
         batch_call,
         None,
-        None,
     )
     item = streamed.item(1, 2)
     if on_gpu:

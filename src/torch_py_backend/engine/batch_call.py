@@ -54,7 +54,7 @@ class BatchCall:
         self._counts = runner.counts
         self._padding = padding
         self._outputs = outputs
-        self._finite = finite
+        self.finite = finite
         self._pads = {name: pad.gather for name, pad in padding.pads.items()} if padding else {}
         self._batched = config.max_batch_size > 0
         # New weights may be swapped in between a call and its responses: see `WeightWatcher`.
@@ -71,12 +71,7 @@ class BatchCall:
             "device to host", device_runtime.to_host
         )
         self._scattered = Stage("scatter", self._scatter)
-        self.stages: list[Stage[Any]] = [
-            self.gather,
-            self.to_device,
-            self.to_host,
-            self._scattered,
-        ]
+        self.stages: list[Stage[Any]] = [self.gather, self.to_device, self.to_host, self._scattered]
 
     def run(self, group: Group, *, copy_outputs: bool) -> Sequence[Outcome]:
         """Run a group; raise whatever the model raises. See `retry.Attempt`."""
@@ -119,11 +114,11 @@ class BatchCall:
         counts.device_to_host_seconds += fetched - called
         size = rows if self._batched else 1
         counts.batches[size] = counts.batches.get(size, 0) + 1
-        if self._finite is None or self._finite.holds(outputs):
+        if self.finite is None or self.finite.holds(outputs):
             return outcomes
         checked: list[Outcome] = []
         for outcome in outcomes:
-            refusal = None if isinstance(outcome, BackendError) else self._finite.refusal(outcome)
+            refusal = None if isinstance(outcome, BackendError) else self.finite.refusal(outcome)
             checked.append(outcome if refusal is None else reported(refusal))
         return checked
 

@@ -102,9 +102,7 @@ class Engine:
             finite=self._finite,
         )
         self._batch = Stage("call", self.batch_call.run)
-        self.stream_calls = StreamCalls(
-            config, self.grouping, self.batch_call, self._finite, loaded.step
-        )
+        self.stream_calls = StreamCalls(config, self.grouping, self.batch_call, loaded.step)
         self._stages = [
             *self._make_stages(),
             *self.batch_call.stages,

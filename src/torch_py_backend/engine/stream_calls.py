@@ -8,18 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value, rows_in
 from torch_py_backend.batching.grouping import Grouping
-from torch_py_backend.batching.output_extraction import Finite
 from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.batch_call import BatchCall
 from torch_py_backend.errors import BackendError, OutputError
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +46,10 @@ class StreamCalls:
         config: ModelConfig,
         grouping: Grouping | HookedPipeline,
         batch_call: BatchCall,
-        finite: Finite | None,
         step: Callable[[list[Any]], Any] | None,
     ) -> None:
         self._runner = batch_call.runner
-        self._finite = finite
+        self._finite = batch_call.finite
         self._counts = batch_call.runner.counts
         self._batched = config.max_batch_size > 0
         self._names = tuple(spec.name for spec in config.outputs)
