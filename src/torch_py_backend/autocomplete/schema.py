@@ -71,17 +71,17 @@ def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
     )
     named = [argument for argument in signature.arguments if argument.named]
     required = [argument for argument in named if argument.required] or named
-    inputs: list[JsonObject] = []
-    for argument in (leaf for owner in required for leaf in owner.keys or (owner,)):
-        if argument.type in hook_runs.ANNOTATED:
-            annotated = TensorSpec(argument.name, *hook_runs.ANNOTATED[argument.type])
-            inputs.append(specs.entry_of(annotated))
-        else:
-            inputs.append({"name": argument.name})
+    leaves = [leaf for owner in required for leaf in owner.keys or (owner,)]
+    annotated = hook_runs.ANNOTATED
     return {
         "signature": str(signature),
         "arguments": [argument.name for argument in named],
-        "inputs": inputs,
+        "inputs": [
+            specs.entry_of(TensorSpec(leaf.name, *annotated[leaf.type]))
+            if leaf.type in annotated
+            else {"name": leaf.name}
+            for leaf in leaves
+        ],
     }
 
 
