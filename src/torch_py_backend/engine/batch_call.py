@@ -103,7 +103,7 @@ class BatchCall:
             inputs = self._states.sent_columns(names, batch)
         outputs = self.to_host.call(owned, inputs)
         if copy_outputs or self._watched:
-            outputs = self.kept(owned, outputs, copy_outputs=copy_outputs)
+            outputs = self._kept(owned, outputs, copy_outputs=copy_outputs)
         fetched = time.perf_counter()
         outcomes = self._scattered.call(group, batch, outputs)
         # Inline: a method call would cost more than these additions.
@@ -122,7 +122,7 @@ class BatchCall:
             checked.append(outcome if refusal is None else reported(refusal))
         return checked
 
-    def kept(
+    def _kept(
         self,
         before: Sequence[Value | ItemRows],
         outputs: Sequence[Value | ItemRows],

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value, rows_in
 from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.batching.stage import Stage
@@ -60,7 +61,7 @@ class StreamCalls:
         self.next: Stage[Callable[[Callable[[], Any]], Any]] = Stage(
             "next", lambda resume: resume()
         )
-        self._gather, self._kept = batch_call.gather, batch_call.kept
+        self._gather = batch_call.gather
         self._to_device, self._to_host = batch_call.to_device, batch_call.to_host
         self.stages: list[Stage[Any]] = [self.next]
         if self.step is not None:
@@ -110,7 +111,11 @@ class StreamCalls:
         began = time.perf_counter()
         fetched = self._to_host.call(outputs, columns)
         if self._owns:
-            fetched = self._kept(outputs, fetched, copy_outputs=True)
+            fetched = [
+                gather_scatter.clone(value) if value is before else value
+                for before, value in zip(outputs, fetched, strict=True)
+            ]
+            gather_scatter.wait(fetched)
         values_left = iter(fetched)
         self._counts.device_to_host_seconds += time.perf_counter() - began
         outcomes: list[Outcome] = []

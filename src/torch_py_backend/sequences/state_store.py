@@ -121,6 +121,7 @@ class Sequences:
             for name, value in initial_states.find(config, rows).items()
         }
         self._storage = StateStorage(config, self._initial, self._reserve_memory)
+        self._store = self._storage.store
         limit = config.options.sequence_memory_mb
         self._limit_mb = limit or 0
         self._limit = math.inf if limit is None else limit * _MEGABYTE
@@ -220,8 +221,9 @@ class Sequences:
         sequence = self._sequences.pop(name, None)
         if sequence is not None:
             self.size -= sequence.size
-            if sequence.slot >= 0 and self._storage.pool is not None:
-                self._storage.pool.remove(sequence)
+            pool = self._storage.pool
+            if sequence.slot >= 0 and pool is not None:
+                pool.remove(sequence)
 
     def _update(
         self, run: Sequence[tuple[Step, States]], outcomes: Sequence[Outcome]
@@ -236,9 +238,7 @@ class Sequences:
                 updated.append(outcome)
                 continue
             sequence.used = now
-            refusal = None
-            if not step.ends:
-                refusal = self._storage.store(step.id, sequence, outcome, batches)
+            refusal = None if step.ends else self._store(step.id, sequence, outcome, batches)
             fetches = bool(self._public) and not _on_gpu(step.item)
             for output in self._public:
                 part: Value | Part = outcome[output]
@@ -248,10 +248,11 @@ class Sequences:
                 del outcome[output]
             updated.append(refusal or outcome)
         gather_scatter.wait(column for column, _ in fetched.values())
+        pool = self._storage.pool
         try:
             for batch in batches.values():
-                if batch.holders and self._storage.pool is not None:
-                    self._storage.pool.write(batch.holders, batch.columns, batch.rows)
+                if batch.holders and pool is not None:
+                    pool.write(batch.holders, batch.columns, batch.rows)
         except BaseException:  # some states may be written and others not
             for step, _ in run:
                 self._drop(step.id)
