@@ -248,8 +248,8 @@ class Sequences:
                 del outcome[output]
             updated.append(refusal or outcome)
         gather_scatter.wait(column for column, _ in fetched.values())
-        pool = self._storage.pool
         try:
+            pool = self._storage.pool
             for batch in batches.values():
                 if batch.holders and pool is not None:
                     pool.write(batch.holders, batch.columns, batch.rows)
