@@ -334,7 +334,7 @@ BAD = (
         COUNTS_CONFIG,
         "Hooks.postprocess(result: torch.Tensor, labels: list) -> dict in model.py",
         "missing a required argument: 'labels'",
-        "expected postprocess(self, result), and after that parameters",
+        "expected postprocess(self, result), with parameters as the last argument if it takes them",
     ),
     _refused(
         "without_example",

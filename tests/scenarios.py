@@ -1486,7 +1486,7 @@ LOAD_ERRORS = (
         "iterative_sequences",
         python(models.Accumulate),
         _accumulates(sequencing(state(), controls="iterative_sequence: true")),
-        "sequence_batching asks for",
+        "sequence_batching contains",
     ),
 )
 

@@ -285,8 +285,9 @@ def test_page_locked_memory() -> None:
         requests = [_request({"a": (n, 4), "b": (n, 4)}, n) for n in rows]
         batch = read(requests)
         assert batch is not None
-        assert batch.sizes == list(rows)
-        for column, values, buffer in zip(batch.columns, batch.arrays, buffers, strict=True):
+        columns, sizes, arrays = batch
+        assert sizes == list(rows)
+        for column, values, buffer in zip(columns, arrays, buffers, strict=True):
             assert column.data_ptr() == buffer.data_ptr()
             assert column.tolist() == [row for value in values for row in value.tolist()]
     for shape in ((5, 4), (1, 3), (4,)):

@@ -16,6 +16,7 @@ from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config.options import Options
+from torch_py_backend.engine.batch_call import BatchCall
 from torch_py_backend.engine.stream_calls import StreamCalls
 from torch_py_backend.errors import BackendError, InputError, OutputError
 
@@ -75,13 +76,19 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
     )
     engine = streamed.engine(double)
     device = dataclasses.replace(runtime.create(Options(), CPU, ()), device=fake_gpu.DEVICE)
+    batch_call = BatchCall(
+        engine.config,
+        engine.runner,
+        device,
+        engine.side_effects,
+        padding=None,
+        outputs=(),
+        finite=None,
+    )
     calls = StreamCalls(
         engine.config,
         Grouping(engine.config, engine.loaded.signature, None),
-        engine.runner,
-        device,
-        None,
-        engine.counts,
+        batch_call,
         None,
     )
     item = streamed.item(1, 2)

@@ -50,8 +50,7 @@ class Recorder:
 def hook(name: str, function: Callable[..., Any]) -> Hook:
     arguments = introspection.from_function(function).arguments
     takes_parameters = any(each.name == request_parameters.ARGUMENT for each in arguments)
-    client_errors = name.startswith("preprocess")
-    return Hook(build.MODEL, name, Stage(name, function), name, takes_parameters, client_errors)
+    return Hook(build.MODEL, name, Stage(name, function), name, takes_parameters)
 
 
 def engine(
@@ -498,7 +497,7 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
         columns, sizes = gather_scatter.gather(*args)
         return Batch([fake_gpu.put(torch.as_tensor(column)) for column in columns], sizes)
 
-    model._gather.replace(gather)
+    model.batch_call.gather.replace(gather)
     x = torch.ones(1, 2)
     (outcome,) = model.run([{"x": fake_gpu.put(x) if on_gpu else x}])
     assert isinstance(outcome, dict)

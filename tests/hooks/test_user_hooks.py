@@ -204,16 +204,10 @@ def test_client_errors(error: BaseException, refused: bool) -> None:
     def fails() -> None:
         raise error
 
-    for client_errors in (True, False):
-        hook = Hook(
-            "digits",
-            "preprocess",
-            Stage("", fails),
-            "",
-            takes_parameters=False,
-            client_errors=client_errors,
-        )
-        with pytest.raises(InputError if refused and client_errors else HookError) as raised:
+    for name in ("preprocess", "preprocess_batch", "collate"):
+        hook = Hook("digits", name, Stage("", fails), "", takes_parameters=False)
+        of_client = refused and name != "collate"
+        with pytest.raises(InputError if of_client else HookError) as raised:
             hook()
         assert type(error).__name__ in str(raised.value)
         assert isinstance(raised.value, HookError) == (raised.value.__cause__ is error)
@@ -277,9 +271,7 @@ def test_files_of_hooks(tmp_path: Path) -> None:
 def test_as_text() -> None:
     """The text lists the methods in the order in which they run, as they are declared."""
     hooks = {
-        name: Hook(
-            "m", name, Stage(name, str), f"{name}(x)", takes_parameters=False, client_errors=False
-        )
+        name: Hook("m", name, Stage(name, str), f"{name}(x)", takes_parameters=False)
         for name in ("postprocess", "preprocess")
     }
     assert str(Hooks(**hooks)) == "preprocess(x), postprocess(x)"

@@ -46,10 +46,7 @@ def test_states(how: dict[str, bool]) -> None:
 
 
 def test_without_states() -> None:
-    """Without sequences no column is inspected or copied."""
+    """Without sequences no column is a state."""
     states = columns()
-    outputs = [torch.ones(3, 4)]
     assert states.inputs == frozenset()
     assert states.outputs == ("y",)
-    assert states.clone_states(outputs, ROWS) is outputs
-    assert states.sent_columns(("x", "h"), ROWS) is ROWS.columns

@@ -1,8 +1,9 @@
 """TritonPythonModel: the class that Triton calls.
 
 Only this package uses `triton_python_backend_utils`. Triton adds names to that module after it has
-imported this one, so they are looked up when they are used. torch is imported when an instance
-starts: Triton also imports this module only to complete a config.
+imported this one, so they are looked up when they are used. torch, and the modules of this package
+that need it, are imported when an instance starts: Triton also imports this one only to complete a
+config.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Answer a batch of requests; a failure of one does not affect the others.
-
-Imported when an instance starts: it needs torch and the complete Triton utilities.
-"""
+"""Answer a batch of requests; a failure of one does not affect the others."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ T = TypeVar("T")
 # checked only if the last batch took a hundred times as long as their checks.
 CHECK_CANCELLED_S = 100 * 1e-4
 # The most reports of one batch in the log; equal ones are merged.
-_MOST_LOGGED = 8
+_MAX_LOGGED = 8
 # The types of outcomes without an error among them.
 _RESULTS = {dict}
 
@@ -48,7 +45,6 @@ class Answering(Generic[T]):
         last_batch_seconds: the duration of the last batch, whichever path it took.
 
     Args:
-        engine: the model.
         on_fatal: called with the reason when the process cannot use its device any more.
         read: reads a request; raises if that fails.
         run: runs the read requests, returns one outcome for each.
@@ -225,13 +221,13 @@ class Answering(Generic[T]):
             if outcome.reported:
                 reports.setdefault((str(outcome), outcome.traceback), []).append(request)
         self._counts.count_requests(OK, results)
-        for (sentence, text), failed in list(reports.items())[:_MOST_LOGGED]:
+        for (sentence, text), failed in list(reports.items())[:_MAX_LOGGED]:
             log.error("%s%s%s", sentence, _names(failed), f"\n{text}" if text else "")
-        if len(reports) > _MOST_LOGGED:
+        if len(reports) > _MAX_LOGGED:
             log.error(
                 "model '%s': %d more failures in the same batch are not shown.",
                 self._model,
-                len(reports) - _MOST_LOGGED,
+                len(reports) - _MAX_LOGGED,
             )
         recovery = self._engine.recovery
         if recovery.fatal is not None:

@@ -1,7 +1,4 @@
-"""Calls of other models on the server, through Triton's utilities.
-
-Imported when an instance starts: it needs torch and the complete Triton utilities.
-"""
+"""Calls of other models on the server, through Triton's utilities."""
 
 from __future__ import annotations
 
@@ -90,12 +87,12 @@ def _value(called: Model, name: str, value: Any) -> Value:
         return value.detach().contiguous()
     if isinstance(value, bool | int | float):
         return torch.tensor(value)
-    texts = np.array(value, dtype=np.object_) if isinstance(value, str | bytes | list) else value
-    if isinstance(texts, np.ndarray) and texts.dtype.kind in "OUS":
-        if all(isinstance(text, str | bytes) for text in texts.flat):
-            return texts.astype(np.object_)
-    elif isinstance(texts, np.ndarray):
-        return np.ascontiguousarray(texts)
+    array = np.array(value, dtype=np.object_) if isinstance(value, str | bytes | list) else value
+    if isinstance(array, np.ndarray):
+        if array.dtype.kind not in "OUS":
+            return np.ascontiguousarray(array)
+        if all(isinstance(text, str | bytes) for text in array.flat):
+            return array.astype(np.object_)
     raise CallError(
         called.name,
         f"its input '{name}' was given a {type(value).__name__}",

@@ -2,9 +2,7 @@
 
 It crosses as few Python frames as possible: in a stub, whose caches are cold, each costs more than
 in a loop. Whatever is unusual (a cancelled request, several shapes in one batch, a failure) takes
-the general path of `answering`. No call of the model is repeated but by the retry policy.
-
-Imported when an instance starts: it needs torch and the complete Triton utilities.
+the general path of `answering`. Only the retry policy repeats a call of the model.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -31,20 +29,9 @@ from torch_py_backend.observability.metric_families import OK
 
 # Returns one response for each request, in order.
 Answer: TypeAlias = "Callable[[Sequence[Request]], list[Response]]"
-
-
-class _Batch(NamedTuple):
-    """The inputs of a batch.
-
-    Attributes:
-        columns: the arguments of forward(), in order.
-        sizes: the rows of each request.
-        arrays: the requests' values of each input, in the order of `columns`.
-    """
-
-    columns: list[Tensor]
-    sizes: list[int]
-    arrays: list[list[Array]]
+# The inputs of a batch: the arguments of forward(), in order; the rows of each request; the
+# requests' arrays of each argument.
+_Batch: TypeAlias = "tuple[list[Tensor], list[int], list[list[Array]]]"
 
 
 def build(engine: Engine, general: answering.Answering[Any], plain: PlainCall) -> Answer:
@@ -134,7 +121,7 @@ def build(engine: Engine, general: answering.Answering[Any], plain: PlainCall) -
 def reader(
     names: Sequence[str], ranks: Sequence[int], buffers: Sequence[Tensor] = ()
 ) -> Callable[[Sequence[Request]], _Batch | None]:
-    """Return what reads the inputs of a batch; it returns None for what `general` must answer.
+    """Return a function that reads a batch; it returns None for what `general` must answer.
 
     Args:
         names: the inputs in the order of forward()'s arguments; each request has all of them.
@@ -172,7 +159,7 @@ def reader(
         # After the concatenation, which refuses arrays of different ranks.
         if tuple([column.ndim for column in columns]) != axes:
             return None
-        return _Batch(columns, sizes, arrays)
+        return columns, sizes, arrays
 
     return read
 
@@ -180,7 +167,7 @@ def reader(
 def writer(
     names: Sequence[str],
 ) -> Callable[[Sequence[Value], list[int]], list[Response] | None]:
-    """Return what writes the responses of a batch; it returns None if Triton refuses an output."""
+    """Return a function that writes a batch; it returns None if Triton refuses an output."""
     to_capsule = dlpack.to_dlpack  # type: ignore[attr-defined]
     from_array, from_dlpack = pb_utils.Tensor, pb_utils.Tensor.from_dlpack
     response = pb_utils.InferenceResponse

@@ -1,7 +1,4 @@
-"""Read items from Triton's requests; write outcomes to its responses.
-
-Imported when an instance starts: it needs torch and the complete Triton utilities.
-"""
+"""Read items from Triton's requests; write outcomes to its responses."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from torch_py_backend.sequences.state_store import Step
 
 # Below this size a DLPack capsule is cheaper to pass to Triton than a numpy array.
 DLPACK_BYTES = 4096
-_LONGEST_ID = 64
+_MAX_ID_LENGTH = 64
 
 # `pb_utils.InferenceResponse` and `pb_utils.Tensor`, which only Triton reads.
 Response: TypeAlias = Any
@@ -157,7 +154,7 @@ def takes_parameters() -> bool:
 
 def request_id(request: Request) -> str:
     """Return a request's ID, shortened and without unprintable characters, for the log."""
-    return printable(request.request_id()[:_LONGEST_ID])
+    return printable(request.request_id()[:_MAX_ID_LENGTH])
 
 
 def write(outcome: Outcome, parameters: Mapping[str, str] | None = None) -> Response:

@@ -49,7 +49,7 @@ class Metric:
     `more` has the values of labels that do not follow from the config.
 
     Attributes:
-        supported: whether this server has metrics; found out once.
+        supported: whether this server has metrics; known after the first one.
         grows: whether it is a counter.
 
     Raises:
@@ -202,15 +202,15 @@ class Publisher:
     def _counters(self) -> _Values:
         for series, value in self._counted():
             yield series, value - self._warmed_up.get(series, 0)
+        counts = self._engine.counts
         if self._engine.runner.compiles:  # in the warm-up
-            counts = self._engine.counts
             yield ("pytorch_py_compiled_graphs_total", ()), counts.compiled_graphs
             for result in ("hit", "miss"):
                 loads = counts.compile_cache.get(result, 0)
                 yield ("pytorch_py_compile_cache_total", (("result", result),)), loads
         streams = self._streams
         if streams is not None:
-            yield ("pytorch_py_stream_responses_total", ()), streams.counts.responses
+            yield ("pytorch_py_stream_responses_total", ()), counts.responses
             if streams.steps is not None:
                 yield ("pytorch_py_steps_total", ()), streams.steps.calls
                 yield ("pytorch_py_stepped_streams_total", ()), streams.steps.streams

@@ -1,7 +1,4 @@
-"""Read the steps of sequences from requests; free idle sequences in a thread.
-
-Imported when an instance starts: it needs torch and the complete Triton utilities.
-"""
+"""Read the steps of sequences from requests; free idle sequences in a thread."""
 
 from __future__ import annotations
 

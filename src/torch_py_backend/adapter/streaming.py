@@ -1,7 +1,4 @@
-"""Answer requests of a decoupled model with streams of responses, driven by a thread.
-
-Imported when an instance starts: it needs torch and the complete Triton utilities.
-"""
+"""Answer requests of a decoupled model with streams of responses, driven by a thread."""
 
 from __future__ import annotations
 
@@ -53,8 +50,7 @@ class Streaming:
         streams: the live streams.
 
     Args:
-        engine: the model, warmed up.
-        on_fatal: called once, with the reason, when the process cannot use its device any more.
+        on_fatal: called with the reason when the process cannot use its device any more.
         on_idle: called whenever none of the model's code runs any more.
         traces: passes traces to the model's code; None: requests are not traced.
     """
@@ -68,8 +64,7 @@ class Streaming:
     ) -> None:
         self.engine = engine
         self.model = engine.config.name
-        self._on_fatal = on_fatal
-        self._fatal_reported = False
+        self.on_fatal = on_fatal
         self._traces = traces
         self._read_request: Callable[[Request], Item] = partial(
             messages.read_kept, guard=engine.guard
@@ -117,12 +112,6 @@ class Streaming:
             with contextlib.suppress(RuntimeError):  # the loop is closing already
                 self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_SECONDS_TO_END)
-
-    def fatal(self) -> None:
-        """Report once that the process cannot use its device any more."""
-        if not self._fatal_reported:
-            self._fatal_reported = True
-            self._on_fatal(self.engine.recovery.reason)
 
     def ended(self, code: str) -> None:
         """Count a request that ended with this code."""
@@ -255,8 +244,9 @@ class _Client:
         if error is not None and not isinstance(error, InputError | CancelledError):
             named = f" (request {self._name})" if self._name else ""
             log.error("%s%s%s", error, named, f"\n{text}" if text else "")
-        if self._streaming.engine.recovery.fatal is not None:
-            self._streaming.fatal()
+        recovery = self._streaming.engine.recovery
+        if recovery.fatal is not None:
+            self._streaming.on_fatal(recovery.reason)
 
     def cancelled(self) -> bool:
         """Return whether the client has gone; check at most once per interval."""

@@ -20,7 +20,7 @@ def is_incomplete(document: Document) -> bool:
 
 
 def set_decoupled(document: JsonObject, version_folder: Path) -> bool:
-    """Make a complete config decoupled if it does not say and forward() in model.py yields.
+    """Make a complete config decoupled if it has no policy and forward() in model.py yields.
 
     The source is parsed and the model is not loaded, which would take seconds in each load. A model
     that streams in a way that its source does not show is refused when it is loaded.

@@ -70,6 +70,7 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
     gpu_sharing = bool(options.enable_weight_sharing) and config.kind != "CPU"
     single_device = [name for name in options.optimize if name != "channels_last"]
     reduced = [name for name in options.optimize if name.startswith(("bf16", "fp16"))]
+    quantized = [name for name in options.optimize if name.startswith(("int8", "fp8"))]
     states = {state.output for state in config.states}
     ragged = "batch_input" if config.batch_inputs else "batch_output"
     of_batches = {
@@ -80,7 +81,7 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
     excluded_by_streams = of_batches | {
         "TORCH_COMPILE_OPTIONAL_PARAMETERS is set": compiled,
         "OPTIMIZE asks for freeze": "freeze" in options.optimize,
-        "ENABLE_WEIGHT_SHARING holds the weights on the GPU once": gpu_sharing,
+        "ENABLE_WEIGHT_SHARING shares the weights on the GPU": gpu_sharing,
     }
     excluded_by_ragged_batches = {
         "PAD": bool(options.pad),
@@ -107,15 +108,13 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
             "PAD is set, and a state of sequence_batching has dims of -1",
             "Padding in a state cannot be recognized: give it fixed dims, or remove PAD.",
         ),
-        (
-            len(reduced) > 1,
-            f"OPTIMIZE asks for {' and '.join(reduced)}",
-            "They exclude each other; keep one.",
-        ),
-        (
-            {"int8_weights", "fp8_weights"} <= set(options.optimize),
-            "OPTIMIZE asks for fp8_weights and int8_weights",
-            "They exclude each other; keep one.",
+        *(
+            (
+                len(names) > 1,
+                f"OPTIMIZE asks for {' and '.join(names)}",
+                "They exclude each other; keep one.",
+            )
+            for names in (reduced, quantized)
         ),
         (
             options.weights_dtype is not None and options.cast_inputs is not None,
@@ -147,7 +146,7 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
         ),
         (
             options.watch_weights and gpu_sharing,
-            "WATCH_WEIGHTS is set, and ENABLE_WEIGHT_SHARING holds the weights on the GPU once",
+            "WATCH_WEIGHTS is set, and ENABLE_WEIGHT_SHARING shares the weights on the GPU",
             "A swap in one instance would change a running batch of another: remove one of them.",
         ),
         (

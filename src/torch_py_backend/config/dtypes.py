@@ -48,13 +48,13 @@ _BY_TORCH = {dtype.torch: dtype for dtype in TABLE}
 _BY_TRITON = {dtype.triton: dtype for dtype in TABLE}
 
 
-def from_torch(name: str) -> DType:
-    """Return the type with this name in torch.
+def from_torch(dtype: object) -> DType:
+    """Return the type for a torch.dtype.
 
     Raises:
         KeyError: Triton has no such type.
     """
-    return _BY_TORCH[name]
+    return _BY_TORCH[str(dtype).removeprefix("torch.")]
 
 
 def from_triton(name: str) -> DType:

@@ -101,6 +101,12 @@ class ModelConfig:
         return self.sequencing.states if self.sequencing is not None else ()
 
     @property
+    def sequence_inputs(self) -> tuple[str, ...]:
+        """The names of the inputs that are states and controls of sequences."""
+        controls = self.sequencing.controls if self.sequencing is not None else ()
+        return (*(state.input for state in self.states), *(entry.name for entry in controls))
+
+    @property
     def untyped_states(self) -> tuple[State, ...]:
         """The states that config.pbtxt only names, without type and dims (option STATE)."""
         return tuple(state for state in self.states if state.dtype is None)

@@ -98,7 +98,7 @@ def parse(
         if batching.get(key):
             raise ConfigError(
                 model,
-                f"sequence_batching asks for {key}, and no Python-based backend can give a request"
+                f"sequence_batching contains {key}, and no Python-based backend can give a request"
                 " back to the scheduler",
                 cure=f"Remove {key} from config.pbtxt.",
             )

@@ -61,7 +61,14 @@ def entries(model_folder: Path) -> JsonObject:
     Raises:
         ConfigError: tuned.json exists and was not written by `tune`.
     """
-    return _read(model_folder / FILE)
+    path = model_folder / FILE
+    if not path.is_file():
+        return {}
+    try:
+        machines = json.loads(path.read_bytes())["machines"]
+        return {name: dict(entry) for name, entry in machines.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _unreadable(model_folder.name, error) from None
 
 
 def read_choice(model_folder: Path, fingerprint: str) -> dict[str, str] | None:
@@ -118,23 +125,13 @@ def save(folder: Path, entry: Document) -> Path:
         ToolError: it cannot be written.
     """
     path = folder / FILE
-    machines = _read(path) | {fingerprint(entry["machine"]): entry}
+    machines = entries(folder) | {fingerprint(entry["machine"]): entry}
     content = json.dumps({"machines": machines}, indent=2, allow_nan=False).encode()
     try:
         files.replace(path.resolve(), content)
     except OSError as error:
         raise ToolError(f"cannot write {path}: {error.strerror or error}.") from error
     return path
-
-
-def _read(path: Path) -> JsonObject:
-    if not path.is_file():
-        return {}
-    try:
-        machines = json.loads(path.read_bytes())["machines"]
-        return {name: dict(entry) for name, entry in machines.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise _unreadable(path.parent.name, error) from None
 
 
 def _unreadable(model: str, error: Exception) -> ConfigError:

@@ -10,6 +10,9 @@ T = TypeVar("T")
 R = TypeVar("R")
 F = TypeVar("F")
 
+# The most calls for the bisections of one batch and its parts: enough for 64 items.
+MAX_CALLS = 128
+
 
 def bisect(
     items: Sequence[T],
@@ -28,7 +31,7 @@ def bisect(
         items: the batch.
         attempt: runs some of the items, in order; returns one result each, or the failure.
         failure: the failure of the whole batch.
-        calls: gives up one element for each call of `attempt`. Items that are undecided once it is
+        calls: each call of `attempt` consumes one element. Items that are undecided once it is
             exhausted keep the failure of their range.
         hopeless: called after each failure; returns whether no further call can succeed. All
             undecided items then get the last failure.

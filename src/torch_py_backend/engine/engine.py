@@ -18,14 +18,14 @@ from torch import Tensor
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.counters import Counts
-from torch_py_backend.batching.gather_scatter import Batch, Item, ItemRows, Outcome, Value, rows_in
+from torch_py_backend.batching.gather_scatter import Item, Outcome, Value, rows_in
 from torch_py_backend.batching.grouping import Group, Grouping
 from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
 from torch_py_backend.batching.padding import Padding
-from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.batching.stage import Around, Stage
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine import plain_call, side_effects
+from torch_py_backend.engine import plain_call
+from torch_py_backend.engine.batch_call import BatchCall
 from torch_py_backend.engine.model_runner import Extract, ModelRunner
 from torch_py_backend.engine.plain_call import Buffers, PlainCall
 from torch_py_backend.engine.retry import Failure, RetryPolicy, reported
@@ -35,7 +35,6 @@ from torch_py_backend.errors import BackendError, InputError
 from torch_py_backend.hooks import hooked_pipeline
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 from torch_py_backend.hooks.user_hooks import Hooks
-from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences.state_columns import StateColumns
 from torch_py_backend.signature.calls import InputBinding
@@ -47,11 +46,10 @@ class Engine:
 
     Attributes:
         lock: the lock that each run holds, except the calls of a plain model, whose weights are
-            not swapped. Changes of the model hold it, too. It is reentrant:
-            a caller may hold it to read the model's state before a run.
+            not swapped. Changes of the model hold it, too. It is reentrant: a caller may hold it to
+            read the model's state before a run.
         hooks: the model's hooks; None: it has none.
-        places: where each input goes: an argument, or a path in the call tree.
-        patterns: the sets of optional inputs that may be left out together; the empty set is first.
+        grouping: groups the items of a run.
         device: the device that the model runs on.
         guard: the context for work on tensors of the device.
         pads_batches: whether batches are padded or filled up to a bucket.
@@ -70,56 +68,50 @@ class Engine:
         self.loaded = loaded
         self.lock = threading.RLock()
         self.kind = loaded.kind
-        self.signature = str(loaded.signature)
         self.hooks = hooks
         self.device, self.guard = device_runtime.device, device_runtime.guard
         self._runtime, self._clean = device_runtime, device_runtime.clean
         self.sharing = sharing_report.report(config, loaded)
         self.counts = Counts()
-        self._batched = config.max_batch_size > 0
-        self._padding = Padding(config) if config.options.pad else None
-        pads = self._padding.pads if self._padding else {}
-        self._pads = {name: pad.gather for name, pad in pads.items()}
-        self._ragged = Ragged(config) if config.concatenates else None
-        columns = StateColumns(config)
-        self._state_inputs, self._names = columns.inputs, columns.outputs
-        self._states = columns if config.states else None
-        # New weights may be swapped in between a call and its responses: see `WeightWatcher`.
-        self._watched = config.options.watch_weights
+        padding = Padding(config) if config.options.pad else None
+        # PAD creates masks on the model's own stream.
+        self._admitting = self.guard if padding else contextlib.nullcontext
+        self._names = StateColumns(config).outputs
         self._finite = Finite(config) if config.options.check_finite else None
         self._extractor = OutputExtractor(config, f"{loaded.returns}()")
         extract: Extract = self._extractor.extract
-        self._clone: Callable[[Value], Value] = gather_scatter.clone
-        self._grouping: Grouping | HookedPipeline
+        clone: Callable[[Value], Value] = gather_scatter.clone
+        self.grouping: Grouping | HookedPipeline
         if hooks is None:
             dtype = config.options.weights_dtype
             cast = getattr(torch, dtype) if dtype else None
-            self._grouping = Grouping(config, loaded.signature, self._padding, cast=cast)
+            self.grouping = Grouping(config, loaded.signature, padding, cast=cast)
         else:
-            self._grouping = HookedPipeline(config, loaded.signature, hooks, device_runtime)
-            if self._grouping.postprocesses:  # after scatter
-                self._names, extract = hooked_pipeline.UNPROCESSED, self._grouping.split
-                self._clone, self._finite = hooked_pipeline.copy_rows, None
-        self.places = self._grouping.places
-        self.patterns = self._grouping.patterns
-        self.runner = ModelRunner(
-            config, loaded, self._grouping, extract, self.counts, clone=self._clone
-        )
-        rows = self.runner.rows
-        self.pads_batches = self._padding is not None or bool(rows.buckets) or rows.least > 1
-        # PAD creates masks on the model's own stream.
-        self._admitting = self.guard if self._padding else contextlib.nullcontext
-        self.stream_calls = StreamCalls(
+            self.grouping = HookedPipeline(config, loaded.signature, hooks, device_runtime)
+            if self.grouping.postprocesses:  # after scatter
+                self._names, extract = hooked_pipeline.UNPROCESSED, self.grouping.split
+                clone, self._finite = hooked_pipeline.copy_rows, None
+        self.runner = ModelRunner(config, loaded, self.grouping, extract, self.counts, clone)
+        self.side_effects = SideEffects(loaded.owner, captured=self.runner.captures)
+        self.batch_call = BatchCall(
             config,
-            self._grouping,
             self.runner,
             device_runtime,
-            self._finite,
-            self.counts,
-            loaded.step,
+            self.side_effects,
+            padding=padding,
+            outputs=self._names,
+            finite=self._finite,
         )
-        self._stages = self._make_stages()
-        self.side_effects = SideEffects(loaded.owner, captured=self.runner.captures)
+        self._batch = Stage("call", self.batch_call.run)
+        self.stream_calls = StreamCalls(config, self.grouping, self.batch_call, loaded.step)
+        self._stages = [
+            *self._make_stages(),
+            *self.batch_call.stages,
+            self.runner.extract,
+            *self.stream_calls.stages,
+        ]
+        rows = self.runner.rows
+        self.pads_batches = padding is not None or bool(rows.buckets) or rows.least > 1
         self.recovery = RetryPolicy(
             config,
             self._batch,
@@ -135,20 +127,11 @@ class Engine:
         self._prepares = False
 
     def _make_stages(self) -> list[Stage[Any]]:
-        """Make the stages that batches run, and return them with those of all other parts."""
-        grouping, device_runtime = self._grouping, self._runtime
+        """Make the engine's own stages, and return them with those of the hooks and the runner."""
+        grouping = self.grouping
         self._streamed = Stage("streamed", self._calling)
         self._hook = Stage("hook", self._call_hook)
         self._group = Stage("group", grouping.group)
-        self._batch = Stage("call", self._attempt)
-        self._gather: Stage[Callable[..., Batch]] = Stage(
-            "gather", gather_scatter.gather if self._ragged is None else self._ragged.gather
-        )
-        self._to_device = Stage("host to device", device_runtime.to_device)
-        self._to_host: Stage[Callable[..., Sequence[Value | ItemRows]]] = Stage(
-            "device to host", device_runtime.to_host
-        )
-        self._scattered = Stage("scatter", self._scatter)
         self._run: Stage[Callable[[Sequence[Item]], Sequence[Outcome]]]
         if isinstance(grouping, Grouping):
             self._run = Stage("run", self._run_items)
@@ -165,13 +148,7 @@ class Engine:
             self._begin = Stage("prepare", grouping.begin)
             self._finish = Stage("finish", grouping.finish)
             others = [self._begin, self._finish, *grouping.stages]
-        return [
-            *(self._run, self._streamed, self._hook, self._group, self._batch),
-            *(self._gather, self._to_device, self._to_host, self._scattered),
-            *others,
-            self.runner.extract,
-            *self.stream_calls.stages,
-        ]
+        return [self._run, self._streamed, self._hook, self._group, self._batch, *others]
 
     def share(self, shared: gpu_sharing.SharedWeights) -> None:
         """Share one copy of the weights with other instances.
@@ -242,7 +219,7 @@ class Engine:
 
     def plain_call(self) -> PlainCall | None:
         """Return the call of a plain model; None: it is not plain, or no call was compared yet."""
-        options, grouping, runtime = self.config.options, self._grouping, self._runtime
+        options, grouping, runtime = self.config.options, self.grouping, self._runtime
         if not (
             grouping.passes_columns
             and runtime.host_inputs
@@ -250,7 +227,7 @@ class Engine:
             and self._finite is None
             and self._clean is None
             and not self.config.batch_outputs
-            and not self._watched
+            and not options.watch_weights
             and self._shared is None
             and self.side_effects.observed
         ):
@@ -379,21 +356,12 @@ class Engine:
                 ]
                 self.counts.postprocess_seconds += time.perf_counter() - ran
             outcomes = [
-                self._send_back(outcome, item)
+                pipeline.send_back(outcome, item)
                 for outcome, item in zip(outcomes, items, strict=True)
             ]
         if self._clean is not None:
             self.clean()
         return outcomes
-
-    def _send_back(self, outcome: Outcome, item: Item) -> Outcome:
-        """Copy outputs to the host for a request from there: hooks may prepare it on a GPU."""
-        if isinstance(outcome, BackendError) or not any(
-            isinstance(value, Tensor) and value.is_cuda for value in outcome.values()
-        ):
-            return outcome
-        sent = [gather_scatter.to_column(value) for value in item.values()]
-        return dict(zip(outcome, self._runtime.to_host([*outcome.values()], sent), strict=True))
 
     def _call_hook(self, place: int, stage: Callable[..., object], *args: Any) -> Any:  # noqa: ARG002  the position is for instrumentation
         """Return the result of a hook stage for the item at a position, or the item's error."""
@@ -435,94 +403,3 @@ class Engine:
             except BaseException as error:
                 failure = self.recovery.classify(error)
             return self.recovery.retry_or_refuse(group, failure, copy_outputs=copy_outputs)
-
-    def _attempt(self, group: Group, *, copy_outputs: bool) -> Sequence[Outcome]:
-        """Run a group as one batch; raise whatever the model raises. See `retry.Attempt`."""
-        names = group.inputs.names
-        began = time.perf_counter()
-        observed = self.side_effects.observed
-        copied = self._state_inputs if observed else names
-        batch = self._gather.call(group.items, names, self._pads, copied)
-        before = (
-            {}
-            if observed
-            else side_effects.copy_tensors(dict(zip(names, batch.columns, strict=True)))
-        )
-        if self._padding is not None:
-            self._padding.count(self.counts, group.items, names, batch.columns)
-        gathered = time.perf_counter()
-        columns = self._to_device.call(batch.columns)
-        sent = time.perf_counter()
-        rows = rows_in(columns) if self._ragged is None else sum(batch.sizes)
-        self.counts.rows += rows
-        raw = self.runner.call(group.inputs, columns, rows)
-        called = time.perf_counter()
-        if not observed:
-            self.side_effects.compare(before, dict(zip(names, batch.columns, strict=True)))
-        owned: Sequence[Value | ItemRows] = raw
-        inputs = batch.columns
-        if self._states is not None:
-            owned = self._states.clone_states(raw, batch)
-            inputs = self._states.sent_columns(names, batch)
-        outputs = self._to_host.call(owned, inputs)
-        if copy_outputs or self._watched:
-            outputs = self._kept(owned, outputs, copy_outputs=copy_outputs)
-        fetched = time.perf_counter()
-        outcomes = self._scattered.call(group, batch, outputs)
-        # Inline: a method call would cost more than these additions.
-        counts = self.counts
-        counts.gather_seconds += gathered - began
-        counts.host_to_device_seconds += sent - gathered
-        counts.forward_seconds += called - sent
-        counts.device_to_host_seconds += fetched - called
-        size = rows if self._batched else 1
-        counts.batches[size] = counts.batches.get(size, 0) + 1
-        if self._finite is None or self._finite.holds(outputs):
-            return outcomes
-        checked: list[Outcome] = []
-        for outcome in outcomes:
-            refusal = None if isinstance(outcome, BackendError) else self._finite.refusal(outcome)
-            checked.append(outcome if refusal is None else reported(refusal))
-        return checked
-
-    def _kept(
-        self,
-        before: Sequence[Value | ItemRows],
-        outputs: Sequence[Value | ItemRows],
-        *,
-        copy_outputs: bool,
-    ) -> Sequence[Value | ItemRows]:
-        """Copy outputs whose memory a later call or new weights may change.
-
-        Outputs that `to_host` has copied are not those that the model returned (`before`).
-        """
-        kept = [
-            self._clone(value)
-            if value is raw
-            and not isinstance(value, ItemRows)
-            and (
-                copy_outputs
-                or not (
-                    mapped_files.has_plain_storage(value) and mapped_files.has_no_other_views(value)
-                )
-            )
-            else value
-            for raw, value in zip(before, outputs, strict=True)
-        ]
-        gather_scatter.wait(kept)  # Triton reads GPU outputs without synchronizing with a stream
-        return kept
-
-    def _scatter(
-        self, group: Group, batch: Batch, outputs: Sequence[Value | ItemRows]
-    ) -> Sequence[Outcome]:
-        if self._ragged is not None:
-            outputs = self._ragged.split(group.items, outputs)
-        outcomes = gather_scatter.scatter(outputs, self._names, batch.sizes)
-        if self._padding is not None:
-            columns = zip(group.inputs.names, batch.columns, strict=True)
-            shapes = {name: column.shape for name, column in columns}
-            self._padding.cut(outcomes, group.items, shapes)
-            if not self._runtime.host_inputs:  # outputs may be on a GPU, where Triton reads them
-                for outcome in outcomes:
-                    gather_scatter.wait(outcome.values())
-        return outcomes

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 from torch_py_backend.batching.gather_scatter import Rows
 
-# The number of shapes to remember; a further one replaces the oldest.
-_SHAPES = 64
+# The most shapes to remember; a further one replaces the oldest.
+_MAX_SHAPES = 64
 # The number of batches that must succeed in smaller calls before a larger call is tried. It
 # doubles each time that the larger call fails.
 _PATIENCE = 64
-_MOST_PATIENCE = 16_384
+_MAX_PATIENCE = 16_384
 
 
 @dataclass(slots=True)
@@ -54,9 +54,9 @@ class MemoryLimits:
         limit = self.limits.get(shape)
         if limit is not None and limit.safe < called:
             limit.most, limit.good = limit.safe, 0
-            limit.patience = min(2 * limit.patience, _MOST_PATIENCE)
+            limit.patience = min(2 * limit.patience, _MAX_PATIENCE)
             return limit.most
-        if limit is None and len(self.limits) >= _SHAPES:
+        if limit is None and len(self.limits) >= _MAX_SHAPES:
             del self.limits[next(iter(self.limits))]
         patience = _PATIENCE if limit is None else limit.patience
         self.limits[shape] = Limit(less, less, patience)

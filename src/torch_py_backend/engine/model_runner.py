@@ -36,6 +36,8 @@ class ModelRunner:
         convert: converts columns to arguments.
         extract: extracts the outputs from a result.
         rows: how many rows one call takes.
+        counts: the counters of the model.
+        clone: copies an output, whose memory a later call may overwrite.
         captures: whether calls are replayed from CUDA graphs.
         compiles: whether a new shape may be compiled.
 
@@ -53,8 +55,8 @@ class ModelRunner:
         clone: Callable[[Value], Value],
     ) -> None:
         self._config = config
-        self._clone = clone
-        self._counts = counts
+        self.clone = clone
+        self.counts = counts
         self._eager = loaded.module
         self._compiled = torch_compile.apply(config, loaded.kind, loaded.module, counts)
         module = self._compiled or loaded.module
@@ -85,9 +87,9 @@ class ModelRunner:
             before = torch_compile.graph_count()
             with contextlib.nullcontext() if bundle is None else bundle.used() as hit:
                 yield
-            self._counts.compiled_graphs += torch_compile.graph_count() - before
+            self.counts.compiled_graphs += torch_compile.graph_count() - before
             if hit is not None:
-                self._counts.compile_cache["hit" if hit else "miss"] = 1
+                self.counts.compile_cache["hit" if hit else "miss"] = 1
             sealed = self._compiled.seal()
         self.forward.replace(sealed if self._graphs is None else self._graphs.seal(sealed))
 
@@ -101,11 +103,11 @@ class ModelRunner:
         pieces: list[list[Value]] = []
         for piece, present in gather_scatter.fit(columns, self.rows):
             # The model may overwrite the outputs of its previous call.
-            pieces[-1:] = [[self._clone(value) for value in last] for last in pieces[-1:]]
+            pieces[-1:] = [[self.clone(value) for value in last] for last in pieces[-1:]]
             size = piece[0].shape[0]
-            self._counts.rows += size - present
+            self.counts.rows += size - present
             outputs = self._call_once(inputs, piece, size)
-            self._counts.filled_rows += size - present
+            self.counts.filled_rows += size - present
             pieces.append([value[:present] for value in outputs])
         return gather_scatter.join(pieces)
 

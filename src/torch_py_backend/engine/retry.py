@@ -18,7 +18,7 @@ from torch_py_backend.batching.grouping import Group
 from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import faults
-from torch_py_backend.engine.bisection import bisect
+from torch_py_backend.engine.bisection import MAX_CALLS, bisect
 from torch_py_backend.engine.memory_limits import Limit, MemoryLimits
 from torch_py_backend.errors import (
     BackendError,
@@ -34,8 +34,6 @@ from torch_py_backend.errors import (
 
 log = logging.getLogger(__name__)
 
-# The most calls for the bisections of one batch and its parts: enough for 64 items.
-_CALLS = 128
 # Log only the innermost frames of a traceback: an endless recursion has a thousand.
 _FRAMES = -64
 
@@ -90,14 +88,12 @@ class RetryPolicy:
         on_call: called before each call, which then gets a time limit of its own.
 
     Args:
-        config: the model's config.
         attempt: the stage that runs a group.
         called: the name of the model's function that an attempt calls.
         rows: the row counts that the model takes.
         repeats: returns whether the model may be called again with that many items that were
             passed to it before.
         device: the device that is probed after a failure.
-        counts: the counters of retries.
     """
 
     def __init__(
@@ -133,7 +129,9 @@ class RetryPolicy:
         most = self.capacity.most(shape) if self._batched else None
         if most is not None and rows > most:
             before = self.capacity.remembered(shape)
-            return self._run_in_parts(group, before, iter(range(_CALLS)), copy_outputs=copy_outputs)
+            return self._run_in_parts(
+                group, before, iter(range(MAX_CALLS)), copy_outputs=copy_outputs
+            )
         result = self._try(group, copy_outputs=copy_outputs)
         if isinstance(result, Failure):
             return self.retry_or_refuse(group, result, copy_outputs=copy_outputs)
@@ -156,7 +154,7 @@ class RetryPolicy:
         `calls` limits the bisections of the batch that the group is a part of; None: the group is
         the batch.
         """
-        calls = calls or iter(range(_CALLS))
+        calls = calls or iter(range(MAX_CALLS))
         if self.fatal is None and failure.memory and self._batched:
             shape, rows = _shape(group), sum(self._sizes(group))
             before = self.capacity.remembered(shape)

@@ -8,21 +8,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value, rows_in
 from torch_py_backend.batching.grouping import Grouping
-from torch_py_backend.batching.output_extraction import Finite
-from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine.model_runner import ModelRunner
+from torch_py_backend.engine.batch_call import BatchCall
 from torch_py_backend.errors import BackendError, OutputError
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,33 +39,31 @@ class StreamCalls:
     Attributes:
         step: the module's step(), which runs all live streams; None: it has none.
         next: resumes one stream.
-        stages: all stages but those of the `ModelRunner`.
+        stages: all stages but those of the `ModelRunner` and the `BatchCall`.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         grouping: Grouping | HookedPipeline,
-        runner: ModelRunner,
-        device_runtime: Runtime,
-        finite: Finite | None,
-        counts: Counts,
+        batch_call: BatchCall,
         step: Callable[[list[Any]], Any] | None,
     ) -> None:
-        self._runner = runner
-        self._finite = finite
-        self._counts = counts
+        self._runner = batch_call.runner
+        self._finite = batch_call.finite
+        self._counts = batch_call.runner.counts
         self._batched = config.max_batch_size > 0
         self._names = tuple(spec.name for spec in config.outputs)
         # The begin() of another stream, a further step() or new weights may overwrite memory that
         # an outcome shares with the model before the outcome is sent.
         self._owns = step is not None or config.options.watch_weights
         self.step = None if step is None else Stage("step", step)
-        self.next = Stage("next", _resume)
-        self._gather = Stage("gather", gather_scatter.gather)
-        self._to_device = Stage("host to device", device_runtime.to_device)
-        self._to_host = Stage("device to host", device_runtime.to_host)
-        self.stages: list[Stage[Any]] = [self.next, self._gather, self._to_device, self._to_host]
+        self.next: Stage[Callable[[Callable[[], Any]], Any]] = Stage(
+            "next", lambda resume: resume()
+        )
+        self._gather = batch_call.gather
+        self._to_device, self._to_host = batch_call.to_device, batch_call.to_host
+        self.stages: list[Stage[Any]] = [self.next]
         if self.step is not None:
             self.stages.append(self.step)
         if isinstance(grouping, Grouping):  # hooks are refused for streams
@@ -134,7 +127,3 @@ class StreamCalls:
             refusal = None if self._finite is None else self._finite.refusal(outcome)
             outcomes.append(outcome if refusal is None else refusal)
         return outcomes
-
-
-def _resume(resume: Callable[[], Any]) -> Any:
-    return resume()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter, trees
-from torch_py_backend.batching.gather_scatter import Item, Value
+from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
 from torch_py_backend.batching.grouping import Group
 from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
 from torch_py_backend.batching.runtime import Runtime
@@ -20,7 +20,7 @@ from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.request_parameters import Parameters
-from torch_py_backend.errors import InputError, OutputError, join_names, summarize
+from torch_py_backend.errors import BackendError, InputError, OutputError, join_names, summarize
 from torch_py_backend.hooks.preprocessing import (
     NUMBERED,
     ROWS,
@@ -55,12 +55,6 @@ class HookedPipeline:
     Attributes:
         stages: the stages within `begin` and within the calls of groups.
 
-    Args:
-        config: the model's config.
-        signature: the module's signature.
-        hooks: the model's hooks.
-        runtime: the device of the module and the context of its calls.
-
     Raises:
         BindingError: the config's inputs do not match the signature of the hooks or the module.
     """
@@ -72,7 +66,7 @@ class HookedPipeline:
         self._model = config.name
         self._batched = config.max_batch_size > 0
         self._signature = signature
-        self._device = runtime.device
+        self._runtime = runtime
         dtype = config.options.weights_dtype
         self._dtype = getattr(torch, dtype) if dtype else None
         self._preprocessor: BatchPreprocessor | RowPreprocessor
@@ -82,8 +76,8 @@ class HookedPipeline:
             self._preprocessor = BatchPreprocessor(config, hooks.preprocess_batch, target)
         else:
             self._preprocessor = RowPreprocessor(config, hooks, runtime)
-        self.places = self._preprocessor.places
-        self.patterns = self._preprocessor.patterns
+        self.places = self._preprocessor.grouping.places
+        self.patterns = self._preprocessor.grouping.patterns
         # Request parameters stay with the rows for hooks after preprocess() that take them.
         self._passes_parameters = any(
             hook.takes_parameters for hook in hooks.defined if hook.name != "preprocess"
@@ -154,7 +148,7 @@ class HookedPipeline:
         """As `Grouping.passes_columns`; only with hooks for batches, without parameters."""
         return (
             isinstance(self._preprocessor, BatchPreprocessor)
-            and self._preprocessor.passes_columns
+            and self._preprocessor.grouping.passes_columns
             and not self._passes_parameters
             and not self.postprocesses
         )
@@ -162,8 +156,7 @@ class HookedPipeline:
     @property
     def binding(self) -> InputBinding:
         """How items with all inputs are passed to hooks for batches."""
-        assert isinstance(self._preprocessor, BatchPreprocessor)  # noqa: S101  `passes_columns`
-        return self._bind(self._preprocessor.binding)
+        return self._bind(self._preprocessor.grouping.binding)
 
     def _bind(self, inputs: InputBinding, extra: tuple[str, ...] = ()) -> InputBinding:
         """Return how columns, and those of parameters, are passed to the hooks and the module."""
@@ -184,7 +177,7 @@ class HookedPipeline:
             *columns, last = columns
             parameters = request_parameters.values(last)
         prepared = self._preprocessor.batch(inputs, columns, parameters)
-        batch = trees.to_device(prepared, self._device, self._dtype)
+        batch = trees.to_device(prepared, self._runtime.device, self._dtype)
         if self.hooks.inference is not None:
             result = self.hooks.inference.with_parameters(parameters)(module, batch)
         else:
@@ -270,6 +263,15 @@ class HookedPipeline:
             raise refusal
         return outputs
 
+    def send_back(self, outcome: Outcome, item: Item) -> Outcome:
+        """Copy outputs to the host for a request from there: hooks may prepare it on a GPU."""
+        if isinstance(outcome, BackendError) or not any(
+            isinstance(value, Tensor) and value.is_cuda for value in outcome.values()
+        ):
+            return outcome
+        sent = [gather_scatter.to_column(value) for value in item.values()]
+        return dict(zip(outcome, self._runtime.to_host([*outcome.values()], sent), strict=True))
+
     def _postprocess(self, result: Tree, parameters: Parameters) -> Tree:
         assert self.hooks.postprocess is not None  # noqa: S101  checked by `postprocesses`
         return self.hooks.postprocess.with_parameters(parameters)(result)
@@ -305,14 +307,8 @@ class HookedPipeline:
         dtype: torch.dtype = getattr(torch, spec.dtype.torch)
         try:
             tensor = torch.as_tensor(part)
-            if not part:
-                return tensor.to(dtype)
-            is_float, is_bool = tensor.is_floating_point(), tensor.dtype is torch.bool
-            if dtype is torch.bool:
-                fits = is_bool
-            else:
-                fits = not is_bool and (dtype.is_floating_point or not is_float)
-            if fits:
+            both_bool = (tensor.dtype is torch.bool) is (dtype is torch.bool)
+            if not part or (both_bool and torch.can_cast(tensor.dtype, dtype)):
                 return torch.tensor(part, dtype=dtype)
             problem = f"numbers of {str(tensor.dtype).removeprefix('torch.')}"
         except Exception as error:  # tensors, strings, ragged lists, numbers that are too large
@@ -325,7 +321,7 @@ class HookedPipeline:
 
     # --- without a config ----------------------------------------------------------------------
 
-    def tried(self, module: Module, item: Item) -> tuple[Tree, bool]:
+    def run_unchecked(self, module: Module, item: Item) -> tuple[Tree, bool]:
         """Return the unchecked result of a request, and whether it is the result of one row.
 
         Raises:

@@ -39,22 +39,19 @@ Prepare: TypeAlias = "Callable[[], Tree]"
 class BatchPreprocessor:
     """Batches the requests' inputs for preprocess_batch(), or for the module.
 
+    Attributes:
+        grouping: checks and groups the requests' items.
+
     Args:
-        config: the model's config.
         hook: preprocess_batch; None: the class does not define it.
-        signature: the module's signature.
     """
 
     def __init__(self, config: ModelConfig, hook: Hook | None, signature: Signature) -> None:
         self._hook = hook
         if hook is not None:
             signature = hook.signature()
-            _refuse_vague(config, signature)
-        self._grouping = Grouping(config, signature)
-        self.places = self._grouping.places
-        self.patterns = self._grouping.patterns
-        self.binding = self._grouping.binding
-        self.passes_columns = self._grouping.passes_columns
+            _check_annotations(config, signature)
+        self.grouping = Grouping(config, signature)
 
     def begin(
         self,
@@ -63,16 +60,16 @@ class BatchPreprocessor:
         *,
         copies: bool = False,  # noqa: ARG002  the interface of `RowPreprocessor.begin`
     ) -> Callable[[], Item | InputError]:
-        return partial(self._grouping.admit, item)
+        return partial(self.grouping.admit, item)
 
     def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
-        return self._grouping.group(items)
+        return self.grouping.group(items)
 
     def batch(
         self, inputs: InputBinding, columns: Sequence[Value], parameters: RowParameters
     ) -> Tree:
         """Return the argument for the module's call."""
-        passed = self._grouping.convert(inputs, columns)
+        passed = self.grouping.convert(inputs, columns)
         if self._hook is None:
             return dict(zip(inputs.names, passed, strict=True))
         return inputs.call(self._hook.with_parameters(parameters), passed)
@@ -111,8 +108,10 @@ class _PreparedRow:
 class RowPreprocessor:
     """Prepares each row of a request separately; collate() makes batches, or rows are stacked.
 
+    Attributes:
+        grouping: checks rows, each like a request of a model without a batch dimension.
+
     Args:
-        config: the model's config.
         hooks: without preprocess(), a row is a dict of its inputs; without collate(), rows with
             equal shapes share a batch.
         device_runtime: the device and the context for threads that prepare rows.
@@ -126,17 +125,14 @@ class RowPreprocessor:
         self._axes = {spec.name: len(spec.dims) + 1 for spec in config.inputs}
         signature = by_name(config, of_row=True) if preprocess is None else preprocess.signature()
         if preprocess is not None:
-            _refuse_vague(config, signature)
+            _check_annotations(config, signature)
         count = config.options.preprocess_threads
         # At its end, the context makes the thread's own GPU current again. By default that is the
         # first one, on which CUDA would then create a context.
         enter = runtime.for_thread(device_runtime.device)
         self._threads = None if count is None else ThreadPoolExecutor(count, initializer=enter)
         self._guard = device_runtime.guard
-        # A row is admitted like a request of a model without a batch dimension.
-        self._grouping = Grouping(dataclasses.replace(config, max_batch_size=0), signature)
-        self.places = self._grouping.places
-        self.patterns = self._grouping.patterns
+        self.grouping = Grouping(dataclasses.replace(config, max_batch_size=0), signature)
 
     def begin(
         self, item: Item, parameters: Parameters, *, copies: bool = False
@@ -169,13 +165,13 @@ class RowPreprocessor:
 
     def _prepare_row(self, row: Item, parameters: Parameters, *, copies: bool) -> Tree:
         """Return the result of preprocess() for one row, or its refusal."""
-        admitted = self._grouping.admit(row)
+        admitted = self.grouping.admit(row)
         if isinstance(admitted, InputError):
             return admitted
-        ((inputs, _, _),) = self._grouping.group([(0, admitted)])
+        ((inputs, _, _),) = self.grouping.group([(0, admitted)])
         columns = [to_column(admitted[name]) for name in inputs.names]
         call = dict if self._preprocess is None else self._preprocess.with_parameters(parameters)
-        prepared = inputs.call(call, self._grouping.convert(inputs, columns))
+        prepared = inputs.call(call, self.grouping.convert(inputs, columns))
         return trees.clone(prepared) if copies else prepared
 
     def _join(self, results: Sequence[Prepare], prepares: Sequence[Prepare]) -> Item | InputError:
@@ -281,7 +277,7 @@ def by_name(config: ModelConfig, *, of_row: bool) -> Signature:
     return Signature(tuple(arguments), name="collate" if of_row else "inference")
 
 
-def _refuse_vague(config: ModelConfig, signature: Signature) -> None:
+def _check_annotations(config: ModelConfig, signature: Signature) -> None:
     """Refuse hooks without annotations for strings, and preprocess_batch() that takes scalars."""
     names = [spec.name for spec in config.inputs]
     strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}

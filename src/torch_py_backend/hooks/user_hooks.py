@@ -62,7 +62,6 @@ class Hook:
         stage: the method.
         text: its declaration, for messages.
         takes_parameters: whether it takes the request's parameters.
-        client_errors: whether a ValueError or TypeError that it raises is the client's fault.
     """
 
     model: str
@@ -70,7 +69,6 @@ class Hook:
     stage: Stage[Callable[..., Tree]]
     text: str
     takes_parameters: bool
-    client_errors: bool
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the method.
@@ -85,8 +83,10 @@ class Hook:
             raise
         except BaseException as error:
             # Decoders raise these for unreadable bytes; Pillow raises OSErrors without an errno.
-            unreadable = isinstance(error, OSError) and error.errno is None
-            if self.client_errors and (isinstance(error, ValueError | TypeError) or unreadable):
+            unreadable = isinstance(error, ValueError | TypeError) or (
+                isinstance(error, OSError) and error.errno is None
+            )
+            if unreadable and self.name.startswith("preprocess"):
                 reason = summarize(error)
                 raise InputError(self.model, f"{self.name}() refuses the input: {reason}") from None
             raise HookError(self.model, self.name, error) from error
@@ -219,12 +219,10 @@ def _create_hook(config: ModelConfig, file: str, instance: object, name: str) ->
             raise SourceError(
                 config.name,
                 f"{place}{signature} in {file} cannot be called: {error}",
-                expected=f"{name}(self, {', '.join(arguments)}), and after that"
-                f" {request_parameters.ARGUMENT} where it wants them",
+                expected=f"{name}(self, {', '.join(arguments)}), with"
+                f" {request_parameters.ARGUMENT} as the last argument if it takes them",
             ) from None
-    client_errors = name.startswith("preprocess")
-    stage = Stage(name, method)
-    return Hook(config.name, name, stage, f"{name}{signature}", takes_parameters, client_errors)
+    return Hook(config.name, name, Stage(name, method), f"{name}{signature}", takes_parameters)
 
 
 def _check_conflicts(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) -> None:
@@ -242,7 +240,8 @@ def _check_conflicts(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) 
                 expected="one of them: they do the same",
             )
     batches = [hook for hook in _PER_BATCH if hook in hooks]
-    named = any(spec.name == request_parameters.ARGUMENT for spec in config.inputs)
+    argument = request_parameters.ARGUMENT
+    named = any(spec.name == argument for spec in config.inputs)
     in_forward = {
         "config.pbtxt has sequence_batching": config.sequencing is not None,
         "config.pbtxt has batch_input or batch_output": config.concatenates,
@@ -274,7 +273,7 @@ def _check_conflicts(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) 
         ),
         (
             named and any(hook.takes_parameters for hook in hooks.values()),
-            f"an input is named {request_parameters.ARGUMENT}, as the request's own are for hooks",
+            f"an input is named {argument}, like the argument of hooks for a request's parameters",
             "Rename the input.",
         ),
     )

@@ -344,7 +344,7 @@ def _describe(
 def _entry(model: str, name: str, value: Value, dims: list[int]) -> JsonObject:
     try:
         dtype = (
-            dtypes.from_torch(str(value.dtype).removeprefix("torch."))
+            dtypes.from_torch(value.dtype)
             if isinstance(value, Tensor)
             else dtypes.from_triton("BYTES")
         )

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from torch_py_backend.artifacts.discovery import HOOKS_CLASS, Artifact, ArtifactType
-from torch_py_backend.autocomplete import schema
-from torch_py_backend.autocomplete.schema import Schema
+from torch_py_backend.autocomplete import hook_runs, specs
+from torch_py_backend.autocomplete.specs import Schema
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.config import model_config, pbtxt
@@ -96,7 +96,7 @@ class ModuleAnswers:
                 " dimensions",
                 expected="the same outputs for each example, of any sizes",
             )
-        return [schema.entry_of(spec) for spec in reduce(schema.with_varying, schemas).outputs]
+        return [specs.entry_of(spec) for spec in reduce(specs.with_varying, schemas).outputs]
 
     def _run_hooks(self, module: Callable[..., Any], item: Item) -> Schema:
         hooks_name = HOOKS_CLASS if self.hooks is None else self.hooks.__name__
@@ -115,7 +115,7 @@ class ModuleAnswers:
             assert hooks is not None  # noqa: S101  HOOKS names them
             loaded = Loaded(artifact, module, self.signature)
             try:
-                return schema.run_hooks(config, loaded, hooks, item, self.device)
+                return hook_runs.run_hooks(config, loaded, hooks, item, self.device)
             except ConfigError as error:
                 reason = summarize(error.__cause__ or error)
                 problem = f"its hooks fail with the example: {reason}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import struct
 
 import numpy as np
@@ -75,14 +74,14 @@ def _parse_strings(
     config: ModelConfig, state: State, initial: InitialState, content: bytes
 ) -> Strings:
     """Parse strings, each with its length in four bytes before its text."""
-    count = math.prod(initial.dims)
     texts, position = [], 0
     while position + 4 <= len(content):
         (size,) = struct.unpack_from("<I", content, position)
         position += 4 + size
         texts.append(content[position - size : position])
-    if position != len(content) or len(texts) != count:
-        raise _misfit(config, state, f"{len(texts)} strings", f"{count}, each behind its length")
+    if position != len(content) or len(texts) != initial.size:
+        expected = f"{initial.size}, each behind its length"
+        raise _misfit(config, state, f"{len(texts)} strings", expected)
     strings: Strings = np.empty(len(texts), dtype=np.object_)
     strings[:] = texts
     return strings.reshape(initial.dims)

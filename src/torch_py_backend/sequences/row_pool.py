@@ -35,7 +35,6 @@ class Pool:
         form: the form of the tables.
 
     Args:
-        names: the names of the tables.
         columns: a column for each table, with the form of the columns to write.
     """
 

@@ -32,8 +32,6 @@ class StateColumns:
 
     def clone_states(self, outputs: Sequence[Value], batch: Batch) -> Sequence[Value | ItemRows]:
         """Return the outputs with states split into copies for each item."""
-        if not self._places:
-            return outputs
         columns: list[Value | ItemRows] = list(outputs)
         for place in self._places:
             columns[place] = gather_scatter.clone_rows(outputs[place], batch.sizes)
@@ -41,7 +39,5 @@ class StateColumns:
 
     def sent_columns(self, names: Sequence[str], batch: Batch) -> Sequence[Value]:
         """Return the columns that requests sent."""
-        if not self.inputs:
-            return batch.columns
         columns = zip(names, batch.columns, strict=True)
         return [column for name, column in columns if name not in self.inputs]

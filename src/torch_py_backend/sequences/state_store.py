@@ -13,28 +13,24 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter, runtime
-from torch_py_backend.batching.gather_scatter import Item, Outcome, Part, Strings, Value
+from torch_py_backend.batching.gather_scatter import Item, Outcome, Part, Value
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, InputError, StateMemoryError
-from torch_py_backend.sequences import initial_states, row_pool
-from torch_py_backend.sequences.row_pool import Form, Pool
+from torch_py_backend.sequences import initial_states
+from torch_py_backend.sequences.state_storage import Id, NewStates, States, StateStorage
 from torch_py_backend.signature import binding
 from torch_py_backend.signature.arguments import Signature
 
 log = logging.getLogger(__name__)
 
-# A correlation ID. Requests with which Triton only fills a slot have 0 or an empty string.
-Id: TypeAlias = "int | str"
 # Columns on a GPU and their copies on the host, by the id() of the column.
 _Fetched: TypeAlias = "dict[int, tuple[Tensor, Tensor]]"
 
@@ -87,50 +83,6 @@ def next_item(config: ModelConfig, item: Item, outcome: dict[str, Value]) -> Ite
 # --- while it serves ---------------------------------------------------------------------------
 
 
-@dataclass(eq=False, slots=True)
-class _Sequence:
-    """The states of one sequence.
-
-    Attributes:
-        values: the states by the names of their inputs.
-        used: the time of its last step.
-        slot: the row in the pool; negative: the states are not in it.
-        form: the form of the states if they could be in a pool.
-        size: the bytes of the states; 0 while they are the shared initial states.
-        requests_when_idle: the number of requests run when it was found idle; None: it was not.
-    """
-
-    values: Item
-    used: float
-    slot: int = -1
-    form: Form | None = None
-    size: int = 0
-    requests_when_idle: int | None = None
-
-
-@dataclass(eq=False, slots=True)
-class _NewStates:
-    """Columns whose rows are the new states of several steps.
-
-    Attributes:
-        columns: one column for each state.
-        form: the form of the columns; None: the rows cannot be in a pool.
-        fits: whether the form is the pool's.
-        holders: the sequences whose states are written to the pool.
-        rows: the row of each of the holders.
-    """
-
-    columns: Sequence[Tensor]
-    form: Form | None
-    fits: bool
-    holders: list[_Sequence] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-
-    def add(self, holder: _Sequence, row: int) -> None:
-        self.holders.append(holder)
-        self.rows.append(row)
-
-
 class Sequences:
     """The states of all sequences of one instance.
 
@@ -138,7 +90,6 @@ class Sequences:
         size: the bytes of all states.
 
     Args:
-        config: the model's config.
         run: runs items, returns their outcomes in order.
         device: the device of the states.
         clock: returns seconds.
@@ -160,26 +111,17 @@ class Sequences:
         self._run_items = run
         self._clock = clock
         self._guard = guard
-        self._inputs = [state.input for state in config.states]
-        self._outputs = [state.output for state in config.states]
-        self._has_strings = any(
-            state.dtype is not None and state.dtype.torch is None for state in config.states
-        )
+        outputs = [state.output for state in config.states]
         public = {spec.name for spec in config.outputs if spec.origin is Origin.CLIENT}
-        self._hidden = [name for name in self._outputs if name not in public]
-        self._public = [name for name in self._outputs if name in public]
-        self._batched = config.max_batch_size > 0
-        rows = 1 if self._batched else None
+        self._hidden = [name for name in outputs if name not in public]
+        self._public = [name for name in outputs if name in public]
+        rows = 1 if config.max_batch_size > 0 else None
         self._initial = {
             name: value.to(device) if isinstance(value, Tensor) else value
             for name, value in initial_states.find(config, rows).items()
         }
-        fixed = all(
-            state.dtype is not None and state.dtype.torch and -1 not in state.dims
-            for state in config.states
-        )
-        # Computed once if it is the same for all steps.
-        self._fixed_size = sum(map(_size, self._initial.values())) if fixed else None
+        self._storage = StateStorage(config, self._initial, self._reserve_memory)
+        self._store = self._storage.store
         limit = config.options.sequence_memory_mb
         self._limit_mb = limit or 0
         self._limit = math.inf if limit is None else limit * _MEGABYTE
@@ -189,9 +131,7 @@ class Sequences:
         self._idle = sequencing.idle_s + self._quiet
         # The most requests that may be queued for an instance or running in it.
         self._backlog = sequencing.slots + max(1, config.max_batch_size)
-        self._sequences: dict[Id, _Sequence] = {}
-        # Created with the first states that can be in a pool.
-        self._pool: Pool | None = None
+        self._sequences: dict[Id, States] = {}
         self._requests = 0
         self._last_run = clock()
         # Held while a batch runs: another thread calls `sweep`.
@@ -234,9 +174,9 @@ class Sequences:
             return
         try:
             self._free()
-            if self._pool is not None:
+            if self._storage.pool is not None:
                 with self._guard():
-                    self._pool.trim()
+                    self._storage.pool.trim()
         finally:
             self._lock.release()
 
@@ -272,24 +212,25 @@ class Sequences:
                 if step.ends:
                     self._drop(step.id)
 
-    def _begin(self, name: Id) -> _Sequence:
+    def _begin(self, name: Id) -> States:
         self._drop(name)
-        sequence = self._sequences[name] = _Sequence(self._initial, self._clock())
+        sequence = self._sequences[name] = States(self._initial, self._clock())
         return sequence
 
     def _drop(self, name: Id) -> None:
         sequence = self._sequences.pop(name, None)
         if sequence is not None:
             self.size -= sequence.size
-            if sequence.slot >= 0 and self._pool is not None:
-                self._pool.remove(sequence)
+            pool = self._storage.pool
+            if sequence.slot >= 0 and pool is not None:
+                pool.remove(sequence)
 
     def _update(
-        self, run: Sequence[tuple[Step, _Sequence]], outcomes: Sequence[Outcome]
+        self, run: Sequence[tuple[Step, States]], outcomes: Sequence[Outcome]
     ) -> list[Outcome]:
         """Store the new states of successful steps; return the outcomes for clients."""
         now = self._clock()
-        batches: dict[int, _NewStates] = {}
+        batches: dict[int, NewStates] = {}
         fetched: _Fetched = {}
         updated: list[Outcome] = []
         for (step, sequence), outcome in zip(run, outcomes, strict=True):
@@ -297,7 +238,7 @@ class Sequences:
                 updated.append(outcome)
                 continue
             sequence.used = now
-            refusal = None if step.ends else self._store(step, sequence, outcome, batches)
+            refusal = None if step.ends else self._store(step.id, sequence, outcome, batches)
             fetches = bool(self._public) and not _on_gpu(step.item)
             for output in self._public:
                 part: Value | Part = outcome[output]
@@ -307,89 +248,21 @@ class Sequences:
                 del outcome[output]
             updated.append(refusal or outcome)
         try:
+            pool = self._storage.pool
             for batch in batches.values():
-                if batch.holders and self._pool is not None:
-                    self._pool.write(batch.holders, batch.columns, batch.rows)
+                if batch.holders and pool is not None:
+                    pool.write(batch.holders, batch.columns, batch.rows)
         except BaseException:  # some states may be written and others not
             for step, _ in run:
                 self._drop(step.id)
             raise
         return updated
 
-    def _new_states(self, outcome: Mapping[str, Value | Part]) -> _NewStates:
-        """Return the columns that an outcome's states are rows of."""
-        values = [outcome[name] for name in self._outputs]
-        columns = [value[0] if isinstance(value, tuple) else value for value in values]
-        tensors = [column for column in columns if isinstance(column, Tensor)]
-        if self._fixed_size is not None and self._pool is not None:
-            # All states have the pool's form.
-            return _NewStates(tensors, self._pool.form, fits=True)
-        small = (
-            self._batched
-            and len(tensors) == len(columns)
-            and all(
-                column.nbytes <= gather_scatter.SMALL_ROW_BYTES * column.shape[0]
-                for column in tensors
-            )
-        )
-        form = row_pool.form(tensors) if small else None
-        return _NewStates(tensors, form, fits=self._pool is not None and self._pool.form == form)
+    def _reserve_memory(self, name: Id, sequence: States, size: int) -> StateMemoryError | None:
+        """Count the bytes of a sequence's new states.
 
-    def _store(
-        self,
-        step: Step,
-        sequence: _Sequence,
-        outcome: Mapping[str, Value | Part],
-        batches: dict[int, _NewStates],
-    ) -> StateMemoryError | None:
-        """Store the new states of one step; return the error if that is refused.
-
-        Small states of steps that ran in one batch are stored in the pool, a table. A step that ran
-        alone has its own copy, which is cheaper than a row in a table.
+        Return the error if they exceed the limit, and log it once a minute.
         """
-        batch, form, row = None, None, 0
-        first = outcome[self._outputs[0]]
-        if isinstance(first, tuple):
-            column, row = first
-            batch = batches.get(id(column))
-            if batch is None:
-                batch = batches[id(column)] = self._new_states(outcome)
-            if batch.fits and sequence.slot >= 0:
-                batch.add(sequence, row)
-                return None
-            form = batch.form
-        values = [gather_scatter.part_value(outcome[name]) for name in self._outputs]
-        if self._has_strings:
-            values = [_encode_strings(value) for value in values]
-        error = self._reserve_memory(step, sequence, values)
-        if error is not None:
-            return error
-        if sequence.slot >= 0 and self._pool is not None:
-            self._pool.remove(sequence)
-        # States that grow would leave the pool in each step.
-        keeps_form = self._fixed_size is not None or sequence.form == form
-        if batch is not None and form is not None and keeps_form:
-            if self._pool is None:
-                self._pool = Pool(self._inputs, batch.columns)
-            if self._pool.form == form:
-                self._pool.add(sequence)
-                batch.add(sequence, row)
-                return None
-        sequence.form = form
-        sequence.values = {
-            name: gather_scatter.clone(value) if isinstance(outcome[output], tuple) else value
-            for name, output, value in zip(self._inputs, self._outputs, values, strict=True)
-        }
-        return None
-
-    def _reserve_memory(
-        self, step: Step, sequence: _Sequence, values: Sequence[Value]
-    ) -> StateMemoryError | None:
-        """Count the memory of a sequence's new states.
-
-        Return the error if it exceeds the limit, and log it once a minute.
-        """
-        size = sum(map(_size, values)) if self._fixed_size is None else self._fixed_size
         total = self.size + size - sequence.size
         if total > self._limit:
             self._free()
@@ -398,7 +271,7 @@ class Sequences:
             self.size, sequence.size = total, size
             return None
         count = len(self._sequences)
-        error = StateMemoryError(self._model, str(step.id), total, self._limit_mb, count)
+        error = StateMemoryError(self._model, str(name), total, self._limit_mb, count)
         self._refused += 1
         now = self._clock()
         if now >= self._next_warning:
@@ -464,20 +337,3 @@ def _copy(outcome: Outcome) -> Outcome:
     copies = {name: gather_scatter.clone(value) for name, value in outcome.items()}
     gather_scatter.wait(copies.values())
     return copies
-
-
-def _encode_strings(value: Value) -> Value:
-    """Encode strings as in requests; return numbers unchanged."""
-    if isinstance(value, Tensor):
-        return value
-    strings: Strings = np.empty(value.shape, dtype=np.object_)
-    strings.ravel()[:] = [
-        text if isinstance(text, bytes) else text.encode() for text in value.reshape(-1).tolist()
-    ]
-    return strings
-
-
-def _size(value: Value) -> int:
-    if isinstance(value, Tensor):
-        return value.nbytes
-    return sum(map(len, value.reshape(-1).tolist()))

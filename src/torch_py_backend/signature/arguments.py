@@ -22,7 +22,8 @@ Place: TypeAlias = tuple[str, Path]
 Unflatten: TypeAlias = Callable[[Sequence[object]], tuple[Sequence[object], Mapping[str, object]]]
 
 # As in LibTorch: only digits after the first two underscores.
-# Bounded: Python reads no integer of more than 4,300 digits, and follows no path of thousands.
+# Bounded: Python parses no integer of more than 4,300 digits, and recursion into a path of
+# thousands of keys fails.
 _ORDINAL = re.compile(r"(?:(?!__).)*__([0-9]{1,9})")
 _PATH = re.compile(r"(ARGS|KWARGS|RESULT)((?:\[[^\[\]]+\]){0,64})")
 _INDEX = re.compile(r"[0-9]{1,9}")

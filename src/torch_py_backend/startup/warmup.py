@@ -176,7 +176,9 @@ def batches(engine: Engine, row_counts: Sequence[int | None] = ()) -> Iterator[I
         -1 in spec.dims for spec in config.inputs if spec.origin is not Origin.STATE
     )
     for rows, shrunk, without in itertools.product(
-        row_counts or _row_counts(engine), (False, True) if varies else (False,), engine.patterns
+        row_counts or _row_counts(engine),
+        (False, True) if varies else (False,),
+        engine.grouping.patterns,
     ):
         item = example_inputs.item(config, rows, shrunk=shrunk, without=without, example=example)
         if item or rows is None:  # an item without inputs has no row count

@@ -20,15 +20,13 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Outcome
-from torch_py_backend.engine.bisection import bisect
+from torch_py_backend.engine.bisection import MAX_CALLS, bisect
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.memory_limits import MemoryLimits
 from torch_py_backend.engine.retry import Failure
 from torch_py_backend.engine.stream_calls import StreamInputs
 from torch_py_backend.errors import OutputError
 
-# The most calls that a bisection may take: enough for any step of up to 64 streams.
-_MAX_BISECTION_CALLS = 128
 # The memory that a step needs depends on its states, which are opaque: all steps are one shape.
 _SHAPE = "step"
 
@@ -72,7 +70,6 @@ class Stepper:
         streams: number of streams in all these calls.
 
     Args:
-        engine: the model.
         calling: the context manager for calls of the model.
     """
 
@@ -129,7 +126,7 @@ class Stepper:
             batch,
             self._retry,
             results,
-            calls=iter(range(_MAX_BISECTION_CALLS)),
+            calls=iter(range(MAX_CALLS)),
             hopeless=lambda: engine.recovery.fatal is not None,
         )
 

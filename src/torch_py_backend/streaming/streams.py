@@ -69,18 +69,15 @@ class Streams:
 
     Attributes:
         live: number of streams that have begun and not ended.
-        counts: the engine's counters.
         closing: whether the model is being unloaded, which cancels the remaining streams.
         steps: calls step() of a module that has one, else None.
 
     Args:
-        engine: the model.
         after_call: called after each call of the model's code.
     """
 
     def __init__(self, engine: Engine, after_call: Callable[[], None] = lambda: None) -> None:
         self.live = 0
-        self.counts = engine.counts
         self.closing = False
         self.steps = Stepper(engine, self.calling) if engine.loaded.step is not None else None
         self._engine = engine
@@ -175,7 +172,7 @@ class Streams:
             result: T = self._engine.stream_calls.next.call(resume)
             return result
         finally:
-            self.counts.forward_seconds += time.perf_counter() - began
+            self._engine.counts.forward_seconds += time.perf_counter() - began
 
     def outcome(self, result: object, inputs: StreamInputs) -> Outcome:
         """Return the outcome for a result of the model. Called within `calling`."""
@@ -241,7 +238,6 @@ class _Sliced(Awaitable[T]):
     """An awaitable of the model, run as one call of the model for each slice between two awaits.
 
     Args:
-        awaitable: the awaitable.
         streams: provides the context of the calls.
         advances: whether the awaitable makes a response. Each slice must then close the contexts
             that it enters.

@@ -107,10 +107,10 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
     return {
         "artifact": f"{engine.loaded.artifact.path.name}: {engine.kind.value}",
         "weights": str(engine.sharing),
-        "signature": engine.signature,
+        "signature": str(engine.loaded.signature),
         "hooks": str(engine.hooks or ""),
         "binding": rule,
-        "inputs": [f"{text} → {engine.places[name]}" for name, text in inputs.items()],
+        "inputs": [f"{text} → {engine.grouping.places[name]}" for name, text in inputs.items()],
         "outputs": [
             *map(_described, settings.outputs),
             *(f"{state.output} (state)" for state in settings.untyped_states),

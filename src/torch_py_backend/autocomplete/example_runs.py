@@ -1,0 +1,188 @@
+"""The schema of a model from runs with an example, or with made-up values for listed inputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
+from torch_py_backend.autocomplete import specs
+from torch_py_backend.autocomplete.specs import Schema
+from torch_py_backend.batching.gather_scatter import Item
+from torch_py_backend.batching.grouping import Grouping
+from torch_py_backend.config.model_config import ModelConfig, TensorSpec
+from torch_py_backend.errors import ConfigError, ForwardError, InputError, join_names
+from torch_py_backend.loading import example_inputs, registry, size_probing
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.sequences import initial_states, state_store
+from torch_py_backend.signature import results
+from torch_py_backend.signature.binding import bind_inputs
+from torch_py_backend.streaming import streams
+
+# Tensors with shapes and types and without values: forward() on them computes nothing.
+META = torch.device("meta")
+
+
+def infer(
+    config: ModelConfig, artifact: Artifact, device: torch.device, listed: Sequence[TensorSpec]
+) -> Schema:
+    """Run the model with the example, or with made-up values for listed inputs.
+
+    Raises:
+        ConfigError: there is neither an example nor listed inputs.
+        ForwardError: forward() fails with the example; on meta tensors, with twice its rows, too.
+    """
+    runs = _Runs(config, registry.load(artifact, config, device), device)
+    example = example_inputs.find(config, artifact)
+    if listed:
+        return runs.schema_of_listed(listed, example or {})
+    if example is None:
+        kind, signature = artifact.kind.value, runs.loaded.signature
+        raise specs.no_example(config, f"{kind} does not define the shapes that {signature} takes")
+    return runs.schema(example)
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Runs of a loaded model."""
+
+    config: ModelConfig
+    loaded: Loaded
+    device: torch.device
+
+    def schema_of_listed(self, listed: Sequence[TensorSpec], example: Item) -> Schema:
+        """Return the schema for the inputs in the config, with the values that the warm-up uses.
+
+        Inputs with dims of -1 are run in two sizes: output dims that differ between them are -1.
+        """
+        config = dataclasses.replace(self.config, inputs=tuple(listed))
+        rows = 2 if self.config.max_batch_size else None
+        valid = {
+            spec.name: example[spec.name]
+            for spec in listed
+            if spec.name in example and example_inputs.fits(config, spec, example[spec.name])
+        }
+        schema = self.schema(example_inputs.item(config, rows, example=valid))
+        if all(-1 not in spec.dims for spec in listed):
+            return schema
+        try:
+            smaller = self.schema(example_inputs.item(config, rows, shrunk=True, example=valid))
+        except ForwardError:
+            if self.device is META:
+                raise
+            return schema  # the model takes the sizes of the example only
+        forms = [
+            [(spec.name, spec.dtype, len(spec.dims)) for spec in outputs]
+            for outputs in (schema.outputs, smaller.outputs)
+        ]
+        if forms[0] != forms[1]:
+            raise ConfigError(
+                self.config.name,
+                "config.pbtxt lists no outputs, and the model returns other outputs for other"
+                f" sizes: {join_names(map(str, schema.outputs))}, or"
+                f" {join_names(map(str, smaller.outputs))}",
+                cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
+            )
+        return specs.with_varying(schema, smaller)
+
+    def schema(self, item: Item) -> Schema:
+        """Return the schema from a run with an item and one with twice its rows.
+
+        The first dimension is the batch if it grows.
+        """
+        example = self._with_sequence_inputs(item)
+        inputs = specs.of_values(self.config, example)
+        outputs, states = self._call(example)
+        first_dims = {spec.dims[:1] for spec in inputs}
+        batched = len(first_dims) == 1 and first_dims != {()} and self._grows(example, outputs)
+        max_batch_size = 0
+        if batched:
+            packaged = self.loaded.kind is ArtifactType.AOTI
+            most = self._probe_rows(example) if packaged else self.loaded.rows.most
+            max_batch_size = specs.batch_size(most)
+        return Schema(
+            specs.row_specs(inputs, batched=batched),
+            specs.row_specs(outputs, batched=batched),
+            max_batch_size,
+            states.union(self.config.sequence_inputs),
+            self.loaded.streams,
+        )
+
+    def _with_sequence_inputs(self, example: Item) -> Item:
+        """Return the example with initial states and controls, which requests do not contain."""
+        if self.config.sequencing is None:
+            return example
+        rows = {value.shape[0] for value in example.values() if value.ndim}
+        count = rows.pop() if self.config.max_batch_size and len(rows) == 1 else None
+        config = dataclasses.replace(self.config, inputs=specs.of_values(self.config, example))
+        bound = state_store.with_controls(config, self.loaded.signature)
+        return {
+            **initial_states.find(self.config, count),
+            **example_inputs.item(bound, count, example=example),
+        }
+
+    def _call(self, item: Item) -> tuple[tuple[TensorSpec, ...], frozenset[str]]:
+        """Return the specs of all outputs, and the names of those that are states of a sequence."""
+        config = dataclasses.replace(
+            self.config, max_batch_size=0, inputs=specs.of_values(self.config, item)
+        )
+        grouping = Grouping(config, self.loaded.signature)
+        admitted = grouping.admit(item)
+        if isinstance(admitted, InputError):
+            raise admitted
+        (group,) = grouping.group([(0, admitted)])
+        columns = [admitted[name] for name in group.inputs.names]
+        try:
+            arguments = grouping.convert(group.inputs, columns)  # numbers need values
+            with torch.inference_mode(), self.device:
+                arguments = [
+                    argument.to(self.device) if isinstance(argument, Tensor) else argument
+                    for argument in arguments
+                ]
+                returned = group.inputs.call(self.loaded.module, arguments)
+                result = streams.first_outputs(config.name, self.loaded.step, returned)
+        except Exception as error:  # the model's own code runs here
+            called = self.loaded.signature.name
+            called = called if self.loaded.step is None else f"{called}() or step"
+            raise ForwardError(config.name, error, called) from error
+        parts = specs.named_parts(config, result, "forward()")
+        names = {id(part): name for name, part in parts.items()}
+        references = [state.output for state in config.states]
+        states: Sequence[object] = ()
+        if references:
+            states = results.bind_outputs(config.name, references, result)(result)
+        return specs.of_parts(config, parts), frozenset(names[id(part)] for part in states)
+
+    def _grows(self, example: Item, outputs: Sequence[TensorSpec]) -> bool:
+        """Return whether the first dim of every output, and no other, doubles with the rows."""
+        doubled: Item = {
+            name: torch.cat([value, value])
+            if isinstance(value, Tensor)
+            else np.concatenate([value, value])
+            for name, value in example.items()
+        }
+        try:
+            twice, _ = self._call(doubled)
+        except ForwardError:
+            if self.device is META:
+                raise
+            return False
+        rows = next(iter(example.values())).shape[0]
+        grown = [(spec.name, (2 * rows, *spec.dims[1:])) for spec in outputs]
+        return all(spec.dims[:1] == (rows,) for spec in outputs) and grown == [
+            (spec.name, spec.dims) for spec in twice
+        ]
+
+    def _probe_rows(self, example: Item) -> int | None:
+        """Return the largest number of rows of a compiled package; None: no limit."""
+        inputs = bind_inputs(self.config.name, list(example), self.loaded.signature)
+        values = [example[name] for name in inputs.names]
+        columns = [value.to(self.device) for value in values if isinstance(value, Tensor)]
+        return size_probing.most_rows(
+            lambda leaves: inputs.call(self.loaded.module, leaves), columns
+        )

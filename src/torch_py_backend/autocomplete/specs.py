@@ -1,0 +1,132 @@
+"""The schema of a model, and the specs of tensors: names, types and dims."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching import output_extraction
+from torch_py_backend.batching.gather_scatter import Value
+from torch_py_backend.config import dtypes, pbtxt
+from torch_py_backend.config.dtypes import DType
+from torch_py_backend.config.model_config import ModelConfig, TensorSpec
+from torch_py_backend.config.pbtxt import JsonObject
+from torch_py_backend.errors import ConfigError, SourceError
+from torch_py_backend.loading import example_inputs
+from torch_py_backend.signature import results
+
+# The max_batch_size of a model that takes any number of rows.
+DEFAULT_BATCH_SIZE = 8
+# A larger limit in an exported program stands for "any number of rows".
+_MAX_BATCH_SIZE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The tensors of a model, without the batch dimension if max_batch_size is above 0.
+
+    Attributes:
+        sequence_tensors: names of inputs and outputs that are states and controls of sequences.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    max_batch_size: int
+    sequence_tensors: frozenset[str] = frozenset()
+    decoupled: bool = False
+
+
+def with_varying(schema: Schema, other: Schema) -> Schema:
+    """Return a schema with -1 for the dims of outputs that differ from those of another run."""
+    outputs = (
+        dataclasses.replace(
+            spec,
+            dims=tuple(a if a == b else -1 for a, b in zip(spec.dims, varied.dims, strict=True)),
+        )
+        if len(spec.dims) == len(varied.dims)
+        else spec
+        for spec, varied in zip(schema.outputs, other.outputs, strict=True)
+    )
+    return dataclasses.replace(schema, outputs=tuple(outputs))
+
+
+def entry_of(spec: TensorSpec) -> JsonObject:
+    """Return a spec as an input or output of config.pbtxt."""
+    optional = {"optional": True} if spec.optional else {}
+    return {
+        "name": spec.name,
+        "data_type": spec.dtype.config,
+        **pbtxt.dims_entry(spec.dims),
+        **optional,
+    }
+
+
+def batch_size(max_rows: int | None) -> int:
+    """Return the max_batch_size of a model that takes up to this number of rows; None: any."""
+    return DEFAULT_BATCH_SIZE if max_rows is None or max_rows > _MAX_BATCH_SIZE else max_rows
+
+
+def triton_type(config: ModelConfig, name: str, dtype: torch.dtype) -> DType:
+    """Return the type of a tensor in Triton.
+
+    Raises:
+        SourceError: Triton has no such type.
+    """
+    try:
+        return dtypes.from_torch(dtype)
+    except KeyError:
+        raise SourceError(
+            config.name,
+            f"tensor '{name}' is {str(dtype).removeprefix('torch.')}, which no request can carry",
+            expected=", ".join(row.torch for row in dtypes.TABLE if row.torch),
+        ) from None
+
+
+def of_values(config: ModelConfig, values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
+    """Return the specs of values, with all dims."""
+    strings = dtypes.from_triton("BYTES")
+    return tuple(
+        TensorSpec(
+            name,
+            triton_type(config, name, value.dtype) if isinstance(value, Tensor) else strings,
+            tuple(value.shape),
+        )
+        for name, value in values.items()
+    )
+
+
+def row_specs(specs: Iterable[TensorSpec], *, batched: bool) -> tuple[TensorSpec, ...]:
+    """Return specs without the batch dimension, if there is one."""
+    # Without a batch dimension Triton allows no empty dims: a scalar is a list of one value.
+    return tuple(
+        dataclasses.replace(spec, dims=spec.dims[1:] if batched else spec.dims or (1,))
+        for spec in specs
+    )
+
+
+def named_parts(config: ModelConfig, result: object, of: str) -> dict[str, object]:
+    """Return the leaves of a result of the function `of` by their names."""
+    names = results.leaf_names(result)
+    parts = results.bind_outputs(config.name, names, result, of)(result)
+    return dict(zip(names, parts, strict=True))
+
+
+def of_parts(config: ModelConfig, parts: Mapping[str, object]) -> tuple[TensorSpec, ...]:
+    """Return the specs of a result's leaves, with all dims."""
+    unchecked = output_extraction.unchecked
+    return of_values(config, {name: unchecked(config.name, name, parts[name]) for name in parts})
+
+
+def no_example(config: ModelConfig, reason: str) -> ConfigError:
+    """Return the error of a model whose inputs neither the config nor an example defines."""
+    return ConfigError(
+        config.name,
+        f"config.pbtxt lists no inputs or no outputs, and {reason}",
+        expected=f"{example_inputs.NAME}.safetensors in the version folder, or a function"
+        f" {example_inputs.NAME}() in model.py that returns a dict of tensors by input name",
+        cure="Add one of them, or write the inputs and outputs into config.pbtxt.",
+    )

@@ -1,0 +1,165 @@
+"""One batch: gather → copy to the device → call → extract outputs → copy to the host → scatter."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch_py_backend.batching import gather_scatter
+from torch_py_backend.batching.gather_scatter import Batch, ItemRows, Outcome, Value, rows_in
+from torch_py_backend.batching.grouping import Group
+from torch_py_backend.batching.output_extraction import Finite
+from torch_py_backend.batching.padding import Padding
+from torch_py_backend.batching.ragged import Ragged
+from torch_py_backend.batching.runtime import Runtime
+from torch_py_backend.batching.stage import Stage
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.engine import side_effects
+from torch_py_backend.engine.model_runner import ModelRunner
+from torch_py_backend.engine.retry import reported
+from torch_py_backend.engine.side_effects import SideEffects
+from torch_py_backend.errors import BackendError
+from torch_py_backend.loading import mapped_files
+from torch_py_backend.sequences.state_columns import StateColumns
+
+
+class BatchCall:
+    """Runs groups of items as one batch each.
+
+    Attributes:
+        stages: all stages but those of the runner.
+
+    Args:
+        effects: observes the first calls.
+        padding: pads and cuts; None: nothing is padded.
+        outputs: the names of the columns that the runner extracts.
+        finite: checks outputs; None: they are not checked, or after hooks.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        runner: ModelRunner,
+        device_runtime: Runtime,
+        effects: SideEffects,
+        *,
+        padding: Padding | None,
+        outputs: Sequence[str],
+        finite: Finite | None,
+    ) -> None:
+        self.runner = runner
+        self._runtime = device_runtime
+        self._effects = effects
+        self._counts = runner.counts
+        self._padding = padding
+        self._outputs = outputs
+        self.finite = finite
+        self._pads = {name: pad.gather for name, pad in padding.pads.items()} if padding else {}
+        self._batched = config.max_batch_size > 0
+        # New weights may be swapped in between a call and its responses: see `WeightWatcher`.
+        self._watched = config.options.watch_weights
+        ragged = self._ragged = Ragged(config) if config.concatenates else None
+        columns = StateColumns(config)
+        self._states = columns if config.states else None
+        self._state_inputs = columns.inputs
+        self.gather: Stage[Callable[..., Batch]] = Stage(
+            "gather", gather_scatter.gather if ragged is None else ragged.gather
+        )
+        self.to_device = Stage("host to device", device_runtime.to_device)
+        self.to_host: Stage[Callable[..., Sequence[Any]]] = Stage(
+            "device to host", device_runtime.to_host
+        )
+        self._scattered = Stage("scatter", self._scatter)
+        self.stages: list[Stage[Any]] = [self.gather, self.to_device, self.to_host, self._scattered]
+
+    def run(self, group: Group, *, copy_outputs: bool) -> Sequence[Outcome]:
+        """Run a group; raise whatever the model raises. See `retry.Attempt`."""
+        names = group.inputs.names
+        began = time.perf_counter()
+        observed = self._effects.observed
+        copied = self._state_inputs if observed else names
+        batch = self.gather.call(group.items, names, self._pads, copied)
+        before = (
+            {}
+            if observed
+            else side_effects.copy_tensors(dict(zip(names, batch.columns, strict=True)))
+        )
+        if self._padding is not None:
+            self._padding.count(self._counts, group.items, names, batch.columns)
+        gathered = time.perf_counter()
+        columns = self.to_device.call(batch.columns)
+        sent = time.perf_counter()
+        rows = rows_in(columns) if self._ragged is None else sum(batch.sizes)
+        self._counts.rows += rows
+        raw = self.runner.call(group.inputs, columns, rows)
+        called = time.perf_counter()
+        if not observed:
+            self._effects.compare(before, dict(zip(names, batch.columns, strict=True)))
+        owned: Sequence[Value | ItemRows] = raw
+        inputs = batch.columns
+        if self._states is not None:
+            owned = self._states.clone_states(raw, batch)
+            inputs = self._states.sent_columns(names, batch)
+        outputs = self.to_host.call(owned, inputs)
+        if copy_outputs or self._watched:
+            outputs = self._kept(owned, outputs, copy_outputs=copy_outputs)
+        fetched = time.perf_counter()
+        outcomes = self._scattered.call(group, batch, outputs)
+        # Inline: a method call would cost more than these additions.
+        counts = self._counts
+        counts.gather_seconds += gathered - began
+        counts.host_to_device_seconds += sent - gathered
+        counts.forward_seconds += called - sent
+        counts.device_to_host_seconds += fetched - called
+        size = rows if self._batched else 1
+        counts.batches[size] = counts.batches.get(size, 0) + 1
+        if self.finite is None or self.finite.holds(outputs):
+            return outcomes
+        checked: list[Outcome] = []
+        for outcome in outcomes:
+            refusal = None if isinstance(outcome, BackendError) else self.finite.refusal(outcome)
+            checked.append(outcome if refusal is None else reported(refusal))
+        return checked
+
+    def _kept(
+        self,
+        before: Sequence[Value | ItemRows],
+        outputs: Sequence[Value | ItemRows],
+        *,
+        copy_outputs: bool,
+    ) -> Sequence[Value | ItemRows]:
+        """Copy outputs whose memory a later call or new weights may change.
+
+        Outputs that `to_host` has copied are not those that the model returned (`before`).
+        """
+        kept = [
+            self.runner.clone(value)
+            if value is raw
+            and not isinstance(value, ItemRows)
+            and (
+                copy_outputs
+                or not (
+                    mapped_files.has_plain_storage(value) and mapped_files.has_no_other_views(value)
+                )
+            )
+            else value
+            for raw, value in zip(before, outputs, strict=True)
+        ]
+        gather_scatter.wait(kept)  # Triton reads GPU outputs without synchronizing with a stream
+        return kept
+
+    def _scatter(
+        self, group: Group, batch: Batch, outputs: Sequence[Value | ItemRows]
+    ) -> Sequence[Outcome]:
+        if self._ragged is not None:
+            outputs = self._ragged.split(group.items, outputs)
+        outcomes = gather_scatter.scatter(outputs, self._outputs, batch.sizes)
+        if self._padding is not None:
+            columns = zip(group.inputs.names, batch.columns, strict=True)
+            shapes = {name: column.shape for name, column in columns}
+            self._padding.cut(outcomes, group.items, shapes)
+            if not self._runtime.host_inputs:  # outputs may be on a GPU, where Triton reads them
+                for outcome in outcomes:
+                    gather_scatter.wait(outcome.values())
+        return outcomes
