@@ -171,7 +171,11 @@ def read_safetensors(config: ModelConfig, path: Path) -> dict[str, Tensor]:
     """
     try:
         return safetensors.torch.load_file(path)
-    except (safetensors.SafetensorError, OSError) as error:
+    except OSError as error:
+        raise ArtifactError(
+            config.name, f"{path.name} cannot be read: {summarize(error)}"
+        ) from error
+    except safetensors.SafetensorError as error:
         raise ArtifactError(
             config.name,
             f"{path.name} is not valid safetensors: {summarize(error)}",
