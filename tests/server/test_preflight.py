@@ -15,8 +15,8 @@ import pytest
 
 from torch_py_backend.config import execution_env, pbtxt
 from torch_py_backend.errors import ConfigError, ServerError
-from torch_py_backend.server import preflight, tritonserver
-from torch_py_backend.server.tritonserver import TritonInstallation
+from torch_py_backend.server import preflight, triton_installation
+from torch_py_backend.server.triton_installation import TritonInstallation
 
 _WHEEL = Path("/venv/lib/python3.11/site-packages/pytriton/tritonserver/bin/tritonserver")
 _NGC = Path("/opt/tritonserver/bin/tritonserver")
@@ -30,11 +30,11 @@ class _Machine:
         self.server(_WHEEL)
         self.shared_memory(1 << 30)
         self.versions(numpy="1.26.4")
-        monkeypatch.setattr(tritonserver, "environment", lambda triton: {})
+        monkeypatch.setattr(triton_installation, "environment", lambda triton: {})
 
     def server(self, executable: Path) -> None:
         triton = TritonInstallation(executable, Path("/backend"), Path("/stub"), ())
-        self._patch.setattr(tritonserver, "find", lambda: triton)
+        self._patch.setattr(triton_installation, "find", lambda: triton)
 
     def shared_memory(self, size: int) -> None:
         usage = {"/dev/shm": SimpleNamespace(total=size, used=0, free=size)}
@@ -108,7 +108,7 @@ def test_no_server(machine: _Machine, monkeypatch: pytest.MonkeyPatch, function:
     def refuse(*args: Any) -> Any:
         raise ServerError("no tritonserver was found. Install one.")
 
-    monkeypatch.setattr(tritonserver, function, refuse)
+    monkeypatch.setattr(triton_installation, function, refuse)
     machine.shared_memory(1)
     first, second = machine.problems
     assert first == "no tritonserver was found. Install one."

@@ -11,8 +11,8 @@ from torch_py_backend.errors import ServerError
 from torch_py_backend.processes.instance_status import Identity, InstanceState
 from torch_py_backend.server.instances import InstanceFailure
 from torch_py_backend.server.model_control import LoadTimeoutError
+from torch_py_backend.server.model_status import ModelState
 from torch_py_backend.server.supervision import Event, Supervisor
-from torch_py_backend.server.tritonserver import ModelState
 
 _READY, _UNLOADED = "READY", "UNLOADED"
 _DEAD = ServerError("Stub process 'a_0' is not healthy.")

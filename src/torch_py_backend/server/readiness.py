@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server import tritonserver
+from torch_py_backend.server.ports import client_address
 from torch_py_backend.server.supervision import Snapshot
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class ReadinessServer(ThreadingHTTPServer):
         self._stopping = False
         self._connections: list[socket.socket] = []
         self._lock = threading.Lock()
-        self.address = tritonserver.client_address(address, self.server_port)
+        self.address = client_address(address, self.server_port)
 
     def set_stopping(self) -> None:
         """Report from now on that nothing is ready."""

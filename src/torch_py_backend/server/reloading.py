@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from torch_py_backend.artifacts import repository
-from torch_py_backend.server import model_control
+from torch_py_backend.server import model_control, model_status
 from torch_py_backend.server.healing import EventKind
 from torch_py_backend.server.model_control import Operation
 from torch_py_backend.server.supervision import Event
@@ -71,7 +71,7 @@ class Reloader:
             if load.done:
                 del self._loads[name]
                 if load.error is not None:
-                    reason = model_control.public_reason(str(load.error))
+                    reason = model_status.public_reason(str(load.error))
                     self._on_event(Event(EventKind.FAILED, name, reason))
                 elif name not in self._added:  # the supervisor reports new models
                     self._on_event(Event(EventKind.READY, name, "reloaded"))
