@@ -7,9 +7,7 @@ GET /ready/MODEL    the same for one model; 404 if it should not serve
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -28,9 +26,8 @@ if TYPE_CHECKING:
 # A supervisor with an older snapshot has stopped to monitor the models.
 _STALE_S = 30.0
 _IDLE_S = 10.0
-# Each connection has a thread. Above this number, the oldest ones are closed; above twice this
-# number, new ones.
-_CONNECTIONS = 64
+# Each connection has a thread.
+_MAX_THREADS = 64
 Response = tuple[HTTPStatus, dict[str, object]]
 
 
@@ -58,8 +55,7 @@ class ReadinessServer(ThreadingHTTPServer):
             ) from None
         self._snapshot, self._lives = snapshot, lives
         self._stopping = False
-        self._connections: list[socket.socket] = []
-        self._lock = threading.Lock()
+        self._free_threads = threading.BoundedSemaphore(_MAX_THREADS)
         self.address = client_address(address, self.server_port)
 
     def set_stopping(self) -> None:
@@ -100,25 +96,18 @@ class ReadinessServer(ThreadingHTTPServer):
         self.server_close()
 
     def process_request(self, request: Any, client_address: object) -> None:
-        """Serve a connection in a thread of its own, unless there are too many."""
-        with self._lock:
-            full = len(self._connections) >= 2 * _CONNECTIONS
-            if not full:
-                self._connections.append(request)
-            for oldest in self._connections[:-_CONNECTIONS]:
-                with contextlib.suppress(OSError):  # the client has closed it
-                    oldest.shutdown(socket.SHUT_RDWR)
-        if full:
-            super().shutdown_request(request)
-        else:
+        """Serve a connection in a thread of its own; close it if there are too many."""
+        if self._free_threads.acquire(blocking=False):
             super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
 
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection; called at the end of its thread."""
-        with self._lock:
-            if request in self._connections:
-                self._connections.remove(request)
-        super().shutdown_request(request)
+    def process_request_thread(self, request: Any, client_address: object) -> None:
+        """Serve a connection, in its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free_threads.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore errors of connections: clients may disconnect at any time."""
