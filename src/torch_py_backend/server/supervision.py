@@ -24,7 +24,7 @@ from torch_py_backend.server.model_control import (
 )
 from torch_py_backend.server.model_status import ModelStatus
 
-_STEP_S = 0.2
+_STEP_S = 0.1
 _INDEX_S = 0.5
 # The time for the other instances of a model to end, before new ones need their memory.
 _SURVIVORS_S = 10.0
