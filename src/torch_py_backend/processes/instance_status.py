@@ -180,16 +180,12 @@ class Reader:
                 raise ValueError(path.name)
             self._map = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
         try:
-            identity = Identity(**json.loads(self._map[_IDENTITY].rstrip(b"\0")))
+            self.identity = Identity(**json.loads(self._map[_IDENTITY].rstrip(b"\0")))
         except TypeError:
             raise ValueError(path.name) from None
-        texts = (identity.model, identity.version, identity.instance, identity.region)
-        # `type`: a bool is no number here.
-        is_number = type(identity.pid) is int and type(identity.limit_ms) in (int, type(None))
-        is_text = all(isinstance(text, str) for text in texts)
-        if not is_number or not is_text or path.name != f"{identity.pid}{SUFFIX}":
+        # The process may be killed.
+        if path.name != f"{self.identity.pid}{SUFFIX}":
             raise ValueError(path.name)
-        self.identity = identity
 
     def read(self) -> Status:
         """Return the current status."""

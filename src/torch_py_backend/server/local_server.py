@@ -265,12 +265,6 @@ def _input(model: str, tensor: Any, value: Any) -> Any:
     shape = list(tensor.shape)
     if array.ndim == len(shape) - 1 and shape[-1:] == [1]:  # one value for each row
         array = array[..., None]
-    if array.ndim != len(shape):
-        raise InputError(
-            model,
-            f"input '{tensor.name}' has {array.ndim} dimensions",
-            expected=f"{len(shape)}, of the sizes {shape}, -1 for any",
-        )
     sent = _grpc().InferInput(tensor.name, list(array.shape), tensor.datatype)
     sent.set_data_from_numpy(array.astype(dtype))
     return sent

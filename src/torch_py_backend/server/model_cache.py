@@ -29,6 +29,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 from torch_py_backend.errors import ServerError
+from torch_py_backend.files import replace as replace_file
 from torch_py_backend.processes import private_files
 from torch_py_backend.server.blobs import Blobs, Progress, Transfer, hard_link
 from torch_py_backend.server.cache_space import LOCK, CacheSpace
@@ -164,7 +165,7 @@ class ModelCache:
         with self._locked():
             self._point(self.path, snapshot.name)
             if self._last_name(snapshot.store) != snapshot.name:
-                _write(self._folder / "urls" / snapshot.store, snapshot.name)
+                replace_file(self._folder / "urls" / snapshot.store, snapshot.name.encode())
 
     # --- in the order of a fetch ----------------------------------------------------------------
 
@@ -249,7 +250,14 @@ class ModelCache:
         self._point(self._own / "next", name)
 
     def _point(self, link: Path, name: str) -> None:
-        _link(Path("..", "..", "snapshots", name), link)
+        """Make a link to a snapshot, or replace it atomically."""
+        target = Path("..", "..", "snapshots", name)
+        if link.is_symlink() and link.readlink() == target:
+            return
+        scratch = link.with_name(f".{link.name}")
+        scratch.unlink(missing_ok=True)
+        scratch.symlink_to(target)
+        scratch.replace(link)
 
     def _name(self, store: Store, files: Files) -> str:
         """Return the name of the snapshot of these files: the same for the same contents."""
@@ -289,22 +297,3 @@ def _missing_compiled(files: Files, snapshot: Path) -> Files:
         for path, file in files.items()
         if _is_compiled(path) and not (snapshot / path).exists()
     }
-
-
-def _link(target: Path, link: Path) -> None:
-    """Replace a symbolic link atomically."""
-    if link.is_symlink() and link.readlink() == target:
-        return
-    scratch = link.with_name(f".{link.name}")
-    scratch.unlink(missing_ok=True)
-    scratch.symlink_to(target)
-    scratch.replace(link)
-
-
-def _write(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)
