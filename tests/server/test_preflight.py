@@ -206,20 +206,3 @@ def test_backend_that_no_server_has(folder: Path, text: str | None, says: str) -
         preflight.other_backend(folder, pbtxt.read(folder))
     assert says in str(refusal.value)
     assert "pytorch" in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("groups", "noted"),
-    [
-        ([("KIND_GPU", 1)], True),
-        ([("KIND_GPU", 2)], False),
-        ([("KIND_CPU", 1)], False),
-        ([("KIND_CPU", 2), ("KIND_GPU", 1)], True),
-    ],
-)
-def test_hooks_before_an_idle_gpu(groups: list[tuple[str, int]], noted: bool) -> None:
-    """With hooks and one instance on a GPU, a second instance is proposed."""
-    document = {"instance_group": [{"kind": kind, "count": count} for kind, count in groups]}
-    notes = list(preflight.idle_gpu_notes(document))
-    assert len(notes) == noted
-    assert all("count: 2" in note for note in notes)

@@ -129,13 +129,3 @@ def other_backend(path: Path, document: Mapping[str, Any]) -> str:
             cure="Add it to config.pbtxt." if exists else "Write config.pbtxt with that line.",
         )
     return ""
-
-
-def idle_gpu_notes(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note if a model with hooks has one instance only on a GPU."""
-    groups = document["instance_group"]
-    if any(group["kind"] == "KIND_GPU" and group["count"] == 1 for group in groups):
-        yield (
-            "one instance: its GPU waits while hooks run. A second one (count: 2 in instance_group)"
-            " prepares a batch meanwhile; `torch-py-backend tune` measures whether that pays."
-        )
