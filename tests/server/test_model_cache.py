@@ -581,16 +581,18 @@ def test_the_cache_s_folder_is_a_link(opened: Callable[..., ModelCache], tmp_pat
 def test_compiled_code_of_a_repository(
     store: type[Faulty], opened: Callable[..., ModelCache]
 ) -> None:
-    """Bundles are no part of a version and are read once; other files of that name are."""
-    bundle = "a/compile_cache/b.bundle"
+    """A machine fetches bundles with the other files; a new bundle is no new version.
+
+    Other files of that name are.
+    """
+    store.files["a/compile_cache/b.bundle"] = b"compiled"
     cache = opened()
     first = cache.fetch(Store(stores.URL), stores.ignore)
-    store.files[bundle] = b"compiled"
-    assert cache.fetch(Store(stores.URL), stores.ignore).name == first.name
     cache.use(first)
     assert stores.files_in(cache.path) == store.files
+    store.files["a/compile_cache/c.bundle"] = b"compiled by another machine"
     read = store.bytes_read
-    cache.fetch(Store(stores.URL), stores.ignore)
+    assert cache.fetch(Store(stores.URL), stores.ignore).name == first.name
     assert store.bytes_read == read
     store.files["a/1/compile_cache/w.pt"] = b"weights"
     assert cache.fetch(Store(stores.URL), stores.ignore).name != first.name
@@ -614,24 +616,6 @@ def test_a_part_is_continued_when_others_make_room_for_it(
     cache.use(cache.fetch(Store(stores.URL), stores.ignore))
     assert stores.files_in(cache.path) == stores.FILES
     assert store.bytes_read == _ALL
-
-
-def test_a_snapshot_stays_while_its_compiled_code_is_fetched(
-    store: type[Faulty], opened: Callable[..., ModelCache]
-) -> None:
-    """Another server that makes room meanwhile does not remove it."""
-    _fetch(opened(2500), store, 1)
-    late, other = opened(2500), opened(2500)
-    rest = iter([lambda: _fetch(other, store, 2)])
-
-    def fetch_other(done: int, _total: int) -> None:
-        if done:
-            next(rest, lambda: None)()
-            store.files = {**_version(1), "a/compile_cache/b.bundle": b"compiled"}
-
-    store.files = {**_version(1), "a/compile_cache/b.bundle": b"compiled"}
-    late.use(late.fetch(Store("faulty://models1"), fetch_other))
-    assert stores.files_in(late.path) == store.files
 
 
 def test_closed_while_a_thread_fetches(
@@ -674,22 +658,6 @@ def test_a_server_that_waited_for_one_that_was_killed(
     cache.use(cache.fetch(Store(stores.URL), stores.ignore))
     assert stores.files_in(cache.path) == store.files
     assert store.bytes_read == len(stores.WEIGHTS) - kept
-
-
-def test_a_snapshot_that_someone_removes(
-    store: type[Faulty], opened: Callable[..., ModelCache]
-) -> None:
-    """Its compiled code alone is no snapshot."""
-    cache = opened()
-    first = cache.fetch(Store(stores.URL), stores.ignore)
-    store.files["a/compile_cache/b.bundle"] = b"compiled"
-
-    def remove(done: int, _total: int) -> None:
-        if done:
-            shutil.rmtree(cache._snapshots / first.name, ignore_errors=True)
-
-    cache.use(cache.fetch(Store(stores.URL), remove))
-    assert stores.files_in(cache.path) == store.files
 
 
 def test_a_failed_fetch_uses_nothing(

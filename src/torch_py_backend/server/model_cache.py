@@ -182,8 +182,23 @@ class ModelCache:
 
     def _fetch(self, transfer: Transfer, files: Files, name: str, scratch: Path) -> bool:
         """Make and keep a snapshot; return whether the store's files stayed the same meanwhile."""
-        store, folder = transfer.store, scratch / "files"
-        files, is_there = self._link_blobs(store, files, name, folder)
+        store, folder, final = transfer.store, scratch / "files", self._snapshots / name
+        with self._locked():
+            # Release the snapshot that was fetched but never served.
+            (self._own / "next").unlink(missing_ok=True)
+            if final.is_dir():
+                os.utime(final)
+                self._keep(name)
+                return True
+            # Link cached files, so that no other server removes them, and make room for the rest.
+            sizes = {}
+            for path, file in files.items():
+                if not file.key:
+                    (folder / path).mkdir(mode=0o700, parents=True)
+                elif not self._blobs.link(file, folder / path):
+                    sizes[file.key] = file.size
+            if sizes:
+                self._space.reserve(store.url, sizes, self._last_name(store.identity))
         missing = {path: file for path, file in files.items() if not (folder / path).exists()}
         by_key = {file.key: file for file in missing.values()}
         transfer.begin(sum(file.size for file in by_key.values()))
@@ -194,56 +209,23 @@ class ModelCache:
             return False
         for path, file in missing.items():
             hard_link(scratch / file.key, folder / path)
-        return not files or self._add(files, name, scratch, is_there=is_there)
+        self._add(name, folder, scratch / "arranged")
+        return True
 
-    def _link_blobs(
-        self, store: Store, files: Files, name: str, folder: Path
-    ) -> tuple[Files, bool]:
-        """Link cached files, so that no other server removes them, and make room for the rest.
-
-        Returns:
-            The files that the snapshot lacks, and whether it is there.
-        """
-        final = self._snapshots / name
-        with self._locked():
-            is_there = final.is_dir()
-            # Release the snapshot that was fetched but never served.
-            (self._own / "next").unlink(missing_ok=True)
-            if is_there:
-                os.utime(final)
-                self._keep(name)
-                files = {} if self._arrange else _missing_compiled(files, final)
-            sizes = {}
-            for path, file in files.items():
-                if not file.key:
-                    (folder / path).mkdir(mode=0o700, parents=True)
-                elif not self._blobs.link(file, folder / path):
-                    sizes[file.key] = file.size
-            if sizes:
-                self._space.reserve(store.url, sizes, self._last_name(store.identity))
-        return files, is_there
-
-    def _add(self, files: Files, name: str, scratch: Path, *, is_there: bool) -> bool:
-        """Add a snapshot, or compiled code to the one that is there; return whether that is."""
-        final, made = self._snapshots / name, scratch / "made"
-        if is_there or self._arrange is None or not self._arrange(scratch / "files", made):
-            made = scratch / "files"
-        else:
+    def _add(self, name: str, folder: Path, arranged: Path) -> None:
+        """Make a snapshot of complete files, and keep it."""
+        if self._arrange is not None and self._arrange(folder, arranged):
+            folder = arranged
             os.sync()  # of files that were made, not fetched
         with self._locked():
+            # Code that the models compiled stays with them.
             for old in self.path.glob(f"*/{COMPILED}/*.bundle"):
                 relative = old.relative_to(self.path)
-                if (made / relative.parts[0]).is_dir():
-                    hard_link(old, made / relative)
-            if final.is_dir():
-                for path in filter(_is_compiled, files):
-                    hard_link(made / path, final / path)
-            elif is_there:
-                return False  # another server removed it
-            else:
-                made.rename(final)
+                if (folder / relative.parts[0]).is_dir():
+                    hard_link(old, folder / relative)
+            if not (self._snapshots / name).is_dir():  # another server has not made it meanwhile
+                folder.rename(self._snapshots / name)
             self._keep(name)
-        return True
 
     def _keep(self, name: str) -> None:
         """Protect a snapshot from removal, until another one is kept."""
@@ -289,11 +271,3 @@ class ModelCache:
 
 def _is_compiled(path: PurePosixPath) -> bool:
     return path.parts[1:-1] == (COMPILED,) and path.suffix == ".bundle"
-
-
-def _missing_compiled(files: Files, snapshot: Path) -> Files:
-    return {
-        path: file
-        for path, file in files.items()
-        if _is_compiled(path) and not (snapshot / path).exists()
-    }
