@@ -162,8 +162,8 @@ def _is_locked(path: Path) -> bool:
 
 def _unlink_part(part: Path) -> bool:
     """Remove a part, unless a server is fetching it; return whether it is gone."""
-    with contextlib.suppress(FileNotFoundError), part.open("rb") as file:
-        if not private_files.try_lock(file.fileno()):
-            return False
-        part.unlink()
+    # A server that locks it between the two waits for the lock of the cache, and looks again.
+    if _is_locked(part):
+        return False
+    part.unlink(missing_ok=True)
     return True
