@@ -670,50 +670,6 @@ def test_a_failed_fetch_uses_nothing(
     assert not (cache._own / "new").exists()
 
 
-def test_what_others_fetch_counts(store: type[Faulty], opened: Callable[..., ModelCache]) -> None:
-    """Two repositories that fit alone and not together: the second one is refused at once."""
-    one, other = opened(1500), opened(1500)
-    refused: list[str] = []
-
-    def fetch_other(done: int, total: int) -> None:
-        if not done:
-            with pytest.raises(StoreError) as raised:
-                _fetch(other, store, 2)
-            refused.append(str(raised.value))
-            store.files = _version(1)
-
-    store.files = _version(1)
-    one.use(one.fetch(Store("faulty://models1"), fetch_other))
-    assert stores.files_in(one.path) == _version(1)
-    assert "needs 1.0 kB more" in refused[0]
-    assert "servers use or have reserved 1.0 kB; expected at most 1.5 kB" in refused[0]
-    # Its reservation has ended.
-    one.close()
-    _fetch(other, store, 2)
-    assert stores.files_in(other.path) == _version(2)
-
-
-def test_what_others_have_linked_counts(
-    store: type[Faulty], opened: Callable[..., ModelCache], tmp_path: Path
-) -> None:
-    """Files of a snapshot that no server uses, which a fetch in progress has linked."""
-    with contextlib.closing(opened(2500)) as cache:
-        _fetch(cache, store, 1)
-    one, other = opened(2500), opened(2500)
-    more = {**_version(1), "a/2/model.pt": bytes([9]) * 1000}
-
-    def fetch_other(done: int, _total: int) -> None:
-        if not done:
-            with pytest.raises(StoreError, match=r"use or have reserved 2\.0 kB;"):
-                _fetch(other, store, 2)
-            assert _snapshots(tmp_path) == 1
-            store.files = more
-
-    store.files = more
-    one.use(one.fetch(Store("faulty://models1"), fetch_other))
-    assert stores.files_in(one.path) == more
-
-
 def test_what_an_earlier_fetch_left(
     store: type[Faulty], opened: Callable[..., ModelCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -756,28 +712,6 @@ def test_what_was_fetched_and_not_served_is_not_the_last(
     assert stores.files_in(other.path) == stores.FILES
 
 
-def test_what_another_server_has_reserved_stays_when_it_comes(
-    store: type[Faulty], opened: Callable[..., ModelCache]
-) -> None:
-    """A third one fetches it, and stops; making room does not remove it then."""
-    one, other = opened(3500), opened(3500)
-    read: list[int] = []
-
-    def fetch_others(done: int, total: int) -> None:
-        if not done:
-            with contextlib.closing(opened(3500)) as third:
-                _fetch(third, store, 1)
-            for number in (2, 3, 4):
-                _fetch(other, store, number)
-            store.files, store.bytes_read = _version(1), 0
-        read.append(store.bytes_read)
-
-    store.files = _version(1)
-    one.use(one.fetch(Store("faulty://models1"), fetch_others))
-    assert stores.files_in(one.path) == _version(1)
-    assert read[-1] == 0
-
-
 def test_a_folder_that_cannot_be_removed(
     store: type[Faulty], opened: Callable[..., ModelCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -797,17 +731,6 @@ def test_a_folder_that_cannot_be_removed(
         for number in (1, 2, 3, 4, 5):
             _fetch(cache, store, number)
         assert stores.files_in(cache.path) == _version(5)
-
-
-def test_a_reservation_that_was_not_written(
-    store: type[Faulty], opened: Callable[..., ModelCache]
-) -> None:
-    """The disk was full."""
-    other = opened()
-    (other._own / "reserved").touch()
-    cache = opened()
-    cache.use(cache.fetch(Store(stores.URL), stores.ignore))
-    assert stores.files_in(cache.path) == stores.FILES
 
 
 def test_too_many_links(

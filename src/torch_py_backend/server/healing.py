@@ -140,5 +140,4 @@ class Lifecycle:
 
 def delay(attempt: int) -> float:
     """Return the seconds to wait before an attempt: 0 for the first one, 1, 2, 4 and so on."""
-    # The exponent is bounded, so that the power does not overflow.
-    return 0.0 if attempt <= 1 else min(_MAX_DELAY_S, 2.0 ** min(attempt - 2, 16))
+    return 0.0 if attempt <= 1 else min(_MAX_DELAY_S, 1 << (attempt - 2))

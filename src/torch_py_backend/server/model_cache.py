@@ -139,8 +139,6 @@ class ModelCache:
                         return snapshot
             except OSError as error:
                 raise self._error(error) from None
-            finally:
-                self._space.release()
         raise StoreError(
             f"{store.url} changes while it is read; expected it to stay the same for as long as"
             " that takes.",
@@ -198,7 +196,7 @@ class ModelCache:
                 elif not self._blobs.link(file, folder / path):
                     sizes[file.key] = file.size
             if sizes:
-                self._space.reserve(store.url, sizes, self._last_name(store.identity))
+                self._space.make_room(store.url, sizes, self._last_name(store.identity))
         missing = {path: file for path, file in files.items() if not (folder / path).exists()}
         by_key = {file.key: file for file in missing.values()}
         transfer.begin(sum(file.size for file in by_key.values()))
