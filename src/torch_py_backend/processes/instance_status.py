@@ -133,27 +133,20 @@ class InstanceStatus:
 
 def start(config: ModelConfig) -> InstanceStatus:
     """Return the status of this instance, published if the server is supervised."""
-    limit = config.options.execution_timeout_ms
-    return _start(InstanceState.LOADING, config.name, config.version, config.instance, limit)
+    limit_ms, region = config.options.execution_timeout_ms, orphan_cleanup.region()
+    identity = Identity(os.getpid(), config.name, config.version, config.instance, limit_ms, region)
+    return _publish(InstanceStatus(), identity)
 
 
 def start_completing(model: str) -> InstanceStatus:
     """Return the status of a process that completes a model's config and then ends."""
-    return _start(InstanceState.COMPLETING, model)
+    identity = Identity(os.getpid(), model, "", "", None, orphan_cleanup.region())
+    return _publish(InstanceStatus(InstanceState.COMPLETING), identity)
 
 
-def _start(
-    state: InstanceState,
-    model: str,
-    version: str = "",
-    instance: str = "",
-    limit_ms: int | None = None,
-) -> InstanceStatus:
-    status = InstanceStatus(state)
+def _publish(status: InstanceStatus, identity: Identity) -> InstanceStatus:
     folder = os.environ.get(VARIABLE)
     if folder and Path(folder).is_dir():
-        region = orphan_cleanup.region()
-        identity = Identity(os.getpid(), model, version, instance, limit_ms, region)
         status.publish(Path(folder), identity)
     return status
 

@@ -228,8 +228,7 @@ def _check_ready(health: str) -> None:
         document = json.loads(error.read())
     reasons = document.get("models") or {"": document.get("reason", "not ready")}
     name, reason = next(iter(reasons.items()))
-    # Triton appends the Python source lines of the error, and writes its type before it.
-    _, model, text = reason.split("\n\nAt:")[0].strip().partition(f"model '{name}'")
+    _, model, text = reason.partition(f"model '{name}'")
     raise ServerError(f"{model}{text}" if model else f"model '{name}' {reason}")
 
 
