@@ -25,12 +25,12 @@ _PATHS = {"error": "expected /live, /ready or /ready/MODEL"}
 def _readiness_server(
     problem: str = "",
     age: float = 0.0,
-    lives: Callable[[], bool] = lambda: True,
+    is_live: Callable[[], bool] = lambda: True,
 ) -> ReadinessServer:
     """Return a server whose snapshot has this problem and age in seconds; model b is down."""
     models = {"a": "", "b": "is down: died", "grüße": ""}
     snapshot = Snapshot(models, problem, time.monotonic() - age)
-    return ReadinessServer("127.0.0.1", 0, lambda: snapshot, lives)
+    return ReadinessServer("127.0.0.1", 0, lambda: snapshot, is_live)
 
 
 def _get(readiness: ReadinessServer, path: str = "/live", method: str = "GET") -> tuple[int, bytes]:
@@ -72,7 +72,7 @@ def test_paths(path: str, status: int, body: dict[str, object], running: Readine
 
 
 @pytest.mark.parametrize(
-    ("problem", "age", "lives", "reasons"),
+    ("problem", "age", "is_live", "reasons"),
     [
         pytest.param(_NO_ANSWER, 0, True, ("", _NO_ANSWER), id="problem"),
         pytest.param("", 100, True, (_UNMONITORED, _UNMONITORED), id="stale"),
@@ -80,10 +80,10 @@ def test_paths(path: str, status: int, body: dict[str, object], running: Readine
     ],
 )
 def test_problems_of_the_whole_server(
-    problem: str, age: float, lives: bool, reasons: tuple[str, str]
+    problem: str, age: float, is_live: bool, reasons: tuple[str, str]
 ) -> None:
     """A problem of the server is the reason why it is not live, or no model is ready."""
-    with _readiness_server(problem, age, lambda: lives) as readiness:
+    with _readiness_server(problem, age, lambda: is_live) as readiness:
         for path, reason in zip(("/live", "/ready/a"), reasons, strict=True):
             status, body = readiness.answer(path)
             assert (status, body.get("reason", "")) == (503 if reason else 200, reason)
@@ -124,7 +124,7 @@ def test_threads_are_limited_while_tritonserver_does_not_answer(
     monkeypatch.setattr(_readiness, "_MAX_THREADS", 4)
     answers = threading.Event()
     before = threading.active_count()
-    with _readiness_server(lives=lambda: answers.wait(60)) as readiness:
+    with _readiness_server(is_live=lambda: answers.wait(60)) as readiness:
         with contextlib.ExitStack() as stack:
             for _ in range(5):
                 connection = stack.enter_context(_connect(readiness))

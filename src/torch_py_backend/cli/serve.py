@@ -205,7 +205,7 @@ def serve(
                 load_seconds=load_timeout,
             )
             with ReadinessServer(
-                address, health, lambda: supervisor.snapshot, server.lives
+                address, health, lambda: supervisor.snapshot, server.is_live
             ) as readiness:
                 try:
                     states = server.wait_loaded()

@@ -45,7 +45,7 @@ class ReadinessServer(ThreadingHTTPServer):
         address: str,
         port: int,
         snapshot: Callable[[], Snapshot],
-        lives: Callable[[], bool],
+        is_live: Callable[[], bool],
     ) -> None:
         try:
             super().__init__((address, port), _Handler)
@@ -53,7 +53,7 @@ class ReadinessServer(ThreadingHTTPServer):
             raise ServerError(
                 f"--health-port {port} on {address} cannot be listened on: {error.strerror}."
             ) from None
-        self._snapshot, self._lives = snapshot, lives
+        self._snapshot, self._is_live = snapshot, is_live
         self._stopping = False
         self._free_threads = threading.BoundedSemaphore(_MAX_THREADS)
         self.address = client_address(address, self.server_port)
@@ -70,7 +70,7 @@ class ReadinessServer(ThreadingHTTPServer):
         problem = "the server is being stopped" if self._stopping else snapshot.problem or stale
         match [unquote(part) for part in path.partition("?")[0].split("/") if part]:
             case ["live"]:
-                reason = stale or ("" if self._lives() else "tritonserver does not answer")
+                reason = stale or ("" if self._is_live() else "tritonserver does not answer")
                 return _response("live", reason)
             case ["ready"]:
                 reasons = {name: reason for name, reason in snapshot.models.items() if reason}

@@ -175,7 +175,7 @@ class Server:
         with self._request("repository/index", b"{}") as response:
             return [model_status.parse_state(entry) for entry in json.load(response)]
 
-    def lives(self) -> bool:
+    def is_live(self) -> bool:
         """Return whether the server answers that it is live."""
         if self._process is None or self._process.poll() is not None:
             return False
