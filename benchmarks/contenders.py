@@ -27,7 +27,7 @@ from benchmarks import clients
 from benchmarks.clients import Endpoint
 from benchmarks.models import MODELS
 from torch_py_backend.errors import ToolError, summarize
-from torch_py_backend.server.tritonserver import ports
+from torch_py_backend.server.ports import choose_ports
 
 ROOT = Path(__file__).parents[1]
 _PEERS = Path(__file__).parent / "peers"
@@ -127,7 +127,7 @@ def started(name: str, model: str) -> Iterator[Endpoint]:
         ToolError: the peer cannot be installed, does not start, or its answer is wrong.
     """
     peer, python = PEERS[name], environment(name)
-    (port,) = ports(0)
+    (port,) = choose_ports(0)
     endpoint = Endpoint(model, peer.protocol, f"127.0.0.1:{port}", peer.path.format(model=model))
     command = [str(python), "-m", f"benchmarks.peers.{name}"]
     command += ["--model", model, "--port", str(port)]

@@ -46,6 +46,7 @@ _NEED_MORE = {
     "test_preflight.py",
     "test_release.py",
     "test_report.py",
+    "test_triton_installation.py",
     "test_tritonserver.py",
     "test_tuned_settings.py",
 }

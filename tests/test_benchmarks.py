@@ -39,7 +39,7 @@ from benchmarks.report import Report, Row
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import model_config, pbtxt, threads
 from torch_py_backend.errors import ServerError, ToolError
-from torch_py_backend.server import tritonserver
+from torch_py_backend.server import triton_installation
 from torch_py_backend.startup import builder
 from torch_py_backend.tools.load_generator import Point, Result, ServerWork
 
@@ -355,7 +355,7 @@ def test_libtorch(
 ) -> None:
     """A tritonserver of its own serves TorchScript by the backend `pytorch` of a folder."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    tritonserver.populate_backends(tritonserver.find(), tmp_path)
+    triton_installation.populate_backends(triton_installation.find(), tmp_path)
     (tmp_path / "pytorch_py").rename(tmp_path / "pytorch")  # in place of the C++ backend
     words = ["--models", "add,transformer", "--against", "libtorch", "--concurrency", "1"]
     words += ["--seconds", "0.1", "--pairs", "1", "--libtorch", str(tmp_path)]

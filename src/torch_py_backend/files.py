@@ -26,6 +26,7 @@ def replace(path: Path, content: bytes, mode: int | None = None) -> None:
         try:
             file.write(content)
             file.flush()
+            os.fsync(file.fileno())
             os.fchmod(file.fileno(), mode)
             scratch.replace(path)
         except BaseException:

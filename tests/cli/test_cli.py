@@ -13,7 +13,7 @@ from command_line import refuse, run
 from torch_py_backend import __version__
 from torch_py_backend.cli.pack import pack
 from torch_py_backend.errors import ServerError, ToolError
-from torch_py_backend.server import tritonserver
+from torch_py_backend.server import triton_installation
 
 
 def test_module_is_the_command() -> None:
@@ -93,10 +93,10 @@ def test_pack_with_scripts_of_conda(tmp_path: Path) -> None:
 def test_pack_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an installed server, --python is required."""
 
-    def find() -> tritonserver.TritonInstallation:
+    def find() -> triton_installation.TritonInstallation:
         raise ServerError("there is none.")
 
-    monkeypatch.setattr(tritonserver, "find", find)
+    monkeypatch.setattr(triton_installation, "find", find)
     with pytest.raises(ToolError, match=r"is not known: there is none\. Or name it: --python"):
         pack(Path("env"))
 

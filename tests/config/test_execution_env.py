@@ -16,7 +16,7 @@ import pytest
 from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.config import execution_env
 from torch_py_backend.errors import PlatformError, ServerError
-from torch_py_backend.server import preflight, tritonserver
+from torch_py_backend.server import preflight, triton_installation
 
 _HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 _IN_FOLDER = execution_env.MODEL_FOLDER
@@ -80,27 +80,27 @@ def test_invalid_environment(name: str, message: str, tmp_path: Path) -> None:
 def test_check_uses_the_installed_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """`check` compares with the stub of this machine's server, if there is one."""
 
-    def no_server() -> tritonserver.TritonInstallation:
+    def no_server() -> triton_installation.TritonInstallation:
         raise ServerError("there is none.")
 
     document = _document(str(_folder(tmp_path / "env", "3.12")))
     (tmp_path / "stub").write_bytes(b"\x7fELF libpython3.8.so.1.0\0")
-    installed = tritonserver.TritonInstallation(Path(), Path(), tmp_path / "stub", ())
-    monkeypatch.setattr(tritonserver, "find", no_server)
+    installed = triton_installation.TritonInstallation(Path(), Path(), tmp_path / "stub", ())
+    monkeypatch.setattr(triton_installation, "find", no_server)
     preflight.check_execution_environment(tmp_path, document)
-    monkeypatch.setattr(tritonserver, "find", lambda: installed)
+    monkeypatch.setattr(triton_installation, "find", lambda: installed)
     with pytest.raises(PlatformError, match=r"for Python 3\.12.*runs Python 3\.8"):
         preflight.check_execution_environment(tmp_path, document)
 
 
 def test_invalid_stub(tmp_path: Path) -> None:
     """A stub that cannot be read, or loads no Python, is a ServerError."""
-    installed = tritonserver.TritonInstallation(Path(), Path(), tmp_path / "stub", ())
+    installed = triton_installation.TritonInstallation(Path(), Path(), tmp_path / "stub", ())
     with pytest.raises(ServerError, match="cannot read"):
-        tritonserver.stub_python(installed)
+        triton_installation.stub_python(installed)
     (tmp_path / "stub").write_bytes(b"#!/bin/sh\n")
     with pytest.raises(ServerError, match="names no libpython"):
-        tritonserver.stub_python(installed)
+        triton_installation.stub_python(installed)
 
 
 # --- in the stub -----------------------------------------------------------------------------

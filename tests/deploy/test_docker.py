@@ -28,7 +28,8 @@ import pytest
 import yaml
 from tritonclient import grpc
 
-from torch_py_backend.server import tritonserver
+from torch_py_backend.server import triton_installation, tritonserver
+from torch_py_backend.server.ports import choose_ports
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
@@ -177,7 +178,7 @@ class Image:
 def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
     """The image after the Dockerfile's last step."""
     root = tmp_path_factory.mktemp("image")
-    triton = tritonserver.find()
+    triton = triton_installation.find()
     base = root / "opt" / "tritonserver"
     lay_out_base(triton, base)
     built = Image(root, environment_of(triton, base, make_python(root / "python")))
@@ -193,7 +194,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
     return built
 
 
-def lay_out_base(triton: tritonserver.TritonInstallation, base: Path) -> None:
+def lay_out_base(triton: triton_installation.TritonInstallation, base: Path) -> None:
     """What NVIDIA's image holds in /opt/tritonserver: bin, lib, and its Python backend."""
     python = base / "backends" / "python"
     shutil.copytree(triton.python_backend, python)
@@ -221,7 +222,7 @@ def make_python(folder: Path) -> Path:
 
 
 def environment_of(
-    triton: tritonserver.TritonInstallation, base: Path, python: Path
+    triton: triton_installation.TritonInstallation, base: Path, python: Path
 ) -> dict[str, str]:
     """What RUN lines and the server see: the image's Python and server first, ARGs as variables."""
     foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
@@ -311,7 +312,7 @@ def wait_healthy(image: Image, process: subprocess.Popen[bytes], command: Sequen
 def test_built_image_serves_the_examples(image: Image) -> None:
     installed = image.run(["python3", "-m", "pip", "show", "--files", "torch-py-backend"])
     assert f"Location: {image.root}" in installed.stdout
-    ports = tritonserver.ports(0, 0, 0, 0)
+    ports = choose_ports(0, 0, 0, 0)
     probe = [word.replace("8003", str(ports[3])) for word in healthcheck()]
     with running(image, entry_point(ports)) as process:
         wait_healthy(image, process, probe)
@@ -327,7 +328,7 @@ def test_built_image_s_own_server_finds_the_backend(image: Image) -> None:
     assert image.run(["python3", "-c", "import torch"]).returncode == 0
     assert "No module" in image.run(["python3", "-c", "import torch_py_backend"]).stdout
 
-    ports = tritonserver.ports(0, 0, 0)
+    ports = choose_ports(0, 0, 0)
     ready = f"http://127.0.0.1:{ports[0]}/v2/health/ready"
     probe = [*healthcheck()[:2], f"import urllib.request as u; u.urlopen({ready!r}, timeout=5)"]
     with running(image, stock_server(image, ports)) as process:

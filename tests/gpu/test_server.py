@@ -31,9 +31,9 @@ pytestmark = [
 
 try:
     from torch_py_backend.processes.instance_status import InstanceState
-    from torch_py_backend.server import tritonserver
+    from torch_py_backend.server import triton_installation
 
-    tritonserver.find()
+    triton_installation.find()
     import grpc_streams
     import streamed
     import supervised

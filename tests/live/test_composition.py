@@ -14,7 +14,7 @@ import tritonclient.grpc
 from scenarios import config, tensor
 from tritonclient.utils import InferenceServerException
 
-from torch_py_backend.server.tritonserver import ModelState
+from torch_py_backend.server.model_status import ModelState
 
 _CALLS = """\
 import asyncio

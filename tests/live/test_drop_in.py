@@ -30,7 +30,7 @@ from typer.testing import CliRunner
 
 from benchmarks.networks import ResNet50
 from torch_py_backend import cli
-from torch_py_backend.server import tritonserver
+from torch_py_backend.server import triton_installation, tritonserver
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -342,7 +342,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, network: ResNet50) -> P
 def backends(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A server's backend folder, ours in it under both names; LibTorch's is not there."""
     folder = tmp_path_factory.mktemp("server") / "backends"
-    tritonserver.populate_backends(tritonserver.find(), folder)
+    triton_installation.populate_backends(triton_installation.find(), folder)
     command = ["install", "--backend-dir", str(folder), "--name", "pytorch"]
     result = CliRunner().invoke(cli.commands, command)
     assert result.exit_code == 0, result.output

@@ -23,7 +23,8 @@ from tritonclient.utils import InferenceServerException
 from typer.testing import CliRunner
 
 from torch_py_backend import cli
-from torch_py_backend.server.tritonserver import ModelState, Server
+from torch_py_backend.server.model_status import ModelState
+from torch_py_backend.server.tritonserver import Server
 
 _APP = "from torch_py_backend.cli import app; app()"
 _SETTINGS = "batchSize: 8\nmaxBatchDelay: 200\nminWorkers: 1\nresponseTimeout: 60\n"

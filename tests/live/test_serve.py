@@ -21,7 +21,7 @@ import supervised
 import tritonclient.grpc
 import tritonclient.http
 
-from torch_py_backend.server import Server, preflight, tritonserver
+from torch_py_backend.server import Server, preflight, triton_installation
 
 _SERVE = "from torch_py_backend.cli import app; app()"
 _PORTS = ["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0"]
@@ -201,7 +201,7 @@ def test_a_stopped_instance_does_not_outlive_the_server(repository: Path, tmp_pa
 
 
 @pytest.mark.skipif(
-    not preflight.corrupts_numpy_2(tritonserver.find()),
+    not preflight.corrupts_numpy_2(triton_installation.find()),
     reason="a fault of servers up to 24.10; newer ones serve models with numpy 2",
 )
 def test_numpy_too_new_for_the_stub(tmp_path: Path) -> None:

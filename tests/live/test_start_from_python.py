@@ -98,7 +98,7 @@ def test_client(server: LocalServer) -> None:
         ("half", [[1.0]], InputError, "one value was given for the inputs x, factor; expected a"),
         ("export", [["a"]], InputError, "input 'x' is <U1; expected values of FP32"),
         ("texts", [[1.0]], InputError, "input 'text' is float64; expected values of BYTES"),
-        ("texts", "one", InputError, r"'text' has 0 dimensions; expected 2, .* \[-1, 1\]"),
+        ("texts", "one", InferenceServerException, "input 'text' has no shape"),
         ("module", [[1.0, 2.0]], InferenceServerException, "unexpected shape for input 'x'"),
         ("nothing", [[1.0]], InferenceServerException, "'nothing'"),
     ],

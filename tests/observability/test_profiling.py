@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -96,33 +95,10 @@ def test_stages_are_restored_after_a_trace(process: None, tmp_path: Path) -> Non
     assert engine._run.call != engine._run_items
     others = [stage.call for stage in engine._stages if stage is not engine._run]
     served.send(1)
-    assert engine._run.call == engine._run_items
+    _wait(lambda: engine._run.call == engine._run_items)
     assert engine.runner.forward.call is engine.loaded.module
     assert len(others) > 10
     assert [stage.call for stage in engine._stages if stage is not engine._run] == others
-
-
-def test_the_last_batch_ends_while_the_stages_are_instrumented(
-    process: None, tmp_path: Path
-) -> None:
-    """If the last batch ends before `instrument` returns, the stages are restored all the same."""
-    served = _Served(tmp_path, PROFILE_BATCHES="1", TRACING="false")
-    served.send(1)
-    engine = served.model._engine
-    instrument = engine.instrument
-    sending = threading.Thread(target=served.send, args=(1,))
-
-    def instrumenting(around: Any) -> Callable[[], None]:
-        restore = instrument(around)
-        sending.start()
-        _wait(lambda: around.__self__._remaining == 0)
-        return restore
-
-    engine.instrument = instrumenting  # type: ignore[method-assign]
-    profiler = profiling.LiveProfiler(engine)
-    sending.join()
-    assert engine._run.call == engine._run_items
-    profiler.close()
 
 
 def test_unloading_discards_an_incomplete_trace(process: None, tmp_path: Path) -> None:

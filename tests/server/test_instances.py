@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,10 +26,8 @@ _PUBLISH = (
 
 
 @pytest.fixture
-def monitor(tmp_path: Path) -> Iterator[InstanceMonitor]:
-    monitor = InstanceMonitor(tmp_path, load_seconds=1)
-    yield monitor
-    monitor.close()
+def monitor(tmp_path: Path) -> InstanceMonitor:
+    return InstanceMonitor(tmp_path, load_seconds=1)
 
 
 def _next_failure(monitor: InstanceMonitor) -> InstanceFailure:
@@ -77,27 +73,6 @@ def test_deaths(
         assert (failure.identity.model, failure.identity.pid) == ("m", process.pid)
         assert monitor.check() == []
         assert monitor.live_processes("m") == set()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_kernel_without_pidfds(
-    monitor: InstanceMonitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Processes are polled: a stopped one is killed, and its end is noticed."""
-
-    def missing(pid: int, flags: int = 0) -> int:
-        raise OSError(38, "Function not implemented")
-
-    monkeypatch.setattr(os, "pidfd_open", missing)
-    monkeypatch.setattr(instances, "_STOPPED_S", 0.2)
-    with instance(tmp_path, "status.idle()") as process:
-        assert monitor.check() == []
-        assert monitor.live_processes("m") == {process.pid}
-        process.send_signal(signal.SIGSTOP)
-        assert "was stopped for 0.2 s" in _next_failure(monitor).reason
-        ended(process)
-        assert monitor.live_processes("m") == set()
-        assert monitor.check() == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,7 +170,6 @@ def test_instances_at_work_are_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
             monitor.wait(0.01)
         assert monitor.live_processes("m") == {process.pid for process in processes}
         assert [process.poll() for process in processes] == [None] * 4
-    monitor.close()
 
 
 def test_a_short_stop_is_no_failure(monitor: InstanceMonitor, tmp_path: Path) -> None:
@@ -236,7 +210,6 @@ def test_what_the_instances_of_a_model_do(tmp_path: Path) -> None:
             assert loading.wait(60) == -signal.SIGKILL
             assert serving.poll() is None
             assert another.poll() is None
-    monitor.close()
 
 
 @pytest.mark.parametrize("what", ["status.busy()", "status.poisoned('?')"])

@@ -1,4 +1,4 @@
-"""Loads and unloads over gRPC, and the status of models; tests/live has real servers."""
+"""Loads and unloads over gRPC, and operations; tests/live has real servers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import model_control
 from torch_py_backend.server.model_control import LoadTimeoutError, Operation, RepositoryClient
+from torch_py_backend.server.model_status import ModelState
 from torch_py_backend.server.server_arguments import Keys
-from torch_py_backend.server.tritonserver import ModelState
 
 
 class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
@@ -69,44 +69,6 @@ def test_requests_and_errors_of_the_client(service: tuple[_Service, str]) -> Non
     client.close()
     with pytest.raises(ServerError, match="closed"):
         client.unload("m")
-
-
-# --- status ----------------------------------------------------------------------------------
-
-
-def test_status_of_several_versions() -> None:
-    """A model serves if one version does, and is unloaded if all are."""
-    statuses = model_control.by_model(
-        [
-            ModelState("m", "1", False, "unloaded", unloaded=True),
-            ModelState("m", "2", True, ""),
-            ModelState("n", "1", False, "unloaded", unloaded=True),
-            ModelState("o", "1", False, "unloaded", unloaded=True),
-            ModelState("o", "2", False, "because"),
-        ]
-    )
-    assert (statuses["m"].ready, statuses["m"].versions) == (True, "2")
-    assert (statuses["n"].ready, statuses["n"].unloaded) == (False, True)
-    assert (statuses["o"].unloaded, statuses["o"].reason) == (False, "because")
-
-
-@pytest.mark.parametrize(
-    ("reason", "public"),
-    [
-        ("Internal: Stub process 'm' is not healthy.", "Stub process 'm' is not healthy"),
-        (
-            "load failed for model 'm': version 1 is at UNAVAILABLE state: no /a/b.pt.\n\nAt:\n;",
-            "no b.pt",
-        ),
-        ("Internal: TritonModelException: model 'm': no such", "model 'm': no such"),
-        ("", "no reason was given"),
-    ],
-)
-def test_public_reasons_have_no_folders_and_no_trace(reason: str, public: str) -> None:
-    assert model_control.public_reason(reason) == public
-
-
-# --- operations ------------------------------------------------------------------------------
 
 
 class _Triton:

@@ -15,8 +15,8 @@ import pytest
 
 from torch_py_backend.config import execution_env, pbtxt
 from torch_py_backend.errors import ConfigError, ServerError
-from torch_py_backend.server import preflight, tritonserver
-from torch_py_backend.server.tritonserver import TritonInstallation
+from torch_py_backend.server import preflight, triton_installation
+from torch_py_backend.server.triton_installation import TritonInstallation
 
 _WHEEL = Path("/venv/lib/python3.11/site-packages/pytriton/tritonserver/bin/tritonserver")
 _NGC = Path("/opt/tritonserver/bin/tritonserver")
@@ -30,11 +30,11 @@ class _Machine:
         self.server(_WHEEL)
         self.shared_memory(1 << 30)
         self.versions(numpy="1.26.4")
-        monkeypatch.setattr(tritonserver, "environment", lambda triton: {})
+        monkeypatch.setattr(triton_installation, "environment", lambda triton: {})
 
     def server(self, executable: Path) -> None:
         triton = TritonInstallation(executable, Path("/backend"), Path("/stub"), ())
-        self._patch.setattr(tritonserver, "find", lambda: triton)
+        self._patch.setattr(triton_installation, "find", lambda: triton)
 
     def shared_memory(self, size: int) -> None:
         usage = {"/dev/shm": SimpleNamespace(total=size, used=0, free=size)}
@@ -108,7 +108,7 @@ def test_no_server(machine: _Machine, monkeypatch: pytest.MonkeyPatch, function:
     def refuse(*args: Any) -> Any:
         raise ServerError("no tritonserver was found. Install one.")
 
-    monkeypatch.setattr(tritonserver, function, refuse)
+    monkeypatch.setattr(triton_installation, function, refuse)
     machine.shared_memory(1)
     first, second = machine.problems
     assert first == "no tritonserver was found. Install one."
@@ -206,20 +206,3 @@ def test_backend_that_no_server_has(folder: Path, text: str | None, says: str) -
         preflight.other_backend(folder, pbtxt.read(folder))
     assert says in str(refusal.value)
     assert "pytorch" in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("groups", "noted"),
-    [
-        ([("KIND_GPU", 1)], True),
-        ([("KIND_GPU", 2)], False),
-        ([("KIND_CPU", 1)], False),
-        ([("KIND_CPU", 2), ("KIND_GPU", 1)], True),
-    ],
-)
-def test_hooks_before_an_idle_gpu(groups: list[tuple[str, int]], noted: bool) -> None:
-    """With hooks and one instance on a GPU, a second instance is proposed."""
-    document = {"instance_group": [{"kind": kind, "count": count} for kind, count in groups]}
-    notes = list(preflight.idle_gpu_notes(document))
-    assert len(notes) == noted
-    assert all("count: 2" in note for note in notes)

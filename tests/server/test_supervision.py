@@ -11,8 +11,8 @@ from torch_py_backend.errors import ServerError
 from torch_py_backend.processes.instance_status import Identity, InstanceState
 from torch_py_backend.server.instances import InstanceFailure
 from torch_py_backend.server.model_control import LoadTimeoutError
+from torch_py_backend.server.model_status import ModelState
 from torch_py_backend.server.supervision import Event, Supervisor
-from torch_py_backend.server.tritonserver import ModelState
 
 _READY, _UNLOADED = "READY", "UNLOADED"
 _DEAD = ServerError("Stub process 'a_0' is not healthy.")
@@ -219,7 +219,7 @@ def test_a_model_that_dies_is_unloaded_and_loaded() -> None:
     server.expect("", "unload a", {"a": "is being loaded: instance a_0 was ended by SIGKILL"})
     server.threads.pop()()
     server.step()
-    assert server.events[0].text == "serves again after 0.4 s"
+    assert server.events[0].text == "serves again after 0.2 s"
     server.expect("READY a 1", "load a")
 
 
@@ -299,7 +299,7 @@ def test_a_death_during_a_load_that_succeeds() -> None:
         server.step()
         server.threads.pop()()
     server.step()
-    assert server.events[-1].text == "serves again after 0.6 s"
+    assert server.events[-1].text == "serves again after 0.3 s"
     server.expect("DOWN a, READY a 1", "load a, unload a, load a")
 
 

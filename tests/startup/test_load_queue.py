@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import itertools
 import json
@@ -21,17 +22,18 @@ from children import Start
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.errors import PlatformError
 from torch_py_backend.startup import load_queue
-from torch_py_backend.startup.load_queue import Claim
+from torch_py_backend.startup.load_queue import Ticket
 
 _MIB = 1 << 20
-_SMALL = Claim(1)
+_SMALL = Ticket("digits_0_0", 8, 1)
 # Prints when it waits and when it loads; loads until it gets a line.
 _LOADER = """
 import build
 from torch_py_backend.startup import load_queue
 import sys
 print("waits", flush=True)
-with load_queue.acquire(build.config(instance=sys.argv[1], parallel_loads=1), load_queue.Claim(1)):
+ticket = load_queue.Ticket(sys.argv[1], 1, 1)
+with load_queue.acquire(build.config(), ticket):
     print("loads", flush=True)
     input()
 print("done", flush=True)
@@ -54,8 +56,8 @@ def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
     names = itertools.count()
     with contextlib.ExitStack() as stack:
 
-        def join(claim: Claim = _SMALL, most: int = 8) -> Callable[..., list[str]]:
-            ticket = load_queue.Ticket(f"digits_{next(names)}", most, claim)
+        def join(*memory: Any, most: int = 8) -> Callable[..., list[str]]:
+            ticket = Ticket(f"digits_{next(names)}", most, *(memory or [1]))
             path = stack.enter_context(load_queue.join(tmp_path, ticket))
             return lambda device_free=0: load_queue.begin(path, ticket, device_free)
 
@@ -68,14 +70,14 @@ def test_a_ticket_is_complete_when_others_see_it(
     """It is written under the lock of the queue: who joins later must not begin first."""
     locked = []
 
-    def write(ticket: load_queue.Ticket, path: Path) -> None:
+    def write(ticket: Ticket, path: Path) -> None:
         with (path.parent / "lock").open("rb") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         locked.append(path)
 
     monkeypatch.setattr(load_queue, "_LOCK", "lock")
-    monkeypatch.setattr(load_queue.Ticket, "write", write)
-    with load_queue.join(tmp_path, load_queue.Ticket("digits_0", 1, _SMALL)) as path:
+    monkeypatch.setattr(Ticket, "write", write)
+    with load_queue.join(tmp_path, _SMALL) as path:
         assert locked == [path]
     assert not path.exists()
 
@@ -86,35 +88,35 @@ def test_a_ticket_is_complete_when_others_see_it(
 @pytest.mark.parametrize(
     ("first", "second", "waits"),
     [
-        pytest.param((Claim(50), 8), (Claim(50), 8), False, id="fits"),
-        pytest.param((Claim(50), 8), (Claim(51), 8), True, id="exceeds the memory"),
-        pytest.param((Claim(200, 90, 0), 8), (Claim(1), 8), True, id="the first exceeds it alone"),
-        pytest.param((Claim(1), 1), (Claim(1), 8), True, id="the first permits no other"),
-        pytest.param((Claim(1), 8), (Claim(1), 1), True, id="the second permits no other"),
-        pytest.param((Claim(1, 30, 0), 8), (Claim(1, 40, 0), 8), False, id="fits the GPU"),
-        pytest.param((Claim(1, 30, 0), 8), (Claim(1, 41, 0), 8), True, id="exceeds the GPU"),
-        pytest.param((Claim(1, 30, 1), 8), (Claim(1, 41, 0), 8), False, id="on different GPUs"),
-        pytest.param((Claim(1), 8), (Claim(1, 71, 0), 8), True, id="exceeds a GPU alone"),
-        pytest.param((Claim(1, 99, 0), 8), (Claim(1), 8), False, id="a CPU beside a GPU"),
+        pytest.param((8, 50), (8, 50), False, id="fits"),
+        pytest.param((8, 50), (8, 51), True, id="exceeds the memory"),
+        pytest.param((8, 200, 90, 0), (8, 1), True, id="the first exceeds it alone"),
+        pytest.param((1, 1), (8, 1), True, id="the first permits no other"),
+        pytest.param((8, 1), (1, 1), True, id="the second permits no other"),
+        pytest.param((8, 1, 30, 0), (8, 1, 40, 0), False, id="fits the GPU"),
+        pytest.param((8, 1, 30, 0), (8, 1, 41, 0), True, id="exceeds the GPU"),
+        pytest.param((8, 1, 30, 1), (8, 1, 41, 0), False, id="on different GPUs"),
+        pytest.param((8, 1), (8, 1, 71, 0), True, id="exceeds a GPU alone"),
+        pytest.param((8, 1, 99, 0), (8, 1), False, id="a CPU beside a GPU"),
     ],
 )
 def test_a_second_loader(
-    first: tuple[Claim, int], second: tuple[Claim, int], waits: bool, join: Join
+    first: tuple[int, ...], second: tuple[int, ...], waits: bool, join: Join
 ) -> None:
     """A second loader waits if both exceed a limit; the first never waits.
 
     The GPU has 70 free bytes.
     """
-    assert join(*first)(70) == []
-    assert join(*second)(70) == (["digits_0"] if waits else [])
+    assert join(*first[1:], most=first[0])(70) == []
+    assert join(*second[1:], most=second[0])(70) == (["digits_0"] if waits else [])
 
 
 def test_order_of_the_queue(tmp_path: Path, join: Join) -> None:
     """A small load does not overtake a large one that waits, which begins first."""
-    ticket = load_queue.Ticket("loader", 8, Claim(90))
+    ticket = Ticket("loader", 8, 90)
     with load_queue.join(tmp_path, ticket) as path:
         assert load_queue.begin(path, ticket, 0) == []
-        large, small = join(Claim(90)), join(Claim(20))
+        large, small = join(90), join(20)
         assert large() == ["loader"]
         assert small() == ["loader", "digits_0"]
     assert small() == ["digits_0"]
@@ -124,8 +126,8 @@ def test_order_of_the_queue(tmp_path: Path, join: Join) -> None:
 
 def test_several_loaders(join: Join) -> None:
     """All claims are added up, and the lowest limit applies."""
-    assert [join(Claim(30), most=4)() for _ in range(3)] == [[], [], []]
-    assert join(Claim(30), most=4)() == ["digits_0", "digits_1", "digits_2"]
+    assert [join(30, most=4)() for _ in range(3)] == [[], [], []]
+    assert join(30, most=4)() == ["digits_0", "digits_1", "digits_2"]
 
 
 def test_tickets_of_dead_processes(tmp_path: Path, join: Join) -> None:
@@ -173,9 +175,9 @@ def _descriptors() -> int:
 def test_nothing_remains(temporary: Path) -> None:
     """A load, also a failed one, leaves no file in the server's folder and no descriptor."""
     before = _descriptors()
-    with load_queue.acquire(build.config(), Claim(1)):
+    with load_queue.acquire(build.config(), _SMALL):
         assert _tickets(temporary)[0]["loads"]
-    with pytest.raises(ValueError, match="broken"), load_queue.acquire(build.config(), Claim(1)):
+    with pytest.raises(ValueError, match="broken"), load_queue.acquire(build.config(), _SMALL):
         raise ValueError("broken")
     assert not any(temporary.glob("*/servers/*"))
     assert _descriptors() == before
@@ -188,7 +190,7 @@ def test_waiting_is_logged(
     monkeypatch.setattr(load_queue, "_PATIENCE_S", 0)
     answers = iter([["resnet_0_0", "bert_0_1"]] * 3 + [[]])
     monkeypatch.setattr(load_queue, "begin", lambda *_: next(answers))
-    with caplog.at_level(logging.INFO), load_queue.acquire(build.config(), Claim(1)):
+    with caplog.at_level(logging.INFO), load_queue.acquire(build.config(), _SMALL):
         pass
     assert [record.getMessage() for record in caplog.records] == [
         "model 'digits' waits to load for resnet_0_0, bert_0_1."
@@ -200,11 +202,11 @@ def test_no_server_folder(
 ) -> None:
     """Without the server's folder a model loads with a warning; with PARALLEL_LOADS it fails."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with load_queue.acquire(build.config(), Claim(1)):
+    with load_queue.acquire(build.config(), _SMALL):
         assert "without waiting" in caplog.text
     with (
         pytest.raises(PlatformError, match="TMPDIR"),
-        load_queue.acquire(build.config(parallel_loads=2), Claim(1)),
+        load_queue.acquire(build.config(parallel_loads=2), _SMALL),
     ):
         pass
 
@@ -222,20 +224,20 @@ def test_no_server_folder(
         (True, {"optimize": ("freeze",)}, 1, 2),
     ],
 )
-def test_claims(
+def test_memory_of_a_load(
     on_gpu: bool, options: dict[str, Any], host: int, device: int | None, tmp_path: Path
 ) -> None:
-    """A claim is a constant and the files, twice if frozen; weights that are mapped need none."""
+    """It is a constant and the files, twice if frozen; weights that are mapped need none."""
     path = build.write(tmp_path, "model.py", b"x" * _MIB)
     weights = path.with_name("model.safetensors")
     safetensors.torch.save_file({"weight": torch.ones(_MIB)}, weights)
     size, constant = _MIB + weights.stat().st_size, load_queue._CONSTANT
     artifact = Artifact(ArtifactType.MODULE, path, weights)
-    config = build.config(tmp_path, device_id=1, **options)
-    expected = Claim(host * size + constant)
+    config = build.config(tmp_path, device_id=1, parallel_loads=3, **options)
+    expected = Ticket("digits_0_0", 3, host * size + constant)
     if device is not None:
-        expected = Claim(expected.host, device * size + constant, 1)
-    assert load_queue.claim(config, artifact, on_gpu=on_gpu) == expected
+        expected = dataclasses.replace(expected, device=device * size + constant, gpu=1)
+    assert load_queue.ticket(config, artifact, on_gpu=on_gpu) == expected
 
 
 # --- memory ----------------------------------------------------------------------------------
@@ -295,8 +297,8 @@ def test_full_disk(
         raise OSError(28, "No space left on device")
 
     before = _descriptors()
-    monkeypatch.setattr(load_queue.Ticket, "write", fail)
-    with load_queue.acquire(build.config(), Claim(1)):
+    monkeypatch.setattr(Ticket, "write", fail)
+    with load_queue.acquire(build.config(), _SMALL):
         assert "loads without waiting for others: " in caplog.text
         assert "No space left on device" in caplog.text
         assert not _tickets(temporary)
@@ -306,8 +308,8 @@ def test_full_disk(
 
 def test_truncated_ticket(temporary: Path) -> None:
     """A truncated ticket of a full disk is ignored."""
-    with load_queue.acquire(build.config(instance="a"), Claim(1)):
+    with load_queue.acquire(build.config(), _SMALL):
         (path,) = temporary.glob("*/servers/*/loading/*.ticket")
         path.write_bytes(b"")
-        with load_queue.acquire(build.config(instance="b"), Claim(1)):
+        with load_queue.acquire(build.config(), _SMALL):
             pass

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server.tritonserver import ModelState
+from torch_py_backend.server.model_status import ModelState
 from torch_py_backend.tools import load_client
 from torch_py_backend.tools.load_client import Address, Client
 from torch_py_backend.tools.payloads import Tensor

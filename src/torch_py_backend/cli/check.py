@@ -87,8 +87,6 @@ def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, 
         return report | ({"traceback": error.traceback} if traceback else {})
     if incomplete:
         notes.append("config.pbtxt leaves out inputs or outputs; they come from the model.")
-    if report["hooks"]:
-        notes.extend(preflight.idle_gpu_notes(document))
     return {"model": folder.name, "version": version, "notes": notes, **report}
 
 

@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from torch_py_backend.server import installation, tritonserver
+from torch_py_backend.server import installation, triton_installation
 
 
 def install(
     backend_dir: Annotated[
         Path, typer.Option(help="The server's backend directory.")
-    ] = tritonserver.NGC / "backends",
+    ] = triton_installation.NGC / "backends",
     name: Annotated[
         str,
         typer.Option(

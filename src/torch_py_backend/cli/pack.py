@@ -11,7 +11,7 @@ from rich.console import Console
 
 from torch_py_backend.config import execution_env, pbtxt
 from torch_py_backend.errors import ServerError, ToolError
-from torch_py_backend.server import preflight, tritonserver
+from torch_py_backend.server import preflight, triton_installation
 from torch_py_backend.tools import packing
 
 _MEGABYTE = 1 << 20
@@ -35,8 +35,8 @@ def pack(
     stub_python, numpy_1 = python, False
     if not python:
         try:
-            triton = tritonserver.find()
-            stub_python = tritonserver.stub_python(triton)
+            triton = triton_installation.find()
+            stub_python = triton_installation.stub_python(triton)
             numpy_1 = preflight.corrupts_numpy_2(triton)
         except ServerError as error:
             raise ToolError(

@@ -21,14 +21,15 @@ from torch_py_backend.cli import interruption, remote_repository
 from torch_py_backend.cli.interruption import Stopped
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes import orphan_cleanup, procfs
-from torch_py_backend.server import server_arguments
+from torch_py_backend.server import server_arguments, triton_installation
 from torch_py_backend.server.healing import EventKind
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.model_control import RepositoryClient
+from torch_py_backend.server.ports import check_ports, choose_ports
 from torch_py_backend.server.readiness import ReadinessServer
 from torch_py_backend.server.reloading import Reloader
 from torch_py_backend.server.supervision import Event, Supervisor
-from torch_py_backend.server.tritonserver import Server, check_ports, find, ports
+from torch_py_backend.server.tritonserver import Server
 
 _KEY_VARIABLE = "TORCH_PY_BACKEND_ADMIN_KEY"
 _KEY_HEADER = "admin-key"
@@ -155,8 +156,8 @@ def serve(
 
     mode, models, triton_arguments = _triton_arguments(arguments or (), restrict, reload=reload)
     options = (http_port, grpc_port, metrics_port, health_port)
-    http, grpc, metrics, health = ports(*options)
-    find(tritonserver)  # before much is fetched
+    http, grpc, metrics, health = choose_ports(*options)
+    triton_installation.find(tritonserver)  # before much is fetched
     mirror = context.with_resource(
         remote_repository.opened(
             console, repository, cache, cache_size, note, poll_s=poll, uploads=upload_compiled
@@ -202,7 +203,7 @@ def serve(
                 load_seconds=load_timeout,
             )
             with ReadinessServer(
-                address, health, lambda: supervisor.snapshot, server.lives
+                address, health, lambda: supervisor.snapshot, server.is_live
             ) as readiness:
                 try:
                     states = server.wait_loaded()

@@ -11,6 +11,11 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+# Without `model_instance`, all instances of a model add to one series. The label `instance` is
+# reserved by Prometheus.
+_MODEL = ("model", "version")
+_INSTANCE = (*_MODEL, "model_instance")
+
 
 class MetricKind(enum.Enum):
     COUNTER = "counter"
@@ -25,15 +30,15 @@ class Family:
 
     Attributes:
         name: the Prometheus name; a histogram's without `_bucket`, `_sum` and `_count`.
-        kind: the type of the metric.
-        labels: the names of its labels.
         doc: a description; Triton's HELP.
+        labels: the names of its labels.
+        kind: the type of the metric.
     """
 
     name: str
-    kind: MetricKind
-    labels: tuple[str, ...]
     doc: str
+    labels: tuple[str, ...] = _MODEL
+    kind: MetricKind = MetricKind.COUNTER
 
     @property
     def series(self) -> tuple[str, ...]:
@@ -43,10 +48,10 @@ class Family:
         return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
 
 
-# Without `model_instance`, all instances of a model add to one series. The label `instance` is
-# reserved by Prometheus.
-_MODEL = ("model", "version")
-_INSTANCE = (*_MODEL, "model_instance")
+def _gauge(name: str, doc: str, *labels: str) -> Family:
+    """Return a gauge with a series for each instance."""
+    return Family(name, doc, (*_INSTANCE, *labels), MetricKind.GAUGE)
+
 
 # The code of a request without an error.
 OK = "OK"
@@ -59,152 +64,80 @@ HOOK_STAGES = ("preprocess", "postprocess")
 TABLE = (
     Family(
         "pytorch_py_requests_total",
-        MetricKind.COUNTER,
-        (*_MODEL, "code"),
         "Requests that were answered, by the code of the response; OK for those without an error",
+        (*_MODEL, "code"),
     ),
     Family(
         "pytorch_py_batch_rows",
-        MetricKind.HISTOGRAM,
-        (*_MODEL, "le"),
         "Rows of each successful batch, without rows that fill a bucket",
+        (*_MODEL, "le"),
+        MetricKind.HISTOGRAM,
     ),
     Family(
         "pytorch_py_stage_seconds_total",
-        MetricKind.COUNTER,
-        (*_MODEL, "stage"),
         "Seconds that successful batches spent in a stage",
+        (*_MODEL, "stage"),
     ),
     Family(
-        "pytorch_py_rows_total",
-        MetricKind.COUNTER,
-        _MODEL,
-        "Rows in calls of the model, including rows that fill a bucket",
+        "pytorch_py_rows_total", "Rows in calls of the model, including rows that fill a bucket"
     ),
-    Family(
-        "pytorch_py_filled_rows_total",
-        MetricKind.COUNTER,
-        _MODEL,
-        "Rows that only fill a bucket",
-    ),
-    Family(
-        "pytorch_py_values_total",
-        MetricKind.COUNTER,
-        _MODEL,
-        "Values of padded inputs in calls of the model",
-    ),
-    Family(
-        "pytorch_py_padded_values_total",
-        MetricKind.COUNTER,
-        _MODEL,
-        "Values that are padding",
-    ),
+    Family("pytorch_py_filled_rows_total", "Rows that only fill a bucket"),
+    Family("pytorch_py_values_total", "Values of padded inputs in calls of the model"),
+    Family("pytorch_py_padded_values_total", "Values that are padding"),
     Family(
         "pytorch_py_retried_rows_total",
-        MetricKind.COUNTER,
-        _MODEL,
         "Rows, or streams, that were run again because their batch failed",
     ),
-    Family(
-        "pytorch_py_memory_splits_total",
-        MetricKind.COUNTER,
-        _MODEL,
-        "Times that memory ran out and a batch was split",
-    ),
+    Family("pytorch_py_memory_splits_total", "Times that memory ran out and a batch was split"),
     Family(
         "pytorch_py_compiled_graphs_total",
-        MetricKind.COUNTER,
-        _MODEL,
         "Graphs that torch.compile compiled, or found in its cache, before READY",
     ),
     Family(
         "pytorch_py_compile_cache_total",
-        MetricKind.COUNTER,
-        (*_MODEL, "result"),
         "Starts that found compiled graphs of an earlier start (hit), or had to compile (miss)",
+        (*_MODEL, "result"),
     ),
     Family(
-        "pytorch_py_eager_calls_total",
-        MetricKind.COUNTER,
-        _MODEL,
-        "Calls after READY that needed a new graph and ran eagerly",
+        "pytorch_py_eager_calls_total", "Calls after READY that needed a new graph and ran eagerly"
     ),
-    Family(
-        "pytorch_py_stream_responses_total",
-        MetricKind.COUNTER,
-        _MODEL,
-        "Responses of streams, without errors",
-    ),
-    Family(
-        "pytorch_py_live_streams",
-        MetricKind.GAUGE,
-        _INSTANCE,
-        "Streams of responses that have begun and not ended",
-    ),
-    Family(
-        "pytorch_py_steps_total",
-        MetricKind.COUNTER,
-        _MODEL,
-        "Calls of step()",
-    ),
-    Family(
-        "pytorch_py_stepped_streams_total",
-        MetricKind.COUNTER,
-        _MODEL,
-        "Streams in calls of step()",
-    ),
-    Family(
-        "pytorch_py_sequences",
-        MetricKind.GAUGE,
-        _INSTANCE,
-        "Sequences that have begun and not ended",
-    ),
-    Family(
+    Family("pytorch_py_stream_responses_total", "Responses of streams, without errors"),
+    _gauge("pytorch_py_live_streams", "Streams of responses that have begun and not ended"),
+    Family("pytorch_py_steps_total", "Calls of step()"),
+    Family("pytorch_py_stepped_streams_total", "Streams in calls of step()"),
+    _gauge("pytorch_py_sequences", "Sequences that have begun and not ended"),
+    _gauge(
         "pytorch_py_sequence_bytes",
-        MetricKind.GAUGE,
-        _INSTANCE,
         "Bytes of the states of sequences that have begun and not ended",
     ),
-    Family(
+    _gauge(
         "pytorch_py_weights_digest",
-        MetricKind.GAUGE,
-        _INSTANCE,
         "The current weights: the first 12 hexadecimal digits of their SHA-256, as a number",
     ),
-    Family(
+    _gauge(
         "pytorch_py_device_memory_allocated_bytes",
-        MetricKind.GAUGE,
-        (*_INSTANCE, "device"),
         "Device memory in tensors of an instance",
+        "device",
     ),
-    Family(
+    _gauge(
         "pytorch_py_device_memory_reserved_bytes",
-        MetricKind.GAUGE,
-        (*_INSTANCE, "device"),
         "Device memory that PyTorch's allocator of an instance holds",
+        "device",
     ),
-    Family(
+    _gauge(
         "pytorch_py_poisoned",
-        MetricKind.GAUGE,
-        _INSTANCE,
         "1 for an instance that had a fatal error and no longer answers requests",
     ),
-    Family(
+    _gauge(
         "pytorch_py_ready_timestamp_seconds",
-        MetricKind.GAUGE,
-        _INSTANCE,
         "When an instance became ready; 0 after a graceful shutdown",
     ),
-    Family(
+    _gauge(
         "pytorch_py_heartbeat_timestamp_seconds",
-        MetricKind.GAUGE,
-        _INSTANCE,
         "When an instance was last alive, updated every second; 0 after a graceful shutdown",
     ),
-    Family(
+    _gauge(
         "pytorch_py_running_call_seconds",
-        MetricKind.GAUGE,
-        _INSTANCE,
         "Seconds since the current call of the model's code began; 0 between calls",
     ),
 )
@@ -212,9 +145,9 @@ TABLE = (
 BY_SERIES = {series: row for row in TABLE for series in row.series}
 
 
-def buckets(most: int) -> tuple[int, ...]:
+def buckets(max_rows: int) -> tuple[int, ...]:
     """Return the bounds of the buckets of batch_rows: powers of two up to the largest batch."""
     bounds = [1]
-    while bounds[-1] < most:
+    while bounds[-1] < max_rows:
         bounds.append(2 * bounds[-1])
     return tuple(bounds)

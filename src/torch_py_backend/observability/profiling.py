@@ -129,13 +129,13 @@ class LiveProfiler:
         self._engine = engine
         self._folder = Path(options.profile_dir)
         self._batches = options.profile_batches or _DEFAULT_BATCHES
+        # The watcher's thread instruments and restores the stages. The model's thread records, and
+        # sets `_remaining` to 0 last.
         self._remaining = 0
         self._recording: Recording | None = None
-        self._disarm: Callable[[], None] | None = None
-        # The watcher's thread instruments the batches, the model's thread restores them.
-        self._lock = threading.Lock()
+        self._recorded: profile | None = None
+        self._restore: Callable[[], None] | None = None
         self._closing = threading.Event()
-        self._writer: threading.Thread | None = None
         self._triggered_at = self._trigger_time()
         with profile():  # the first profile initializes the profiler: not during a request
             pass
@@ -151,19 +151,16 @@ class LiveProfiler:
         if recording is not None:
             with contextlib.suppress(RuntimeError):  # started by a thread that has ended
                 recording.stop()
-        if self._disarm is not None:
-            self._disarm()
-            self._disarm = None
-        if self._writer is not None:
-            self._writer.join()
+        self._disarm()
 
     def _watch(self) -> None:
         while not self._closing.wait(_POLL_S):
             triggered_at = self._trigger_time()
-            if triggered_at != self._triggered_at and self._disarm is None:
-                self._triggered_at = triggered_at
-                if triggered_at:
+            if self._remaining == 0:
+                self._disarm()
+                if triggered_at != self._triggered_at and triggered_at:
                     self._arm()
+                self._triggered_at = triggered_at
 
     def _trigger_time(self) -> int:
         """Return the modification time of the trigger file, in ns; 0 if there is none."""
@@ -174,11 +171,19 @@ class LiveProfiler:
 
     def _arm(self) -> None:
         """Record the next batches."""
-        with self._lock:
-            self._remaining = self._batches
-            self._disarm = self._engine.instrument(self._recorded)
+        self._remaining = self._batches
+        self._restore = self._engine.instrument(self._with_recording)
 
-    def _recorded(self, stage: str, function: Callable[..., Any]) -> Callable[..., object]:
+    def _disarm(self) -> None:
+        """Restore the stages, and write what was recorded."""
+        restore, self._restore = self._restore, None
+        if restore is not None:
+            restore()
+        profiler, self._recorded = self._recorded, None
+        if profiler is not None:
+            self._write(profiler)
+
+    def _with_recording(self, stage: str, function: Callable[..., Any]) -> Callable[..., object]:
         @contextlib.contextmanager
         def streamed() -> Iterator[None]:
             with self._batch(), function():
@@ -192,6 +197,9 @@ class LiveProfiler:
     @contextlib.contextmanager
     def _batch(self) -> Iterator[None]:
         """Record one batch. Errors of the profiler are logged and do not fail the request."""
+        if self._remaining == 0:  # until the stages are restored
+            yield
+            return
         if self._recording is None:
             try:
                 self._recording = Recording(self._engine)
@@ -202,25 +210,17 @@ class LiveProfiler:
             with batch():
                 yield
         finally:
+            if self._remaining == 1:
+                self._stop()
             self._remaining -= 1
-            if self._remaining == 0:
-                self._finish()
 
-    def _finish(self) -> None:
+    def _stop(self) -> None:
         recording, self._recording = self._recording, None
-        with self._lock:
-            disarm = self._disarm
-        if disarm is not None:
-            disarm()
         if recording is not None:
             try:
-                profiler = recording.stop()
+                self._recorded = recording.stop()
             except Exception as error:
                 self._log_error("cannot be stopped", error)
-            else:
-                self._writer = threading.Thread(target=self._write, args=(profiler,), name="trace")
-                self._writer.start()
-        self._disarm = None
 
     def _write(self, profiler: profile) -> None:
         config = self._engine.config

@@ -133,27 +133,20 @@ class InstanceStatus:
 
 def start(config: ModelConfig) -> InstanceStatus:
     """Return the status of this instance, published if the server is supervised."""
-    limit = config.options.execution_timeout_ms
-    return _start(InstanceState.LOADING, config.name, config.version, config.instance, limit)
+    limit_ms, region = config.options.execution_timeout_ms, orphan_cleanup.region()
+    identity = Identity(os.getpid(), config.name, config.version, config.instance, limit_ms, region)
+    return _publish(InstanceStatus(), identity)
 
 
 def start_completing(model: str) -> InstanceStatus:
     """Return the status of a process that completes a model's config and then ends."""
-    return _start(InstanceState.COMPLETING, model)
+    identity = Identity(os.getpid(), model, "", "", None, orphan_cleanup.region())
+    return _publish(InstanceStatus(InstanceState.COMPLETING), identity)
 
 
-def _start(
-    state: InstanceState,
-    model: str,
-    version: str = "",
-    instance: str = "",
-    limit_ms: int | None = None,
-) -> InstanceStatus:
-    status = InstanceStatus(state)
+def _publish(status: InstanceStatus, identity: Identity) -> InstanceStatus:
     folder = os.environ.get(VARIABLE)
     if folder and Path(folder).is_dir():
-        region = orphan_cleanup.region()
-        identity = Identity(os.getpid(), model, version, instance, limit_ms, region)
         status.publish(Path(folder), identity)
     return status
 
@@ -180,16 +173,12 @@ class Reader:
                 raise ValueError(path.name)
             self._map = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
         try:
-            identity = Identity(**json.loads(self._map[_IDENTITY].rstrip(b"\0")))
+            self.identity = Identity(**json.loads(self._map[_IDENTITY].rstrip(b"\0")))
         except TypeError:
             raise ValueError(path.name) from None
-        texts = (identity.model, identity.version, identity.instance, identity.region)
-        # `type`: a bool is no number here.
-        is_number = type(identity.pid) is int and type(identity.limit_ms) in (int, type(None))
-        is_text = all(isinstance(text, str) for text in texts)
-        if not is_number or not is_text or path.name != f"{identity.pid}{SUFFIX}":
+        # The process may be killed.
+        if path.name != f"{self.identity.pid}{SUFFIX}":
             raise ValueError(path.name)
-        self.identity = identity
 
     def read(self) -> Status:
         """Return the current status."""

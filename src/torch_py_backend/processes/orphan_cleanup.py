@@ -201,23 +201,11 @@ def kill_all(status_folder: Path) -> None:
 
 def kill(pid: int, status_folder: Path) -> bool:
     """Kill a process if it belongs to the server with this status folder; return whether it did."""
-    try:
-        handle = os.pidfd_open(pid)
-    except OSError:  # the process has ended, or the kernel does not support pidfds
-        handle = -1
-    try:
-        # Checked after the pidfd is open: from then on, its process ID is not used again.
-        if not belongs_to_server(pid, status_folder):
-            return False
-        with contextlib.suppress(ProcessLookupError):
-            if handle >= 0:
-                signal.pidfd_send_signal(handle, signal.SIGKILL)
-            else:
-                os.kill(pid, signal.SIGKILL)
-        return True
-    finally:
-        if handle >= 0:
-            os.close(handle)
+    if not belongs_to_server(pid, status_folder):
+        return False
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    return True
 
 
 def belongs_to_server(pid: int, status_folder: Path) -> bool | None:

@@ -34,9 +34,13 @@ def stat(pid: int) -> list[str]:
     return text.rpartition(")")[2].split()
 
 
-def has_ended(pid: int) -> bool:
-    """Return whether a process is gone, or a zombie."""
-    return stat(pid)[:1] in ([], [_ZOMBIE])
+def start_time(pid: int) -> str | None:
+    """Return when a process started, in clock ticks; None: it is gone, or a zombie.
+
+    Together with its ID, this identifies a process: IDs are used again.
+    """
+    fields = stat(pid)
+    return None if fields[:1] in ([], [_ZOMBIE]) else fields[19]  # field 22, see proc(5)
 
 
 def is_stopped(pid: int) -> bool:

@@ -138,8 +138,7 @@ os.register_at_fork(after_in_child=_close_inherited)
 
 def server_name(pid: int) -> str:
     """Return the unique name of a server: process ID, start time and PID namespace."""
-    start_time = procfs.stat(pid)[19]  # field 22, see proc(5)
-    return f"{pid}-{start_time}-{Path('/proc/self/ns/pid').stat().st_ino}"
+    return f"{pid}-{procfs.start_time(pid)}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def _remove_abandoned(base: Path) -> None:

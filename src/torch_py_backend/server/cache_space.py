@@ -1,12 +1,12 @@
 """Space in the cache of repositories: what servers use stays, the least recently used is removed.
 
-All methods but `release` require the lock of the cache (`model_cache`).
+All methods require the lock of the cache (`model_cache`). Servers that fetch at the same time may
+exceed the limit together; the next fetch removes what is too much.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping
@@ -18,7 +18,6 @@ from torch_py_backend.processes import private_files
 from torch_py_backend.server.store_errors import StoreError
 
 LOCK = "lock"
-_RESERVED = "reserved"
 
 
 class CacheSpace:
@@ -35,8 +34,8 @@ class CacheSpace:
         self._folder, self._own, self._limit, self._suffix = folder, own, limit, suffix
         self._blobs, self._snapshots = folder / "blobs", folder / "snapshots"
 
-    def reserve(self, url: str, missing: Mapping[str, int], last: str) -> None:
-        """Remove what is unused until the missing files fit, and reserve space for them.
+    def make_room(self, url: str, missing: Mapping[str, int], last: str) -> None:
+        """Remove what is unused until the missing files fit.
 
         Args:
             url: for the error.
@@ -46,34 +45,30 @@ class CacheSpace:
         Raises:
             StoreError: they do not fit. Nothing is removed if they could not fit anyway.
         """
-        snapshots, reserved = self.used()
-        reserved.update(missing)
-        keys = frozenset(reserved)
+        snapshots = self.used()
         inodes = _inodes(*snapshots, self._folder / "servers")
         in_use = unused = fetched = 0
         for blob, status in _statuses(self._blobs):
-            key = blob.name.partition(".")[0]
             if blob.suffix != ".part":
-                is_used = status.st_ino in inodes or reserved.pop(key, None) is not None
+                is_used = status.st_ino in inodes
             elif not blob.name.endswith(self._suffix) and _unlink_part(blob):
                 continue
-            elif key in reserved:
+            elif _key(blob) in missing:
                 fetched += status.st_size
                 continue
             else:
                 is_used = _is_locked(blob)
             in_use += status.st_size if is_used else 0
             unused += 0 if is_used else status.st_size
-        needed = sum(reserved.values())
-        needs = f"{url} needs {filesize.decimal(sum(missing.values()))} more in {self._folder}"
+        needed = sum(missing.values())
+        needs = f"{url} needs {filesize.decimal(needed)} more in {self._folder}"
         if in_use + needed > self._limit:
-            other = in_use + needed - sum(missing.values())
             raise StoreError(
-                f"{needs}, where servers use or have reserved {filesize.decimal(other)}; expected"
-                f" at most {filesize.decimal(self._limit)}. Raise --cache-size, or stop a server.",
+                f"{needs}, where servers use {filesize.decimal(in_use)}; expected at most"
+                f" {filesize.decimal(self._limit)}. Raise --cache-size, or stop a server.",
                 temporary=True,
             )
-        removals = self._removals(snapshots, keys, last)
+        removals = self._removals(snapshots, missing.keys(), last)
         while in_use + unused + needed > self._limit or self._free() <= needed - fetched:
             cannot_fit = self._free() + unused <= needed - fetched
             freed = None if cannot_fit else next(removals, None)
@@ -84,46 +79,34 @@ class CacheSpace:
                     temporary=True,
                 )
             unused -= freed
-        (self._own / _RESERVED).write_text(json.dumps(dict(missing)), encoding="utf-8")
 
-    def release(self) -> None:
-        """End the reservation. Needs no lock."""
-        with contextlib.suppress(OSError):
-            (self._own / _RESERVED).unlink()
-
-    def used(self) -> tuple[set[Path], dict[str, int]]:
-        """Return the snapshots that servers use, and what other servers have reserved.
-
-        The folders of servers that were killed are removed.
-        """
+    def used(self) -> set[Path]:
+        """Return the snapshots that servers use; remove the folders of servers that were killed."""
         used: set[Path] = set()
-        reserved: dict[str, int] = {}
         for server in (self._folder / "servers").iterdir():
             if server != self._own and not _is_locked(server / LOCK):
                 shutil.rmtree(server, ignore_errors=True)
                 continue
-            # The server is stopping, has no reservation, or could not write it.
-            with contextlib.suppress(FileNotFoundError, ValueError):
+            with contextlib.suppress(FileNotFoundError):  # the server is stopping
                 used |= {link.resolve() for link in server.iterdir() if link.is_symlink()}
-                reserved |= json.loads((server / _RESERVED).read_text(encoding="utf-8"))
-        return used, reserved
+        return used
 
-    def _removals(self, used: set[Path], reserved: Collection[str], last: str) -> Iterator[int]:
+    def _removals(self, used: set[Path], missing: Collection[str], last: str) -> Iterator[int]:
         """Remove what is unused, one after the other; yield how many bytes that freed."""
         unused = [path for path in self._snapshots.iterdir() if path.resolve() not in used]
         unused.sort(key=lambda path: (path.name == last, path.stat().st_mtime))
-        yield self._remove_unlinked(reserved)
+        yield self._remove_unlinked(missing)
         for snapshot in unused:
             # Renamed first: a snapshot is always complete.
             gone = snapshot.rename(self._own / snapshot.name)
             shutil.rmtree(gone, ignore_errors=True)
-            yield self._remove_unlinked(reserved)
+            yield self._remove_unlinked(missing)
 
-    def _remove_unlinked(self, reserved: Collection[str]) -> int:
+    def _remove_unlinked(self, missing: Collection[str]) -> int:
         """Remove blobs that no snapshot uses and parts that no server fetches."""
         freed = 0
         for blob, status in _statuses(self._blobs):
-            if blob.name.partition(".")[0] in reserved:
+            if _key(blob) in missing:
                 continue
             if blob.suffix == ".part":
                 freed += status.st_size if _unlink_part(blob) else 0
@@ -134,6 +117,10 @@ class CacheSpace:
 
     def _free(self) -> int:
         return shutil.disk_usage(self._folder).free
+
+
+def _key(blob: Path) -> str:
+    return blob.name.partition(".")[0]
 
 
 def _statuses(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
@@ -162,8 +149,8 @@ def _is_locked(path: Path) -> bool:
 
 def _unlink_part(part: Path) -> bool:
     """Remove a part, unless a server is fetching it; return whether it is gone."""
-    with contextlib.suppress(FileNotFoundError), part.open("rb") as file:
-        if not private_files.try_lock(file.fileno()):
-            return False
-        part.unlink()
+    # A server that locks it between the two waits for the lock of the cache, and looks again.
+    if _is_locked(part):
+        return False
+    part.unlink(missing_ok=True)
     return True

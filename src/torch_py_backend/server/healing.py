@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum
 
-_LONGEST_DELAY_S = 60.0
+_MAX_DELAY_S = 60.0
 # A model that has served for this long may be reloaded as often as at first.
 _STABLE_AFTER_S = 60.0
 
@@ -140,5 +140,4 @@ class Lifecycle:
 
 def delay(attempt: int) -> float:
     """Return the seconds to wait before an attempt: 0 for the first one, 1, 2, 4 and so on."""
-    # The exponent is bounded, so that the power does not overflow.
-    return 0.0 if attempt <= 1 else min(_LONGEST_DELAY_S, 2.0 ** min(attempt - 2, 16))
+    return 0.0 if attempt <= 1 else min(_MAX_DELAY_S, 1 << (attempt - 2))

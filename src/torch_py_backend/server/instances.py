@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import select
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,19 +45,16 @@ class InstanceMonitor:
     def __init__(self, folder: Path, load_seconds: float = math.inf) -> None:
         self._folder, self._load_seconds = folder, load_seconds
         self._instances: dict[Path, _Instance] = {}
-        self._poll = select.poll()
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll.register(self._wakeup, select.POLLIN)
+        self._wakeup = threading.Event()
 
     def wait(self, seconds: float) -> None:
-        """Wait until a process ends or `wake` is called, or the time is over."""
-        self._poll.poll(seconds * 1000)  # of the pidfds, too
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wakeup)
+        """Wait until `wake` is called, or the time is over."""
+        self._wakeup.wait(seconds)
+        self._wakeup.clear()
 
     def wake(self) -> None:
         """End the current wait, or the next one. May be called in any thread."""
-        os.eventfd_write(self._wakeup, 1)
+        self._wakeup.set()
 
     def check(self) -> list[InstanceFailure]:
         """Return new failures, and kill processes that hang, are stopped or are poisoned."""
@@ -66,10 +62,9 @@ class InstanceMonitor:
             if path not in self._instances:
                 # OSError: the instance has ended and removed its file. Damaged files are ignored.
                 with contextlib.suppress(OSError, ValueError):
-                    instance = _Instance(Reader(path), self._folder, self._load_seconds)
-                    self._instances[path] = instance
-                    if instance.pidfd is not None:
-                        self._poll.register(instance.pidfd, select.POLLIN)
+                    self._instances[path] = _Instance(
+                        Reader(path), self._folder, self._load_seconds
+                    )
         failures = []
         for path, instance in list(self._instances.items()):
             failure = instance.check()
@@ -80,7 +75,7 @@ class InstanceMonitor:
                     orphan_cleanup.remove_region(instance.identity.region)
                 # Removed last: until then, the file shows that the instance died.
                 path.unlink(missing_ok=True)
-                self._remove(path)
+                del self._instances[path]
         return failures
 
     def is_loading(self) -> bool:
@@ -122,18 +117,6 @@ class InstanceMonitor:
             if instance.identity.model == model and instance.reader.read().state is state
         )
 
-    def close(self) -> None:
-        """Close all descriptors."""
-        for path in list(self._instances):
-            self._remove(path)
-        os.close(self._wakeup)
-
-    def _remove(self, path: Path) -> None:
-        pidfd = self._instances.pop(path).pidfd
-        if pidfd is not None:
-            self._poll.unregister(pidfd)
-            os.close(pidfd)
-
 
 class _Instance:
     """A monitored process."""
@@ -142,24 +125,17 @@ class _Instance:
         self.reader = reader
         self.identity = reader.identity
         self._folder, self._load_seconds = folder, load_seconds
-        # None: the process has ended, or the kernel has no pidfds.
-        self.pidfd: int | None = None
-        with contextlib.suppress(OSError):
-            self.pidfd = os.pidfd_open(self.identity.pid)
-        # The process ended before the pidfd was opened, and its ID belongs to another process.
-        self._pid_reused = orphan_cleanup.belongs_to_server(self.identity.pid, folder) is False
+        self._started = procfs.start_time(self.identity.pid)
+        # Otherwise the instance has ended, and its process ID belongs to another process. Checked
+        # once: a process may overwrite its environment, as setproctitle does.
+        self._is_ours = orphan_cleanup.belongs_to_server(self.identity.pid, folder) is not False
         self.ended = False
         self._reported = False
         self._stopped_since = math.inf
 
     def has_ended(self) -> bool:
-        if self._pid_reused:
-            return True
-        if self.pidfd is None:
-            return procfs.has_ended(self.identity.pid)
-        poll = select.poll()
-        poll.register(self.pidfd, select.POLLIN)
-        return bool(poll.poll(0))
+        started = procfs.start_time(self.identity.pid)
+        return not self._is_ours or started is None or started != self._started
 
     def check(self) -> InstanceFailure | None:
         """Return the failure of this instance, once; kill the process if it hangs."""
@@ -169,7 +145,7 @@ class _Instance:
         elif not self.reader.path.exists():  # it ended normally
             reason = ""
         else:
-            reason = "died" if self._pid_reused else procfs.cause_of_death(self.identity.pid)
+            reason = procfs.cause_of_death(self.identity.pid)
         if not reason or self._reported:
             return None
         self._reported = True

@@ -228,8 +228,7 @@ def _check_ready(health: str) -> None:
         document = json.loads(error.read())
     reasons = document.get("models") or {"": document.get("reason", "not ready")}
     name, reason = next(iter(reasons.items()))
-    # Triton appends the Python source lines of the error, and writes its type before it.
-    _, model, text = reason.split("\n\nAt:")[0].strip().partition(f"model '{name}'")
+    _, model, text = reason.partition(f"model '{name}'")
     raise ServerError(f"{model}{text}" if model else f"model '{name}' {reason}")
 
 
@@ -265,12 +264,6 @@ def _input(model: str, tensor: Any, value: Any) -> Any:
     shape = list(tensor.shape)
     if array.ndim == len(shape) - 1 and shape[-1:] == [1]:  # one value for each row
         array = array[..., None]
-    if array.ndim != len(shape):
-        raise InputError(
-            model,
-            f"input '{tensor.name}' has {array.ndim} dimensions",
-            expected=f"{len(shape)}, of the sizes {shape}, -1 for any",
-        )
     sent = _grpc().InferInput(tensor.name, list(array.shape), tensor.datatype)
     sent.set_data_from_numpy(array.astype(dtype))
     return sent

@@ -29,6 +29,7 @@ from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 from torch_py_backend.errors import ServerError
+from torch_py_backend.files import replace as replace_file
 from torch_py_backend.processes import private_files
 from torch_py_backend.server.blobs import Blobs, Progress, Transfer, hard_link
 from torch_py_backend.server.cache_space import LOCK, CacheSpace
@@ -138,8 +139,6 @@ class ModelCache:
                         return snapshot
             except OSError as error:
                 raise self._error(error) from None
-            finally:
-                self._space.release()
         raise StoreError(
             f"{store.url} changes while it is read; expected it to stay the same for as long as"
             " that takes.",
@@ -164,7 +163,7 @@ class ModelCache:
         with self._locked():
             self._point(self.path, snapshot.name)
             if self._last_name(snapshot.store) != snapshot.name:
-                _write(self._folder / "urls" / snapshot.store, snapshot.name)
+                replace_file(self._folder / "urls" / snapshot.store, snapshot.name.encode())
 
     # --- in the order of a fetch ----------------------------------------------------------------
 
@@ -181,8 +180,23 @@ class ModelCache:
 
     def _fetch(self, transfer: Transfer, files: Files, name: str, scratch: Path) -> bool:
         """Make and keep a snapshot; return whether the store's files stayed the same meanwhile."""
-        store, folder = transfer.store, scratch / "files"
-        files, is_there = self._link_blobs(store, files, name, folder)
+        store, folder, final = transfer.store, scratch / "files", self._snapshots / name
+        with self._locked():
+            # Release the snapshot that was fetched but never served.
+            (self._own / "next").unlink(missing_ok=True)
+            if final.is_dir():
+                os.utime(final)
+                self._keep(name)
+                return True
+            # Link cached files, so that no other server removes them, and make room for the rest.
+            sizes = {}
+            for path, file in files.items():
+                if not file.key:
+                    (folder / path).mkdir(mode=0o700, parents=True)
+                elif not self._blobs.link(file, folder / path):
+                    sizes[file.key] = file.size
+            if sizes:
+                self._space.make_room(store.url, sizes, self._last_name(store.identity))
         missing = {path: file for path, file in files.items() if not (folder / path).exists()}
         by_key = {file.key: file for file in missing.values()}
         transfer.begin(sum(file.size for file in by_key.values()))
@@ -193,63 +207,37 @@ class ModelCache:
             return False
         for path, file in missing.items():
             hard_link(scratch / file.key, folder / path)
-        return not files or self._add(files, name, scratch, is_there=is_there)
+        self._add(name, folder, scratch / "arranged")
+        return True
 
-    def _link_blobs(
-        self, store: Store, files: Files, name: str, folder: Path
-    ) -> tuple[Files, bool]:
-        """Link cached files, so that no other server removes them, and make room for the rest.
-
-        Returns:
-            The files that the snapshot lacks, and whether it is there.
-        """
-        final = self._snapshots / name
-        with self._locked():
-            is_there = final.is_dir()
-            # Release the snapshot that was fetched but never served.
-            (self._own / "next").unlink(missing_ok=True)
-            if is_there:
-                os.utime(final)
-                self._keep(name)
-                files = {} if self._arrange else _missing_compiled(files, final)
-            sizes = {}
-            for path, file in files.items():
-                if not file.key:
-                    (folder / path).mkdir(mode=0o700, parents=True)
-                elif not self._blobs.link(file, folder / path):
-                    sizes[file.key] = file.size
-            if sizes:
-                self._space.reserve(store.url, sizes, self._last_name(store.identity))
-        return files, is_there
-
-    def _add(self, files: Files, name: str, scratch: Path, *, is_there: bool) -> bool:
-        """Add a snapshot, or compiled code to the one that is there; return whether that is."""
-        final, made = self._snapshots / name, scratch / "made"
-        if is_there or self._arrange is None or not self._arrange(scratch / "files", made):
-            made = scratch / "files"
-        else:
+    def _add(self, name: str, folder: Path, arranged: Path) -> None:
+        """Make a snapshot of complete files, and keep it."""
+        if self._arrange is not None and self._arrange(folder, arranged):
+            folder = arranged
             os.sync()  # of files that were made, not fetched
         with self._locked():
+            # Code that the models compiled stays with them.
             for old in self.path.glob(f"*/{COMPILED}/*.bundle"):
                 relative = old.relative_to(self.path)
-                if (made / relative.parts[0]).is_dir():
-                    hard_link(old, made / relative)
-            if final.is_dir():
-                for path in filter(_is_compiled, files):
-                    hard_link(made / path, final / path)
-            elif is_there:
-                return False  # another server removed it
-            else:
-                made.rename(final)
+                if (folder / relative.parts[0]).is_dir():
+                    hard_link(old, folder / relative)
+            if not (self._snapshots / name).is_dir():  # another server has not made it meanwhile
+                folder.rename(self._snapshots / name)
             self._keep(name)
-        return True
 
     def _keep(self, name: str) -> None:
         """Protect a snapshot from removal, until another one is kept."""
         self._point(self._own / "next", name)
 
     def _point(self, link: Path, name: str) -> None:
-        _link(Path("..", "..", "snapshots", name), link)
+        """Make a link to a snapshot, or replace it atomically."""
+        target = Path("..", "..", "snapshots", name)
+        if link.is_symlink() and link.readlink() == target:
+            return
+        scratch = link.with_name(f".{link.name}")
+        scratch.unlink(missing_ok=True)
+        scratch.symlink_to(target)
+        scratch.replace(link)
 
     def _name(self, store: Store, files: Files) -> str:
         """Return the name of the snapshot of these files: the same for the same contents."""
@@ -281,30 +269,3 @@ class ModelCache:
 
 def _is_compiled(path: PurePosixPath) -> bool:
     return path.parts[1:-1] == (COMPILED,) and path.suffix == ".bundle"
-
-
-def _missing_compiled(files: Files, snapshot: Path) -> Files:
-    return {
-        path: file
-        for path, file in files.items()
-        if _is_compiled(path) and not (snapshot / path).exists()
-    }
-
-
-def _link(target: Path, link: Path) -> None:
-    """Replace a symbolic link atomically."""
-    if link.is_symlink() and link.readlink() == target:
-        return
-    scratch = link.with_name(f".{link.name}")
-    scratch.unlink(missing_ok=True)
-    scratch.symlink_to(target)
-    scratch.replace(link)
-
-
-def _write(path: Path, text: str) -> None:
-    scratch = path.with_name(f".{path.name}")
-    with scratch.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    scratch.replace(path)

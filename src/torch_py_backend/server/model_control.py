@@ -1,13 +1,12 @@
-"""Triton's model repository API: status of the models, loads and unloads.
+"""Loads and unloads of models through Triton's model repository API.
 
-Loads and unloads use gRPC: Triton's HTTP server processes a load on a thread that also serves other
+They use gRPC: Triton's HTTP server processes a load on a thread that also serves other
 connections, and they wait until the model is loaded. Its gRPC server uses a thread of its own for
 each load.
 """
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +14,12 @@ from dataclasses import dataclass, field
 import grpc
 
 from torch_py_backend.errors import ServerError, summarize
+from torch_py_backend.server import model_status
+from torch_py_backend.server.model_status import ModelState
 from torch_py_backend.server.server_arguments import Keys
-from torch_py_backend.server.tritonserver import ModelState
 
 _SERVICE = "/inference.GRPCInferenceService"
 _UNLOAD_S = 30.0
-_LOAD_FAILED = re.compile(r"^load failed for model '.*?': version \d+ is at UNAVAILABLE state: ")
 
 States = Callable[[], Sequence[ModelState]]
 
@@ -70,66 +69,6 @@ class RepositoryClient:
     def close(self) -> None:
         """Close the connection; pending calls fail."""
         self._channel.close()
-
-
-# --- status --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ModelStatus:
-    """The status of all versions of a model.
-
-    Attributes:
-        unloaded: whether all versions were unloaded, or are being unloaded.
-        reason: why a version does not serve that was not unloaded, in Triton's words.
-        versions: the versions that serve; all versions if none serves.
-        serving: the versions that serve.
-        withdrawn: the versions that were unloaded, or are being unloaded.
-    """
-
-    unloaded: bool
-    reason: str
-    versions: str
-    serving: frozenset[str]
-    withdrawn: frozenset[str]
-
-    @property
-    def ready(self) -> bool:
-        """Whether at least one version serves."""
-        return bool(self.serving)
-
-
-def by_model(states: Sequence[ModelState]) -> dict[str, ModelStatus]:
-    """Return the status of each model in Triton's repository index."""
-    grouped: dict[str, list[ModelState]] = {}
-    for state in states:
-        grouped.setdefault(state.name, []).append(state)
-    statuses = {}
-    for name, versions in grouped.items():
-        serving = [state.version for state in versions if state.ready]
-        reasons = (state.reason for state in versions if state.reason and not state.unloaded)
-        statuses[name] = ModelStatus(
-            unloaded=all(state.unloaded for state in versions),
-            reason=next(reasons, ""),
-            versions=",".join(serving or [state.version for state in versions if state.version]),
-            serving=frozenset(serving),
-            withdrawn=frozenset(state.version for state in versions if state.unloaded),
-        )
-    return statuses
-
-
-def public_reason(reason: str) -> str:
-    """Return Triton's reason as one line without stack trace, folders and final full stop."""
-    text = _LOAD_FAILED.sub("", reason.partition("\n\nAt:")[0]).strip()
-    if not text:
-        return "no reason was given"
-    summary = summarize(Exception(text))
-    for prefix in ("Exception: ", "Internal: ", "TritonModelException: "):
-        summary = summary.removeprefix(prefix)
-    return summary.rstrip(".; ")
-
-
-# --- operations in progress ----------------------------------------------------------------------
 
 
 @dataclass(eq=False, slots=True)
@@ -183,7 +122,7 @@ def load(
     control.load(model, seconds)
     # Triton usually reloads an ensemble when the last of its models is loaded.
     for dependent in dependents:
-        if not by_model(states())[dependent].ready:
+        if not model_status.by_model(states())[dependent].ready:
             control.load(dependent, seconds)
 
 

@@ -47,8 +47,8 @@ _ENDPOINT_VARIABLES = (
     "AZURE_STORAGE_CONNECTION_STRING",
     "STORAGE_EMULATOR_HOST",
 )
-_LONGEST_NAME = 255  # bytes of a file's name on Linux
-# The most seconds for a listing and for a group of pieces: gcsfs alone would wait for ever.
+_MAX_NAME_BYTES = 255  # of a file on Linux
+# Time limits of a listing and of a group of pieces: gcsfs has none.
 _LISTING_S, _READING_S = 60.0, 120.0
 # What the stores' libraries call the facts that change with a file.
 _VERSIONS = (
@@ -129,14 +129,14 @@ class Store:
         """
         try:
             self._files.invalidate_cache()
-            found = self._call("find", self._root, seconds=_LISTING_S, detail=True)
+            infos = self._call("find", self._root, seconds=_LISTING_S, detail=True)
         except Exception as error:
             raise self._error(error) from None
-        if not isinstance(found, Mapping):  # adlfs, for a file
+        if not isinstance(infos, Mapping):  # adlfs, for a file
             raise StoreError(f"{self.url} is a file; expected a folder, the model repository.")
         files = {}
-        folders = {str(parent) for name in found for parent in PurePosixPath(name).parents}
-        for name, info in found.items():
+        folders = {str(parent) for name in infos for parent in PurePosixPath(name).parents}
+        for name, info in infos.items():
             # Some tools mark a folder with an empty object, whose "/" some libraries remove.
             is_folder = info.get("type") == "directory" or name.endswith("/")
             if not info.get("size"):
@@ -184,7 +184,7 @@ class Store:
         relative = name[len(self._root) + 1 :].rstrip("/" if is_folder else "")
         parts = relative.split("/")
         if not name.startswith(f"{self._root}/") or any(
-            part in ("", ".", "..") or "\0" in part or len(part.encode()) > _LONGEST_NAME
+            part in ("", ".", "..") or "\0" in part or len(part.encode()) > _MAX_NAME_BYTES
             for part in parts
         ):
             raise StoreError(
@@ -222,10 +222,10 @@ class Store:
             StoreError: the store does not answer or refuses, or sends less than it announced.
         """
         while start < file.size:
-            starts = [*range(start, min(file.size, start + _PIECE * _PIECES), _PIECE)]
-            ends = [min(file.size, begin + _PIECE) for begin in starts]
-            yield from self._read_pieces(file, starts, ends)
-            start = ends[-1]
+            end = min(file.size, start + _PIECE * _PIECES)
+            starts = range(start, end, _PIECE)
+            yield from self._read_pieces(file, [(at, min(end, at + _PIECE)) for at in starts])
+            start = end
 
     def is_unchanged(self, file: RemoteFile) -> bool:
         """Return whether a file is the one that was listed, as far as the store can say.
@@ -242,19 +242,15 @@ class Store:
         except Exception as error:
             raise self._error(error) from None
 
-    def _read_pieces(
-        self, file: RemoteFile, starts: Sequence[int], ends: Sequence[int]
-    ) -> Sequence[bytes]:
+    def _read_pieces(self, file: RemoteFile, ranges: Sequence[tuple[int, int]]) -> Sequence[bytes]:
         pieces: dict[int, bytes] = {}
         began = time.monotonic()
         for attempt in range(_ATTEMPTS):
-            wanted = [
-                (start, end) for start, end in zip(starts, ends, strict=True) if start not in pieces
-            ]
+            missing = [(start, end) for start, end in ranges if start not in pieces]
             try:
-                answers = self._request(file, wanted)
+                answers = self._request(file, missing)
                 problem: BaseException | None = None
-                for (start, end), answer in zip(wanted, answers, strict=True):
+                for (start, end), answer in zip(missing, answers, strict=True):
                     if isinstance(answer, BaseException):
                         problem = answer
                     elif len(answer) == end - start:
@@ -272,20 +268,19 @@ class Store:
                     raise failure from None
                 time.sleep(_PAUSE_S * 2**attempt)
             else:
-                return [pieces[start] for start in starts]
+                return [pieces[start] for start, _ in ranges]
         raise AssertionError  # not reached
 
     def _request(
         self, file: RemoteFile, ranges: Sequence[tuple[int, int]]
     ) -> Sequence[bytes | BaseException]:
-        starts, ends = [start for start, _ in ranges], [end for _, end in ranges]
         answers: Sequence[bytes | BaseException]
-        if not file.etag:
-            names = [file.name] * len(starts)
+        if file.etag:
+            asyn, loop = importlib.import_module("fsspec.asyn"), self._files.loop
+            answers = asyn.sync(loop, self._request_s3, file, ranges, timeout=_READING_S)
+        else:
+            names, (starts, ends) = [file.name] * len(ranges), map(list, zip(*ranges, strict=True))
             answers = self._call("cat_ranges", names, starts, ends, seconds=_READING_S)
-            return answers
-        asyn = importlib.import_module("fsspec.asyn")
-        answers = asyn.sync(self._files.loop, self._request_s3, file, ranges, timeout=_READING_S)
         return answers
 
     async def _request_s3(

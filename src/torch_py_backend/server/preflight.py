@@ -14,8 +14,8 @@ from typing import Any
 
 from torch_py_backend.config import execution_env, pbtxt
 from torch_py_backend.errors import BackendError, ConfigError, ServerError
-from torch_py_backend.server import tritonserver
-from torch_py_backend.server.tritonserver import TritonInstallation
+from torch_py_backend.server import triton_installation
+from torch_py_backend.server.triton_installation import TritonInstallation
 
 # Each instance needs a region of 1 MB, and more for larger tensors.
 _SHARED_MEMORY_BYTES = 256 << 20
@@ -31,8 +31,8 @@ _SIMILARITY = 0.85
 def machine_problems() -> Iterator[str]:
     """Yield the problems of this machine, one sentence each, with their cure."""
     try:
-        triton = tritonserver.find()
-        tritonserver.environment(triton)
+        triton = triton_installation.find()
+        triton_installation.environment(triton)
         numpy = metadata.version("numpy")
     except ServerError as error:
         yield str(error)
@@ -75,7 +75,7 @@ def check_execution_environment(path: Path, document: Mapping[str, Any]) -> None
         PlatformError: it is missing, or is not for the Python of this machine's server.
     """
     try:
-        stub = tritonserver.stub_python(tritonserver.find())
+        stub = triton_installation.stub_python(triton_installation.find())
     except ServerError:
         stub = ""  # `environment` reports it
     execution_env.check(path, document, stub)
@@ -129,13 +129,3 @@ def other_backend(path: Path, document: Mapping[str, Any]) -> str:
             cure="Add it to config.pbtxt." if exists else "Write config.pbtxt with that line.",
         )
     return ""
-
-
-def idle_gpu_notes(document: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note if a model with hooks has one instance only on a GPU."""
-    groups = document["instance_group"]
-    if any(group["kind"] == "KIND_GPU" and group["count"] == 1 for group in groups):
-        yield (
-            "one instance: its GPU waits while hooks run. A second one (count: 2 in instance_group)"
-            " prepares a batch meanwhile; `torch-py-backend tune` measures whether that pays."
-        )

@@ -7,9 +7,7 @@ GET /ready/MODEL    the same for one model; 404 if it should not serve
 
 from __future__ import annotations
 
-import contextlib
 import json
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server import tritonserver
+from torch_py_backend.server.ports import client_address
 from torch_py_backend.server.supervision import Snapshot
 
 if TYPE_CHECKING:
@@ -28,9 +26,8 @@ if TYPE_CHECKING:
 # A supervisor with an older snapshot has stopped to monitor the models.
 _STALE_S = 30.0
 _IDLE_S = 10.0
-# Each connection has a thread. Above this number, the oldest ones are closed; above twice this
-# number, new ones.
-_CONNECTIONS = 64
+# Each connection has a thread.
+_MAX_THREADS = 64
 Response = tuple[HTTPStatus, dict[str, object]]
 
 
@@ -48,7 +45,7 @@ class ReadinessServer(ThreadingHTTPServer):
         address: str,
         port: int,
         snapshot: Callable[[], Snapshot],
-        lives: Callable[[], bool],
+        is_live: Callable[[], bool],
     ) -> None:
         try:
             super().__init__((address, port), _Handler)
@@ -56,11 +53,10 @@ class ReadinessServer(ThreadingHTTPServer):
             raise ServerError(
                 f"--health-port {port} on {address} cannot be listened on: {error.strerror}."
             ) from None
-        self._snapshot, self._lives = snapshot, lives
+        self._snapshot, self._is_live = snapshot, is_live
         self._stopping = False
-        self._connections: list[socket.socket] = []
-        self._lock = threading.Lock()
-        self.address = tritonserver.client_address(address, self.server_port)
+        self._free_threads = threading.BoundedSemaphore(_MAX_THREADS)
+        self.address = client_address(address, self.server_port)
 
     def set_stopping(self) -> None:
         """Report from now on that nothing is ready."""
@@ -74,7 +70,7 @@ class ReadinessServer(ThreadingHTTPServer):
         problem = "the server is being stopped" if self._stopping else snapshot.problem or stale
         match [unquote(part) for part in path.partition("?")[0].split("/") if part]:
             case ["live"]:
-                reason = stale or ("" if self._lives() else "tritonserver does not answer")
+                reason = stale or ("" if self._is_live() else "tritonserver does not answer")
                 return _response("live", reason)
             case ["ready"]:
                 reasons = {name: reason for name, reason in snapshot.models.items() if reason}
@@ -100,25 +96,18 @@ class ReadinessServer(ThreadingHTTPServer):
         self.server_close()
 
     def process_request(self, request: Any, client_address: object) -> None:
-        """Serve a connection in a thread of its own, unless there are too many."""
-        with self._lock:
-            full = len(self._connections) >= 2 * _CONNECTIONS
-            if not full:
-                self._connections.append(request)
-            for oldest in self._connections[:-_CONNECTIONS]:
-                with contextlib.suppress(OSError):  # the client has closed it
-                    oldest.shutdown(socket.SHUT_RDWR)
-        if full:
-            super().shutdown_request(request)
-        else:
+        """Serve a connection in a thread of its own; close it if there are too many."""
+        if self._free_threads.acquire(blocking=False):
             super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
 
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection; called at the end of its thread."""
-        with self._lock:
-            if request in self._connections:
-                self._connections.remove(request)
-        super().shutdown_request(request)
+    def process_request_thread(self, request: Any, client_address: object) -> None:
+        """Serve a connection, in its thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free_threads.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore errors of connections: clients may disconnect at any time."""

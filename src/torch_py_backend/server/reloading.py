@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from torch_py_backend.artifacts import repository
-from torch_py_backend.server import model_control
+from torch_py_backend.server import model_control, model_status
 from torch_py_backend.server.healing import EventKind
 from torch_py_backend.server.model_control import Operation
 from torch_py_backend.server.supervision import Event
@@ -23,7 +23,7 @@ from torch_py_backend.server.supervision import Event
 _POLL_S = 1.0
 # Written by loads of a model, and by Python.
 _IGNORED = ("compile_cache", "__pycache__")
-_MOST_NAMED = 3
+_MAX_NAMES = 3
 
 # The time of the last change in ns and the size of each file, by its path in the model's folder.
 Files: TypeAlias = "Mapping[str, tuple[int, int]]"
@@ -55,8 +55,8 @@ class Reloader:
         self._path, self._names = path, names
         self._load, self._on_event = load, on_event
         self._seconds, self._clock, self._spawn = seconds, clock, spawn
-        self._loads: dict[str, Operation] = {}
-        self._added: set[str] = set()
+        # The loads in progress, and whether their models are new.
+        self._loads: dict[str, tuple[Operation, bool]] = {}
         self._loaded = self._polled = self._poll()
         self._due = clock() + _POLL_S
 
@@ -67,15 +67,14 @@ class Reloader:
     def step(self) -> None:
         """Poll the files if that is due, begin loads, and report those that have ended."""
         now = self._clock()
-        for name, load in list(self._loads.items()):
+        for name, (load, is_new) in list(self._loads.items()):
             if load.done:
                 del self._loads[name]
                 if load.error is not None:
-                    reason = model_control.public_reason(str(load.error))
+                    reason = model_status.public_reason(str(load.error))
                     self._on_event(Event(EventKind.FAILED, name, reason))
-                elif name not in self._added:  # the supervisor reports new models
+                elif not is_new:  # the supervisor reports new models
                     self._on_event(Event(EventKind.READY, name, "reloaded"))
-                self._added.discard(name)
         if now < self._due:
             return
         self._due = now + _POLL_S
@@ -83,19 +82,14 @@ class Reloader:
         for name, files in self._polled.items():
             changed = files != self._loaded.get(name)
             if changed and files == before.get(name) and name not in self._loads:
-                if name not in self._loaded:
-                    self._added.add(name)
-                    names = "added"
-                else:
-                    names = _difference(self._loaded[name], files)
+                is_new = name not in self._loaded
+                names = "added" if is_new else _difference(self._loaded[name], files)
                 self._on_event(Event(EventKind.CHANGED, name, names))
                 self._loaded = {**self._loaded, name: files}
-                self._begin(name)
-
-    def _begin(self, name: str) -> None:
-        load = self._loads[name] = Operation(self._clock())
-        work = functools.partial(self._load, name, self._seconds)
-        self._spawn(lambda: load.run(work, lambda: None))
+                load = Operation(now)
+                self._loads[name] = load, is_new
+                work = functools.partial(self._load, name, self._seconds)
+                self._spawn(functools.partial(load.run, work, lambda: None))
 
     def _poll(self) -> Mapping[str, Files]:
         try:
@@ -130,5 +124,5 @@ def _is_ignored(name: str) -> bool:
 def _difference(old: Files, new: Files) -> str:
     """Return the names of files that differ, as text."""
     names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-    return ", ".join(names[:_MOST_NAMED]) + more
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more

@@ -13,18 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch_py_backend.processes.instance_status import InstanceState
-from torch_py_backend.server import healing, model_control
+from torch_py_backend.server import healing, model_control, model_status
 from torch_py_backend.server.healing import Action, EventKind, Lifecycle, Phase, Transition
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
 from torch_py_backend.server.model_control import (
     LoadTimeoutError,
-    ModelStatus,
     Operation,
     RepositoryClient,
     States,
 )
+from torch_py_backend.server.model_status import ModelStatus
 
-_STEP_S = 0.2
+_STEP_S = 0.1
 _INDEX_S = 0.5
 # The time for the other instances of a model to end, before new ones need their memory.
 _SURVIVORS_S = 10.0
@@ -164,7 +164,7 @@ class Supervisor:
         # Requested last: states from before a load or unload completed are outdated.
         if failures or completed or self._clock() >= self._index_due:
             try:
-                self._statuses = model_control.by_model(self._states())
+                self._statuses = model_status.by_model(self._states())
                 self._index_due = self._clock() + _INDEX_S
             except OSError:
                 problem = "tritonserver does not answer"
@@ -287,7 +287,7 @@ class Supervisor:
             model.dependents |= operation.dependents
             return
         error, is_first = operation.error, not model.attempts
-        reason = model.failure or model_control.public_reason(str(error))
+        reason = model.failure or model_status.public_reason(str(error))
         if error is None and not model.failure:
             model.dependents.clear()
             self._apply(model, healing.LOADED if is_first else healing.RELOADED)
@@ -302,7 +302,7 @@ class Supervisor:
 
     def _refuse(self, model: _Model, reason: str) -> None:
         if self._apply(model, healing.REFUSED, reason):
-            model.reason = model_control.public_reason(reason)
+            model.reason = model_status.public_reason(reason)
 
     def _abandon_load(self, model: _Model, reason: str) -> None:
         model.operation = None

@@ -106,8 +106,8 @@ def _load(config: ModelConfig, artifact: Artifact, device: torch.device | None) 
     which may compile for minutes and needs memory that the sizes of files do not predict.
     """
     on_gpu = device is not None and device.type == "cuda"
-    claim = load_queue.claim(config, artifact, on_gpu=on_gpu)
-    with load_queue.acquire(config, claim, runtime.free_memory(device)):
+    ticket = load_queue.ticket(config, artifact, on_gpu=on_gpu)
+    with load_queue.acquire(config, ticket, runtime.free_memory(device)):
         loaded = registry.load(artifact, config, device)
         module = registry.optimize(config, loaded)
         return dataclasses.replace(loaded, module=torchscript.accept_bytes(loaded, module))

@@ -1,9 +1,12 @@
 """A queue that limits how many models load at once, by memory and by number.
 
 Each loader of a server holds a ticket: a locked file with the memory that its load needs. The first
-ticket in the queue begins if no other load is running, or if fewer than PARALLEL_LOADS are and the
-claims of all together fit into the free memory. Memory that a running load has already taken counts
-twice, in its claim and as not free: too few loads at once are safer than too many.
+ticket in the queue begins if no other load is running, or if fewer than PARALLEL_LOADS are and all
+of them together fit into the free memory. Memory that a running load has already taken counts
+twice, in its ticket and as not free: too few loads at once are safer than too many.
+
+A load can need more memory than its model afterwards: TorchScript and exported programs are copied
+before their weights are shared, and `freeze` makes a second copy.
 """
 
 from __future__ import annotations
@@ -37,46 +40,65 @@ _CONSTANT = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
-    """The memory that a load needs at its peak, in bytes.
+class Ticket:
+    """One load, and the memory that it needs at its peak, in bytes.
 
     Attributes:
+        max_parallel: how many loads may run at the same time.
         host: memory of the machine.
         device: memory of the GPU.
         gpu: the ordinal of that GPU; None: the model is not loaded on one.
+        loads: whether the load has begun.
     """
 
+    instance: str
+    max_parallel: int
     host: int
     device: int = 0
     gpu: int | None = None
+    loads: bool = False
+
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+
+    def fits(self, loading: Sequence[Ticket], device_free: int) -> bool:
+        """Return whether this load may begin beside those that are running."""
+        tickets = [self, *loading]
+        if len(loading) >= min(ticket.max_parallel for ticket in tickets):
+            return False
+        if sum(ticket.host for ticket in tickets) > available_memory():
+            return False
+        on_gpu = sum(ticket.device for ticket in tickets if ticket.gpu == self.gpu)
+        return self.gpu is None or on_gpu <= device_free
 
 
-def claim(config: ModelConfig, artifact: Artifact, *, on_gpu: bool) -> Claim:
-    """Return the memory that loading an artifact needs.
+def ticket(config: ModelConfig, artifact: Artifact, *, on_gpu: bool) -> Ticket:
+    """Return the ticket for loading an artifact.
 
-    It is the size of the files (measured with 256 MB on a CPU: copied modules, TorchScript and
-    exported programs all peak at 1.00 to 1.01 times that); `freeze` makes a second copy. A model on
-    a GPU passes through the machine's memory. Weights that are mapped need none.
+    The memory is the size of the files (measured with 256 MB on a CPU: copied modules, TorchScript
+    and exported programs all peak at 1.00 to 1.01 times that); `freeze` makes a second copy. A
+    model on a GPU passes through the machine's memory. Weights that are mapped need none.
     """
+    max_parallel = config.options.parallel_loads or threads.available_cores()
     size = sum(path.stat().st_size for path in artifact.files())
     # Programs are copied before they are shared.
     mapped = artifact.weights is not None and not discovery.mapping_obstacle(config, artifact)
     if mapped and not on_gpu and not config.options.optimize:
-        return Claim(_CONSTANT)
+        return Ticket(config.instance, max_parallel, _CONSTANT)
     copies = 2 if "freeze" in config.options.optimize else 1
     needed = copies * size + _CONSTANT
     if not on_gpu:
-        return Claim(needed)
-    return Claim(size + _CONSTANT, needed, config.device_id)
+        return Ticket(config.instance, max_parallel, needed)
+    return Ticket(config.instance, max_parallel, size + _CONSTANT, needed, config.device_id)
 
 
 @contextlib.contextmanager
 def acquire(
-    config: ModelConfig, claimed: Claim, device_free: Callable[[], int] | None = None
+    config: ModelConfig, ticket: Ticket, device_free: Callable[[], int] | None = None
 ) -> Iterator[None]:
     """Wait until the load may begin, and hold its ticket until it is done.
 
-    `device_free` returns the free memory of the claim's GPU.
+    `device_free` returns the free memory of the ticket's GPU.
 
     Raises:
         PlatformError: PARALLEL_LOADS is set, and the server's folder cannot be used.
@@ -89,8 +111,6 @@ def acquire(
         log.warning("%s It loads without waiting for others.", error)
         yield
         return
-    max_parallel = config.options.parallel_loads or threads.available_cores()
-    ticket = Ticket(config.instance, max_parallel, claimed)
     with contextlib.ExitStack() as stack:
         stack.callback(shared_folder.leave)
         try:
@@ -109,35 +129,6 @@ def acquire(
 
 
 # --- the queue -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Ticket:
-    """The ticket of one loader: the claim of its load, and whether that has begun."""
-
-    instance: str
-    max_parallel: int
-    claim: Claim
-    loads: bool = False
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
-
-    @staticmethod
-    def read(path: Path) -> Ticket:
-        fields = json.loads(path.read_bytes())
-        return Ticket(**{**fields, "claim": Claim(**fields["claim"])})
-
-    def fits(self, loading: Sequence[Ticket], device_free: int) -> bool:
-        """Return whether this load may begin beside those that are running."""
-        tickets = [self, *loading]
-        if len(loading) >= min(ticket.max_parallel for ticket in tickets):
-            return False
-        claims = [ticket.claim for ticket in tickets]
-        if sum(claim.host for claim in claims) > available_memory():
-            return False
-        on_gpu = sum(claim.device for claim in claims if claim.gpu == self.claim.gpu)
-        return self.claim.gpu is None or on_gpu <= device_free
 
 
 @contextlib.contextmanager
@@ -186,7 +177,7 @@ def _live_tickets(own_path: Path) -> dict[Path, Ticket]:
         lock = server_folder.lock(path)
         if lock is None:
             with contextlib.suppress(ValueError):  # the disk was full when it was written
-                tickets[path] = Ticket.read(path)
+                tickets[path] = Ticket(**json.loads(path.read_bytes()))
         else:
             path.unlink()
             server_folder.release(lock)
@@ -231,12 +222,13 @@ def _below_limits(own_groups: Path, cgroup: Path) -> Iterator[int]:
                 break
             # In a container the group may be the mount itself, and the path of its name not exist.
             with contextlib.suppress(OSError):
-                most = (folder / limit).read_text(encoding="ascii").strip()
+                max_bytes = (folder / limit).read_text(encoding="ascii").strip()
                 used = int((folder / usage).read_text(encoding="ascii"))
                 counters = _counters(folder / "memory.stat")
-                if most != "max":
+                if max_bytes != "max":
                     # The page cache counts as used, and is reclaimed when memory is needed.
-                    yield max(0, int(most) - used + sum(counters.get(key, 0) for key in cached))
+                    used -= sum(counters.get(key, 0) for key in cached)
+                    yield max(0, int(max_bytes) - used)
 
 
 def _counters(path: Path) -> dict[str, int]:

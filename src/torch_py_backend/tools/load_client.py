@@ -27,8 +27,8 @@ from urllib.parse import urlsplit
 
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server import tritonserver
-from torch_py_backend.server.tritonserver import ModelState
+from torch_py_backend.server import model_status
+from torch_py_backend.server.model_status import ModelState
 from torch_py_backend.tools.load_generator import Send
 from torch_py_backend.tools.payloads import Payload
 
@@ -106,7 +106,7 @@ class Client:
         """Return the models of the server's repository."""
         index = await self._reply("get_model_repository_index")
         entries = index.get("models", ()) if isinstance(index, dict) else index
-        return [tritonserver.parse_state(entry) for entry in entries]
+        return [model_status.parse_state(entry) for entry in entries]
 
     async def config(self, model: str) -> JsonObject:
         """Return the config of a model, as the server completed it."""

@@ -552,9 +552,8 @@ def test_a_load_that_triton_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving.running(tmp_path, "--model-control-mode=explicit"))
         client = RepositoryClient(server.grpc_address, server.keys)
+        stack.callback(client.close)
         monitor = InstanceMonitor(server.status_folder)
-        for one in (client, monitor):
-            stack.callback(one.close)
         supervisor = Supervisor(
             server.models, monitor, client, events.append, restarts=3, load_seconds=200
         )

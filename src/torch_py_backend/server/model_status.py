@@ -1,0 +1,91 @@
+"""The status of the models of a server, from Triton's repository index."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch_py_backend.errors import summarize
+
+_LOAD_FAILED = re.compile(r"^load failed for model '.*?': version \d+ is at UNAVAILABLE state: ")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """The state of one version of a model in Triton's repository index.
+
+    Attributes:
+        version: the version; empty if Triton does not report one.
+        reason: why it does not serve.
+        unloaded: whether it was unloaded, or is being unloaded.
+    """
+
+    name: str
+    version: str
+    ready: bool
+    reason: str
+    unloaded: bool = False
+
+
+def parse_state(entry: Mapping[str, str]) -> ModelState:
+    """Return the state of a model from an entry of Triton's repository index."""
+    status, reason = entry.get("state"), entry.get("reason", "")
+    unloaded = status == "UNLOADING" or reason == "unloaded"
+    return ModelState(
+        entry["name"], entry.get("version", ""), status == "READY", reason, unloaded=unloaded
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """The status of all versions of a model.
+
+    Attributes:
+        unloaded: whether all versions were unloaded, or are being unloaded.
+        reason: why a version does not serve that was not unloaded, in Triton's words.
+        versions: the versions that serve; all versions if none serves.
+        serving: the versions that serve.
+        withdrawn: the versions that were unloaded, or are being unloaded.
+    """
+
+    unloaded: bool
+    reason: str
+    versions: str
+    serving: frozenset[str]
+    withdrawn: frozenset[str]
+
+    @property
+    def ready(self) -> bool:
+        """Whether at least one version serves."""
+        return bool(self.serving)
+
+
+def by_model(states: Sequence[ModelState]) -> dict[str, ModelStatus]:
+    """Return the status of each model in Triton's repository index."""
+    grouped: dict[str, list[ModelState]] = {}
+    for state in states:
+        grouped.setdefault(state.name, []).append(state)
+    statuses = {}
+    for name, versions in grouped.items():
+        serving = [state.version for state in versions if state.ready]
+        reasons = (state.reason for state in versions if state.reason and not state.unloaded)
+        statuses[name] = ModelStatus(
+            unloaded=all(state.unloaded for state in versions),
+            reason=next(reasons, ""),
+            versions=",".join(serving or [state.version for state in versions if state.version]),
+            serving=frozenset(serving),
+            withdrawn=frozenset(state.version for state in versions if state.unloaded),
+        )
+    return statuses
+
+
+def public_reason(reason: str) -> str:
+    """Return Triton's reason as one line without stack trace, folders and final full stop."""
+    text = _LOAD_FAILED.sub("", reason.partition("\n\nAt:")[0]).strip()
+    if not text:
+        return "no reason was given"
+    summary = summarize(Exception(text))
+    for prefix in ("Exception: ", "Internal: ", "TritonModelException: "):
+        summary = summary.removeprefix(prefix)
+    return summary.rstrip(".; ")

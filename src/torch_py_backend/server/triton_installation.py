@@ -1,0 +1,124 @@
+"""An installed tritonserver: its paths, and what it needs to run this backend."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_py_backend.errors import ServerError
+from torch_py_backend.server import installation
+
+NGC = Path("/opt/tritonserver")
+_STUB = "triton_python_backend_stub"
+_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
+_LIBPYTHON = re.compile(rb"libpython(3\.\d+)\.so")
+
+
+@dataclass(frozen=True, slots=True)
+class TritonInstallation:
+    """The paths of an installed tritonserver.
+
+    Attributes:
+        python_backend: the folder with libtriton_python.so and Triton's utilities.
+        stub: the executable that runs Python models, built for this version of Python.
+        libraries: the folders with its shared libraries.
+    """
+
+    executable: Path
+    python_backend: Path
+    stub: Path
+    libraries: tuple[Path, ...]
+
+
+def find(executable: Path | None = None) -> TritonInstallation:
+    """Find a tritonserver: on PATH, in /opt/tritonserver, or in the wheel nvidia-pytriton.
+
+    Args:
+        executable: the tritonserver to use instead.
+
+    Raises:
+        ServerError: there is none, or it has no Python backend or no stub for this Python.
+    """
+    if executable is None:
+        name = "tritonserver"
+        path = shutil.which(name) or shutil.which(name, path=NGC / "bin")
+        executable = Path(path) if path else None
+    wheel = importlib.util.find_spec("pytriton")  # not imported
+    if executable is not None:
+        if not executable.is_file():
+            raise ServerError(f"{executable} is not a file; expected a tritonserver executable.")
+        # The layout of NVIDIA's containers.
+        prefix = executable.resolve().parents[1]
+        backend, libraries = prefix / "backends" / "python", prefix / "lib"
+        stub = backend / _STUB
+    elif wheel is not None and wheel.origin is not None:
+        package = Path(wheel.origin).parent
+        root = package / "tritonserver"
+        executable = root / "bin" / "tritonserver"
+        backend, libraries = root / "backends" / "python", package.parent / "nvidia_pytriton.libs"
+        stub = root / "python_backend_stubs" / _PYTHON / _STUB
+    else:
+        raise ServerError(
+            f"no tritonserver was found on PATH, in {NGC} or in a wheel. Install one with"
+            " pip install 'torch-py-backend[server]', or name it with --tritonserver."
+        )
+    for part in (backend / "libtriton_python.so", stub):
+        if not part.is_file():
+            raise ServerError(
+                f"{executable} comes without {part}: its Python backend does not support Python"
+                f" {_PYTHON}, or is not installed."
+            )
+    libpython = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
+    return TritonInstallation(executable, backend, stub, (libraries, libpython))
+
+
+def stub_python(triton: TritonInstallation) -> str:
+    """Return the Python version of a server's stub, such as 3.12, from the library that it loads.
+
+    Raises:
+        ServerError: the stub cannot be read, or names no library of Python.
+    """
+    try:
+        match = _LIBPYTHON.search(triton.stub.read_bytes())
+    except OSError as error:
+        raise ServerError(f"cannot read {triton.stub}: {error.strerror}.") from None
+    if match is None:
+        raise ServerError(f"{triton.stub} names no libpython; expected a stub of Triton's.")
+    return match[1].decode()
+
+
+def populate_backends(triton: TritonInstallation, backends: Path) -> None:
+    """Fill a backend directory with Triton's Python backend and this backend.
+
+    Files are copied: Triton refuses a library whose real path is outside its backend folder.
+    """
+    python = backends / "python"
+    shutil.copytree(triton.python_backend, python, ignore=shutil.ignore_patterns("__pycache__"))
+    if not (python / _STUB).exists():
+        shutil.copy2(triton.stub, python / _STUB)
+    installation.install(backends, "pytorch_py")
+
+
+def environment(triton: TritonInstallation) -> dict[str, str]:
+    """Return the environment variables with which a server finds its libraries and this Python.
+
+    Raises:
+        ServerError: there is no `python3` beside this interpreter that is the same interpreter.
+    """
+    folder = Path(sys.executable).parent
+    python3 = folder / "python3"
+    if not python3.exists() or python3.resolve() != Path(sys.executable).resolve():
+        raise ServerError(
+            f"Triton's stub runs the first python3 on PATH, and {python3} is not this Python"
+            f" ({sys.executable}). Run from a virtual environment: python -m venv .venv."
+        )
+    values = dict(os.environ)
+    for name, paths in (("LD_LIBRARY_PATH", triton.libraries), ("PATH", (folder,))):
+        values[name] = os.pathsep.join(filter(None, [*map(str, paths), values.get(name, "")]))
+    return values

@@ -1,0 +1,60 @@
+"""Ports that are free, and errors for those that are not."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from torch_py_backend.errors import ServerError
+from torch_py_backend.server.ports import check_ports, choose_ports
+
+
+def test_ports() -> None:
+    """Each 0 becomes a free port, no two are the same; other ports stay."""
+    # So many that some would be the same if chosen one by one: the kernel has about 14,000.
+    ports = choose_ports(0, 8000, *[0] * 500)
+    assert ports[1] == 8000
+    assert len(set(ports)) == 502
+    assert 0 not in ports
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", ports[0]))
+
+
+def test_ports_that_can_be_listened_on() -> None:
+    """A port whose last connection has just ended is free, and stays free."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        answer, _ = listener.accept()
+        answer.close()  # first: the connection's end is remembered on this side
+        client.close()
+    for _ in range(2):
+        check_ports("127.0.0.1", {"--http-port": port, "--grpc-port": 0})
+
+
+@pytest.mark.parametrize(
+    ("address", "requested", "says"),
+    [
+        ("127.0.0.1", {"--a": 0, "--b": 99999}, "--b is 99999; expected a port from 0 to 65535."),
+        ("127.0.0.1", {"--a": 0, "--b": None}, "--b TAKEN on 127.0.0.1 .*: Address already in use"),
+        ("0.0.0.0", {"--b": None}, "--b TAKEN on 0.0.0.0 .*: Address already in use"),
+        ("192.0.2.1", {"--a": 0}, "--a 0 on 192.0.2.1 .*Choose an --address of this machine."),
+    ],
+    ids=["too-high", "taken", "taken-for-all-addresses", "address"],
+)
+def test_ports_that_cannot_be_listened_on(
+    address: str, requested: dict[str, int | None], says: str
+) -> None:
+    """The error names the port and its option."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = listener.getsockname()[1]
+        named = {option: taken if port is None else port for option, port in requested.items()}
+        with pytest.raises(ServerError, match=says.replace("TAKEN", str(taken))):
+            check_ports(address, named)
+
+
+def test_one_port_for_two_services() -> None:
+    (port,) = choose_ports(0)
+    with pytest.raises(ServerError, match=f"--grpc-port {port} on"):
+        check_ports("127.0.0.1", {"--http-port": port, "--grpc-port": port})
