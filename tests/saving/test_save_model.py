@@ -24,10 +24,14 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from torch_py_backend import save_model
-from torch_py_backend.config import pbtxt
+from torch_py_backend.artifacts import discovery
+from torch_py_backend.artifacts.discovery import ArtifactType
+from torch_py_backend.config import model_config, pbtxt
 from torch_py_backend.errors import ExampleError, InstallError, LoadError, SaveError
+from torch_py_backend.loading import registry
 from torch_py_backend.processes import child_process
 from torch_py_backend.saving import transform_hooks, transforms
+from torch_py_backend.tools import model_folder
 
 transformers = pytest.importorskip("transformers")
 
@@ -69,6 +73,13 @@ class Keys(nn.Module):
 class Total(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.sum()
+
+
+class Centering(nn.Module):
+    """The rows of its batches depend on each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
 
 
 class Random(nn.Module):
@@ -202,6 +213,25 @@ def test_package_of_aotinductor(module: nn.Module, tmp_path: Path) -> None:
     }  # fmt: skip
     assert _tensors(document, "input") == {"x": [4]}
     assert document["parameters"]["FALLBACK"]["string_value"] == "exported.pt2"
+
+
+@pytest.mark.parametrize(
+    ("examples", "rows"),
+    [
+        pytest.param(_X, 1, id="batch"),
+        # Without the check of the batch, those of other dimensions would be missing, too.
+        pytest.param([_X, torch.cat([_X, _X], 1)], 2, id="another dimension"),
+    ],
+)
+def test_rows_of_a_package(examples: Any, rows: int, tmp_path: Path) -> None:
+    """A package computes one row as one row, where that needs no unchecked sizes."""
+    _saved(tmp_path, models.Negate(), format="aoti", example_inputs=examples)
+    version, document = model_folder.completed(tmp_path / "models" / "net")
+    arguments = pbtxt.arguments(tmp_path / "models" / "net", version, document)
+    config = model_config.parse(arguments)
+    loaded = registry.load(discovery.find(config), config, torch.device("cpu"))
+    assert loaded.kind is ArtifactType.AOTI
+    assert loaded.rows.least == rows
 
 
 @pytest.mark.parametrize(
@@ -601,6 +631,12 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         {"example_inputs": _X, "format": "module"},
         LoadError,
         "its answers are not random",
+    ),
+    "rows of a batch": (
+        Centering(),
+        {"example_inputs": _X, "format": "module"},
+        LoadError,
+        "output 'OUTPUT__0' for a batch of one row differs from the module's own by .*Set max_b",
     ),
     "hooks": (
         models.Affine(),

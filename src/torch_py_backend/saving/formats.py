@@ -14,6 +14,7 @@ from torch_py_backend.errors import SaveError, summarize
 from torch_py_backend.loading import package_weights
 from torch_py_backend.saving.examples import Arguments
 
+_CHECK = "aot_inductor.check_lowerbound"
 _CURE = "Save it with another format."
 
 
@@ -85,6 +86,8 @@ def write_program(
     dynamic_shapes: Any,
     path: Path,
     fallback: Path | None = None,
+    *,
+    one_row: bool = False,
 ) -> None:
     """Export a module.
 
@@ -96,6 +99,8 @@ def write_program(
         path: the file to write: the program, or, with a fallback, an AOTInductor package, with its
             weights beside it.
         fallback: the file for the program if the package is written.
+        one_row: whether the package serves one row as such, without a check of minimum sizes; its
+            answer has to be compared.
 
     Raises:
         SaveError: the module cannot be exported or compiled.
@@ -110,6 +115,10 @@ def write_program(
             torch.export.save(program, fallback or path)
             if fallback is not None:
                 failed = f"AOTInductor cannot compile {type(module).__name__}"
-                package_weights.compile_package(program, path)
+                from torch._inductor import config  # noqa: PLC0415  imports the compiler
+
+                # By default, a package takes at least 2 rows.
+                configs = {_CHECK: False} if one_row and _CHECK in config.get_config_copy() else {}
+                package_weights.compile_package(program, path, configs)
     except Exception as error:  # of the module's own code, or the compiler's
         raise SaveError(model, f"{failed}: {summarize(error)}", cure=_CURE) from error

@@ -281,8 +281,14 @@ class ModuleFiles:
         call = call.map(torch.clone)  # torch.export takes one tensor in two places for one input
         shapes = self._dynamic_shapes(call) if dynamic_shapes is None else dynamic_shapes
         fallback = folder / _FALLBACK if self._kind == "aoti" else None
-        formats.write_program(name, module, call, shapes, folder / "model.pt2", fallback)
-        return folder / "model.pt2"
+        only_batch_varies = (
+            self.example.max_batch_size > 0
+            and dynamic_shapes is None
+            and all(dims <= {0} for dims in self.example.dynamic.values())
+        )
+        path = folder / "model.pt2"
+        formats.write_program(name, module, call, shapes, path, fallback, one_row=only_batch_varies)
+        return path
 
     def _dynamic_shapes(self, call: Arguments) -> torch.export.ShapesCollection:
         shapes = torch.export.ShapesCollection()

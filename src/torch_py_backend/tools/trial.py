@@ -45,12 +45,12 @@ from torch_py_backend.tools import candidates
 # Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
 _FIRST_CALLS = 3
 # The least number of calls of a measurement, however long they take.
-_FEWEST_CALLS = 2
+_MIN_CALLS = 2
 # The longest call with a full batch, unless it takes less than twice as long as one row.
-_LONGEST_BATCH_S = 0.25
+_MAX_BATCH_S = 0.25
 _INPUTS = "inputs.pt"
 # The largest error of a saved model, and in formats of 16 bits. Compilers reorder sums.
-_LARGEST_ERROR, _LARGEST_ERROR_REDUCED = 1e-3, 3e-2
+_MAX_ERROR, _MAX_ERROR_REDUCED = 1e-3, 3e-2
 _REDUCED = (torch.float16, torch.bfloat16)
 
 
@@ -128,23 +128,50 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
 
 
 def _compare(engine: Engine, reference: Path) -> None:
-    """Raise OutputError if the outputs for the example differ from those in a file."""
+    """Raise OutputError if the outputs for the example differ from those in a file.
+
+    A batch of the example's first row alone must have the outputs of that row, where they have the
+    same sizes: a module, or its hooks, may pad to the longest row of a batch.
+    """
     item, _ = find_inputs(engine.config, None)
+    expected = read_values(reference)
     rows = next(iter(item.values())).shape[0] if engine.config.max_batch_size else 1
-    outputs = _run(engine, tile(engine.config, item, rows))
-    for name, expected in read_values(reference).items():
+    _compare_outputs(
+        engine,
+        _run(engine, tile(engine.config, item, rows)),
+        expected,
+        "of the saved model differs from the module's own by",
+        "Check that the module can be built again from model_kwargs and its weights, that its"
+        " answers are not random, and that its code does not depend on the values of its inputs if"
+        " it is exported or traced.",
+    )
+    if rows > 1:
+        outputs = _run(engine, tile(engine.config, item, 1))
+        first = {name: value[:1] for name, value in expected.items()}
+        _compare_outputs(
+            engine,
+            outputs,
+            {name: row for name, row in first.items() if row.shape == outputs[name].shape},
+            "for a batch of one row differs from the module's own by",
+            "Set max_batch_size to 0 if the rows of a batch depend on each other; else check that"
+            " the code does not depend on the number of rows.",
+        )
+
+
+def _compare_outputs(
+    engine: Engine, outputs: Item, references: Item, problem: str, cure: str
+) -> None:
+    for name, expected in references.items():
         error = difference(engine.config.name, name, outputs[name], expected)
         half = isinstance(expected, Tensor) and expected.dtype in _REDUCED
         reduced = half or bool(engine.config.options.optimize)  # such as bf16
-        limit = _LARGEST_ERROR_REDUCED if reduced else _LARGEST_ERROR
+        limit = _MAX_ERROR_REDUCED if reduced else _MAX_ERROR
         if not error <= limit:
             raise OutputError(
                 engine.config.name,
-                f"output '{name}' of the saved model differs from the module's own by {error:.2g}",
+                f"output '{name}' {problem} {error:.2g}",
                 expected=f"at most {limit:g}",
-                cure="Check that the module can be built again from model_kwargs and its weights,"
-                " that its answers are not random, and that its code does not depend on the values"
-                " of its inputs if it is exported or traced.",
+                cure=cure,
             )
 
 
@@ -173,7 +200,7 @@ def prepare(
     warm_up(engine, [1])
     item, source = find_inputs(settings, inputs)
     torch.save(item, Path(folder) / _INPUTS)
-    full, longest = 1, _LONGEST_BATCH_S if longest_s is None else longest_s
+    full, longest = 1, _MAX_BATCH_S if longest_s is None else longest_s
     for rows in candidates.batch_sizes(settings.max_batch_size):
         seconds = min(_durations(engine, tile(settings, item, rows)))
         if rows == 1 and longest_s is None:
@@ -341,7 +368,7 @@ def _durations(engine: Engine, batch: Item, seconds: float = 0.0) -> list[float]
     """Return the duration of each call in so many seconds."""
     durations: list[float] = []
     until = time.perf_counter() + seconds
-    while len(durations) < _FEWEST_CALLS or time.perf_counter() < until:
+    while len(durations) < _MIN_CALLS or time.perf_counter() < until:
         before = time.perf_counter()
         _run(engine, batch)
         durations.append(time.perf_counter() - before)
