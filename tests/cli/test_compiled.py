@@ -250,7 +250,7 @@ _CACHED, _TUNED = "compile_cache/x.bundle", "tuned.json"
         ("compiled", "../outside/x", b"", "it is not in the folder"),
         ("compiled", "/etc/passwd", b"", "it is not in the folder"),
         ("compiled", "", b"", "it is not in the folder"),
-        ("compiled", "model.py", b"", "the export has 1 other files of it"),
+        ("compiled", "model.py", b"", "contains files that no export writes: model.py"),
         ("compiled", "1/model.py", b"", "a model with other files"),
         ("unknown", _CACHED, b"", "has no model 'unknown'"),
         ("../target/compiled", _CACHED, b"", "it is not in the folder"),
