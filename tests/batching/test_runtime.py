@@ -317,6 +317,16 @@ def test_attention_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert runtime.attention_backends(torch.device("cpu")) == ""
 
 
+def test_the_current_gpu_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A runtime does not change the GPU of the thread, as of a user who calls `save_model`."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    selected: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+    runtime.create(Options(), torch.device("cuda"), ())
+    assert selected == []
+
+
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_no_gradients_are_recorded(inference_mode: bool) -> None:
     """Every call runs without autograd: in inference mode, or under no_grad if that is disabled."""

@@ -192,10 +192,10 @@ def _newer(target: Path) -> None:
         (
             _source,
             "compiled",
-            "the bundle is of no use: ValueError: it differs from this start",
+            "the bundle is of no use: ValueError: it differs from this start: the model's code or",
         ),
-        (_options, "compiled", "it differs from this start in: options"),
-        (_rows, "compiled", "it differs from this start in: rows"),
+        (_options, "compiled", "start: OPTIMIZE is () there and ('freeze',) here. Compile it here"),
+        (_rows, "compiled", "start: max_batch_size is 2 there and 4 here. Compile it here"),
         (_missing, "compiled", "has no model 'compiled'"),
         (_program, "packaged", "the export is of a model with other files"),
         (_newer, "packaged", "it has another model.pt2, which was built for such a machine"),
@@ -226,7 +226,7 @@ def test_other_machine(repository: Path, tmp_path: Path, key: str) -> None:
     (bundle,) = export.rglob("*.bundle")
     line, _, payload = bundle.read_bytes().partition(b"\n")
     header = json.loads(line)
-    header["facts"][key] = "7"
+    here, header["facts"][key] = header["facts"][key], "7"
     bundle.write_bytes(json.dumps(header).encode() + b"\n" + payload)
     manifest = _manifest(export)
     digest = hashlib.sha256(bundle.read_bytes()).hexdigest()
@@ -236,7 +236,7 @@ def test_other_machine(repository: Path, tmp_path: Path, key: str) -> None:
     done = run("import-compiled", "export", "target", cwd=tmp_path)
     assert done.returncode == 1
     assert "model 'compiled': the bundle is of no use: ValueError: it differs" in done.stdout
-    assert f"this start in: {key}. Compile it here" in done.stdout
+    assert f"this start: {key} is 7 there and {here} here. Compile it here" in done.stdout
     assert "IMPORTED packaged" in done.stdout
     assert not (target / "compiled" / "compile_cache").exists()
 
@@ -250,7 +250,7 @@ _CACHED, _TUNED = "compile_cache/x.bundle", "tuned.json"
         ("compiled", "../outside/x", b"", "it is not in the folder"),
         ("compiled", "/etc/passwd", b"", "it is not in the folder"),
         ("compiled", "", b"", "it is not in the folder"),
-        ("compiled", "model.py", b"", "the export has 1 other files of it"),
+        ("compiled", "model.py", b"", "contains files that no export writes: model.py"),
         ("compiled", "1/model.py", b"", "a model with other files"),
         ("unknown", _CACHED, b"", "has no model 'unknown'"),
         ("../target/compiled", _CACHED, b"", "it is not in the folder"),
@@ -336,7 +336,7 @@ def test_own_tuned_settings_decide(repository: Path, tmp_path: Path) -> None:
     tuned_settings.save(target / "compiled", entry)
     run("export-compiled", str(repository), str(tmp_path / "export"))
     done = run("import-compiled", "export", "target", cwd=tmp_path)
-    assert "it differs from this start in: options" in done.stdout
+    assert "start: OPTIMIZE is () there and ('freeze',) here" in done.stdout
     assert not (target / "compiled" / "compile_cache").exists()
 
 

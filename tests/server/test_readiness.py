@@ -117,24 +117,68 @@ def test_malformed_requests_are_harmless(
     assert capfd.readouterr().err == ""
 
 
+def _open(readiness: ReadinessServer, stack: contextlib.ExitStack, data: bytes) -> socket.socket:
+    """Open a connection, which the server may close at any time, and send something."""
+    connection = stack.enter_context(_connect(readiness))
+    with contextlib.suppress(OSError):
+        connection.sendall(data)
+    return connection
+
+
+def _assert_closed(connection: socket.socket) -> None:
+    with contextlib.suppress(ConnectionResetError):
+        assert connection.recv(1) == b""
+
+
+def _until_threads(number: int) -> None:
+    while threading.active_count() > number:
+        time.sleep(0.01)
+
+
+def test_silent_clients_lose_their_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the limit, the oldest connections are closed; probes in between are answered."""
+    monkeypatch.setattr(_readiness, "_MAX_CONNECTIONS", 4)
+    before = threading.active_count()
+    with _readiness_server() as readiness, contextlib.ExitStack() as stack:
+        opened = []
+        for _ in range(10):
+            opened += [_open(readiness, stack, b"GET /re") for _ in range(3)]
+            assert _get(readiness)[0] == 200
+            _until_threads(before + 1 + 4)
+        for connection in opened[:-4]:
+            _assert_closed(connection)
+
+
 def test_threads_are_limited_while_tritonserver_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Above the limit, new connections are closed; when old ones end, probes are answered."""
-    monkeypatch.setattr(_readiness, "_MAX_THREADS", 4)
+    """Above twice the limit, new connections are closed."""
+    monkeypatch.setattr(_readiness, "_MAX_CONNECTIONS", 4)
     answers = threading.Event()
     before = threading.active_count()
     with _readiness_server(is_live=lambda: answers.wait(60)) as readiness:
         with contextlib.ExitStack() as stack:
-            for _ in range(5):
-                connection = stack.enter_context(_connect(readiness))
-                connection.sendall(b"GET /live HTTP/1.0\r\n\r\n")
-            with contextlib.suppress(ConnectionResetError):
-                assert connection.recv(1) == b""
-            assert threading.active_count() - before <= 1 + 4
+            opened = [_open(readiness, stack, b"GET /live HTTP/1.0\r\n\r\n") for _ in range(20)]
+            _assert_closed(opened[-1])
+            assert threading.active_count() - before <= 1 + 2 * 4
             answers.set()
-        while threading.active_count() > before + 1:
-            time.sleep(0.01)
+        _until_threads(before + 1)
+        assert _get(readiness)[0] == 200
+
+
+def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection is closed, and later ones are answered."""
+    monkeypatch.setattr(_readiness, "_MAX_CONNECTIONS", 1)
+
+    def fail(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with _readiness_server() as readiness:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            for _ in range(3):
+                with _connect(readiness) as connection:
+                    _assert_closed(connection)
         assert _get(readiness)[0] == 200
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from torch_py_backend.batching import runtime
 from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.config.options import Options
 from torch_py_backend.config.threads import Threads
 from torch_py_backend.engine.weight_watcher import WeightWatcher
 from torch_py_backend.startup import builder
@@ -48,6 +51,21 @@ def test_summary(tmp_path: Path) -> None:
             "model 'digits': instance digits_0_0 serves model.py (Python source and weights) on"
             f" cpu; threads 2 intra-op, 3 inter-op; {parts}."
         )
+
+
+@pytest.mark.usefixtures("process")
+def test_gpu_of_a_model_that_places_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is made current: each call ends by selecting the current GPU, which takes memory of it."""
+    build.write(tmp_path, "model.py", models.source(models.Negate))
+    second = torch.device("cuda", 1)
+    on_second = dataclasses.replace(
+        runtime.create(Options(), torch.device("cpu"), ()), device=second
+    )
+    selected: list[torch.device] = []
+    monkeypatch.setattr(runtime, "create", lambda *_: on_second)
+    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
+    _build(build.config(tmp_path, kind="MODEL"))
+    assert selected == [second]
 
 
 @pytest.mark.usefixtures("process")

@@ -425,6 +425,28 @@ def test_weights_are_shared(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(json.loads(answer)), model(sent).detach())
 
 
+def test_a_handler_that_reads_torchscript_itself(tmp_path: Path) -> None:
+    """A module from an overridden method is put into eval mode, too, as in TorchServe."""
+    script, file = torch.jit.script(nn.Dropout(1.0)), io.BytesIO()
+    torch.jit.save(script, file)
+    source = """
+import torch
+from ts.torch_handler.base_handler import BaseHandler
+
+
+class Handler(BaseHandler):
+    def _load_torchscript_model(self, model_pt_path):
+        return torch.jit.load(model_pt_path)
+"""
+    files: archives.Files = {
+        "handler.py": source,
+        "m.pt": file.getvalue(),
+        archives.MANIFEST: archives.manifest(serializedFile="m.pt"),
+    }
+    served = Served(tmp_path, files, _BATCHES, content_type="application/json")
+    assert served.answer(b"2.5") == [b"2.5"]
+
+
 def test_an_exported_program(tmp_path: Path) -> None:
     """base_handler runs an exported program without a class."""
     file = io.BytesIO()

@@ -381,8 +381,6 @@ def _autocast_guard(device: torch.device, options: Options, mode: Guard) -> Guar
 def _stream_guard(device: torch.device, mode: Guard) -> Guard:
     # The weights were copied on the default stream, which this stream does not wait for.
     torch.cuda.synchronize(device)
-    # A call ends by selecting the thread's device again, which would allocate memory on GPU 0.
-    torch.cuda.set_device(device)
     stream = torch.cuda.Stream(device)
 
     @contextlib.contextmanager

@@ -198,10 +198,10 @@ class Bundle:
         """Return the payload and the instruction sets; raise if the bundle is another one."""
         line, _, payload = content.partition(b"\n")
         header = json.loads(line)
-        facts = header["facts"]
-        if facts != self.facts:
-            keys = [key for key in {**self.facts, **facts} if facts.get(key) != self.facts.get(key)]
-            raise ValueError(f"it differs from this start in: {join_names(keys)}")
+        if header["facts"] != self.facts:
+            raise ValueError(
+                f"it differs from this start: {_differences(header['facts'], self.facts)}"
+            )
         if header["sha256"] != hashlib.sha256(payload).hexdigest():
             raise ValueError("it is damaged")
         return payload, header["vectors"]
@@ -233,6 +233,25 @@ class Bundle:
             log.warning(
                 "model '%s': %s cannot be kept: %s.", self.model, self.path.name, summarize(error)
             )
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """Return the facts of a bundle that differ from those of a start, with both values."""
+    differences = []
+    if there["model"] != here["model"]:  # digests
+        differences.append("the model's code or the size of its weights")
+    named = [
+        {
+            **{key: facts[key] for key in ("torch", "python", "device", "inputs")},
+            "max_batch_size": facts["rows"],
+            **{key.upper(): value for key, value in facts["options"].items()},
+        }
+        for facts in (there, here)
+    ]
+    for name, value in named[1].items():
+        if named[0].get(name) != value:
+            differences.append(f"{name} is {named[0].get(name)} there and {value} here")
+    return join_names(differences)
 
 
 _TORCH_BUNDLE = "torch.bundle"

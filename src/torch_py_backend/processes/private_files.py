@@ -10,7 +10,6 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
 
 log = logging.getLogger(__name__)
 
@@ -48,25 +47,15 @@ def read(path: Path) -> bytes:
         PermissionError: another user could have written it.
         OSError: it cannot be read, or is not a regular file; links are not followed.
     """
-    with opened(path) as file:
-        if reason := risk(os.fstat(file.fileno())):
-            raise PermissionError(reason)
-        return file.read()
-
-
-@contextlib.contextmanager
-def opened(path: Path) -> Iterator[IO[bytes]]:
-    """Open a regular file for reading; links are not followed.
-
-    Raises:
-        OSError: it cannot be read, or is not a regular file.
-    """
     # O_NONBLOCK: opening a pipe must not block.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with open(os.open(path, flags), "rb") as file:  # noqa: PTH123  a descriptor
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(f"{path.name} is not a regular file")
-        yield file
+        if reason := risk(status):
+            raise PermissionError(reason)
+        return file.read()
 
 
 @contextlib.contextmanager

@@ -81,10 +81,10 @@ class ModuleAnswers:
                 for row in range(len(next(iter(item.values()))))
             ]
         schemas = [self._run_hooks(self.module, item) for item in items]
-        ranks = {
+        forms = {
             tuple((spec.name, len(spec.dims)) for spec in schema.outputs) for schema in schemas
         }
-        if len(ranks) > 1:
+        if len(forms) > 1:
             raise SaveError(
                 self.name,
                 "the examples give different outputs, or outputs with different numbers of"

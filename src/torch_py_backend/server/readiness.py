@@ -7,7 +7,9 @@ GET /ready/MODEL    the same for one model; 404 if it should not serve
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
 # A supervisor with an older snapshot has stopped to monitor the models.
 _STALE_S = 30.0
 _IDLE_S = 10.0
-# Each connection has a thread.
-_MAX_THREADS = 64
+# Each connection has a thread. Above this number, the oldest ones are closed: clients that send
+# nothing do not block probes. Above twice this number, new ones are closed: a thread that waits for
+# tritonserver does not end earlier.
+_MAX_CONNECTIONS = 64
 Response = tuple[HTTPStatus, dict[str, object]]
 
 
@@ -55,7 +59,7 @@ class ReadinessServer(ThreadingHTTPServer):
             ) from None
         self._snapshot, self._is_live = snapshot, is_live
         self._stopping = False
-        self._free_threads = threading.BoundedSemaphore(_MAX_THREADS)
+        self._connections: dict[socket.socket, None] = {}  # in the order of their arrival
         self.address = client_address(address, self.server_port)
 
     def set_stopping(self) -> None:
@@ -96,18 +100,20 @@ class ReadinessServer(ThreadingHTTPServer):
         self.server_close()
 
     def process_request(self, request: Any, client_address: object) -> None:
-        """Serve a connection in a thread of its own; close it if there are too many."""
-        if self._free_threads.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        """Serve a connection in a thread of its own, unless there are too many."""
+        if len(self._connections) >= 2 * _MAX_CONNECTIONS:
             self.shutdown_request(request)
+            return
+        self._connections[request] = None
+        for oldest in list(self._connections)[:-_MAX_CONNECTIONS]:
+            with contextlib.suppress(OSError):  # its thread has closed it
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
 
-    def process_request_thread(self, request: Any, client_address: object) -> None:
-        """Serve a connection, in its thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free_threads.release()
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection: at the end of its thread, or if no thread can be started."""
+        self._connections.pop(request, None)
+        super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Ignore errors of connections: clients may disconnect at any time."""

@@ -96,6 +96,10 @@ def _engine(
     runtime.keep_freed_memory()
     config = state_store.with_controls(config, loaded.signature)
     device_runtime = runtime.create(config.options, device, loaded.weights)
+    if device_runtime.device.type == "cuda":
+        # A call ends by selecting the thread's GPU again, which takes memory of it. KIND_MODEL has
+        # selected none: that would be GPU 0.
+        torch.cuda.set_device(device_runtime.device)
     return Engine(config, loaded, device_runtime, artifact, user_hooks.load(config, artifact))
 
 

@@ -21,7 +21,13 @@ from torch_py_backend.compile import compile_cache, torch_compile
 from torch_py_backend.compile.compile_cache import Bundle
 from torch_py_backend.config import model_config, threads, tuned_settings
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, BackendError, summarize
+from torch_py_backend.errors import (
+    ArtifactError,
+    BackendError,
+    join_names,
+    printable,
+    summarize,
+)
 from torch_py_backend.loading import aotinductor
 from torch_py_backend.processes import private_files
 from torch_py_backend.startup import builder
@@ -134,13 +140,15 @@ def put(arguments: Mapping[str, str], source: str, beside: Mapping[str, str]) ->
             if obstacle := own.obstacle(bundle.read_bytes()):
                 raise _refusal(config, f"the bundle is of no use: {obstacle}")
             copies[bundle] = own.path
-        if others := sum(path.is_file() for path in folder.rglob("*")) - len(copies):
-            raise _refusal(config, f"the export has {others} other files of it")
+        files = {path for path in folder.rglob("*") if path.is_file()}
+        if others := files - {*copies, folder / tuned.name}:
+            names = join_names(sorted(printable(path.name) for path in others))
+            raise _refusal(config, f"the export contains files that no export writes: {names}")
         try:
-            names = [_copy(file, path) for file, path in copies.items()]
+            copied = [_copy(file, path) for file, path in copies.items()]
         except OSError as error:
             raise ArtifactError(config.name, f"its folder cannot be written: {error}") from error
-    return {"files": names}
+    return {"files": copied}
 
 
 def _check_package(

@@ -179,7 +179,7 @@ class BaseHandler:
                 program = move_to_device_pass(torch.export.load(path), self.device)
                 self.model = program.module()
             else:
-                self.model = self._load_torchscript_model(path)
+                self.model = self._load_torchscript_model(path).eval()  # may be overridden
         self.mapping = load_label_mapping(str(folder / "index_to_name.json"))
         self.initialized = True
 
