@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 import zipfile
 from collections.abc import Iterator
@@ -13,12 +12,11 @@ from typing import Any
 
 import build
 import models
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from torch_py_backend.errors import LoadError, OutputError
+from torch_py_backend.errors import LoadError
 from torch_py_backend.tools import trial
 
 
@@ -214,69 +212,6 @@ def test_strings(tmp_path: Path) -> None:
     )
     _prepare(tmp_path, given)
     assert _load(tmp_path, given, 2)["error"] == 0
-
-
-# --- comparison --------------------------------------------------------------------------------
-
-
-_INF, _NAN = math.inf, math.nan
-
-
-@pytest.mark.parametrize(
-    ("actual", "expected", "error"),
-    [
-        ([1.0, 2.0], [1.0, 2.0], 0.0),
-        ([1.1, 1.0], [1.0, 1.0], 0.05),
-        ([1e-4, 1.0, 1.0], [0.0, 1.0, 1.0], 1e-4),
-        ([-1e9, 1.0, 1.5], [-1e9, 1.0, 1.0], 0.25),  # a mask
-        ([_INF, 1.0], [_INF, 1.0], 0.0),
-        ([_NAN, 1.0], [_NAN, 1.0], 0.0),
-        ([0.5, 0.0], [0.0, 0.0], 0.5),
-        ([], [], 0.0),
-        ([_NAN], [_NAN], 0.0),
-    ],
-)
-def test_difference(actual: list[float], expected: list[float], error: float) -> None:
-    """Neither values close to zero nor large values distort the error."""
-    measured = trial.difference("digits", "y", torch.tensor(actual), torch.tensor(expected))
-    assert measured == pytest.approx(error, rel=1e-3)
-
-
-def _strings(*values: str | bytes) -> Any:
-    return np.array(values, dtype=object)
-
-
-@pytest.mark.parametrize(
-    ("actual", "expected", "error"),
-    [
-        (torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 9]), 0.25),
-        (torch.tensor([True]), torch.tensor([False]), 1.0),
-        (_strings("a", "ü"), _strings(b"a", "ü".encode()), 0.0),
-        (_strings("a", "b"), _strings("a", "c"), 0.5),
-    ],
-    ids=["integers", "booleans", "bytes", "text"],
-)
-def test_share_that_differs(actual: Any, expected: Any, error: float) -> None:
-    """The error of integers, booleans and strings is the share that differs."""
-    assert trial.difference("digits", "y", actual, expected) == error
-
-
-@pytest.mark.parametrize(
-    ("actual", "expected", "says"),
-    [
-        ([1.0], [1.0, 2.0], r"is \[1\]; expected \[2\]"),
-        ([_NAN, 1.0], [1.0, 1.0], "infinities or NaN"),
-        ([_INF], [-_INF], "infinities or NaN"),
-        ([1.0], [_NAN], "infinities or NaN"),
-        ([_NAN], [_INF], "infinities or NaN"),
-    ],
-)
-def test_outputs_that_cannot_be_compared(
-    actual: list[float], expected: list[float], says: str
-) -> None:
-    """Another shape, or NaN in other places than eager, is refused."""
-    with pytest.raises(OutputError, match=says):
-        trial.difference("digits", "y", torch.tensor(actual), torch.tensor(expected))
 
 
 # --- the report --------------------------------------------------------------------------------

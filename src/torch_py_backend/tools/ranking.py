@@ -63,7 +63,7 @@ class Row:
         batch: rows of a full batch.
         memory_mb: memory of all processes; what they share counts once.
         device_memory_mb: reserved memory on the GPU.
-        error: the largest difference from eager, see `trial`.
+        error: the largest difference from eager, see `differences`.
         load_s: seconds until the candidate was loaded, compiled and warmed up.
         failure: why it could not be measured.
     """

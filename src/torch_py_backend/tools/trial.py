@@ -3,10 +3,8 @@
 To be run in a child process, because it runs the model's code. `arguments` are Triton's arguments
 of `initialize`; `prepare` writes inputs and the reference's outputs into `folder`, for `measure`.
 
-The reference is the same model as loaded, without any optimization. The error of an output is the
-largest |value - reference| / (|reference| + typical) over several batch sizes, where typical is the
-median of |reference| without zeros. Neither values close to zero nor a mask of -1e9 distort this
-measure. The error of integers, booleans and strings is the share of values that differ.
+The reference is the same model as loaded, without any optimization. The error of a candidate is the
+largest of several batch sizes.
 """
 
 from __future__ import annotations
@@ -41,6 +39,7 @@ from torch_py_backend.loading import example_inputs, state_dict
 from torch_py_backend.signature import binding
 from torch_py_backend.startup import builder, warmup
 from torch_py_backend.tools import candidates
+from torch_py_backend.tools.differences import difference
 
 # Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
 _FIRST_CALLS = 3
@@ -373,46 +372,3 @@ def _durations(engine: Engine, batch: Item, seconds: float = 0.0) -> list[float]
         _run(engine, batch)
         durations.append(time.perf_counter() - before)
     return durations
-
-
-# --- comparison --------------------------------------------------------------------------------
-
-
-def difference(model: str, name: str, actual: Value, expected: Value) -> float:
-    """Return the error of an output, as the module's docstring defines it.
-
-    Raises:
-        OutputError: it differs in shape, or has infinities or NaN in other places.
-    """
-    if actual.shape != expected.shape:
-        raise OutputError(
-            model,
-            f"output '{name}' is {list(actual.shape)}",
-            expected=f"{list(expected.shape)}, as in eager",
-        )
-    if 0 in expected.shape:
-        return 0.0
-    if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
-        pairs = zip(_encoded(actual), _encoded(expected), strict=True)
-        return float(np.mean([text != wanted for text, wanted in pairs]))
-    if not expected.is_floating_point():
-        return (actual != expected).double().mean().item()
-    actual, expected = actual.double(), expected.double()
-    finite = expected.isfinite()
-    same = (actual == expected) | (actual.isnan() & expected.isnan())
-    if not torch.where(finite, actual.isfinite(), same).all():
-        raise OutputError(
-            model,
-            f"output '{name}' has infinities or NaN in other places",
-            expected="them where eager has them",
-        )
-    actual, expected = actual[finite], expected[finite]
-    if not expected.numel():
-        return 0.0
-    size = expected.abs()
-    typical = size[size > 0].median() if size.any() else torch.tensor(1.0)
-    return ((actual - expected).abs() / (size + typical)).max().item()
-
-
-def _encoded(strings: Value) -> list[bytes]:
-    return [text if isinstance(text, bytes) else text.encode() for text in np.ravel(strings)]

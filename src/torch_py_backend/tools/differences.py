@@ -1,0 +1,55 @@
+"""How far an output is from a reference.
+
+The error of an output is the largest |value - reference| / (|reference| + typical), where typical
+is the median of |reference| without zeros. Neither values close to zero nor a mask of -1e9 distort
+this measure. The error of integers, booleans and strings is the share of values that differ.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching.gather_scatter import Value
+from torch_py_backend.errors import OutputError
+
+
+def difference(model: str, name: str, actual: Value, expected: Value) -> float:
+    """Return the error of an output.
+
+    Raises:
+        OutputError: it differs in shape, or has infinities or NaN in other places.
+    """
+    if actual.shape != expected.shape:
+        raise OutputError(
+            model,
+            f"output '{name}' is {list(actual.shape)}",
+            expected=f"{list(expected.shape)}, as in eager",
+        )
+    if 0 in expected.shape:
+        return 0.0
+    if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
+        pairs = zip(_encoded(actual), _encoded(expected), strict=True)
+        return float(np.mean([text != wanted for text, wanted in pairs]))
+    if not expected.is_floating_point():
+        return (actual != expected).double().mean().item()
+    actual, expected = actual.double(), expected.double()
+    finite = expected.isfinite()
+    same = (actual == expected) | (actual.isnan() & expected.isnan())
+    if not torch.where(finite, actual.isfinite(), same).all():
+        raise OutputError(
+            model,
+            f"output '{name}' has infinities or NaN in other places",
+            expected="them where eager has them",
+        )
+    actual, expected = actual[finite], expected[finite]
+    if not expected.numel():
+        return 0.0
+    size = expected.abs()
+    typical = size[size > 0].median() if size.any() else torch.tensor(1.0)
+    return ((actual - expected).abs() / (size + typical)).max().item()
+
+
+def _encoded(strings: Value) -> list[bytes]:
+    return [text if isinstance(text, bytes) else text.encode() for text in np.ravel(strings)]
