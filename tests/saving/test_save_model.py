@@ -82,6 +82,16 @@ class Centering(nn.Module):
         return x - x.mean(0)
 
 
+class Untraceable(nn.Module):
+    """The tracer takes len() for a constant, and x.shape for what it is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def rows() -> int:  # TorchScript has no functions in functions: the module is traced
+            return len(x)
+
+        return x / rows() * x.shape[0]
+
+
 class Random(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 10 ** random.uniform(0, 30)  # two answers are never close
@@ -213,6 +223,13 @@ def test_package_of_aotinductor(module: nn.Module, tmp_path: Path) -> None:
     }  # fmt: skip
     assert _tensors(document, "input") == {"x": [4]}
     assert document["parameters"]["FALLBACK"]["string_value"] == "exported.pt2"
+
+
+def test_rows_that_depend_on_each_other(tmp_path: Path) -> None:
+    """By default they are no batch: Triton would batch the rows of several clients."""
+    document = _saved(tmp_path, Centering(), example_inputs=_X)
+    assert document["max_batch_size"] == 0
+    assert _tensors(document, "input") == {"x": [2, 4]}
 
 
 @pytest.mark.parametrize(
@@ -632,11 +649,17 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         LoadError,
         "its answers are not random",
     ),
-    "rows of a batch": (
-        Centering(),
-        {"example_inputs": _X, "format": "module"},
+    "rows of a trace": (
+        Untraceable(),
+        {"example_inputs": _X, "format": "torchscript"},
         LoadError,
         "output 'OUTPUT__0' for a batch of one row differs from the module's own by .*Set max_b",
+    ),
+    "rows of a batch": (
+        Centering(),
+        {"example_inputs": _X, "max_batch_size": 4},
+        ExampleError,
+        "max_batch_size is 4, and output 'OUTPUT__0' for the first row alone differs from that in",
     ),
     "hooks": (
         models.Affine(),

@@ -17,6 +17,7 @@ from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ExampleError, join_names, summarize
 from torch_py_backend.signature import results
 from torch_py_backend.signature.arguments import Passing, Signature
+from torch_py_backend.tools import differences
 
 _BATCH_SIZE = 8
 _KINDS = "a tensor, a tuple of positional arguments, or a dict of arguments by name"
@@ -94,7 +95,16 @@ def from_arguments(
             expected="tensors whose first dimension is the batch",
             cure="Set max_batch_size to 0, or correct the example.",
         )
-    example = _describe(model, items, dynamic, max_batch_size, batched=grows, arguments=calls[0])
+    dependence = _dependence(model, signature, module, calls[0], outputs[0]) if grows else ""
+    if max_batch_size and dependence:
+        raise ExampleError(
+            model,
+            f"max_batch_size is {max_batch_size}, and {dependence}",
+            expected="rows that do not depend on each other: Triton batches those of all clients",
+            cure="Set max_batch_size to 0.",
+        )
+    batched = grows and not dependence
+    example = _describe(model, items, dynamic, max_batch_size, batched=batched, arguments=calls[0])
     most = example.max_batch_size
     if not most or example.rows <= most:
         return example
@@ -302,6 +312,33 @@ def _grows(
         value.shape[:1] == (rows,) and twice[name].shape == (2 * rows, *value.shape[1:])
         for name, value in outputs.items()
     )
+
+
+def _dependence(
+    model: str,
+    signature: Signature,
+    module: nn.Module,
+    call: Arguments,
+    outputs: Mapping[str, Tensor],
+) -> str:
+    """Return how an output for the first row alone differs from that in the batch, as a clause.
+
+    Empty: it does not, or has other sizes, because the module pads to the longest row of a batch.
+    """
+    try:
+        alone = outputs_of(model, signature, module, call.map(lambda tensor: tensor[:1]))
+    except (ExampleError, RuntimeError):  # the warm-up, which calls it with one row, reports that
+        return ""
+    for name, value in outputs.items():
+        row = alone.get(name)
+        if row is not None and row.shape == value[:1].shape:
+            error = differences.difference(model, name, row, value[:1])
+            if not error <= differences.tolerance(value):
+                return (
+                    f"output '{name}' for the first row alone differs from that in the batch by"
+                    f" {error:.2g}"
+                )
+    return ""
 
 
 def _describe(

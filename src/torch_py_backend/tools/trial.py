@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from torch import Tensor
 
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.batching import gather_scatter, runtime
@@ -39,7 +38,7 @@ from torch_py_backend.loading import example_inputs, state_dict
 from torch_py_backend.signature import binding
 from torch_py_backend.startup import builder, warmup
 from torch_py_backend.tools import candidates
-from torch_py_backend.tools.differences import difference
+from torch_py_backend.tools.differences import MAX_ERROR_REDUCED, difference, tolerance
 
 # Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
 _FIRST_CALLS = 3
@@ -48,9 +47,6 @@ _MIN_CALLS = 2
 # The longest call with a full batch, unless it takes less than twice as long as one row.
 _MAX_BATCH_S = 0.25
 _INPUTS = "inputs.pt"
-# The largest error of a saved model, and in formats of 16 bits. Compilers reorder sums.
-_MAX_ERROR, _MAX_ERROR_REDUCED = 1e-3, 3e-2
-_REDUCED = (torch.float16, torch.bfloat16)
 
 
 class _Warnings(logging.Handler):
@@ -162,9 +158,9 @@ def _compare_outputs(
 ) -> None:
     for name, expected in references.items():
         error = difference(engine.config.name, name, outputs[name], expected)
-        half = isinstance(expected, Tensor) and expected.dtype in _REDUCED
-        reduced = half or bool(engine.config.options.optimize)  # such as bf16
-        limit = _MAX_ERROR_REDUCED if reduced else _MAX_ERROR
+        limit = tolerance(expected)
+        if engine.config.options.optimize:  # such as bf16
+            limit = MAX_ERROR_REDUCED
         if not error <= limit:
             raise OutputError(
                 engine.config.name,
