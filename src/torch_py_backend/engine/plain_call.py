@@ -94,8 +94,8 @@ class _Column(NamedTuple):
 def page_locked(config: ModelConfig, names: Sequence[str], runtime: Runtime) -> Buffers:
     """Return page-locked memory for batches; small inputs share a block, which one copy sends.
 
-    There is none if dims are not fixed, for BF16, which numpy does not have, for more than 256 MiB
-    in all, and if page-locked memory runs out.
+    `columns` is empty if a dim is -1, for BF16, which numpy does not have, if the inputs need more
+    than 256 MiB in all, and if page-locked memory runs out.
     """
     specs = {spec.name: spec for spec in config.inputs}
     layout = []
