@@ -75,6 +75,13 @@ class Total(nn.Module):
         return x.sum()
 
 
+class Scaling(nn.Module):
+    """Gives infinity for one row alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x - x.mean(0)).abs().sum(0)
+
+
 class Centering(nn.Module):
     """The rows of its batches depend on each other."""
 
@@ -225,9 +232,10 @@ def test_package_of_aotinductor(module: nn.Module, tmp_path: Path) -> None:
     assert document["parameters"]["FALLBACK"]["string_value"] == "exported.pt2"
 
 
-def test_rows_that_depend_on_each_other(tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", [Centering(), Scaling()])
+def test_rows_that_depend_on_each_other(module: nn.Module, tmp_path: Path) -> None:
     """By default they are no batch: Triton would batch the rows of several clients."""
-    document = _saved(tmp_path, Centering(), example_inputs=_X)
+    document = _saved(tmp_path, module, example_inputs=_X)
     assert document["max_batch_size"] == 0
     assert _tensors(document, "input") == {"x": [2, 4]}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.errors import ExampleError, join_names, summarize
+from torch_py_backend.errors import ExampleError, OutputError, join_names, summarize
 from torch_py_backend.signature import results
 from torch_py_backend.signature.arguments import Passing, Signature
 from torch_py_backend.tools import differences
@@ -331,13 +332,17 @@ def _dependence(
         return ""
     for name, value in outputs.items():
         row = alone.get(name)
-        if row is not None and row.shape == value[:1].shape:
+        if row is None or row.shape != value[:1].shape:
+            continue
+        try:
             error = differences.difference(model, name, row, value[:1])
-            if not error <= differences.tolerance(value):
-                return (
-                    f"output '{name}' for the first row alone differs from that in the batch by"
-                    f" {error:.2g}"
-                )
+        except OutputError:  # infinities or NaN in one of them
+            error = math.inf
+        if error > differences.tolerance(value):
+            return (
+                f"output '{name}' for the first row alone differs from that in the batch by"
+                f" {error:.2g}"
+            )
     return ""
 
 

@@ -43,7 +43,8 @@ def find(executable: Path | None = None) -> TritonInstallation:
         executable: the tritonserver to use instead.
 
     Raises:
-        ServerError: there is none, or it has no Python backend or no stub for this Python.
+        ServerError: no tritonserver is installed, or it lacks the Python backend or a stub for this
+            Python.
     """
     if executable is None:
         name = "tritonserver"

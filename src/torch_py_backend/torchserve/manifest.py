@@ -123,7 +123,7 @@ class Manifest:
         return module.with_suffix(".py").is_file() or (module / "__init__.py").is_file()
 
     def settings(self) -> dict[str, object]:
-        """Return the settings in the archive's model-config.yaml; empty: there is none.
+        """Return the settings in the archive's model-config.yaml; empty without such a file.
 
         Raises:
             ArchiveError: it cannot be read.
