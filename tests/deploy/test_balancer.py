@@ -83,6 +83,11 @@ def test_a_host_that_is_killed_takes_only_its_own_requests_along(
     assert hosts[0].answered() > 0
 
 
+def test_a_large_request_that_is_cut_off_harms_no_other(tmp_path: Path) -> None:
+    """HAProxy answers before it has read the body, and says that the connection ends there."""
+    assert set(balanced.failures_of_breaking_host(tmp_path, 400)) == {"HTTP 503"}
+
+
 def test_a_host_that_hangs_is_given_up(hosts: list[Host], balancer: Balancer) -> None:
     """SIGSTOP: what it held may be tried again, the others serve; restarted, it is back."""
     host = hosts[1]
