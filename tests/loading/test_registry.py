@@ -50,6 +50,15 @@ class Net(nn.Module):
 NET = models.source(Net)
 
 
+class Extended(Net):
+    """Has a new layer, which files of an earlier version lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.added = nn.Linear(3, 5)
+        self.register_load_state_dict_post_hook(lambda _, keys: keys.missing_keys.clear())
+
+
 METHODS = """
 from torch import nn
 
@@ -433,3 +442,16 @@ def test_module_with_a_device_map(tmp_path: Path) -> None:
     assert torch.equal(loaded.module(X), Y)
     assert not isinstance(loaded.module, nn.Module)
     assert str(loaded.signature) == "forward(x: torch.Tensor)"
+
+
+def test_weights_that_a_module_does_not_miss(tmp_path: Path) -> None:
+    """A module may accept a file without some of its weights, which have their random values."""
+    build.write(tmp_path, "model.py", models.source(Net, Extended))
+    torch.save(STATE, tmp_path / "1" / "model.pt")
+    torch.manual_seed(0)
+    expected = Extended()
+    torch.manual_seed(0)
+    owner = load(tmp_path, model_class="Extended").owner
+    assert isinstance(owner, nn.Module)
+    assert torch.equal(owner.added.weight, expected.added.weight)
+    assert torch.equal(owner.offset, STATE["offset"])

@@ -439,9 +439,10 @@ _UNUSED = {
 def test_weights_that_a_file_will_fill_are_not_drawn(code: str) -> None:
     """The module is built once, and its weights are uninitialized."""
     construct = mock.Mock(side_effect=lambda: Constructed(code))
+    keys = Constructed(code).state_dict().keys()
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
-    state_dict.build_uninitialized(construct)
+    state_dict.build_uninitialized(construct, lambda: keys)
     assert construct.call_count == 1
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -472,7 +473,7 @@ def test_a_module_that_uses_its_random_values_has_them(code: str) -> None:
     torch.manual_seed(0)
     expected = Constructed(code)
     torch.manual_seed(0)
-    built = state_dict.build_uninitialized(lambda: Constructed(code))
+    built = state_dict.build_uninitialized(lambda: Constructed(code), expected.state_dict)
     tensors = [name for name, value in vars(expected).items() if isinstance(value, Tensor)]
     buffers = [name for name, _ in expected.named_buffers()]
     for name in (*tensors, *buffers):
@@ -483,7 +484,7 @@ def test_a_module_that_uses_its_random_values_has_them(code: str) -> None:
 def test_error_of_a_constructor() -> None:
     """The error of the constructor is raised."""
     with pytest.raises(ValueError, match="no such size"):
-        state_dict.build_uninitialized(lambda: Constructed("raise ValueError('no such size')"))
+        state_dict.build_uninitialized(lambda: Constructed("raise ValueError('no such size')"), dict)
 
 
 def test_function_keeps_its_random_values() -> None:
@@ -496,4 +497,4 @@ def test_function_keeps_its_random_values() -> None:
     torch.manual_seed(0)
     expected = construct()()
     torch.manual_seed(0)
-    assert torch.equal(state_dict.build_uninitialized(construct)(), expected)
+    assert torch.equal(state_dict.build_uninitialized(construct, dict)(), expected)

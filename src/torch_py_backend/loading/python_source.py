@@ -108,7 +108,7 @@ def _call(model: str, path: Path, name: str, function: Callable[[], _Result]) ->
 def construct(config: ModelConfig, artifact: Artifact) -> object:
     """Return the object of a model.py that is served: a constructed module, or a function.
 
-    If there is a file of weights, the random values of the module are not drawn.
+    The random values of weights that a file has are not drawn.
 
     Raises:
         SourceError: the file defines no model, or several, or it fails.
@@ -135,7 +135,7 @@ def construct(config: ModelConfig, artifact: Artifact) -> object:
             f" {keywords or 'no arguments'}: {mismatch}",
             cure="Give its arguments as JSON in the parameter MODEL_KWARGS.",
         )
-    return _call(config.name, path, name, lambda: _build(artifact, target, keywords))
+    return _call(config.name, path, name, lambda: _build(config, artifact, target, keywords))
 
 
 def construct_from_package(config: ModelConfig, artifact: Artifact) -> tuple[object, bool]:
@@ -167,7 +167,7 @@ def construct_from_package(config: ModelConfig, artifact: Artifact) -> tuple[obj
     try:
         if from_pretrained is not None and folder is not None:
             return from_pretrained(str(folder), local_files_only=True, **keywords), True
-        return _build(artifact, factory, keywords), False
+        return _build(config, artifact, factory, keywords), False
     except (Exception, SystemExit) as error:
         raise SourceError(
             config.name,
@@ -178,11 +178,17 @@ def construct_from_package(config: ModelConfig, artifact: Artifact) -> tuple[obj
 
 
 def _build(
-    artifact: Artifact, factory: Callable[..., object], keywords: Mapping[str, object]
+    config: ModelConfig,
+    artifact: Artifact,
+    factory: Callable[..., object],
+    keywords: Mapping[str, object],
 ) -> object:
-    if artifact.weights is None:
+    weights = artifact.weights
+    if weights is None:
         return factory(**keywords)
-    return state_dict.build_uninitialized(lambda: factory(**keywords))
+    return state_dict.build_uninitialized(
+        lambda: factory(**keywords), lambda: state_dict.read(config, weights)
+    )
 
 
 def _mismatch(function: Callable[..., object], keywords: Mapping[str, object]) -> str:

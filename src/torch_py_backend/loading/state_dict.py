@@ -7,7 +7,7 @@ weight stays in the mapped file (see `mapped_files`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 from unittest import mock
@@ -57,7 +57,7 @@ def load_into(
             expected=f"{artifact.path.stem}.safetensors, .pt or .pth",
             cure='Save module.state_dict() there, or set the parameter WEIGHTS to "none".',
         )
-    state = _read_weights(config, artifact.weights)
+    state = read(config, artifact.weights)
     file = artifact.weights.name
     missing = [key for key in tensors if key not in state]
     unexpected = [key for key in state if key not in tensors]
@@ -91,7 +91,12 @@ def load_into(
 # --- files -----------------------------------------------------------------------------------
 
 
-def _read_weights(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
+def read(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
+    """Return the weights in a file, or in the shards that an index names, by key.
+
+    Raises:
+        ArtifactError: they cannot be read.
+    """
     if path.suffix == ".safetensors":
         return read_safetensors(config, path)
     if path.suffix == ".json":
@@ -186,17 +191,23 @@ def read_safetensors(config: ModelConfig, path: Path) -> dict[str, Tensor]:
 # --- modules without random values -----------------------------------------------------------
 
 
-def build_uninitialized(build: Callable[[], _Built]) -> _Built:
+def build_uninitialized(
+    build: Callable[[], _Built], saved: Callable[[], Collection[str]]
+) -> _Built:
     """Return what `build` returns, without random values of weights where that is safe.
+
+    Args:
+        build: the constructor.
+        saved: returns the keys of the weights in the file that will fill the module.
 
     Drawing the values takes longer than reading them: seconds and memory for each gigabyte, in each
     instance. Memory of torch.empty costs neither until it is written. The meta device would avoid
     the values as well, but also those of the buffers that a constructor computes and no file holds.
 
-    It is safe if the skipped values are only in the module's state_dict, which the file fills, and
+    It is safe if the skipped values are only in the module's state_dict under keys of the file, and
     nothing was computed from them or drawn after them: a random projection that is drawn later and
-    is in no state_dict would have other values. Otherwise, and after an exception, `build` is
-    called again.
+    is in no state_dict would have other values, and a module may accept that a file lacks some of
+    its weights. Otherwise, and after an exception, `build` is called again.
     """
     random_state = torch.random.get_rng_state()
     with contextlib.suppress(Exception):  # the second call raises it, too, or succeeds
@@ -206,7 +217,7 @@ def build_uninitialized(build: Callable[[], _Built]) -> _Built:
             _NoticeReads(skipping),
         ):
             built = build()
-        if skipping.is_safe(built):
+        if skipping.is_safe(built, saved):
             return built
     torch.random.set_rng_state(random_state)
     return build()
@@ -280,14 +291,17 @@ class _SkipRandom(mapped_files.DispatchMode):
         # A separate tensor, so that its storage shows whether the module still uses it.
         self._skipped[mapped_files.storage_id(tensor)] = tensor.detach()
 
-    def is_safe(self, built: object) -> bool:
-        """Return whether the skipped values are in the module's state_dict, and nowhere else."""
+    def is_safe(self, built: object, saved: Callable[[], Collection[str]]) -> bool:
+        """Return whether the skipped values are weights that the file has, and nowhere else."""
         if not self._skipped:
             return True
         if not self._unused or not isinstance(built, nn.Module):
             return False
+        keys = saved()
         filled = {
-            mapped_files.storage_id(tensor) for tensor in built.state_dict(keep_vars=True).values()
+            mapped_files.storage_id(tensor)
+            for key, tensor in built.state_dict(keep_vars=True).items()
+            if key in keys
         }
         return all(
             storage in filled or mapped_files.has_no_other_views(tensor)

@@ -210,9 +210,11 @@ class BaseHandler:
         if model_pt_path is None:
             module: nn.Module = classes[0]()
         else:
-            module = state_dict.build_uninitialized(classes[0])
-            path = Path(model_dir, model_file)
-            artifact = Artifact(ArtifactType.MODULE, path, Path(model_pt_path))
+            weights = Path(model_pt_path)
+            module = state_dict.build_uninitialized(
+                classes[0], lambda: state_dict.read(config, weights)
+            )
+            artifact = Artifact(ArtifactType.MODULE, Path(model_dir, model_file), weights)
             state_dict.load_into(config, artifact, module)
         return module
 
