@@ -124,6 +124,12 @@ CONTENTS: dict[str, tuple[_Write, FileType]] = {
     "torch.jit.script": (script, FileType.TORCHSCRIPT),
     "code alone": (archive("data.pkl", "code/__torch__.py"), FileType.TORCHSCRIPT),
     "constants": (archive("data.pkl", "constants.pkl"), FileType.TORCHSCRIPT),
+    "extra files": (
+        lambda path: torch.jit.save(
+            torch.jit.script(nn.ReLU()), path, _extra_files={"models/labels.json": "{}"}
+        ),
+        FileType.TORCHSCRIPT,
+    ),
     "state_dict": (save(_STATE), FileType.STATE_DICT),
     "legacy state_dict": (save(_STATE, **_LEGACY), FileType.STATE_DICT),
     # Its pickle is longer than the part that is read.

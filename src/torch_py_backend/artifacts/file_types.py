@@ -142,7 +142,8 @@ def _head_type(path: Path, head: bytes) -> FileType:
 
 
 def _archive_type(archive: zipfile.ZipFile) -> FileType:
-    names = archive.namelist()
+    # A user's own files (`_extra_files`) may have any name.
+    names = [name for name in archive.namelist() if "/extra/" not in name]
     for part, suffix, content in _MEMBERS:
         if any(part in name and name.endswith(suffix) for name in names):
             return content
