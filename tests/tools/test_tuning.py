@@ -277,6 +277,12 @@ def test_arguments(tmp_path: Path) -> None:
     assert (dict(current.parameters), current.instances) == ({"NUM_THREADS": "2"}, 1)
 
 
+def test_unset_number_of_threads(tmp_path: Path) -> None:
+    """A number of threads that is unset for the LibTorch backend is unset for `tune`, too."""
+    plan = _plan(tmp_path, _CONFIG.replace('"2"', '"0"'))
+    assert plan.current().parameters == {}
+
+
 def test_compilers_may_not_give_up(tmp_path: Path, children: _Children) -> None:
     """A candidate must compile, and not into the model's cache."""
     _run(Tuning(_plan(tmp_path, allowed=_QUICK)))

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from torch_py_backend.artifacts.discovery import ArtifactType
-from torch_py_backend.config import model_config, pbtxt, threads
-from torch_py_backend.config.options import TABLE
+from torch_py_backend.config import model_config, options, pbtxt, threads
 from torch_py_backend.errors import LoadError, ToolError
 from torch_py_backend.processes import child_process
 from torch_py_backend.processes.child_process import Workers
@@ -32,7 +31,7 @@ from torch_py_backend.tools.ranking import Figures, Goal, Limits, Row
 
 # The tuned parameters by each of their keys.
 _KEYS = {key: key for key in TUNED} | {
-    other: row.key for row in TABLE if row.key in TUNED for other in row.aliases
+    other: row.key for row in options.TABLE if row.key in TUNED for other in row.aliases
 }
 # The reference runs without PyTorch's own optimization of TorchScript, too.
 _REFERENCE = {"DISABLE_OPTIMIZED_EXECUTION": "true", "FLOAT32_MATMUL_PRECISION": "highest"}
@@ -95,7 +94,7 @@ class Plan:
         return {
             _KEYS[key]: entry["string_value"]
             for key, entry in self.document.get("parameters", {}).items()
-            if key in _KEYS
+            if key in _KEYS and not options.is_unset(key, entry["string_value"])
         }
 
     def arguments(
