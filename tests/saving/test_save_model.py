@@ -99,6 +99,13 @@ class Untraceable(nn.Module):
         return x / rows() * x.shape[0]
 
 
+class Switch(nn.Module):
+    """Cannot be scripted, for its * argument, and has two branches."""
+
+    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+        return x if x.sum() > 0 else -x
+
+
 class Random(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 10 ** random.uniform(0, 30)  # two answers are never close
@@ -111,6 +118,11 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor if x.sum() > 0 else x
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sub_(0.5)
 
 
 class Words:
@@ -210,6 +222,26 @@ def test_folder(case: str, kind: Any, tmp_path: Path) -> None:
     example = tmp_path / "models" / "net" / "1" / "example_inputs.safetensors"
     assert safetensors.torch.load_file(example).keys() == expected["input"].keys()
     assert module.training
+
+
+@pytest.mark.parametrize("kind", _FORMATS)
+def test_example_changed_in_place(kind: Any, tmp_path: Path) -> None:
+    """A module that writes into its inputs changes neither the example nor the rows of a call."""
+    example = _X.clone()
+    document = _saved(tmp_path, InPlace(), format=kind, example_inputs=example)
+    assert document["max_batch_size"] == 8
+    saved = tmp_path / "models" / "net" / "1" / "example_inputs.safetensors"
+    assert torch.equal(safetensors.torch.load_file(saved)["x"], _X)
+    assert torch.equal(example, _X)
+
+
+def test_trace_that_follows_one_branch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A traced module has only the branch of the example; torch's warning of that is logged."""
+    _saved(tmp_path, Switch(), format="torchscript", example_inputs=_X)
+    (message,) = caplog.messages
+    assert "model 'net': torch.jit cannot script Switch (" in message
+    assert "test_save_model.py" in message
+    assert "Converting a tensor to a Python boolean" in message
 
 
 @pytest.mark.parametrize("kind", ["module", "export"])

@@ -161,8 +161,9 @@ def outputs_of(
     Raises:
         ExampleError: the call fails, or returns no tensors.
     """
+    args, kwargs = call.map(torch.clone)  # forward() may change them in place
     try:
-        result = module(*call.args, **call.kwargs)
+        result = module(*args, **kwargs)
     except Exception as error:  # the module's own code
         raise ExampleError(
             model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch_py_backend.errors import SaveError, summarize
 from torch_py_backend.loading import package_weights
 from torch_py_backend.saving.examples import Arguments
+
+log = logging.getLogger(__name__)
 
 _CHECK = "aot_inductor.check_lowerbound"
 _CURE = "Save it with another format."
@@ -49,6 +52,8 @@ def write_weights(model: str, module: nn.Module, path: Path) -> None:
 def write_script(model: str, module: nn.Module, call: Arguments, path: Path) -> None:
     """Script a module, or trace it with the call if that fails.
 
+    The tracer's warnings are logged: a trace has the branches and the constants of this call.
+
     Raises:
         SaveError: both fail.
     """
@@ -64,12 +69,25 @@ def write_script(model: str, module: nn.Module, call: Arguments, path: Path) -> 
         ),
     ):
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("ignore")
+                warnings.simplefilter("always", torch.jit.TracerWarning)
+                torch.jit.TracerWarning.ignore_lib_warnings()
                 compiled().save(path)
         except Exception as error:  # of the module's own code, or the compiler's
             refusals.append(summarize(error))
         else:
+            for text in dict.fromkeys(
+                f"{Path(warning.filename).name}:{warning.lineno}: {warning.message}"
+                for warning in caught
+            ):
+                log.warning(
+                    "model '%s': torch.jit cannot script %s (%s), and traces it: %s",
+                    model,
+                    type(module).__name__,
+                    refusals[0],
+                    text,
+                )
             return
     raise SaveError(
         model,

@@ -269,7 +269,8 @@ class ModuleFiles:
         if self._kind == "module":
             formats.write_weights(name, module, folder / "model.safetensors")
             return folder / "model.py"
-        call = self.answers.arguments()
+        # The tracer runs forward(), and torch.export takes one tensor in two places for one input.
+        call = self.answers.arguments().map(torch.clone)
         if self._kind == "torchscript":
             if call.kwargs:  # the tracer takes either kind of arguments
                 call = examples.by_keyword(self._signature, call)
@@ -278,7 +279,6 @@ class ModuleFiles:
         if self.example.max_batch_size and self.example.rows == 1:
             # torch.export takes a size of 1 for a constant.
             call = call.map(lambda tensor: torch.cat([tensor, tensor]))
-        call = call.map(torch.clone)  # torch.export takes one tensor in two places for one input
         shapes = self._dynamic_shapes(call) if dynamic_shapes is None else dynamic_shapes
         fallback = folder / _FALLBACK if self._kind == "aoti" else None
         only_batch_varies = (
