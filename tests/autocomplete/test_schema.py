@@ -380,6 +380,17 @@ def test_one_value_per_row(tmp_path: Path) -> None:
     assert described["output"] == [{"name": "OUTPUT__0", **entry}]
 
 
+def test_inference_mode(tmp_path: Path) -> None:
+    """Without inference mode, a model can compute gradients, as when it is served."""
+    body = "torch.autograd.grad((y := x.clone().requires_grad_()).square().sum(), y)[0]"
+    source = _FUNCTION.format(body=body, examples="{'x': torch.rand(2, 4)}")
+    build.write(tmp_path, "model.py", source.replace("def f", "@torch.enable_grad()\ndef f"))
+    with pytest.raises(ForwardError):
+        _describe(tmp_path)
+    described = _describe(tmp_path, **_option("INFERENCE_MODE", "false"))
+    assert described == (_ONE, "OUTPUT__0 FP32 [4]", 8)
+
+
 @pytest.mark.parametrize("file", ["model.py", "model.pt"])
 def test_file_of_examples(tmp_path: Path, file: str) -> None:
     """A file of examples serves any kind of model that is run, before a function in model.py."""

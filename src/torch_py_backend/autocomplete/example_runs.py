@@ -137,9 +137,10 @@ class _Runs:
             raise admitted
         (group,) = grouping.group([(0, admitted)])
         columns = [admitted[name] for name in group.inputs.names]
+        guard = torch.inference_mode if config.options.inference_mode else torch.no_grad
         try:
             arguments = grouping.convert(group.inputs, columns)  # numbers need values
-            with torch.inference_mode(), self.device:
+            with guard(), self.device:
                 arguments = [
                     argument.to(self.device) if isinstance(argument, Tensor) else argument
                     for argument in arguments
