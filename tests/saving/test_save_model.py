@@ -120,6 +120,17 @@ class Branches(nn.Module):
         return x * self.factor if x.sum() > 0 else x
 
 
+class Lazy(nn.Module):
+    """Gets the shapes of its weights from its first input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.LazyLinear(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
 class InPlace(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.sub_(0.5)
@@ -299,6 +310,7 @@ def test_rows_of_a_package(examples: Any, rows: int, tmp_path: Path) -> None:
             lambda: models.Affine(4, 5), {"model_kwargs": {"out": 5}}, "model.py", id="kwargs"
         ),
         pytest.param(lambda: models.Affine(4, 5), {}, "model.pt2", id="other-weights"),
+        pytest.param(Lazy, {}, "model.py", id="lazy"),
         pytest.param(lambda: nn.Sequential(nn.Linear(4, 3)), {}, "model.pt2", id="no-constructor"),
         pytest.param(lambda: models.Affine().bfloat16(), {}, "model.pt2", id="other-types"),
         pytest.param(lambda: torch.jit.script(models.Affine()), {}, "model.pt", id="script"),

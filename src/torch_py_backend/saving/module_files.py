@@ -13,6 +13,7 @@ import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torch_py_backend.errors import SaveError, join_names, summarize
 from torch_py_backend.saving import examples, formats, transforms
@@ -242,12 +243,15 @@ class ModuleFiles:
                 if device == "cpu":
                     problem = f"{text} fails: {summarize(error)}"
                     raise SaveError(self._name, problem, cure=cure) from error
+        states = [module.state_dict() for module in (again, self._module)]
+        lazy = [key for key, value in states[0].items() if is_lazy(value)]  # as in the file
         kinds, wanted = (
             {
                 key: (getattr(value, "shape", None), getattr(value, "dtype", None))
-                for key, value in module.state_dict().items()
+                for key, value in state.items()
+                if key not in lazy
             }
-            for module in (again, self._module)
+            for state in states
         )
         keys = sorted(kinds.keys() | wanted.keys())
         different = [key for key in keys if kinds.get(key) != wanted.get(key)]
