@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import importlib.util
 import inspect
@@ -117,14 +118,16 @@ def construct(config: ModelConfig, artifact: Artifact) -> object:
     target = _select(config, path, import_source(config.name, path))
     keywords = options.model_kwargs or {}
     if not isinstance(target, type) and options.model_factory is None:
+        name = getattr(target, "__name__", type(target).__name__)
         if keywords:
-            name = getattr(target, "__name__", type(target).__name__)
             raise SourceError(
                 config.name,
                 f"MODEL_KWARGS is set, and {name}, which {path.name} serves, is not constructed",
                 cure="Remove MODEL_KWARGS, or name a function that builds the module with"
                 " MODEL_FACTORY.",
             )
+        if isinstance(target, nn.Module):  # a later load must not change the one that is served
+            return _call(config.name, path, name, lambda: copy.deepcopy(target))
         return target
     name = options.model_factory or target.__name__
     mismatch = _mismatch(target, keywords)
