@@ -204,6 +204,19 @@ def test_one_model_by_a_relative_path(here: None, tmp_path: Path) -> None:
     assert tree(tmp_path) == before
 
 
+def test_the_version_that_is_served(here: None, tmp_path: Path) -> None:
+    """Versions that version_policy leaves out are not tried."""
+    _lay_out(tmp_path, "good")
+    (tmp_path / "good" / "2").mkdir()
+    config = tmp_path / "good" / "config.pbtxt"
+    text = config.read_text()
+    config.write_text(text + "version_policy { specific { versions: 1 } }\n")
+    assert run("check", "good", cwd=tmp_path).stdout.startswith("OK      good 1\n")
+    config.write_text(text + "version_policy { specific { versions: 3 } }\n")
+    refusal = "none of the versions that version_policy names; expected a folder named 3"
+    assert refusal in run("check", "good", cwd=tmp_path).stdout
+
+
 def test_completion_and_load_share_the_timeout(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

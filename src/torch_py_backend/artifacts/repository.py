@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from torch_py_backend.errors import ConfigError, ServerError, join_names
@@ -54,13 +54,13 @@ def versions(folder: Path) -> list[str]:
     return sorted((name for name in names if int(name) > 0), key=int)
 
 
-def latest(folder: Path) -> str:
-    """Return the version that Triton serves by default.
+def latest(folder: Path, served: Collection[str] = ()) -> str:
+    """Return the newest version of a model, of those in `served`; empty: of all.
 
     Raises:
         ConfigError: there is none, or the folder is a repository and not a model.
     """
-    numbers = versions(folder)
+    numbers = [number for number in versions(folder) if not served or number in served]
     if not numbers:
         nested = [] if _has_config(folder) else models(folder)
         if nested:
@@ -69,7 +69,9 @@ def latest(folder: Path) -> str:
             )
         raise ConfigError(
             folder.name,
-            "the model folder has no versions",
-            expected="a folder named 1 with the model file in it",
+            "the model folder has none of the versions that version_policy names"
+            if served
+            else "the model folder has no versions",
+            expected=f"a folder named {join_names(served) or 1} with the model file in it",
         )
     return numbers[-1]

@@ -167,13 +167,14 @@ def scratch_folder(repository: Path, failure: str) -> Iterator[Path]:
 
 
 def completed(folder: Path, seconds: float = math.inf) -> tuple[str, JsonObject]:
-    """Return the latest version and the config of a model, completed as by a server.
+    """Return the latest version that is served, and the config, completed as by a server.
 
     Raises:
         LoadError: the config cannot be read or completed.
     """
     document = pbtxt.read(folder)
-    version = repository.latest(folder)
+    specific = document.get("version_policy", {}).get("specific", {})
+    version = repository.latest(folder, specific.get("versions", ()))
     if completion.is_incomplete(document):
         completion.complete(pbtxt.arguments(folder, version, document), document, seconds)
     else:
