@@ -287,10 +287,11 @@ def test_weights_of_another_module(
     [
         (
             {"state_dict": STATE, "epoch": 3},
-            "hold a dict that is not a state_dict; expected tensors by name. Save its entry 'st",
+            "hold a dict that is not a state_dict: 'state_dict' is a dict; expected tensors by name."
+            " Save its entry 'state_dict' alone.",
         ),
-        ({"model": STATE}, "Save its entry 'model' alone."),
-        ({**STATE, "epoch": 3}, "hold a dict that is not a state_dict"),
+        ({"optimizer": {}, "model_state_dict": STATE}, "Save its entry 'model_state_dict' alone."),
+        ({**STATE, "epoch": 3}, "hold a dict that is not a state_dict: 'epoch' is a int"),
         ({0: torch.ones(3)}, "hold a dict that is not a state_dict"),
         (torch.ones(3), "hold a Tensor that is not a state_dict"),
     ],
@@ -301,6 +302,35 @@ def test_file_without_a_state_dict(state: object, message: str, tmp_path: Path) 
         filled(tmp_path, Net(), state)
     assert "model 'digits': the weights model.pt " in str(raised.value)
     assert message in str(raised.value)
+
+
+class Repeated(Net):
+    """Has a buffer whose rows share their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.ones(3).expand(2, 3))
+
+
+class Copying(Net):
+    """Copies the weights itself, and returns nothing."""
+
+    def load_state_dict(self, state_dict: State, *_: object, **__: object) -> None:  # type: ignore[override]
+        for name, value in self.state_dict().items():
+            value.copy_(state_dict[name])
+
+
+def test_errors_of_torch(tmp_path: Path) -> None:
+    """The message has the reason why torch does not load the weights."""
+    with pytest.raises(ArtifactError, match=r"do not fit Repeated: .*parameter named \"rows\""):
+        filled(tmp_path, Repeated(), {**STATE, "rows": torch.ones(2, 3)})
+
+
+def test_load_state_dict_of_the_module(tmp_path: Path) -> None:
+    """A module may load the weights itself; without its comparison, the keys are compared here."""
+    assert torch.equal(filled(tmp_path, Copying(), STATE)(X), Y)
+    with pytest.raises(WeightsError, match=r"unexpected keys \(1\): more"):
+        filled(tmp_path, Copying(), {**STATE, "more": torch.ones(2)})
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

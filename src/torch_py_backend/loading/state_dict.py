@@ -73,11 +73,16 @@ def load_into(
                 if not discovery.mapping_obstacle(config, artifact):
                     stack.enter_context(mapped_files.AliasOnCopy(state.values()))
                 # The module compares the keys: it may translate old names and add missing values.
-                missing, unexpected = module.load_state_dict(state, strict=False)
+                # Its own load_state_dict() may return nothing.
+                compared = module.load_state_dict(state, strict=False)
+                missing, unexpected = compared or (missing, unexpected)
         except RuntimeError as error:
+            # torch's first line says only that there are errors.
+            reason = str(error).partition("\n\t")[2] or str(error)
             raise ArtifactError(
                 config.name,
-                f"the weights {file} do not fit {type(module).__name__}: {summarize(error)}",
+                f"the weights {file} do not fit {type(module).__name__}:"
+                f" {summarize(RuntimeError(reason))}",
             ) from error
     # Tied weights may have one of their names in the file.
     present = {id(tensor) for key, tensor in tensors.items() if key in state}
@@ -128,12 +133,20 @@ def read(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
     if _is_state_dict(state):
         return state
     entries = state if isinstance(state, Mapping) else {}
-    nested = [key for key in ("state_dict", "model") if _is_state_dict(entries.get(key))]
+    nested = [key for key, value in entries.items() if _is_state_dict(value) and value]
+    others = [
+        f": '{key}' is a {type(value).__name__}"
+        for key, value in entries.items()
+        if not isinstance(value, Tensor)
+    ]
     raise ArtifactError(
         config.name,
-        f"the weights {path.name} hold a {type(state).__name__} that is not a state_dict",
+        f"the weights {path.name} hold a {type(state).__name__} that is not a state_dict"
+        + "".join(others[:1]),
         expected="tensors by name",
-        cure=f"Save its entry '{nested[0]}' alone." if nested else "Save module.state_dict().",
+        cure=f"Save its entry '{nested[0]}' alone."
+        if nested
+        else "Save module.state_dict() without other entries.",
     )
 
 
