@@ -108,6 +108,15 @@ def test_class_of_a_script(notebook: bool, main: Main, tmp_path: Path) -> None:
     assert "x" not in written
 
 
+def test_path_of_a_script(main: Main, tmp_path: Path) -> None:
+    """Files beside the script, which are not saved, are not read from this machine's path."""
+    path = tmp_path / "script.py"
+    path.write_text("class Net:\n    def labels(self):\n        return open(__file__ + '.txt')\n")
+    scope = main(path.read_text(), str(path))
+    scope["__file__"] = str(path)
+    assert "__file__" not in _written("model", [scope["Net"]], tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "says"),
     [

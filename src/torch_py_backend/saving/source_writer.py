@@ -23,6 +23,8 @@ from torch_py_backend.artifacts import source_dependencies
 from torch_py_backend.errors import SaveError
 
 _MAIN = "__main__"
+# model.py has its own values, such as the path that other files are looked for beside.
+_OF_EVERY_MODULE = {"__file__", "__name__", "__doc__", "__package__", "__spec__"}
 _INSTALLED = [
     *map(Path, {sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")}),
     *map(Path, [*site.getsitepackages(), site.getusersitepackages()]),
@@ -113,7 +115,7 @@ class SourceWriter:
         text = self._definition(value)
         scope = vars(sys.modules[_MAIN])
         names = set(_global_names(symtable.symtable(text, value.__name__, "exec")))
-        for name in sorted(names & scope.keys()):
+        for name in sorted((names & scope.keys()) - _OF_EVERY_MODULE):
             self._add(name, scope[name], value.__name__)
         self._definitions.append(f"\n\n{text.rstrip()}\n")
 
