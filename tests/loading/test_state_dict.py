@@ -314,7 +314,7 @@ class Repeated(Net):
 class Copying(Net):
     """Copies the weights itself, and returns nothing."""
 
-    def load_state_dict(self, state_dict: State, *_: object, **__: object) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: State, *_: object, **__: object) -> None:
         for name, value in self.state_dict().items():
             value.copy_(state_dict[name])
 

@@ -10,6 +10,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.jit._trace import TracerWarning
 
 from torch_py_backend.errors import SaveError, summarize
 from torch_py_backend.loading import package_weights
@@ -71,8 +72,8 @@ def write_script(model: str, module: nn.Module, call: Arguments, path: Path) -> 
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("ignore")
-                warnings.simplefilter("always", torch.jit.TracerWarning)
-                torch.jit.TracerWarning.ignore_lib_warnings()
+                warnings.simplefilter("always", TracerWarning)
+                TracerWarning.ignore_lib_warnings()
                 compiled().save(path)
         except Exception as error:  # of the module's own code, or the compiler's
             refusals.append(summarize(error))
