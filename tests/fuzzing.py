@@ -46,7 +46,7 @@ def index(folder: Path, data: bytes) -> None:
     path = folder / "model.safetensors.index.json"
     path.write_bytes(data)
     with contextlib.suppress(ValueError):
-        file_types.shard_names(path)
+        file_types.weight_map(path)
     (folder / "model.py").touch()
     source_dependencies.find("m", folder / "model.py")
 

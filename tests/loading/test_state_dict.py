@@ -394,6 +394,16 @@ def test_shards_are_put_together(tmp_path: Path) -> None:
     assert torch.equal(load(tmp_path / "digits", INDEX, Net())(X), Y)
 
 
+def test_weight_in_two_shards(tmp_path: Path) -> None:
+    """A weight comes from the file that the index names for it."""
+    stale = {"linear.weight": torch.zeros(3, 2)}
+    first, last = ({key: STATE[key]} for key in STATE)
+    shards = {"a.safetensors": first, "b.safetensors": last | stale}
+    names = {key: name for name, key in zip(shards, STATE, strict=True)}
+    store_shards(tmp_path, shards, weight_map=names)
+    assert torch.equal(load(tmp_path, INDEX, Net())(X), Y)
+
+
 def test_linked_index_has_linked_shards(tmp_path: Path) -> None:
     """Shards may be beside the target of a linked index, as in Hugging Face's cache."""
     store_shards(tmp_path / "elsewhere", {"a.safetensors": STATE})

@@ -300,7 +300,7 @@ def shard_files(weights: Path) -> dict[str, Path]:
     if weights.suffix != ".json":
         return {}
     try:
-        names = file_types.shard_names(weights)
+        names = sorted({*file_types.weight_map(weights).values()})
         return {name: path for name in names if (path := weights.parent / name).is_file()}
     except (OSError, ValueError):  # OSError: a name is too long
         return {}

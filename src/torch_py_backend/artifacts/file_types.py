@@ -265,8 +265,8 @@ def _sizes(braced: str) -> tuple[int, ...]:
     return tuple(int(size) for size in braced.strip("{}").split(",") if size)
 
 
-def shard_names(index: Path) -> list[str]:
-    """Return the files that Hugging Face's `model.safetensors.index.json` names.
+def weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each weight in Hugging Face's `model.safetensors.index.json`.
 
     Raises:
         OSError: the index cannot be read.
@@ -274,12 +274,12 @@ def shard_names(index: Path) -> list[str]:
     """
     content = index.read_bytes()
     try:
-        names = set(json.loads(content)["weight_map"].values())
-        if not all(isinstance(name, str) for name in names):
+        names = dict(json.loads(content)["weight_map"].items())
+        if not all(isinstance(name, str) for name in names.values()):
             raise TypeError("a file name is not a string")
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(summarize(error)) from error
-    return sorted(names)
+    return names
 
 
 # Packages that pickles of tensors and containers name; and packages of torch that contain code.

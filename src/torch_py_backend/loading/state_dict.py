@@ -159,7 +159,7 @@ def _is_state_dict(value: object) -> TypeGuard[Mapping[str, Tensor]]:
 def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:
     """Return the weights of all shards that an index names."""
     try:
-        names = file_types.shard_names(index)
+        weight_map = file_types.weight_map(index)
     except ValueError as error:
         raise ArtifactError(
             config.name,
@@ -167,7 +167,7 @@ def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:
             expected="a JSON object with a weight_map from keys to files",
         ) from error
     state: dict[str, Tensor] = {}
-    for name in names:
+    for name in sorted({*weight_map.values()}):
         path = index.parent / name
         # If the index is a link, its shards may be links into the folder of its target.
         inside = discovery.is_inside(path, config.folder, index.resolve().parent)
@@ -177,7 +177,11 @@ def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:
                 f"the weights {index.name} name {name}",
                 expected="a file beside the index",
             )
-        state |= read_safetensors(config, path)
+        state |= {
+            key: tensor
+            for key, tensor in read_safetensors(config, path).items()
+            if weight_map.get(key, name) == name
+        }
     return state
 
 
