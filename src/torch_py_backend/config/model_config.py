@@ -66,6 +66,7 @@ class ModelConfig:
         python_runtime: the model was written for the Python runtime of Triton's PyTorch backend.
         sequencing: the sequence settings; None: requests are independent of each other.
         decoupled: a request may have any number of responses.
+        dynamic_batching: Triton forms batches from requests of different clients.
     """
 
     name: str
@@ -83,6 +84,7 @@ class ModelConfig:
     options: Options
     sequencing: SequenceConfig | None = None
     decoupled: bool = False
+    dynamic_batching: bool = False
     batch_inputs: tuple[BatchInput, ...] = ()
     batch_outputs: tuple[BatchOutput, ...] = ()
 
@@ -166,6 +168,7 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         options=parameters,
         sequencing=sequencing,
         decoupled=bool(document.get("model_transaction_policy", {}).get("decoupled")),
+        dynamic_batching="dynamic_batching" in document,
         batch_inputs=batch_io.parse_inputs(name, document) if complete else (),
         batch_outputs=batch_io.parse_outputs(name, document) if complete else (),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +16,7 @@ JsonObject: TypeAlias = dict[str, Any]
 Document: TypeAlias = Mapping[str, Any]
 # The data_type of an input or output that has none.
 NO_TYPE = "TYPE_INVALID"
+_BATCH_SIZE = re.compile(r"^[^#\n]*\bmax_batch_size\s*:\s*[1-9]", re.MULTILINE)
 # Triton's default without an instance_group, on a machine without a GPU.
 _ONE_INSTANCE = {"kind": "KIND_CPU", "count": 1, "gpus": []}
 
@@ -95,6 +97,18 @@ def text(folder: Path) -> str:
         return path.read_bytes().decode("utf-8")  # without newline translation
     except (UnicodeDecodeError, OSError) as error:
         raise _unreadable(folder.name, error) from None
+
+
+def leaves_out_batch_size(folder: Path) -> bool:
+    """Return whether config.pbtxt has no max_batch_size above 0, as before auto-completion.
+
+    The file is not parsed: Triton's protobuf is not installed where a model is served.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    content = text(folder)
+    return bool(content) and not _BATCH_SIZE.search(content)
 
 
 def parse(model: str, content: str) -> Any:

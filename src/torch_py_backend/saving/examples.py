@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torch_py_backend.batching import differences
 from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ExampleError, OutputError, join_names, summarize
 from torch_py_backend.signature import results
 from torch_py_backend.signature.arguments import Passing, Signature
-from torch_py_backend.tools import differences
 
 _BATCH_SIZE = 8
 _KINDS = "a tensor, a tuple of positional arguments, or a dict of arguments by name"
@@ -323,27 +324,29 @@ def _dependence(
     call: Arguments,
     outputs: Mapping[str, Tensor],
 ) -> str:
-    """Return how an output for the first row alone differs from that in the batch, as a clause.
+    """Return how an output for a row alone differs from that row in the batch, as a clause.
 
-    Empty: it does not, or has other sizes, because the module pads to the longest row of a batch.
+    The first and the last row are compared: the first one of a recurrent module does not depend on
+    the others. Empty: they do not differ, or have other sizes, because the module pads to the
+    longest row of a batch.
     """
-    try:
-        alone = outputs_of(model, signature, module, call.map(lambda tensor: tensor[:1]))
-    except (ExampleError, RuntimeError):  # the warm-up, which calls it with one row, reports that
-        return ""
-    for name, value in outputs.items():
-        row = alone.get(name)
-        if row is None or row.shape != value[:1].shape:
-            continue
+    for at, row in (("first", slice(0, 1)), ("last", slice(-1, None))):
         try:
-            error = differences.difference(model, name, row, value[:1])
-        except OutputError:  # infinities or NaN in one of them
-            error = math.inf
-        if error > differences.tolerance(value):
-            return (
-                f"output '{name}' for the first row alone differs from that in the batch by"
-                f" {error:.2g}"
-            )
+            alone = outputs_of(model, signature, module, call.map(itemgetter(row)))
+        except (ExampleError, RuntimeError):  # the warm-up, which calls it with one row, reports it
+            return ""
+        for name, value in outputs.items():
+            if name not in alone or alone[name].shape != value[row].shape:
+                continue
+            try:
+                error = differences.difference(model, name, alone[name], value[row])
+            except OutputError:  # infinities or NaN in one of them
+                error = math.inf
+            if error > differences.tolerance(value):
+                return (
+                    f"output '{name}' for the {at} row alone differs from that in the batch by"
+                    f" {error:.2g}"
+                )
     return ""
 
 

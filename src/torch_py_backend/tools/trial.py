@@ -22,6 +22,7 @@ import torch
 
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.batching import gather_scatter, runtime
+from torch_py_backend.batching.differences import MAX_ERROR_REDUCED, difference, tolerance
 from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.config import model_config, threads, tuned_settings
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
@@ -38,7 +39,6 @@ from torch_py_backend.loading import example_inputs, state_dict
 from torch_py_backend.signature import binding
 from torch_py_backend.startup import builder, warmup
 from torch_py_backend.tools import candidates
-from torch_py_backend.tools.differences import MAX_ERROR_REDUCED, difference, tolerance
 
 # Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
 _FIRST_CALLS = 3

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from torch_py_backend.batching import differences
 from torch_py_backend.errors import OutputError
-from torch_py_backend.tools import differences
 
 _INF, _NAN = math.inf, math.nan
 
