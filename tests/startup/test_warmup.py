@@ -355,7 +355,7 @@ def test_rows_that_depend_on_each_other(
     """No load if auto-completion chose the batch; a warning for dynamic batching; else nothing."""
     (tmp_path / "config.pbtxt").write_text(_GAPS)
     config = build.config(tmp_path, dynamic_batching=dynamic)
-    with pytest.raises(ConfigError, match="output 'y' for a row alone .* auto-completion"):
+    with pytest.raises(ConfigError, match=r"'y' for a row alone .* from auto-completion"):
         warmup.run(engine(config, _DEPENDENT[name]))
     (tmp_path / "config.pbtxt").write_text(_WRITTEN)
     caplog.clear()

@@ -157,8 +157,9 @@ def _check_rows(engine: Engine, call: _Call) -> None:
             + " from auto-completion"
             * completed,
             expected="rows that do not depend on each other: Triton batches those of all clients",
-            cure="Write the inputs, outputs and max_batch_size: 0 into config.pbtxt if the first"
-            " dimension is not a batch; else write the max_batch_size.",
+            cure="Write the inputs and outputs with all their dims, and max_batch_size: 0, into"
+            " config.pbtxt"
+            + (", or the max_batch_size." if completed else ", or remove dynamic_batching."),
         )
         if completed:
             raise dependence
