@@ -278,7 +278,40 @@ def test_failed_write_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
     assert served.states.size == 16
 
 
+def test_states_that_cannot_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If memory runs out for one of the states of a batch, no state of it is read later."""
+    served = accumulating()
+    for name in (1, 2):  # alone: their states are not in the table
+        served.send(step(name, 1, "s"))
+    add = Pool.add
+
+    def fails(pool: Pool, holder: row_pool.Holder) -> None:
+        if len(pool):
+            raise torch.OutOfMemoryError
+        add(pool, holder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "add", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            served.send(step(1, 1), step(2, 1))
+    outcomes = served.send(step(1, 1), step(2, 1))
+    assert [type(outcome) for outcome in outcomes] == [InputError, InputError]
+    assert served.states.size == 0
+
+
 # --- types of states ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["BOOL", "UINT16", "UINT32", "UINT64", "BF16", "FP64"])
+def test_types_of_states(dtype: str) -> None:
+    """States of any type are stored, also those of steps that share a batch."""
+
+    def forward(x: Tensor, total: Tensor) -> dict[str, Tensor]:
+        return {"y": total.float() + x, "sum": (total.double() + x).to(total.dtype)}
+
+    served = Served(config(make_state(dtype=dtype)), forward)
+    assert served.send(step(1, 1, "s"), step(2, 0, "s")) == [1, 0]
+    assert served.send(step(1, 0), step(2, 0)) == [1, 0]
 
 
 def test_states_of_strings() -> None:
@@ -485,6 +518,22 @@ def test_idle_sequences_are_freed_first() -> None:
     served.now += _FORGOTTEN_S
     assert served.send(step(3, 3, "s")) == [3]
     assert len(served.states) == 1
+
+
+def test_no_sequence_of_a_running_batch_is_freed() -> None:
+    """A batch may take longer than the idle time: its sequences keep the memory of their states."""
+    served = doubling(2)
+    run = served.states._run_items
+
+    def slow(items: Any) -> Any:
+        served.now += 10 * _FORGOTTEN_S
+        return run(items)
+
+    served.send(step(1, 1, "s"), step(2, 2, "s"))
+    served.states._run_items = slow
+    outcomes = served.send(step(1, 1), step(2, 2))
+    assert [outcome.code for outcome in outcomes] == ["UNAVAILABLE", "UNAVAILABLE"]
+    assert (len(served.states), served.states.size) == (2, 2 << 20)
 
 
 # --- idle sequences ------------------------------------------------------------------------------
