@@ -139,6 +139,16 @@ def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in caplog.messages if "refused, and the old ones stay" in text]
 
 
+def test_a_file_that_is_replaced_during_the_load(tmp_path: Path, watch: Watch) -> None:
+    """The new weights are swapped in, and the digest is never that of other weights."""
+    engine = served(tmp_path)
+    replace(tmp_path / "1" / "model.pt", _state_dict, 2)
+    watcher = watch(engine)
+    assert torch.equal(answer(engine), Net(2)(X))
+    path = tmp_path / "1" / "model.pt"
+    assert watcher.digest == hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
 @pytest.mark.parametrize(
     ("name", "write", "optimize"),
     [
