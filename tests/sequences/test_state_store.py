@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import build
 import fake_gpu
@@ -565,6 +566,20 @@ def test_sequences_with_queued_requests_are_kept() -> None:
         served.send(step(2, 1))
     served.states.sweep()
     assert served.states._sequences.keys() == {1, 2}
+
+
+def test_a_sweep_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that cannot be shrunk stays; later sweeps free idle sequences all the same."""
+    served = accumulating()
+    served.send(*(step(name, 1, "s") for name in range(1, 200)))
+    served.send(*(step(name, 1, "e") for name in range(2, 200)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "new_empty", Mock(side_effect=torch.OutOfMemoryError))
+        served.states.sweep()
+    assert served.send(step(1, 1)) == [2]
+    served.now += _FORGOTTEN_S
+    served.states.sweep()
+    assert len(served.states) == 0
 
 
 def test_sweep_does_not_wait_for_a_batch() -> None:

@@ -175,7 +175,8 @@ class Sequences:
         try:
             self._free()
             if self._storage.pool is not None:
-                with self._guard():
+                # A smaller table needs memory while the old one is still there.
+                with self._guard(), contextlib.suppress(torch.OutOfMemoryError):
                     self._storage.pool.trim()
         finally:
             self._lock.release()
