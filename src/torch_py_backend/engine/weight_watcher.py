@@ -44,7 +44,10 @@ class WeightWatcher:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         if engine.config.options.watch_weights:
-            self._code = weight_swap.code_checksums(engine.loaded.artifact)
+            artifact = engine.loaded.artifact
+            self._code = weight_swap.code_checksums(artifact)
+            if artifact.weight_versions() != engine.loaded.versions:
+                self._code = {}  # replaced since it was loaded: of other code, perhaps
             self._thread = threading.Thread(target=self._run, name="watching", daemon=True)
             self._thread.start()
 
