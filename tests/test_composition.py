@@ -57,6 +57,7 @@ def failing(message: str, code: int) -> Answer:
         (torch.ones(0, 2), torch.ones(0, 2)),
         (np.arange(4)[::2], torch.tensor([0, 2])),
         (0.5, torch.tensor(0.5)),
+        (np.float32(0.5), torch.tensor(0.5)),
         (True, torch.tensor(True)),
     ],
 )

@@ -86,7 +86,7 @@ def _value(called: Model, name: str, value: Any) -> Value:
     if isinstance(value, Tensor):
         # Triton's utilities would send the values without a pending negation.
         return value.detach().resolve_neg().contiguous()
-    if isinstance(value, bool | int | float):
+    if isinstance(value, bool | int | float | np.bool_ | np.number):
         return torch.tensor(value)
     array = np.array(value, dtype=np.object_) if isinstance(value, str | bytes | list) else value
     if isinstance(array, np.ndarray):
