@@ -263,6 +263,7 @@ class Sequences:
         batches: dict[int, NewStates],
         fetched: _Fetched,
     ) -> Outcome:
+        """Store the new states of one step, or mark them to be written; return its outcome."""
         refusal = None if step.ends else self._store(step.id, sequence, outcome, batches)
         fetches = bool(self._public) and not _on_gpu(step.item)
         for output in self._public:
