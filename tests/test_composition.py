@@ -52,10 +52,12 @@ def failing(message: str, code: int) -> Answer:
     [
         (torch.arange(6.0).reshape(2, 3).T, torch.arange(6.0).reshape(2, 3).T),
         (torch.ones(2, requires_grad=True), torch.ones(2)),
+        (torch.tensor([1j]).conj().imag, torch.tensor([-1.0])),
         (torch.ones(2, dtype=torch.bfloat16), torch.ones(2, dtype=torch.bfloat16)),
         (torch.ones(0, 2), torch.ones(0, 2)),
         (np.arange(4)[::2], torch.tensor([0, 2])),
         (0.5, torch.tensor(0.5)),
+        (np.float32(0.5), torch.tensor(0.5)),
         (True, torch.tensor(True)),
     ],
 )

@@ -58,6 +58,15 @@ def test_inference_mode(mode: bool) -> None:
     assert modes == [(mode, False)]
 
 
+def test_padded_inputs_whose_shape_forward_changes() -> None:
+    """Outputs are cut to the lengths that requests sent, also if forward() reshapes its inputs."""
+    served = engine(lambda x: 2 * x.unsqueeze_(1).squeeze(1), pad={"x": {}})
+    for lengths in ([2, 4], [3]):
+        sent: list[Any] = [{"x": torch.ones(1, length)} for length in lengths]
+        outcomes: list[Any] = list(served.run(sent))
+        assert [outcome["y"].tolist() for outcome in outcomes] == [[[2.0] * n] for n in lengths]
+
+
 def test_a_later_result_of_another_structure() -> None:
     """A result with another structure is an error of its batch only."""
     results: list[Any] = [{"y": torch.ones(1, 4)}, torch.ones(1, 4), {"z": torch.ones(1, 4)}]

@@ -59,6 +59,12 @@ class Net(nn.Module):
         return result
 
 
+class Doubled(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = 2 * self.linear(x)
+        return result
+
+
 Writer = Callable[[Path, Net], None]
 
 
@@ -137,6 +143,33 @@ def until(happened: Callable[[], Any]) -> None:
 
 def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [text for text in caplog.messages if "refused, and the old ones stay" in text]
+
+
+def test_a_file_that_is_replaced_during_the_load(tmp_path: Path, watch: Watch) -> None:
+    """The new weights are swapped in, and the digest is never that of other weights."""
+    engine = served(tmp_path)
+    replace(tmp_path / "1" / "model.pt", _state_dict, 2)
+    watcher = watch(engine)
+    assert torch.equal(answer(engine), Net(2)(X))
+    path = tmp_path / "1" / "model.pt"
+    assert watcher.digest == hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+
+
+def test_an_archive_that_is_replaced_during_the_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is refused: nothing shows any more whether its code is that of the served model."""
+    engine = served(tmp_path, write=_scripted)
+    script = torch.jit.script(Doubled(2).eval())
+    script.save(tmp_path / "1" / "next")
+    (tmp_path / "1" / "next").replace(tmp_path / "1" / "model.pt")
+    watcher = WeightWatcher(engine)
+    try:
+        until(lambda: refusals(caplog))
+    finally:
+        watcher.close()
+    assert watcher.digest == ""
+    assert torch.equal(answer(engine), Net(1)(X))
 
 
 @pytest.mark.parametrize(

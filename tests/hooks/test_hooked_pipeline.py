@@ -109,13 +109,14 @@ def test_each_row_is_prepared_separately() -> None:
     ("returned", "module", "batched"),
     [
         (lambda x: x.numpy(), lambda a: a, True),
+        (lambda x: x.numpy()[::-1], lambda a: a.flip(-1), False),
         (lambda x: x.tolist(), lambda a: a, False),
         (lambda x: (2 * x, x), lambda a, b: a - b, True),
         (lambda x: {"b": x, "a": 2 * x}, lambda a, b: a - b, False),
         (lambda x: collections.UserDict({"b": x, "a": 2 * x}), lambda a, b: a - b, True),
         (lambda x: {"a": x, "b": 3}, lambda a, b: a + b[:, None] - 3, True),
     ],
-    ids=["array", "list", "tuple", "dict", "mapping", "number"],
+    ids=["array", "reversed array", "list", "tuple", "dict", "mapping", "number"],
 )
 def test_arguments_of_the_module(
     returned: Callable[[Tensor], Any], module: Callable[..., Any], batched: bool
@@ -224,6 +225,10 @@ def test_parts() -> None:
         ("INT64", (1,), 3, [[3]]),
         ("INT64", (2, 1), [[1], [2]], [[[1], [2]]]),
         ("FP64", (2,), np.array([1.0, 2.0]), [[1, 2]]),
+        ("FP32", (2,), np.array([1.0, 2.0], dtype=np.float32)[::-1], [[2, 1]]),
+        ("FP32", (1,), np.float32(2.5), [[2.5]]),
+        ("INT64", (1,), np.arange(3).argmax(), [[2]]),
+        ("BOOL", (1,), np.True_, [[True]]),
         ("BOOL", (2,), [True, False], [[True, False]]),
         ("BYTES", (1,), "seven", [["seven"]]),
         ("BYTES", (2,), ["a", b"b"], [["a", b"b"]]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import build
 import fake_gpu
@@ -278,7 +279,40 @@ def test_failed_write_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
     assert served.states.size == 16
 
 
+def test_states_that_cannot_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If memory runs out for one of the states of a batch, no state of it is read later."""
+    served = accumulating()
+    for name in (1, 2):  # alone: their states are not in the table
+        served.send(step(name, 1, "s"))
+    add = Pool.add
+
+    def fails(pool: Pool, holder: row_pool.Holder) -> None:
+        if len(pool):
+            raise torch.OutOfMemoryError
+        add(pool, holder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "add", fails)
+        with pytest.raises(torch.OutOfMemoryError):
+            served.send(step(1, 1), step(2, 1))
+    outcomes = served.send(step(1, 1), step(2, 1))
+    assert [type(outcome) for outcome in outcomes] == [InputError, InputError]
+    assert served.states.size == 0
+
+
 # --- types of states ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["BOOL", "UINT16", "UINT32", "UINT64", "BF16", "FP64"])
+def test_types_of_states(dtype: str) -> None:
+    """States of any type are stored, also those of steps that share a batch."""
+
+    def forward(x: Tensor, total: Tensor) -> dict[str, Tensor]:
+        return {"y": total.float() + x, "sum": (total.double() + x).to(total.dtype)}
+
+    served = Served(config(make_state(dtype=dtype)), forward)
+    assert served.send(step(1, 1, "s"), step(2, 0, "s")) == [1, 0]
+    assert served.send(step(1, 0), step(2, 0)) == [1, 0]
 
 
 def test_states_of_strings() -> None:
@@ -487,6 +521,22 @@ def test_idle_sequences_are_freed_first() -> None:
     assert len(served.states) == 1
 
 
+def test_no_sequence_of_a_running_batch_is_freed() -> None:
+    """A batch may take longer than the idle time: its sequences keep the memory of their states."""
+    served = doubling(2)
+    run = served.states._run_items
+
+    def slow(items: Any) -> Any:
+        served.now += 10 * _FORGOTTEN_S
+        return run(items)
+
+    served.send(step(1, 1, "s"), step(2, 2, "s"))
+    served.states._run_items = slow
+    outcomes = served.send(step(1, 1), step(2, 2))
+    assert [outcome.code for outcome in outcomes] == ["UNAVAILABLE", "UNAVAILABLE"]
+    assert (len(served.states), served.states.size) == (2, 2 << 20)
+
+
 # --- idle sequences ------------------------------------------------------------------------------
 
 
@@ -516,6 +566,20 @@ def test_sequences_with_queued_requests_are_kept() -> None:
         served.send(step(2, 1))
     served.states.sweep()
     assert served.states._sequences.keys() == {1, 2}
+
+
+def test_a_sweep_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that cannot be shrunk stays; later sweeps free idle sequences all the same."""
+    served = accumulating()
+    served.send(*(step(name, 1, "s") for name in range(1, 200)))
+    served.send(*(step(name, 1, "e") for name in range(2, 200)))
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "new_empty", Mock(side_effect=torch.OutOfMemoryError))
+        served.states.sweep()
+    assert served.send(step(1, 1)) == [2]
+    served.now += _FORGOTTEN_S
+    served.states.sweep()
+    assert len(served.states) == 0
 
 
 def test_sweep_does_not_wait_for_a_batch() -> None:

@@ -84,8 +84,9 @@ class ModelCaller:
 def _value(called: Model, name: str, value: Any) -> Value:
     """Convert an input to a value that Triton's utilities accept."""
     if isinstance(value, Tensor):
-        return value.detach().contiguous()
-    if isinstance(value, bool | int | float):
+        # Triton's utilities would send the values without a pending negation.
+        return value.detach().resolve_neg().contiguous()
+    if isinstance(value, bool | int | float | np.bool_ | np.number):
         return torch.tensor(value)
     array = np.array(value, dtype=np.object_) if isinstance(value, str | bytes | list) else value
     if isinstance(array, np.ndarray):

@@ -53,11 +53,15 @@ class Pad:
         return tuple(size for axis, size in enumerate(shape) if axis and axis not in self.axes)
 
     def gather(self, items: Sequence[Value]) -> Tensor:
-        """Pad and concatenate the items' values; a single one of the target shape is not copied."""
+        """Pad and concatenate the items' values.
+
+        Those of a single one of the target shape are not copied.
+        """
         values: list[Any] = [to_column(value) for value in items]
         target = self.padded_shape([value.shape for value in values])
         if all(list(value.shape[1:]) == target[1:] for value in values):
-            return values[0] if len(values) == 1 else torch.cat(list(values))
+            # forward() may change a shape in place: not that of the item.
+            return values[0].detach() if len(values) == 1 else torch.cat(list(values))
         first = values[0]
         gathered = torch.full(target, self.value, dtype=first.dtype, device=first.device)
         start = 0

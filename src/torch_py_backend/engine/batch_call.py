@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch_py_backend.batching import gather_scatter
@@ -85,7 +85,10 @@ class BatchCall:
             if observed
             else side_effects.copy_tensors(dict(zip(names, batch.columns, strict=True)))
         )
+        shapes: Mapping[str, Sequence[int]] = {}
         if self._padding is not None:
+            # Before the call: forward() may change shapes in place.
+            shapes = {name: column.shape for name, column in zip(names, batch.columns, strict=True)}
             self._padding.count(self._counts, group.items, names, batch.columns)
         gathered = time.perf_counter()
         columns = self.to_device.call(batch.columns)
@@ -105,7 +108,7 @@ class BatchCall:
         if copy_outputs or self._watched:
             outputs = self._kept(owned, outputs, copy_outputs=copy_outputs)
         fetched = time.perf_counter()
-        outcomes = self._scattered.call(group, batch, outputs)
+        outcomes = self._scattered.call(group, batch.sizes, shapes, outputs)
         # Inline: a method call would cost more than these additions.
         counts = self._counts
         counts.gather_seconds += gathered - began
@@ -150,14 +153,17 @@ class BatchCall:
         return kept
 
     def _scatter(
-        self, group: Group, batch: Batch, outputs: Sequence[Value | ItemRows]
+        self,
+        group: Group,
+        sizes: Sequence[int],
+        shapes: Mapping[str, Sequence[int]],
+        outputs: Sequence[Value | ItemRows],
     ) -> Sequence[Outcome]:
+        """Return the outcomes; `sizes` are the rows of the items, `shapes` those of the columns."""
         if self._ragged is not None:
             outputs = self._ragged.split(group.items, outputs)
-        outcomes = gather_scatter.scatter(outputs, self._outputs, batch.sizes)
+        outcomes = gather_scatter.scatter(outputs, self._outputs, sizes)
         if self._padding is not None:
-            columns = zip(group.inputs.names, batch.columns, strict=True)
-            shapes = {name: column.shape for name, column in columns}
             self._padding.cut(outcomes, group.items, shapes)
             if not self._runtime.host_inputs:  # outputs may be on a GPU, where Triton reads them
                 for outcome in outcomes:

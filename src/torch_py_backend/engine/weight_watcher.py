@@ -44,7 +44,10 @@ class WeightWatcher:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         if engine.config.options.watch_weights:
-            self._code = weight_swap.code_checksums(engine.loaded.artifact)
+            artifact = engine.loaded.artifact
+            self._code = weight_swap.code_checksums(artifact)
+            if artifact.weight_versions() != engine.loaded.versions:
+                self._code = {}  # replaced since it was loaded: of other code, perhaps
             self._thread = threading.Thread(target=self._run, name="watching", daemon=True)
             self._thread.start()
 
@@ -63,13 +66,16 @@ class WeightWatcher:
 
     def _run(self) -> None:
         artifact = self._engine.loaded.artifact
-        known = previous = _identity(artifact)
+        # The files may have been replaced since they were read.
+        known = previous = self._engine.loaded.versions
         with contextlib.suppress(OSError):  # a file is being replaced
-            self.digest = _digest(artifact)
+            digest = _digest(artifact)
+            if artifact.weight_versions() == known:
+                self.digest = digest
         while not self._ended.wait(_POLL_S):
-            now = _identity(artifact)
+            now = artifact.weight_versions()
             stable, previous = now == previous, now
-            # An empty identity means that a file is missing: it is about to be replaced.
+            # No versions mean that a file is missing: it is about to be replaced.
             if stable and now and now != known:
                 known = now
                 self._reload()
@@ -94,25 +100,16 @@ class WeightWatcher:
         """Read and swap in the new weights; raise if they are refused."""
         config, loaded = self._engine.config, self._engine.loaded
         artifact = loaded.artifact
-        before = _identity(artifact)
+        before = artifact.weight_versions()
         weight_swap.refuse_changed_code(config, artifact, self._code)
         fresh = weight_swap.read(config, loaded)
         digest = _digest(artifact)
-        if _identity(artifact) != before:
+        if artifact.weight_versions() != before:
             raise OSError("the file changed again while it was read.")
         with self._engine.lock:
             weight_swap.swap(config, loaded, fresh)
             self._engine.side_effects.reset_baseline()  # the swap is not a side effect of the model
             self.digest = digest
-
-
-def _identity(artifact: Artifact) -> list[tuple[int, int, int]]:
-    """Return values that change when a file is replaced or written; empty if one is missing."""
-    try:
-        stats = [path.stat() for path in artifact.weight_files()]
-    except OSError:
-        return []
-    return [(stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats]
 
 
 def _digest(artifact: Artifact) -> str:

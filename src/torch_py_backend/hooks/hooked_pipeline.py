@@ -297,9 +297,11 @@ class HookedPipeline:
         return result
 
     def _convert_output(self, spec: TensorSpec | None, part: Tree) -> Tree:
-        """Convert a list or an array to the output's type without loss."""
+        """Convert a list to the output's type without loss; a number or an array as it is."""
+        if isinstance(part, np.generic):
+            return part.item()
         if isinstance(part, np.ndarray) and part.dtype.kind not in "OUS":
-            return torch.from_numpy(part) if spec is not None else part
+            return torch.from_numpy(np.asarray(part, order="C"))  # without negative strides
         if spec is None or not isinstance(part, list | tuple):
             return part
         if spec.dtype.torch is None:

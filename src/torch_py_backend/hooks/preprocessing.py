@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -207,8 +208,10 @@ class RowPreprocessor:
         for name, value in row.items():
             key = str(name)
             try:
+                # torch takes no negative strides.
+                part = np.asarray(value, order="C") if isinstance(value, np.ndarray) else value
                 # as_tensor() would move a tensor to torch's default device.
-                tensors[key] = value if isinstance(value, Tensor) else torch.as_tensor(value)
+                tensors[key] = part if isinstance(part, Tensor) else torch.as_tensor(part)
             except Exception:  # an object of the user may raise any class
                 raise OutputError(
                     self._model,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import logging
 from collections.abc import Callable, Collection, Mapping
@@ -32,8 +33,10 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     """
     if artifact.kind not in (ArtifactType.MODULE, ArtifactType.FACTORY):
         refuse_device_map(config, f"the model is {artifact.kind.value}")
+    versions = artifact.weight_versions() if config.options.watch_weights else ()
     try:
-        return LOADERS[artifact.kind](artifact, config, device)
+        loaded = LOADERS[artifact.kind](artifact, config, device)
+        return dataclasses.replace(loaded, versions=versions)
     except ArtifactError as error:
         if artifact.fallback is None:
             raise

@@ -14,6 +14,9 @@ from torch_py_backend.batching.gather_scatter import Item
 Form: TypeAlias = "tuple[tuple[torch.Size, torch.dtype, torch.device], ...]"
 
 _MIN_ROWS = 64
+# Values are written as integers of the same size, by size in bytes: torch's index_copy_() takes
+# neither unsigned integers of 16 bits and more nor floats of 8 bits.
+_WRITTEN_AS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Holder(Protocol):
@@ -73,7 +76,8 @@ class Pool:
             indices = torch.tensor(rows, device=device)
             columns = [column.index_select(0, indices) for column in columns]
         for table, column in zip(self._tables, columns, strict=True):
-            table.index_copy_(0, slots, column)
+            dtype = _WRITTEN_AS.get(table.itemsize, table.dtype)
+            table.view(dtype).index_copy_(0, slots, column.view(dtype))
 
     def trim(self) -> None:
         """Shrink the tables if most holders are gone."""

@@ -175,7 +175,8 @@ class Sequences:
         try:
             self._free()
             if self._storage.pool is not None:
-                with self._guard():
+                # A smaller table needs memory while the old one is still there.
+                with self._guard(), contextlib.suppress(torch.OutOfMemoryError):
                     self._storage.pool.trim()
         finally:
             self._lock.release()
@@ -228,35 +229,50 @@ class Sequences:
     def _update(
         self, run: Sequence[tuple[Step, States]], outcomes: Sequence[Outcome]
     ) -> list[Outcome]:
-        """Store the new states of successful steps; return the outcomes for clients."""
+        """Store the new states of successful steps; return the outcomes for clients.
+
+        If that raises, some states may be written and others not: all these sequences end.
+        """
         now = self._clock()
+        for _, sequence in run:  # first: memory for new states is taken from idle sequences
+            sequence.used = now
         batches: dict[int, NewStates] = {}
         fetched: _Fetched = {}
-        updated: list[Outcome] = []
-        for (step, sequence), outcome in zip(run, outcomes, strict=True):
-            if isinstance(outcome, BackendError):
-                updated.append(outcome)
-                continue
-            sequence.used = now
-            refusal = None if step.ends else self._store(step.id, sequence, outcome, batches)
-            fetches = bool(self._public) and not _on_gpu(step.item)
-            for output in self._public:
-                part: Value | Part = outcome[output]
-                part = _fetch(part, fetched) if fetches else part
-                outcome[output] = gather_scatter.part_value(part)
-            for output in self._hidden:
-                del outcome[output]
-            updated.append(refusal or outcome)
         try:
+            updated = [
+                outcome
+                if isinstance(outcome, BackendError)
+                else self._update_one(step, sequence, outcome, batches, fetched)
+                for (step, sequence), outcome in zip(run, outcomes, strict=True)
+            ]
             pool = self._storage.pool
             for batch in batches.values():
                 if batch.holders and pool is not None:
                     pool.write(batch.holders, batch.columns, batch.rows)
-        except BaseException:  # some states may be written and others not
+        except BaseException:
             for step, _ in run:
                 self._drop(step.id)
             raise
         return updated
+
+    def _update_one(
+        self,
+        step: Step,
+        sequence: States,
+        outcome: dict[str, Value],
+        batches: dict[int, NewStates],
+        fetched: _Fetched,
+    ) -> Outcome:
+        """Store the new states of one step, or mark them to be written; return its outcome."""
+        refusal = None if step.ends else self._store(step.id, sequence, outcome, batches)
+        fetches = bool(self._public) and not _on_gpu(step.item)
+        for output in self._public:
+            part: Value | Part = outcome[output]
+            part = _fetch(part, fetched) if fetches else part
+            outcome[output] = gather_scatter.part_value(part)
+        for output in self._hidden:
+            del outcome[output]
+        return refusal or outcome
 
     def _reserve_memory(self, name: Id, sequence: States, size: int) -> StateMemoryError | None:
         """Count the bytes of a sequence's new states.
