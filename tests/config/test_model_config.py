@@ -1,9 +1,10 @@
 """Triton's arguments as a ModelConfig."""
 
-from pathlib import Path
+from pathlib import dataclasses
 from typing import Any
 
 import build
+import Path
 import pytest
 
 from torch_py_backend.config import model_config
@@ -123,12 +124,10 @@ def test_settings_of_a_tensor() -> None:
 
 
 def test_settings_of_the_core() -> None:
-    """Settings for Triton's core are ignored."""
-    assert parsed() == parsed(
-        dynamic_batching={"max_queue_delay_microseconds": 100},
-        response_cache={"enable": True},
-        model_warmup=[{"name": "w"}],
-    )
+    """Settings for Triton's core are ignored, except whether it forms batches."""
+    assert parsed() == parsed(response_cache={"enable": True}, model_warmup=[{"name": "w"}])
+    batching = parsed(dynamic_batching={"max_queue_delay_microseconds": 100})
+    assert batching == dataclasses.replace(parsed(), dynamic_batching=True)
 
 
 @pytest.mark.parametrize(
