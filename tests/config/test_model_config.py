@@ -1,10 +1,10 @@
 """Triton's arguments as a ModelConfig."""
 
-from pathlib import dataclasses
+import dataclasses
+from pathlib import Path
 from typing import Any
 
 import build
-import Path
 import pytest
 
 from torch_py_backend.config import model_config
