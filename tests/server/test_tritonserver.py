@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import living
@@ -26,6 +27,21 @@ def test_a_server_that_was_not_started(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="call start"):
         server.wait_loaded()
     server.stop()
+
+
+@pytest.mark.parametrize("in_repository", [True, False])
+def test_paths_that_a_shell_changes(
+    in_repository: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton 24.10 would wait forever for processes that a shell starts with other arguments."""
+    folder = tmp_path / "two words"
+    folder.mkdir()
+    if not in_repository:
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    says = "model repository '.*Rename it" if in_repository else "temporary folder '.*Set TMPDIR"
+    server = Server(folder if in_repository else tmp_path)
+    with pytest.raises(ServerError, match=says):
+        server.start()
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,9 @@ def serve(
         loading.start()
     try:
         server.start()
-        with contextlib.closing(RepositoryClient(server.grpc_address, server.keys)) as client:
+        with contextlib.closing(
+            RepositoryClient(server.grpc_address, server.keys, uses_shell=server.uses_shell)
+        ) as client:
             supervisor = Supervisor(
                 server.models,
                 InstanceMonitor(server.status_folder, load_timeout),

@@ -8,6 +8,7 @@ import json
 import math
 import signal
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.parse
@@ -55,6 +56,7 @@ class Server:
     Attributes:
         http_address, grpc_address, metrics_address: host and port of each service.
         keys: the keys of restricted endpoints.
+        uses_shell: whether Triton starts stubs through a shell.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Server:
             client_address(address, port) for port in self._ports
         )
         self._triton = triton_installation.find(executable)
+        self.uses_shell = self._triton.uses_shell
         self._arguments = tuple(arguments)
         self._exit_seconds = exit_seconds(arguments)
         self.log = log
@@ -111,6 +114,12 @@ class Server:
             ServerError: the server cannot run on this machine.
         """
         variables = triton_installation.environment(self._triton)
+        if self.uses_shell:
+            for subject, path, cure in (
+                ("the model repository", self._repository, "Rename it, or serve a link to it."),
+                ("the temporary folder", tempfile.gettempdir(), "Set TMPDIR to another folder."),
+            ):
+                triton_installation.refuse_in_shell(subject, str(path), cure)
         orphan_cleanup.sweep()
         try:
             self._resource_owner = ResourceOwner()
