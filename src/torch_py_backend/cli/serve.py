@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Annotated
+from typing import IO, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -146,7 +147,9 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model repository until Ctrl-C or SIGTERM, and reload models that die."""
-    console = Console(soft_wrap=True, highlight=False, emoji=False)
+    console = Console(
+        file=cast("IO[str]", _Output(sys.stdout)), soft_wrap=True, highlight=False, emoji=False
+    )
 
     def report(event: Event) -> None:
         console.print(format_event(event))
@@ -226,6 +229,24 @@ def serve(
         loading.stop()
         server.stop()  # also if a signal arrived during start()
     raise typer.Exit(code)
+
+
+class _Output:
+    """A text stream whose errors, such as a full disk or a closed pipe, do not end the server."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
 
 
 def _triton_arguments(

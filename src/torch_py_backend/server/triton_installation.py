@@ -61,8 +61,9 @@ def find(executable: Path | None = None) -> TritonInstallation:
     if executable is not None:
         if not executable.is_file():
             raise ServerError(f"{executable} is not a file; expected a tritonserver executable.")
+        executable = executable.absolute()  # it is started in another folder
         # The layout of NVIDIA's containers.
-        prefix = executable.resolve().parents[1]
+        prefix = executable.resolve().parent.parent
         backend, libraries = prefix / "backends" / "python", prefix / "lib"
         stub = backend / _STUB
     elif wheel is not None and wheel.origin is not None:

@@ -114,18 +114,14 @@ class Server:
             ServerError: the server cannot run on this machine.
         """
         variables = triton_installation.environment(self._triton)
-        if self.uses_shell:
-            for subject, path, cure in (
-                ("the model repository", self._repository, "Rename it, or serve a link to it."),
-                ("the temporary folder", tempfile.gettempdir(), "Set TMPDIR to another folder."),
-            ):
-                triton_installation.refuse_in_shell(subject, str(path), cure)
-        orphan_cleanup.sweep()
         try:
+            self._refuse_in_shell()
+            orphan_cleanup.sweep()
             self._resource_owner = ResourceOwner()
         except OSError as error:
             raise ServerError(
-                f"cannot write to {orphan_cleanup.SHARED_MEMORY}, as Triton must: {error.strerror}."
+                f"cannot write to {orphan_cleanup.SHARED_MEMORY} and to the temporary folder, as"
+                f" Triton must: {error}."
             ) from None
         resources = self._resource_owner.resources
         variables[orphan_cleanup.VARIABLE] = str(resources.status_folder)
@@ -157,9 +153,21 @@ class Server:
                 stderr=self.log,
                 start_new_session=True,
             )
-        except BaseException:
+        except BaseException as error:
             self.stop()
+            if isinstance(error, OSError):  # a full disk, or no executable of this machine
+                raise ServerError(f"tritonserver cannot be started: {error}.") from error
             raise
+
+    def _refuse_in_shell(self) -> None:
+        """Raise a ServerError if a shell between Triton and its stubs would change their paths."""
+        if not self.uses_shell:
+            return
+        for subject, path, cure in (
+            ("the model repository", self._repository, "Rename it, or serve a link to it."),
+            ("the temporary folder", tempfile.gettempdir(), "Set TMPDIR to another folder."),
+        ):
+            triton_installation.refuse_in_shell(subject, str(path), cure)
 
     def wait_loaded(self, timeout: float = math.inf) -> list[ModelState]:
         """Wait until the server has tried to load every model, and return their states.
@@ -180,9 +188,18 @@ class Server:
             time.sleep(_POLL_SECONDS)
 
     def models(self) -> list[ModelState]:
-        """Return the current states of the models in the repository."""
-        with self._request("repository/index", b"{}") as response:
-            return [model_status.parse_state(entry) for entry in json.load(response)]
+        """Return the current states of the models in the repository.
+
+        Raises:
+            OSError: the server does not answer, or not completely.
+        """
+        try:
+            with self._request("repository/index", b"{}") as response:
+                # Names of folders are bytes, which need not be UTF-8.
+                text = response.read().decode(errors="replace")
+        except http.client.HTTPException as error:
+            raise ConnectionError(repr(error)) from None
+        return [model_status.parse_state(entry) for entry in json.loads(text)]
 
     def is_live(self) -> bool:
         """Return whether the server answers that it is live."""
