@@ -34,6 +34,16 @@ def test_a_folder_that_is_no_repository(folder: str, text: str, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    "argument", ["--http-port=80", "--grpc-port=80", "--allow-http=false", "--allow-grpc=0"]
+)
+def test_services_that_serve_itself_uses(argument: str, tmp_path: Path) -> None:
+    """They cannot be moved or disabled behind its back: it would wait for them forever."""
+    option = argument.partition("=")[0]
+    text = f"{option} was given after --, and `serve` itself uses this service"
+    refuse(text, "serve", "models", "--", argument, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
     ("event", "line"),
     [
         (Event(EventKind.READY, "m 1"), "[green]READY  [/] m 1"),

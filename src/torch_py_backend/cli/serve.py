@@ -264,6 +264,14 @@ def _triton_arguments(
             f"--reload was given, and Triton's model control mode is {mode}; expected explicit."
             " Remove one of the two."
         )
+    for service in ("http", "grpc") if mode == "explicit" else ("http",):
+        allowed = server_arguments.values(kept, f"allow-{service}")
+        is_disabled = bool(allowed) and allowed[-1].lower() not in ("true", "1")
+        if is_disabled or server_arguments.values(kept, f"{service}-port"):
+            raise ServerError(
+                f"--{f'allow-{service}' if is_disabled else f'{service}-port'} was given after --,"
+                f" and `serve` itself uses this service; expected --{service}-port before --."
+            )
     kept = server_arguments.without(kept, "model-control-mode")
     models: list[str] = []
     if mode == "explicit":
