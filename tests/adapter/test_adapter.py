@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import locale
+import os
 import subprocess
 import sys
 import time
@@ -38,6 +39,15 @@ def test_the_locale_is_utf8(tmp_path: Path) -> None:
     locale.setlocale(locale.LC_ALL, "C")
     instances.load(tmp_path, instances.named("function"))
     assert locale.nl_langinfo(locale.CODESET) == "UTF-8"
+
+
+def test_a_path_that_python_cannot_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths are ASCII in the stubs of Triton 24.10, whatever the locale; the error says so."""
+    folder = tmp_path / "größe"
+    folder.mkdir()
+    monkeypatch.setattr(os, "fsencode", lambda path: str(path).encode("ascii"))
+    with pytest.raises(fake_triton.TritonModelException, match=r"gr\\xf6\\xdfe.*Rename"):
+        instances.load(folder, instances.named("function"))
 
 
 @pytest.mark.parametrize("name", ["other.pt2", "model.pt", "net"])

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +31,16 @@ def test_a_folder_that_is_no_repository(folder: str, text: str, tmp_path: Path) 
     (tmp_path / "models" / "net" / "1").mkdir(parents=True)
     (tmp_path / "empty").mkdir()
     refuse(text, "serve", folder, cwd=tmp_path)
+
+
+@pytest.mark.parametrize(
+    "argument", ["--http-port=80", "--grpc-port=80", "--allow-http=false", "--allow-grpc=0"]
+)
+def test_services_that_serve_itself_uses(argument: str, tmp_path: Path) -> None:
+    """They cannot be moved or disabled behind its back: it would wait for them forever."""
+    option = argument.partition("=")[0]
+    text = f"{option} was given after --, and `serve` itself uses this service"
+    refuse(text, "serve", "models", "--", argument, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -63,3 +76,39 @@ def test_endpoints_open_to_the_network_are_noted(
     note = serve.exposure_note(address, arguments)
     assert bool(note) == bool(exposed)
     assert exposed in note
+
+
+@pytest.mark.parametrize(
+    ("output", "variables"),
+    [("/dev/full", {}), ("/dev/null", {"PYTHONIOENCODING": "ascii"})],
+    ids=["full disk", "ASCII"],
+)
+def test_output_that_cannot_be_written(
+    output: str, variables: dict[str, str], tmp_path: Path
+) -> None:
+    """The server is started and its end reported, also if what `serve` prints gets lost."""
+    python = tmp_path / "triton/backends/python"
+    python.mkdir(parents=True)
+    for name in ("libtriton_python.so", "triton_python_backend_stub"):
+        (python / name).touch()
+    executable = tmp_path / "triton/bin/tritonserver"
+    executable.parent.mkdir()
+    executable.write_text("#!/bin/sh\nexit 3\n", encoding="utf-8")
+    executable.chmod(0o755)
+    temporary = tmp_path / "größer"  # in the line with the name of the log
+    temporary.mkdir()
+    (tmp_path / "models/net").mkdir(parents=True)
+    (tmp_path / "models/net/config.pbtxt").touch()
+    arguments = [f"--{service}-port=0" for service in ("http", "grpc", "metrics", "health")]
+    arguments.append("--tritonserver=triton/bin/tritonserver")  # relative to this folder
+    with open(output, "wb") as file:  # noqa: PTH123  a device
+        ended = subprocess.run(
+            [sys.executable, "-m", "torch_py_backend", "serve", "models", *arguments],
+            cwd=tmp_path,
+            env=os.environ | variables | {"TMPDIR": str(temporary)},
+            stdout=file,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert ended.stderr.startswith("error: tritonserver ended with exit code 3; its log says why")

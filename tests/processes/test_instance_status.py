@@ -148,6 +148,7 @@ def _identity(**changed: object) -> Callable[[Path], object]:
         pytest.param(lambda path: path.write_bytes(b"{" * path.stat().st_size), id="garbage"),
         pytest.param(_identity(pid=1), id="other"),
         pytest.param(_identity(unknown=1), id="unknown"),
+        pytest.param(_identity(), id="state"),
         pytest.param(Path.unlink, id="missing"),
     ],
 )

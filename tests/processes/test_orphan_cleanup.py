@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -71,6 +72,17 @@ def test_an_owner_cleans_up(shared: Path) -> None:
     owner.close()
     assert list(shared.iterdir()) == []
     assert not owner.resources.folder.exists()
+
+
+def test_systemd_does_not_age_the_folder(shared: Path) -> None:
+    """A lock holds systemd-tmpfiles off, which removes old files in /tmp, see tmpfiles.d(5)."""
+    owner = ResourceOwner()
+    descriptor = os.open(owner.resources.folder, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    owner.close()
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
 
 
 def test_shared_memory_that_cannot_be_written(

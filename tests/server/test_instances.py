@@ -227,6 +227,26 @@ def test_processes_of_others_are_never_killed(
         assert monitor.kill("m", InstanceState.BUSY) == 0
 
 
+# Overwrites the variables of a process in its memory, as setproctitle does.
+_OVERWRITE = (
+    "sys.stdin.readline(); fields = Path('/proc/self/stat').read_text().rpartition(')')[2].split();"
+    " start, end = map(int, fields[47:49]); ctypes.memset(start, 0, end - start); status.busy()"
+)
+
+
+def test_an_instance_that_overwrites_its_environment(
+    monitor: InstanceMonitor, tmp_path: Path
+) -> None:
+    """It is still known as an instance of the server, and is killed if it hangs."""
+    with instance(tmp_path, "status.idle()", then=_OVERWRITE, limit=30) as process:
+        assert monitor.check() == []
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert "hung" in _next_failure(monitor).reason
+        assert process.wait(60) == -signal.SIGKILL
+
+
 def test_a_process_id_that_was_used_again(monitor: InstanceMonitor, tmp_path: Path) -> None:
     """An instance died before it was checked, and another process has its ID: it died."""
     code = "import time; print(flush=True); time.sleep(1000)"

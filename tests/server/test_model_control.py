@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -69,6 +70,16 @@ def test_requests_and_errors_of_the_client(service: tuple[_Service, str]) -> Non
     client.close()
     with pytest.raises(ServerError, match="closed"):
         client.unload("m")
+
+
+def test_names_that_a_shell_changes(service: tuple[_Service, str]) -> None:
+    """Triton 24.10 would wait forever for a process that a shell starts with other arguments."""
+    with contextlib.closing(RepositoryClient(service[1], Keys(), uses_shell=True)) as client:
+        for name in ("net copy", "net(1)", "a;b", "a$b", "it's"):
+            with pytest.raises(ServerError, match=r"through a shell, .* Rename it"):
+                client.load(name, 30)
+        client.load("grüße-1.0_{a}", 30)
+    assert [name for _, name, _ in service[0].requests] == ["grüße-1.0_{a}"]
 
 
 class _Triton:

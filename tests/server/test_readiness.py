@@ -188,3 +188,14 @@ def test_a_port_in_use() -> None:
         port = int(readiness.address.partition(":")[2])
         with pytest.raises(ServerError, match=f"--health-port {port} on 127.0.0.1 cannot be"):
             ReadinessServer("127.0.0.1", port, Snapshot, lambda: True)
+
+
+def test_names_are_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name server that does not answer delays no start."""
+
+    def look_up(name: str = "") -> str:
+        raise AssertionError(name)
+
+    monkeypatch.setattr(socket, "getfqdn", look_up)
+    with _readiness_server() as readiness:
+        assert _get(readiness)[0] == 200

@@ -145,3 +145,17 @@ def test_named_models(repository: Path) -> None:
     for name in ("digits", "letters"):
         _write(repository / name / "config.pbtxt", "changed")
     assert server.run(5) == [_changed("letters", "config.pbtxt"), _ready("letters")]
+
+
+def test_version_folders_that_are_links(repository: Path, tmp_path: Path) -> None:
+    """Changes behind the link are seen, and so is a link to another folder."""
+    version = repository / "digits" / "1"
+    version.rename(tmp_path / "first")
+    version.symlink_to(tmp_path / "first")
+    fake = Fake(repository)
+    _write(tmp_path / "first" / "model.py", "a longer one")
+    assert fake.run(3) == [_changed("digits", "1/model.py"), _ready("digits")]
+    _write(tmp_path / "second" / "model.py", "another")
+    version.unlink()
+    version.symlink_to(tmp_path / "second")
+    assert fake.run(3) == [_changed("digits", "1/model.py"), _ready("digits")]

@@ -306,10 +306,11 @@ def test_full_disk(
     assert not any(temporary.glob("*/servers/*"))
 
 
-def test_truncated_ticket(temporary: Path) -> None:
-    """A truncated ticket of a full disk is ignored."""
+@pytest.mark.parametrize("content", [b"", b'{"instance": "x_0_0", "memory": 1}', b"[]"])
+def test_unreadable_ticket(content: bytes, temporary: Path) -> None:
+    """A ticket that a full disk truncated, or another version wrote, is ignored."""
     with load_queue.acquire(build.config(), _SMALL):
         (path,) = temporary.glob("*/servers/*/loading/*.ticket")
-        path.write_bytes(b"")
+        path.write_bytes(content)
         with load_queue.acquire(build.config(), _SMALL):
             pass

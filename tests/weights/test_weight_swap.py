@@ -68,3 +68,29 @@ def test_copies_are_waited_for(fails: bool, monkeypatch: pytest.MonkeyPatch) -> 
             torch.device("cuda", 1),
         }
     assert old["a"].tolist() == values[1]
+
+
+class Expanded(nn.Module):
+    """A model with a buffer that cannot be written in place, after a weight that can."""
+
+    shared: Tensor
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), value))
+        self.register_buffer("shared", torch.tensor([value]).expand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale + self.shared
+
+
+def test_a_weight_that_can_be_neither_replaced_nor_restored() -> None:
+    """All other weights have their old values again, and the error is that of the first failure."""
+    old, new = Expanded(1.0), Expanded(2.0)
+    signature = introspection.from_function(old.forward)
+    loaded, replacement = (
+        Loaded(build.artifact(), module, signature, module) for module in (old, new)
+    )
+    with pytest.raises(RuntimeError, match="single memory location"):
+        weight_swap.swap(build.config(), loaded, replacement)
+    assert old(torch.ones(3)).tolist() == [2.0] * 3

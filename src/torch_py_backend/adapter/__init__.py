@@ -101,6 +101,7 @@ class TritonPythonModel:
         document = auto_complete_model_config.as_dict()
         status = instance_status.start_completing(document["name"])
         try:
+            execution_env.check_path(document["name"], pb_utils.get_model_dir())
             execution_env.check_running_python(
                 document["name"], execution_env.environment_path(document)
             )
@@ -115,6 +116,7 @@ class TritonPythonModel:
         return auto_complete_model_config
 
     def _start(self, args: Mapping[str, str]) -> None:
+        execution_env.check_path(args["model_name"], args["model_repository"])
         settings = tuned_settings.apply(model_config.parse(args))
         execution_env.check_running_python(settings.name, settings.options.execution_env_path or "")
         self._status = instance_status.start(settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import Annotated
 
@@ -67,6 +68,9 @@ for _command in (
 
 def app() -> None:
     """Run the command line; print a BackendError as one line, with exit code 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of models in any encoding
     try:
         commands()
     except BackendError as error:

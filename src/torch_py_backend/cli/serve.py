@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Annotated
+from typing import IO, Annotated, Any, cast
 
 import typer
 from rich.console import Console
@@ -146,7 +147,9 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model repository until Ctrl-C or SIGTERM, and reload models that die."""
-    console = Console(soft_wrap=True, highlight=False, emoji=False)
+    console = Console(
+        file=cast("IO[str]", _Output(sys.stdout)), soft_wrap=True, highlight=False, emoji=False
+    )
 
     def report(event: Event) -> None:
         console.print(format_event(event))
@@ -193,7 +196,9 @@ def serve(
         loading.start()
     try:
         server.start()
-        with contextlib.closing(RepositoryClient(server.grpc_address, server.keys)) as client:
+        with contextlib.closing(
+            RepositoryClient(server.grpc_address, server.keys, uses_shell=server.uses_shell)
+        ) as client:
             supervisor = Supervisor(
                 server.models,
                 InstanceMonitor(server.status_folder, load_timeout),
@@ -226,6 +231,24 @@ def serve(
     raise typer.Exit(code)
 
 
+class _Output:
+    """A text stream whose errors, such as a full disk or a closed pipe, do not end the server."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+
 def _triton_arguments(
     arguments: Sequence[str], restrict: str, *, reload: bool
 ) -> tuple[str, list[str], list[str]]:
@@ -241,6 +264,14 @@ def _triton_arguments(
             f"--reload was given, and Triton's model control mode is {mode}; expected explicit."
             " Remove one of the two."
         )
+    for service in ("http", "grpc") if mode == "explicit" else ("http",):
+        allowed = server_arguments.values(kept, f"allow-{service}")
+        is_disabled = bool(allowed) and allowed[-1].lower() not in ("true", "1")
+        if is_disabled or server_arguments.values(kept, f"{service}-port"):
+            raise ServerError(
+                f"--{f'allow-{service}' if is_disabled else f'{service}-port'} was given after --,"
+                f" and `serve` itself uses this service; expected --{service}-port before --."
+            )
     kept = server_arguments.without(kept, "model-control-mode")
     models: list[str] = []
     if mode == "explicit":

@@ -43,6 +43,22 @@ def check_running_python(model: str, environment: str) -> None:
         raise _wrong_python(model, min(versions), running)
 
 
+def check_path(model: str, folder: str) -> None:
+    """Check that this process can open a model's folder.
+
+    Raises:
+        PlatformError: the path has characters beyond ASCII, and Python encodes paths as ASCII.
+    """
+    try:
+        os.fsencode(folder)
+    except UnicodeEncodeError:
+        raise PlatformError(
+            model,
+            f"this Python opens ASCII paths only, and the model is in {folder!a}",
+            cure="Rename the folder, or use a server after Triton 24.10, whose Python has UTF-8.",
+        ) from None
+
+
 def check(folder: Path, document: Document, stub: str) -> None:
     """Check the environment in a model's config without unpacking it.
 

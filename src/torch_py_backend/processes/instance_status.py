@@ -179,6 +179,7 @@ class Reader:
         # The process may be killed.
         if path.name != f"{self.identity.pid}{SUFFIX}":
             raise ValueError(path.name)
+        self.read()  # raises a ValueError if there is no such state
 
     def read(self) -> Status:
         """Return the current status."""

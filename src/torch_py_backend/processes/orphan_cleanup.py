@@ -95,18 +95,24 @@ class ResourceOwner:
         self.resources = ServerResources(
             f"{_NAME}{uuid.uuid4().hex[:12]}_", Path(tempfile.mkdtemp(prefix=_FOLDER))
         )
-        self.resources.status_folder.mkdir(mode=0o700)
         self._guard: subprocess.Popen[bytes] | None = None
-        self._file = -1
+        self._locks: list[int] = []
         path = SHARED_MEMORY / f"{self.resources.prefix}{_OWNER}"
         try:
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            self.resources.status_folder.mkdir(mode=0o700)
+            # systemd-tmpfiles, which removes old files in /tmp, leaves locked folders alone.
+            self._lock(self.resources.folder, os.O_RDONLY)
             # Locked before it is written: `sweep` ignores an empty file.
-            fcntl.flock(self._file, fcntl.LOCK_EX)
-            os.write(self._file, os.fsencode(self.resources.folder))
+            file = self._lock(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            os.write(file, os.fsencode(self.resources.folder))
         except BaseException:
             self.close()
             raise
+
+    def _lock(self, path: Path, flags: int) -> int:
+        self._locks.append(os.open(path, flags, 0o600))
+        fcntl.flock(self._locks[-1], fcntl.LOCK_EX)
+        return self._locks[-1]
 
     def start_guard(self) -> None:
         """Start the process that cleans up when this one dies."""
@@ -122,15 +128,14 @@ class ResourceOwner:
         )
 
     def close(self) -> None:
-        """Remove the resources, and release the lock. May be called twice."""
+        """Remove the resources, and release the locks. May be called twice."""
         self.resources.remove()
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.kill()
             guard.communicate()
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        while self._locks:
+            os.close(self._locks.pop())
 
 
 def guard(prefix: str, folder: str) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import signal
 import threading
 import time
 from dataclasses import dataclass
@@ -112,7 +114,7 @@ class InstanceMonitor:
     def kill(self, model: str, state: InstanceState) -> int:
         """Kill the instances of a model that are in a state; return their number."""
         return sum(
-            orphan_cleanup.kill(instance.identity.pid, self._folder)
+            instance.kill()
             for instance in self._instances.values()
             if instance.identity.model == model and instance.reader.read().state is state
         )
@@ -124,7 +126,7 @@ class _Instance:
     def __init__(self, reader: Reader, folder: Path, load_seconds: float) -> None:
         self.reader = reader
         self.identity = reader.identity
-        self._folder, self._load_seconds = folder, load_seconds
+        self._load_seconds = load_seconds
         self._started = procfs.start_time(self.identity.pid)
         # Otherwise the instance has ended, and its process ID belongs to another process. Checked
         # once: a process may overwrite its environment, as setproctitle does.
@@ -136,6 +138,14 @@ class _Instance:
     def has_ended(self) -> bool:
         started = procfs.start_time(self.identity.pid)
         return not self._is_ours or started is None or started != self._started
+
+    def kill(self) -> bool:
+        """Kill the process; return whether it was running."""
+        if self.has_ended():
+            return False
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(self.identity.pid, signal.SIGKILL)
+        return True
 
     def check(self) -> InstanceFailure | None:
         """Return the failure of this instance, once; kill the process if it hangs."""
@@ -178,5 +188,5 @@ class _Instance:
             reason = f"hung: a call took longer than EXECUTION_TIMEOUT_MS, {limit} ms"
         else:
             return ""
-        orphan_cleanup.kill(self.identity.pid, self._folder)
+        self.kill()
         return reason

@@ -245,25 +245,41 @@ def _grpc() -> Any:
 
 def _input(model: str, tensor: Any, value: Any) -> Any:
     """Return a value as an input of tritonclient, in the type of the model's input."""
-    from tritonclient.utils import triton_to_np_dtype  # noqa: PLC0415  in an extra
-
     if hasattr(value, "detach"):  # a torch tensor; numpy has no bfloat16
         value = value.detach().cpu()
         value = value.float() if str(value.dtype) == "torch.bfloat16" else value
-    dtype = np.dtype(triton_to_np_dtype(tensor.datatype))
-    array = np.asarray(value)
-    is_text = array.dtype.kind in "OSU"
-    if is_text != (tensor.datatype == "BYTES") or not (
-        is_text or tensor.datatype == "BF16" or np.can_cast(array.dtype, dtype, "same_kind")
-    ):
+    if tensor.datatype == "BYTES":
+        # Objects: numpy's own types for text drop zeros at the end.
+        array = np.asarray(value, dtype=object)
+        fits = all(isinstance(item, (bytes, str)) for item in array.flat)
+        problem = "" if fits else f"is {np.asarray(value).dtype}"
+    else:
+        array, problem = _converted(np.asarray(value), tensor.datatype)
+    if problem:
         raise InputError(
             model,
-            f"input '{tensor.name}' is {array.dtype}",
+            f"input '{tensor.name}' {problem}",
             expected=f"values of {tensor.datatype}",
         )
     shape = list(tensor.shape)
     if array.ndim == len(shape) - 1 and shape[-1:] == [1]:  # one value for each row
         array = array[..., None]
     sent = _grpc().InferInput(tensor.name, list(array.shape), tensor.datatype)
-    sent.set_data_from_numpy(array.astype(dtype))
+    sent.set_data_from_numpy(array)
     return sent
+
+
+def _converted(array: NDArray[Any], datatype: str) -> tuple[NDArray[Any], str]:
+    """Return numbers in a type of Triton, and what prevents that; empty: nothing."""
+    from tritonclient.utils import triton_to_np_dtype  # noqa: PLC0415  in an extra
+
+    dtype = np.dtype(triton_to_np_dtype(datatype))
+    # Integers of any type may have values that fit.
+    is_integer = array.dtype.kind in "iu" and dtype.kind in "iu"
+    has_kind = is_integer or datatype == "BF16" or np.can_cast(array.dtype, dtype, "same_kind")
+    if array.dtype.kind in "OSU" or not has_kind:
+        return array, f"is {array.dtype}"
+    with np.errstate(over="ignore"):
+        numbers = array.astype(dtype)
+    changed = numbers != array if is_integer else np.isinf(numbers) & np.isfinite(array)
+    return numbers, f"has values beyond {datatype}" if changed.any() else ""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from torch_py_backend.errors import ServerError, summarize
-from torch_py_backend.server import model_status
+from torch_py_backend.server import model_status, triton_installation
 from torch_py_backend.server.model_status import ModelState
 from torch_py_backend.server.server_arguments import Keys
 
@@ -29,11 +29,16 @@ class LoadTimeoutError(ServerError):
 
 
 class RepositoryClient:
-    """A client of the repository API of one server. Methods may be called in any thread."""
+    """A client of the repository API of one server. Methods may be called in any thread.
 
-    def __init__(self, address: str, keys: Keys) -> None:
+    Args:
+        uses_shell: whether Triton starts the processes of models through a shell.
+    """
+
+    def __init__(self, address: str, keys: Keys, *, uses_shell: bool = False) -> None:
         self._channel = grpc.insecure_channel(address)
         self._metadata = keys.grpc
+        self._uses_shell = uses_shell
 
     def load(self, model: str, seconds: float) -> None:
         """Load a model, and wait for it.
@@ -42,6 +47,8 @@ class RepositoryClient:
             LoadTimeoutError: it took longer; Triton continues to load the model.
             ServerError: it cannot be loaded; the message says why.
         """
+        if self._uses_shell:
+            triton_installation.refuse_in_shell("the folder", model, "Rename it.")
         self._call("RepositoryModelLoad", model, seconds)
 
     def unload(self, model: str) -> None:

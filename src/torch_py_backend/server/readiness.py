@@ -14,7 +14,8 @@ import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+from socketserver import ThreadingTCPServer
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
@@ -35,14 +36,16 @@ _MAX_CONNECTIONS = 64
 Response = tuple[HTTPStatus, dict[str, object]]
 
 
-class ReadinessServer(ThreadingHTTPServer):
+class ReadinessServer(ThreadingTCPServer):
     """The HTTP server of these endpoints, as a context manager; port 0 takes a free one.
 
     Raises:
         ServerError: the port is taken.
     """
 
+    # Not http.server's classes, which look the name of the address up: that may take long.
     daemon_threads = True
+    allow_reuse_address = True
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class ReadinessServer(ThreadingHTTPServer):
         self._snapshot, self._is_live = snapshot, is_live
         self._stopping = False
         self._connections: dict[socket.socket, None] = {}  # in the order of their arrival
-        self.address = client_address(address, self.server_port)
+        self.address = client_address(address, self.server_address[1])
 
     def set_stopping(self) -> None:
         """Report from now on that nothing is ready."""

@@ -7,6 +7,7 @@ if the load fails, the old one serves on.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -104,7 +105,10 @@ class Reloader:
 
 def _files(folder: Path) -> Files:
     files = {}
-    for parent, folders, names in os.walk(folder):
+    # A version folder may be a link, which os.walk follows only where it starts.
+    links = [path for path in folder.glob("[0-9]*") if path.is_symlink()]
+    walks = (os.walk(start) for start in (folder, *links))
+    for parent, folders, names in itertools.chain.from_iterable(walks):
         folders[:] = [name for name in folders if not _is_ignored(name)]
         for name in names:
             path = Path(parent, name)

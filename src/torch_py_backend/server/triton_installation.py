@@ -18,6 +18,8 @@ NGC = Path("/opt/tritonserver")
 _STUB = "triton_python_backend_stub"
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 _LIBPYTHON = re.compile(rb"libpython(3\.\d+)\.so")
+# Characters that split a word of a shell, or change it.
+_SHELL = re.compile(r"[\s\"'`$&;|<>()\\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,11 @@ class TritonInstallation:
     python_backend: Path
     stub: Path
     libraries: tuple[Path, ...]
+
+    @property
+    def uses_shell(self) -> bool:
+        """Whether it starts stubs through a shell without quotes, as Triton 24.10 does."""
+        return b"\0bash\0" in (self.python_backend / "libtriton_python.so").read_bytes()
 
 
 def find(executable: Path | None = None) -> TritonInstallation:
@@ -54,8 +61,9 @@ def find(executable: Path | None = None) -> TritonInstallation:
     if executable is not None:
         if not executable.is_file():
             raise ServerError(f"{executable} is not a file; expected a tritonserver executable.")
+        executable = executable.absolute()  # it is started in another folder
         # The layout of NVIDIA's containers.
-        prefix = executable.resolve().parents[1]
+        prefix = executable.resolve().parent.parent
         backend, libraries = prefix / "backends" / "python", prefix / "lib"
         stub = backend / _STUB
     elif wheel is not None and wheel.origin is not None:
@@ -92,6 +100,19 @@ def stub_python(triton: TritonInstallation) -> str:
     if match is None:
         raise ServerError(f"{triton.stub} names no libpython; expected a stub of Triton's.")
     return match[1].decode()
+
+
+def refuse_in_shell(subject: str, name: str, cure: str) -> None:
+    """Refuse a name that a stub would not get as it is from a shell: Triton waits for it forever.
+
+    Raises:
+        ServerError: it has a space or another character that a shell interprets.
+    """
+    if match := _SHELL.search(name):
+        raise ServerError(
+            f"{subject} '{name}' has the character {match[0]!r}; Triton starts processes through a"
+            f" shell, which splits or changes it. {cure}"
+        )
 
 
 def populate_backends(triton: TritonInstallation, backends: Path) -> None:

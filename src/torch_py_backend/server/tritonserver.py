@@ -8,6 +8,7 @@ import json
 import math
 import signal
 import subprocess
+import tempfile
 import time
 import urllib.error
 import urllib.parse
@@ -55,6 +56,7 @@ class Server:
     Attributes:
         http_address, grpc_address, metrics_address: host and port of each service.
         keys: the keys of restricted endpoints.
+        uses_shell: whether Triton starts stubs through a shell.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Server:
             client_address(address, port) for port in self._ports
         )
         self._triton = triton_installation.find(executable)
+        self.uses_shell = self._triton.uses_shell
         self._arguments = tuple(arguments)
         self._exit_seconds = exit_seconds(arguments)
         self.log = log
@@ -111,12 +114,14 @@ class Server:
             ServerError: the server cannot run on this machine.
         """
         variables = triton_installation.environment(self._triton)
-        orphan_cleanup.sweep()
         try:
+            self._refuse_in_shell()
+            orphan_cleanup.sweep()
             self._resource_owner = ResourceOwner()
         except OSError as error:
             raise ServerError(
-                f"cannot write to {orphan_cleanup.SHARED_MEMORY}, as Triton must: {error.strerror}."
+                f"cannot write to {orphan_cleanup.SHARED_MEMORY} and to the temporary folder, as"
+                f" Triton must: {error}."
             ) from None
         resources = self._resource_owner.resources
         variables[orphan_cleanup.VARIABLE] = str(resources.status_folder)
@@ -148,9 +153,21 @@ class Server:
                 stderr=self.log,
                 start_new_session=True,
             )
-        except BaseException:
+        except BaseException as error:
             self.stop()
+            if isinstance(error, OSError):  # a full disk, or no executable of this machine
+                raise ServerError(f"tritonserver cannot be started: {error}.") from error
             raise
+
+    def _refuse_in_shell(self) -> None:
+        """Raise a ServerError if a shell between Triton and its stubs would change their paths."""
+        if not self.uses_shell:
+            return
+        for subject, path, cure in (
+            ("the model repository", self._repository, "Rename it, or serve a link to it."),
+            ("the temporary folder", tempfile.gettempdir(), "Set TMPDIR to another folder."),
+        ):
+            triton_installation.refuse_in_shell(subject, str(path), cure)
 
     def wait_loaded(self, timeout: float = math.inf) -> list[ModelState]:
         """Wait until the server has tried to load every model, and return their states.
@@ -171,9 +188,18 @@ class Server:
             time.sleep(_POLL_SECONDS)
 
     def models(self) -> list[ModelState]:
-        """Return the current states of the models in the repository."""
-        with self._request("repository/index", b"{}") as response:
-            return [model_status.parse_state(entry) for entry in json.load(response)]
+        """Return the current states of the models in the repository.
+
+        Raises:
+            OSError: the server does not answer, or not completely.
+        """
+        try:
+            with self._request("repository/index", b"{}") as response:
+                # Names of folders are bytes, which need not be UTF-8.
+                text = response.read().decode(errors="replace")
+        except http.client.HTTPException as error:
+            raise ConnectionError(repr(error)) from None
+        return [model_status.parse_state(entry) for entry in json.loads(text)]
 
     def is_live(self) -> bool:
         """Return whether the server answers that it is live."""

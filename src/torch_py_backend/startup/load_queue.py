@@ -176,7 +176,9 @@ def _live_tickets(own_path: Path) -> dict[Path, Ticket]:
             continue
         lock = server_folder.lock(path)
         if lock is None:
-            with contextlib.suppress(ValueError):  # the disk was full when it was written
+            # The disk was full when it was written, or another version of this package wrote it:
+            # `install` can replace the package while models load.
+            with contextlib.suppress(ValueError, TypeError):
                 tickets[path] = Ticket(**json.loads(path.read_bytes()))
         else:
             path.unlink()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import zipfile
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -115,11 +115,11 @@ def swap(config: ModelConfig, loaded: Loaded, replacement: Loaded) -> None:
 
     Raises:
         WeightsError: `forward()` has replaced a buffer, since `read`, by one of another form.
-        Exception: an error of torch; the old weights are restored.
+        Exception: an error of torch; the old weights are restored, except those that cannot be
+            written.
     """
     old, new = weights(loaded), weights(replacement)
     _compare(config, loaded.artifact, old, new)
-    undo: list[Callable[[], object]] = []
     devices = {tensor.device for tensor in old.values() if tensor.is_cuda}
 
     def wait() -> None:
@@ -132,21 +132,18 @@ def swap(config: ModelConfig, loaded: Loaded, replacement: Loaded) -> None:
     # A buffer that forward() created in inference mode can only be written in inference mode.
     with torch.inference_mode():
         try:
-            for name, tensor in old.items():
-                plain = mapped_files.has_plain_storage(tensor) and mapped_files.has_plain_storage(
-                    new[name]
-                )
-                on_cpu = tensor.device.type == "cpu"
-                if plain and on_cpu and mapped_files.has_no_other_views(tensor):
-                    undo.append(partial(mapped_files.alias, tensor, tensor.detach()))
-                    mapped_files.alias(tensor, new[name])
-                else:
-                    undo.append(partial(tensor.copy_, _backup(tensor)))
-                    tensor.copy_(new[name])
-        except BaseException:
-            for restore in reversed(undo):
-                restore()
-            raise
+            # Calls all of its functions after an error, also if some of them raise.
+            with contextlib.ExitStack() as undo:
+                for name, tensor in old.items():
+                    plain = all(map(mapped_files.has_plain_storage, (tensor, new[name])))
+                    on_cpu = tensor.device.type == "cpu"
+                    if plain and on_cpu and mapped_files.has_no_other_views(tensor):
+                        undo.callback(mapped_files.alias, tensor, tensor.detach())
+                        mapped_files.alias(tensor, new[name])
+                    else:
+                        undo.callback(tensor.copy_, _backup(tensor))
+                        tensor.copy_(new[name])
+                undo.pop_all()
         finally:
             loaded.weights_moved()
             wait()

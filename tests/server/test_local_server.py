@@ -1,0 +1,84 @@
+"""Inputs that `LocalServer.infer` sends, with a client that returns them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from tritonclient.grpc import InferInput
+from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
+
+from torch_py_backend.errors import InputError
+from torch_py_backend.server.local_server import LocalServer
+
+
+class _Echo:
+    """A client of a model that returns its input."""
+
+    def __init__(self, datatype: str) -> None:
+        self._datatype = datatype
+
+    def get_model_metadata(self, *_: object) -> Any:
+        tensor = SimpleNamespace(name="x", datatype=self._datatype, shape=[-1, 2])
+        return SimpleNamespace(inputs=[tensor])
+
+    def infer(self, _model: str, inputs: list[InferInput], **_options: object) -> Any:
+        (sent,) = inputs
+        content = sent._get_content()
+        if self._datatype == "BYTES":
+            array = deserialize_bytes_tensor(content)
+        else:
+            array = np.frombuffer(content, triton_to_np_dtype(self._datatype))
+        response = SimpleNamespace(outputs=[SimpleNamespace(name="x")])
+        return SimpleNamespace(
+            get_response=lambda: response, as_numpy=lambda _: array.reshape(sent.shape())
+        )
+
+
+def _sent(datatype: str, value: object) -> NDArray[Any]:
+    server = LocalServer("models", [], 1)
+    server.__dict__["client"] = _Echo(datatype)
+    return server.infer("net", value)["x"]
+
+
+@pytest.mark.parametrize(
+    ("datatype", "value"),
+    [
+        ("BYTES", [[b"\1\0", b""]]),
+        ("BYTES", [[b"\xff\0\0", b"text"]]),
+        ("UINT8", [[0, 255]]),
+        ("UINT64", np.array([[0, 2**64 - 1]], dtype=np.uint64)),
+        ("INT8", np.array([[-128, 127]])),
+        ("INT32", [[True, False]]),
+        ("FP16", [[65504, float("inf")]]),
+    ],
+)
+def test_values_that_fit(datatype: str, value: object) -> None:
+    """Values of the input's type arrive as they are, also bytes with zeros at the end."""
+    assert np.array_equal(_sent(datatype, value), np.array(value, dtype=object))
+
+
+def test_zeros_at_the_end_of_texts() -> None:
+    """Texts keep their zeros at the end."""
+    assert _sent("BYTES", [["ä\0", "b"]]).tolist() == [["ä\0".encode(), b"b"]]
+
+
+@pytest.mark.parametrize(
+    ("datatype", "value", "says"),
+    [
+        ("INT32", [[2**31, 0]], "'x' has values beyond INT32; expected values of INT32"),
+        ("UINT8", [[-1, 0]], "'x' has values beyond UINT8"),
+        ("INT64", np.array([[2**63, 0]], dtype=np.uint64), "'x' has values beyond INT64"),
+        ("FP16", [[1e5, 0]], "'x' has values beyond FP16"),
+        ("INT32", [[0.5, 1]], "'x' is float64; expected values of INT32"),
+        ("BYTES", [[None, "a"]], "'x' is object; expected values of BYTES"),
+        ("BYTES", [[1, 2]], "'x' is int64; expected values of BYTES"),
+    ],
+)
+def test_values_that_do_not_fit(datatype: str, value: object, says: str) -> None:
+    """Values that would arrive as others are refused."""
+    with pytest.raises(InputError, match=says):
+        _sent(datatype, value)
