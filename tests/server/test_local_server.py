@@ -49,6 +49,7 @@ def _sent(datatype: str, value: object) -> NDArray[Any]:
     [
         ("BYTES", [[b"\1\0", b""]]),
         ("BYTES", [[b"\xff\0\0", b"text"]]),
+        ("BYTES", [list(np.array([b"a", b"text"]))]),
         ("UINT8", [[0, 255]]),
         ("UINT64", np.array([[0, 2**64 - 1]], dtype=np.uint64)),
         ("INT8", np.array([[-128, 127]])),

@@ -250,8 +250,10 @@ def _input(model: str, tensor: Any, value: Any) -> Any:
         value = value.float() if str(value.dtype) == "torch.bfloat16" else value
     if tensor.datatype == "BYTES":
         # Objects: numpy's own types for text drop zeros at the end.
-        array = np.asarray(value, dtype=object)
+        array = np.array(value, dtype=object)
         fits = all(isinstance(item, (bytes, str)) for item in array.flat)
+        # tritonclient would send the representation of numpy's own bytes.
+        array.flat[:] = [bytes(item) if isinstance(item, bytes) else item for item in array.flat]
         problem = "" if fits else f"is {np.asarray(value).dtype}"
     else:
         array, problem = _converted(np.asarray(value), tensor.datatype)
