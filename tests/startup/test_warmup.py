@@ -378,6 +378,26 @@ def test_rows_that_may_be_batched(
     assert not any("Triton batches" in text for text in caplog.messages)
 
 
+def test_values_that_may_jump(tmp_path: Path) -> None:
+    """A small difference changes some values of a mask or an order completely."""
+    (tmp_path / "config.pbtxt").write_text(_GAPS)
+    specs = (build.spec("x", dims=(1000,)),), (build.spec("y", dims=(1000,)),)
+    config = build.config(tmp_path, inputs=specs[0], outputs=specs[1])
+    warmup.run(engine(config, lambda x: (x + 1e-3 * x.shape[0] > 0.5).float()))
+
+
+def test_a_row_that_fails_alone(tmp_path: Path) -> None:
+    """It is not compared."""
+    (tmp_path / "config.pbtxt").write_text(_GAPS)
+    config = build.config(tmp_path)
+    alone = iter([0, 0, 0, 0])  # three calls of the warm-up, and one of the first row
+
+    def forward(x: Tensor) -> Tensor:
+        return x if x.shape[0] > 1 else x + next(alone)
+
+    warmup.run(engine(config, forward))
+
+
 def test_an_example_of_one_row(tmp_path: Path) -> None:
     """Its repetitions are no batch that could show a dependence."""
     (tmp_path / "config.pbtxt").write_text(_GAPS)

@@ -56,9 +56,22 @@ def difference(model: str, name: str, actual: Value, expected: Value) -> float:
     actual, expected = actual[finite], expected[finite]
     if not expected.numel():
         return 0.0
+    return ((actual - expected).abs() / (expected.abs() + _typical(expected))).max().item()
+
+
+def shares_beyond(error: float, actual: Tensor, expected: Tensor) -> list[float]:
+    """Return the share of values with a larger error in each row of an output of this shape."""
+    if 0 in expected.shape:
+        return []
+    actual, expected = actual.double(), expected.double()
+    typical = _typical(expected[expected.isfinite()]).item()
+    close = torch.isclose(actual, expected, rtol=error, atol=error * typical, equal_nan=True)
+    return (~close).flatten(1).double().mean(1).tolist()
+
+
+def _typical(expected: Tensor) -> Tensor:
     size = expected.abs()
-    typical = size[size > 0].median() if size.any() else torch.tensor(1.0)
-    return ((actual - expected).abs() / (size + typical)).max().item()
+    return size[size > 0].median() if size.any() else torch.tensor(1.0)
 
 
 def _encoded(strings: Value) -> list[bytes]:
