@@ -126,8 +126,11 @@ def construct(config: ModelConfig, artifact: Artifact) -> object:
                 cure="Remove MODEL_KWARGS, or name a function that builds the module with"
                 " MODEL_FACTORY.",
             )
-        if isinstance(target, nn.Module):  # a later load must not change the one that is served
-            return _call(config.name, path, name, lambda: copy.deepcopy(target))
+        # A later load must not change the one that is served. Some cannot be copied, such as those
+        # with locks, or with torch's first weight_norm().
+        if isinstance(target, nn.Module):
+            with contextlib.suppress(Exception):
+                return copy.deepcopy(target)
         return target
     name = options.model_factory or target.__name__
     mismatch = _mismatch(target, keywords)
