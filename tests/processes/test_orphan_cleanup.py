@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -83,6 +85,22 @@ def test_systemd_does_not_age_the_folder(shared: Path) -> None:
     owner.close()
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(descriptor)
+
+
+def test_a_folder_that_cannot_be_locked(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS locks only files that are open for writing, and some file systems lock nothing."""
+    lock = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    owner = ResourceOwner()
+    assert owner.resources.status_folder.is_dir()
+    owner.close()
+    assert list(shared.iterdir()) == []
 
 
 def test_shared_memory_that_cannot_be_written(

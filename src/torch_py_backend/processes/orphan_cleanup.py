@@ -100,8 +100,10 @@ class ResourceOwner:
         path = SHARED_MEMORY / f"{self.resources.prefix}{_OWNER}"
         try:
             self.resources.status_folder.mkdir(mode=0o700)
-            # systemd-tmpfiles, which removes old files in /tmp, leaves locked folders alone.
-            self._lock(self.resources.folder, os.O_RDONLY)
+            # systemd-tmpfiles, which removes old files in /tmp, leaves locked folders alone. Other
+            # file systems, such as NFS, may not lock folders.
+            with contextlib.suppress(OSError):
+                self._lock(self.resources.folder, os.O_RDONLY)
             # Locked before it is written: `sweep` ignores an empty file.
             file = self._lock(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
             os.write(file, os.fsencode(self.resources.folder))
