@@ -40,7 +40,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """Write that a test begins, and limit its time."""
     _add({"test": item.nodeid})
-    seconds = _SLOW_SECONDS if item.get_closest_marker("slow") else _SECONDS
+    # Triton 24.10 may have to be started twice, see tests/serving.py.
+    is_slow = any(map(item.get_closest_marker, ("slow", "server")))
+    seconds = _SLOW_SECONDS if is_slow else _SECONDS
 
     def fail(*_: object) -> None:
         pytest.fail(f"not done after {seconds} s")
