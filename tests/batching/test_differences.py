@@ -70,3 +70,9 @@ def test_outputs_that_cannot_be_compared(
     """Another shape, or NaN in other places than eager, is refused."""
     with pytest.raises(OutputError, match=says):
         differences.difference("digits", "y", torch.tensor(actual), torch.tensor(expected))
+
+
+def test_shares_of_rows_with_one_value() -> None:
+    """An output may have no dimension but the rows."""
+    actual, expected = torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0])
+    assert differences.shares_beyond(0.1, actual, expected) == [0.0, 1.0]

@@ -66,7 +66,7 @@ def shares_beyond(error: float, actual: Tensor, expected: Tensor) -> list[float]
     actual, expected = actual.double(), expected.double()
     typical = _typical(expected[expected.isfinite()]).item()
     close = torch.isclose(actual, expected, rtol=error, atol=error * typical, equal_nan=True)
-    return (~close).flatten(1).double().mean(1).tolist()
+    return (~close).reshape(len(expected), -1).double().mean(1).tolist()
 
 
 def _typical(expected: Tensor) -> Tensor:
