@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from torch_py_backend.batching import differences
 from torch_py_backend.errors import OutputError
@@ -72,7 +73,37 @@ def test_outputs_that_cannot_be_compared(
         differences.difference("digits", "y", torch.tensor(actual), torch.tensor(expected))
 
 
-def test_shares_of_rows_with_one_value() -> None:
-    """An output may have no dimension but the rows."""
-    actual, expected = torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0])
-    assert differences.shares_beyond(0.1, actual, expected) == [0.0, 1.0]
+_BATCH = torch.tensor([[1.0, 2.0], [9.0, 9.0], [3.0, 4.0]])
+
+
+@pytest.mark.parametrize(
+    ("batch", "first", "last", "found"),
+    [
+        (_BATCH, [[1.0, 2.0]], [[3.0, 4.0]], None),
+        (_BATCH, [[1.0, 2.0]], [[3.0, 8.0]], 0.65),
+        (_BATCH, [[1.0, _NAN]], [[3.0, 4.0]], _INF),
+        (_BATCH, [[1.0, 2.0, 3.0]], [[3.0, 4.0, 5.0]], None),
+        (_BATCH[:, 0], [1.0], [4.0], 1 / 4),
+        (_BATCH.long(), [[1, 2]], [[3, 5]], 0.25),
+        (torch.ones(3, 0), [[]], [[]], None),
+    ],
+    ids=["equal", "last", "nan", "sizes", "one value", "integers", "empty"],
+)
+def test_dependent_output(batch: Tensor, first: Any, last: Any, found: float | None) -> None:
+    """The first and the last row are compared with the same rows alone."""
+    alone = [{"y": torch.tensor(row, dtype=batch.dtype)} for row in (first, last)]
+    dependent = differences.dependent_output("digits", {"y": batch}, alone[0], alone[1])
+    assert (dependent is None) is (found is None)
+    if dependent is not None:
+        assert dependent[0] == "y"
+        assert dependent[1] == pytest.approx(found, rel=0.1)
+
+
+@pytest.mark.parametrize(("share", "is_dependent"), [(0.5, False), (0.4, True)])
+def test_share_of_a_row(share: float, is_dependent: bool) -> None:
+    """A share of a row's values may have a larger error."""
+    first, last = {"y": torch.tensor([[1.0, 2.0]])}, {"y": torch.tensor([[3.0, 8.0]])}
+    dependent = differences.dependent_output(
+        "digits", {"y": _BATCH}, first, last, limit=0.1, share=share
+    )
+    assert (dependent is not None) is is_dependent

@@ -101,7 +101,7 @@ def test_output_that_cannot_be_written(
     (tmp_path / "models/net/config.pbtxt").touch()
     arguments = [f"--{service}-port=0" for service in ("http", "grpc", "metrics", "health")]
     arguments.append("--tritonserver=triton/bin/tritonserver")  # relative to this folder
-    with open(output, "wb") as file:  # noqa: PTH123  a device
+    with Path(output).open("wb") as file:
         ended = subprocess.run(
             [sys.executable, "-m", "torch_py_backend", "serve", "models", *arguments],
             cwd=tmp_path,

@@ -316,91 +316,9 @@ def test_nothing_is_compiled_after_failed_samples(caplog: pytest.LogCaptureFixtu
     assert "calls that need another graph run eagerly" in caplog.text
 
 
-class _Recurrent(nn.Module):
-    """Its first dimension is the time, as PyTorch's default."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rnn = nn.GRU(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.rnn(x[:, None])[0][:, 0]
-        return result
-
-
-_GAPS = 'backend: "pytorch_py"\n# max_batch_size: 8\nmax_batch_size: 0\n'
-_WRITTEN = 'backend: "pytorch_py"\nmax_batch_size: 8\n'
-_DEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
-    "mean": lambda x: x - x.mean(0),
-    "sum": lambda x: x.cumsum(0),
-    "last": lambda x: x + x[-1:],
-    "recurrent": _Recurrent(),
-    "infinite": lambda x: x / (x.shape[0] > 1),
-}
-_INDEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
-    "row": lambda x: x.softmax(-1),
-    "random": lambda x: x + torch.rand(x.shape),
-    "rounded": lambda x: x.bfloat16().softmax(-1).float() + 1e-3 * x.shape[0],
-    "integers": lambda x: (x > x.mean(0)).long(),
-    "padded": lambda x: torch.nn.functional.pad(x, (0, x.shape[0])),
-    "refuses other sizes": lambda x: x if x.shape[0] > 1 else x[5],
-}
-
-
-@pytest.mark.parametrize("name", _DEPENDENT)
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_rows_that_depend_on_each_other(
-    name: str, dynamic: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """No load if auto-completion chose the batch; a warning for dynamic batching; else nothing."""
-    (tmp_path / "config.pbtxt").write_text(_GAPS)
-    config = build.config(tmp_path, dynamic_batching=dynamic)
-    with pytest.raises(ConfigError, match=r"'y' for a row alone .* from auto-completion"):
-        warmup.run(engine(config, _DEPENDENT[name]))
-    (tmp_path / "config.pbtxt").write_text(_WRITTEN)
-    caplog.clear()
-    warmup.run(engine(config, _DEPENDENT[name]))
-    assert ["Triton batches those of all clients" in text for text in caplog.messages] == (
-        [True] if dynamic else []
-    )
-
-
-@pytest.mark.parametrize("name", _INDEPENDENT)
-def test_rows_that_may_be_batched(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Rounding, random outputs, other sizes and integers are no dependence."""
-    (tmp_path / "config.pbtxt").write_text(_GAPS)
-    outputs = (build.spec("y", "INT64"),) if name == "integers" else (build.spec("y", dims=(-1,)),)
-    config = build.config(tmp_path, outputs=outputs)
-    model = engine(config, _INDEPENDENT[name])
-    warmup.run(model, serving=True)
-    assert not any("Triton batches" in text for text in caplog.messages)
-
-
-def test_values_that_may_jump(tmp_path: Path) -> None:
-    """A small difference changes some values of a mask or an order completely."""
-    (tmp_path / "config.pbtxt").write_text(_GAPS)
-    specs = (build.spec("x", dims=(1000,)),), (build.spec("y", dims=(1000,)),)
-    config = build.config(tmp_path, inputs=specs[0], outputs=specs[1])
-    warmup.run(engine(config, lambda x: (x + 1e-3 * x.shape[0] > 0.5).float()))
-
-
-def test_a_row_that_fails_alone(tmp_path: Path) -> None:
-    """It is not compared."""
-    (tmp_path / "config.pbtxt").write_text(_GAPS)
-    config = build.config(tmp_path)
-    alone = iter([0, 0, 0, 0])  # three calls of the warm-up, and one of the first row
-
-    def forward(x: Tensor) -> Tensor:
-        return x if x.shape[0] > 1 else x + next(alone)
-
-    warmup.run(engine(config, forward))
-
-
 def test_an_example_of_one_row(tmp_path: Path) -> None:
     """Its repetitions are no batch that could show a dependence."""
-    (tmp_path / "config.pbtxt").write_text(_GAPS)
+    (tmp_path / "config.pbtxt").write_text('backend: "pytorch_py"')
     (tmp_path / "1").mkdir()
     example = {"x": torch.tensor([[1.0, 2.0, 3.0, 4.0]])}
     safetensors.torch.save_file(example, tmp_path / "1" / "example_inputs.safetensors")

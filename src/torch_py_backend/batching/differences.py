@@ -7,6 +7,9 @@ this measure. The error of integers, booleans and strings is the share of values
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -59,14 +62,55 @@ def difference(model: str, name: str, actual: Value, expected: Value) -> float:
     return ((actual - expected).abs() / (expected.abs() + _typical(expected))).max().item()
 
 
-def shares_beyond(error: float, actual: Tensor, expected: Tensor) -> list[float]:
-    """Return the share of values with a larger error in each row of an output of this shape."""
-    if 0 in expected.shape:
-        return []
+def error(model: str, name: str, actual: Value, expected: Value) -> float:
+    """Return the error of an output, as `difference`; infinity where that raises."""
+    try:
+        return difference(model, name, actual, expected)
+    except OutputError:
+        return math.inf
+
+
+def dependent_output(
+    model: str,
+    batch: Mapping[str, Tensor],
+    first: Mapping[str, Tensor],
+    last: Mapping[str, Tensor],
+    *,
+    limit: float | None = None,
+    share: float = 0.0,
+) -> tuple[str, float] | None:
+    """Return the name and the error of an output whose rows depend on each other; None: no output.
+
+    The first and the last row are compared: the first one of a recurrent model, or behind a causal
+    mask, does not depend on the others. Outputs of other sizes are not compared, such as those of a
+    model that pads to the longest row of a batch.
+
+    Args:
+        model: the model's name.
+        batch: outputs of a batch, of all rows or of the first and the last.
+        first: outputs of the first row alone.
+        last: outputs of the last row alone.
+        limit: the largest error of a value; by default `tolerance`.
+        share: the largest share of a row's values with a larger error.
+    """
+    for name, value in batch.items():
+        if any(name not in part or part[name].shape != value[:1].shape for part in (first, last)):
+            continue
+        alone, together = torch.cat([first[name], last[name]]), value[[0, -1]]
+        beyond = _beyond(tolerance(value) if limit is None else limit, alone, together)
+        if any(row.double().mean() > share for row in beyond if row.numel()):
+            return name, error(model, name, alone, together)
+    return None
+
+
+def _beyond(limit: float, actual: Tensor, expected: Tensor) -> Tensor:
+    """Return for each value whether its error is larger than the limit."""
+    if not expected.is_floating_point():
+        return actual != expected
     actual, expected = actual.double(), expected.double()
-    typical = _typical(expected[expected.isfinite()]).item()
-    close = torch.isclose(actual, expected, rtol=error, atol=error * typical, equal_nan=True)
-    return (~close).reshape(len(expected), -1).double().mean(1).tolist()
+    finite = expected[expected.isfinite()]
+    smallest = limit * _typical(finite).item()
+    return ~torch.isclose(actual, expected, rtol=limit, atol=smallest, equal_nan=True)
 
 
 def _typical(expected: Tensor) -> Tensor:

@@ -118,8 +118,8 @@ def construct(config: ModelConfig, artifact: Artifact) -> object:
     target = _select(config, path, import_source(config.name, path))
     keywords = options.model_kwargs or {}
     if not isinstance(target, type) and options.model_factory is None:
-        name = getattr(target, "__name__", type(target).__name__)
         if keywords:
+            name = getattr(target, "__name__", type(target).__name__)
             raise SourceError(
                 config.name,
                 f"MODEL_KWARGS is set, and {name}, which {path.name} serves, is not constructed",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -17,7 +16,7 @@ from torch_py_backend.batching import differences
 from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.errors import ExampleError, OutputError, join_names, summarize
+from torch_py_backend.errors import ExampleError, join_names, summarize
 from torch_py_backend.signature import results
 from torch_py_backend.signature.arguments import Passing, Signature
 
@@ -326,28 +325,21 @@ def _dependence(
 ) -> str:
     """Return how an output for a row alone differs from that row in the batch, as a clause.
 
-    The first and the last row are compared: the first one of a recurrent module does not depend on
-    the others. Empty: they do not differ, or have other sizes, because the module pads to the
-    longest row of a batch.
+    Empty: there is no such output.
     """
-    for at, row in (("first", slice(0, 1)), ("last", slice(-1, None))):
-        try:
-            alone = outputs_of(model, signature, module, call.map(itemgetter(row)))
-        except (ExampleError, RuntimeError):  # the warm-up, which calls it with one row, reports it
-            return ""
-        for name, value in outputs.items():
-            if name not in alone or alone[name].shape != value[row].shape:
-                continue
-            try:
-                error = differences.difference(model, name, alone[name], value[row])
-            except OutputError:  # infinities or NaN in one of them
-                error = math.inf
-            if error > differences.tolerance(value):
-                return (
-                    f"output '{name}' for the {at} row alone differs from that in the batch by"
-                    f" {error:.2g}"
-                )
-    return ""
+    try:
+        first, last = (
+            outputs_of(model, signature, module, call.map(itemgetter(row)))
+            for row in (slice(0, 1), slice(-1, None))
+        )
+    except (ExampleError, RuntimeError):  # the warm-up, which calls it with one row, reports that
+        return ""
+    dependent = differences.dependent_output(model, outputs, first, last)
+    if dependent is None:
+        return ""
+    return "output '{}' for a row alone differs from that row in the batch by {:.2g}".format(
+        *dependent
+    )
 
 
 def _describe(

@@ -60,7 +60,7 @@ def save_model(
             str or bytes with one for each row.
         max_batch_size: the largest number of rows of one call; 0: there is no batch dimension. By
             default it is 8, or the rows of the example if they are more, if twice the rows give
-            twice the rows in every output, and the first row alone the same values; else 0.
+            twice the rows in every output, and rows alone the same values; else 0.
         format: `module`: Python source and weights in safetensors; `export`: a torch.export
             program; `torchscript`: scripted, or traced if that fails; `aoti`: a package of
             AOTInductor. By default `module` if the class can be imported or its source written to

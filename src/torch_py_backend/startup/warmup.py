@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
-import torch
-from torch import Tensor
-
 from torch_py_backend.artifacts.discovery import ArtifactType
-from torch_py_backend.batching import differences
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
 from torch_py_backend.compile import batch_buckets, torch_compile
-from torch_py_backend.config import pbtxt
-from torch_py_backend.config.model_config import ModelConfig, Origin
+from torch_py_backend.config.model_config import Origin
 from torch_py_backend.engine import side_effects
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
-    ConfigError,
     ForwardError,
     HookError,
     InputError,
     LoadError,
     NoServerError,
-    OutputError,
     WarmupError,
 )
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.sequences import state_store
+from torch_py_backend.startup import row_check
 from torch_py_backend.streaming import streams
 from torch_py_backend.weights import gpu_sharing
 
@@ -43,10 +36,6 @@ _REPEATS = 3
 # A model with one graph for many row counts is called with every row count up to this number, and
 # with powers of two above it.
 _EVERY_ROW_COUNT = 32
-# Rows depend on each other if more than this share of a row's values has an error above this one.
-# Kernels for other row counts, reduced precision and quantization make smaller errors in most
-# values; a few, as in a mask or an order, may change completely.
-_MAX_ROW_ERROR = _MAX_ROW_SHARE = 0.1
 # Seconds between two reports of progress.
 _REPORT_S = 10.0
 
@@ -87,7 +76,8 @@ def run(engine: Engine, *, serving: bool = False, row_counts: Sequence[int | Non
                     raise failure
                 first = first or failure
             if not row_counts:
-                _check_rows(engine, call)
+                counts = [count for count in _row_counts(engine) if count and count > 1]
+                row_check.check(engine.config, call, _example(engine), min(counts, default=0))
         except NoServerError as error:
             log.warning(
                 "model '%s': the warm-up is skipped: the model calls another model. %s",
@@ -99,101 +89,6 @@ def run(engine: Engine, *, serving: bool = False, row_counts: Sequence[int | Non
         if engine.runner.compiles:
             consequence = "calls that need another graph run eagerly."
         log.warning("%s The model is served anyway; %s\n%s", first, consequence, first.traceback)
-
-
-def _check_rows(engine: Engine, call: _Call) -> None:
-    """Compare rows that are computed alone with those in a batch, if Triton batches all clients'.
-
-    The first and the last row are compared: the first one of a recurrent model, or behind a causal
-    mask, does not depend on the others. Random outputs are not compared.
-
-    Raises:
-        ConfigError: they differ, and auto-completion has chosen the batch.
-    """
-    config = engine.config
-    completed = config.max_batch_size > 1 and pbtxt.leaves_out_batch_size(config.folder)
-    rows = min((count for count in _row_counts(engine) if count and count > 1), default=0)
-    if (
-        not (completed or config.dynamic_batching)
-        or config.sequencing is not None
-        or config.decoupled
-        or config.concatenates
-        or not rows
-    ):
-        return
-    example = _fitting_example(config, example_inputs.find(config, engine.artifact) or {})
-    item = _distinct_rows(config, example_inputs.item(config, rows, example=example))
-
-    def outputs(begin: int, end: int) -> dict[str, Tensor]:
-        """Return the first and the last row of outputs that are floating point.
-
-        All rows may take much memory. There are none if the call fails, or returns other rows.
-        """
-        part = {
-            name: value[begin:end].clone() if isinstance(value, Tensor) else value[begin:end].copy()
-            for name, value in item.items()
-        }
-        (outcome,) = call([part])
-        if isinstance(outcome, BackendError):
-            return {}
-        return {
-            name: value[[0, -1]].cpu()
-            for name, value in outcome.items()
-            if isinstance(value, Tensor)
-            and value.is_floating_point()
-            and value.shape[:1] == (end - begin,)
-        }
-
-    together, again = outputs(0, rows), outputs(0, rows)
-    first, last = outputs(0, 1), outputs(rows - 1, rows)
-    for name, value in together.items():
-        if any(name not in part or part[name].shape != value.shape for part in (first, last)):
-            continue  # such as one padded to the longest row of a batch
-        if _error(config, name, again.get(name, value), value) > differences.tolerance(value):
-            continue
-        alone = torch.stack([first[name][0], last[name][-1]])
-        shares = differences.shares_beyond(_MAX_ROW_ERROR, alone, value)
-        if max(shares, default=0.0) <= _MAX_ROW_SHARE:
-            continue
-        error = _error(config, name, alone, value)
-        dependence = ConfigError(
-            config.name,
-            f"output '{name}' for a row alone differs by {error:.2g} from that row in a batch of"
-            f" {rows}, and the config has max_batch_size {config.max_batch_size}"
-            + " from auto-completion"
-            * completed,
-            expected="rows that do not depend on each other: Triton batches those of all clients",
-            cure="Write the inputs and outputs with all their dims, and max_batch_size: 0, into"
-            " config.pbtxt"
-            + (", or the max_batch_size." if completed else ", or remove dynamic_batching."),
-        )
-        if completed:
-            raise dependence
-        log.warning("%s", dependence)
-        return
-
-
-def _distinct_rows(config: ModelConfig, item: Item) -> Item:
-    """Return an item whose rows differ: an example may have one row, which is repeated."""
-    for spec in config.inputs:
-        value = item.get(spec.name)
-        # A row of one value may be an argument that takes one number for the whole batch.
-        if (
-            isinstance(value, Tensor)
-            and value.is_floating_point()
-            and value[0].numel() > 1
-            and all(torch.equal(value[0], row) for row in value[1:])
-        ):
-            factors = torch.linspace(1.0, 0.5, len(value)).to(value.dtype)
-            item[spec.name] = value * factors.reshape(-1, *[1] * (value.ndim - 1))
-    return item
-
-
-def _error(config: ModelConfig, name: str, actual: Tensor, expected: Tensor) -> float:
-    try:
-        return differences.difference(config.name, name, actual, expected)
-    except OutputError:  # infinities or NaN in one of them
-        return math.inf
 
 
 def log_progress(model: str, items: Iterator[Item]) -> Iterator[Item]:
@@ -279,7 +174,7 @@ def _may_fail(engine: Engine, error: BackendError) -> bool:
 def batches(engine: Engine, row_counts: Sequence[int | None] = ()) -> Iterator[Item]:
     """Yield an item for each kind of batch whose first call may be slow; see `run`."""
     config = engine.config
-    example = _fitting_example(config, example_inputs.find(config, engine.artifact) or {})
+    example = _example(engine)
     # Hooks may not take smaller examples, such as a part of the bytes of a file.
     fixed = example and engine.hooks
     varies = not fixed and any(
@@ -295,8 +190,10 @@ def batches(engine: Engine, row_counts: Sequence[int | None] = ()) -> Iterator[I
             yield item
 
 
-def _fitting_example(config: ModelConfig, example: Item) -> Item:
+def _example(engine: Engine) -> Item:
     """Return the example values that fit the config."""
+    config = engine.config
+    example = example_inputs.find(config, engine.artifact) or {}
     fitting = {}
     for spec in config.inputs:
         value = example.get(spec.name)

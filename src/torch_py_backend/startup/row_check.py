@@ -1,0 +1,113 @@
+"""Whether the rows of a batch, which Triton forms from requests of all clients, are independent.
+
+Auto-completion compares shapes only: it takes the time of a recurrent model for the batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching import differences
+from torch_py_backend.batching.gather_scatter import Item, Outcome
+from torch_py_backend.config import pbtxt
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import BackendError, ConfigError
+from torch_py_backend.loading import example_inputs
+
+log = logging.getLogger(__name__)
+
+# Rows depend on each other if more than this share of a row's values has an error above this one.
+# Kernels for other row counts, reduced precision and quantization make smaller errors in most
+# values; a few, as in a mask or an order, may change completely.
+_MAX_SHARE, _MAX_ERROR = 0.1, 0.1
+
+
+def check(
+    config: ModelConfig,
+    call: Callable[[Sequence[Item]], Sequence[Outcome]],
+    example: Item,
+    rows: int,
+) -> None:
+    """Compare rows that are computed alone with those in a batch, if Triton forms batches.
+
+    If they differ, that is an error where auto-completion has chosen the batch, else a warning.
+    Outputs that are not floating point are not compared, nor random ones.
+
+    Args:
+        config: the config of the model.
+        call: computes the outputs of items.
+        example: valid values of inputs by name; others are made up.
+        rows: the number of rows of the batch; below 2 there is no batch.
+
+    Raises:
+        ConfigError: rows depend on each other, and auto-completion has chosen the batch.
+    """
+    completed = rows > 1 and pbtxt.leaves_out_batch_size(config.folder)
+    forms_batches = rows > 1 and (completed or config.dynamic_batching)
+    if not forms_batches or config.sequencing or config.decoupled or config.concatenates:
+        return
+    item = _with_distinct_rows(config, example_inputs.item(config, rows, example=example))
+
+    def outputs(begin: int, end: int) -> dict[str, Tensor]:
+        """Return the first and the last of some rows: all may take much memory."""
+        # Copied, because forward() may write into them.
+        part = {name: copy.deepcopy(value[begin:end]) for name, value in item.items()}
+        (outcome,) = call([part])
+        if isinstance(outcome, BackendError):
+            return {}
+        ends = sorted({0, end - begin - 1})
+        return {
+            name: value[ends].cpu()
+            for name, value in outcome.items()
+            if isinstance(value, Tensor)
+            and value.is_floating_point()
+            and value.shape[:1] == (end - begin,)
+        }
+
+    batch, again = outputs(0, rows), outputs(0, rows)
+    reproducible = {
+        name: value
+        for name, value in batch.items()
+        if name in again
+        and differences.error(config.name, name, again[name], value) <= differences.tolerance(value)
+    }
+    first, last = outputs(0, 1), outputs(rows - 1, rows)
+    dependent = differences.dependent_output(
+        config.name, reproducible, first, last, limit=_MAX_ERROR, share=_MAX_SHARE
+    )
+    if dependent is None:
+        return
+    name, error = dependent
+    source = "which auto-completion has chosen" if completed else "with dynamic_batching"
+    problem = ConfigError(
+        config.name,
+        f"output '{name}' for a row alone differs by {error:.2g} from that row in a batch of"
+        f" {rows}, and max_batch_size is {config.max_batch_size}, {source}",
+        expected="rows that do not depend on each other: Triton batches those of all clients",
+        cure="Write the inputs and outputs with all their dims, and max_batch_size: 0, into"
+        f" config.pbtxt, or {'the max_batch_size' if completed else 'remove dynamic_batching'}.",
+    )
+    if completed:
+        raise problem
+    log.warning("%s", problem)
+
+
+def _with_distinct_rows(config: ModelConfig, item: Item) -> Item:
+    """Return an item whose rows differ: an example may have one row, which is repeated."""
+    for spec in config.inputs:
+        value = item.get(spec.name)
+        # A row of one value may be an argument that takes one number for the whole batch.
+        if (
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and value[0].numel() > 1
+            and all(torch.equal(value[0], row) for row in value[1:])
+        ):
+            factors = torch.linspace(1.0, 0.5, len(value)).to(value.dtype)
+            item[spec.name] = value * factors.reshape(-1, *[1] * (value.ndim - 1))
+    return item

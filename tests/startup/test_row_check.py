@@ -1,0 +1,117 @@
+"""Rows that depend on each other, which Triton may not batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import build
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torch_py_backend.batching.gather_scatter import Item, Outcome
+from torch_py_backend.errors import ConfigError, ForwardError
+from torch_py_backend.startup import row_check
+
+
+class _Recurrent(nn.Module):
+    """Its first dimension is the time, as PyTorch's default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.GRU(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.rnn(x[:, None])[0][:, 0]
+        return result
+
+
+_GAPS = 'backend: "pytorch_py"\n# max_batch_size: 8\nmax_batch_size: 0\n'
+_WRITTEN = 'backend: "pytorch_py"\nmax_batch_size: 8\n'
+_DEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "mean": lambda x: x - x.mean(0),
+    "sum": lambda x: x.cumsum(0),
+    "last": lambda x: x + x[-1:],
+    "recurrent": _Recurrent(),
+    "infinite": lambda x: x / (x.shape[0] > 1),
+}
+_INDEPENDENT: dict[str, Callable[[Tensor], Tensor]] = {
+    "row": lambda x: x.softmax(-1),
+    "random": lambda x: x + torch.rand(x.shape),
+    "rounded": lambda x: x.bfloat16().softmax(-1).float() + 1e-3 * x.shape[0],
+    "integers": lambda x: (x > x.mean(0)).long(),
+    "padded": lambda x: torch.nn.functional.pad(x, (0, x.shape[0])),
+    "refuses other sizes": lambda x: x if x.shape[0] > 1 else x[5],
+}
+
+
+def _call(forward: Callable[[Tensor], Tensor]) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
+    """Return what computes the outputs of items, as an engine does."""
+
+    def call(items: Sequence[Item]) -> Sequence[Outcome]:
+        (item,) = items
+        x = item["x"]
+        assert isinstance(x, Tensor)
+        try:
+            with torch.no_grad():
+                return [{"y": forward(x)}]
+        except IndexError as error:
+            return [ForwardError(build.MODEL, error)]
+
+    return call
+
+
+@pytest.mark.parametrize("name", _DEPENDENT)
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_rows_that_depend_on_each_other(
+    name: str, dynamic: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No load if auto-completion chose the batch; a warning for dynamic batching; else nothing."""
+    (tmp_path / "config.pbtxt").write_text(_GAPS)
+    config = build.config(tmp_path, dynamic_batching=dynamic)
+    with pytest.raises(ConfigError, match=r"'y' for a row alone .* auto-completion has chosen"):
+        row_check.check(config, _call(_DEPENDENT[name]), {}, 7)
+    (tmp_path / "config.pbtxt").write_text(_WRITTEN)
+    caplog.clear()
+    row_check.check(config, _call(_DEPENDENT[name]), {}, 7)
+    assert ["Triton batches those of all clients" in text for text in caplog.messages] == (
+        [True] if dynamic else []
+    )
+
+
+@pytest.mark.parametrize("name", _INDEPENDENT)
+def test_rows_that_may_be_batched(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rounding, random outputs, other sizes and integers are no dependence."""
+    (tmp_path / "config.pbtxt").write_text(_GAPS)
+    row_check.check(build.config(tmp_path), _call(_INDEPENDENT[name]), {}, 7)
+    assert not caplog.messages
+
+
+def test_values_that_may_jump(tmp_path: Path) -> None:
+    """A small difference changes some values of a mask or an order completely."""
+    (tmp_path / "config.pbtxt").write_text(_GAPS)
+    config = build.config(tmp_path, inputs=(build.spec("x", dims=(1000,)),))
+    call = _call(lambda x: (x + 1e-3 * x.shape[0] > 0.5).float())
+    row_check.check(config, call, {}, 7)
+
+
+def test_a_row_that_fails_alone(tmp_path: Path) -> None:
+    """It is not compared."""
+    (tmp_path / "config.pbtxt").write_text(_GAPS)
+    calls = iter(range(3))  # two of the batch, and one of the first row
+
+    def forward(x: Tensor) -> Tensor:
+        if next(calls, None) is None:
+            raise IndexError
+        return x - x.mean(0)
+
+    row_check.check(build.config(tmp_path), _call(forward), {}, 7)
+
+
+def test_inputs_that_a_call_changes(tmp_path: Path) -> None:
+    """A model that writes into its inputs does not change those of the next call."""
+    (tmp_path / "config.pbtxt").write_text(_GAPS)
+    row_check.check(build.config(tmp_path), _call(lambda x: x.add_(1)), {}, 7)
