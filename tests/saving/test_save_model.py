@@ -89,6 +89,13 @@ class Centering(nn.Module):
         return x - x.mean(0)
 
 
+class Running(nn.Module):
+    """Only the first row of its batches does not depend on others, as in a recurrent module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(0)
+
+
 class Untraceable(nn.Module):
     """The tracer takes len() for a constant, and x.shape for what it is."""
 
@@ -276,12 +283,13 @@ def test_package_of_aotinductor(module: nn.Module, tmp_path: Path) -> None:
     assert document["parameters"]["FALLBACK"]["string_value"] == "exported.pt2"
 
 
-@pytest.mark.parametrize("module", [Centering(), Scaling()])
-def test_rows_that_depend_on_each_other(module: nn.Module, tmp_path: Path) -> None:
+@pytest.mark.parametrize("module", [Centering(), Scaling(), Running()])
+@pytest.mark.parametrize("example", [_X, torch.ones(2, 4), _X[:1]], ids=["rows", "equal", "one"])
+def test_rows_that_depend_on_each_other(module: nn.Module, example: Tensor, tmp_path: Path) -> None:
     """By default they are no batch: Triton would batch the rows of several clients."""
-    document = _saved(tmp_path, module, example_inputs=_X)
+    document = _saved(tmp_path, module, example_inputs=example)
     assert document["max_batch_size"] == 0
-    assert _tensors(document, "input") == {"x": [2, 4]}
+    assert _tensors(document, "input") == {"x": [*example.shape]}
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,15 @@ def requests(config: ModelConfig, item: Item) -> list[Item]:
     return [{name: value[at : at + 1] for name, value in item.items()} for at in range(rows)]
 
 
+def distinct_rows(value: Tensor) -> Tensor:
+    """Return a tensor whose rows differ, if it is floating point: it may repeat one row."""
+    # A row of one value may be an argument that takes one number for the whole batch.
+    if not value.is_floating_point() or value[0].numel() == 1 or (value != value[:1]).any():
+        return value
+    factors = torch.linspace(1.0, 0.5, len(value)).to(value)
+    return value * factors.reshape(-1, *[1] * (value.ndim - 1))
+
+
 def fits(config: ModelConfig, spec: TensorSpec, value: Value) -> bool:
     """Return whether an example is a valid value of this input, with at least one row."""
     dims = (-1, *spec.dims) if config.max_batch_size else spec.dims

@@ -17,6 +17,7 @@ from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ExampleError, join_names, summarize
+from torch_py_backend.loading.example_inputs import distinct_rows
 from torch_py_backend.signature import results
 from torch_py_backend.signature.arguments import Passing, Signature
 
@@ -96,7 +97,7 @@ def from_arguments(
             expected="tensors whose first dimension is the batch",
             cure="Set max_batch_size to 0, or correct the example.",
         )
-    dependence = _dependence(model, signature, module, calls[0], outputs[0]) if grows else ""
+    dependence = _dependence(model, signature, module, calls[0]) if grows else ""
     if max_batch_size and dependence:
         raise ExampleError(
             model,
@@ -316,25 +317,21 @@ def _grows(
     )
 
 
-def _dependence(
-    model: str,
-    signature: Signature,
-    module: nn.Module,
-    call: Arguments,
-    outputs: Mapping[str, Tensor],
-) -> str:
-    """Return how an output for a row alone differs from that row in the batch, as a clause.
+def _dependence(model: str, signature: Signature, module: nn.Module, call: Arguments) -> str:
+    """Return how an output for a row alone differs from that row in a batch, as a clause.
 
     Empty: there is no such output.
     """
+    # An example may have one row, or repeat it.
+    batch = call.map(lambda value: distinct_rows(torch.cat([value, value])))
     try:
-        first, last = (
-            outputs_of(model, signature, module, call.map(itemgetter(row)))
-            for row in (slice(0, 1), slice(-1, None))
+        together, first, last = (
+            outputs_of(model, signature, module, batch.map(itemgetter(rows)))
+            for rows in (slice(None), slice(0, 1), slice(-1, None))
         )
     except (ExampleError, RuntimeError):  # the warm-up, which calls it with one row, reports that
         return ""
-    dependent = differences.dependent_output(model, outputs, first, last)
+    dependent = differences.dependent_output(model, together, first, last)
     if dependent is None:
         return ""
     return "output '{}' for a row alone differs from that row in the batch by {:.2g}".format(

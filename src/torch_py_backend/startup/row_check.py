@@ -9,7 +9,6 @@ import copy
 import logging
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from torch_py_backend.batching import differences
@@ -51,7 +50,10 @@ def check(
     forms_batches = rows > 1 and (completed or config.dynamic_batching)
     if not forms_batches or config.sequencing or config.decoupled or config.concatenates:
         return
-    item = _with_distinct_rows(config, example_inputs.item(config, rows, example=example))
+    item = {
+        name: example_inputs.distinct_rows(value) if isinstance(value, Tensor) else value
+        for name, value in example_inputs.item(config, rows, example=example).items()
+    }
 
     def outputs(begin: int, end: int) -> dict[str, Tensor]:
         """Return the first and the last of some rows: all may take much memory."""
@@ -95,19 +97,3 @@ def check(
     if completed:
         raise problem
     log.warning("%s", problem)
-
-
-def _with_distinct_rows(config: ModelConfig, item: Item) -> Item:
-    """Return an item whose rows differ: an example may have one row, which is repeated."""
-    for spec in config.inputs:
-        value = item.get(spec.name)
-        # A row of one value may be an argument that takes one number for the whole batch.
-        if (
-            isinstance(value, Tensor)
-            and value.is_floating_point()
-            and value[0].numel() > 1
-            and all(torch.equal(value[0], row) for row in value[1:])
-        ):
-            factors = torch.linspace(1.0, 0.5, len(value)).to(value.dtype)
-            item[spec.name] = value * factors.reshape(-1, *[1] * (value.ndim - 1))
-    return item
