@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 # Where it is set, each of the thousands of processes that tests start would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-deploy gpu gpu-site docs fuzz soak release lint types clean
+.PHONY: demo serve test test-deploy gpu gpu-site docs fuzz soak release budget lint types clean
 
 define INSTALL
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -87,10 +87,14 @@ release: $(VENV)/installed
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/pytest tests/deploy/test_release.py
 
-lint: $(VENV)/installed
+lint: $(VENV)/installed budget
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+
+# The size of the project beside its limits.
+budget: $(VENV)/installed
+	$(BIN)/python scripts/budget.py
 
 types: $(VENV)/installed
 	$(BIN)/mypy
