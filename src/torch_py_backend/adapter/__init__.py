@@ -125,7 +125,6 @@ class TritonPythonModel:
         # Import torch only now: it reads its environment variables when it is imported.
         from torch_py_backend.adapter import calling, fast_path, messages, streaming
         from torch_py_backend.batching import runtime
-        from torch_py_backend.engine import weight_watcher
         from torch_py_backend.observability import tracing
         from torch_py_backend.startup import builder, warmup
 
@@ -136,16 +135,17 @@ class TritonPythonModel:
             from torch_py_backend.observability import profiling
 
             profiling.check_writable(settings)
-        self._engine = builder.build(settings, share)
-        self._modes.callback(self._engine.close)
         self._settings = settings
-        self._watcher = weight_watcher.WeightWatcher(self._engine)
-        self._modes.callback(self._watcher.close)
+        self._build(share)
+        if settings.options.warmup is not False:
+            with runtime.mode(settings.options):
+                changed = warmup.run(self._engine, serving=True)
+            if changed:
+                warmup.warn_of_changes(settings, changed)
+                self._rebuild(share)
         watcher = self._watcher if settings.options.watch_weights else None
         # Triton calls only this thread, so the mode is entered once instead of for each batch.
         self._modes.enter_context(runtime.mode(settings.options))
-        if settings.options.warmup is not False:
-            warmup.run(self._engine, serving=True)
         traced = tracing.is_enabled(settings, traced=messages.has_traces())
         unusual = (
             settings.decoupled or settings.sequencing or traced or settings.options.profile_dir
@@ -186,6 +186,29 @@ class TritonPythonModel:
         # them would stop a request for tens of milliseconds.
         gc.collect()
         gc.freeze()
+
+    def _build(self, share: threads.Threads) -> None:
+        from torch_py_backend.engine import weight_watcher
+        from torch_py_backend.startup import builder
+
+        self._engine = builder.build(self._settings, share)
+        self._modes.callback(self._engine.close)
+        self._watcher = weight_watcher.WeightWatcher(self._engine)
+        self._modes.callback(self._watcher.close)
+
+    def _rebuild(self, share: threads.Threads) -> None:
+        """Replace the model with one that was not called yet, which compiles nothing."""
+        observed = self._engine.side_effects.observed
+        writes_inputs = self._engine.side_effects.writes_inputs
+        self._modes.close()
+        del self._engine, self._watcher
+        gc.collect()
+        self._build(share)
+        # Requests may take the fast path if the warm-up has compared the inputs.
+        effects = self._engine.side_effects
+        effects.observed, effects.writes_inputs = observed, writes_inputs
+        with self._engine.preparing():
+            pass
 
     def _create_answering(
         self, watcher: WeightWatcher | None, traces: Tracing | None

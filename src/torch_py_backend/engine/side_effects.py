@@ -50,18 +50,22 @@ class SideEffects:
         return self._state() != self._baseline
 
     def _state(self) -> list[tuple[int, int | bytes]]:
-        """Return each buffer's address and version; a hash where torch counts no versions.
+        buffers = self._owner.buffers() if self._owner is not None else ()
+        return [version(buffer, captured=self._captured) for buffer in buffers]
 
-        Inference tensors (buffers that `forward()` creates in inference mode) have no version.
-        """
-        state: list[tuple[int, int | bytes]] = []
-        for buffer in self._owner.buffers() if self._owner is not None else ():
-            if self._captured or buffer.is_inference():
-                content = _bytes(buffer.detach()).cpu().numpy().data
-                state.append((buffer.data_ptr(), hashlib.blake2b(content).digest()))
-            else:
-                state.append((buffer.data_ptr(), buffer._version))  # noqa: SLF001
-        return state
+
+def version(tensor: Tensor, *, captured: bool = False) -> tuple[int, int | bytes]:
+    """Return a tensor's address and version; a hash where torch counts no versions.
+
+    Inference tensors (buffers that `forward()` creates in inference mode) have no version.
+    """
+    counted = not (captured or tensor.is_inference())
+    return tensor.data_ptr(), tensor._version if counted else digest(tensor)  # noqa: SLF001
+
+
+def digest(tensor: Tensor) -> bytes:
+    """Return a hash of a tensor's values."""
+    return hashlib.blake2b(_bytes(tensor.detach()).cpu().numpy().data).digest()
 
 
 def copy_tensors(item: Item) -> dict[str, Value]:

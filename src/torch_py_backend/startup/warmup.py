@@ -11,7 +11,7 @@ from typing import TypeAlias
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
 from torch_py_backend.compile import batch_buckets, torch_compile
-from torch_py_backend.config.model_config import Origin
+from torch_py_backend.config.model_config import ModelConfig, Origin
 from torch_py_backend.engine import side_effects
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
@@ -22,10 +22,11 @@ from torch_py_backend.errors import (
     LoadError,
     NoServerError,
     WarmupError,
+    join_names,
 )
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.sequences import state_store
-from torch_py_backend.startup import row_check
+from torch_py_backend.startup import model_state, row_check
 from torch_py_backend.streaming import streams
 from torch_py_backend.weights import gpu_sharing
 
@@ -42,8 +43,12 @@ _REPORT_S = 10.0
 _Call: TypeAlias = "Callable[[Sequence[Item]], Sequence[Outcome]]"
 
 
-def run(engine: Engine, *, serving: bool = False, row_counts: Sequence[int | None] = ()) -> None:
+def run(
+    engine: Engine, *, serving: bool = False, row_counts: Sequence[int | None] = ()
+) -> list[str]:
     """Call the engine with a sample of every kind of batch.
+
+    Return the attributes of the model that have changed and cannot be put back; see `ModelState`.
 
     Args:
         engine: the model.
@@ -61,6 +66,7 @@ def run(engine: Engine, *, serving: bool = False, row_counts: Sequence[int | Non
     compiles = "; torch.compile may take minutes" if engine.runner.compiles else ""
     log.info("model '%s': the warm-up begins%s.", model, compiles)
     first: LoadError | None = None
+    state = model_state.ModelState(engine)
     with engine.preparing():
         try:
             for sample in log_progress(model, batches(engine, row_counts)):
@@ -84,11 +90,27 @@ def run(engine: Engine, *, serving: bool = False, row_counts: Sequence[int | Non
                 model,
                 error,
             )
+        changed = state.put_back()
     if first is not None:
         consequence = "the first requests may take longer."
         if engine.runner.compiles:
             consequence = "calls that need another graph run eagerly."
         log.warning("%s The model is served anyway; %s\n%s", first, consequence, first.traceback)
+    return changed
+
+
+def warn_of_changes(config: ModelConfig, changed: Sequence[str]) -> None:
+    """Log a warning that the model is built again, because the warm-up has changed attributes."""
+    log.warning(
+        "model '%s': the warm-up has changed %s of the model, and answers may depend on that. The"
+        " model is built again without a warm-up: the first requests may take longer%s. State in"
+        " buffers does not need that.",
+        config.name,
+        join_names(changed),
+        ", and calls that need another graph run eagerly"
+        if torch_compile.requested(config)
+        else "",
+    )
 
 
 def log_progress(model: str, items: Iterator[Item]) -> Iterator[Item]:
