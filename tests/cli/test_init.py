@@ -191,6 +191,19 @@ def test_init_without_examples(tmp_path: Path) -> None:
     assert document["output"][0]["dims"] == [5]
 
 
+def test_init_after_a_failed_trial(tmp_path: Path) -> None:
+    """What the failed calls did not show is a comment; the inputs that were given stay."""
+    torch.jit.script(models.Affine()).save(tmp_path / "net.pt")
+    done = run("init", "net.pt", "--input=x:FP32:5", cwd=tmp_path)
+    assert (done.returncode, "cannot be multiplied" in done.stdout) == (1, True)
+    text = (tmp_path / "net" / "config.pbtxt").read_text()
+    assert "\nmax_batch_size" not in text
+    assert "\n# max_batch_size: 8\n" in text
+    assert [entry["dims"] for entry in pbtxt.read(tmp_path / "net")["input"]] == [[5]]
+    _init(tmp_path, "net.pt", "--input=x:FP32:4", "--force")
+    assert "\nmax_batch_size: 8\n" in (tmp_path / "net" / "config.pbtxt").read_text()
+
+
 def test_init_of_weights(tmp_path: Path) -> None:
     """Weights require their class, and a class its weights; shapes do not depend on them."""
     safetensors.torch.save_file(Classifier().state_dict(), tmp_path / "net.safetensors")
@@ -271,6 +284,22 @@ def test_init_of_a_pretrained_folder(tmp_path: Path) -> None:
     assert inputs[:2] == [("input_ids", [-1], False), ("attention_mask", [-1], True)]
     outputs = [(entry["name"], entry["dims"]) for entry in document["output"]]
     assert outputs == [("logits", [-1, 100])]
+
+
+def test_inputs_that_a_pretrained_model_refuses(tmp_path: Path) -> None:
+    """Inputs that `init` assumes are a comment if the model fails with them."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings = transformers.CLIPConfig(
+        text_config=sizes, vision_config={**sizes, "image_size": 16, "patch_size": 8}
+    )
+    transformers.CLIPModel(settings).save_pretrained(tmp_path / "clip")
+    done = run("init", "clip", cwd=tmp_path)
+    assert (done.returncode, "not complete: model 'clip': " in done.stdout) == (1, True)
+    document = pbtxt.read(tmp_path / "models" / "clip")
+    assert (document["input"], document["output"]) == ([], [])
+    text = (tmp_path / "models" / "clip" / "config.pbtxt").read_text()
+    assert '# input [{ name: "pixel_values"' in text
 
 
 @pytest.mark.parametrize(

@@ -31,12 +31,12 @@ def _lines(document: Document, description: str, signature: Document) -> Iterato
     yield f"# {document['name']}: {description}, served by PyTorch."
     yield 'backend: "pytorch_py"'
     yield ""
-    if not completion.is_incomplete(document) or document["input"]:
+    if not completion.is_incomplete(document):
         yield "# The largest number of rows in one call of the model; 0: requests are not batched."
         yield f"max_batch_size: {document['max_batch_size']}"
     else:
-        yield "# The largest number of rows in one call of the model. If you write inputs below,"
-        yield "# write this, too; 0: the model has no batch dimension. An example makes both"
+        yield "# The largest number of rows in one call of the model, to be written together with"
+        yield "# the inputs below; 0: the model has no batch dimension. An example makes both"
         yield "# unnecessary."
         yield "# max_batch_size: 8"
     if document.get("model_transaction_policy", {}).get("decoupled"):

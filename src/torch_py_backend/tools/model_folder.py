@@ -247,6 +247,7 @@ def _configure_saved(
 def _configure(folder: Path, artifact: ArtifactFiles, document: JsonObject) -> FolderReport:
     """Write config.pbtxt, as complete as the model allows, and load the model with it."""
     report = FolderReport([f"{artifact.title} is {artifact.description}"])
+    given = document["input"]
     if artifact.pretrained_config:
         _add_pretrained(folder, artifact, document)
     elif others := list(artifact.files)[1:]:
@@ -260,6 +261,7 @@ def _configure(folder: Path, artifact: ArtifactFiles, document: JsonObject) -> F
         report.lines += _description(folder, document)
     except BackendError as error:
         signature = _report_gaps(folder, document, error, report)
+        document["input"] = given  # those of `_add_pretrained` are not what the model takes
     document["parameters"] = configured
     if file_types.is_cuda_package(folder / "1" / next(iter(artifact.files))):
         document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]
