@@ -237,11 +237,12 @@ class SaveError(ModelError):
 
     Attributes:
         found: what was found, without the model's name and the cure.
+        cure: what to do, as a sentence; may be empty.
     """
 
     def __init__(self, model: str, found: str, *, expected: str = "", cure: str = "") -> None:
         super().__init__(model, found, expected=expected, cure=cure)
-        self.found = found
+        self.found, self.cure = found, cure
 
 
 class ExampleError(SaveError):

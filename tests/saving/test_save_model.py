@@ -34,6 +34,7 @@ from torch_py_backend.saving import transform_hooks, transforms
 from torch_py_backend.tools import model_folder
 
 transformers = pytest.importorskip("transformers")
+HubMixin: Any = pytest.importorskip("huggingface_hub").PyTorchModelHubMixin
 
 _FORMATS = ("module", "export", "torchscript")
 
@@ -125,6 +126,26 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor if x.sum() > 0 else x
+
+
+class Switching(models.Affine):
+    """Takes arguments, and cannot be exported."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y if y.sum() > 0 else -y
+
+
+class Shared(nn.Module, HubMixin):  # type: ignore[misc]  # Any, so that it may be missing
+    """Has save_pretrained() and is no model of transformers."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x)
+        return result
 
 
 class Lazy(nn.Module):
@@ -324,6 +345,8 @@ def test_rows_of_a_package(examples: Any, rows: int, tmp_path: Path) -> None:
         pytest.param(lambda: models.Affine().bfloat16(), {}, "model.pt2", id="other-types"),
         pytest.param(lambda: torch.jit.script(models.Affine()), {}, "model.pt", id="script"),
         pytest.param(lambda: nn.Linear(4, 3).eval(), {}, "model.pt2", id="package"),
+        pytest.param(Shared, {}, "model.py", id="hub"),
+        pytest.param(lambda: Shared(5), {}, "model.pt2", id="hub-other-weights"),
     ],
 )
 def test_default_format(
@@ -678,7 +701,7 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         Branches(2.0),
         {"example_inputs": _X, "format": "module"},
         SaveError,
-        r"Branches\(\) fails: TypeError: .*Pass the arguments of its constructor as model_kwargs",
+        r"Branches\(\) fails: TypeError: .*Pass its arguments: model_kwargs=\{'factor': …\}\.",
     ),
     "JSON": (
         Branches(2.0),
@@ -696,7 +719,13 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         Branches(2.0),
         {"example_inputs": _X},
         SaveError,
-        r"it can be saved neither as source \(Branches\(\) fails.*\) nor as a program \(torch.exp",
+        r"neither as source \(Branches\(\) fails.*\) nor as a program \(torch.*\)\. Pass its",
+    ),
+    "neither, of other weights": (
+        Switching(4, 7),
+        {"example_inputs": _X},
+        SaveError,
+        r"Pass its arguments: model_kwargs=\{'width': …, 'out': …\}, or change forward\(\)",
     ),
     "answers": (
         Branches(2.0),
@@ -751,12 +780,13 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.filterwarnings("ignore")  # of torch, about what it cannot export
 @pytest.mark.parametrize("case", _BAD)
-def test_bad_input(case: str, tmp_path: Path) -> None:
-    """Bad input is one sentence, and nothing is written."""
+def test_bad_input(case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Bad input is one sentence, nothing is written, and torch prints nothing of its own."""
     module, options, error, says = _BAD[case]
     with pytest.raises(error, match=says) as refusal:
         save_model(module, tmp_path / "models" / "net", **options)
     assert "\n" not in str(refusal.value)
+    assert capfd.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +101,19 @@ def write_script(model: str, module: nn.Module, call: Arguments, path: Path) -> 
     )
 
 
+@contextlib.contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Leave out what torch.export writes to standard error about a failure, such as the graph."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def write_program(
     model: str,
     module: nn.Module,
@@ -128,9 +144,10 @@ def write_program(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, about itself
-            program = torch.export.export(
-                module, call.args, call.kwargs, dynamic_shapes=dynamic_shapes
-            )
+            with _quiet_torch():
+                program = torch.export.export(
+                    module, call.args, call.kwargs, dynamic_shapes=dynamic_shapes
+                )
             torch.export.save(program, fallback or path)
             if fallback is not None:
                 failed = f"AOTInductor cannot compile {type(module).__name__}"

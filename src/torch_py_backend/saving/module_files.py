@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +43,20 @@ _EXAMPLES = {
 _FALLBACK = "exported.pt2"
 
 
+def is_pretrained(module: object) -> bool:
+    """Return whether a module is a model of transformers, which `save_pretrained` saves.
+
+    Modules of other libraries have that method, too; classes derived from a model of transformers
+    cannot be imported from it.
+    """
+    transformers = sys.modules.get("transformers.modeling_utils")  # not imported for this
+    return (
+        transformers is not None
+        and isinstance(module, transformers.PreTrainedModel)
+        and type(module).__module__.startswith("transformers.")
+    )
+
+
 class ModuleFiles:
     """Writes the version folder of one format.
 
@@ -71,7 +87,7 @@ class ModuleFiles:
             if isinstance(module, torch.jit.ScriptModule)
             else introspection.from_function(forward)
         )
-        self._pretrained = kind == "module" and hasattr(module, "save_pretrained")
+        self._pretrained = kind == "module" and is_pretrained(module)
         self._kwargs = dict(model_kwargs)
         if self._pretrained:
             kwargs = artifact_files.pretrained_kwargs(self._signature.named)
@@ -233,7 +249,7 @@ class ModuleFiles:
         """Raise SaveError if the class does not build a module with the same weights again."""
         built = type(self._module)
         text = f"{built.__name__}({', '.join(f'{k}={v!r}' for k, v in self._kwargs.items())})"
-        cure = "Pass the arguments of its constructor as model_kwargs, or use format='export'."
+        cure = _constructor_cure(built)
         for device in ("meta", "cpu"):  # some constructors read values
             try:
                 with torch.random.fork_rng(devices=[]), torch.device(device):
@@ -304,3 +320,12 @@ class ModuleFiles:
                 dim: batch if batched and dim == 0 else torch.export.Dim.DYNAMIC for dim in dims
             }
         return shapes
+
+
+def _constructor_cure(built: type) -> str:
+    """Return what to do about a class that does not build the module again."""
+    parameters = inspect.signature(built).parameters.values()
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    if not named:
+        return "Let its constructor make the whole module."
+    return f"Pass its arguments: model_kwargs={{{', '.join(f'{one.name!r}: …' for one in named)}}}."

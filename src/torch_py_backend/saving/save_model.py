@@ -21,7 +21,7 @@ from torch_py_backend.errors import (
     PlatformError,
     SaveError,
 )
-from torch_py_backend.saving import examples, transforms
+from torch_py_backend.saving import examples, module_files, transforms
 from torch_py_backend.saving.module_files import Format, ModuleFiles
 from torch_py_backend.tools import model_folder
 from torch_py_backend.tools.model_folder import SavedModule
@@ -99,7 +99,7 @@ def save_model(
             cure="Prepare the image in the hooks, too.",
         )
     is_saved = processor is not None and not is_transform
-    if is_saved or model_kwargs or hasattr(module, "save_pretrained"):
+    if is_saved or model_kwargs or module_files.is_pretrained(module):
         formats = (format or "module",)
     elif format is not None or isinstance(module, torch.jit.ScriptModule):
         formats = (format or "torchscript",)
@@ -107,7 +107,7 @@ def save_model(
         key: value if isinstance(value, str) else json.dumps(value)
         for key, value in (parameters or {}).items()
     }
-    refusals = []
+    refusals: list[SaveError | LoadError] = []
     scratch_folder = model_folder.scratch_folder(target.parent, f"cannot make {target}")
     with _evaluating(module), torch.no_grad(), scratch_folder as scratch:
         for kind in formats:
@@ -133,20 +133,30 @@ def save_model(
             except (SaveError, LoadError) as error:
                 if len(formats) == 1 or isinstance(error, ExampleError | PlatformError):
                     raise
-                refusals.append(getattr(error, "found", str(error)))
+                refusals.append(error)
                 continue
             if refusals and not type(module).__module__.startswith("torch."):
-                log.warning("model '%s': saved as a torch.export program: %s", name, refusals[0])
+                reason = _found(refusals[0])
+                log.warning("model '%s': saved as a torch.export program: %s", name, reason)
             for line in report.lines:
                 if line.startswith("note"):
                     log.warning("model '%s': %s", name, line.removeprefix("note").strip())
             return target
+    source, program = refusals
+    cure = "Change forward() so that torch.export supports it."
+    if isinstance(source, SaveError):
+        of_source = source.cure or "Put the class into a .py file and import it."
+        cure = f"{of_source.removesuffix('.')}, or change{cure.removeprefix('Change')}"
     raise SaveError(
         name,
-        f"it can be saved neither as source ({refusals[0]}) nor as a program ({refusals[1]})",
-        cure="Put the class into a .py file and import it, or change forward() so that torch.export"
-        " supports it.",
+        f"it can be saved neither as source ({_found(source)}) nor as a program"
+        f" ({_found(program)})",
+        cure=cure,
     )
+
+
+def _found(error: SaveError | LoadError) -> str:
+    return error.found if isinstance(error, SaveError) else str(error)
 
 
 def _check(
