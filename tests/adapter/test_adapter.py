@@ -23,6 +23,7 @@ import torch
 from instances import request
 
 from torch_py_backend.adapter import TritonPythonModel, messages
+from torch_py_backend.processes import instance_status, orphan_cleanup
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -32,6 +33,33 @@ def test_numpy_that_garbles_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fake_triton.Tensor, "as_numpy", lambda self: np.zeros(4, np.float32))
     with pytest.raises(fake_triton.TritonModelException, match=r"garbles tensors.*numpy<2"):
         instances.load(tmp_path, instances.named("function"))
+
+
+def test_load_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A supervised instance reports what it loaded and each warning; the end removes the file."""
+    status = tmp_path / "status"
+    status.mkdir()
+    monkeypatch.setenv(orphan_cleanup.VARIABLE, str(status))
+    parameters = {"NUM_THREADS": "1", "NUM_THREAD": "1"}
+    scenario = dataclasses.replace(
+        instances.named("function"),
+        config=scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters),
+    )
+    model = instances.load(tmp_path, scenario)
+    (path,) = status.glob("*.json")
+    assert path.stem == str(os.getpid())
+    report = json.loads(path.read_text())
+    problem = "the parameter NUM_THREAD is unknown and ignored. Did you mean NUM_THREADS?"
+    assert report == {
+        "artifact": "model.py: Python source and weights",
+        "weights": "0.0 MB of 0.0 MB shared by the instances",
+        "options": {"NUM_THREADS": 1},
+        "warnings": [f"model 'function': {problem}"],
+    }
+    (status_file,) = instance_status.files(status)
+    assert instance_status.load_warnings(status_file) == report["warnings"]
+    model.finalize()
+    assert list(status.iterdir()) == []
 
 
 def test_the_locale_is_utf8(tmp_path: Path) -> None:

@@ -113,6 +113,25 @@ def test_serves_and_leaves_nothing(numbers: tuple[signal.Signals, ...], reposito
         process.kill()
 
 
+def test_warnings_of_a_load(repository: Path) -> None:
+    """They are printed beside READY, and /ready/MODEL has them as long as they are true."""
+    path = repository / "function" / "config.pbtxt"
+    good = path.read_text()
+    path.write_text(good + 'parameters { key: "NUM_THREAD" value { string_value: "1" } }\n')
+    warning = "the parameter NUM_THREAD is unknown and ignored. Did you mean NUM_THREADS?"
+    line = f"\nREADY   function 1\nWARNING function: {warning}\n"
+    ready = 200, {"ready": True, "warnings": [warning]}
+    with supervised.serve(repository, "--reload") as served:
+        served.wait_loaded()
+        assert line in served.text
+        assert served.ask("/ready/function") == ready
+        served.skip_log()
+        path.write_text(good)
+        supervised.until(lambda: "READY   function: reloaded" in served.text, served)
+        supervised.until(lambda: served.ask("/ready/function") == (200, {"ready": True}), served)
+        assert "\nWARNING" not in served.text
+
+
 def test_requests_are_taken_while_it_drains(repository: Path) -> None:
     """With --drain, SIGTERM ends readiness at once; what still comes is answered, then it ends."""
     with supervised.serve(repository, "--drain=10") as served:

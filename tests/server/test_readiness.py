@@ -19,6 +19,7 @@ from torch_py_backend.server.supervision import Snapshot
 
 _UNMONITORED = "the models are no longer monitored"
 _NO_ANSWER = "tritonserver does not answer"
+_UNKNOWN = "the parameter X is unknown and ignored"
 _PATHS = {"error": "expected /live, /ready or /ready/MODEL"}
 
 
@@ -29,7 +30,8 @@ def _readiness_server(
 ) -> ReadinessServer:
     """Return a server whose snapshot has this problem and age in seconds; model b is down."""
     models = {"a": "", "b": "is down: died", "grüße": ""}
-    snapshot = Snapshot(models, problem, time.monotonic() - age)
+    warnings = {"a": [_UNKNOWN, "/srv/m/w.pt is unused"]}
+    snapshot = Snapshot(models, problem, time.monotonic() - age, warnings)
     return ReadinessServer("127.0.0.1", 0, lambda: snapshot, is_live)
 
 
@@ -57,7 +59,7 @@ def running() -> Iterator[ReadinessServer]:
     [
         ("/live", 200, {"live": True}),
         ("/ready?verbose", 503, {"ready": False, "models": {"b": "is down: died"}}),
-        ("/ready/a", 200, {"ready": True}),
+        ("/ready/a", 200, {"ready": True, "warnings": [_UNKNOWN, "w.pt is unused"]}),
         ("/ready/gr%C3%BC%C3%9Fe/", 200, {"ready": True}),
         ("/ready/b", 503, {"ready": False, "reason": "is down: died"}),
         ("/ready/x", 404, {"ready": False, "reason": "no such model should serve"}),

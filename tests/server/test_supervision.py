@@ -30,6 +30,7 @@ class FakeServer:
         refusals: errors of loads.
         threads: the operations in progress, which the test runs; None: they run at once.
         loading: whether instances load; otherwise they are idle, since `idle_since`.
+        reported: the warnings in the load reports of each model's instances.
     """
 
     def __init__(self, *models: str, restarts: int = 3, controls: bool = True) -> None:
@@ -48,6 +49,7 @@ class FakeServer:
         self.answers = True
         self.loading = False
         self.idle_since = 0.0
+        self.reported: dict[str, list[str]] = {}
         self._last_pid = 100
         fake = cast("Any", self)
         self.supervisor = Supervisor(
@@ -113,6 +115,9 @@ class FakeServer:
 
     def idle_seconds(self, model: str) -> float:
         return self.now - self.idle_since if model in self.pids and not self.loading else 0.0
+
+    def warnings(self, model: str) -> list[str]:
+        return self.reported.get(model, []) if model in self.pids else []
 
     def live_processes(self, model: str) -> set[int]:
         return ({self.pids[model]} if model in self.pids else set()) | self.survivors
@@ -202,6 +207,23 @@ def test_models_are_loaded() -> None:
     server.expect("READY a 1, FAILED b 1", "load a, load b", {"b": "stays down: no model.py"})
     server.advance(200)
     server.expect(not_ready={"b": "stays down: no model.py"})
+
+
+def test_warnings_follow_each_load() -> None:
+    """They are reported once a load, after READY, without the model's name, and until it ends."""
+    server = FakeServer("a", "b")
+    server.reported["a"] = ["model 'a': slow", "model 'a': no x: model 'a': y raised"]
+    server.supervisor.load(["a", "b"])
+    server.step(3)
+    assert [event.text for event in server.events[2:]] == ["slow", "no x: y raised"]
+    server.expect("READY a 1, READY b 1, WARNING a, WARNING a", "load a, load b")
+    assert server.supervisor.snapshot.warnings == {"a": ["slow", "no x: y raised"]}
+    del server.reported["a"][0]
+    server.die("a")
+    server.step()
+    assert server.supervisor.snapshot.warnings == {}
+    server.step(3)
+    server.expect("DOWN a, READY a 1, WARNING a", "unload a, load a")
 
 
 def test_a_model_that_dies_is_unloaded_and_loaded() -> None:

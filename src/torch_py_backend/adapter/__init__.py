@@ -70,7 +70,7 @@ class TritonPythonModel:
         Args:
             args: Triton's arguments, all strings; `model_config` is JSON.
         """
-        logs.install()
+        handler = logs.install()
         # A fatal signal, in a kernel or on a mapped file, prints a traceback to standard error.
         if not faulthandler.is_enabled():
             faulthandler.enable()
@@ -89,6 +89,8 @@ class TritonPythonModel:
             if isinstance(error, BackendError):
                 raise pb_utils.TritonModelException(str(error)) from error
             raise
+        self._status.report({**self._loaded, "warnings": handler.warnings})
+        handler.warnings = None
         self._status.idle()
 
     @staticmethod
@@ -154,6 +156,7 @@ class TritonPythonModel:
         # Not as the last step: a log message in transit while the load ends can hang Triton. The
         # metrics that follow wait until it has arrived.
         log.info("%s", builder.summary(self._engine, share, plain=plain is not None))
+        self._loaded = builder.report(self._engine)
         # Closed after the objects that are created below, to publish their last counts.
         self._publisher = metrics.Publisher(self._engine, self._status, watcher)
         self._modes.callback(self._publisher.close)

@@ -8,9 +8,20 @@ import triton_python_backend_utils as pb_utils
 
 
 class LogHandler(logging.Handler):
-    """Passes records to Triton's logger."""
+    """Passes records to Triton's logger.
+
+    Attributes:
+        warnings: the first line of each warning since the handler was installed; None: they are not
+            collected.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.warnings: list[str] | None = []
 
     def emit(self, record: logging.LogRecord) -> None:
+        if self.warnings is not None and record.levelno >= logging.WARNING:
+            self.warnings.append(record.getMessage().partition("\n")[0])
         logger = pb_utils.Logger
         # Triton's logger raises for text that is not UTF-8, as an exception's message may be.
         text = self.format(record).encode(errors="replace").decode()
@@ -22,9 +33,11 @@ class LogHandler(logging.Handler):
             logger.log_info(text)
 
 
-def install() -> None:
+def install() -> LogHandler:
     """Send this package's records to Triton's logger only."""
     package = logging.getLogger("torch_py_backend")
-    package.handlers = [LogHandler()]
+    handler = LogHandler()
+    package.handlers = [handler]
     package.setLevel(logging.INFO)
     package.propagate = False
+    return handler

@@ -43,6 +43,7 @@ _COLOURS = {
     EventKind.GIVEN_UP: "bold red",
     EventKind.RELEASED: "cyan",
     EventKind.CHANGED: "cyan",
+    EventKind.WARNING: "yellow",
 }
 
 

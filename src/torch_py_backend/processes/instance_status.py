@@ -6,6 +6,9 @@ variable names. An instance that ends normally removes its file; if it dies, the
     word     8 bytes: nanoseconds of CLOCK_MONOTONIC, and the state in the lowest bits
     reason   why the instance is poisoned, UTF-8
     identity JSON
+
+Beside it, a loaded instance keeps a load report, a JSON object: the artifact, how its weights are
+shared, the options in effect, and the warnings of the load.
 """
 
 from __future__ import annotations
@@ -17,15 +20,19 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
 
 from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import printable
+from torch_py_backend.files import replace
 from torch_py_backend.processes import orphan_cleanup
 from torch_py_backend.processes.orphan_cleanup import VARIABLE
 
 SUFFIX = ".status"
+_REPORT_SUFFIX = ".json"
 _SIZE = mmap.PAGESIZE
 _STATE_BITS = 3
 _STATES = (1 << _STATE_BITS) - 1
@@ -97,6 +104,13 @@ class InstanceStatus:
         self._word = memoryview(self._map).cast("Q")
         Path(part).rename(self._path)
 
+    def report(self, document: Mapping[str, object]) -> None:
+        """Write the load report, once the model is loaded and before Triton reports it READY."""
+        if self._path is not None:
+            # A model serves without a report, as on a full disk.
+            with contextlib.suppress(OSError):
+                replace(_report_path(self._path), json.dumps(document).encode(), 0o600)
+
     def busy(self) -> None:
         """Report the start of a call."""
         if not self._poisoned:
@@ -125,7 +139,7 @@ class InstanceStatus:
         """Report a normal end, after which the model is not reloaded. May be called twice."""
         # A poisoned instance keeps its file, so that the model is reloaded.
         if self._path is not None and not self._poisoned:
-            self._path.unlink(missing_ok=True)
+            remove(self._path)
 
     def _set(self, state: InstanceState) -> None:
         self._word[0] = time.monotonic_ns() << _STATE_BITS | state
@@ -156,6 +170,23 @@ def files(folder: Path) -> list[Path]:
     with contextlib.suppress(FileNotFoundError):
         return sorted(folder.glob(f"*{SUFFIX}"))
     return []
+
+
+def remove(path: Path) -> None:
+    """Remove a status file, if it is there, and the load report beside it."""
+    _report_path(path).unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+
+
+def load_warnings(path: Path) -> list[str]:
+    """Return the warnings in the load report beside a status file; empty if there is no report."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return [printable(text) for text in json.loads(_report_path(path).read_bytes())["warnings"]]
+    return []
+
+
+def _report_path(path: Path) -> Path:
+    return path.with_suffix(_REPORT_SUFFIX)
 
 
 class Reader:

@@ -26,6 +26,7 @@ class EventKind(Enum):
     GIVEN_UP = "GIVEN UP"
     RELEASED = "RELEASED"
     CHANGED = "CHANGED"
+    WARNING = "WARNING"
 
 
 class Action(Enum):
@@ -51,7 +52,7 @@ class Transition:
 
 
 _NEW, _LOADING, _SERVING, _DOWN, _GIVEN_UP, _UNLOADED = Phase
-_READY, _FAILED, _IS_DOWN, _IS_GIVEN_UP, _RELEASED, _ = EventKind
+_READY, _FAILED, _IS_DOWN, _IS_GIVEN_UP, _RELEASED, *_ = EventKind
 _AGAIN = "{reason}; loading it again {when} (attempt {attempts} of {restarts})"
 _NO_RESTARTS = (
     "{reason}; loaded again {times} without success, stays down until it is loaded through"

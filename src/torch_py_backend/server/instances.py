@@ -76,7 +76,7 @@ class InstanceMonitor:
                 if path.exists():  # the instance did not end normally
                     orphan_cleanup.remove_region(instance.identity.region)
                 # Removed last: until then, the file shows that the instance died.
-                path.unlink(missing_ok=True)
+                instance_status.remove(path)
                 del self._instances[path]
         return failures
 
@@ -102,6 +102,17 @@ class InstanceMonitor:
         if not statuses or any(status.state is not InstanceState.IDLE for status in statuses):
             return 0.0
         return time.monotonic() - max(status.since for status in statuses) / _NS
+
+    def warnings(self, model: str) -> list[str]:
+        """Return the warnings in the load reports of a model's instances, each once."""
+        return list(
+            dict.fromkeys(
+                text
+                for instance in self._instances.values()
+                if instance.identity.model == model and not instance.ended
+                for text in instance.warnings()
+            )
+        )
 
     def live_processes(self, model: str) -> set[int]:
         """Return the IDs of the processes of a model that have not ended."""
@@ -134,6 +145,13 @@ class _Instance:
         self.ended = False
         self._reported = False
         self._stopped_since = math.inf
+        self._warnings: list[str] | None = None
+
+    def warnings(self) -> list[str]:
+        """Return the warnings of its load; none before it has ended."""
+        if self._warnings is None and self.reader.read().state is not InstanceState.LOADING:
+            self._warnings = instance_status.load_warnings(self.reader.path)
+        return self._warnings or []
 
     def has_ended(self) -> bool:
         started = procfs.start_time(self.identity.pid)

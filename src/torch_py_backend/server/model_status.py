@@ -80,6 +80,11 @@ def by_model(states: Sequence[ModelState]) -> dict[str, ModelStatus]:
     return statuses
 
 
+def cause(model: str, text: str) -> str:
+    """Return a text about a model without the model's name, which the reader knows."""
+    return text.replace(f"model '{model}': ", "")
+
+
 def public_reason(reason: str) -> str:
     """Return Triton's reason as one line without stack trace, folders and final full stop."""
     text = _LOAD_FAILED.sub("", reason.partition("\n\nAt:")[0]).strip()

@@ -2,7 +2,8 @@
 
 GET /live           200 while the models are monitored and tritonserver answers; else 503
 GET /ready          200 if every model that should serve does; else 503
-GET /ready/MODEL    the same for one model; 404 if it should not serve
+GET /ready/MODEL    the same for one model, with the warnings of its load; 404 if it should not
+                    serve
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from socketserver import ThreadingTCPServer
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ServerError, sanitize_line
 from torch_py_backend.server.ports import client_address
 from torch_py_backend.server.supervision import Snapshot
 
@@ -88,7 +89,9 @@ class ReadinessServer(ThreadingTCPServer):
                     {"reason": problem} if problem else {}
                 )
             case ["ready", model] if problem or model in snapshot.models:
-                return _response("ready", problem or snapshot.models[model])
+                status, body = _response("ready", problem or snapshot.models[model])
+                warnings = [sanitize_line(text) for text in snapshot.warnings.get(model, ())]
+                return status, body | ({"warnings": warnings} if warnings else {})
             case ["ready", _]:
                 body = {"ready": False, "reason": "no such model should serve"}
                 return HTTPStatus.NOT_FOUND, body

@@ -60,11 +60,13 @@ class Snapshot:
         models: the models that should serve, each with the reason why it does not; empty: it does.
         problem: a problem of the whole server.
         at: when it was taken, in the clock's seconds.
+        warnings: the warnings of the last load of each model that serves, if there were any.
     """
 
     models: Mapping[str, str] = field(default_factory=dict)
     problem: str = "the server is being started"
     at: float = 0.0
+    warnings: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,6 +79,7 @@ class _Model(Lifecycle):
         failure: why the load in progress, or the last one, failed.
         dependents: the ensembles that Triton unloaded with the model.
         versions: the versions that served last.
+        warnings: the warnings of its last load, all of which were reported.
     """
 
     name: str
@@ -85,6 +88,7 @@ class _Model(Lifecycle):
     failure: str = ""
     dependents: set[str] = field(default_factory=set)
     versions: frozenset[str] = frozenset()
+    warnings: Sequence[str] = ()
 
     def is_unloaded(self, status: ModelStatus | None) -> bool:
         """Return whether the model was unloaded.
@@ -177,12 +181,14 @@ class Supervisor:
                 self._compare(self._model(name))
         for model in self._models.values():
             self._check_deadlines(model)
+            self._report_warnings(model)
         readiness = {
             name: self._why_not_ready(model)
             for name, model in sorted(self._models.items())
             if model.phase not in (Phase.NEW, Phase.UNLOADED)
         }
-        self.snapshot = Snapshot(readiness, problem, self._clock())
+        warnings = {name: model.warnings for name, model in self._models.items() if model.warnings}
+        self.snapshot = Snapshot(readiness, problem, self._clock(), warnings)
         # After the snapshot: a client that sees the event must not get the previous readiness.
         events, self._events = self._events, []
         for event in events:
@@ -307,6 +313,15 @@ class Supervisor:
     def _abandon_load(self, model: _Model, reason: str) -> None:
         model.operation = None
         self._apply(model, healing.STUCK, f"{reason}; {_STUCK}")
+
+    def _report_warnings(self, model: _Model) -> None:
+        """Report the warnings of a load once: after READY, or when other instances replace it."""
+        reported = self._monitor.warnings(model.name) if model.phase is Phase.SERVING else []
+        warnings = [model_status.cause(model.name, text) for text in reported]
+        for text in warnings:
+            if text not in model.warnings:
+                self._events.append(Event(EventKind.WARNING, model.name, text))
+        model.warnings = warnings
 
     def _check_deadlines(self, model: _Model) -> None:
         """Start a load that is due, and kill the processes of one that takes too long."""

@@ -85,6 +85,18 @@ def summary(engine: Engine, threads: Threads, *, plain: bool) -> str:
     return f"model '{config.name}': instance {config.instance} serves {'; '.join(parts)}."
 
 
+def report(engine: Engine) -> dict[str, object]:
+    """Return what an engine loaded, how it shares its weights, and the options in effect."""
+    options = engine.config.options
+    return {
+        "artifact": f"{engine.loaded.artifact.path.name}: {engine.kind.value}",
+        "weights": str(engine.sharing),
+        "options": {
+            row.key: value for row in TABLE if (value := getattr(options, row.field)) != row.default
+        },
+    }
+
+
 def _engine(
     config: ModelConfig,
     artifact: Artifact,

@@ -26,7 +26,6 @@ from torch_py_backend.batching.differences import MAX_ERROR_REDUCED, difference,
 from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.config import model_config, threads, tuned_settings
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.config.options import TABLE
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -100,8 +99,7 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
     inputs |= {state.input: f"{state.input} (state)" for state in settings.untyped_states}
     inputs |= {spec.name: str(spec) for spec in settings.batch_inputs}
     return {
-        "artifact": f"{engine.loaded.artifact.path.name}: {engine.kind.value}",
-        "weights": str(engine.sharing),
+        **builder.report(engine),
         "signature": str(engine.loaded.signature),
         "hooks": str(engine.hooks or ""),
         "binding": rule,
@@ -113,11 +111,6 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
         "max_batch_size": settings.max_batch_size,
         "attention": runtime.attention_backends(engine.device),
         "threads": {"intra_op": share.intra_op, "inter_op": share.inter_op},
-        "options": {
-            row.key: getattr(settings.options, row.field)
-            for row in TABLE
-            if getattr(settings.options, row.field) != row.default
-        },
         "warnings": warnings.sentences,
     }
 
