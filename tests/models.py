@@ -304,6 +304,24 @@ class Tokens(nn.Module):
         return {"y": ids * 100 + places, "count": mask.sum(1, keepdim=True)}
 
 
+class CountedTokens(Tokens):
+    """Counts its calls in an attribute, so it is built again after the warm-up."""
+
+    calls = 0
+
+    def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        return super().forward(ids, mask)
+
+
+class Lengths(nn.Module):
+    """Outputs as long as each input, and one of five values."""
+
+    def forward(self, ids: Tensor, query: Tensor, image: Tensor) -> dict[str, Tensor]:
+        best = torch.arange(5).expand(len(ids), 5)
+        return {"y": 2 * ids, "terms": 3 * query, "pixels": 4 * image, "best": best}
+
+
 class Convolution(nn.Module):
     """Whole numbers in, whole numbers out: exact in any layout and in bf16."""
 

@@ -581,6 +581,40 @@ def tokens(pad: str, more: str = "") -> str:
     )
 
 
+def _lengths(pad: str, **parameters: str) -> str:
+    """The config of models.Lengths with PAD for two of its inputs."""
+    text = 'backend: "pytorch_py"\nmax_batch_size: 8\n'
+    for name in ("ids", "query", "image"):
+        text += tensor("input", name, [-1], "INT64", "allow_ragged_batch: true")
+    for name in ("y", "terms", "pixels", "best"):
+        text += tensor("output", name, [-1], "INT64")
+    for key, value in {"PAD": pad, **parameters}.items():
+        escaped = value.replace('"', '\\"')
+        text += f'parameters {{ key: "{key}" value {{ string_value: "{escaped}" }} }}\n'
+    return text + "instance_group [{ kind: KIND_CPU count: 1 }]\n" + _TOGETHER
+
+
+def _cut(ids: int, query: int, y: int, terms: int) -> Call:
+    """A request of these lengths, whose outputs must have these lengths."""
+
+    def ones(length: int, size: int) -> np.ndarray[Any, Any]:
+        return np.pad(np.ones((1, length), np.int64), ((0, 0), (0, size - length)))
+
+    image, best = np.ones((1, 5), np.int64), np.arange(5)[None]
+    return Call(
+        {"ids": ones(ids, ids), "query": ones(query, query), "image": image},
+        {
+            "y": 2 * ones(ids, y),
+            "terms": 3 * ones(query, terms),
+            "pixels": 4 * image,
+            "best": best,
+        },
+    )
+
+
+_NOT_CUT = ("output 'y' keeps its padding", "output 'best' keeps its padding")
+
+
 def _convolution(**parameters: str) -> str:
     return config({"x": [2, 4, 4]}, {"y": [3, 4, 4]}, parameters=parameters)
 
@@ -642,6 +676,39 @@ RUNTIMES = (
                 _tokens(2, 5),
             ),
         ),
+    ),
+    Scenario(
+        "padded_and_built_again",
+        python(models.Tokens, models.CountedTokens),
+        tokens(
+            '{"ids": {"multiple_of": 4, "mask": "mask"}}',
+            'parameters { key: "MODEL_CLASS" value { string_value: "CountedTokens" } }\n',
+        ),
+        (_tokens(1, 3), _tokens(2, 4)),
+        logs=("the warm-up has changed calls",),
+    ),
+    Scenario(
+        "padded_outputs_of_other_lengths",
+        python(models.Lengths),
+        _lengths('{"ids": {"multiple_of": 5}, "query": {"multiple_of": 5}}'),
+        batches=((_cut(3, 5, 3, 5), _cut(5, 2, 5, 2)),),
+    ),
+    Scenario(
+        "padded_outputs_listed",
+        python(models.Lengths),
+        _lengths(
+            '{"ids": {"multiple_of": 5, "outputs": ["y"]},'
+            ' "query": {"multiple_of": 5, "outputs": []}}',
+            WARMUP="false",
+        ),
+        batches=((_cut(3, 5, 3, 5), _cut(5, 2, 5, 5)),),
+    ),
+    Scenario(
+        "padded_without_warm_up",
+        python(models.Lengths),
+        _lengths('{"ids": {"multiple_of": 5}, "query": {"outputs": ["terms"]}}', WARMUP="false"),
+        logs=_NOT_CUT,
+        batches=((_cut(3, 5, 5, 5), _cut(5, 2, 5, 2)),),
     ),
     Scenario(
         "compiler_missing",

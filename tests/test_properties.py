@@ -322,7 +322,7 @@ def _padded_engine(pad: Mapping[str, Any], rows: Rows) -> Engine:
         ),
         outputs=(build.spec("y", "INT64", (-1,)), build.spec("kept", "INT64", (-1,))),
         max_batch_size=16,
-        pad={"ids": {**pad, "mask": "mask"}},
+        pad={"ids": {**pad, "mask": "mask", "outputs": ["y", "kept"]}},
     )
     loaded = Loaded(build.artifact(), _identity, Signature(_ARGUMENTS), None, rows)
     surroundings = runtime.create(Options(), torch.device("cpu"), ())

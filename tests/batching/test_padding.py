@@ -160,25 +160,26 @@ def _count(padding: Padding, counts: Counts, items: list[Any]) -> None:
 
 
 _EIGHT = torch.arange(8)
+_LISTED: dict[str, Any] = {"outputs": ["y"]}
 
 
 @pytest.mark.parametrize(
-    ("dims", "side", "named", "output", "expected"),
+    ("dims", "pad", "output", "expected"),
     [
-        ((-1,), "left", [], _EIGHT.reshape(2, 4), [[2, 3], [4, 5, 6, 7]]),
-        ((-1, 1), "right", [], _EIGHT.reshape(2, 4, 1), [[[0], [1]], [[4], [5], [6], [7]]]),
-        ((1, -1), "right", ["y"], _EIGHT.reshape(2, 1, 4), [[[0, 1]], [[4, 5, 6, 7]]]),
-        ((1, -1), "right", [], _EIGHT.reshape(2, 1, 4), [[[0, 1, 2, 3]], [[4, 5, 6, 7]]]),
-        ((-1,), "right", [], torch.arange(6).reshape(2, 3), [[0, 1, 2], [3, 4, 5]]),
-        ((4,), "right", [], torch.zeros(2, 4), [[0.0] * 4] * 2),
+        ((-1,), _LISTED | {"side": "left"}, _EIGHT.reshape(2, 4), [[2, 3], [4, 5, 6, 7]]),
+        ((-1, 1), _LISTED, _EIGHT.reshape(2, 4, 1), [[[0], [1]], [[4], [5], [6], [7]]]),
+        ((1, -1), _LISTED, _EIGHT.reshape(2, 1, 4), [[[0, 1]], [[4, 5, 6, 7]]]),
+        ((-1,), {"outputs": []}, _EIGHT.reshape(2, 4), [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ((-1,), _LISTED, torch.arange(6).reshape(2, 3), [[0, 1, 2], [3, 4, 5]]),
+        ((4,), {}, torch.zeros(2, 4), [[0.0] * 4] * 2),
     ],
-    ids=["left", "more behind", "named axis", "axis not named", "own length", "fixed length"],
+    ids=["left", "more behind", "other axis", "not listed", "own length", "fixed length"],
 )
-def test_outputs_get_their_own_lengths(
-    dims: tuple[int, ...], side: str, named: list[str], output: Tensor, expected: list[Any]
+def test_listed_outputs_get_their_own_lengths(
+    dims: tuple[int, ...], pad: dict[str, Any], output: Tensor, expected: list[Any]
 ) -> None:
-    """Outputs as long as the padded input are cut, on the side that was padded."""
-    padding = create((IDS,), (spec("y", "FP32", dims),), ids={"side": side, "outputs": named})
+    """Listed outputs as long as the padded input are cut, on the side that was padded."""
+    padding = create((IDS,), (spec("y", "FP32", dims),), ids=pad)
     items: list[Any] = [{"ids": torch.zeros(1, length)} for length in (2, 4)]
     outcomes: list[dict[str, Any]] = [{"y": output[row : row + 1]} for row in range(2)]
     padding.cut(outcomes, items, {"ids": (2, 4)})
@@ -186,9 +187,46 @@ def test_outputs_get_their_own_lengths(
     assert all(outcome["y"].is_contiguous() for outcome in outcomes)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "cut", "warned"),
+    [
+        pytest.param([(8, 8), (6, 6)], True, False, id="follows"),
+        pytest.param([(8, 8), (6, 8)], False, False, id="equal once"),
+        pytest.param([(8, 8), (8, 8)], False, True, id="one length"),
+        pytest.param([], False, True, id="no warm-up"),
+    ],
+)
+def test_outputs_that_follow_a_length(
+    sizes: list[tuple[int, int]], cut: bool, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a list, an output is cut if it was as long as the padded input at two lengths."""
+    padding = create((IDS,), (spec("y"),), ids={})
+    for padded, size in sizes:
+        padding.cut([{"y": torch.zeros(1, size)}], [{}], {"ids": (1, padded)})
+    padding.choose_cuts()
+    outcomes: list[dict[str, Any]] = [{"y": torch.zeros(1, 4)}]
+    padding.cut(outcomes, [{"ids": torch.zeros(1, 2)}], {"ids": (1, 4)})
+    assert outcomes[0]["y"].shape == (1, 2 if cut else 4)
+    assert ('{"ids": {"outputs": ["y"]}}' in caplog.text) is warned
+
+
+def test_inputs_of_one_length() -> None:
+    """The warm-up shortens padded inputs together, then each alone, with its mask."""
+    padding = create((IDS, MASK, spec("types")), ids={"mask": "mask"}, types={"multiple_of": 4})
+    item = {name: torch.zeros(1, 5) for name in ("ids", "mask", "types")}
+    assert [
+        {name: value.shape[1] for name, value in shorter.items()}
+        for shorter in padding.shortened(item)
+    ] == [
+        {"ids": 4, "mask": 4, "types": 4},
+        {"ids": 4, "mask": 4, "types": 5},
+        {"ids": 5, "mask": 5, "types": 4},
+    ]
+
+
 def test_strings_are_cut_too() -> None:
     """Strings for padding are not sent."""
-    padding = create((IDS,), (spec("y", "BYTES"),), ids={})
+    padding = create((IDS,), (spec("y", "BYTES"),), ids=_LISTED)
     words = np.array([["a", "b", "?"]], dtype=np.object_)
     outcomes: list[dict[str, Any]] = [{"y": words}]
     padding.cut(outcomes, [{"ids": torch.zeros(1, 2)}], {"ids": (1, 3)})

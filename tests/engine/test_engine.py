@@ -60,7 +60,7 @@ def test_inference_mode(mode: bool) -> None:
 
 def test_padded_inputs_whose_shape_forward_changes() -> None:
     """Outputs are cut to the lengths that requests sent, also if forward() reshapes its inputs."""
-    served = engine(lambda x: 2 * x.unsqueeze_(1).squeeze(1), pad={"x": {}})
+    served = engine(lambda x: 2 * x.unsqueeze_(1).squeeze(1), pad={"x": {"outputs": ["y"]}})
     for lengths in ([2, 4], [3]):
         sent: list[Any] = [{"x": torch.ones(1, length)} for length in lengths]
         outcomes: list[Any] = list(served.run(sent))

@@ -476,7 +476,7 @@ def test_frames_are_cleared_before_the_retry(freed: list[int]) -> None:
         (ANY_ROWS, {"check_finite": True}),
         (Rows(4, 8), {}),
         (ANY_ROWS, {"batch_buckets": (2, 8, 32)}),
-        (ANY_ROWS, {"pad": {"x": {"multiple_of": 4}}}),
+        (ANY_ROWS, {"pad": {"x": {"multiple_of": 4, "outputs": ["y"]}}}),
     ],
 )
 def test_everything_at_once(
@@ -613,6 +613,11 @@ def test_values_that_are_not_finite(value: float, rows: int) -> None:
 def test_padding_that_is_not_finite() -> None:
     """Outputs for padding are not checked."""
     x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
-    served = engine(Model(), inputs=(x,), pad={"x": {"value": float("inf")}}, check_finite=True)
+    served = engine(
+        Model(),
+        inputs=(x,),
+        pad={"x": {"value": float("inf"), "outputs": ["y"]}},
+        check_finite=True,
+    )
     sent = [*items([1.0], length=3), *items([2.0], length=6)]
     assert check(sent, served.run(sent), OutputError) == []

@@ -112,7 +112,19 @@ class Padding:
         for name, setting in settings.items():
             if "mask" in setting:
                 self._add_mask(config, name, setting["mask"])
-        self._cuts = tuple(self._find_cuts(config, settings))
+        self._cuts = list(self._listed_cuts(config, settings))
+        listed = {cut.output for cut in self._cuts}
+        # The padded length and the output's size in each call of the warm-up.
+        self._possible_cuts: dict[_Cut, set[tuple[int, int]]] = {
+            _Cut(spec.name, axis, name, axis, self.pads[name].left): set()
+            for name, setting in settings.items()
+            if "outputs" not in setting
+            for spec in config.outputs
+            for axis in _free_axes(spec)
+            if axis in self.pads[name].axes and spec.name not in listed
+        }
+        if config.options.warmup is False:
+            self.choose_cuts()
 
     def _parse_pad(self, config: ModelConfig, name: str, setting: Mapping[str, Any]) -> Pad:
         spec = self._specs.get(name)
@@ -158,27 +170,69 @@ class Padding:
         if spec.optional:
             self.masks[mask] = name
 
-    def _find_cuts(self, config: ModelConfig, settings: Mapping[str, Any]) -> Iterator[_Cut]:
+    def _listed_cuts(self, config: ModelConfig, settings: Mapping[str, Any]) -> Iterator[_Cut]:
         outputs = {spec.name: spec for spec in config.outputs}
-        named = {
-            output: name
-            for name, setting in settings.items()
-            for output in setting.get("outputs", ())
-        }
-        for output in named:
-            if output not in outputs or -1 not in outputs[output].dims:
-                raise _refusal(config, f"the output '{output}'", "outputs with dims of -1")
-        for output, spec in outputs.items():
-            axes = list(_free_axes(spec))
-            if output in named:
-                name = named[output]
-                for axis, input_axis in zip(axes, self.pads[name].axes, strict=False):
-                    yield _Cut(output, axis, name, input_axis, self.pads[name].left)
-                continue
-            for axis in axes:
-                padded = next((name for name in settings if axis in self.pads[name].axes), None)
-                if padded is not None:
-                    yield _Cut(output, axis, padded, axis, self.pads[padded].left)
+        for name, setting in settings.items():
+            pad = self.pads[name]
+            for output in setting.get("outputs", ()):
+                axes = list(_free_axes(outputs[output])) if output in outputs else []
+                if not axes:
+                    raise _refusal(config, f"the output '{output}'", "outputs with dims of -1")
+                for axis, input_axis in zip(axes, pad.axes, strict=False):
+                    yield _Cut(output, axis, name, input_axis, pad.left)
+
+    def shortened(self, item: Item) -> Iterator[Item]:
+        """Yield the item with shorter values in all padded axes, then in each alone.
+
+        Calls with them show which output follows the length of which input.
+        """
+        axes = [
+            (name, place)
+            for name, pad in self.pads.items()
+            if name in item and name not in self._masked
+            for place in range(len(pad.axes))
+        ]
+        for chosen in (axes, *([axis] for axis in axes)):
+            shorter = dict(item)
+            for name, place in chosen:
+                masks = (mask for mask, masked in self._masked.items() if masked == name)
+                for padded in (name, *masks):
+                    value, pad = shorter[padded], self.pads[padded]
+                    axis = pad.axes[place]
+                    size = pad.padded_shape([value.shape])[axis] - pad.multiple_of
+                    if isinstance(value, Tensor) and size > 0:
+                        shorter[padded] = value.narrow(axis, 0, size).contiguous()
+            yield shorter
+
+    def choose_cuts(self) -> None:
+        """Choose the outputs to cut: those that were as long as a padded input in each call.
+
+        Calls with at least two lengths are needed; without them, a warning is logged.
+        """
+        unknown: dict[tuple[str, int], _Cut] = {}
+        for cut, sizes in self._possible_cuts.items():
+            if len({padded for padded, _ in sizes}) <= 1:
+                unknown.setdefault((cut.output, cut.axis), cut)
+            elif all(padded == size for padded, size in sizes):
+                self._cuts.append(cut)
+        self._possible_cuts.clear()
+        for cut in self._cuts:
+            unknown.pop((cut.output, cut.axis), None)
+        for cut in unknown.values():
+            log.warning(
+                "model '%s': output '%s' keeps its padding: no warm-up with two lengths has shown"
+                " whether it is as long as the padded input '%s'. List the outputs to cut in PAD:"
+                ' {"%s": {"outputs": ["%s"]}}, or [] for none.',
+                self._model,
+                cut.output,
+                cut.input,
+                cut.input,
+                cut.output,
+            )
+
+    def take_cuts(self, other: Padding) -> None:
+        """Cut the outputs that a padding of the same config has chosen."""
+        self._cuts, self._possible_cuts = other._cuts, other._possible_cuts
 
     def fill(self, item: Item) -> Item:
         """Return the item with masks for those that its request left out."""
@@ -263,6 +317,12 @@ class Padding:
         shapes: Mapping[str, Sequence[int]],
     ) -> None:
         """Cut outputs to the lengths of their items."""
+        for cut, sizes in self._possible_cuts.items():
+            if cut.input in shapes:
+                padded = shapes[cut.input][cut.input_axis]
+                for outcome in outcomes:
+                    shape = outcome[cut.output].shape
+                    sizes.add((padded, shape[cut.axis] if cut.axis < len(shape) else 0))
         for cut in self._cuts:
             if cut.input not in shapes:
                 continue

@@ -52,6 +52,7 @@ class Engine:
         grouping: groups the items of a run.
         device: the device that the model runs on.
         guard: the context for work on tensors of the device.
+        padding: pads inputs and cuts outputs; None: PAD is not set.
         pads_batches: whether batches are padded or filled up to a bucket.
     """
 
@@ -73,7 +74,7 @@ class Engine:
         self._runtime, self._clean = device_runtime, device_runtime.clean
         self.sharing = sharing_report.report(config, loaded)
         self.counts = Counts()
-        padding = Padding(config) if config.options.pad else None
+        padding = self.padding = Padding(config) if config.options.pad else None
         # PAD creates masks on the model's own stream.
         self._admitting = self.guard if padding else contextlib.nullcontext
         self._names = StateColumns(config).outputs
