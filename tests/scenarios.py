@@ -224,6 +224,13 @@ NAMES = (
         config({"x": [4]}, {"second": [4], "first": [4]}),
         (Call({"x": _X}, {"first": _X + 1, "second": _X + 2}),),
     ),
+    Scenario(  # LibTorch does not know the fields of a tuple
+        "script_named_tuple_in_order",
+        script(models.ReturnsNamedTuple()),
+        config({"x": [4]}, {"a": [4], "b": [4]}),
+        (Call({"x": _X}, {"a": _X + 1, "b": _X + 2}),),
+        logs=("the output names a, b are not among the result's first, second",),
+    ),
 )
 
 FILES = (
@@ -1430,6 +1437,27 @@ LOAD_ERRORS = (
         config({"INPUT0": [4], "MASK": [4]}, {"OUTPUT0": [4]}),
         "has no MASK",
         "INPUT0, INPUT1",
+    ),
+    refused(
+        "output_key_misspelt",
+        python(models.Tokens),
+        config({"ids": [4], "mask": [4]}, {"cuont": [1]}),
+        "the outputs cuont do not fit what forward() returns, dict with y, count",
+        "expected names among y, count",
+        "Did you mean count?",
+    ),
+    refused(
+        "script_output_key_misspelt",
+        script(models.Tokens()),
+        config({"ids": [4], "mask": [4]}, {"z": [4], "counts": [1]}),
+        "the outputs z, counts do not fit what forward() returns, dict with y, count",
+        "Did you mean count?",
+    ),
+    refused(
+        "output_field_misspelt",
+        python(models.Pair, models.ReturnsNamedTuple),
+        config({"x": [4]}, {"frist": [4]}),
+        "Did you mean first?",
     ),
     refused(
         "input_missing",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.batching.counters import Counts
+from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.batching.padding import MOST_GROWTH, Pad, Padding
 from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.errors import ConfigError
@@ -213,7 +214,7 @@ def test_outputs_that_follow_a_length(
 def test_inputs_of_one_length() -> None:
     """The warm-up shortens padded inputs together, then each alone, with its mask."""
     padding = create((IDS, MASK, spec("types")), ids={"mask": "mask"}, types={"multiple_of": 4})
-    item = {name: torch.zeros(1, 5) for name in ("ids", "mask", "types")}
+    item: Item = {name: torch.zeros(1, 5) for name in ("ids", "mask", "types")}
     assert [
         {name: value.shape[1] for name, value in shorter.items()}
         for shorter in padding.shortened(item)

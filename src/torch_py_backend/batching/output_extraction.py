@@ -6,6 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,16 +29,24 @@ Verify: TypeAlias = "Callable[[object, int], Value]"
 class OutputExtractor:
     """Extracts the config's outputs from results and checks them.
 
-    `of` is the name of the function that returns the results, for messages.
+    Args:
+        config: the config of the model.
+        of: the name of the function that returns the results, for messages.
+        torchscript: the function is TorchScript's, which follows Triton's LibTorch backend.
     """
 
-    def __init__(self, config: ModelConfig, of: str = "forward()") -> None:
+    def __init__(
+        self, config: ModelConfig, of: str = "forward()", *, torchscript: bool = False
+    ) -> None:
         self._model = config.name
         self._of = of
         self._specs = config.outputs
         self._names = tuple(spec.name for spec in config.outputs)
         self._carried = tuple(state.output for state in config.untyped_states)
         self._verify = verifiers(config)
+        self._bind = partial(
+            results.bind_outputs, fields_optional=torchscript or config.python_runtime
+        )
         # Bound to the structure of the first result.
         self._outputs: results.OutputBinding | None = None
 
@@ -49,9 +58,9 @@ class OutputExtractor:
             OutputError: the result contradicts the config, or its structure differs from the first.
         """
         if self._outputs is None:
-            outputs = results.bind_outputs(self._model, self._names, result, self._of)
+            outputs = self._bind(self._model, self._names, result, self._of)
             if self._carried:
-                states = results.bind_outputs(self._model, self._carried, result, self._of)
+                states = self._bind(self._model, self._carried, result, self._of)
                 self._outputs = lambda result: [*outputs(result), *states(result)]
             else:
                 self._outputs = outputs

@@ -79,7 +79,9 @@ class Engine:
         self._admitting = self.guard if padding else contextlib.nullcontext
         self._names = StateColumns(config).outputs
         self._finite = Finite(config) if config.options.check_finite else None
-        self._extractor = OutputExtractor(config, f"{loaded.returns}()")
+        self._extractor = OutputExtractor(
+            config, f"{loaded.returns}()", torchscript=loaded.signature.torchscript
+        )
         extract: Extract = self._extractor.extract
         clone: Callable[[Value], Value] = gather_scatter.clone
         self.grouping: Grouping | HookedPipeline

@@ -20,7 +20,7 @@ from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.request_parameters import Parameters
-from torch_py_backend.errors import BackendError, InputError, OutputError, join_names, summarize
+from torch_py_backend.errors import BackendError, InputError, OutputError, summarize
 from torch_py_backend.hooks.preprocessing import (
     NUMBERED,
     ROWS,
@@ -30,7 +30,7 @@ from torch_py_backend.hooks.preprocessing import (
     by_name,
 )
 from torch_py_backend.hooks.user_hooks import Hooks, Tree
-from torch_py_backend.signature.arguments import ArgumentType, Signature, is_path, ordinal
+from torch_py_backend.signature.arguments import ArgumentType, Signature
 from torch_py_backend.signature.binding import bind_inputs
 from torch_py_backend.signature.calls import InputBinding
 
@@ -87,7 +87,6 @@ class HookedPipeline:
         self._specs = {spec.name: spec for spec in config.outputs}
         self._extractor = OutputExtractor(row_config, "postprocess()")
         self._names = tuple(self._specs)
-        self._named = not any(is_path(name) or ordinal(name) is not None for name in self._names)
         self._finite = Finite(config) if config.options.check_finite else None
         self._prepared = Stage("prepare", self._prepare)
         self._forward = Stage("forward", self._call_module)
@@ -279,14 +278,6 @@ class HookedPipeline:
     def _convert_outputs(self, result: Tree) -> Tree:
         """Convert lists and arrays in the result of postprocess() to the types of the outputs."""
         if isinstance(result, Mapping):
-            if self._named and self._specs and result.keys().isdisjoint(self._specs):
-                # The order of a dict without the name of any output must not be relied on.
-                keys = join_names(map(str, result)) or "nothing"
-                raise OutputError(
-                    self._model,
-                    f"postprocess() returned a dict with {keys}",
-                    expected=f"the outputs {', '.join(self._names)}",
-                )
             return {
                 name: self._convert_output(self._specs.get(name), part)
                 for name, part in result.items()

@@ -1,14 +1,15 @@
 """Bind output names to the leaves of forward()'s result.
 
 The name of an output is, in this order: a key or field of the result; a path, `RESULT`,
-`RESULT[0]`, `RESULT[key][1]`; or `<name>__<number>`, the number of a leaf in the result's order. If
-no name matches, outputs are bound in the config's order; as in Triton's LibTorch backend, also if
-only some names are numbers and the result has no keys or fields.
+`RESULT[0]`, `RESULT[key][1]`; or `<name>__<number>`, the number of a leaf in the result's order.
+Outputs of a result without keys and fields are bound in the config's order if no name matches; as
+in Triton's LibTorch backend, also if only some names are numbers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,12 @@ class _Leaf(NamedTuple):
 
 
 def bind_outputs(
-    model: str, names: Sequence[str], result: object, of: str = "forward()"
+    model: str,
+    names: Sequence[str],
+    result: object,
+    of: str = "forward()",
+    *,
+    fields_optional: bool = False,
 ) -> OutputBinding:
     """Bind output names to the leaves of results with the structure of a sample result.
 
@@ -48,6 +54,8 @@ def bind_outputs(
         result: the result of forward() for a sample: a tensor or a list of strings, in any nesting
             of tuples, lists, mappings, dataclasses and named tuples.
         of: the function that returned it, for messages.
+        fields_optional: bind the fields of a named tuple in the config's order if no name matches,
+            as Triton's own backends do, which know no fields.
 
     Raises:
         BindingError: a name matches no leaf, or there are more names than leaves.
@@ -64,7 +72,11 @@ def bind_outputs(
     indices = [index for index in positions if index is not None and index < len(leaves)]
     unknown = [index is None for index in positions]
     unmatched = not any(is_path(name) or name in fields for name in names)
-    if unmatched and len(names) <= len(leaves) and (all(unknown) or (any(unknown) and not fields)):
+    if fields:
+        in_order = fields_optional and isinstance(result, tuple) and all(unknown)
+    else:
+        in_order = any(unknown)
+    if in_order and unmatched and len(names) <= len(leaves):
         if fields or not all(unknown):
             log.warning(
                 "model '%s': the output names %s %s; they are taken in the result's order.",
@@ -77,10 +89,13 @@ def bind_outputs(
         indices = list(range(len(names)))
     if len(indices) < len(names) or len(set(indices)) < len(indices):
         valid = [*aliases, *(f"OUTPUT__{index}" for index in range(len(leaves)))]
+        misspelt = (name for name in names if name not in aliases)
+        meant = [key for name in misspelt for key in difflib.get_close_matches(name, fields, n=1)]
         raise BindingError(
             model,
             f"the outputs {join_names(names)} do not fit what {of} returns, {_describe(result)}",
             expected=f"names among {join_names(valid)}",
+            cure=f"Did you mean {join_names(meant)}?" if meant else "",
         )
     return _selector([leaves[index] for index in indices], result)
 
