@@ -231,6 +231,23 @@ NAMES = (
         (Call({"x": _X}, {"a": _X + 1, "b": _X + 2}),),
         logs=("the output names a, b are not among the result's first, second",),
     ),
+    Scenario(  # as LibTorch serves it
+        "script_of_other_dims",
+        script(models.AddSub()),
+        config({"INPUT0": [4], "INPUT1": [4]}, {"OUTPUT__0": [2, 2], "OUTPUT__1": [-1]}),
+        (Call({"INPUT0": _A, "INPUT1": _B}, {"OUTPUT__0": _A + _B, "OUTPUT__1": _A - _B}),),
+        logs=(
+            "output 'OUTPUT__0' is [8, 4], and config.pbtxt says [-1, 2, 2]",
+            "it is served as it is. Write dims: [ 4 ] into config.pbtxt.",
+        ),
+    ),
+    Scenario(
+        "script_of_other_dims_without_a_batch",
+        script(models.Negate()),
+        config({"x": [-1, 4]}, {"y": [-1, 5]}, max_batch_size=0),
+        (_NEGATED,),
+        logs=("output 'y' is [8, 4], and config.pbtxt says [-1, 5]", "Write dims: [ -1, 4 ]"),
+    ),
 )
 
 FILES = (
@@ -1478,6 +1495,16 @@ LOAD_ERRORS = (
         "the warm-up with x [8, 4] failed",
         "output 'y' is float32 [8, 4]",
         "expected float32 [-1, 5]",
+        "Write dims: [ 4 ] into config.pbtxt.",
+    ),
+    refused(
+        "script_output_of_another_type",
+        script(models.Negate()),
+        'backend: "pytorch_py"\nmax_batch_size: 8\n'
+        + tensor("input", "x", [4])
+        + tensor("output", "y", [4], "FP16"),
+        "output 'y' is float32 [8, 4]; expected float16 [-1, 4]",
+        "Write data_type: TYPE_FP32 into config.pbtxt.",
     ),
     refused(
         "html_page",

@@ -90,6 +90,29 @@ def test_tensor_that_contradicts_the_config_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("part", "dtype", "dims", "overrides", "advice"),
+    [
+        (torch.ones(3, 5), "FP32", (2,), {}, "Write dims: [ 5 ] into"),
+        (torch.ones(3, 5, 6), "FP32", (-1, 2), {}, "Write dims: [ -1, 6 ] into"),
+        (torch.ones(3), "FP32", (2,), {}, "Write dims: [ 1 ] into"),
+        (torch.ones(5), "FP32", (2, 2), ONE, "Write dims: [ 5 ] into"),
+        (torch.ones(4, 5), "FP32", (2,), {}, ""),
+        (FLAT.double(), "FP32", (2,), {}, "Write data_type: TYPE_FP64 into"),
+        (torch.ones(3, 5), "INT8", (2,), {}, "Write data_type: TYPE_FP32 and dims: [ 5 ] into"),
+        (FLAT.to(torch.complex64), "FP32", (2,), {}, ""),
+        ([["a"] * 5] * 3, "BYTES", (2,), {}, "Write dims: [ 5 ] into"),
+        ([["\ud800"] * 2] * 3, "BYTES", (2,), {}, ""),
+    ],
+)
+def test_refusals_say_what_to_write(
+    part: Any, dtype: str, dims: tuple[int, ...], overrides: dict[str, Any], advice: str
+) -> None:
+    """The type and the dims of a result with the right number of rows can be copied."""
+    message = refusal(part, dtype, dims, **overrides)
+    assert message.endswith(f". {advice} config.pbtxt." if advice else " as in config.pbtxt.")
+
+
+@pytest.mark.parametrize(
     ("part", "dtype"),
     [(torch.rand(3, 16), "FP32"), ([["a"] * 16] * 3, "BYTES")],
     ids=["numbers", "strings"],
@@ -97,14 +120,17 @@ def test_tensor_that_contradicts_the_config_is_refused(
 def test_other_shapes_are_served_without_checks(
     part: Any, dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With CHECK_OUTPUTS off other shapes are served, as by LibTorch, with one warning."""
-    config = build.config(outputs=(build.spec("y", dtype, (2,)),), check_outputs=False)
-    (verify,) = output_extraction.verifiers(config)
-    for _ in range(2):
-        assert list(verify(part, ROWS).shape) == list(np.array(part).shape)
-    (message,) = caplog.messages
-    assert "output 'y' is [3" in message
-    assert "config.pbtxt says [-1, 2]" in message
+    """TorchScript's other shapes are served, as by LibTorch, with one warning."""
+    config = build.config(outputs=(build.spec("y", dtype, (2,)),))
+    for how in (
+        output_extraction.verifiers(config, torchscript=True),
+        output_extraction.verifiers(build.config(outputs=config.outputs, check_outputs=False)),
+    ):
+        caplog.clear()
+        for _ in range(2):
+            assert list(how[0](part, ROWS).shape) == list(np.array(part).shape)
+        (message,) = caplog.messages
+        assert "output 'y' is [3, 16], and config.pbtxt says [-1, 2]" in message
 
 
 @pytest.mark.parametrize(
@@ -119,7 +145,7 @@ def test_other_shapes_are_served_without_checks(
 def test_unservable_shapes_are_refused(part: Tensor, reshaped: bool) -> None:
     """A wrong number of rows, or a shape for Triton's reshape, is refused even then."""
     spec = dataclasses.replace(build.spec("y", dims=(2,)), reshaped=reshaped)
-    (verify,) = output_extraction.verifiers(build.config(outputs=(spec,), check_outputs=False))
+    (verify,) = output_extraction.verifiers(build.config(outputs=(spec,)), torchscript=True)
     with pytest.raises(OutputError):
         verify(part, ROWS)
 

@@ -256,7 +256,6 @@ FEATURES = (
             TWO_INPUTS,
             tensor("output", "OUTPUT0", [16]),
             tensor("output", "OUTPUT1", [3]),
-            CHECK_OUTPUTS="false",
         ),
         (Call({"INPUT0": A, "INPUT1": B}, MIXED),),
         logs=("output 'OUTPUT0' is [8, 3], and config.pbtxt says [-1, 16]",),

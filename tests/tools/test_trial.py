@@ -253,7 +253,7 @@ def test_report(tmp_path: Path) -> None:
 
 
 def test_rule_of_names(tmp_path: Path) -> None:
-    """The report says what ties names to arguments, and warns where only the order does."""
+    """The report says what ties names to arguments, and warns of TorchScript's liberties."""
 
     class Net(torch.nn.Module):
         def forward(self, INPUT0: torch.Tensor, INPUT1: torch.Tensor) -> torch.Tensor:
@@ -261,11 +261,16 @@ def test_rule_of_names(tmp_path: Path) -> None:
 
     (tmp_path / "1").mkdir()
     torch.jit.script(Net()).save(tmp_path / "1" / "model.pt")
-    given = build.arguments(input=[_X | {"name": "INPUT__1"}, _X | {"name": "INPUT0"}])
+    given = build.arguments(
+        input=[_X | {"name": "INPUT__1"}, _X | {"name": "INPUT0"}],
+        output=[_X | {"name": "y", "dims": [5]}],
+    )
     report = trial.inspect(given | {"model_repository": str(tmp_path)})
     assert report["binding"] == "in the config's order"
     assert report["inputs"] == ["INPUT__1 FP32 [4] → INPUT0", "INPUT0 FP32 [4] → INPUT1"]
-    assert any("INPUT__1, INPUT0 are not all arguments" in text for text in report["warnings"])
+    order, dims = report["warnings"]
+    assert "INPUT__1, INPUT0 are not all arguments" in order
+    assert "output 'y' is [8, 4], and config.pbtxt says [-1, 5]" in dims
 
 
 def test_states(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import ItemRows, Part, Strings, Value
-from torch_py_backend.config import pbtxt
+from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, OutputError, summarize
 from torch_py_backend.signature import results
@@ -43,7 +43,7 @@ class OutputExtractor:
         self._specs = config.outputs
         self._names = tuple(spec.name for spec in config.outputs)
         self._carried = tuple(state.output for state in config.untyped_states)
-        self._verify = verifiers(config)
+        self._verify = verifiers(config, torchscript=torchscript)
         self._bind = partial(
             results.bind_outputs, fields_optional=torchscript or config.python_runtime
         )
@@ -150,33 +150,35 @@ def unchecked(model: str, name: str, part: object) -> Value:
     return _array(model, name, part)
 
 
-def verifiers(config: ModelConfig) -> tuple[Verify, ...]:
-    """Return one for each output, in the config's order, then one for each state of STATE."""
+def verifiers(config: ModelConfig, *, torchscript: bool = False) -> tuple[Verify, ...]:
+    """Return one for each output, in the config's order, then one for each state of STATE.
+
+    Those for TorchScript accept other shapes than the config's, as Triton's LibTorch backend does.
+    """
     batched = config.max_batch_size > 0
+    any_shape = torchscript or not config.options.check_outputs
     return (
-        *(_verifier(config, spec) for spec in config.outputs),
+        *(_verifier(config, spec, any_shape=any_shape) for spec in config.outputs),
         *(_State(config.name, state.output, (), batched).verify for state in config.untyped_states),
     )
 
 
-def _verifier(config: ModelConfig, spec: TensorSpec) -> Verify:
+def _verifier(config: ModelConfig, spec: TensorSpec, *, any_shape: bool) -> Verify:
     # A batch output is verified in one dimension, and split later.
     flat = any(batch_output.name == spec.name for batch_output in config.batch_outputs)
     batched = config.max_batch_size > 0 and not flat
     dims = (-1,) if flat else (-1, *spec.dims) if batched else spec.dims
     # Triton's reshape needs the config's shape, and so do the states of sequences.
-    any_shape = not (
-        config.options.check_outputs or spec.reshaped or spec.origin is not Origin.CLIENT
-    )
+    any_shape = any_shape and not spec.reshaped and spec.origin is Origin.CLIENT
     if spec.dtype.torch is None:
-        return _Strings(config.name, spec.name, dims, batched, any_shape).verify
+        return _Strings(config.name, spec.name, dims, batched, any_shape, spec.reshaped).verify
     dtype: torch.dtype = getattr(torch, spec.dtype.torch)
     # Autocast and 16-bit weights change the type of outputs; the config has the type without them.
     options = config.options
     reduced = options.autocast is not None or options.weights_dtype is not None
     cast = options.cast_outputs or (reduced and dtype.is_floating_point)
     verify = _Tensor(
-        config.name, spec.name, dims, batched, any_shape, dtype=dtype, cast=cast
+        config.name, spec.name, dims, batched, any_shape, spec.reshaped, dtype=dtype, cast=cast
     ).verify
     if not flat:
         return verify
@@ -190,6 +192,7 @@ class _Output:
     Attributes:
         dims: the output's dims, with the batch dimension as -1.
         any_shape: whether other shapes are served with a warning, not refused.
+        reshaped: whether the config has a `reshape`, from which the dims come.
         warned: whether that warning was logged.
     """
 
@@ -198,23 +201,43 @@ class _Output:
     dims: tuple[int, ...]
     batched: bool
     any_shape: bool = False
+    reshaped: bool = False
     warned: bool = False
 
-    def serves(self, shape: tuple[int, ...]) -> bool:
+    def serves(self, shape: tuple[int, ...], rows: int) -> bool:
         """Return whether a shape that does not fit is served; log a warning for the first."""
         if not self.any_shape or not shape:
             return False
         if not self.warned:
             self.warned = True
             log.warning(
-                "model '%s': output '%s' is %s, and config.pbtxt says %s; it is served as it is,"
-                " because CHECK_OUTPUTS is false.",
+                "model '%s': output '%s' is %s, and config.pbtxt says %s; it is served as it is."
+                " %s",
                 self.model,
                 self.name,
                 list(shape),
                 list(self.dims),
+                self.cure(shape, rows),
             )
         return True
+
+    def cure(self, shape: Sequence[int], rows: int, data_type: str = "") -> str:
+        """Return a sentence with what to write into config.pbtxt for a result of this shape.
+
+        Empty: nothing would help, as where the number of rows is wrong.
+        """
+        fields = [f"data_type: {data_type}"] if data_type else []
+        has_rows = not self.batched or list(shape[:1]) == [rows]
+        if has_rows and not pbtxt.fits(shape, self.dims):
+            if len(shape) == len(self.dims):  # keep what varies
+                shape = [
+                    dim if dim == -1 else size for size, dim in zip(shape, self.dims, strict=True)
+                ]
+            sizes = ", ".join(map(str, shape[int(self.batched) :] or [1]))
+            fields.append(
+                f"reshape {{ shape: [ {sizes} ] }}" if self.reshaped else f"dims: [ {sizes} ]"
+            )
+        return f"Write {' and '.join(fields)} into config.pbtxt." if fields else ""
 
     def wrong_rows(self, size: int, rows: int) -> OutputError:
         return OutputError(
@@ -223,12 +246,13 @@ class _Output:
             expected="as many rows as the inputs have",
         )
 
-    def mismatch(self, actual: str, kind: str) -> OutputError:
+    def mismatch(self, actual: str, kind: str, cure: str = "") -> OutputError:
         dims = ", ".join(map(str, self.dims))
         return OutputError(
             self.model,
             f"output '{self.name}' is {actual}",
             expected=f"{kind} [{dims}] as in config.pbtxt",
+            cure=cure,
         )
 
 
@@ -250,7 +274,7 @@ class _Tensor(_Output):
         if part.dtype is not self.dtype:
             special = part.is_complex() or part.is_quantized or part.is_nested
             if not self.cast or special or part.layout is not torch.strided:
-                raise self.mismatch(_form(part), _short(self.dtype))
+                raise self.mismatch(_form(part), _short(self.dtype), self._cure(part, rows))
             part = part.to(self.dtype)
         if part.layout is not torch.strided or part.is_meta:
             raise self.mismatch(_form(part), "a dense tensor with values")
@@ -260,8 +284,8 @@ class _Tensor(_Output):
             if len(shape) == self.start and all(size == 1 for size in ones):
                 # Only dims of 1 are missing: [rows] for [-1, 1], a scalar for [1].
                 part = part.reshape(*shape, *ones)
-            elif not self.serves(shape):
-                raise self.mismatch(_form(part), _short(self.dtype))
+            elif not self.serves(shape, rows):
+                raise self.mismatch(_form(part), _short(self.dtype), self._cure(part, rows))
         if self.batched and shape[0] != rows:
             raise self.wrong_rows(shape[0], rows)
         # Triton's utilities require contiguous memory. numpy rejects tensors that require a
@@ -269,6 +293,15 @@ class _Tensor(_Output):
         if part.requires_grad or part.is_neg():
             part = part.detach().resolve_neg()
         return part.contiguous()
+
+    def _cure(self, part: Tensor, rows: int) -> str:
+        if part.is_nested or part.layout is not torch.strided:
+            return ""
+        try:
+            dtype = dtypes.from_torch(part.dtype)
+        except KeyError:  # Triton has no such type
+            return ""
+        return self.cure(part.shape, rows, "" if part.dtype is self.dtype else dtype.config)
 
     def _from_number(self, part: object) -> Tensor:
         """Convert a Python number without loss, allowed only without a batch dimension."""
@@ -337,8 +370,9 @@ class _Strings(_Output):
             if strings.ndim <= 1 and dims.count(-1) <= 1:
                 with contextlib.suppress(ValueError):
                     strings = strings.reshape(dims)
-            if not (pbtxt.fits(strings.shape, self.dims) or self.serves(strings.shape)):
-                raise self.mismatch(f"strings {list(strings.shape)}", "strings")
+            shape = strings.shape
+            if not (pbtxt.fits(shape, self.dims) or self.serves(shape, rows)):
+                raise self.mismatch(f"strings {list(shape)}", "strings", self.cure(shape, rows))
         if self.batched and strings.shape[0] != rows:
             raise self.wrong_rows(strings.shape[0], rows)
         return strings

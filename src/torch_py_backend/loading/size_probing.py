@@ -72,12 +72,13 @@ def probe(
             refused = _SIZE.search(message)
             if refused is None:
                 raise
-            leaf = int(refused["leaf"])
+            leaf, dim = int(refused["leaf"]), int(refused["dim"])
+            # Not the whole shape: rows that fill the batch are no client's.
             raise InputError(
                 config.name,
-                f"input '{names[leaf]}' is {list(leaves[leaf].shape)}",
-                expected=f"a size of {_RELATIONS[refused['relation']]} {refused['limit']} in"
-                f" dimension {refused['dim']}, for which the package was compiled",
+                f"input '{names[leaf]}' has the size {leaves[leaf].shape[dim]} in dimension {dim}",
+                expected=f"{_RELATIONS[refused['relation']]} {refused['limit']}, for which the"
+                " package was compiled",
             ) from error
 
     batched = config.max_batch_size > 0
