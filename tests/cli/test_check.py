@@ -10,13 +10,14 @@ from typing import Any
 import command_line
 import models
 import pytest
+import refused_configs
 import scenarios
 import typer
 from command_line import run, tree
 
 from torch_py_backend.cli.check import check
 from torch_py_backend.processes import child_process
-from torch_py_backend.server import preflight
+from torch_py_backend.server import preflight, triton_installation
 from torch_py_backend.tools import model_folder
 
 _NEGATE = models.source(models.Negate)
@@ -159,6 +160,33 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
     source = "return torch.relu(x) @ torch.ones(3, 2)"
     at = f"/raises_in_completion/1/helper.py:6 in refuse: {source}"
     assert reports["raises_in_completion"]["at"].endswith(at)
+
+
+@pytest.mark.parametrize("name", refused_configs.TABLE)
+def test_config_that_triton_refuses(
+    name: str, here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the server would refuse before the model loads is an error; tests/live compares."""
+    triton = triton_installation.TritonInstallation(
+        Path("/pytriton/bin/tritonserver"), tmp_path, tmp_path, ()
+    )
+    monkeypatch.setattr(triton_installation, "find", lambda: triton)
+    text, says = refused_configs.TABLE[name]
+    refused_configs.write(tmp_path, name, text)
+    (model,) = json.loads(run("check", "--json", str(tmp_path / name)).stdout)["models"]
+    assert model["error"].startswith(f"model '{name}': {says}")
+
+
+def test_the_last_line_counts_the_models(
+    here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It also counts the machine's problems."""
+    monkeypatch.setattr(preflight, "machine_problems", lambda: ["It is too small."])
+    _lay_out(tmp_path, "good", "other", "broken_config", "misspelt")
+    lines = run("check", str(tmp_path)).stdout.splitlines()
+    assert lines[-2:] == ["PROBLEM It is too small.", "1 OK, 2 FAILED, 1 SKIPPED, 1 PROBLEM"]
+    monkeypatch.setattr(preflight, "machine_problems", list)
+    assert run("check", str(tmp_path / "good")).stdout.splitlines()[-1] == "1 OK"
 
 
 def test_traceback_is_printed_below_the_error(here: None, tmp_path: Path) -> None:

@@ -213,15 +213,6 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]
         {"example_inputs": {"x": _X}},
         {"input": {"x": [2, 4]}, "output": {"OUTPUT__0": [1]}, "rows": 0},
     ),
-    "without dimensions": (
-        models.AddSub,
-        {"example_inputs": (torch.tensor(1.0), torch.tensor(2.0))},
-        {
-            "input": {"INPUT0": [], "INPUT1": []},
-            "output": {"OUTPUT__0": [1], "OUTPUT__1": [1]},
-            "rows": 0,
-        },
-    ),
     "nested": (
         Nested,
         {"example_inputs": (_X, {"bias": _X}, (_X, _X))},
@@ -680,6 +671,12 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         {"example_inputs": [_X, _X[0]]},
         ExampleError,
         "the examples differ in their inputs or in the dimensions of 'x'",
+    ),
+    "no dimensions": (
+        models.AddSub(),
+        {"example_inputs": (torch.tensor(1.0), torch.tensor(2.0))},
+        ExampleError,
+        "the value of 'INPUT0' in example_inputs has no dimensions, and there is no batch dim",
     ),
     "batch": (
         Total(),

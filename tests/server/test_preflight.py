@@ -139,9 +139,6 @@ def folder(tmp_path: Path) -> Path:
     ("text", "says"),
     [
         pytest.param(b'backend: "pytorch_py"\n', [], id="backend"),
-        pytest.param(
-            b'platform: "pytorch_libtorch"\n', ["digits: ", '"pytorch_py"'], id="platform"
-        ),
         pytest.param(b"max_batch_size: 8 # caf\xe9\n", [], id="not-utf-8"),
         pytest.param(b'backend: "pytorch_py" inputs [{ }]', [], id="parse-error"),
         pytest.param(
@@ -153,7 +150,7 @@ def folder(tmp_path: Path) -> Path:
     ],
 )
 def test_folder_problems(folder: Path, text: bytes, says: list[str]) -> None:
-    """A platform without `backend`, and an environment of the model's own, are noted.
+    """An environment of the model's own is noted.
 
     Nothing is said about a config that is unreadable.
     """
@@ -206,3 +203,19 @@ def test_backend_that_no_server_has(folder: Path, text: str | None, says: str) -
         preflight.other_backend(folder, pbtxt.read(folder))
     assert says in str(refusal.value)
     assert "pytorch" in str(refusal.value)
+
+
+@pytest.mark.parametrize("text", ['backend: "pytorch"', 'platform: "pytorch_libtorch"'])
+def test_backend_that_is_installed_as_pytorch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    """A server with this backend in place of LibTorch's serves its configs; others do not."""
+    backends = folder.parent / "backends"
+    triton = TritonInstallation(_NGC, backends / "python", folder, ())
+    monkeypatch.setattr(triton_installation, "find", lambda: triton)
+    (folder / "config.pbtxt").write_text(text)
+    with pytest.raises(ConfigError, match="which `serve` does not have"):
+        preflight.check_server(folder, pbtxt.read(folder))
+    (backends / "pytorch").mkdir(parents=True)
+    (backends / "pytorch" / "model.py").write_text("")
+    preflight.check_server(folder, pbtxt.read(folder))

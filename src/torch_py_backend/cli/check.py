@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -53,8 +54,9 @@ def check(
     else:
         for problem in problems:
             console.print(f"[red]PROBLEM[/] {escape(problem)}")
-        if not problems:
-            console.print("[green]OK[/]      this machine can run the server")
+        counts = Counter(map(_outcome, reports)) | Counter(PROBLEM=len(problems))
+        outcomes = [key for key in ("OK", "FAILED", "SKIPPED", "PROBLEM") if counts[key]]
+        console.print(", ".join(f"{counts[key]} {key}" for key in outcomes))
     failed = problems or any("error" in report for report in reports)
     raise typer.Exit(1 if failed else 0)
 
@@ -75,6 +77,7 @@ def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, 
                 expected="the folder's name; Triton refuses another",
             )
         preflight.check_execution_environment(folder, document)
+        preflight.check_server(folder, document)
         incomplete = completion.is_incomplete(document)
         version, document = model_folder.completed(folder, timeout)
         remaining = max(0.0, round(deadline - time.monotonic(), 1))
@@ -88,6 +91,11 @@ def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, 
     if incomplete:
         notes.append("config.pbtxt leaves out inputs or outputs; they come from the model.")
     return {"model": folder.name, "version": version, "notes": notes, **report}
+
+
+def _outcome(report: Mapping[str, Any]) -> str:
+    """Return the word with which a model's lines begin."""
+    return "FAILED" if "error" in report else "SKIPPED" if "skipped" in report else "OK"
 
 
 def _print_model(console: Console, report: Mapping[str, Any]) -> None:

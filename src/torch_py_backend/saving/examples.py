@@ -356,6 +356,13 @@ def _describe(
     if max_batch_size is None:
         max_batch_size = max(_BATCH_SIZE, _rows(first)) if batched else 0
     for name, value in first.items():
+        if not max_batch_size and value.ndim == 0:
+            raise ExampleError(
+                model,
+                f"the value of '{name}' in example_inputs has no dimensions, and there is no batch"
+                " dimension",
+                expected="at least one dimension, as Triton requires",
+            )
         shapes = [tuple(item[name].shape) if name in item else () for item in others]
         if any(len(shape) != value.ndim for shape in shapes) or any(
             item.keys() != first.keys() for item in others

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torch_py_backend.artifacts import file_types, repository
 from torch_py_backend.autocomplete import completion
-from torch_py_backend.config import model_config, pbtxt
+from torch_py_backend.config import conflicts, model_config, pbtxt
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import BackendError, InstallError, LoadError, join_names
 from torch_py_backend.processes import child_process
@@ -170,9 +170,10 @@ def completed(folder: Path, seconds: float = math.inf) -> tuple[str, JsonObject]
     """Return the latest version that is served, and the config, completed as by a server.
 
     Raises:
-        LoadError: the config cannot be read or completed.
+        LoadError: the config cannot be read or completed, or Triton refuses it.
     """
     document = pbtxt.read(folder)
+    conflicts.check_for_triton(folder.name, document)
     specific = document.get("version_policy", {}).get("specific", {})
     version = repository.latest(folder, specific.get("versions", ()))
     if completion.is_incomplete(document):
@@ -195,6 +196,7 @@ def inspect(
         LoadError: the model cannot be served, or its outputs differ from those in the file
             `reference`; the message says why.
     """
+    conflicts.check_for_triton(folder.name, document)
     path = None if reference is None else str(reference)
     return run("tools.trial:inspect", folder, version, document, seconds, reference=path)
 

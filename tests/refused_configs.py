@@ -1,0 +1,99 @@
+"""Configs that Triton refuses itself, before the backend sees the model, and what `check` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_SOURCE = "def double(x):\n    return {'y': x * 2}\n"
+_X = 'name: "x" data_type: TYPE_FP32'
+_Y = 'output [{ name: "y" data_type: TYPE_FP32 dims: [ -1 ] }]\n'
+_VECTOR = f"input [{{ {_X} dims: [ 4 ] }}]\n{_Y}"
+VALID = f'backend: "pytorch_py" max_batch_size: 8\n{_VECTOR}'
+
+
+def _input(fields: str, rows: int = 8) -> str:
+    return f'backend: "pytorch_py" max_batch_size: {rows}\ninput [{{ {_X} {fields} }}]\n{_Y}'
+
+
+# By the model's name: the text of its config.pbtxt, and a part of the error of `check`.
+TABLE: dict[str, tuple[str, str]] = {
+    "labels": (
+        VALID.replace("dims: [ -1 ]", 'dims: [ -1 ] label_filename: "no.txt"'),
+        "the label_filename of output 'y' is 'no.txt', which is not in the model's folder",
+    ),
+    "reshape": (
+        _input("dims: [ 4 ] reshape { shape: [ 3 ] }"),
+        "input 'x' has dims [4] and reshape [3]",
+    ),
+    "reshape_of_parts": (
+        _input("dims: [ 2, -1, 3 ] reshape { shape: [ 3, -1, 2 ] }"),
+        "input 'x' has dims [2, -1, 3] and reshape [3, -1, 2]",
+    ),
+    "reshape_to_scalar": (
+        _input("dims: [ 1 ] reshape { shape: [ ] }", rows=0),
+        "input 'x' has an empty reshape, and max_batch_size is 0",
+    ),
+    "no_size": (_input("dims: [ 0 ]"), "input 'x' has dims [0]"),
+    "negative_size": (_input("dims: [ 4, -2 ]"), "input 'x' has dims [4, -2]"),
+    "format": (
+        _input("format: FORMAT_NCHW dims: [ 4 ]"),
+        "input 'x' has format: FORMAT_NCHW and 1 dims",
+    ),
+    "shape_tensor": (
+        _input("dims: [ 4 ] is_shape_tensor: true"),
+        "input 'x' has is_shape_tensor",
+    ),
+    "negative_batch": (_input("dims: [ 4 ]", rows=-1), "max_batch_size is -1"),
+    "preferred": (
+        f"{VALID}dynamic_batching {{ preferred_batch_size: [ 4, 16 ] }}",
+        "preferred_batch_size is [4, 16], and max_batch_size is 8",
+    ),
+    "preferred_of_sequences": (
+        f"{VALID}sequence_batching {{ oldest {{ preferred_batch_size: [ 0 ] }} }}",
+        "preferred_batch_size is [0], and max_batch_size is 8",
+    ),
+    "default_priority": (
+        f"{VALID}dynamic_batching {{ priority_levels: 2 default_priority_level: 5 }}",
+        "dynamic_batching has priority_levels: 2, and names the levels [5]",
+    ),
+    "priority_policy": (
+        VALID + "dynamic_batching { priority_levels: 2 default_priority_level: 1"
+        " priority_queue_policy { key: 3 value { max_queue_size: 5 } } }",
+        "dynamic_batching has priority_levels: 2, and names the levels [1, 3]",
+    ),
+    "ordered_priorities": (
+        VALID + "dynamic_batching { preserve_ordering: true priority_levels: 2"
+        " default_priority_level: 1 }",
+        "preserve_ordering is set, and priority_levels is 2",
+    ),
+    "gpus_of_cpu": (
+        f"{VALID}instance_group [{{ kind: KIND_CPU gpus: [ 0 ] }}]",
+        "instance_group has gpus: [0], and its kind is KIND_CPU",
+    ),
+    "gpus_of_model": (
+        f"{VALID}instance_group [{{ kind: KIND_MODEL gpus: [ 0 ] }}]",
+        "instance_group has gpus: [0], and its kind is KIND_MODEL",
+    ),
+    "renamed": (f'name: "other"\n{VALID}', "config.pbtxt names the model 'other'"),
+    "versions": (
+        f"{VALID}version_policy {{ specific {{ versions: [ 7 ] }} }}",
+        "the model folder has none of the versions that version_policy names",
+    ),
+    "platform": (
+        f'platform: "pytorch_libtorch" max_batch_size: 8\n{_VECTOR}',
+        "the platform is 'pytorch_libtorch'",
+    ),
+    "backend": (f'backend: "pytorch" max_batch_size: 8\n{_VECTOR}', "the backend is 'pytorch'"),
+    "metrics": (
+        VALID + 'model_metrics { metric_control [{ metric_identifier { family: "f" }'
+        " histogram_options { buckets: [ 1 ] } }] }",
+        "config.pbtxt has model_metrics",
+    ),
+}
+
+
+def write(repository: Path, name: str, text: str) -> None:
+    """Write a model folder; the model itself is valid."""
+    (repository / name / "1").mkdir(parents=True)
+    (repository / name / "1" / "model.py").write_text(_SOURCE)
+    (repository / name / "config.pbtxt").write_text(text)
