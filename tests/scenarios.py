@@ -784,6 +784,23 @@ def _poisoned(count: int) -> tuple[Call, ...]:
     )
 
 
+# The text of a client is in the message of the exception.
+_READS_NUMBERS = """\
+import torch
+
+
+def read(text: list[str]) -> torch.Tensor:
+    return torch.tensor([[float(number)] for number in text])
+"""
+
+
+def _number(text: str, expected: Arrays | Refused) -> Call:
+    return Call({"text": np.array([[text]], dtype=np.object_)}, expected)
+
+
+_NUMBER = _number("2.5", {"y": np.array([[2.5]], np.float32)})
+
+
 def _doubled(value: int, size: int) -> Call:
     x = np.full((1, size), value, dtype=np.float32)
     return Call({"x": x}, Refused(500, ("ValueError: seven",)) if value == 7 else {"y": 2 * x})
@@ -820,6 +837,19 @@ POISON = (
                 if place in (3, 17)
                 else Call({"x": _row(place)}, {"y": _row(place)})
                 for place in range(_BATCH)
+            ),
+        ),
+    ),
+    Scenario(
+        "poison_of_slashes",
+        text(_READS_NUMBERS),
+        config({}, {"y": [1]}, more=_TOGETHER, parameters={"WARMUP": "false"})
+        + tensor("input", "text", [1], "STRING"),
+        batches=(
+            (
+                _NUMBER,
+                _number("/" * 10_000, Refused(500, ("could not convert string to float",))),
+                _NUMBER,
             ),
         ),
     ),

@@ -1,4 +1,6 @@
 import inspect
+import subprocess
+import sys
 
 import build
 import pytest
@@ -119,6 +121,25 @@ def test_joined_names(count: int, text: str) -> None:
 def test_summary(message: str, text: str) -> None:
     """The text is one line with type and message, without folders of the server."""
     assert summarize(ValueError(message)) == f"ValueError{text}"
+
+
+_LONG_TEXTS = """
+import itertools
+from torch_py_backend import errors
+
+parts = ("/", "/a", "/@/", "//a ", "/a/b ", "'/", "'/a/b", "0x", "1.1.", " at ", "file:///", "\\n")
+for quote, part, count in itertools.product(("", "'", '"', "'\\""), parts, (10_000, 1_000_000)):
+    text = f"invalid: {quote}{part * count}"
+    assert len(errors.summarize(ValueError(text))) <= 500
+    assert len(errors.summarize(ValueError(f"TorchScript interpreter\\n{text}"))) <= 500
+    assert len(errors.sanitize_line(text)) <= 500
+"""
+
+
+def test_summary_of_long_texts() -> None:
+    """A message with a client's text of 10,000 slashes, or of others, is read in linear time."""
+    # In a process of its own: a search holds the GIL, so nothing here could end it.
+    subprocess.run([sys.executable, "-c", _LONG_TEXTS], check=True, timeout=120)
 
 
 def test_summary_of_other_exceptions() -> None:

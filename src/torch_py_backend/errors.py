@@ -272,10 +272,13 @@ class ArchiveError(BackendError):
 _MEGABYTE = 1 << 20
 _SHOWN = 8
 _LONGEST = 500
+# What is searched of a message, which may contain megabytes of a client's text. A search holds the
+# GIL, so the patterns below must also take linear time. A path has at most 4,096 bytes.
+_SEARCHED = 8192
 # Absolute folders before a name; not after a letter (1/2/3, ../a/b), and not in a URL.
 _PATH = re.compile(r"((?<=file://)|(?<![\w./])(?<!:/))/(?:[\w.@+~-]+/)+(?=[\w.@+~-])")
 # The same in quotes, where names of folders may contain blanks.
-_QUOTED_PATH = re.compile(r"""(['"])/(?:[^'"]*/)+(?=[^'"/]+\1)""")
+_QUOTED_PATH = re.compile(r"""(['"])/[^'"]*/(?=[^'"/]+\1)""")
 _MEMORY_ADDRESS = re.compile(r"( at)? 0x[0-9a-fA-F]{6,}")
 _NETWORK_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
 _TORCHSCRIPT = "TorchScript interpreter"
@@ -301,11 +304,13 @@ def summarize(error: BaseException) -> str:
     all printable: text that cannot be sent would fail the whole batch.
     """
     try:
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        message = str(error).strip()
     except Exception:  # raised by __str__ of a class in the model's code
-        lines = []
-    # A message of TorchScript is a traceback; its last line is the message of the cause.
-    text = _sanitized(lines[-1] if lines and _TORCHSCRIPT in lines[0] else " ".join(lines[:1]))
+        message = ""
+    text = _first_line(message)
+    if _TORCHSCRIPT in text:  # a traceback, whose last line is the message of the cause
+        text = message.rpartition("\n")[2][:_SEARCHED]
+    text = _sanitized(text)
     kind = type(error).__name__
     if text.startswith(f"{kind}:") or not text:
         return (text or kind)[:_LONGEST]
@@ -314,8 +319,12 @@ def summarize(error: BaseException) -> str:
 
 def sanitize_line(text: str) -> str:
     """Return the message of another model's error in one line that may be sent to clients."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return _sanitized(" ".join(lines[:1]))[:_LONGEST]
+    return _sanitized(_first_line(text.strip()))[:_LONGEST]
+
+
+def _first_line(text: str) -> str:
+    """Return the first line of a stripped text, at most `_SEARCHED` characters of it."""
+    return next(iter(text[:_SEARCHED].splitlines()), "").rstrip()
 
 
 def _sanitized(text: str) -> str:

@@ -277,6 +277,18 @@ def test_endless_recursion() -> None:
     assert len(error.traceback.splitlines()) < 300
 
 
+def test_long_messages() -> None:
+    """A client's text of megabytes in an exception is cut: logging it would fill /dev/shm."""
+
+    def judge(x: Tensor) -> None:
+        raise ValueError("/" * 10_000_000)
+
+    (error,) = engine(Model(judge)).run(items([1.0]))
+    assert isinstance(error, ForwardError)
+    assert "in judge" in error.traceback
+    assert len(error.traceback) < 200_000
+
+
 def test_every_retry_is_announced() -> None:
     """The callback that resets a call's time limit runs before each retry."""
     model = Model(bad)

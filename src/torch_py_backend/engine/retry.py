@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 
 # Log only the innermost frames of a traceback: an endless recursion has a thousand.
 _FRAMES = -64
+# The log gets the beginning and the end of a longer traceback: an exception's message may contain
+# megabytes of a client's text, and Triton passes log messages through shared memory.
+_MAX_CHARACTERS = 1 << 16
 
 E = TypeVar("E", bound=BackendError)
 
@@ -270,6 +273,8 @@ class RetryPolicy:
         `called` is the name of the model's function that raised it, if not an attempt's.
         """
         text = "".join(traceback.format_exception(error, limit=_FRAMES)).rstrip()
+        if len(text) > 2 * _MAX_CHARACTERS:
+            text = f"{text[:_MAX_CHARACTERS]} […] {text[-_MAX_CHARACTERS:]}"
         memory = faults.out_of_memory(error)
         cause = self._fatal_cause(error)
         if cause is not None:
