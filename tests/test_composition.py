@@ -287,3 +287,75 @@ def test_in_a_server(
     (response,) = served_model.execute([request(1)])
     assert response.error().code() == TritonError.INVALID_ARG
     assert response.error().message() == "model 'other': it answers: no such digit."
+
+
+_IN_FORWARD = """\
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = model("other")(x=x)["x"]
+        if bool((x < 0).any()):
+            raise ValueError("a bad value")
+        return y
+"""
+_CAUGHT_AT_LOAD = _IN_FORWARD.replace(
+    'y = model("other")(x=x)["x"]',
+    """try:
+            y = model("other")(x=x)["x"]
+        except NoServerError:
+            y = x""",
+)
+_BEFORE_COLLATE = """\
+class Fails(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x < 0).any()):
+            raise ValueError("a bad value")
+        return x
+
+
+class Hooks:
+    def preprocess(self, x: Tensor) -> Tensor:
+        return model("other")(x=x.unsqueeze(0))["x"][0]
+
+    def collate(self, items: list) -> Tensor:
+        return torch.stack(items)
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "path"),
+    [(_IN_FORWARD, "general"), (_CAUGHT_AT_LOAD, "fast"), (_BEFORE_COLLATE, "general")],
+    ids=["in forward", "fast path", "before collate"],
+)
+@pytest.mark.parametrize("retried", ["", "true"], ids=["default", "retried"])
+def test_batches_that_called_other_models(
+    code: str,
+    path: str,
+    retried: str,
+    tmp_path: Path,
+    process: None,
+    served: dict[str, Answer],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A batch that fails is not run again: the other model would get its rows twice."""
+    monkeypatch.setattr(composition, "_transport", composition._StandIns({}))
+    head = "import torch\nfrom torch import Tensor, nn\n"
+    head += "from torch_py_backend.composition import model\n"
+    head += "from torch_py_backend.errors import NoServerError\n"
+    build.write(tmp_path, "model.py", head + code)
+    rows: list[int] = []
+
+    def counted(sent: InferenceRequest) -> InferenceResponse:
+        rows.append(len(sent.inputs()[0].as_numpy()))
+        return echo(sent)
+
+    served["other"] = counted
+    options = {"RETRY_FAILED_BATCH": {"string_value": retried}} if retried else {}
+    served_model = TritonPythonModel()
+    served_model.initialize(
+        build.arguments(parameters=options) | {"model_repository": str(tmp_path)}
+    )
+    assert f"{path} path" in "".join(logged("info"))
+    responses = served_model.execute([request(value) for value in (1, -1, 3, 4)])
+    failed = [response.error() is not None for response in responses]
+    assert failed == ([False, True, False, False] if retried else [True] * 4)
+    assert (sum(rows) == 4) is not bool(retried)

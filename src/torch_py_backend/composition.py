@@ -47,6 +47,7 @@ class Model:
         Raises:
             CallError: the model does not exist, refuses the inputs, fails, or exceeds the timeout.
         """
+        count_call()
         return _transport.send(self, inputs)
 
     async def asynchronously(self, /, **inputs: object) -> Results:
@@ -55,10 +56,19 @@ class Model:
         Raises:
             CallError: as for a synchronous call.
         """
+        count_call()
         return await _transport.send_async(self, inputs)
 
 
 model = Model
+# The number of calls so far. A batch that has called other models is not run again.
+calls = 0
+
+
+def count_call() -> None:
+    """Count a call of another model."""
+    global calls  # noqa: PLW0603  as `_transport`
+    calls += 1
 
 
 class Transport(Protocol):

@@ -161,15 +161,87 @@ def _await(wanted: dict[str, list[float]]) -> None:
 
 def test_slots(tmp_path: Path) -> None:
     """Without states all slots are run: a row for each, zeros for empty ones."""
-    controls = scenarios.control("START", "START", "fp32_false_true: [0, 1]")
-    controls += scenarios.control("READY", "READY", "fp32_false_true: [0, 1]")
-    controls += scenarios.control("END", "END", "int32_false_true: [0, 1]")
+    controls = _CONTROLS + _READY + scenarios.control("END", "END", "int32_false_true: [0, 1]")
     more = scenarios.sequencing(strategy="direct { }", controls=controls)
     loaded = Loaded(tmp_path, models.Slots, more)
     first = [loaded.request(1, "s", id=5), loaded.request(10, "s", id=6)]
     assert loaded.send(*first) == [1, 10]
     assert loaded.send(loaded.request(np.nan, id=0), loaded.request(10, id=6)) == [1, 20]
     assert loaded.send(loaded.request(1, id=5), loaded.request(10, id=6)) == [2, 30]
+
+
+class Tallies(nn.Module):
+    """Keeps its own state by CORRID; fails after it has changed it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.totals: dict[int, Tensor] = {}
+
+    def forward(self, x: Tensor, START: Tensor, CORRID: Tensor) -> Tensor:
+        names = CORRID.flatten().tolist()
+        for name, row, start in zip(names, x, START.flatten().tolist(), strict=True):
+            self.totals[name] = row + (0 if start else self.totals.get(name, 0))
+        if bool((x == -1).any()):
+            raise ValueError("no -1")
+        return torch.stack([self.totals[name] for name in names])
+
+
+_CONTROLS = scenarios.control("START", "START", "fp32_false_true: [0, 1]")
+_READY = scenarios.control("READY", "READY", "fp32_false_true: [0, 1]")
+_DIRECT = scenarios.sequencing(strategy="direct { }", controls=_CONTROLS + _READY)
+
+
+@pytest.mark.parametrize("strategy", ["direct { }", "oldest { max_candidate_sequences: 8 }"])
+def test_models_with_states_of_their_own_are_not_retried(strategy: str, tmp_path: Path) -> None:
+    """A second call would count the batch's good requests twice."""
+    controls = _CONTROLS + scenarios.control("CORRID", "CORRID", "data_type: TYPE_UINT64")
+    more = scenarios.sequencing(strategy=strategy, controls=controls)
+    loaded = Loaded(tmp_path, Tallies, more)
+
+    def send(flags: str, *values: float) -> list[Any]:
+        return loaded.send(*(loaded.request(v, flags, id=at) for at, v in enumerate(values, 5)))
+
+    assert send("s", 1, 2, 3) == [1, 2, 3]
+    assert send("", 10, -1, 30) == [TritonError.INTERNAL] * 3
+    assert send("", 100, 100, 100) == [111, 101, 133]
+
+
+class Spoken(nn.Module):
+    """Keeps its own state by the place in the batch, and takes texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.totals = torch.zeros(8, 4)
+
+    def forward(self, x: Tensor, text: list[str], START: Tensor, READY: Tensor) -> Tensor:
+        rows = x.shape[0]
+        kept = self.totals[:rows] * (1 - START)
+        self.totals[:rows] = torch.where(READY > 0, kept + x, self.totals[:rows])
+        return self.totals[:rows].clone()
+
+
+@pytest.mark.parametrize("unread", [True, False], ids=["unreadable", "no UTF-8"])
+def test_a_refused_request_keeps_its_slot(unread: bool, tmp_path: Path) -> None:
+    """It only fills its slot, and begins its sequence: those of others keep their slots' state."""
+    loaded = Loaded(tmp_path, Spoken, _DIRECT + scenarios.tensor("input", "text", [1], "STRING"))
+    refused = TritonError.INVALID_ARG
+
+    def request(value: float, flags: str = "", text: bytes = b"a") -> Any:
+        sent = loaded.request(value, flags)
+        texts = fake_triton.Tensor("text", np.array([[text]], dtype=np.object_))
+        return fake_triton.InferenceRequest([*sent.inputs(), texts], turn=sent._turn)
+
+    def bad(flags: str = "") -> Any:
+        sent = request(20, flags, b"a" if unread else b"\xff")
+        broken = [_Unreadable("x", sent.inputs()[0].as_numpy())] if unread else sent.inputs()[:1]
+        return fake_triton.InferenceRequest([*broken, *sent.inputs()[1:]], turn=sent._turn)
+
+    assert loaded.send(request(1, "s"), request(2, "s"), request(3, "s")) == [1, 2, 3]
+    assert loaded.send(request(10), bad(), request(30)) == [11, refused, 33]
+    assert loaded.send(request(1), bad(), bad()) == [12, refused, refused]
+    assert loaded.send(bad(), bad(), bad()) == [refused] * 3
+    assert loaded.send(bad("s"), request(100), request(100)) == [refused, 102, 133]
+    assert loaded.send(request(5), request(0), request(0)) == [5, 102, 133]
 
 
 def test_fillers_of_every_kind_are_blank() -> None:

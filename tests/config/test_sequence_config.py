@@ -60,23 +60,25 @@ def test_schedulers(
     batching: dict[str, Any], rows: int, expected: tuple[int, float, float]
 ) -> None:
     """Slots, idle time and delay are those of Triton's schedulers."""
-    assert parsed(batching, max_batch_size=rows) == SequenceConfig(*expected, (), ())
+    direct = "oldest" not in batching
+    assert parsed(batching, max_batch_size=rows) == SequenceConfig(*expected, (), (), direct)
 
 
 @pytest.mark.parametrize(
-    ("control", "dtype"),
+    ("control", "dtype", "idle"),
     [
-        ({"int32_false_true": [0, 1]}, "INT32"),
-        ({"bool_false_true": [False, True]}, "BOOL"),
-        ({"data_type": "TYPE_UINT64"}, "UINT64"),
-        ({"data_type": "TYPE_STRING"}, "BYTES"),
+        ({"int32_false_true": [0, 1]}, "INT32", None),
+        ({"bool_false_true": [False, True]}, "BOOL", None),
+        ({"kind": "CONTROL_SEQUENCE_READY", "fp32_false_true": [-1, 1]}, "FP32", -1),
+        ({"data_type": "TYPE_UINT64"}, "UINT64", None),
+        ({"data_type": "TYPE_STRING"}, "BYTES", None),
     ],
 )
-def test_controls(control: dict[str, Any], dtype: str) -> None:
-    """The type of a control follows from the values that are set."""
+def test_controls(control: dict[str, Any], dtype: str, idle: float | None) -> None:
+    """The type of a control follows from the values that are set; READY has one for no request."""
     empty = {"int32_false_true": [], "fp32_false_true": [], "data_type": "TYPE_INVALID"}
     config = parsed({"control_input": [{"name": "c", "control": [{**empty, **control}]}]})
-    assert config.controls == (ControlInput("c", dtypes.from_triton(dtype)),)
+    assert config.controls == (ControlInput("c", dtypes.from_triton(dtype), idle),)
 
 
 @pytest.mark.parametrize(

@@ -427,6 +427,9 @@ def test_no_retry_if_disabled() -> None:
     assert check(sent, served.run(sent), OutOfMemoryError) == list(range(8))
     assert check(sent, served.run(sent), OutOfMemoryError) == []
     assert model.calls == [8, 4, 4]
+    model._judge = above(1)
+    assert check(sent, served.run(sent), OutOfMemoryError) == [0, 1, 2, 3, 4, 5]
+    assert model.calls[3:] == [4, 2, 1, 1]
     assert served.counts.memory_splits == 0
 
 

@@ -12,6 +12,7 @@ from streamed import Recorder, engine, item, run
 from torch import Tensor
 
 from torch_py_backend.batching.gather_scatter import Value
+from torch_py_backend.composition import model, stand_in
 from torch_py_backend.errors import ForwardError, OutOfMemoryError, OutputError
 from torch_py_backend.streaming.streams import Streams
 
@@ -121,6 +122,21 @@ def test_without_retry() -> None:
     _run(model, *pairs, retry_failed_batch=False)
     assert all(isinstance(recorder.error, ForwardError) for _, recorder in pairs)
     assert model.sizes == [4]
+
+
+def test_steps_that_call_other_models() -> None:
+    """A step that has called another model and fails is not run again for halves of its streams."""
+
+    class Calls(Counter):
+        def step(self, states: list[State]) -> list[tuple[State | None, Tensor]]:
+            model("other")()
+            return super().step(states)
+
+    failing, pairs = Calls(fails_at=30), _kept(4)
+    with stand_in({"other": dict}):
+        _run(failing, *pairs)
+    assert all(isinstance(recorder.error, ForwardError) for _, recorder in pairs)
+    assert failing.sizes == [4]
 
 
 def test_steps_shrink_when_memory_runs_out() -> None:

@@ -18,6 +18,7 @@ import triton_python_backend_utils as pb_utils
 from torch import Tensor
 from torch.utils import dlpack
 
+from torch_py_backend import composition
 from torch_py_backend.adapter import answering, messages
 from torch_py_backend.adapter.messages import Request, Response
 from torch_py_backend.batching import gather_scatter
@@ -67,8 +68,8 @@ def build(engine: Engine, general: answering.Answering[Any], plain: PlainCall) -
         columns, sizes, arrays = batch
         rows = columns[0].shape[0]
         counts.rows += rows
-        result: Any = None
         failure: Failure | None = None
+        recovery.calls_before = composition.calls
         gathered = clock()
         try:
             result = forward(*columns)

@@ -6,25 +6,35 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import triton_python_backend_utils as pb_utils
 from torch import Tensor
 
 from torch_py_backend.adapter import messages
 from torch_py_backend.adapter.messages import Request
-from torch_py_backend.batching import runtime
+from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.gather_scatter import Item, Outcome
+from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.config.model_config import Origin
 from torch_py_backend.engine.engine import Engine
+from torch_py_backend.errors import BackendError
 from torch_py_backend.sequences.state_store import Sequences, Step
 
 _SECONDS = 1.0
+
+
+class _Unreadable(dict[str, Any]):
+    """The controls of a request whose inputs cannot be read."""
+
+    error: BackendError
 
 
 class SequenceReader:
     """Reads and runs the requests of one instance's sequences.
 
     If the config has no states (the model keeps its own, by CORRID or by the position in the
-    batch), all requests are run as they come, including those that only fill a slot.
+    batch), all requests are run as they come, including those that only fill a slot. With the
+    direct strategy, a refused request also fills its slot: those of others must not shift.
 
     Attributes:
         sequences: the states of the sequences; None: the config has no states.
@@ -43,6 +53,10 @@ class SequenceReader:
         self._starts = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
         self._ends = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
         self._guard = engine.guard
+        self._engine = engine
+        self._in_slots = config.keeps_slots
+        controls = config.sequencing.controls if config.sequencing is not None else ()
+        self._idle = {entry.name: entry.idle for entry in controls if entry.idle is not None}
         self.sequences: Sequences | None = None
         self.run: Callable[[Sequence[Any]], Sequence[Outcome]] = engine.run
         self._closed = threading.Event()
@@ -56,6 +70,8 @@ class SequenceReader:
                 daemon=True,
             )
             self._thread.start()
+        elif self._in_slots:
+            self.run = self._run_in_slots
 
     def read(self, request: Request) -> Item | Step:
         """Return a request's step; its item if the config has no states.
@@ -63,14 +79,14 @@ class SequenceReader:
         A request that cannot be read still begins and ends its sequence: the next request must not
         get the state of an older sequence with the same ID.
         """
-        if self.sequences is None:
-            if request.correlation_id():
-                return messages.read_some(request, self._names)
-            self._fills = True
-            return self._blank(messages.read_some(request, self._names))
         flags = request.flags()
         name = request.correlation_id()
         starts, ends = bool(flags & self._starts), bool(flags & self._ends)
+        if self.sequences is None:
+            self._fills |= not name
+            item = self._read_with_slot(request)
+            item = item if name else self._blank(item)
+            return Step(name, starts, ends, item) if self._in_slots else item
         if not name:
             self._fills = True
             return Step(name, starts, ends, {})
@@ -86,6 +102,48 @@ class SequenceReader:
         if not self._fills:
             return len(requests)
         return sum(1 for request in requests if request.correlation_id())
+
+    def _read_with_slot(self, request: Request) -> Item:
+        """Return a request's item; if it cannot be read but has a slot, its controls."""
+        try:
+            return messages.read_some(request, self._names)
+        except Exception as error:
+            if not self._in_slots:
+                raise
+            controls = self._names.difference(self._sent)
+            item = _Unreadable(messages.read_some(request, controls))
+            item.error = self._engine.recovery.unreadable(error)
+        return item
+
+    def _run_in_slots(self, steps: Sequence[Step]) -> Sequence[Outcome]:
+        """Run steps of a model that keeps states by their places; refused ones fill their slots."""
+        grouping = self._engine.grouping
+        assert isinstance(grouping, Grouping)  # noqa: S101  hooks are refused for sequences
+        refused: dict[int, BackendError] = {}
+        for place, step in enumerate(steps):
+            item = step.item
+            admitted = item.error if isinstance(item, _Unreadable) else grouping.admit(item)
+            if isinstance(admitted, BackendError):
+                refused[place] = admitted
+        # Triton sends batches of equal shapes.
+        shaped = [step.item for step in steps if not isinstance(step.item, _Unreadable)]
+        if not shaped:
+            return list(refused.values())
+        items = [
+            self._fill(step, shaped[0]) if place in refused else step.item
+            for place, step in enumerate(steps)
+        ]
+        outcomes = self._engine.run(items)
+        return [refused.get(place, outcome) for place, outcome in enumerate(outcomes)]
+
+    def _fill(self, step: Step, shaped: Item) -> Item:
+        """Return an item that only fills a refused step's slot; a first one begins its sequence."""
+        copies = {name: gather_scatter.clone(value) for name, value in shaped.items()}
+        controls = {name: step.item[name] for name in step.item if name not in self._sent}
+        if not step.starts:
+            idle = self._idle.items()
+            controls |= {n: np.full_like(controls[n], off) for n, off in idle if n in controls}
+        return self._blank(copies) | controls
 
     def _blank(self, item: Item) -> Item:
         """Zero the inputs of a request that only fills a slot: their memory is uninitialized."""

@@ -56,10 +56,15 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class ControlInput:
-    """An input with which Triton's sequence scheduler signals START, END, READY or CORRID."""
+    """An input with which Triton's sequence scheduler signals START, END, READY or CORRID.
+
+    Attributes:
+        idle: the value of a READY for a slot without a request; None: it is another control.
+    """
 
     name: str
     dtype: DType
+    idle: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +77,7 @@ class SequenceConfig:
         delay_s: seconds that Triton may delay a request to fill a batch.
         controls: inputs that Triton adds to each request.
         states: tensors that are kept between the requests of a sequence.
+        direct: whether each sequence has a place in the batch: the strategy `direct`.
     """
 
     slots: int
@@ -79,6 +85,7 @@ class SequenceConfig:
     delay_s: float
     controls: tuple[ControlInput, ...]
     states: tuple[State, ...]
+    direct: bool = True
 
 
 def parse(
@@ -111,25 +118,29 @@ def parse(
         controls=tuple(_parse_control(model, entry) for entry in batching.get("control_input", ())),
         states=tuple(_parse_state(model, entry) for entry in batching.get("state", ()))
         or tuple(State(name, path) for name, path in (state_paths or {}).items()),
+        direct=oldest is None,
     )
     _check_names(model, document, sequencing)
     return sequencing
 
 
 def _parse_control(model: str, entry: Document) -> ControlInput:
-    controls = entry.get("control") or [{}]
-    boolean = next((dtype for key, dtype in _BOOLEANS.items() if controls[0].get(key)), None)
-    if boolean:
-        dtype: DType | None = dtypes.from_triton(boolean)
+    control = (entry.get("control") or [{}])[0]
+    key = next((key for key in _BOOLEANS if control.get(key)), None)
+    idle = None
+    if key is None:
+        dtype = dtypes.from_config(control.get("data_type", "unset"))
     else:
-        dtype = dtypes.from_config(controls[0].get("data_type", "unset"))
+        dtype = dtypes.from_triton(_BOOLEANS[key])
+        if control.get("kind") == "CONTROL_SEQUENCE_READY":
+            idle = float(control[key][0])
     if dtype is None:
         raise ConfigError(
             model,
             f"the control input '{entry.get('name', '')}' has no type",
             expected=f"{', '.join(_BOOLEANS)}, or a data_type for CONTROL_SEQUENCE_CORRID",
         )
-    return ControlInput(entry["name"], dtype)
+    return ControlInput(entry["name"], dtype, idle)
 
 
 def _parse_state(model: str, entry: Document) -> State:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_py_backend import composition
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.counters import Counts
@@ -195,6 +196,8 @@ class Engine:
         configured = self.config.options.retry_failed_batch
         if configured is not None:
             return configured
+        if self.config.keeps_own_states:
+            return False
         effects = self.side_effects
         return (items > 1 or not effects.writes_inputs) and not effects.writes_buffers()
 
@@ -399,6 +402,7 @@ class Engine:
         with self.guard():  # what retries copy and join is on the model's own stream, too
             if self._limits or self.recovery.fatal is not None:
                 return self.recovery.run(group, copy_outputs=copy_outputs)
+            self.recovery.calls_before = composition.calls
             try:
                 return self._batch.call(group, copy_outputs=copy_outputs)
             except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import traceback
 from collections import deque
@@ -11,6 +12,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
+from torch_py_backend import composition
 from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Outcome, Rows, Value
@@ -57,7 +59,8 @@ class Failure:
         error: the error for the clients.
         text: the traceback; empty where it adds nothing to the error.
         memory: whether memory ran out.
-        repeats: whether every item would fail with this error.
+        repeats: whether no item is run again: every one would fail with this error, or the failed
+            call has called other models, which would get its rows twice.
     """
 
     error: BackendError
@@ -89,6 +92,7 @@ class RetryPolicy:
         reason: the cause of `fatal` in a few words.
         capacity: the limits on rows for one call.
         on_call: called before each call, which then gets a time limit of its own.
+        calls_before: `composition.calls` before the last attempt.
 
     Args:
         attempt: the stage that runs a group.
@@ -112,9 +116,12 @@ class RetryPolicy:
     ) -> None:
         self.fatal: UnavailableError | None = None
         self.reason = ""
-        self._batched = config.max_batch_size > 0
+        # Calls of fewer rows would shift the places by which a model may keep states.
+        self._batched = config.max_batch_size > 0 and not config.keeps_slots
         self.capacity = MemoryLimits(rows if self._batched else gather_scatter.ANY_ROWS)
         self.on_call: Callable[[], None] = lambda: None
+        self.calls_before = 0
+        self._retries_all = config.options.retry_failed_batch
         self._model = config.name
         self._attempt = attempt
         self._called = called
@@ -161,7 +168,8 @@ class RetryPolicy:
         if self.fatal is None and failure.memory and self._batched:
             shape, rows = _shape(group), sum(self._sizes(group))
             before = self.capacity.remembered(shape)
-            if self._lower_limit(shape, rows) and self._repeats(len(group.items)):
+            smaller = self._lower_limit(shape, rows)
+            if smaller and not failure.repeats and self._repeats(len(group.items)):
                 self._count_split(rows)
                 return self._run_in_parts(group, before, calls, copy_outputs=copy_outputs)
         final = failure.memory or failure.repeats or self.fatal is not None
@@ -208,12 +216,13 @@ class RetryPolicy:
             result = self._try(subgroup, copy_outputs=copy_outputs or bool(pending))
             if isinstance(result, Failure) and result.memory and self.fatal is None:
                 rows = sum(last - first for _, first, last in parts)
-                if self._lower_limit(shape, rows):
+                smaller = self._lower_limit(shape, rows)
+                if smaller and not result.repeats and self._repeats(2):  # parts are copies
                     self._count_split(rows)
                     pending.extendleft(reversed(parts))
                     continue
                 result = [self.refusal(result)] * len(parts)
-                never_fits = True
+                never_fits |= not smaller
             elif isinstance(result, Failure):
                 result = self.retry_or_refuse(subgroup, result, calls, copy_outputs=True)
             for (place, _, _), outcome in zip(parts, result, strict=True):
@@ -260,6 +269,7 @@ class RetryPolicy:
         if self.fatal is not None:
             return Failure(self.fatal, repeats=True)
         self.on_call()
+        self.calls_before = composition.calls
         try:
             return self._attempt.call(group, copy_outputs=copy_outputs)
         except KeyboardInterrupt:
@@ -291,6 +301,8 @@ class RetryPolicy:
             failure = Failure(error, shown, repeats=isinstance(error, LoadError))
         else:
             failure = Failure(ForwardError(self._model, error, called or self._called), text)
+        if composition.calls != self.calls_before and not self._retries_all:
+            failure = dataclasses.replace(failure, repeats=True)
         faults.release(error)
         if memory and cause is None:
             runtime.free()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_py_backend import composition
 from torch_py_backend.batching import runtime, trees
 from torch_py_backend.batching.gather_scatter import Item, Value, to_column
 from torch_py_backend.batching.grouping import Group, Grouping, count_rows
@@ -82,19 +83,23 @@ class _PreparedRow:
     Args:
         row: the result of preprocess().
         prepare: runs preprocess() once more, in this thread.
+        calls_others: whether that calls other models.
     """
 
-    __slots__ = ("_is_used", "_prepare", "_row")
+    __slots__ = ("_calls_others", "_is_used", "_prepare", "_row")
 
-    def __init__(self, row: Tree, prepare: Prepare) -> None:
+    def __init__(self, row: Tree, prepare: Prepare, *, calls_others: bool) -> None:
         self._row = row
         self._prepare = prepare
+        self._calls_others = calls_others
         self._is_used = False
 
     def use(self) -> Tree:
         """Return the row. Prepare it again if a batch that failed has used it."""
         if self._is_used:
             self._row = self._prepare()
+        elif self._calls_others:
+            composition.count_call()  # a batch that uses the row must not be run again
         self._is_used = True
         return self._row
 
@@ -148,6 +153,7 @@ class RowPreprocessor:
         if self._batched:
             rows = [{name: value[row, ...] for name, value in item.items()} for row in range(count)]
         copies = (copies or count > 1) and self._preprocess is not None
+        calls_before = composition.calls
         prepares = [partial(self._prepare_row, row, parameters, copies=copies) for row in rows]
         results: Sequence[Prepare] = prepares
         if self._threads is not None:
@@ -158,7 +164,7 @@ class RowPreprocessor:
                 ).result
                 for prepare in prepares
             ]
-        return partial(self._join, results, prepares)
+        return partial(self._join, results, prepares, calls_before)
 
     def _run_guarded(self, prepare: Prepare) -> Tree:
         with self._guard():  # thread-local
@@ -175,14 +181,18 @@ class RowPreprocessor:
         prepared = inputs.call(call, self.grouping.convert(inputs, columns))
         return trees.clone(prepared) if copies else prepared
 
-    def _join(self, results: Sequence[Prepare], prepares: Sequence[Prepare]) -> Item | InputError:
+    def _join(
+        self, results: Sequence[Prepare], prepares: Sequence[Prepare], calls_before: int
+    ) -> Item | InputError:
         """Return the item of a request's rows, or the refusal of one of them."""
         rows = [result() for result in results]
         refusal = next((row for row in rows if isinstance(row, InputError)), None)
         if refusal is not None:
             return refusal
         if self._collate is not None:
-            return {ROWS: request_parameters.column(map(_PreparedRow, rows, prepares))}
+            calls_others = composition.calls != calls_before
+            kept = map(partial(_PreparedRow, calls_others=calls_others), rows, prepares)
+            return {ROWS: request_parameters.column(kept)}
         tensors = [self._tensors(row) for row in rows]
         if not self._batched:
             return {**tensors[0]}

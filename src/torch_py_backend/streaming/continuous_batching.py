@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from torch_py_backend import composition
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Outcome
 from torch_py_backend.engine.bisection import MAX_CALLS, bisect
 from torch_py_backend.engine.engine import Engine
@@ -137,6 +138,7 @@ class Stepper:
     def _attempt(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult] | Failure:
         try:
             with self._calling():
+                self._engine.recovery.calls_before = composition.calls
                 # Context variables, such as a trace's context, are those of the first stream.
                 return batch[0].context.run(self._step, batch)
         except BaseException as error:  # its streams wait for a result, whatever was raised
