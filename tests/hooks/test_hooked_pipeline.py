@@ -441,8 +441,9 @@ def test_a_failed_batch_is_bisected(name: str, kind: type) -> None:
 
     hook: Callable[..., Any] = collate if name == "collate" else picky
     model = engine(doubled, {name: hook})
-    outcomes = model.run([item([1.0]), item([2.0]), item([-1.0]), item([3.0])])
+    outcomes: list[Any] = list(model.run([item([1.0]), item([2.0]), item([-1.0]), item([3.0])]))
     assert kinds(outcomes) == [dict, dict, kind, dict]
+    assert outcomes[2].reported is (kind is HookError)
     assert f"{name}() r" in str(outcomes[2])
 
 

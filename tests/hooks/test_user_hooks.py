@@ -195,6 +195,7 @@ def test_contradictions(
         (OSError("cannot identify image file"), True),
         (FileNotFoundError(2, "no labels"), False),
         (RuntimeError("no"), False),
+        (TypeError("unsupported operand"), False),
         (SystemExit(3), False),
     ],
 )
@@ -211,6 +212,29 @@ def test_client_errors(error: BaseException, refused: bool) -> None:
             hook()
         assert type(error).__name__ in str(raised.value)
         assert isinstance(raised.value, HookError) == (raised.value.__cause__ is error)
+
+
+_REFUSES = """\
+class Hooks:
+    def preprocess(self, x):
+        if x.sum() > 9:
+            raise ValueError("too much")
+        return int("no number")
+"""
+
+
+def test_refusals_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A refusal may be a mistake in preprocess(): the log has the first one of each line."""
+    hooks = load(tmp_path, _NET + _REFUSES)
+    assert hooks is not None
+    assert hooks.preprocess is not None
+    for value in (1.0, 10.0, 1.0, 10.0):
+        with pytest.raises(InputError):
+            hooks.preprocess(torch.tensor(value))
+    refusals = [record.getMessage().partition(". ")[0] for record in caplog.records]
+    begins = "model 'digits': preprocess() in model.py refuses an input at line"
+    number = "ValueError: invalid literal for int() with base 10: 'no number'"
+    assert refusals == [f"{begins} 14: {number}", f"{begins} 13: ValueError: too much"]
 
 
 # --- files -----------------------------------------------------------------------------------

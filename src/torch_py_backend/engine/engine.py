@@ -32,7 +32,7 @@ from torch_py_backend.engine.plain_call import Buffers, PlainCall
 from torch_py_backend.engine.retry import Failure, RetryPolicy, reported
 from torch_py_backend.engine.side_effects import SideEffects
 from torch_py_backend.engine.stream_calls import StreamCalls
-from torch_py_backend.errors import BackendError, InputError
+from torch_py_backend.errors import BackendError
 from torch_py_backend.hooks import hooked_pipeline
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 from torch_py_backend.hooks.user_hooks import Hooks
@@ -377,11 +377,7 @@ class Engine:
             raise
         except BaseException as error:
             failure = self.recovery.classify(error)
-        return (
-            failure.error
-            if isinstance(failure.error, InputError)
-            else self.recovery.refusal(failure)
-        )
+        return self.recovery.refusal(failure)
 
     def _run_admitted(self, items: Sequence[Item | BackendError]) -> Sequence[Outcome]:
         """Return the outcomes of admitted items, and the errors of those that were refused."""

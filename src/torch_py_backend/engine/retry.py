@@ -348,7 +348,12 @@ class RetryPolicy:
         return InputError(self._model, f"the request cannot be read: {reason}")
 
     def refusal(self, failure: Failure) -> BackendError:
-        """Return the error of a failure, marked for the log; `fatal` once there is that."""
+        """Return the error of a failure, marked for the log unless its client caused it.
+
+        Return `fatal` once there is that.
+        """
+        if self.fatal is None and isinstance(failure.error, InputError):
+            return failure.error
         return self.fatal or reported(failure.error, failure.text)
 
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch_py_backend.artifacts.discovery import HOOK_METHODS, Artifact, ArtifactType
@@ -30,6 +32,8 @@ from torch_py_backend.errors import (
 from torch_py_backend.loading import python_source
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.arguments import Passing, Signature
+
+log = logging.getLogger(__name__)
 
 # What the methods of a user take and return: trees of anything.
 Tree: TypeAlias = Any
@@ -62,6 +66,7 @@ class Hook:
         stage: the method.
         text: its declaration, for messages.
         takes_parameters: whether it takes the request's parameters.
+        file: the file that defines it.
     """
 
     model: str
@@ -69,6 +74,8 @@ class Hook:
     stage: Stage[Callable[..., Tree]]
     text: str
     takes_parameters: bool
+    file: Path = Path("model.py")
+    _logged: set[int | None] = field(default_factory=set)
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the method.
@@ -83,13 +90,28 @@ class Hook:
             raise
         except BaseException as error:
             # Decoders raise these for unreadable bytes; Pillow raises OSErrors without an errno.
-            unreadable = isinstance(error, ValueError | TypeError) or (
+            unreadable = isinstance(error, ValueError) or (
                 isinstance(error, OSError) and error.errno is None
             )
             if unreadable and self.name.startswith("preprocess"):
                 reason = summarize(error)
+                self._log_refusal(error)
                 raise InputError(self.model, f"{self.name}() refuses the input: {reason}") from None
             raise HookError(self.model, self.name, error) from error
+
+    def _log_refusal(self, error: BaseException) -> None:
+        """Log the first refusal of each line, which may be a mistake in the method."""
+        line = python_source.error_line(error, self.file)
+        if line not in self._logged:
+            self._logged.add(line)
+            log.warning(
+                "model '%s': %s() in %s refuses an input at %s. The response has the code"
+                " INVALID_ARG. Further refusals by this line are not logged.",
+                self.model,
+                self.name,
+                self.file.name,
+                python_source.error_location(error, self.file),
+            )
 
     def with_parameters(self, parameters: Parameters | Sequence[Parameters]) -> Callable[..., Tree]:
         """Bind the parameters of a request, or of each row, if the method takes them."""
@@ -176,7 +198,7 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
             )
         for name in HOOK_METHODS:
             if getattr(instance, name, None) is not None:
-                hooks[name] = _create_hook(config, file.name, instance, name)
+                hooks[name] = _create_hook(config, file, instance, name)
         _check_conflicts(config, type(instance).__name__, hooks)
     if config.options.preprocess_threads is not None and "preprocess" not in hooks:
         raise ConfigError(
@@ -189,9 +211,9 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
     return Hooks(**hooks) if hooks else None
 
 
-def _create_hook(config: ModelConfig, file: str, instance: object, name: str) -> Hook:
+def _create_hook(config: ModelConfig, path: Path, instance: object, name: str) -> Hook:
     """Return the hook of this name after checking its arguments."""
-    method = getattr(instance, name)
+    method, file = getattr(instance, name), path.name
     place = f"{type(instance).__name__}.{name}"
     if not callable(method):
         raise SourceError(
@@ -222,7 +244,8 @@ def _create_hook(config: ModelConfig, file: str, instance: object, name: str) ->
                 expected=f"{name}(self, {', '.join(arguments)}), with"
                 f" {request_parameters.ARGUMENT} as the last argument if it takes them",
             ) from None
-    return Hook(config.name, name, Stage(name, method), f"{name}{signature}", takes_parameters)
+    text = f"{name}{signature}"
+    return Hook(config.name, name, Stage(name, method), text, takes_parameters, path)
 
 
 def _check_conflicts(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) -> None:

@@ -88,9 +88,15 @@ def error_location(error: BaseException, path: Path) -> str:
     """Return the line of the model's file that raised an exception, and its message."""
     if isinstance(error, SyntaxError) and error.filename == str(path) and error.lineno:
         return f"line {error.lineno}: SyntaxError: {error.msg}: {(error.text or '').strip()}"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    return f"line {lines[-1]}: {summarize(error)}" if lines else summarize(error)
+    line = error_line(error, path)
+    return f"line {line}: {summarize(error)}" if line else summarize(error)
+
+
+def error_line(error: BaseException, path: Path) -> int | None:
+    """Return the number of the line of a file that raised an exception; None: no line of it did."""
+    frames = traceback.walk_tb(error.__traceback__)
+    lines = [line for frame, line in frames if frame.f_code.co_filename == str(path)]
+    return lines[-1] if lines else None
 
 
 def _call(model: str, path: Path, name: str, function: Callable[[], _Result]) -> _Result:
