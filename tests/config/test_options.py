@@ -114,7 +114,10 @@ def test_accepted_text(parser: Parser[Any], values: dict[str, Any]) -> None:
         ("METHOD", ["  "]),
         ("CAST_INPUTS", ["INT8", "float16", "TYPE_"]),
         ("MODEL_KWARGS", ["[3]", "3", "null"]),
-        ("TORCH_COMPILE_OPTIONAL_PARAMETERS", ["[3]", '{"model": null}', '{"Mode": "x"}']),
+        (
+            "TORCH_COMPILE_OPTIONAL_PARAMETERS",
+            ["[3]", '{"model": null}', '{"Mode": "x"}', '{"options": "x"}', '{"disable": "false"}'],
+        ),
         ("OPTIMIZE", ["fast", "freeze bf16", "auto,freeze", "none,freeze", "true"]),
         ("BATCH_BUCKETS", ["0", "-1", "1,,2", "1.5", "[1, 2]", "auto,4", "many"]),
         ("PAD", ["[]", '{"ids": []}', '{"ids": {"fill": 0}}', '{"ids": {"value": "0"}}']),

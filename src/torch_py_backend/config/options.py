@@ -12,6 +12,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from types import NoneType
 from typing import Any, Generic, TypeVar
 
 from torch_py_backend.config.pbtxt import JsonObject
@@ -34,7 +35,14 @@ OPTIMIZATIONS = (
     "cuda_graphs",
 )
 DEVICES = "cpu, cuda:0, or the number of a GPU"
-_COMPILE_KEYS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
+_COMPILE_VALUES: Mapping[str, tuple[type, ...]] = {
+    "fullgraph": (bool,),
+    "dynamic": (bool, NoneType),
+    "backend": (str,),
+    "mode": (str, NoneType),
+    "options": (dict, NoneType),
+    "disable": (bool,),
+}
 _PAD_VALUES: Mapping[str, Callable[[Any], bool]] = {
     "value": lambda value: isinstance(value, bool | int | float),
     "side": lambda side: side in ("left", "right"),
@@ -110,9 +118,10 @@ json_object: Parser[JsonObject] = _checked(
     "a JSON object", json.loads, lambda value: isinstance(value, dict)
 )
 compile_parameters = _checked(
-    f"a JSON object with keys among {', '.join(_COMPILE_KEYS)}",
+    "a JSON object with some of fullgraph, dynamic, disable (true or false), backend, mode (names)"
+    " and options (an object)",
     json_object.parse,
-    lambda value: value.keys() <= set(_COMPILE_KEYS),
+    lambda values: all(isinstance(values[key], _COMPILE_VALUES[key]) for key in values),
 )
 padding = _checked(
     "a JSON object of inputs, each with some of value (a number), side (left or right),"
