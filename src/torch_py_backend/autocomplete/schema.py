@@ -37,9 +37,16 @@ def describe(arguments: Mapping[str, str]) -> JsonObject:
     Raises:
         LoadError: the model cannot be loaded, or its schema cannot be inferred.
     """
-    undecided = "model_transaction_policy" not in json.loads(arguments["model_config"])
+    document = json.loads(arguments["model_config"])
+    undecided = "model_transaction_policy" not in document
     config = model_config.parse(arguments, complete=False)
-    schema = _infer(config, model_config.listed_inputs(arguments), undecided=undecided)
+    try:
+        schema = _infer(config, model_config.listed_inputs(arguments), undecided=undecided)
+    except specs.NoExampleError as error:
+        for entry in document.get("input", ()):
+            if not entry.get("dims"):
+                raise specs.without_dims(config, entry["name"]) from error
+        raise
     return {
         "input": [specs.entry_of(spec) for spec in schema.inputs],
         "output": [specs.entry_of(spec) for spec in schema.outputs],

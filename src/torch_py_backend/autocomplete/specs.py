@@ -121,12 +121,28 @@ def of_parts(config: ModelConfig, parts: Mapping[str, object]) -> tuple[TensorSp
     return of_values(config, {name: unchecked(config.name, name, parts[name]) for name in parts})
 
 
-def no_example(config: ModelConfig, reason: str) -> ConfigError:
+class NoExampleError(ConfigError):
+    """Neither the config nor an example defines the inputs."""
+
+
+def no_example(config: ModelConfig, reason: str) -> NoExampleError:
     """Return the error of a model whose inputs neither the config nor an example defines."""
-    return ConfigError(
+    return NoExampleError(
         config.name,
         f"config.pbtxt lists no inputs or no outputs, and {reason}",
         expected=f"{example_inputs.NAME}.safetensors in the version folder, or a function"
         f" {example_inputs.NAME}() in model.py that returns a dict of tensors by input name",
         cure="Add one of them, or write the inputs and outputs into config.pbtxt.",
+    )
+
+
+def without_dims(config: ModelConfig, name: str) -> ConfigError:
+    """Return the error of an input that config.pbtxt lists without dims, and no example has."""
+    scalar = "for one value per row: dims: [ 1 ], reshape { shape: [ ] }"
+    if not config.max_batch_size:  # Triton refuses an empty reshape there
+        scalar += "; without max_batch_size: dims: [ 1 ] alone"
+    return ConfigError(
+        config.name,
+        f"input '{name}' has no dims; {scalar}",
+        cure=f"Or put {example_inputs.NAME}.safetensors beside the model, to complete the dims.",
     )
