@@ -103,27 +103,59 @@ def test_row_counts_and_sizes(rows: int, dims: tuple[int, ...], expected: list[l
     assert shapes(config) == expected
 
 
+class Plain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2
+
+
+class Guarded(nn.Module):
+    """Its graphs have guards on the rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 1 if x.shape[0] % 4 == 0 else x * 2
+        return y * 3 if x.shape[0] > 20 else y
+
+
+class Divided(nn.Module):
+    """Has a guard after a graph break."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + 1
+        torch._dynamo.graph_break()
+        return y * 3 if y.shape[0] == 3 else y
+
+
 @pytest.mark.parametrize(
-    ("parameters", "rows", "buckets", "counts"),
+    ("module", "parameters", "rows", "buckets", "called"),
     [
-        ({"dynamic": False}, 5, None, [5, 4, 2, 1]),
-        ({"dynamic": False, "disable": True}, 5, None, [5, 4, 1]),
-        ({"dynamic": True}, 5, None, [5, 4, 3, 2, 1]),
-        ({"dynamic": False}, 40, (), list(range(40, 0, -1))),
-        ({}, 100, (), [100, 64, *range(32, 0, -1)]),
+        pytest.param(Plain(), {}, 100, None, [100, 2, 1], id="one graph"),
+        pytest.param(Plain(), {}, 1, None, [1], id="one row"),
+        pytest.param(Plain(), {"dynamic": False}, 5, None, [5, 4, 2, 1], id="static buckets"),
+        pytest.param(Plain(), {"dynamic": False}, 12, (), list(range(12, 0, -1)), id="static"),
+        pytest.param(Plain(), {"disable": True}, 5, None, [5, 4, 1], id="disabled"),
+        pytest.param(Guarded(), {}, 32, None, [32, 31, 20, 2, 1], id="guards"),
+        pytest.param(Divided(), {}, 40, None, [40, *range(32, 0, -1)], id="graph break"),
     ],
 )
 def test_row_counts_of_compiled_models(
-    parameters: dict[str, Any], rows: int, buckets: Any, counts: list[int]
+    module: nn.Module, parameters: dict[str, Any], rows: int, buckets: Any, called: list[int]
 ) -> None:
-    """A compiled model is called with every row count before READY.
-
-    Without buckets, a dynamic graph is called with those up to 32 and powers of two.
-    """
+    """A compiled model is called with rows that may need a graph; others have one after READY."""
+    parameters = {"backend": "eager", **parameters}
     config = build.config(
         max_batch_size=rows, batch_buckets=buckets, torch_compile_optional_parameters=parameters
     )
-    assert [rows for rows, _ in shapes(config)] == counts
+    model = engine(config, module)
+    with runtime.mode(config.options):
+        warmup.run(model)
+        assert sorted(model.counts.batches, reverse=True) == called
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        for count in range(1, rows + 1):
+            (outcome,) = model.run([{"x": torch.ones(count, 4)}])
+            assert isinstance(outcome, dict)
+            assert torch.equal(torch.as_tensor(outcome["y"]), module(torch.ones(count, 4)))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+    assert not model.counts.eager_calls
 
 
 def test_example_inputs(tmp_path: Path) -> None:

@@ -76,6 +76,10 @@ class ModelRunner:
         limited = most is not None and most < self._config.max_batch_size
         return not limited and not self.rows.buckets and self.rows.least <= 1
 
+    def has_graph(self, rows: int) -> bool | None:
+        """Return whether the calls so far need no other graph for some rows; None: unknown."""
+        return None if self._compiled is None else self._compiled.has_graph(rows)
+
     @contextlib.contextmanager
     def preparing(self, artifact: Artifact, device: torch.device) -> Iterator[None]:
         """Allow compilation within the context; forbid it afterwards."""

@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 # TorchScript's profiling executor optimizes at the third call of a shape.
 _REPEATS = 3
-# A model with one graph for many row counts is called with every row count up to this number, and
-# with powers of two above it.
+# A model whose graphs are unknown is called with every row count up to this number, and with powers
+# of two above it.
 _EVERY_ROW_COUNT = 32
 # Seconds between two reports of progress.
 _REPORT_S = 10.0
@@ -82,7 +82,7 @@ def run(
                     raise failure
                 first = first or failure
             if not row_counts:
-                counts = [count for count in _row_counts(engine) if count and count > 1]
+                counts = [count for count in _few_row_counts(engine) if count and count > 1]
                 row_check.check(engine.config, call, _example(engine), min(counts, default=0))
         except NoServerError as error:
             log.warning(
@@ -150,7 +150,9 @@ def _run_sample(engine: Engine, call: _Call, sample: Item) -> tuple[Item, Backen
     before = side_effects.copy_tensors(sample)
     config = engine.config
     items = example_inputs.requests(config, sample)
+    compiled = engine.runner.compiles and engine.device.type == "cpu" and not config.states
     for number in range(1, _REPEATS * (2 if config.states else 1) + 1):
+        graphs = torch_compile.graph_count()
         results: list[dict[str, Value]] = []
         for item, outcome in zip(items, call(items), strict=True):
             if isinstance(outcome, NoServerError):
@@ -158,8 +160,11 @@ def _run_sample(engine: Engine, call: _Call, sample: Item) -> tuple[Item, Backen
             if isinstance(outcome, BackendError):
                 return item, outcome
             results.append(outcome)
-        if number == _REPEATS:
+        settled = compiled and torch_compile.graph_count() == graphs
+        if number == _REPEATS or settled:
             engine.side_effects.compare(before, sample)
+        if settled:
+            break
         if number >= _REPEATS and config.states:
             # Later steps of a sequence, whose states may have grown.
             steps = zip(items, results, strict=True)
@@ -207,14 +212,14 @@ def batches(engine: Engine, row_counts: Sequence[int | None] = ()) -> Iterator[I
     varies = not fixed and any(
         -1 in spec.dims for spec in config.inputs if spec.origin is not Origin.STATE
     )
-    for rows, shrunk, without in itertools.product(
-        row_counts or _row_counts(engine),
-        (False, True) if varies else (False,),
-        engine.grouping.patterns,
-    ):
-        item = example_inputs.item(config, rows, shrunk=shrunk, without=without, example=example)
-        if item or rows is None:  # an item without inputs has no row count
-            yield item
+    sizes = (False, True) if varies else (False,)
+    for rows in row_counts or _row_counts(engine):
+        for shrunk, without in itertools.product(sizes, engine.grouping.patterns):
+            item = example_inputs.item(
+                config, rows, shrunk=shrunk, without=without, example=example
+            )
+            if item or rows is None:  # an item without inputs has no row count
+                yield item
 
 
 def _example(engine: Engine) -> Item:
@@ -241,15 +246,38 @@ def _example(engine: Engine) -> Item:
     return fitting
 
 
-def _row_counts(engine: Engine) -> Sequence[int | None]:
+def _few_row_counts(engine: Engine) -> Sequence[int | None]:
+    """Return the row counts that every model is called with."""
     largest = engine.config.max_batch_size
     if largest == 0:
         return [None]
     if engine.runner.rows.buckets:
         return engine.runner.rows.buckets[::-1]
-    if engine.runner.compiles:
-        # A graph for all row counts may have guards that only some row counts pass.
-        every = largest if engine.config.options.static_shapes else min(largest, _EVERY_ROW_COUNT)
-        counts = {*range(1, every + 1), *batch_buckets.powers_of_two(largest)}
-        return sorted(counts, reverse=True)
-    return sorted({largest, max(1, largest - 1), 1}, reverse=True)
+    smaller = 2 if engine.runner.compiles else largest - 1
+    return sorted({largest, min(largest, max(1, smaller)), 1}, reverse=True)
+
+
+def _row_counts(engine: Engine) -> Iterator[int | None]:
+    """Yield the row counts that may be slow at first: of a compiled model those without a graph."""
+    few = _few_row_counts(engine)
+    yield from few
+    largest = engine.config.max_batch_size
+    if not engine.runner.compiles or engine.runner.rows.buckets:
+        return
+    known = _has_graph(engine, largest) is not None
+    every = largest if known or engine.config.options.static_shapes else _EVERY_ROW_COUNT
+    others = {*range(1, min(largest, every) + 1), *batch_buckets.powers_of_two(largest)}
+    for rows in sorted(others.difference(few), reverse=True):
+        if not _has_graph(engine, rows):
+            yield rows
+            if known and not _has_graph(engine, rows):
+                return  # torch compiles no more
+
+
+def _has_graph(engine: Engine, rows: int) -> bool | None:
+    """Return whether a compiled model needs no other graph for a number of rows; None: unknown."""
+    # Hooks make batches themselves. On a GPU, each number of rows may have a CUDA graph.
+    if engine.hooks or engine.config.concatenates or engine.device.type != "cpu":
+        return None
+    with engine.guard():
+        return engine.runner.has_graph(rows)
