@@ -58,12 +58,12 @@ class ConfigError(LoadError):
 class OptionError(LoadError):
     """The value of a parameter is not accepted."""
 
-    def __init__(self, model: str, key: str, value: str, accepted: str) -> None:
+    def __init__(self, model: str, key: str, value: str, accepted: str, *, cure: str = "") -> None:
         super().__init__(
             model,
             f"the parameter {key} is '{value}'",
             expected=accepted,
-            cure="Correct it in config.pbtxt.",
+            cure=cure or "Correct it in config.pbtxt.",
         )
 
 

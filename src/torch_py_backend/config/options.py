@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import Any, Generic, TypeVar
 
+from torch_py_backend.config import removed_names
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ConfigError, OptionError
 
@@ -339,6 +340,9 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
     rows = {key: row for row in TABLE for key in (row.key, *row.aliases)}
     for key, entry in parameters.items():
         row = rows.get(key)
+        removed = removed_names.OPTIONS.get(key)
+        if row is None and removed is not None:
+            raise ConfigError(model, f"the parameter {key} was removed", cure=removed)
         if row is None:
             similar = difflib.get_close_matches(key.upper(), rows, n=1)
             question = f" Did you mean {similar[0]}?" if similar else ""
@@ -372,4 +376,5 @@ def _parse_value(model: str, key: str, parser: Parser[object], entry: object) ->
         accepted = f"{parser.accepted} (JSON says: {error})"
         raise OptionError(model, key, text, accepted) from None
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise OptionError(model, key, text, parser.accepted) from None
+        advice = removed_names.advice_for_value(key, text)
+        raise OptionError(model, key, text, parser.accepted, cure=advice) from None

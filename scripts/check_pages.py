@@ -1,0 +1,123 @@
+"""Check README.md, CONTRIBUTING.md, docs/ and examples/: part of `make lint`.
+
+Links to files and headings lead somewhere, on GitHub and on the site. Code spans and code blocks
+name no option, command, flag or value that was removed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from torch_py_backend.config import removed_names
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
+    *sorted((ROOT / "deploy").rglob("*.md")),
+)
+# The page for those who come from an older repository may name what is gone.
+_MAY_NAME_REMOVED = {"CHANGELOG.md", "migrate.md"}
+_MARKDOWN = MarkdownIt().enable("table")
+# Options and flags are words of their own; values of OPTIMIZE and commands occur in other senses,
+# and count only in a context.
+_REMOVED = re.compile(
+    "|".join(
+        [
+            *(rf"\b{name}\b" for name in removed_names.OPTIONS if name != "STATE"),
+            r"['\"]STATE['\"]",
+            *(rf"(?<!\S){flag}\b" for flag in removed_names.FLAGS),
+            *(rf"torch-py-backend {command}\b" for command in removed_names.COMMANDS),
+            *(rf"\b{value}\b" for value in removed_names.OPTIMIZE if "_" in value),
+            *(rf"format=['\"]{name}['\"]" for name in removed_names.FORMATS),
+        ]
+    )
+)
+
+
+def tokens(page: Path) -> list[Token]:
+    return _MARKDOWN.parse(page.read_text(encoding="utf-8"))
+
+
+def links(page: Path) -> Iterator[str]:
+    """Yield the targets of the links and images of a page."""
+    for token in tokens(page):
+        for child in token.children or ():
+            if child.type in ("link_open", "image"):
+                yield str(child.attrs.get("href") or child.attrs.get("src"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page, as GitHub and MkDocs make them: headings and elements' ids."""
+    headings = [
+        after.content
+        for token, after in itertools.pairwise(tokens(page))
+        if token.type == "heading_open"
+    ]
+    slugs = {
+        re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", text.lower()).strip()) for text in headings
+    }
+    return slugs | set(re.findall(r'<a id="([^"]+)"', page.read_text(encoding="utf-8")))
+
+
+def broken_links(page: Path) -> Iterator[str]:
+    """Yield a message for each link that leads nowhere; addresses of other sites are not opened."""
+    for link in links(page):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if not target.exists():
+            yield f"the link {link} leads to no file"
+        elif anchor and anchor not in anchors(target):
+            yield f"the link {link} leads to no heading"
+
+
+def code(page: Path) -> Iterator[str]:
+    """Yield the code spans and the code blocks of a page."""
+    for token in tokens(page):
+        if token.type in ("fence", "code_block"):
+            yield token.content
+        for child in token.children or ():
+            if child.type == "code_inline":
+                yield child.content
+
+
+def removed_in(texts: Iterator[str]) -> Iterator[str]:
+    """Yield a message for each removed name in the texts."""
+    for text in texts:
+        for match in _REMOVED.finditer(text):
+            yield f"'{match[0]}' was removed, see config/removed_names.py"
+
+
+def problems() -> Iterator[str]:
+    """Yield a line for each problem: the file and what is wrong."""
+    for page in PAGES:
+        place = page.relative_to(ROOT)
+        yield from (f"{place}: {problem}" for problem in broken_links(page))
+        if page.name not in _MAY_NAME_REMOVED:
+            yield from (f"{place}: {problem}" for problem in removed_in(code(page)))
+    for file in sorted((ROOT / "examples").rglob("*")):
+        if file.suffix in (".py", ".pbtxt"):
+            text = file.read_text(encoding="utf-8")
+            yield from (f"{file.relative_to(ROOT)}: {line}" for line in removed_in(iter([text])))
+
+
+def main() -> int:
+    """Print the problems. Return 1 if there are some."""
+    lines = list(problems())
+    print(*lines, sep="\n", end="\n" if lines else "")
+    return int(bool(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
