@@ -2,32 +2,22 @@
 
 Kustomize's and KServe's packages fit no environment with a tritonserver's wheel (the one asks for a
 newer Python than it needs, the other for an older psutil): they are put into a folder of their own.
-PyPI has no schemas of the Gateway API; npm has them as TypeScript, generated from its CRDs.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import importlib
-import io
-import re
 import subprocess
 import sys
-import tarfile
 import tempfile
-import urllib.request
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import helm_python
 import kubernetes_validate
-import promql_parser
 import pydantic
-import pytest
 import typer.main
 import yaml
 from cloudcoil.models.keda.v1alpha1 import ScaledObject
@@ -38,7 +28,6 @@ from torch_py_backend.cli import commands
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 BASE = DEPLOY / "kustomize" / "base"
-CHART = DEPLOY / "helm" / "torch-py-backend"
 KSERVE = DEPLOY / "kserve"
 KEDA = DEPLOY / "kustomize" / "components" / "keda"
 NAME = "torch-py-backend"
@@ -55,8 +44,6 @@ _OPERATED: dict[str, type[pydantic.BaseModel]] = {
     "PrometheusRule": PrometheusRule,
     "ScaledObject": ScaledObject,
 }
-_GATEWAY = "https://registry.npmjs.org/@kubernetes-models/gateway-api/-/gateway-api-2.0.0.tgz"
-_GATEWAY_SHA256 = "505c284b74d2f71803803543816abe3fe58e4b0ec6d98f3bd4989726d469b81b"
 _PLAIN: dict[str, type | tuple[type, ...]] = {
     "str": str,
     "int": int,
@@ -66,12 +53,6 @@ _PLAIN: dict[str, type | tuple[type, ...]] = {
     "datetime": str,
     "ResourceQuantity": (str, int),
     "V1beta1MetricQuantity": (str, int),  # the type of `value` in a metric's target
-}
-_TYPESCRIPT: dict[str, type | tuple[type, ...]] = {
-    "string": str,
-    "number": int,
-    "boolean": bool,
-    "IIoK8sApimachineryPkgApisMetaV1ObjectMeta": dict,
 }
 
 
@@ -89,14 +70,6 @@ def parse(text: str) -> list[Document]:
 def build(folder: Path) -> list[Document]:
     """What `kubectl apply --kustomize` sends."""
     return parse(asyncio.run(_packages("pykustomize").build(str(folder))).yaml)
-
-
-def render(values: Mapping[str, Any], release: str = NAME) -> list[Document]:
-    """What `helm install` sends."""
-    with helm_python.Chart.load(CHART) as chart:
-        chart.validate_schema(dict(values))
-        files = chart.render(dict(values), name=release)
-    return [one for text in files.values() for one in parse(text)]
 
 
 @functools.cache
@@ -131,7 +104,7 @@ def validate(document: Document, version: str) -> None:
     """Compare an object with its schema, and allow no field that the schema does not know.
 
     Args:
-        document: an object of Kubernetes, the Prometheus operator, KEDA, KServe or the Gateway API.
+        document: an object of Kubernetes, the Prometheus operator, KEDA or KServe.
         version: of Kubernetes, such as 1.30.
 
     Raises:
@@ -142,8 +115,6 @@ def validate(document: Document, version: str) -> None:
         _validate_for_kserve(document)
     elif group in ("monitoring.coreos.com", "keda.sh"):
         _validate_for_operator(document)
-    elif group == "gateway.networking.k8s.io":
-        _check_gateway_type(document, document["kind"], document["kind"])
     else:
         try:
             kubernetes_validate.validate(document, version, strict=True)
@@ -191,63 +162,6 @@ def _take(value: Any, kind: str, path: str) -> Any:
         raise Misfit(f"{path}: {error}") from None
 
 
-@functools.cache
-def _gateway_package() -> dict[str, str]:
-    """Return the TypeScript declarations of the Gateway API's types, by type."""
-    try:
-        with urllib.request.urlopen(_GATEWAY, timeout=60) as response:
-            archive = response.read()
-    except OSError as error:
-        pytest.skip(f"the schemas of the Gateway API are on {_GATEWAY}: {error}")
-    assert hashlib.sha256(archive).hexdigest() == _GATEWAY_SHA256
-    declarations = {}
-    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-        for member in files:
-            match = re.fullmatch(
-                r"package/gateway\.networking\.k8s\.io/v1/(\w+)\.d\.ts", member.name
-            )
-            if match and (file := files.extractfile(member)):
-                declarations[match[1]] = re.sub(
-                    r"/\*.*?\*/", "", file.read().decode(), flags=re.DOTALL
-                )
-    return declarations
-
-
-def _gateway_fields(name: str) -> dict[str, tuple[bool, str]]:
-    """Return the fields of an interface and of those that it extends: (required, type)."""
-    pattern = rf"interface I{name}(?: extends (\w+))? \{{\n(.*?)\n\}}"
-    match = re.search(pattern, _gateway_package()[name], flags=re.DOTALL)
-    assert match, name
-    parent = (match[1] or "").removeprefix("IIoK8sSigsGatewayApiApisV1")
-    fields = _gateway_fields(parent) if parent not in ("", "TypeMeta") else {}
-    found = re.findall(r'^    "(\w+)"(\??): (.+);$', match[2], flags=re.MULTILINE)
-    return fields | {field: (not optional, kind) for field, optional, kind in found}
-
-
-def _check_gateway_type(value: Any, kind: str, path: str) -> None:
-    """Compare a value with a type: `string`, `"HTTPRoute"`, `Array<…>` or the name of another."""
-    kind = kind.removeprefix("IIoK8sSigsGatewayApiApisV1")
-    if kind.startswith("Array<"):
-        _expect(list, value, path)
-        for place, item in enumerate(value):
-            _check_gateway_type(item, kind[6:-1], f"{path}[{place}]")
-    elif kind in _TYPESCRIPT:
-        _expect(_TYPESCRIPT[kind], value, path)
-    elif '"' in kind:
-        if f'"{value}"' not in kind.split(" | "):
-            raise Misfit(f"{path}: {value!r} is none of {kind}")
-    elif alias := re.search(rf"type I{kind} = (.+);", _gateway_package()[kind]):
-        _check_gateway_type(value, alias[1], path)
-    else:
-        _expect(dict, value, path)
-        fields = _gateway_fields(kind)
-        missing = {field for field, (required, _) in fields.items() if required} - value.keys()
-        if wrong := missing | (value.keys() - fields.keys()):
-            raise Misfit(f"{path}: unknown or missing: {', '.join(sorted(wrong))}")
-        for field, item in value.items():
-            _check_gateway_type(item, fields[field][1], f"{path}.{field}")
-
-
 def _expect(kind: type | tuple[type, ...], value: Any, path: str) -> None:
     if not isinstance(value, kind):
         raise Misfit(f"{path}: {value!r} is no {kind}")
@@ -257,11 +171,6 @@ def _compare(sent: Any, taken: Any) -> None:
     """What is taken is what was sent: fields that the schema does not know are left out of it."""
     if sent != taken:
         raise Misfit(f"sent {sent}, taken {taken}")
-
-
-def parse_promql(query: str) -> None:
-    """Raises ValueError for what Prometheus cannot read."""
-    promql_parser.parse(query)
 
 
 def unrestricted(spec: Document) -> set[str]:

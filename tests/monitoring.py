@@ -1,7 +1,6 @@
 """The dashboard and the alerts as data: which queries they ask, and which metrics these name.
 
-`python tests/monitoring.py` writes what is made of other files: the table in docs/metrics.md, and
-the copies of the alerts for Kustomize and Helm.
+`python tests/monitoring.py` writes the table in docs/metrics.md.
 """
 
 from __future__ import annotations
@@ -20,32 +19,20 @@ from torch_py_backend.observability.metric_families import Family
 
 ROOT = Path(__file__).parents[1]
 ALERT_TESTS = ROOT / "tests" / "alerts.yaml"
-ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yaml"
+ALERTS = ROOT / "deploy" / "kustomize" / "base" / "alerts.yaml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "torch-py-backend.json"
 PAGE = ROOT / "docs" / "metrics.md"
 # What Prometheus is told to call these servers.
 JOB = "torch-py-backend"
 # Prometheus' own, of every server that it asks.
 _UP = "up"
-_KUSTOMIZED = ROOT / "deploy" / "kustomize" / "base" / "alerts.yaml"
-_CHARTED = ROOT / "deploy" / "helm" / "torch-py-backend" / "alerts.yaml"
-_HEAD = """\
-# Made of deploy/prometheus/alerts.yaml by `python tests/monitoring.py`.
-apiVersion: monitoring.coreos.com/v1
-kind: PrometheusRule
-metadata:
-  name: torch-py-backend
-  labels:
-    app.kubernetes.io/name: torch-py-backend
-spec:
-"""
 
 
 # --- queries ---------------------------------------------------------------------------------
 
 
 def alerts() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))
+    loaded: dict[str, Any] = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["spec"]
     return loaded
 
 
@@ -138,17 +125,6 @@ def table_in_page() -> str:
     return match[2].strip()
 
 
-def copies() -> dict[Path, str]:
-    """The files that are made of the alerts."""
-    text = ALERTS.read_text(encoding="utf-8")
-    rules = text[text.index("groups:") :]
-    inner = "".join(f"  {line}" if line.strip() else line for line in rules.splitlines(True))
-    chart = f"# Made of deploy/prometheus/alerts.yaml by `python tests/monitoring.py`.\n{rules}"
-    return {_KUSTOMIZED: _HEAD + inner, _CHARTED: chart}
-
-
 if __name__ == "__main__":
     written = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(_TABLE.sub(lambda old: f"{old[1]}{table()}\n{old[3]}", written), "utf-8")
-    for path, text in copies().items():
-        path.write_text(text, encoding="utf-8")

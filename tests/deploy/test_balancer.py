@@ -20,10 +20,8 @@ _CLIENTS = 3  # of each protocol
 _DEPLOY = Path(__file__).parents[2] / "deploy"
 _SCALED_OBJECT = _DEPLOY / "kustomize" / "components" / "keda" / "scaled-object.yaml"
 _AUTOSCALERS = (
-    _DEPLOY / "prometheus-adapter.yaml",
     _SCALED_OBJECT,
     _DEPLOY / "kserve" / "inference-service.yaml",
-    _DEPLOY / "helm" / "torch-py-backend" / "templates" / "autoscaler.yaml",
 )
 
 

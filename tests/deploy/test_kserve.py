@@ -24,12 +24,15 @@ def test_schema(name: str) -> None:
 
 
 def test_service_selects_the_runtime() -> None:
-    """The InferenceService has the runtime's format and protocol, and time to stop."""
+    """The InferenceService has the runtime's own format and protocol, and time to stop.
+
+    A runtime of the cluster may select itself for `pytorch`; this one must be named for it.
+    """
     runtime = _read("runtime.yaml")["spec"]
     predictor = _read("inference-service.yaml")["spec"]["predictor"]
-    (offered,) = runtime["supportedModelFormats"]
-    assert predictor["model"]["modelFormat"]["name"] == offered["name"]
-    assert offered["autoSelect"]
+    offered = {entry["name"]: entry["autoSelect"] for entry in runtime["supportedModelFormats"]}
+    assert offered == {"pytorch-py": True, "pytorch": False}
+    assert offered[predictor["model"]["modelFormat"]["name"]]
     assert predictor["model"]["protocolVersion"] in runtime["protocolVersions"]
     stop = 10 + tritonserver._EXIT_SECONDS + 2 * tritonserver._GRACE_SECONDS
     assert predictor["terminationGracePeriodSeconds"] > stop

@@ -1,4 +1,4 @@
-"""deploy/kustomize and deploy/helm: built by their own tools, validated with official schemas."""
+"""deploy/kustomize: built by its own tool, validated with official schemas."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import deployed
 import monitoring
 import pytest
-import yaml
-from deployed import BASE, CHART, DEPLOY, KEDA, KSERVE, NAME, Document
+from deployed import BASE, DEPLOY, KEDA, KSERVE, NAME, Document
 
 from torch_py_backend.server import tritonserver
 from torch_py_backend.server.readiness import ReadinessServer
@@ -28,7 +26,6 @@ components: {components}
 configMapGenerator: [{{name: models, literals: [MODELS=s3://bucket/models]}}]
 images: [{{name: torch-py-backend, newName: registry.example.com/models, newTag: "7"}}]
 """
-_OBJECT_STORE = {"models": {"objectStore": {"url": "s3://bucket/models"}}}
 _CACHE = "/var/cache/torch-py-backend"
 
 
@@ -44,9 +41,6 @@ def _kustomized(folder: Path, *components: str) -> list[Document]:
 _VARIANTS: dict[str, Callable[[Path], list[Document]]] = {
     "base": lambda _: deployed.build(BASE),
     "components": lambda folder: _kustomized(folder, "gpu", "object-store"),
-    "chart": lambda _: deployed.render(
-        {"gpus": 2, "drain": 30, "arguments": ["--restarts=3"], **_OBJECT_STORE}
-    ),
 }
 
 
@@ -65,20 +59,17 @@ def test_schemas(documents: list[Document]) -> None:
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
     [
-        ("HorizontalPodAutoscaler", "metrics", "queue"),
         ("PodMonitor", "podMetricsEndpoint", []),
         ("PrometheusRule", "groups", [{"name": "mine", "rules": [{"alert": "Mine"}]}]),
         ("ScaledObject", "minReplicas", 3),
         ("ScaledObject", "triggers", [{"type": "prometheus"}]),
-        ("HTTPRoute", "rules", [{"backendRefs": [{"name": "mine", "weight": "10"}]}]),
-        ("GRPCRoute", "rules", [{"backendRefs": [{"name": "mine", "share": 10}]}]),
         ("ClusterServingRuntime", "container", []),
         ("ClusterServingRuntime", "containers", None),
     ],
 )
 def test_schemas_find_mistakes(kind: str, key: str, value: object) -> None:
     """A misspelt field, a value of another type and a missing field do not fit."""
-    files = (KSERVE / "runtime.yaml", KEDA / "scaled-object.yaml", DEPLOY / "gateway.yaml")
+    files = (KSERVE / "runtime.yaml", KEDA / "scaled-object.yaml")
     texts = [path.read_text(encoding="utf-8") for path in files]
     documents = [*deployed.build(BASE), *deployed.parse("---\n".join(texts))]
     (document,) = [document for document in documents if document["kind"] == kind]
@@ -90,7 +81,7 @@ def test_schemas_find_mistakes(kind: str, key: str, value: object) -> None:
 def test_selectors(documents: list[Document]) -> None:
     """Services, disruption budget, PodMonitor and topology spread select the Deployment's pods.
 
-    The alerts are those of deploy/prometheus/alerts.yaml, for the job that these pods get.
+    The alerts select the job that these pods get.
     """
     deployment = deployed.one(documents, "Deployment")
     monitor = deployed.one(documents, "PodMonitor")["spec"]
@@ -106,7 +97,6 @@ def test_selectors(documents: list[Document]) -> None:
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert all(selector and selector.items() <= labels.items() for selector in selectors)
     assert labels[monitor["jobLabel"]] == monitoring.JOB
-    assert deployed.one(documents, "PrometheusRule")["spec"] == monitoring.alerts()
 
 
 def test_ports(documents: list[Document]) -> None:
@@ -169,75 +159,32 @@ def test_pod_security(documents: list[Document]) -> None:
     assert deployed.unrestricted(spec) == {"runAsNonRoot", "capabilities"}
 
 
-def test_autoscaler(documents: list[Document]) -> None:
-    """The autoscaler reads the metric of the adapter's rule, whose queries are PromQL."""
-    adapter = yaml.safe_load((DEPLOY / "prometheus-adapter.yaml").read_text(encoding="utf-8"))
-    (rule,) = adapter["rules"]["custom"]
-    autoscaler = deployed.one(documents, "HorizontalPodAutoscaler")["spec"]
-    (metric,) = autoscaler["metrics"]
-    assert metric["pods"]["metric"]["name"] == rule["name"]["as"]
-    assert autoscaler["scaleTargetRef"]["name"] == NAME
-    assert "replicas" not in deployed.one(documents, "Deployment")["spec"]
-    query = rule["metricsQuery"].replace("<<.GroupBy>>", "pod")
-    deployed.parse_promql(query.replace("<<.LabelMatchers>>", 'namespace="inference",pod=~"a|b"'))
-    deployed.parse_promql(rule["seriesQuery"])
-
-
-def test_gateway() -> None:
-    """The routes divide requests between the ports of two releases of the chart."""
-    routes = deployed.parse((DEPLOY / "gateway.yaml").read_text(encoding="utf-8"))
-    for route, port in zip(routes, (8000, 8001), strict=True):
-        deployed.validate(route, "1.37")
-        (rule,) = route["spec"]["rules"]
-        assert sum(backend["weight"] for backend in rule["backendRefs"]) == 100
-        for backend in rule["backendRefs"]:
-            service = deployed.one(deployed.render({}, backend["name"]), "Service", backend["name"])
-            assert backend["port"] == port
-            assert port in {entry["port"] for entry in service["spec"]["ports"]}
-    sections = {route["spec"]["parentRefs"][0]["sectionName"] for route in routes}
-    assert len(sections) == len(routes)
-
-
-# --- components and values -------------------------------------------------------------------
+# --- components ------------------------------------------------------------------------------
 
 
 def test_gpu(tmp_path: Path) -> None:
     """Each replica has a GPU; an old one leaves first, because there may be no spare GPU."""
-    for documents in (_kustomized(tmp_path, "gpu"), deployed.render({"gpus": 1})):
-        assert deployed.server(documents)["resources"]["limits"]["nvidia.com/gpu"] == "1"
-        update = deployed.one(documents, "Deployment")["spec"]["strategy"]["rollingUpdate"]
-        assert update == {"maxSurge": 0, "maxUnavailable": 1}
-    part = deployed.render({"gpus": 1, "gpuResource": "nvidia.com/mig-1g.10gb"})
-    limits = deployed.server(part)["resources"]["limits"]
-    assert limits == {"cpu": "4", "memory": "8Gi", "nvidia.com/mig-1g.10gb": "1"}
+    documents = _kustomized(tmp_path, "gpu")
+    assert deployed.server(documents)["resources"]["limits"]["nvidia.com/gpu"] == "1"
+    update = deployed.one(documents, "Deployment")["spec"]["strategy"]["rollingUpdate"]
+    assert update == {"maxSurge": 0, "maxUnavailable": 1}
 
 
 def test_keda(tmp_path: Path) -> None:
-    """A ScaledObject replaces the HorizontalPodAutoscaler: same replicas, limit and behavior."""
-    autoscaler = deployed.one(deployed.build(BASE), "HorizontalPodAutoscaler")["spec"]
-    kustomized = _kustomized(tmp_path, "keda")
-    rendered = deployed.render({"autoscaling": {"keda": {"enabled": True}}})
-    for documents, namespace in ((kustomized, "inference"), (rendered, "default")):
-        assert "HorizontalPodAutoscaler" not in {document["kind"] for document in documents}
-        scaled = deployed.one(documents, "ScaledObject")
-        deployed.validate(scaled, "1.37")
-        spec = scaled["spec"]
-        assert spec["scaleTargetRef"]["name"] == NAME
-        assert spec["minReplicaCount"] == autoscaler["minReplicas"]
-        assert spec["maxReplicaCount"] == autoscaler["maxReplicas"]
-        config = spec["advanced"]["horizontalPodAutoscalerConfig"]
-        assert config == {"name": NAME, "behavior": autoscaler["behavior"]}
-        queries = deployed.keda_queries(spec)
-        names = {selector.name for query in queries for selector in monitoring.selectors(query)}
-        ours = {name for name in names if name and not name.startswith("nv_")}
-        assert ours == {"pytorch_py_live_streams"} <= monitoring.known().keys()
-        expected = deployed.keda_queries(deployed.one(kustomized, "ScaledObject")["spec"])
-        assert queries == [query.replace('"inference"', f'"{namespace}"') for query in expected]
-        assert all(f'namespace="{namespace}"' in query for query in queries)
-        (metric,) = autoscaler["metrics"]
-        assert metric["pods"]["target"]["averageValue"] == (
-            spec["triggers"][0]["metadata"]["threshold"] + "m"
-        )
+    """The ScaledObject scales the Deployment, which then has no number of its own."""
+    base = deployed.one(deployed.build(BASE), "Deployment")["spec"]
+    documents = _kustomized(tmp_path, "keda")
+    scaled = deployed.one(documents, "ScaledObject")
+    deployed.validate(scaled, "1.37")
+    spec = scaled["spec"]
+    assert spec["scaleTargetRef"]["name"] == NAME
+    assert spec["minReplicaCount"] == base["replicas"]
+    assert "replicas" not in deployed.one(documents, "Deployment")["spec"]
+    queries = deployed.keda_queries(spec)
+    names = {selector.name for query in queries for selector in monitoring.selectors(query)}
+    ours = {name for name in names if name and not name.startswith("nv_")}
+    assert ours == {"pytorch_py_live_streams"} <= monitoring.known().keys()
+    assert all('namespace="inference"' in query for query in queries)
 
 
 def test_keda_selects_the_pods() -> None:
@@ -252,34 +199,21 @@ def test_keda_selects_the_pods() -> None:
 def test_object_store(tmp_path: Path) -> None:
     """`serve` fetches the URL into a cache that fits its volume; another URL replaces the pods."""
     kustomized = _kustomized(tmp_path, "object-store")
-    rendered = deployed.render(_OBJECT_STORE)
-    for documents, url in ((kustomized, "$(MODELS)"), (rendered, "s3://bucket/models")):
-        container = deployed.server(documents)
-        arguments = deployed.serve_arguments(container["args"])
-        assert str(arguments["repository"]) == url
-        assert str(arguments["cache"]) == _CACHE
-        assert arguments["cache_size"] == "18GB"
-        assert _volume(documents, _CACHE)["emptyDir"] == {"sizeLimit": "20Gi"}
-        sources = [source.popitem()[1]["name"] for source in copy.deepcopy(container["envFrom"])]
-        assert [name.partition("-")[0] for name in sources] == ["models", "models"]
-        probe = container["startupProbe"]
-        assert probe["periodSeconds"] * probe["failureThreshold"] == 3600
+    container = deployed.server(kustomized)
+    arguments = deployed.serve_arguments(container["args"])
+    assert str(arguments["repository"]) == "$(MODELS)"
+    assert str(arguments["cache"]) == _CACHE
+    assert arguments["cache_size"] == "18GB"
+    assert _volume(kustomized, _CACHE)["emptyDir"] == {"sizeLimit": "20Gi"}
+    sources = [source.popitem()[1]["name"] for source in copy.deepcopy(container["envFrom"])]
+    assert [name.partition("-")[0] for name in sources] == ["models", "models"]
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 3600
     (config,) = [document for document in kustomized if document["kind"] == "ConfigMap"]
     assert config["data"] == {"MODELS": "s3://bucket/models"}
     name = config["metadata"]["name"]
     assert re.fullmatch(r"models-\w{10}", name)  # a hash of the contents
     assert deployed.server(kustomized)["envFrom"][0]["configMapRef"]["name"] == name
-
-
-def test_node_local_cache() -> None:
-    """The chart mounts a folder of the node as cache, for a ServiceAccount of one's own."""
-    store = {"url": "gs://bucket/models", "hostPath": _CACHE, "cacheSize": "200GB", "poll": 60}
-    documents = deployed.render({"models": {"objectStore": store}, "serviceAccount": "models"})
-    assert _volume(documents, _CACHE)["hostPath"] == {"path": _CACHE, "type": "Directory"}
-    assert deployed.pod(documents)["serviceAccountName"] == "models"
-    arguments = deployed.serve_arguments(deployed.server(documents)["args"])
-    assert (arguments["cache_size"], arguments["poll"]) == ("200GB", 60)
-    deployed.validate(deployed.one(documents, "Deployment"), "1.37")
 
 
 def test_no_operator(tmp_path: Path) -> None:
@@ -294,76 +228,9 @@ def test_no_operator(tmp_path: Path) -> None:
     assert {document["metadata"]["namespace"] for document in documents} == {"inference"}
 
 
-def test_chart_equals_the_base() -> None:
-    """The chart's objects are the base's, except for Helm's own labels."""
-    labels = {"app.kubernetes.io/instance", "app.kubernetes.io/managed-by", "helm.sh/chart"}
-    assert _by_name(_without(deployed.render({}), labels)) == _by_name(deployed.build(BASE))
-
-
-def test_chart_values() -> None:
-    """Labels, variables and pull policy reach their objects, which stay valid."""
-    label, variable = {"release": "prometheus"}, {"name": "OTEL_SERVICE_NAME", "value": "models"}
-    monitoring_labels = {"podMonitor": {"labels": label}, "alerts": {"labels": label}}
-    image = {"image": {"pullPolicy": "Always"}}
-    documents = deployed.render({**monitoring_labels, **image, "environment": [variable]})
-    for kind in ("PodMonitor", "PrometheusRule"):
-        assert label.items() <= deployed.one(documents, kind)["metadata"]["labels"].items()
-    container = deployed.server(documents)
-    assert variable in container["env"]
-    assert container["imagePullPolicy"] == "Always"
-    for document in documents:
-        deployed.validate(document, "1.37")
-
-
-def test_two_releases() -> None:
-    """Two releases of the chart share neither names nor selectors."""
-    first, second = (deployed.render({}, release) for release in ("a", "b"))
-    assert not _by_name(first).keys() & _by_name(second).keys()
-    services = deployed.one(first, "Service", "a"), deployed.one(second, "Service", "b")
-    assert services[0]["spec"]["selector"] != services[1]["spec"]["selector"]
-
-
-@pytest.mark.parametrize(
-    ("values", "name"),
-    [
-        ({"replicas": 3}, "replicas"),
-        ({"drain": "10s"}, "drain"),
-        ({"autoscaling": {"queueTime": "0.02"}}, "queueTime"),
-        ({"sharedMemory": "a lot"}, "sharedMemory"),
-        ({"arguments": ["--"]}, "arguments"),
-        ({"models": {"pvc": "models"}}, "pvc"),
-        ({"models": {"objectStore": {"url": "s3:bucket/models"}}}, "url"),
-        ({"environment": [{"value": "1"}]}, "name"),
-    ],
-)
-def test_chart_rejects(values: Document, name: str) -> None:
-    """Unknown and invalid values are errors that name the value."""
-    with pytest.raises(Exception, match=name):
-        deployed.render(values)
-
-
-def test_chart_uses_its_values() -> None:
-    """Each value is used in a template, and each template uses known values only."""
-    values = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
-    used = set()
-    for template in (CHART / "templates").iterdir():
-        used |= set(re.findall(r"\.Values\.(\w+)", template.read_text(encoding="utf-8")))
-    assert used == values.keys()
-
-
 def _volume(documents: list[Document], path: str) -> Document:
     """Return the volume that the server mounts at a path."""
     mounts = deployed.server(documents)["volumeMounts"]
     (name,) = [mount["name"] for mount in mounts if mount["mountPath"] == path]
     (volume,) = [volume for volume in deployed.pod(documents)["volumes"] if volume["name"] == name]
     return dict(volume)
-
-
-def _by_name(documents: list[Document]) -> dict[tuple[str, str], Document]:
-    return {(document["kind"], document["metadata"]["name"]): document for document in documents}
-
-
-def _without(value: Any, keys: set[str]) -> Any:
-    if isinstance(value, dict):
-        return {key: _without(inner, keys) for key, inner in value.items() if key not in keys}
-    return [_without(inner, keys) for inner in value] if isinstance(value, list) else value
