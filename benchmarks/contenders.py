@@ -91,13 +91,6 @@ PEERS = {
         "{model}",
         "a custom runtime, adaptive batching waiting 1 ms, one worker; gRPC",
     ),
-    "torchserve": Peer(
-        "TorchServe",
-        "torchserve",
-        "bytes",
-        "predictions/{model}",
-        "a handler, `batchSize`, `maxBatchDelay` of 1 ms, one worker; HTTP, raw bytes",
-    ),
 }
 
 

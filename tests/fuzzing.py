@@ -6,25 +6,20 @@
 from __future__ import annotations
 
 import contextlib
-import gzip
 import io
 import json
 import pickle
-import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-import archives
 import build
 
 from torch_py_backend.artifacts import discovery, file_types, source_dependencies
 from torch_py_backend.config import options, pbtxt, tuned_settings
 from torch_py_backend.errors import ArchiveError, LoadError
-from torch_py_backend.torchserve import mar_archive, migration
-from torch_py_backend.torchserve.manifest import Manifest
-from torch_py_backend.torchserve.mar_archive import Limits
+from torch_py_backend.tools import torchserve_archive
 
 Target = Callable[[Path, bytes], None]
 
@@ -85,34 +80,13 @@ def archive(folder: Path, data: bytes) -> None:
     path = folder / "net.mar"
     path.write_bytes(data)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        target = Path(scratch, "net")
         with contextlib.suppress(ArchiveError):
-            mar_archive.unpack(path, Path(scratch) / "model.mar", Limits(gigabytes=0.01, files=20))
-        assert {path.name for path in Path(scratch).iterdir()} <= {
-            "model.mar",
-            "model.mar-unpacked",
-        }
+            torchserve_archive.unpack(path, target)
+        assert {path.name for path in Path(scratch).iterdir()} <= {"net"}
 
 
-def manifest(folder: Path, data: bytes) -> None:
-    """The manifest of an archive."""
-    archives.write_folder(folder, {"handler.py": b"", archives.MANIFEST: data})
-    with contextlib.suppress(ArchiveError):
-        _migrated(folder)
-
-
-def settings(folder: Path, data: bytes) -> None:
-    """A model-config.yaml: its migration is a config that Triton reads."""
-    document = archives.manifest(configFile="c.yaml").encode()
-    archives.write_folder(folder, {"handler.py": b"", "c.yaml": data, archives.MANIFEST: document})
-    with contextlib.suppress(ArchiveError):
-        pbtxt.parse("net", _migrated(folder))
-
-
-def _migrated(folder: Path) -> str:
-    return migration.migrate("net", Manifest.read(folder, "net.mar")).config
-
-
-_TARGETS = (artifact, index, source, option, config, tuned, archive, manifest, settings)
+_TARGETS = (artifact, index, source, option, config, tuned, archive)
 TARGETS: dict[str, Target] = {target.__name__: target for target in _TARGETS}
 
 
@@ -159,33 +133,14 @@ def _state_dict() -> bytes:
 def _archived() -> bytes:
     """Return a .mar file."""
     buffer = io.BytesIO()
+    model = {"handler": "base_handler", "serializedFile": "net.pt", "configFile": "c.yaml"}
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as written:
-        written.writestr("handler.py", "import ts\n")
-        written.writestr(archives.MANIFEST, archives.manifest())
+        written.writestr("net.pt", "")
+        written.writestr("c.yaml", "batchSize: 8\nmaxBatchDelay: 50\n")
+        written.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": model}))
     return buffer.getvalue()
 
 
-def _tarred() -> bytes:
-    """Return the same as torch-model-archiver's tgz."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as written:
-        entry = tarfile.TarInfo(f"net/{archives.MANIFEST}")
-        entry.size = len(archives.manifest())
-        written.addfile(entry, io.BytesIO(archives.manifest().encode()))
-    return gzip.compress(buffer.getvalue(), 1, mtime=0)
-
-
-_YAML = b"""
-batchSize: 8
-maxBatchDelay: 50
-minWorkers: 1
-deviceIds: [0, 1]
-deviceType: "gpu"
-responseTimeout: 60
-startupTimeout: {a: "x"}
-pt2: {compile: {enable: True, backend: inductor}}
-handler: &a [1, *a]
-"""
 _JSON = {
     "machines": {"here": {"chosen": {"parameters": {"OPTIMIZE": "freeze"}}, "rows": [1, 2.5]}},
     "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "../b.safetensors"},
@@ -212,7 +167,4 @@ SEEDS: tuple[bytes, ...] = (
     _CONFIG,
     _SOURCE,
     _archived(),
-    _tarred(),
-    _YAML,
-    archives.manifest(serializedFile="handler.py").encode(),
 )

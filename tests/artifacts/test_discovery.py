@@ -61,7 +61,6 @@ _INDEX = "model.safetensors.index.json"
         (_PY, None, ArtifactType.MODULE, "model.py"),
         ({"model.pt": script}, None, ArtifactType.TORCHSCRIPT, "model.pt"),
         ({"model.pt2": aoti}, None, ArtifactType.AOTI, "model.pt2"),
-        ({"model.mar/handler.py": source}, None, ArtifactType.TORCHSERVE, "model.mar"),
         # The type follows from the bytes, not from the name.
         ({"model.pt": exported}, None, ArtifactType.EXPORTED, "model.pt"),
         # Weights beside the source.
@@ -99,7 +98,7 @@ def test_model_file(
 @pytest.mark.parametrize(
     ("files", "name", "message"),
     [
-        ([], None, "holds no files; expected model.py or model.pt or model.pt2 or model.mar."),
+        ([], None, "holds no files; expected model.py or model.pt or model.pt2."),
         (["b.txt", "a.pt"], None, "holds a.pt, b.txt, model.pth (a broken link); expected model."),
         (["net.py"], "model.pt", "expected model.pt or model.py"),
         (["model.py/x"], None, "expected model.py or model.pt"),

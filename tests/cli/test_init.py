@@ -425,3 +425,63 @@ def example_inputs():
     for role in ("input", "output"):
         assert [entry["dims"] for entry in document[role]] == [[4], [3], [1]]
         assert [entry.get("reshape") for entry in document[role]] == [None, None, {"shape": []}]
+
+
+# --- archives of TorchServe ------------------------------------------------------------------
+
+
+def _archive(path: Path, files: dict[str, bytes], **model: str) -> None:
+    """Write an archive as torch-model-archiver does."""
+    manifest = {"modelName": "net", "handler": "base_handler", "serializedFile": "net.pt"} | model
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": manifest}))
+
+
+def _weights(folder: Path) -> bytes:
+    torch.save(scenarios.affine().state_dict(), folder / "weights")
+    return (folder / "weights").read_bytes()
+
+
+def test_init_of_an_archive(tmp_path: Path) -> None:
+    """A class and its weights are served, in batches as large and as patient as in TorchServe."""
+    source = (models.source(models.Affine) + kinds._EXAMPLE_FUNCTION).encode()
+    settings = b"minWorkers: 2\nbatchSize: 4 # rows\nmaxBatchDelay: 50\n"
+    files = {"classes.py": source, "net.pt": _weights(tmp_path), "c.yaml": settings}
+    _archive(tmp_path / "net.mar", files, modelFile="classes.py", configFile="c.yaml")
+    _init(tmp_path, "net.mar")
+    document = pbtxt.read(tmp_path / "net")
+    assert document["max_batch_size"] == 4
+    assert document["dynamic_batching"]["max_queue_delay_microseconds"] == "50000"
+    assert {path.name for path in (tmp_path / "net" / "1").iterdir()} == {"model.py", "model.pt"}
+
+
+def test_init_of_an_archive_with_torchscript(tmp_path: Path) -> None:
+    """TorchScript needs the types of its inputs, as outside of an archive."""
+    torch.jit.script(models.Affine()).save(tmp_path / "net.pt")
+    _archive(tmp_path / "net.mar", {"net.pt": (tmp_path / "net.pt").read_bytes()})
+    _init(tmp_path, "net.mar", "--input=x:FP32:4")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"handler": "my_handler.py"}, "class Hooks in hooks.py"),
+        ({"serializedFile": "gone.pt"}, "gone.pt"),
+        ({"configFile": "gone.yaml"}, "not an archive with a model file"),
+        (None, "not an archive with a model file"),
+    ],
+    ids=["own handler", "no model", "no settings", "damaged"],
+)
+def test_init_of_an_unusable_archive(
+    content: dict[str, str] | None, message: str, tmp_path: Path
+) -> None:
+    """The error says what is wrong, and nothing is written."""
+    if content is None:
+        (tmp_path / "net.mar").write_bytes(b"PK\3\4")
+    else:
+        _archive(tmp_path / "net.mar", {"net.pt": b""}, **content)
+    before = tree(tmp_path)
+    refuse(message, "init", "net.mar", cwd=tmp_path)
+    assert tree(tmp_path) == before

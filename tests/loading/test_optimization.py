@@ -112,11 +112,10 @@ def test_torchscript_is_frozen(module: nn.Module, method: str | None) -> None:
     ("name", "kind", "message"),
     [
         ("freeze", ArtifactType.EXPORTED, "TORCH_COMPILE_OPTIONAL_PARAMETERS, too"),
-        ("freeze", ArtifactType.TORCHSERVE, "Its handler is Python code"),
         ("bf16", ArtifactType.AOTI, "remove OPTIMIZE"),
         ("channels_last", ArtifactType.MODULE, "A function has no weights"),
         ("fp16_weights", ArtifactType.MODULE, "A function has no weights"),
-        ("int8_weights", ArtifactType.TORCHSERVE, "Its code fixes the types"),
+        ("int8_weights", ArtifactType.EXPORTED, "Its code fixes the types"),
         ("fp8_weights", ArtifactType.TORCHSCRIPT, "torchao quantizes Python modules"),
         ("bf16_weights", ArtifactType.EXPORTED, "Its code fixes the types"),
     ],

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching.gather_scatter import ANY_ROWS
-from torch_py_backend.config import sequence_config
 from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, SourceError
 from torch_py_backend.loading import aotinductor, registry
 from torch_py_backend.loading.loaded import Loaded, warn_unused
@@ -416,15 +415,6 @@ def test_streams_in_a_model_that_is_not_decoupled(tmp_path: Path) -> None:
     for which in ("generator", "asynchronous", "steps"):
         with pytest.raises(ConfigError, match=r"is not decoupled.*decoupled: true"):
             _streaming(tmp_path / which, which)
-
-
-def test_handlers_answer_once() -> None:
-    """A handler of TorchServe supports neither streams nor sequences."""
-    archive = Artifact(ArtifactType.TORCHSERVE, Path("/models/digits/1/model.mar"))
-    sequencing = sequence_config.parse("digits", {"sequence_batching": {}}, None)
-    for overrides in ({"decoupled": True}, {"sequencing": sequencing}):
-        with pytest.raises(ConfigError, match=r"model\.mar is a TorchServe archive, and config"):
-            registry.load(archive, build.config(**overrides), None)
 
 
 # --- options for modules only ----------------------------------------------------------------

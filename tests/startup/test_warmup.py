@@ -12,7 +12,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.config.model_config import ModelConfig
@@ -311,15 +310,11 @@ def test_failures_that_fail_the_load_when_serving(
 
 
 def test_models_whose_samples_must_pass(tmp_path: Path) -> None:
-    """A TorchServe handler that compiles would compile during requests; examples are valid."""
-    settings = build.config(torch_compile_optional_parameters=_EAGER)
-    handler = engine(settings, lambda x: x.missing)
-    handler.kind = ArtifactType.TORCHSERVE
+    """Examples are valid: the model cannot run if they fail."""
     path = build.write(tmp_path, "example_inputs.safetensors", "")
     safetensors.torch.save_file({"x": torch.zeros(1, 4)}, path)
-    for model in (handler, engine(build.config(tmp_path), lambda x: x.missing)):
-        with pytest.raises(WarmupError):
-            warmup.run(model, serving=True)
+    with pytest.raises(WarmupError):
+        warmup.run(engine(build.config(tmp_path), lambda x: x.missing), serving=True)
 
 
 def test_nothing_is_compiled_after_failed_samples(caplog: pytest.LogCaptureFixture) -> None:

@@ -492,7 +492,6 @@ def test_refused_packages(owner: nn.Module | None, reason: str, gpu: None, tmp_p
     ("kind", "overrides", "reason"),
     [
         (ArtifactType.MODULE, {"kind": "MODEL"}, "places itself"),
-        (ArtifactType.TORCHSERVE, {}, "places its weights itself"),
         (ArtifactType.TORCHSCRIPT, {"optimize": ("freeze",)}, "OPTIMIZE freezes"),
         (ArtifactType.MODULE, {"optimize": ("int8_weights",)}, "OPTIMIZE quantizes"),
     ],

@@ -28,7 +28,6 @@ class ArtifactType(enum.Enum):
     EXPORTED = "a torch.export program"
     AOTI = "an AOTInductor package"
     FACTORY = "a factory of an installed package"
-    TORCHSERVE = "a TorchServe archive"
 
 
 # The inode, the time of the last write in nanoseconds and the size of each of some files.
@@ -41,7 +40,7 @@ class Artifact:
 
     Attributes:
         kind: the type of the file.
-        path: the file; for a FACTORY the version folder, for TORCHSERVE the unpacked archive.
+        path: the file; for a FACTORY the version folder.
         weights: the weights file of a MODULE, a FACTORY, or an AOTI package that was compiled
             without weights; None: there is none.
         weightless: the config sets `WEIGHTS: "none"`.
@@ -82,8 +81,6 @@ class Artifact:
 
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
-# The folder of an unpacked TorchServe archive.
-ARCHIVE = "model.mar"
 # The default class of hooks, and the methods that it may have.
 HOOKS_CLASS = "Hooks"
 HOOK_METHODS = (
@@ -95,7 +92,7 @@ HOOK_METHODS = (
     "postprocess",
     "postprocess_batch",
 )
-_DEFAULTS = ("model.py", "model.pt", "model.pt2", ARCHIVE)
+_DEFAULTS = ("model.py", "model.pt", "model.pt2")
 _KINDS = {
     FileType.TORCHSCRIPT: ArtifactType.TORCHSCRIPT,
     FileType.EXPORTED: ArtifactType.EXPORTED,
@@ -107,7 +104,7 @@ def find(config: ModelConfig) -> Artifact:
     """Return the artifact in the version folder.
 
     The order is: MODEL_FACTORY of a package, `default_model_filename`, model.py, model.pt,
-    model.pt2, model.mar. A state_dict belongs to the source file with the same stem, if there is
+    model.pt2. A state_dict belongs to the source file with the same stem, if there is
     one. If model.py defines hooks and there is a complete model.pt or model.pt2, then this file is
     the model and model.py only provides the hooks.
 
@@ -180,15 +177,6 @@ def _defines_hooks(source: Path) -> bool:
 
 
 def _from_file(config: ModelConfig, path: Path) -> Artifact:
-    if path.suffix == ".mar":
-        if path.is_dir():
-            return Artifact(ArtifactType.TORCHSERVE, path)
-        raise ArtifactError(
-            config.name,
-            f"{path.name} is a file",
-            expected="the folder that an archive of TorchServe is unpacked into",
-            cure="Make a model folder of the archive with `torch-py-backend import-mar`.",
-        )
     if path.suffix == ".py":
         return _with_weights(config, ArtifactType.MODULE, path, path.stem)
     try:
@@ -223,9 +211,7 @@ def _model_file(config: ModelConfig) -> Path:
         # A default name may be a link to a store of models.
         check_inside(config, "default_model_filename", name)
     paths = [folder / name for name in names]
-    present = [
-        path for path in paths if path.is_file() or (path.suffix == ".mar" and path.is_dir())
-    ]
+    present = [path for path in paths if path.is_file()]
     if not present:
         entries = folder.iterdir() if folder.is_dir() else ()
         others = sorted(

@@ -14,7 +14,6 @@ import torch_py_backend
 from torch_py_backend.cli.bench import bench
 from torch_py_backend.cli.check import check
 from torch_py_backend.cli.compiled import export_compiled, import_compiled
-from torch_py_backend.cli.import_mar import import_mar
 from torch_py_backend.cli.init import init
 from torch_py_backend.cli.install import install
 from torch_py_backend.cli.pack import pack
@@ -53,7 +52,6 @@ def _options(
 for _command in (
     serve,
     init,
-    import_mar,
     check,
     install,
     pack,

@@ -28,7 +28,7 @@ def init(
         Path,
         typer.Argument(
             help="TorchScript, a .pt2 file, a .py file, weights with a .py file of the same name"
-            " beside them, or a folder that save_pretrained wrote."
+            " beside them, a folder that save_pretrained wrote, or a TorchServe archive (.mar)."
         ),
     ],
     name: Annotated[str, typer.Option(help="The model's name; by default the file's.")] = "",
@@ -66,17 +66,20 @@ def init(
         raise InstallError(f"--example is {example}; expected a file of safetensors.")
     if example is not None and inputs:
         raise InstallError("--input and --example both define the inputs; give one of them.")
+    if link and model_file.suffix == ".mar":
+        raise InstallError("--link cannot link to files in an archive; leave it out.")
     entries = [_parse_input(text) for text in inputs or ()]
     absolute = model_file.absolute()
     name = name or (absolute.name if absolute.is_dir() else absolute.stem)
-    artifact = artifact_files.find(name, absolute, example)
-    if not model_folder.NAME.fullmatch(name):
-        raise InstallError(f"--name is '{name}'; expected letters, digits, _, -, . and blanks.")
     parent = repository or Path("models" if model_file.is_dir() else "")
     target = parent.absolute() / name
-    model_folder.refuse_target(target, [*artifact.files.values()] if link else [], force=force)
-    transfer = os.symlink if link else shutil.copyfile
-    report = model_folder.create(target, artifact, entries, transfer=transfer)
+    with artifact_files.opened(name, absolute, example) as artifact:
+        if not model_folder.NAME.fullmatch(name):
+            raise InstallError(f"--name is '{name}'; expected letters, digits, _, -, . and blanks.")
+        linked = [*artifact.files.values()] if link else []
+        model_folder.refuse_target(target, linked, force=force)
+        transfer = os.symlink if link else shutil.copyfile
+        report = model_folder.create(target, artifact, entries, transfer=transfer)
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print(f"made {target}")
     for line in report.lines:

@@ -56,8 +56,7 @@ def apply(
     Raises:
         OptionError: torch.compile does not accept the parameters.
     """
-    # The model of a TorchServe handler is compiled by its loader.
-    if not requested(config) or kind is ArtifactType.TORCHSERVE:
+    if not requested(config):
         return None
     if kind in (ArtifactType.TORCHSCRIPT, ArtifactType.AOTI):
         log.warning(

@@ -44,22 +44,12 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     return load(artifact.fallback, config, device)
 
 
-def _load_torchserve(
-    artifact: Artifact, config: ModelConfig, device: torch.device | None
-) -> Loaded:
-    # Imported by name: it is in a layer above this package.
-    torchserve = importlib.import_module("torch_py_backend.torchserve.loader")
-    loaded: Loaded = torchserve.load(artifact, config, device)
-    return loaded
-
-
 LOADERS: Mapping[ArtifactType, Loader] = {
     ArtifactType.TORCHSCRIPT: torchscript.load,
     ArtifactType.MODULE: python_model.load,
     ArtifactType.FACTORY: python_model.load,
     ArtifactType.EXPORTED: exported_program.load,
     ArtifactType.AOTI: aotinductor.load,
-    ArtifactType.TORCHSERVE: _load_torchserve,
 }
 
 
@@ -84,12 +74,7 @@ def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
     refusals: tuple[tuple[bool, Collection[str], str], ...] = (
         (kind is ArtifactType.AOTI, names, "The package is compiled already; remove OPTIMIZE."),
         (
-            kind is ArtifactType.TORCHSERVE,
-            ("freeze", "cuda_graphs"),
-            "Its handler is Python code; remove that.",
-        ),
-        (
-            kind in (ArtifactType.EXPORTED, ArtifactType.TORCHSERVE),
+            kind is ArtifactType.EXPORTED,
             _CONVERSIONS,
             "Its code fixes the types: convert the module before you save it, or use bf16 or fp16.",
         ),

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
-from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
 from torch_py_backend.compile import batch_buckets, torch_compile
 from torch_py_backend.config.model_config import ModelConfig, Origin
@@ -195,8 +194,6 @@ def _may_fail(engine: Engine, error: BackendError) -> bool:
         and engine.recovery.fatal is None
         and not engine.runner.captures
         and not torch_compile.required(engine.config)
-        # Compilation by a TorchServe handler cannot be disabled once requests come.
-        and not (engine.kind is ArtifactType.TORCHSERVE and torch_compile.requested(engine.config))
         # Other instances read the same memory: the warm-up must show that the model does not write.
         and not gpu_sharing.requested(engine.config)
         and not example_inputs.find(engine.config, engine.artifact)

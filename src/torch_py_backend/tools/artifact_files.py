@@ -5,8 +5,11 @@ Imports no torch.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 from torch_py_backend.artifacts import file_types, source_dependencies
 from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.errors import ArtifactError
+from torch_py_backend.tools import torchserve_archive
 
 EXAMPLE = "example_inputs.safetensors"
 _SERVED_NAMES = {
@@ -35,6 +39,7 @@ class ArtifactFiles:
         files: source paths by their names in the version folder; the model file comes first.
         parameters: the options that the model needs in config.pbtxt.
         pretrained_config: the contents of config.json of transformers; empty for other artifacts.
+        settings: entries of config.pbtxt for a model with a batch dimension.
     """
 
     description: str
@@ -42,12 +47,30 @@ class ArtifactFiles:
     files: Mapping[str, Path]
     parameters: Mapping[str, str] = field(default_factory=dict)
     pretrained_config: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def lacks_weights(self) -> bool:
         """Whether this is a Python source without a file of weights."""
         model_file, *others = self.files
         return model_file == "model.py" and not any(name.startswith("model.") for name in others)
+
+
+@contextlib.contextmanager
+def opened(model: str, path: Path, example: Path | None) -> Iterator[ArtifactFiles]:
+    """Find the files to serve as `find` does; those of a TorchServe archive end with the block.
+
+    Raises:
+        ArchiveError: the archive cannot be used.
+        ArtifactError: the path is not an artifact that can be served.
+    """
+    if path.suffix != ".mar":
+        yield find(model, path, example)
+        return
+    with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
+        archive = torchserve_archive.unpack(path, Path(folder))
+        artifact = find(model, archive.model_file, example)
+        yield dataclasses.replace(artifact, settings=archive.settings)
 
 
 def find(model: str, path: Path, example: Path | None) -> ArtifactFiles:

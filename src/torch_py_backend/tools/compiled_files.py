@@ -33,7 +33,7 @@ from torch_py_backend.processes import private_files
 from torch_py_backend.startup import builder
 from torch_py_backend.tools import compiled_folder
 
-_NOT_COMPILED = (ArtifactType.TORCHSCRIPT, ArtifactType.TORCHSERVE, ArtifactType.AOTI)
+_NOT_COMPILED = (ArtifactType.TORCHSCRIPT, ArtifactType.AOTI)
 _CURE = "Compile it here with `torch-py-backend check`, or import what such a machine exported."
 
 

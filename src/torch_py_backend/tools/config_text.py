@@ -44,7 +44,9 @@ def _lines(document: Document, description: str, signature: Document) -> Iterato
         yield "model_transaction_policy { decoupled: true }"
     elif document["max_batch_size"] > 0:
         yield "# Requests that wait at the same time become one call."
-        yield "dynamic_batching { }"
+        delay = document.get("dynamic_batching", {}).get("max_queue_delay_microseconds", 0)
+        limit = f"max_queue_delay_microseconds: {delay} " if delay else ""
+        yield f"dynamic_batching {{ {limit}}}"
     yield ""
     yield from _tensors("input", document, signature)
     yield ""

@@ -267,6 +267,8 @@ def _configure(folder: Path, artifact: ArtifactFiles, document: JsonObject) -> F
     document["parameters"] = configured
     if file_types.is_cuda_package(folder / "1" / next(iter(artifact.files))):
         document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]
+    if document["max_batch_size"]:
+        document.update(artifact.settings)
     document = _write(folder, artifact, document, signature)
     if completion.is_incomplete(document):
         return report

@@ -65,12 +65,10 @@ def requested(config: ModelConfig) -> bool:
     return config.kind != "CPU" and bool(config.options.enable_weight_sharing)
 
 
-def refusal(config: ModelConfig, kind: ArtifactType) -> str:
+def refusal(config: ModelConfig) -> str:
     """Return why the weights of a model on a GPU cannot be shared; empty: they can."""
     if config.kind == "MODEL":
         return "the instance is KIND_MODEL: the model places itself"
-    if kind is ArtifactType.TORCHSERVE:
-        return "the handler of a TorchServe archive places its weights itself"
     if "freeze" in config.options.optimize:
         return "OPTIMIZE freezes them: they become constants of each instance's own graph"
     if config.options.quantization is not None:
@@ -120,7 +118,7 @@ class SharedWeights:
         device: torch.device | None,
         reload: Callable[[], nn.Module | None],
     ) -> None:
-        reason = refusal(config, artifact.kind)
+        reason = refusal(config)
         if reason or device is None:
             raise not_shared_error(config, reason)
         self.lock = threading.RLock()
@@ -159,7 +157,7 @@ class SharedWeights:
         """
         module = loaded.owner
         weights = {} if module is None else named(module)
-        reason = refusal(self._config, loaded.kind)
+        reason = refusal(self._config)
         if loaded.kind is ArtifactType.AOTI:
             if not weights:
                 reason = "the AOTInductor package contains them"

@@ -29,10 +29,6 @@ def refuse_unsupported(config: ModelConfig, loaded: Loaded) -> None:
             loaded.kind is ArtifactType.AOTI and loaded.owner is None,
             "the AOTInductor package contains its weights",
         ),
-        (
-            loaded.kind is ArtifactType.TORCHSERVE,
-            "the handler of a TorchServe archive reads them itself",
-        ),
         (not tensors, "the model has no weights outside of its code"),
         ("freeze" in config.options.optimize, "OPTIMIZE's freeze makes them constants of a graph"),
         (config.options.quantization is not None, "OPTIMIZE quantizes them"),
