@@ -15,13 +15,12 @@ import torch
 import tritonclient.grpc
 import tritonclient.http
 
-from benchmarks import harness
+from benchmarks import harness, load_client
 from benchmarks.harness import Connection
+from benchmarks.load_client import HttpRequest
 from benchmarks.models import MODELS, Model
+from benchmarks.payloads import Payload, Tensor
 from benchmarks.peers import wire
-from torch_py_backend.tools import load_client
-from torch_py_backend.tools.load_client import HttpRequest
-from torch_py_backend.tools.payloads import Payload, Tensor
 
 _TRITON = {"grpc": tritonclient.grpc, "http": tritonclient.http}
 

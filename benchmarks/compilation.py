@@ -27,9 +27,9 @@ from rich.console import Console
 
 from benchmarks import clients, harness, repositories
 from benchmarks.models import MAX_BATCH_SIZE, MODELS
+from benchmarks.payloads import Payload
 from benchmarks.tables import markdown, spread
 from torch_py_backend.server import Server
-from torch_py_backend.tools.payloads import Payload
 
 _COMPILED = 'parameters { key: "TORCH_COMPILE_OPTIONAL_PARAMETERS" value { string_value: "{}" } }\n'
 _CONCURRENCY = 8

@@ -14,12 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+from benchmarks import load_client, load_generator
+from benchmarks.load_client import Address
+from benchmarks.load_generator import Point, ReadStatistics, Send
+from benchmarks.payloads import Payload
 from torch_py_backend.errors import ToolError
 from torch_py_backend.server import Server
-from torch_py_backend.tools import load_client, load_generator
-from torch_py_backend.tools.load_client import Address
-from torch_py_backend.tools.load_generator import Point, ReadStatistics, Send
-from torch_py_backend.tools.payloads import Payload
 
 LOAD_SECONDS = 600
 Pair: TypeAlias = tuple[Point, Point]

@@ -31,9 +31,9 @@ from PIL import Image
 
 from benchmarks import harness
 from benchmarks.harness import Pair
+from benchmarks.payloads import Tensor
 from benchmarks.tables import markdown, spread
 from torch_py_backend.errors import ToolError
-from torch_py_backend.tools.payloads import Tensor
 
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "model_repository" / "digits_png"
 _IMAGES = 64

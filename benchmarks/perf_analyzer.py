@@ -20,9 +20,9 @@ import numpy as np
 from benchmarks import clients
 from benchmarks.clients import Endpoint
 from benchmarks.harness import Connection
+from benchmarks.load_generator import Point, Result, server_work
 from benchmarks.models import MODELS
 from torch_py_backend.errors import ToolError
-from torch_py_backend.tools.load_generator import Point, Result, server_work
 
 # perf_analyzer reports windows that are equally fast within a limit; it measures three at least.
 _WINDOWS = 3

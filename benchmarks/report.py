@@ -10,9 +10,9 @@ from functools import partial
 from benchmarks import harness
 from benchmarks.contenders import PEERS
 from benchmarks.harness import Pair
+from benchmarks.load_generator import Point
 from benchmarks.models import MAX_BATCH_SIZE, MODELS
 from benchmarks.tables import Spread, spread
-from torch_py_backend.tools.load_generator import Point
 
 FLOOR, TRANSFER, PLAIN, HTTP, RUNTIME = "floor", "transfer", "plain", "http", "runtime"
 LIBTORCH = "libtorch"

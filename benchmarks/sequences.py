@@ -31,9 +31,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from benchmarks import harness
+from benchmarks import harness, load_generator
 from benchmarks.tables import markdown, spread
-from torch_py_backend.tools import load_generator
 
 _WIDTH = 128
 _MODULE = """

@@ -35,14 +35,21 @@ import psutil
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import clients, contenders, harness, perf_analyzer, report, repositories
+from benchmarks import (
+    clients,
+    contenders,
+    harness,
+    load_generator,
+    perf_analyzer,
+    report,
+    repositories,
+)
 from benchmarks.clients import Endpoint
 from benchmarks.contenders import PEERS
 from benchmarks.harness import Pair
 from benchmarks.models import MODELS
 from benchmarks.report import FLOOR, HTTP, LIBTORCH, PLAIN, RUNTIME, TRANSFER, Report, Row
 from torch_py_backend.errors import BackendError, ToolError
-from torch_py_backend.tools import load_generator
 
 # Triton's Python runtime compiles for each number of requests that it meets in a batch.
 _COMPILATION_SECONDS = 45

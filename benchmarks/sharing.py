@@ -26,9 +26,9 @@ import tritonclient.grpc
 from torch import nn
 
 from benchmarks import harness
+from benchmarks.payloads import Payload, Tensor
 from benchmarks.tables import markdown, spread
 from torch_py_backend.server import Server
-from torch_py_backend.tools.payloads import Payload, Tensor
 
 _NAME = "large"
 _WIDTH = 4096

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
-import tarfile
 import venv
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,22 +40,3 @@ def borrow(folder: Path) -> None:
     """Let an environment import what the running one has, as gigabytes need not be packed."""
     found = {sysconfig.get_path(kind): None for kind in ("purelib", "platlib")}
     (folder / SITE / "borrowed.pth").write_text("".join(f"{one}\n" for one in found))
-
-
-def unpack(archive: Path, folder: Path) -> Path:
-    with tarfile.open(archive) as opened:
-        # As Triton does: links lead where they say.
-        opened.extractall(folder, filter="fully_trusted")
-    return folder
-
-
-def activated(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """A command in an environment, started as Triton 24.10 starts its stub."""
-    line = (
-        f"source {folder}/bin/activate"
-        f" && exec env LD_LIBRARY_PATH={folder}/lib:$LD_LIBRARY_PATH {shlex.join(command)}"
-    )
-    values = {"PATH": os.environ["PATH"]}
-    return subprocess.run(
-        ["bash", "-c", line], env=values, capture_output=True, text=True, check=False
-    )

@@ -33,6 +33,7 @@ from benchmarks import (
 from benchmarks.clients import Endpoint
 from benchmarks.contenders import PEERS
 from benchmarks.harness import Pair
+from benchmarks.load_generator import Point, Result, ServerWork
 from benchmarks.models import MAX_BATCH_SIZE, MODELS, Model, Parameter
 from benchmarks.peers import wire
 from benchmarks.report import Report, Row
@@ -41,7 +42,6 @@ from torch_py_backend.config import model_config, pbtxt, threads
 from torch_py_backend.errors import ServerError, ToolError
 from torch_py_backend.server import triton_installation
 from torch_py_backend.startup import builder
-from torch_py_backend.tools.load_generator import Point, Result, ServerWork
 
 _PEERS = Path(contenders.__file__).parent / "peers"
 

@@ -33,7 +33,6 @@ _SERVING = re.compile(
     r" metrics on http://(?P<metrics>\S+)/metrics, readiness on http://(?P<health>\S+)/ready"
 )
 # How long loads are kept up: the figures are nobody's.
-_SHORT = ("--duration=0.2", "--warmup=0")
 _SECONDS = 280
 _POLL_SECONDS = 0.1
 _CHECK = "check"
@@ -100,13 +99,11 @@ class Walkthrough:
         return "" if how is None else how(self, block, arguments)
 
     def _ours(self, block: Block, arguments: Sequence[str]) -> str:
-        """`init` and the like as they are, `serve` on free ports, `bench` for a moment."""
+        """`init` and `check` as they are, `serve` on free ports."""
         command = arguments[0]
         if command == "serve":
             return self._serve(block, arguments)
-        if command == "bench" and self._server is not None:
-            arguments = [*arguments, *_SHORT]
-        elif command not in ("init", "import-mar", "check", "profile", "pack"):
+        if command not in ("init", "check"):
             return ""  # install writes where the server is, tune takes minutes
         return self._run(block, sys.executable, "-c", _APP, *arguments)
 

@@ -1,4 +1,4 @@
-"""The command line: installing, packing, and how errors are printed."""
+"""The command line: installing, removed names, and how errors are printed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import packed
 import pytest
 from command_line import refuse, run
 
 from torch_py_backend import __version__
-from torch_py_backend.cli.pack import pack
-from torch_py_backend.errors import ServerError, ToolError
-from torch_py_backend.server import triton_installation
 
 
 def test_module_is_the_command() -> None:
@@ -37,7 +33,7 @@ def test_without_the_packages_of_the_command_line(package: str) -> None:
     assert "Traceback" not in done.stderr
 
 
-# --- install and pack ------------------------------------------------------------------------
+# --- install ---------------------------------------------------------------------------------
 
 
 def test_install_where_no_server_looks(tmp_path: Path) -> None:
@@ -66,39 +62,14 @@ def test_install_beside_the_python_backend_and_uninstall(tmp_path: Path) -> None
     assert (done.returncode, "nothing to remove" in done.stdout) == (0, True)
 
 
-@pytest.mark.parametrize("option", [True, False], ids=["option", "from the server's stub"])
-def test_pack(option: bool, tmp_path: Path) -> None:
-    """The archive, its packages and the line for config.pbtxt are printed."""
-    packed.make(tmp_path / "env", layer=True)
-    python = [f"--python={packed.PYTHON}"] if option else []
-    done = run("pack", "env", *python, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    archive, versions, _, line, layer = done.stdout.splitlines()
-    assert archive.startswith(f"packed {tmp_path / 'env.tar.gz'}: 0.0 MB")
-    assert "torch 2.13.0+cpu, numpy 1.26.4, safetensors" in versions
-    assert 'string_value: "$$TRITON_MODEL_DIRECTORY/env.tar.gz"' in line
-    assert str(Path(sys.base_prefix)) in layer
-    assert {path.name for path in tmp_path.iterdir()} == {"env", "env.tar.gz"}
-
-
-def test_pack_with_scripts_of_conda(tmp_path: Path) -> None:
-    """Newer servers do not run what activates an environment."""
-    scripts = packed.make(tmp_path / "env", layer=True) / "etc" / "conda" / "activate.d"
-    scripts.mkdir(parents=True)
-    (scripts / "libxml2_activate.sh").write_text("export XML_CATALOG_FILES=/x\n")
-    done = run("pack", "env", f"--python={packed.PYTHON}", cwd=tmp_path)
-    assert "do not run its scripts etc/conda/activate.d/*.sh" in done.stdout
-
-
-def test_pack_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an installed server, --python is required."""
-
-    def find() -> triton_installation.TritonInstallation:
-        raise ServerError("there is none.")
-
-    monkeypatch.setattr(triton_installation, "find", find)
-    with pytest.raises(ToolError, match=r"is not known: there is none\. Or name it: --python"):
-        pack(Path("env"))
+@pytest.mark.parametrize(
+    "arguments",
+    [("bench", "models", "net"), ("pack", "env"), ("serve", "models", "--poll=5")],
+    ids=["bench", "pack", "--poll"],
+)
+def test_removed_names(arguments: tuple[str, ...]) -> None:
+    """A command or flag of an earlier version is an error that says what to do instead."""
+    refuse("was removed. ", *arguments)
 
 
 # --- errors ----------------------------------------------------------------------------------
@@ -120,15 +91,6 @@ def test_pack_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         (["check", "/no/[extra]/[/x]"], "/no/[extra]/[/x] is not a folder"),
         (["init", "/no/such/model.pt"], "/no/such/model.pt is not there"),
         (["init", "/"], "/ is a folder without a config.json of transformers"),
-        (["pack", "/no/env", "--python=3.11"], "/no/env is no environment"),
-        (["pack", ".", "--python=py3"], "--python is 'py3'; expected a version such as 3.12"),
-        (["bench", "/no/such/models", "m"], "'/no/such/models' is neither a folder nor an address"),
-        (["bench", "ftp://localhost:8001", "m"], "grpc://host:port or http://host:port"),
-        (["bench", ".", "m"], "has no model 'm'; its models: "),
-        (["bench", ".", "m", "--concurrency=1,,2"], "--concurrency is '1,,2'; expected integers"),
-        (["bench", ".", "m", "--concurrency=0"], "--concurrency is '0'"),
-        (["bench", ".", "m", "--json=/no/such/a.json"], "cannot write /no/such/a.json: No such"),
-        (["bench", ".", "m", "--json=/"], "cannot write /: it is a folder"),
     ],
     ids=" ".join,
 )

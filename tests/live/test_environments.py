@@ -18,7 +18,6 @@ from packed import SITE
 
 from torch_py_backend.config import execution_env
 from torch_py_backend.server.model_status import ModelState
-from torch_py_backend.tools import packing
 
 pytestmark = pytest.mark.server
 
@@ -42,20 +41,20 @@ class _Running:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Running]:
-    """A server with the same model in four environments."""
+    """A server with the same model in its own environment, and without one."""
     folder = tmp_path_factory.mktemp("environments")
     repository = folder / "repository"
-    for name in ("packed", "layer", "folder", "bare", "foreign"):
+    for name in ("folder", "bare", "foreign"):
         parameters = {} if name == "bare" else {execution_env.KEY: _named(name)}
         scenarios.Scenario(
             name,
             scenarios.text(_MODEL),
             scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters),
         ).lay_out(repository)
-    for name, layer in (("packed", False), ("layer", True)):
-        _pack(folder / name, repository / name / "env.tar.gz", layer=layer)
-    packed.unpack(repository / "packed" / "env.tar.gz", repository / "folder" / "env")
-    _pack_for_another(repository / "packed" / "env.tar.gz", repository / "foreign" / "env.tar.gz")
+    environment = packed.make(repository / "folder" / "env", layer=False, names={})
+    packed.borrow(environment)
+    (environment / SITE / "greeting.py").write_text("VALUE = 42.0\n")
+    _pack_for_another(environment, repository / "foreign" / "env.tar.gz")
     with serving.running(folder, ready=False) as server:
         states = {one.name: one for one in server.models()}
         with tritonclient.grpc.InferenceServerClient(server.grpc_address) as client:
@@ -67,20 +66,10 @@ def _named(model: str) -> str:
     return f"{execution_env.MODEL_FOLDER}/{name}"
 
 
-def _pack(folder: Path, output: Path, *, layer: bool) -> None:
-    """What `pack` writes, but for the gigabyte of torch, which is reached where it lies."""
-    packed.make(folder, layer=layer, names={})
-    packed.borrow(folder)
-    (folder / SITE / "greeting.py").write_text("VALUE = 42.0\n")
-    packing.write(packing.inspect(folder), output)
-
-
-def _pack_for_another(archive: Path, output: Path) -> None:
+def _pack_for_another(environment: Path, output: Path) -> None:
     """The same for a Python that is not: all that a stub looks for has another name."""
-    with tarfile.open(archive) as known, tarfile.open(output, "w:gz") as written:
-        read = known.extractfile("bin/activate")
-        assert read is not None
-        activate = read.read()
+    activate = (environment / "bin" / "activate").read_bytes()
+    with tarfile.open(output, "w:gz") as written:
         entry = tarfile.TarInfo("bin/activate")
         entry.size = len(activate)
         written.addfile(entry, io.BytesIO(activate))
@@ -90,13 +79,12 @@ def _pack_for_another(archive: Path, output: Path) -> None:
             written.addfile(entry)
 
 
-@pytest.mark.parametrize("name", ["packed", "layer", "folder"])
-def test_model_in_its_own_environment(name: str, running: _Running) -> None:
-    """A model imports what only its environment has: from an archive, a layer, and a folder."""
-    assert running.states[name].ready, running.states[name].reason
+def test_model_in_its_own_environment(running: _Running) -> None:
+    """A model imports what only its environment has."""
+    assert running.states["folder"].ready, running.states["folder"].reason
     x = np.arange(4, dtype=np.float32).reshape(1, 4)
     inputs = serving.infer_inputs(tritonclient.grpc, {"x": x})
-    np.testing.assert_array_equal(running.client.infer(name, inputs).as_numpy("y"), x + 42)
+    np.testing.assert_array_equal(running.client.infer("folder", inputs).as_numpy("y"), x + 42)
 
 
 def test_model_without_it(running: _Running) -> None:

@@ -1,14 +1,12 @@
-"""Results of bench and tune as tables, JSON and notes."""
+"""Results of tune as tables, JSON and notes."""
 
 from __future__ import annotations
 
 import io
 import json
-import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from rich.console import Console
 from rich.table import Table
@@ -17,12 +15,8 @@ from torch_py_backend.config import tuned_settings
 from torch_py_backend.errors import ToolError
 from torch_py_backend.tools import report
 from torch_py_backend.tools.candidates import Allowed, Candidate
-from torch_py_backend.tools.load_generator import STAGES, Point, Result, ServerWork
 from torch_py_backend.tools.ranking import Figures, Goal, Limits, Row
-from torch_py_backend.tools.report import Report
 from torch_py_backend.tools.tuning import Plan, Tuning
-
-_SERVER = ServerWork(20, 0, dict.fromkeys(STAGES, 0.002), {1: 4, 4: 4})
 
 
 def _printed(table: Table, width: int = 80) -> list[str]:
@@ -66,85 +60,6 @@ def test_written_link(tmp_path: Path) -> None:
     assert link.is_symlink()
     assert target.read_text() == "new"
     assert target.stat().st_mode & 0o777 == 0o600
-
-
-# --- bench -----------------------------------------------------------------------------------
-
-
-def _result(
-    answered: int = 20, *, errors: int = 0, unanswered: int = 0, busy: float = 0.5
-) -> Result:
-    latencies = np.linspace(0.001, 0.1, answered)
-    first = "it <broke>." if errors else ""
-    return Result(2, latencies, np.full(unanswered, 3.0), errors, first, busy)
-
-
-def _report(*results: Result, **options: Any) -> Report:
-    server = options.pop("server", _SERVER)
-    points = [Point(8**number, result, server) for number, result in enumerate(results)]
-    return Report("m", 2, 1, "grpc://h:1", "made up", points=points, **options)
-
-
-def test_table() -> None:
-    """The table has one line for each point: requests, latencies, Triton's split and batches."""
-    lines = _printed(_report(_result(), _result(2468)).table())
-    assert "m on grpc://h:1, 1 row in a request" in lines[0]
-    assert lines[1].split() == [
-        "concurrency", "req/s", "p50", "p90", "p99", "max", "queue", "input", "infer", "output",
-        "rows/call",
-    ]  # fmt: skip
-    assert lines[3].split() == [
-        "1", "10.0", "50.5", "90.1", "99.0", "100",
-        "2.00", "2.00", "2.00", "2.00", "2.5", "(1-4)",
-    ]  # fmt: skip
-    assert lines[4].split()[:2] == ["8", "1,234"]
-
-
-def test_table_fits_a_narrow_terminal() -> None:
-    """Large figures are not cut off at 80 columns."""
-    server = ServerWork(9, 0, dict.fromkeys(STAGES, 0.1234), {1: 1, 64: 400})
-    slow = Result(1.0, np.full(99_999, 1.2345), np.array([]), 0, "", 0.1)
-    text = "\n".join(_printed(_report(slow, server=server).table()))
-    assert "…" not in text
-    assert "99,999" in text
-
-
-def test_unknown_figures() -> None:
-    """Without statistics, the table has dashes and the JSON has null."""
-    results = _report(_result(), server=None)
-    assert _printed(results.table())[3].split()[6:] == ["-"] * 5
-    (entry,) = results.as_json()["points"]
-    assert entry["triton"]["rows_per_call"] is None
-
-
-def test_json_of_bench() -> None:
-    """The JSON is strictly valid and has all figures, with units in the names."""
-    document = _report(_result(errors=1), rows=2, interrupted=True).as_json()
-    assert json.loads(json.dumps(document, allow_nan=False)) == document
-    assert document["interrupted"] is True
-    (entry,) = document["points"]
-    assert entry["concurrency"] == 1
-    assert entry["requests_per_second"] == 10
-    assert entry["rows_per_second"] == 20
-    assert (entry["answered"], entry["failed"], entry["first_error"]) == (20, 1, "it <broke>.")
-    assert entry["latency_ms"]["max"] == pytest.approx(100)
-    assert entry["triton"]["per_request_ms"] == dict.fromkeys(STAGES, 2.0)
-    assert entry["triton"]["batches"] == {"1": 4, "4": 4}
-
-
-def test_notes() -> None:
-    """Each reason to doubt the figures is one sentence; without a reason there is none."""
-    doubtful = [_result(errors=2), _result(unanswered=3), _result(busy=0.97)]
-    notes = _report(*doubtful, interrupted=True).notes()
-    says = (
-        r"^concurrency 1: 2 of 22 requests failed; the first: it <broke>.$",
-        "^concurrency 8: 3 of 23 requests had no answer",
-        "^concurrency 64: the client used 97% of a core",
-        "^Interrupted",
-    )
-    for note, pattern in zip(notes, says, strict=True):
-        assert re.search(pattern, note)
-    assert _report(_result(), _result()).notes() == []
 
 
 # --- tune ------------------------------------------------------------------------------------

@@ -11,16 +11,13 @@ from rich.console import Console
 from rich.markup import escape
 
 import torch_py_backend
-from torch_py_backend.cli.bench import bench
 from torch_py_backend.cli.check import check
-from torch_py_backend.cli.compiled import export_compiled, import_compiled
 from torch_py_backend.cli.init import init
 from torch_py_backend.cli.install import install
-from torch_py_backend.cli.pack import pack
-from torch_py_backend.cli.profile import profile
 from torch_py_backend.cli.serve import serve
 from torch_py_backend.cli.tune import tune
-from torch_py_backend.errors import BackendError
+from torch_py_backend.config import removed_names
+from torch_py_backend.errors import BackendError, ToolError
 
 commands = typer.Typer(
     name="torch-py-backend",
@@ -49,19 +46,14 @@ def _options(
     """Options before the name of a subcommand."""
 
 
-for _command in (
-    serve,
-    init,
-    check,
-    install,
-    pack,
-    bench,
-    tune,
-    profile,
-    export_compiled,
-    import_compiled,
-):
+for _command in (serve, init, check, tune, install):
     commands.command()(_command)
+
+
+def _refuse_removed_names() -> None:
+    advice = removed_names.advice_for_command(sys.argv[1:])
+    if advice:
+        raise ToolError(advice)
 
 
 def app() -> None:
@@ -70,6 +62,7 @@ def app() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of models in any encoding
     try:
+        _refuse_removed_names()
         commands()
     except BackendError as error:
         Console(stderr=True, soft_wrap=True, emoji=False).print(

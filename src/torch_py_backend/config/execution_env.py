@@ -79,7 +79,7 @@ def check(folder: Path, document: Document, stub: str) -> None:
         if path.is_dir():
             versions = _library_versions(path)
         else:
-            # An archive that `pack` makes has one version, and reading all of it takes long.
+            # Archives have one version, and reading all of one takes long.
             with tarfile.open(path, "r|gz") as archive:
                 matches = (_LIBRARY.match(member.name) for member in archive)
                 first = next(filter(None, matches), None)
@@ -102,7 +102,7 @@ def _invalid(model: str, problem: str) -> PlatformError:
     return PlatformError(
         model,
         f"the environment in {KEY} {problem}",
-        expected="an archive made by `torch-py-backend pack`, or the folder of an environment",
+        expected="an archive made by conda-pack, or the folder of an environment",
         cure=f"Triton replaces {MODEL_FOLDER} by the model's folder.",
     )
 

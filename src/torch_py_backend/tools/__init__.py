@@ -1,1 +1,1 @@
-"""The work of the commands init, check, tune, bench, profile, pack and export-compiled."""
+"""The work of the commands init, check and tune."""

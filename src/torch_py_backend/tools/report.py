@@ -1,11 +1,11 @@
-"""Results of bench and tune as tables, JSON and notes."""
+"""Results of tune as tables, JSON and notes."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -17,15 +17,8 @@ from torch_py_backend import files
 from torch_py_backend.config import tuned_settings
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ToolError
-from torch_py_backend.tools.load_generator import STAGES, Point, ServerWork
 from torch_py_backend.tools.ranking import Figures, Limits, Row
 from torch_py_backend.tools.tuning import SECONDS, Tuning
-
-_PERCENTILES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
-# Above this share of a core, the client is likely to limit the figures.
-_BUSY = 0.85
-_MILLI = 1e3
-
 
 # --- tables and files ------------------------------------------------------------------------
 
@@ -60,9 +53,7 @@ def table(
         if number < text_columns:
             result.add_column(heading, min_width=12, max_width=60, no_wrap=True)
         else:
-            # Wider columns begin a group; those of `bench` fit into 80 characters.
-            width = {"p50": 6, "queue": 6, "rows/call": 11}.get(heading)
-            result.add_column(heading, justify="right", no_wrap=True, min_width=width)
+            result.add_column(heading, justify="right", no_wrap=True)
     return result
 
 
@@ -95,122 +86,6 @@ def write(path: Path, text: str) -> None:
         files.replace(path.resolve(), text.encode())
     except OSError as error:
         raise ToolError(f"cannot write {path}: {error.strerror or error}.") from error
-
-
-# --- bench -----------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Report:
-    """The measurements of one run of `bench`, and their conditions.
-
-    Attributes:
-        model: the model's name.
-        seconds: the length of each point.
-        warmup: seconds before each point that do not count.
-        server: the server's address.
-        inputs: the file of the inputs.
-        rows: rows in one request, on average.
-        points: one for each load.
-        interrupted: whether points are missing or cut short.
-    """
-
-    model: str
-    seconds: float
-    warmup: float
-    server: str = ""
-    inputs: str = "made up"
-    rows: float = 1.0
-    points: list[Point] = field(default_factory=list)
-    interrupted: bool = False
-
-    def as_json(self) -> JsonObject:
-        """Return all figures; an unknown figure is null."""
-        return {
-            "model": self.model,
-            "server": self.server,
-            "inputs": self.inputs,
-            "rows_per_request": self.rows,
-            "seconds": self.seconds,
-            "warmup_seconds": self.warmup,
-            "interrupted": self.interrupted,
-            "points": [self._figures(point) for point in self.points],
-        }
-
-    def _figures(self, point: Point) -> JsonObject:
-        result, server = point.result, point.server or ServerWork()
-        percentiles = result.percentiles(*_PERCENTILES.values())
-        return {
-            "concurrency": point.concurrency,
-            "seconds": result.seconds,
-            "answered": len(result.latencies),
-            "failed": result.errors,
-            "first_error": result.first_error or None,
-            "unanswered": len(result.unanswered),
-            "requests_per_second": result.throughput,
-            "rows_per_second": result.throughput * self.rows,
-            "latency_ms": {
-                name: value * _MILLI for name, value in zip(_PERCENTILES, percentiles, strict=True)
-            },
-            "triton": {
-                "requests": server.requests,
-                "failures": server.failures,
-                "per_request_ms": {stage: value * _MILLI for stage, value in server.stages.items()},
-                "calls": server.calls,
-                "rows_per_call": server.rows / server.calls if server.calls else None,
-                "batches": {str(size): count for size, count in server.batches.items()},
-            },
-            "client_busy": result.busy,
-        }
-
-    def table(self) -> Table:
-        """Return one row for each point; times are in milliseconds."""
-        stages = [stage.removeprefix("compute_") for stage in STAGES]
-        result = table(
-            ("concurrency", "req/s", *_PERCENTILES, *stages, "rows/call"),
-            text_columns=0,
-            title=f"{self.model} on {self.server},"
-            f" {'1 row' if self.rows == 1 else f'{self.rows:g} rows'} in a request",
-            caption="p50 to max: latency; queue to output: means of Triton's own; all in ms",
-        )
-        for point in self.points:
-            figures = self._figures(point)
-            triton = figures["triton"]
-            times = [*figures["latency_ms"].values(), *map(triton["per_request_ms"].get, STAGES)]
-            sizes = [*map(int, triton["batches"])]
-            result.add_row(
-                str(point.concurrency),
-                *map(three_digits, [figures["requests_per_second"], *times]),
-                f"{triton['rows_per_call']:.1f} ({min(sizes)}-{max(sizes)})" if sizes else "-",
-            )
-        return result
-
-    def notes(self) -> list[str]:
-        """Return a sentence for each reason to doubt the figures."""
-        sentences = []
-        for point in self.points:
-            result = point.result
-            unanswered = result.unanswered.size
-            total = len(result.latencies) + result.errors + unanswered
-            load = f"concurrency {point.concurrency}"
-            if result.errors:
-                sentences.append(
-                    f"{load}: {result.errors} of {total} requests failed; the first:"
-                    f" {result.first_error}"
-                )
-            if unanswered:
-                sentences.append(
-                    f"{load}: {unanswered} of {total} requests had no answer when the measurement"
-                    " ended; they count with their age."
-                )
-            if result.busy > _BUSY:
-                sentences.append(
-                    f"{load}: the client used {result.busy:.0%} of a core; it may be what limits"
-                    " the figures."
-                )
-        if self.interrupted:
-            sentences.append("Interrupted: points are missing or cut short.")
-        return sentences
 
 
 # --- tune ------------------------------------------------------------------------------------

@@ -25,12 +25,12 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
+from benchmarks.load_generator import Send
+from benchmarks.payloads import Payload
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import model_status
 from torch_py_backend.server.model_status import ModelState
-from torch_py_backend.tools.load_generator import Send
-from torch_py_backend.tools.payloads import Payload
 
 if TYPE_CHECKING:
     import aiohttp
@@ -40,7 +40,7 @@ HttpRequest: TypeAlias = tuple[Mapping[str, str], bytes]
 """Headers and body."""
 PROTOCOLS = ("grpc", "http")
 _TIMEOUT_S = 20.0
-_INSTALL = "pip install 'torch-py-backend[bench]'"
+_INSTALL = "pip install 'tritonclient[all]'"
 
 
 @dataclass(frozen=True, slots=True)
