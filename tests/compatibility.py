@@ -39,9 +39,7 @@ _SOURCE = TESTS.parent / "src"
 _FIXTURES = re.compile(r"\b(process|dynamo): None\b|usefixtures\(\"(process|dynamo)\"")
 # They need torch, a server, fixtures of a conftest.py or tools of the repository on the machine.
 _NEED_MORE = {
-    "test_mirror.py",
-    "test_model_cache.py",
-    "test_object_store.py",
+    "test_fetch.py",
     "test_owner_election.py",
     "test_preflight.py",
     "test_release.py",

@@ -197,13 +197,12 @@ def test_keda_selects_the_pods() -> None:
 
 
 def test_object_store(tmp_path: Path) -> None:
-    """`serve` fetches the URL into a cache that fits its volume; another URL replaces the pods."""
+    """`serve` fetches the URL into a volume; another URL replaces the pods."""
     kustomized = _kustomized(tmp_path, "object-store")
     container = deployed.server(kustomized)
     arguments = deployed.serve_arguments(container["args"])
     assert str(arguments["repository"]) == "$(MODELS)"
     assert str(arguments["cache"]) == _CACHE
-    assert arguments["cache_size"] == "18GB"
     assert _volume(kustomized, _CACHE)["emptyDir"] == {"sizeLimit": "20Gi"}
     sources = [source.popitem()[1]["name"] for source in copy.deepcopy(container["envFrom"])]
     assert [name.partition("-")[0] for name in sources] == ["models", "models"]

@@ -326,8 +326,7 @@ def _warn_of_copies(settings: model_config.ModelConfig) -> None:
         log.warning(
             "model '%s': Triton serves a temporary copy of the model (from a cloud store or a load"
             " request). It is copied again at each load, no file of it is replaced while it serves"
-            " (WATCH_WEIGHTS), and compiled code is not kept with it. `torch-py-backend serve URL`"
-            " has none of these limits.",
+            " (WATCH_WEIGHTS), and compiled code is not kept with it.",
             settings.name,
         )
 

@@ -48,7 +48,6 @@ _COLOURS = {
 
 
 def serve(
-    context: typer.Context,
     repository: Annotated[
         str,
         typer.Argument(
@@ -94,34 +93,9 @@ def serve(
     cache: Annotated[
         Path | None,
         typer.Option(
-            help="The folder for what is fetched from an object store; all servers of a user share"
-            " it. By default ~/.cache/torch-py-backend."
+            help="The folder for what is fetched from a URL. By default ~/.cache/torch-py-backend."
         ),
     ] = None,
-    cache_size: Annotated[
-        str,
-        typer.Option(
-            help="The maximum size of the cache, such as 100GB. The least recently used"
-            " repositories are removed for new ones."
-        ),
-    ] = "100GB",
-    poll: Annotated[
-        float,
-        typer.Option(
-            min=0,
-            max=86400,
-            help="Seconds after which the object store is read again, and changed files are"
-            " fetched; 0: never.",
-        ),
-    ] = 60,
-    upload_compiled: Annotated[
-        bool,
-        typer.Option(
-            "--upload-compiled",
-            help="Write code that models compiled to the object store, so that other servers do"
-            " not compile it.",
-        ),
-    ] = False,
     allow_empty: Annotated[
         bool,
         typer.Option(
@@ -162,12 +136,7 @@ def serve(
     options = (http_port, grpc_port, metrics_port, health_port)
     http, grpc, metrics, health = choose_ports(*options)
     triton_installation.find(tritonserver)  # before much is fetched
-    mirror = context.with_resource(
-        remote_repository.opened(
-            console, repository, cache, cache_size, note, poll_s=poll, uploads=upload_compiled
-        )
-    )
-    path = Path(repository) if mirror is None else mirror.path
+    path = remote_repository.local(repository, cache, note)
     server = Server(
         path,
         http_port=http,
@@ -217,9 +186,6 @@ def serve(
                         supervisor.load(models or sorted({state.name for state in states}))
                     reloader = Reloader(path, models, client.load, report, load_timeout)
                     steps = [supervisor.step, *([reloader.step] if reload else [])]
-                    if mirror is not None:
-                        loads = (supervisor.is_loading, reloader.is_loading)
-                        steps.append(lambda: mirror.step(lambda: any(is_one() for is_one in loads)))
                     code = _supervise(console, loading, server, supervisor, readiness, steps)
                 finally:
                     loading.stop()

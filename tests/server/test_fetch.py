@@ -1,0 +1,120 @@
+"""`serve URL`: what is fetched, when it is fetched again, and what is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from stores import files_in
+
+from torch_py_backend.errors import ServerError
+from torch_py_backend.server import fetch
+
+_URL = "memory://bucket/models"
+_FILES = {"a/config.pbtxt": b"x", "a/1/model.pt": b"weights"}
+
+
+@pytest.fixture
+def store() -> Iterator[Any]:
+    """A store in this process's memory, with a model repository."""
+    files = fsspec.filesystem("memory")
+    files.store.clear()
+    for name, content in _FILES.items():
+        files.pipe_file(f"/bucket/models/{name}", content)
+    yield files
+    files.store.clear()
+
+
+def _served(folder: Path) -> dict[str, bytes]:
+    """Return the fetched files, as Triton sees them."""
+    return {name: data for name, data in files_in(folder).items() if name != ".fetched.json"}
+
+
+def test_changes(store: Any, tmp_path: Path) -> None:
+    """Changed and new files are fetched, removed ones go, and the others stay as they are."""
+    lines: list[str] = []
+    folder = fetch.fetch(_URL, tmp_path / "cache", lines.append)
+    assert _served(folder) == _FILES
+    assert folder.name == "models"
+    kept = (folder / "a/config.pbtxt").stat()
+    store.pipe_file("/bucket/models/a/1/model.pt", b"other weights")
+    store.pipe_file("/bucket/models/b/1/model.py", b"")
+    assert fetch.fetch(_URL, tmp_path / "cache", lines.append) == folder
+    expected = {**_FILES, "a/1/model.pt": b"other weights", "b/1/model.py": b""}
+    assert _served(folder) == expected
+    assert (folder / "a/config.pbtxt").stat().st_ino == kept.st_ino
+    store.rm("/bucket/models/b/1/model.py")
+    fetch.fetch(_URL, tmp_path / "cache", lines.append)
+    assert "b/1/model.py" not in _served(folder)
+    assert lines == [f"fetching 2 files from {_URL}"] * 2
+
+
+def _gone(store: Any, _: pytest.MonkeyPatch) -> None:
+    store.store.clear()
+
+
+def _denied(store: Any, patch: pytest.MonkeyPatch) -> None:
+    def find(*_: object, **__: object) -> None:
+        raise PermissionError("403\nmore of it")
+
+    patch.setattr(type(store), "find", find)
+
+
+def _breaks(store: Any, patch: pytest.MonkeyPatch) -> None:
+    """The second of two changed files cannot be read."""
+    for name in _FILES:
+        store.pipe_file(f"/bucket/models/{name}", b"new")
+    copy = type(store).get_file
+
+    def get_file(self: Any, path: str, *rest: Any) -> None:
+        if path.endswith("model.pt"):
+            raise ConnectionResetError("reset")
+        copy(self, path, *rest)
+
+    patch.setattr(type(store), "get_file", get_file)
+
+
+def _hostile(store: Any, _: pytest.MonkeyPatch) -> None:
+    store.store["/bucket/models/../../outside"] = store.store["/bucket/models/a/config.pbtxt"]
+
+
+@pytest.mark.parametrize("fault", [_gone, _denied, _breaks, _hostile])
+def test_faults(fault: Any, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that fails does not change what was fetched last; without that it is an error."""
+    lines: list[str] = []
+    folder = fetch.fetch(_URL, tmp_path / "cache", lines.append)
+    fault(store, monkeypatch)
+    fetch.fetch(_URL, tmp_path / "cache", lines.append)
+    assert _served(folder) == _FILES
+    assert lines[-1].startswith(f"{_URL} cannot be read: ")
+    assert lines[-1].endswith(". Serving the files that were fetched last.")
+    with pytest.raises(ServerError, match=r"cannot be read: \w+: .*\.$") as raised:
+        fetch.fetch(_URL, tmp_path / "empty", lines.append)
+    assert "\n" not in str(raised.value)
+    assert not (tmp_path / "outside").exists()
+    assert not list(tmp_path.glob("cache/*/outside"))
+
+
+def test_missing_library(tmp_path: Path) -> None:
+    """The message names the extra to install."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.sys.modules, "fsspec", None)  # type: ignore[attr-defined]
+        with pytest.raises(ServerError, match=r"pip install 'torch-py-backend\[stores\]'"):
+            fetch.fetch(_URL, tmp_path / "cache", print)
+
+
+def test_refused_caches(tmp_path: Path) -> None:
+    """A cache that others can write to, or no folder, is not used; nor is a key in a URL."""
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "file").touch()
+    with pytest.raises(ServerError, match="others may write to it"):
+        fetch.fetch(_URL, tmp_path / "open", print)
+    with pytest.raises(ServerError, match="cannot be used"):
+        fetch.fetch(_URL, tmp_path / "file", print)
+    with pytest.raises(ServerError, match="holds credentials"):
+        fetch.fetch("s3://id:key@bucket/models", tmp_path / "cache", print)
