@@ -660,22 +660,17 @@ RUNTIMES = (
         _CONVOLVED,
     ),
     Scenario(
-        "autocast",
-        both(python(models.Convolution), safe(models.Convolution().state_dict())),
-        _convolution(OPTIMIZE="bf16,channels_last"),
-        _CONVOLVED,
-    ),
-    Scenario(
         "weights_of_16_bits",
         both(python(models.Convolution), safe(models.Convolution().state_dict())),
-        _convolution(OPTIMIZE="bf16_weights,channels_last"),
+        _convolution(OPTIMIZE="bf16,channels_last"),
         _CONVOLVED,
     ),
     Scenario(
         "frozen_graph",
         both(python(models.Convolution), safe(models.Convolution().state_dict())),
         _convolution(
-            OPTIMIZE="freeze,bf16", TORCH_COMPILE_OPTIONAL_PARAMETERS='{"dynamic": false}'
+            OPTIMIZE="bf16",
+            TORCH_COMPILE_OPTIONAL_PARAMETERS='{"dynamic": false, "options": {"freezing": true}}',
         ),
         _CONVOLVED,
     ),

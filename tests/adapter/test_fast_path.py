@@ -114,14 +114,10 @@ _CASES = {
     "hooks of the module": Case(Hooked, _X, _Y),
     "buckets": Case(models.Negate, _X, _Y, {"BATCH_BUCKETS": "2,8"}),
     "one row in a call": Case(models.Negate, _X, _Y, {"BATCH_BUCKETS": "1"}),
-    "autocast": Case(models.Negate, _X, _Y, {"OPTIMIZE": "bf16"}),
-    "16 bits": Case(WithParameter, _X, _Y, {"OPTIMIZE": "fp16_weights"}),
-    "8 bits": Case(
-        models.Affine, _X, tensor("output", "y", [3]), {"OPTIMIZE": "bf16,int8_weights"}
-    ),
+    "16 bits": Case(WithParameter, _X, _Y, {"OPTIMIZE": "fp16"}),
     "casts": Case(models.Negate, _X, _Y, {"CAST_INPUTS": "FP16", "CAST_OUTPUTS": "true"}),
     "hooks for batches": Case(Keywords, _TWO, "", hooks=_BATCH_HOOKS),
-    "hooks, 16 bits": Case(WithParameter, _X, _Y, {"OPTIMIZE": "bf16_weights"}, _FLOATS),
+    "hooks, 16 bits": Case(WithParameter, _X, _Y, {"OPTIMIZE": "bf16"}, _FLOATS),
     "inference()": Case(models.Negate, _X, _Y, {"BATCH_BUCKETS": "4"}, hooks=_INFERENCE),
 }
 

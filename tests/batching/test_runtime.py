@@ -6,9 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import build
@@ -338,76 +336,3 @@ def test_no_gradients_are_recorded(inference_mode: bool) -> None:
             assert not (weight * 2).requires_grad
         assert (weight * 2).requires_grad
         assert not torch.is_inference_mode_enabled()
-
-
-@pytest.mark.parametrize(("optimize", "cached"), [((), True), (("cuda_graphs",), False)])
-def test_autocast_caches_no_weights_that_graphs_read(
-    optimize: tuple[str, ...], cached: bool
-) -> None:
-    """A captured graph would read casts that are freed when autocast ends."""
-    options = Options(optimize=("bf16", *optimize))
-    with runtime.create(options, CPU, ()).guard():
-        assert torch.is_autocast_enabled("cpu")
-        assert torch.is_autocast_cache_enabled() == cached
-
-
-# --- other threads ---------------------------------------------------------------------------
-
-
-def test_a_thread_gets_the_gpu_of_its_creator(
-    gpus: Callable[[dict[int, int]], list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It uses the instance's GPU, and finds inductor's CUDA graphs; on the CPU nothing is done."""
-    done = gpus({0: 0, 1: 0})
-    local = threading.local()
-    local.tree_manager_containers, local.tree_manager_locks = {}, {}
-    module = SimpleNamespace(local=local)
-    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", module)
-    graphs: list[object] = []
-
-    def run(enter: Callable[[], None]) -> None:
-        enter()
-        graphs.append(getattr(local, "tree_manager_containers", None))
-
-    device = torch.device("cuda", 1)
-    for enter in map(runtime.for_thread, (CPU, device)):
-        thread = threading.Thread(target=run, args=(enter,))
-        thread.start()
-        thread.join()
-    assert done == [("set", device)]
-    assert graphs == [None, local.tree_manager_containers]
-
-
-def test_a_thread_without_cuda_graphs(
-    gpus: Callable[[dict[int, int]], list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model that inductor did not compile has no graphs to find."""
-    done = gpus({0: 0})
-    monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
-    runtime.for_thread(torch.device("cuda", 0))()
-    assert done == [("set", torch.device("cuda", 0))]
-
-
-# --- broken devices --------------------------------------------------------------------------
-
-
-def test_probe_uses_only_devices_in_use(
-    gpus: Callable[[dict[int, int]], list[Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Using another GPU, even the current one, would allocate memory there; a lost one raises."""
-    done = gpus({0: 0, 1: 0, 2: 5})
-    runtime.probe(torch.device("cuda", 1))
-    assert done == [("probe", 1), ("probe", 2)]
-
-    def gone(index: int) -> None:
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "synchronize", gone)
-        with pytest.raises(RuntimeError, match="device-side assert"):
-            runtime.probe(torch.device("cuda", 0))
-    # Where CUDA was never used, it is not used for probes either.
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    runtime.probe(torch.device("cuda", 1))
-    runtime.free()
-    assert len(done) == 2

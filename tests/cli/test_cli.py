@@ -96,11 +96,3 @@ def test_removed_names(arguments: tuple[str, ...]) -> None:
 )
 def test_an_error_is_one_line_and_exit_code_1(arguments: list[str], text: str) -> None:
     refuse(text, *arguments)
-
-
-@pytest.mark.parametrize("option", ["--duration=0", "--duration=inf", "--warmup=-1"])
-def test_seconds_of_bench(option: str) -> None:
-    """Seconds that cannot be measured are refused, with their range."""
-    done = run("bench", ".", "m", option)
-    assert done.returncode == 2
-    assert option.partition("=")[0] in done.stderr

@@ -58,13 +58,11 @@ _LATE: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
     ("CPU", {"SEQUENCE_MEMORY_MB": "9"}, {}, "SEQUENCE_MEMORY_MB is set, and no state is"),
     ("CPU", PAD, VARIABLE_STATE, "PAD is set, and a state of sequence_batching has dims of -1"),
     ("CPU", {"OPTIMIZE": "bf16,fp16"}, {}, "OPTIMIZE asks for bf16 and fp16"),
-    ("CPU", {"OPTIMIZE": "bf16,bf16_weights"}, {}, "OPTIMIZE asks for bf16 and bf16_weights"),
-    ("CPU", {"OPTIMIZE": "int8_weights,fp8_weights"}, {}, "fp8_weights and int8_weights"),
     (
         "CPU",
-        {"OPTIMIZE": "fp16_weights", "CAST_INPUTS": "BF16"},
+        {"OPTIMIZE": "fp16", "CAST_INPUTS": "BF16"},
         {},
-        "CAST_INPUTS is set, and OPTIMIZE asks for fp16_weights",
+        "CAST_INPUTS is set, and OPTIMIZE asks for fp16",
     ),
     ("CPU", GRAPHS, {}, "OPTIMIZE asks for cuda_graphs, and the instance is KIND_CPU"),
     (

@@ -74,7 +74,7 @@ def test_invalid_environment(name: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(PlatformError) as refusal:
         execution_env.check(tmp_path, _document(f"{_IN_FOLDER}/{name}"), "3.12")
     assert message in str(refusal.value)
-    assert "torch-py-backend pack" in str(refusal.value)
+    assert "conda-pack" in str(refusal.value)
 
 
 def test_check_uses_the_installed_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -6,11 +6,12 @@ from typing import Any
 import build
 import pytest
 
-from torch_py_backend.config import options
+from torch_py_backend.config import options, removed_names
 from torch_py_backend.config.options import Options, Parser
 from torch_py_backend.errors import ConfigError, OptionError
 
 # Keys that a repository written for Triton's LibTorch backend or its Python runtime may contain.
+_KEYS = {row.key for row in options.TABLE}
 LIBTORCH_KEYS = """
     DISABLE_OPTIMIZED_EXECUTION INFERENCE_MODE ENABLE_NVFUSER ENABLE_JIT_EXECUTOR
     ENABLE_JIT_PROFILING ENABLE_TENSOR_FUSER DISABLE_CUDNN ENABLE_WEIGHT_SHARING
@@ -57,7 +58,7 @@ ACCEPTED: list[tuple[Parser[Any], dict[str, Any]]] = [
     (options.matmul_precision, {" High ": "high", "highest": "highest"}),
     (options.floating, {"bf16": "BF16", " type_fp32\n": "FP32"}),
     (options.json_object, {"{}": {}, '{"a": [{"ü": null}]}': {"a": [{"ü": None}]}}),
-    (options.optimizations, {"none": (), "auto": ("auto",), "freeze,freeze": ("freeze",)}),
+    (options.optimizations, {"none": (), "freeze,freeze": ("freeze",)}),
     (options.optimizations, {" Channels_Last , BF16 ": ("bf16", "channels_last")}),
     (options.buckets, {"auto": None, "NONE": (), "8, 1,4": (1, 4, 8), "2,2": (2,)}),
     (options.devices, {'{"a.b": "cuda:1", "": "cpu"}': {"a.b": "cuda:1", "": "cpu"}}),
@@ -199,9 +200,21 @@ def test_option_without_effect(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_reduced_precision() -> None:
-    """Some of the optimizations are types of autocast, others of the weights."""
-    texts = ("none", "bf16,freeze", "fp16", "fp16_weights,freeze", "bf16_weights")
-    parsed_options = [parsed(OPTIMIZE=text) for text in texts]
-    assert [entry.autocast for entry in parsed_options] == [None, "bf16", "fp16", None, None]
-    dtypes = [entry.weights_dtype for entry in parsed_options]
-    assert dtypes == [None, None, None, "float16", "bfloat16"]
+    """bf16 and fp16 are types of the weights."""
+    texts = ("none", "bf16,freeze", "fp16")
+    dtypes = [parsed(OPTIMIZE=text).weights_dtype for text in texts]
+    assert dtypes == [None, "bfloat16", "float16"]
+
+
+@pytest.mark.parametrize("key", sorted(removed_names.OPTIONS.keys() - _KEYS))
+def test_removed_options(key: str) -> None:
+    """An option of an earlier version fails the load with what to do instead."""
+    with pytest.raises(ConfigError, match=f"the parameter {key} was removed. ") as raised:
+        parsed(**{key: "true"})
+    assert removed_names.OPTIONS[key] in str(raised.value)
+
+
+@pytest.mark.parametrize("value", sorted(removed_names.OPTIMIZE.keys() - {"cuda_graphs"}))
+def test_removed_optimizations(value: str) -> None:
+    with pytest.raises(OptionError, match=f"{value} was removed. "):
+        parsed(OPTIMIZE=f"channels_last,{value}")

@@ -54,7 +54,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Running]:
     environment = packed.make(repository / "folder" / "env", layer=False, names={})
     packed.borrow(environment)
     (environment / SITE / "greeting.py").write_text("VALUE = 42.0\n")
-    _pack_for_another(environment, repository / "foreign" / "env.tar.gz")
+    _pack_for_another(repository / "foreign" / "env.tar.gz")
     with serving.running(folder, ready=False) as server:
         states = {one.name: one for one in server.models()}
         with tritonclient.grpc.InferenceServerClient(server.grpc_address) as client:
@@ -66,9 +66,9 @@ def _named(model: str) -> str:
     return f"{execution_env.MODEL_FOLDER}/{name}"
 
 
-def _pack_for_another(environment: Path, output: Path) -> None:
-    """The same for a Python that is not: all that a stub looks for has another name."""
-    activate = (environment / "bin" / "activate").read_bytes()
+def _pack_for_another(output: Path) -> None:
+    """Write an environment for a Python that is not: all that a stub looks for has another name."""
+    activate = b'export PATH="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd):$PATH"\n'
     with tarfile.open(output, "w:gz") as written:
         entry = tarfile.TarInfo("bin/activate")
         entry.size = len(activate)

@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,119 +62,53 @@ def _arguments(folder: Path, source: str = _DOUBLE, **document: Any) -> dict[str
     return build.arguments(**document) | {"model_repository": str(folder)}
 
 
-def _prepare(folder: Path, given: dict[str, str], inputs: str | None = None) -> dict[str, Any]:
-    (folder / "exchange").mkdir(exist_ok=True)
-    return trial.prepare(given, str(folder / "exchange"), inputs)
-
-
 def _load(
-    folder: Path, given: dict[str, str], batch: int = 8, watched: tuple[str, ...] = ()
-) -> dict[str, float]:
-    return next(trial.measure(given, str(folder / "exchange"), batch, watched))
+    folder: Path, given: dict[str, str], rows: int = 8, inputs: Path | None = None
+) -> Generator[dict[str, Any], Any, None]:
+    (folder / "exchange").mkdir(exist_ok=True)
+    path = None if inputs is None else str(inputs)
+    return trial.measure(given, str(folder / "exchange"), rows, path)
 
 
-@pytest.mark.parametrize(("size", "batch"), [(6, 6), (0, 1)])
-def test_same_model(tmp_path: Path, size: int, batch: int) -> None:
-    """The reference has no error; one row and full batches are measured, as often as asked."""
+def _outputs(folder: Path, rows: int) -> torch.Tensor:
+    return torch.as_tensor(trial.read_values(folder / "exchange" / f"{rows}.pt")["y"])
+
+
+@pytest.mark.parametrize(("size", "rows"), [(6, 6), (0, 1)])
+def test_same_model(tmp_path: Path, size: int, rows: int) -> None:
+    """The same model has no error, and is measured as often as asked."""
     given = _arguments(tmp_path, max_batch_size=size)
-    prepared = _prepare(tmp_path, given)
-    assert prepared == {"kind": "MODULE", "inputs": "made-up values", "batch": batch}
-    measurement = trial.measure(given, str(tmp_path / "exchange"), batch, ())
-    load = next(measurement)
-    assert load["error"] == 0
-    assert load["memory_mb"] > 0
-    for rows in (1, batch, 1):
-        figures = measurement.send({"rows": rows, "seconds": 0.01})
-        assert figures["latency_ms"] > 0
-        assert figures["throughput"] > 0
-        assert figures["p99_ms"] >= figures["latency_ms"]
-        assert json.loads(json.dumps([load, figures]))
-
-
-def test_batch_that_takes_long(tmp_path: Path) -> None:
-    """A full batch has fewer rows than max_batch_size if calls with more of them take long."""
-    source = _module("(time.sleep(x.shape[0] > 2), 2 * x)[1]")
-    assert _prepare(tmp_path, _arguments(tmp_path, source, max_batch_size=64))["batch"] == 2
-
-
-def test_batches_within_a_limit(tmp_path: Path) -> None:
-    """A full batch takes no longer than that; batches of any other size can be measured."""
-    source = _module("(time.sleep(0.02 * x.shape[0]), 2 * x)[1]")
-    given = _arguments(tmp_path, source, max_batch_size=64)
-    (tmp_path / "exchange").mkdir()
-    batch = trial.prepare(given, str(tmp_path / "exchange"), None, 0.1)["batch"]
-    assert batch == 4
-    measurement = trial.measure(given, str(tmp_path / "exchange"), batch, ())
-    next(measurement)
-    assert measurement.send({"rows": 6, "seconds": 0.01})["p99_ms"] >= 120
-
-
-@pytest.mark.parametrize("others", [(), (2,)])
-def test_other_sizes_are_warmed_up(
-    tmp_path: Path, others: tuple[int, ...], caplog: pytest.LogCaptureFixture, dynamo: None
-) -> None:
-    """A size that is measured later has its graph, as in a server; without it, it runs eagerly."""
-    static = _parameters(
-        TORCH_COMPILE_OPTIONAL_PARAMETERS='{"backend": "eager", "dynamic": false}',
-        BATCH_BUCKETS="auto",
-    )
-    assert _prepare(tmp_path, _arguments(tmp_path, max_batch_size=8))["batch"] == 8
-    given = _arguments(tmp_path, max_batch_size=8, parameters=static)
-    measurement = trial.measure(given, str(tmp_path / "exchange"), 8, (), others)
-    next(measurement)
-    measurement.send({"rows": 2, "seconds": 0.01})
-    assert ("were not met in the warm-up" in caplog.text) == (not others)
-
-
-def test_ragged_batches(tmp_path: Path) -> None:
-    """With batch_input each row is a request, because a model may count requests."""
-    source = _module("2 * x.reshape(sizes.shape[0], -1)", "x, sizes")
-    x = _RAGGED | {"dims": [4]}
-    given = _arguments(tmp_path, source, max_batch_size=4, input=[x], batch_input=[_SIZES])
-    assert _prepare(tmp_path, given)["batch"] == 4
-    assert _load(tmp_path, given, 4)["error"] == 0
+    for _ in range(2):
+        measured = _load(tmp_path, given, rows)
+        facts = next(measured)
+        assert (facts["kind"], facts["rows"], facts["error"]) == ("MODULE", rows, 0)
+        figures = measured.send({"seconds": 0.0})
+        assert figures.keys() == {"latency_ms", "full_s", "cores"}
+        assert min(figures.values()) > 0
 
 
 def test_another_result_is_an_error(tmp_path: Path) -> None:
-    """A candidate that differs by a tenth has half of that as error for typical values."""
-    given = _arguments(tmp_path)
-    _prepare(tmp_path, given)
-    load = _load(tmp_path, _arguments(tmp_path, _module("2.2 * x")))
-    assert 0.05 <= load["error"] < 0.1
+    """The error is relative to the outputs of the first model."""
+    next(_load(tmp_path, _arguments(tmp_path)))
+    other = tmp_path / "other"
+    given = _arguments(other, _module("2.2 * x"))
+    facts = next(trial.measure(given, f"{tmp_path}/exchange", 8, None))
+    assert facts["error"] == pytest.approx(0.1, rel=0.2)
 
 
-@pytest.mark.parametrize("parameter", ["NO_SUCH_SETTING", "ENABLE_NVFUSER"])
-def test_setting_without_effect(tmp_path: Path, parameter: str) -> None:
-    """Settings that are unknown or without effect are refused."""
-    _prepare(tmp_path, _arguments(tmp_path))
-    given = _arguments(tmp_path, parameters=_parameters(**{parameter: "true"}))
-    with pytest.raises(LoadError, match=parameter):
-        _load(tmp_path, given, watched=(parameter,))
-    assert _load(tmp_path, given)["error"] == 0
-
-
-# --- inputs ------------------------------------------------------------------------------------
-
-
-def _reference(folder: Path, rows: int) -> torch.Tensor:
-    return torch.as_tensor(trial.read_values(folder / "exchange" / f"reference_{rows}.pt")["y"])
-
-
-def test_inputs_of_a_file(tmp_path: Path) -> None:
-    """Inputs of a file are repeated to the number of rows."""
-    given = _arguments(tmp_path, max_batch_size=4)
+@pytest.mark.parametrize("example", [False, True])
+def test_inputs(tmp_path: Path, example: bool) -> None:
+    """Inputs of a file, or of the model, are repeated to the number of rows."""
     rows = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8], [9, 8, 7, 6]])
-    path = tmp_path / "real.safetensors"
-    save_file({"x": rows}, path)
-    assert _prepare(tmp_path, given, str(path))["inputs"] == "real.safetensors"
-    assert torch.equal(_reference(tmp_path, 4), 2 * rows[[0, 1, 2, 0]])
-
-
-def test_inputs_of_the_model(tmp_path: Path) -> None:
-    """The model's own examples are preferred to made-up values."""
-    source = _DOUBLE + "\n\ndef example_inputs():\n    return {'x': 7 * torch.ones(2, 4)}\n"
-    assert _prepare(tmp_path, _arguments(tmp_path, source))["inputs"] == "example_inputs"
-    assert torch.equal(_reference(tmp_path, 8), torch.full((8, 4), 14.0))
+    source = (
+        f"{_DOUBLE}\n\ndef example_inputs():\n    return {{'x': torch.tensor({rows.tolist()})}}\n"
+    )
+    path = None if example else tmp_path / "real.safetensors"
+    if path is not None:
+        save_file({"x": rows}, path)
+    given = _arguments(tmp_path, source if example else _DOUBLE)
+    next(_load(tmp_path, given, 4, path))
+    assert torch.equal(_outputs(tmp_path, 4), 2 * rows[[0, 1, 2, 0]])
 
 
 @pytest.mark.parametrize(
@@ -196,22 +130,27 @@ def test_inputs_that_do_not_fit(
     path = tmp_path / "real.safetensors"
     path.write_bytes(b"PK" if content is None else save(content))
     with pytest.raises(LoadError) as refusal:
-        _prepare(tmp_path, _arguments(tmp_path), str(path))
+        next(_load(tmp_path, _arguments(tmp_path), inputs=path))
     assert says in str(refusal.value)
 
 
-def test_strings(tmp_path: Path) -> None:
-    """Strings are passed to the candidate and compared."""
-    string = {"data_type": "TYPE_STRING", "dims": [2]}
-    given = _arguments(
-        tmp_path,
-        models.source(models.Blobs),
-        input=[{"name": "blobs", **string}],
-        output=[{"name": "y", **string}],
-        max_batch_size=2,
-    )
-    _prepare(tmp_path, given)
-    assert _load(tmp_path, given, 2)["error"] == 0
+@pytest.mark.parametrize("kind", ["strings", "ragged"])
+def test_other_inputs(tmp_path: Path, kind: str) -> None:
+    """Strings and ragged batches are passed to the candidate and compared."""
+    if kind == "strings":
+        string = {"data_type": "TYPE_STRING", "dims": [2]}
+        document = {"input": [{"name": "blobs", **string}], "output": [{"name": "y", **string}]}
+        given = _arguments(tmp_path, models.source(models.Blobs), max_batch_size=2, **document)
+    else:
+        given = _arguments(
+            tmp_path,
+            _module("2 * x.reshape(sizes.shape[0], -1)", "x, sizes"),
+            input=[{**_RAGGED, "dims": [4]}],
+            batch_input=[_SIZES],
+            max_batch_size=2,
+        )
+    for _ in range(2):
+        assert next(_load(tmp_path, given, 2))["error"] == 0
 
 
 # --- the report --------------------------------------------------------------------------------

@@ -492,8 +492,7 @@ def test_refused_packages(owner: nn.Module | None, reason: str, gpu: None, tmp_p
     ("kind", "overrides", "reason"),
     [
         (ArtifactType.MODULE, {"kind": "MODEL"}, "places itself"),
-        (ArtifactType.TORCHSCRIPT, {"optimize": ("freeze",)}, "OPTIMIZE freezes"),
-        (ArtifactType.MODULE, {"optimize": ("int8_weights",)}, "OPTIMIZE quantizes"),
+        (ArtifactType.TORCHSCRIPT, {"optimize": ("freeze",)}, "freezing makes them"),
     ],
 )
 def test_refusals(

@@ -27,7 +27,7 @@ from torch_py_backend.adapter import logs, metrics
 from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.autocomplete import completion
-from torch_py_backend.config import execution_env, model_config, threads, tuned_settings
+from torch_py_backend.config import execution_env, model_config, threads
 from torch_py_backend.errors import BackendError, PlatformError
 from torch_py_backend.processes import instance_status
 
@@ -119,7 +119,7 @@ class TritonPythonModel:
 
     def _start(self, args: Mapping[str, str]) -> None:
         execution_env.check_path(args["model_name"], args["model_repository"])
-        settings = tuned_settings.apply(model_config.parse(args))
+        settings = model_config.parse(args)
         execution_env.check_running_python(settings.name, settings.options.execution_env_path or "")
         self._status = instance_status.start(settings)
         share = threads.budget(settings)

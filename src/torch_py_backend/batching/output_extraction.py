@@ -173,9 +173,9 @@ def _verifier(config: ModelConfig, spec: TensorSpec, *, any_shape: bool) -> Veri
     if spec.dtype.torch is None:
         return _Strings(config.name, spec.name, dims, batched, any_shape, spec.reshaped).verify
     dtype: torch.dtype = getattr(torch, spec.dtype.torch)
-    # Autocast and 16-bit weights change the type of outputs; the config has the type without them.
+    # 16-bit weights change the type of outputs; the config has the type without them.
     options = config.options
-    reduced = options.autocast is not None or options.weights_dtype is not None
+    reduced = options.weights_dtype is not None
     cast = options.cast_outputs or (reduced and dtype.is_floating_point)
     verify = _Tensor(
         config.name, spec.name, dims, batched, any_shape, spec.reshaped, dtype=dtype, cast=cast

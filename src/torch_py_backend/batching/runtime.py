@@ -335,8 +335,6 @@ def create(options: Options, device: torch.device | None, weights: Iterable[Tens
         device = torch.device("cpu") if first is None else first.device
     guard: Guard = _inference_mode if options.inference_mode else torch.no_grad
     on_gpu = device.type == "cuda"
-    if options.autocast is not None:
-        guard = _autocast_guard(device, options, guard)
     return Runtime(
         device=device,
         guard=_stream_guard(device, guard) if on_gpu else guard,
@@ -359,23 +357,6 @@ _ENTERED = contextlib.nullcontext()
 def _inference_mode() -> AbstractContextManager[object]:
     """Enter inference mode unless the thread is in it: entering costs as much as a small model."""
     return _ENTERED if torch.is_inference_mode_enabled() else torch.inference_mode()
-
-
-_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def _autocast_guard(device: torch.device, options: Options, mode: Guard) -> Guard:
-    dtype = _AUTOCAST[options.autocast or ""]
-    # Autocast frees its cache of cast weights on exit, but a captured graph would still read them;
-    # torch.cuda.make_graphed_callables refuses autocast with a cache for that reason.
-    cached = "cuda_graphs" not in options.optimize
-
-    @contextlib.contextmanager
-    def guard() -> Iterator[None]:
-        with mode(), torch.autocast(device.type, dtype, cache_enabled=cached):
-            yield
-
-    return guard
 
 
 def _stream_guard(device: torch.device, mode: Guard) -> Guard:

@@ -1,66 +1,48 @@
-"""`torch-py-backend tune`: measure settings for a model and write the best into its config."""
+"""`torch-py-backend tune`: measure ways to run a model, and print options for config.pbtxt."""
 
 from __future__ import annotations
 
-import difflib
+import json
 import math
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from torch_py_backend import files
-from torch_py_backend.cli import interruption
-from torch_py_backend.cli.interruption import DeadlineReached, Stopped
-from torch_py_backend.config import pbtxt, tuned_settings
+from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import ToolError
-from torch_py_backend.tools import config_editor, model_folder, report
-from torch_py_backend.tools.candidates import TUNED, Allowed, Candidate
-from torch_py_backend.tools.ranking import Goal, Limits, Row
-from torch_py_backend.tools.tuning import Plan, Tuning
+from torch_py_backend.tools import model_folder, tuning
+from torch_py_backend.tools.tuning import Plan, Row
 
-# Rounding of float32 with another order of sums; 16-bit types keep two or three digits.
-_MAX_ERROR = 1e-4
-_MAX_ERROR_REDUCED = 3e-2
-# The deadline of --quick; loading the command and a config's completion take some seconds more.
-_QUICK_S = 50.0
-_INTERRUPTED = 130  # the exit code of a command that Ctrl-C stopped
+_MAX_ERROR, _MAX_ERROR_REDUCED = 1e-4, 0.03
+# Above these, figures are noted as doubtful: cores that other processes use, and the spread.
+_BUSY_CORES, _WIDE_SPREAD = 0.3, 0.1
 _OUT = Console(highlight=False, emoji=False, soft_wrap=True)
 _ERR = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
-# Of the table, if the output is not a terminal.
-_WIDTH = 100
+_WIDTH = 100  # of the table, if the output is not a terminal
 
 
 def tune(
     model: Annotated[Path, typer.Argument(help="The model's folder.")],
-    goal: Annotated[
-        Goal,
-        typer.Option(
-            "--for",
-            help="What to choose by: the latency of one request in flight, rows per second with"
-            " full batches, or both: the best mean of the two without a loss in either.",
-        ),
-    ] = Goal.BOTH,
+    reduced_precision: Annotated[
+        bool, typer.Option("--reduced-precision", help="Also try 16-bit types.")
+    ] = False,
     max_error: Annotated[
         float | None,
         typer.Option(
-            help="The largest accepted difference from eager, relative to the output's"
-            f" values. By default {_MAX_ERROR:g}; with --reduced-precision {_MAX_ERROR_REDUCED:g}."
+            help="The largest accepted difference from the outputs as configured, relative to"
+            f" their values. By default {_MAX_ERROR:g}; with --reduced-precision"
+            f" {_MAX_ERROR_REDUCED:g}."
         ),
     ] = None,
-    max_p99: Annotated[
-        float | None,
-        typer.Option(
-            help="The longest accepted 99th percentile of a full batch, in milliseconds. A full"
-            " batch has as many rows as the untuned model answers within that."
-        ),
-    ] = None,
-    reduced_precision: Annotated[
-        bool, typer.Option("--reduced-precision", help="Also try 16-bit types, and TF32 on a GPU.")
-    ] = False,
     inputs: Annotated[
         Path | None,
         typer.Option(
@@ -68,244 +50,117 @@ def tune(
             " made-up values."
         ),
     ] = None,
-    threads: Annotated[
-        str,
-        typer.Option(
-            help="Numbers of threads to try: 1,2,4. By default those that fit; on a GPU an equal"
-            " share of the cores."
-        ),
-    ] = "",
-    instances: Annotated[
-        str, typer.Option(help="Numbers of instances to try: 1,2. By default those that fit.")
-    ] = "",
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="Try fewer counts, measure less, and choose within about a minute."
-        ),
-    ] = False,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Time limit of a candidate's load, in seconds.")
-    ] = 300.0,
-    deadline: Annotated[
-        float | None,
-        typer.Option(min=1, help="Seconds for all measurements; then the best so far is chosen."),
-    ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Folder of tuned.json; by default the model's folder, and none with --dry-run."
-        ),
-    ] = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write this run's results to this file.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the change of config.pbtxt; write nothing.")
+        float, typer.Option(min=1, help="Time limit of each load, in seconds.")
+    ] = 600.0,
+    write: Annotated[
+        bool, typer.Option("--write", help="Append the options to config.pbtxt.")
     ] = False,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Also write the figures to this file.")
+    ] = None,
 ) -> None:
-    """Measure runtimes, threads and instances for a model; write the best into its config."""
+    """Measure ways to run a model; print the options of the fastest one for config.pbtxt."""
     if not model.is_dir():
         raise ToolError(f"{model} is not a folder; expected a model's folder.")
+    if inputs is not None and not inputs.is_file():
+        raise ToolError(f"{inputs} is not a file; expected inputs in safetensors.")
     if max_error is None:
         max_error = _MAX_ERROR_REDUCED if reduced_precision else _MAX_ERROR
     if not (math.isfinite(max_error) and max_error >= 0):
         raise ToolError(f"--max-error is {max_error:g}; expected a number of at least 0, as 1e-4.")
-    if max_p99 is not None and not (math.isfinite(max_p99) and max_p99 > 0):
-        raise ToolError(f"--max-p99 is {max_p99:g}; expected milliseconds above 0, as 20.")
-    allowed = Allowed(
-        reduced_precision=reduced_precision,
-        threads=_counts("--threads", threads),
-        instances=_counts("--instances", instances),
-        quick=quick,
-    )
     folder = model.resolve()
     version, document = model_folder.completed(folder)
     if document.get("model_transaction_policy", {}).get("decoupled"):
-        raise ToolError(
-            f"model '{folder.name}' is decoupled; expected one that gives one answer to a request."
-        )
-    plan = Plan(
-        folder=folder,
-        version=version,
-        document=document,
-        allowed=allowed,
-        limits=Limits(max_error, max_p99 or math.inf),
-        goal=goal,
-        inputs=inputs,
-        timeout_s=timeout,
-    )
-    output = output or (None if dry_run else folder)
-    _check(plan, output, json_path, dry_run=dry_run)
-    tuning = Tuning(plan)
-    stopped = _measure(tuning, deadline or (_QUICK_S if quick else None))
-    choice = tuning.choice()
-    saved = False
-    if tuning.rows:
-        saved = _report(tuning, choice, output, json_path)
-    if choice is not None:
-        _write_config(plan, choice, saved=saved, dry_run=dry_run)
-    elif stopped is None:
-        raise _no_choice(tuning)
-    if stopped is not None:
-        chosen = "the choice is the best so far" if choice else "config.pbtxt is as it was"
-        _OUT.print(f"stopped before everything was measured; {chosen}")
-        if choice is None or not isinstance(stopped, DeadlineReached):
-            raise typer.Exit(_INTERRUPTED)
-
-
-def _counts(option: str, text: str) -> tuple[int, ...]:
-    words = [word for word in text.split(",") if word.strip()]
-    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        raise ToolError(f"{option} is '{text}'; expected counts of at least 1, as 1,2,4.")
-    return tuple(sorted({int(word) for word in words}))
-
-
-def _check(plan: Plan, output: Path | None, json_path: Path | None, *, dry_run: bool) -> None:
-    """Raise before the measurement, rather than after it, if the results cannot be written."""
-    if plan.inputs is not None and not plan.inputs.is_file():
-        raise ToolError(f"{plan.inputs} is not a file; expected inputs in safetensors.")
-    if plan.automatic and output is not None and output.resolve() != plan.folder:
-        raise ToolError(
-            'config.pbtxt has OPTIMIZE "auto", which reads tuned.json in the model\'s folder;'
-            " leave out --output, or change OPTIMIZE."
-        )
-    _edited(plan, plan.current())
-    if output is not None:
-        _check_writable(output)
-        tuned_settings.read_choice(output, "")  # raises for a damaged tuned.json
+        raise ToolError("the model is decoupled; expected one with a response for each request.")
+    plan = Plan(folder, version, document, inputs, timeout, reduced_precision)
+    busy = psutil.cpu_percent(0.5) / 100 * (psutil.cpu_count() or 1)
+    rows = _measure(plan)
+    _print(plan, rows, busy)
     if json_path is not None:
-        report.check_writable(json_path)
-    if not dry_run and not plan.automatic:
-        _check_writable(plan.folder)
+        _write(json_path, json.dumps([asdict(row) for row in rows], indent=2, default=str) + "\n")
+    choice = tuning.best(rows[1:], max_error)
+    if choice is None:
+        _OUT.print("nothing is faster than the model as configured; config.pbtxt is as it was")
+        return
+    gain = f"{choice.latency_gain:.2f} in latency, {choice.throughput_gain:.2f} in rows/s"
+    _OUT.print(f"fastest: {choice.runtime.title} ({gain}, with {choice.cores:.1f} cores)")
+    _apply(plan, choice, write=write)
 
 
-def _check_writable(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        files.check_writable(folder)
-    except OSError as error:
-        raise ToolError(
-            f"cannot write into {folder}: {error.strerror or error}; --output names another"
-            " folder for the findings, and --dry-run leaves config.pbtxt as it is."
-        ) from error
+def _measure(plan: Plan) -> list[Row]:
+    """Return the rows; each is printed to standard error as it is measured."""
+    rows = []
+    with _ERR.status("measuring the model as configured") as status:
+        for row in tuning.measure(plan):
+            rows.append(row)
+            status.update("measuring the candidates")
+            text = row.failure or f"{row.latency_gain:.2f}, {row.throughput_gain:.2f}"
+            _ERR.print(f"{row.runtime.title}: {text}", markup=False)
+    return rows
 
 
-def _measure(tuning: Tuning, deadline: float | None) -> Stopped | None:
-    """Measure and print each candidate until the end; return what stopped it earlier."""
-    columns = (
-        SpinnerColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}", markup=False),
-    )
-    with Progress(*columns, console=_ERR, transient=True, disable=not _ERR.is_terminal) as progress:
-        task = progress.add_task("the reference, in eager", total=None)
-
-        def begin(candidate: Candidate) -> None:
-            progress.update(task, description=str(candidate))
-
-        def end(row: Row) -> None:
-            remark = "untuned" if row is tuning.rows[0] else ""
-            if row is tuning.choice() and not remark:
-                remark = "best so far"
-            _ERR.print(f"{report.tuning_line(row)}  {remark}".rstrip(), markup=False)
-
-        interruption.raise_at_signals(deadline)
-        try:
-            tuning.run(begin, end)
-        except Stopped as stopped:
-            return stopped
-        finally:
-            interruption.ignore_signals()  # the results must be written
-    return None
-
-
-def _report(
-    tuning: Tuning, choice: Row | None, output: Path | None, json_path: Path | None
-) -> bool:
-    """Print the results and write them; return whether tuned.json has the choice.
-
-    An earlier choice is not replaced by none, nor by one from a part of the runtimes.
-    """
-    plan = tuning.plan
+def _print(plan: Plan, rows: Sequence[Row], busy: float) -> None:
+    """Print the table, and a note for each reason to doubt it."""
     if not _OUT.is_terminal:
         _OUT.width = max(_OUT.width, _WIDTH)
-    _OUT.print(report.tuning_table(tuning.rows, plan.limits, choice), soft_wrap=False)
-    for row in tuning.rows:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
+    table.add_column("candidate", min_width=12, no_wrap=True)
+    for title in ("ms", "gain", "rows/s", "gain", "±", "cores", "READY s", "error"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in rows:
+        cells = [
+            f"{row.latency_ms:.3g}",
+            f"{row.latency_gain:.2f}",
+            f"{row.throughput:,.0f}",
+            f"{row.throughput_gain:.2f}",
+            f"{row.spread:.0%}",
+            f"{row.cores:.1f}",
+            f"{row.ready_s:.1f}",
+            f"{row.error:.0e}" if row.error else "0",
+        ]
+        table.add_row(escape(row.runtime.title), *([""] * 8 if row.failure else cells))
+    _OUT.print(table, soft_wrap=False)
+    _OUT.print(f"ms: one row; rows/s: batches of {plan.rows} rows; one instance of each")
+    for row in rows:
         if row.failure:
-            _OUT.print(f"{row.candidate}: {row.failure}", markup=False)
-    _OUT.print(
-        f"inputs: {tuning.inputs}; batches of {tuning.batch}; tolerance {plan.limits.error:g};"
-        f" chosen for {plan.goal.value}"
-    )
-    if note := report.instances_note(tuning.rows):
-        _OUT.print(note)
-    if choice is not None:
-        _OUT.print(f"chosen: {report.tuning_line(choice)}", markup=False)
-    if tuning.sizes:
-        _OUT.print(report.sizes_table(tuning.sizes), soft_wrap=False)
-        _OUT.print(report.best_size(tuning))
-    entry = report.tuning_entry(tuning)
-    if json_path is not None:
-        report.write_json(json_path, entry)
-        _OUT.print(f"wrote {json_path}")
-    if output is None:
-        return False
-    earlier = tuned_settings.read_choice(output, tuned_settings.fingerprint(entry["machine"]))
-    if earlier is not None and (choice is None or not tuning.screened):
-        _OUT.print(f"{output / tuned_settings.FILE} keeps its earlier choice for this machine")
-        return False
-    _OUT.print(f"wrote {tuned_settings.save(output, entry)}")
-    return True
+            _OUT.print(f"{row.runtime.title}: {row.failure}", markup=False)
+    if busy > _BUSY_CORES:
+        _OUT.print(f"other processes use {busy:.1f} cores; measure again on a quiet machine")
+    if any(row.spread > _WIDE_SPREAD for row in rows):
+        _OUT.print("the rounds differ widely (±); measure again on a quiet machine")
 
 
-def _edited(plan: Plan, candidate: Candidate) -> tuple[str, str]:
-    """Return the text of config.pbtxt, and the text with a candidate's settings."""
-    name = plan.folder.name
-    text = pbtxt.text(plan.folder)
-    config_editor.count(name, pbtxt.parse(name, text))
-    parameters: dict[str, str | None] = {key: candidate.parameters.get(key) for key in TUNED}
-    return text, config_editor.edit(name, text, parameters, candidate.instances)
-
-
-def _write_config(plan: Plan, choice: Row, *, saved: bool, dry_run: bool) -> None:
+def _apply(plan: Plan, choice: Row, *, write: bool) -> None:
+    """Print the lines for config.pbtxt, or append them; keys that are set are only printed."""
     path = plan.folder / "config.pbtxt"
-    chosen = escape(str(choice.candidate))
-    if plan.automatic:
-        takes = "takes" if saved else "would take"
-        _OUT.print(
-            f'{chosen}: OPTIMIZE "auto" {takes} it from {tuned_settings.FILE}; {path} is as it was'
-        )
+    present = plan.document.get("parameters", {})
+    lines = {key: pbtxt.parameter(key, text) for key, text in choice.runtime.parameters.items()}
+    to_change = [key for key in tuning.TUNED if key in present and key not in lines]
+    conflicts = [key for key in lines if key in present] + to_change
+    if conflicts or not write:
+        _OUT.print(f"for {path}:", markup=False)
+        for line in lines.values():
+            _OUT.print(line, markup=False)
+        if conflicts:
+            _OUT.print(f"set already, to be replaced or removed by hand: {', '.join(conflicts)}")
         return
-    text, edited = _edited(plan, choice.candidate)
-    if edited == text:
-        _OUT.print(f"{chosen}: {path} has these settings already")
-    elif dry_run:
-        lines = difflib.unified_diff(
-            text.splitlines(), edited.splitlines(), str(path), "tuned", lineterm=""
-        )
-        _OUT.print("\n".join(lines), markup=False)
-    else:
-        report.write(path, edited)
-        _OUT.print(f"{chosen}: written into {path}")
+    text = pbtxt.text(plan.folder) if path.is_file() else ""
+    edited = f"{text.rstrip()}\n" + "".join(f"{line}\n" for line in lines.values())
+    expected = pbtxt.parse(plan.folder.name, text)
+    for key, value in choice.runtime.parameters.items():
+        expected.parameters[key].string_value = value
+    if pbtxt.parse(plan.folder.name, edited) != expected:
+        raise ToolError(f"{path} cannot be edited as text; add the lines by hand.")
+    _write(path, edited)
+    _OUT.print(f"appended to {path}:", markup=False)
+    for line in lines.values():
+        _OUT.print(line, markup=False)
 
 
-def _no_choice(tuning: Tuning) -> ToolError:
-    """Return an error with the reason why nothing was chosen."""
-    plan = tuning.plan
-    measured = [row for row in tuning.rows if row.rounds]
-    if not measured:
-        return ToolError(f"every candidate failed, the first with: {tuning.rows[0].failure}")
-    closest = min(measured, key=lambda row: row.error)
-    if closest.error <= plan.limits.error:
-        fastest = min(measured, key=lambda row: row.p99_ms)
-        return ToolError(
-            f"no candidate of '{plan.document['name']}' is within --max-p99 {plan.limits.p99_ms:g};"
-            f" the fastest is {fastest.candidate} with {fastest.p99_ms:.3g} ms for batches of"
-            f" {fastest.batch}. Allow that much; config.pbtxt is as it was."
-        )
-    return ToolError(
-        f"no candidate of '{plan.document['name']}' is within --max-error {plan.limits.error:g};"
-        f" the closest is {closest.candidate} with {closest.error:.2g}. Allow that much, or look"
-        " whether the model gives the same outputs twice; config.pbtxt is as it was."
-    )
+def _write(path: Path, text: str) -> None:
+    """Write the whole file, or nothing; a link is kept, and its target replaced."""
+    try:
+        files.replace(path.resolve(), text.encode())
+    except OSError as error:
+        raise ToolError(f"cannot write {path}: {error.strerror or error}.") from error

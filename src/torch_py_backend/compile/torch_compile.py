@@ -71,7 +71,6 @@ def apply(
         dynamo.recompile_limit = max(dynamo.recompile_limit, graphs)
         dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, graphs)
     torch.compiler.set_stance("default")
-    torch._inductor.config.freezing = "freeze" in config.options.optimize
     return Compiled(config, module, counts)
 
 

@@ -82,8 +82,7 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
     largest_bucket = max(options.batch_buckets or (0,))
     gpu_sharing = bool(options.enable_weight_sharing) and config.kind != "CPU"
     single_device = [name for name in options.optimize if name != "channels_last"]
-    reduced = [name for name in options.optimize if name.startswith(("bf16", "fp16"))]
-    quantized = [name for name in options.optimize if name.startswith(("int8", "fp8"))]
+    reduced = [name for name in options.optimize if name in ("bf16", "fp16")]
     states = {state.output for state in config.states}
     ragged = "batch_input" if config.batch_inputs else "batch_output"
     of_batches = {
@@ -121,13 +120,10 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
             "PAD is set, and a state of sequence_batching has dims of -1",
             "Padding in a state cannot be recognized: give it fixed dims, or remove PAD.",
         ),
-        *(
-            (
-                len(names) > 1,
-                f"OPTIMIZE asks for {' and '.join(names)}",
-                "They exclude each other; keep one.",
-            )
-            for names in (reduced, quantized)
+        (
+            len(reduced) > 1,
+            f"OPTIMIZE asks for {' and '.join(reduced)}",
+            "They exclude each other; keep one.",
         ),
         (
             options.weights_dtype is not None and options.cast_inputs is not None,

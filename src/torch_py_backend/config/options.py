@@ -29,10 +29,6 @@ OPTIMIZATIONS = (
     "channels_last",
     "bf16",
     "fp16",
-    "bf16_weights",
-    "fp16_weights",
-    "int8_weights",
-    "fp8_weights",
     "cuda_graphs",
 )
 DEVICES = "cpu, cuda:0, or the number of a GPU"
@@ -143,9 +139,9 @@ def _parse_optimizations(text: str) -> tuple[str, ...]:
 
 
 optimizations = _checked(
-    f"none, auto, or some of {', '.join(OPTIMIZATIONS)}",
+    f"none, or some of {', '.join(OPTIMIZATIONS)}",
     _parse_optimizations,
-    lambda names: names == ("auto",) or set(names) <= set(OPTIMIZATIONS),
+    lambda names: set(names) <= set(OPTIMIZATIONS),
 )
 
 
@@ -276,21 +272,16 @@ class Options:
         return (self.compilation or {}).get("dynamic") is False
 
     @property
-    def autocast(self) -> str | None:
-        """The type of autocast in OPTIMIZE, `bf16` or `fp16`; None: no autocast."""
-        return next((name for name in ("bf16", "fp16") if name in self.optimize), None)
+    def freezes(self) -> bool:
+        """Whether weights become constants of a graph."""
+        inductor = (self.compilation or {}).get("options") or {}
+        return "freeze" in self.optimize or bool(inductor.get("freezing"))
 
     @property
     def weights_dtype(self) -> str | None:
         """The torch type that OPTIMIZE converts weights to; None: they keep their types."""
-        dtypes = {"bf16_weights": "bfloat16", "fp16_weights": "float16"}
+        dtypes = {"bf16": "bfloat16", "fp16": "float16"}
         return next((dtypes[name] for name in self.optimize if name in dtypes), None)
-
-    @property
-    def quantization(self) -> str | None:
-        """The value of OPTIMIZE that quantizes weights; None: no quantization."""
-        names = ("int8_weights", "fp8_weights")
-        return next((name for name in names if name in self.optimize), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 _BLOCKS = "Declare the states in config.pbtxt: sequence_batching { state { … } }."
 _HOOKS_FILE = "Move the class to hooks.py beside the model and name it Hooks."
-_FREEZING = (
+FREEZING = (
     'Set TORCH_COMPILE_OPTIONAL_PARAMETERS to {"options": {"freezing": true}}; `tune` tries it.'
 )
 

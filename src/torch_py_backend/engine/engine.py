@@ -248,7 +248,6 @@ class Engine:
         direct = (
             isinstance(grouping, Grouping)
             and runtime.on_cpu
-            and options.autocast is None
             and options.cast_inputs is None
             and options.weights_dtype is None
             and self.runner.takes_any_rows

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
@@ -11,9 +10,9 @@ from typing import TypeAlias
 import torch
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.compile import torch_compile
+from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, ConfigError, PlatformError, summarize
+from torch_py_backend.errors import ArtifactError, ConfigError
 from torch_py_backend.loading import aotinductor, exported_program, python_model, torchscript
 from torch_py_backend.loading.loaded import Forward, Loaded, refuse_device_map
 
@@ -56,9 +55,7 @@ LOADERS: Mapping[ArtifactType, Loader] = {
 # --- OPTIMIZE --------------------------------------------------------------------------------
 
 
-# torchao's settings. Both keep the activations in their type.
-_QUANTIZATIONS = {"int8_weights": "Int8WeightOnlyConfig", "fp8_weights": "Float8WeightOnlyConfig"}
-_CONVERSIONS = ("bf16_weights", "fp16_weights", *_QUANTIZATIONS)
+_CONVERSIONS = ("bf16", "fp16")
 
 
 def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
@@ -66,29 +63,22 @@ def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
 
     Raises:
         ConfigError: an optimization does not apply to such an artifact.
-        PlatformError: torchao is needed, and cannot be imported.
     """
     names, kind = config.options.optimize, loaded.kind
     is_script = kind is ArtifactType.TORCHSCRIPT
-    freezable = is_script or torch_compile.requested(config)
     refusals: tuple[tuple[bool, Collection[str], str], ...] = (
         (kind is ArtifactType.AOTI, names, "The package is compiled already; remove OPTIMIZE."),
         (
             kind is ArtifactType.EXPORTED,
             _CONVERSIONS,
-            "Its code fixes the types: convert the module before you save it, or use bf16 or fp16.",
+            "Its code fixes the types: convert the module before you save it.",
         ),
-        (is_script, _QUANTIZATIONS, "torchao quantizes Python modules: serve its module."),
         (
             loaded.owner is None,
             ("channels_last", *_CONVERSIONS),
             "A function has no weights.",
         ),
-        (
-            not freezable,
-            ("freeze",),
-            "Set TORCH_COMPILE_OPTIONAL_PARAMETERS, too: what is frozen is its graph.",
-        ),
+        (not is_script, ("freeze",), removed_names.FREEZING),
     )
     for holds, affected, cure in refusals:
         refused = [name for name in names if name in affected]
@@ -104,26 +94,10 @@ def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
 
 
 def convert_weights(config: ModelConfig, loaded: Loaded) -> None:
-    """Convert the weights to the types and the memory format that OPTIMIZE names, if any.
-
-    Raises:
-        PlatformError: torchao is needed, and cannot be imported.
-    """
+    """Convert the weights to the type and the memory format that OPTIMIZE names, if any."""
     if loaded.owner is None:
         return
     if config.options.weights_dtype is not None:
         loaded.owner.to(getattr(torch, config.options.weights_dtype))
     if "channels_last" in config.options.optimize:
         loaded.owner.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    quantized = config.options.quantization
-    if quantized is not None:
-        try:
-            torchao = importlib.import_module("torchao.quantization")
-        except Exception as error:  # it depends on the version of torch
-            raise PlatformError(
-                config.name,
-                f"OPTIMIZE asks for {quantized}, and torchao cannot be imported:"
-                f" {summarize(error)}",
-                cure="Install it in the Python of Triton's stub, or remove the value.",
-            ) from error
-        torchao.quantize_(loaded.owner, getattr(torchao, _QUANTIZATIONS[quantized])())

@@ -1,10 +1,7 @@
 """Load a model without a server: describe it, compare it with a reference, measure it.
 
 To be run in a child process, because it runs the model's code. `arguments` are Triton's arguments
-of `initialize`; `prepare` writes inputs and the reference's outputs into `folder`, for `measure`.
-
-The reference is the same model as loaded, without any optimization. The error of a candidate is the
-largest of several batch sizes.
+of `initialize`.
 """
 
 from __future__ import annotations
@@ -13,18 +10,15 @@ import logging
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import mean, median
 from typing import Any
 
-import numpy as np
-import psutil
 import torch
 
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.differences import MAX_ERROR_REDUCED, difference, tolerance
 from torch_py_backend.batching.gather_scatter import Item, Value
-from torch_py_backend.config import model_config, threads, tuned_settings
+from torch_py_backend.config import model_config, threads
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
@@ -37,14 +31,9 @@ from torch_py_backend.errors import (
 from torch_py_backend.loading import example_inputs, state_dict
 from torch_py_backend.signature import binding
 from torch_py_backend.startup import builder, warmup
-from torch_py_backend.tools import candidates
 
 # Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
 _FIRST_CALLS = 3
-# The least number of calls of a measurement, however long they take.
-_MIN_CALLS = 2
-# The longest call with a full batch, unless it takes less than twice as long as one row.
-_MAX_BATCH_S = 0.25
 _INPUTS = "inputs.pt"
 
 
@@ -84,7 +73,7 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
     """
     warnings = _Warnings()
     warnings.logger.propagate = False
-    settings = tuned_settings.apply(model_config.parse(arguments))
+    settings = model_config.parse(arguments)
     share = threads.budget(settings)
     engine = builder.build(settings, share)
     warm_up(engine)
@@ -167,52 +156,11 @@ def _described(spec: TensorSpec) -> str:
     return str(spec) if spec.origin is Origin.CLIENT else f"{spec} ({spec.origin.value})"
 
 
-# --- the reference -------------------------------------------------------------------------------
-
-
-def prepare(
-    arguments: Mapping[str, str], folder: str, inputs: str | None, longest_s: float | None = None
-) -> dict[str, Any]:
-    """Write the inputs (of a safetensors file, if it is given) and the reference's outputs.
-
-    Returns:
-        The artifact's kind, the source of the inputs, and the number of rows of a full batch:
-        max_batch_size, or less if such a batch takes long: more than `longest_s`, if that is given.
-
-    Raises:
-        LoadError: the model cannot be run, or the inputs do not fit it.
-    """
-    settings = model_config.parse(arguments)
-    engine = builder.build(settings, threads.budget(settings))
-    settings = engine.config  # with the sequence controls that the model takes
-    warm_up(engine, [1])
-    item, source = find_inputs(settings, inputs)
-    torch.save(item, Path(folder) / _INPUTS)
-    full, longest = 1, _MAX_BATCH_S if longest_s is None else longest_s
-    for rows in candidates.batch_sizes(settings.max_batch_size):
-        seconds = min(_durations(engine, tile(settings, item, rows)))
-        if rows == 1 and longest_s is None:
-            longest = max(longest, 2 * seconds)
-        if seconds > longest:
-            break
-        full = rows
-    for rows in compared_sizes(full):
-        outputs = _run(engine, tile(settings, item, rows))
-        torch.save(outputs, Path(folder) / _reference(rows))
-    return {"kind": engine.kind.name, "inputs": source, "batch": full}
-
-
-def compared_sizes(full: int) -> list[int]:
-    """Return the batch sizes whose outputs are compared; one is not a power of two."""
-    return sorted({1, max(1, full - 1), full})
-
-
-def _reference(rows: int) -> str:
-    return f"reference_{rows}.pt"
+# --- inputs and outputs ------------------------------------------------------------------------
 
 
 def read_values(path: Path) -> dict[str, Value]:
-    """Return inputs or outputs that `prepare` wrote."""
+    """Return inputs or outputs that `measure` or `save_model` wrote."""
     values: dict[str, Value] = torch.load(path, "cpu", weights_only=False)
     return values
 
@@ -279,85 +227,76 @@ def _run(engine: Engine, item: Item) -> dict[str, Value]:
     return dict(zip(names, joined, strict=True))
 
 
-# --- a candidate -------------------------------------------------------------------------------
+# --- measuring -----------------------------------------------------------------------------------
 
 
 def measure(
-    arguments: Mapping[str, str],
-    folder: str,
-    batch: int,
-    watched: Sequence[str],
-    others: Sequence[int] = (),
-) -> Generator[dict[str, float], Mapping[str, Any], None]:
-    """Load a candidate, compare its outputs with the reference, and time it at each message.
+    arguments: Mapping[str, str], folder: str, rows: int, inputs: str | None
+) -> Generator[dict[str, Any], Mapping[str, Any], None]:
+    """Load a model, compare its outputs with those in a folder, and time it at each message.
 
-    A message has `rows` and `seconds`, the duration of the measurement.
+    The first model that uses the folder writes its inputs and outputs there. A message has the
+    `seconds` of a measurement.
 
     Args:
         arguments: Triton's arguments.
-        folder: where `prepare` wrote the inputs and the reference.
-        batch: rows of a full batch.
-        watched: parameters that must have an effect.
-        others: other row counts that messages will have, to be warmed up.
+        folder: for the inputs, and for the outputs to compare with.
+        rows: rows of a full batch.
+        inputs: a safetensors file; None: the model's example, else made-up values.
 
     Yields:
-        First error, load time and memory, then for each message the median `latency_ms` of a call,
-        its 99th percentile `p99_ms`, and the `throughput` in rows per second.
+        First the artifact's `kind`, `rows`, `ready_s` and `error`; then for each message the
+        milliseconds of a call with one row, `latency_ms`, the seconds of a full batch, `full_s`,
+        and the `cores` in use during the latter.
 
     Raises:
-        LoadError: the candidate cannot be loaded or run.
-        OutputError: its outputs differ from the reference's in shape or in infinities.
+        LoadError: the model cannot be loaded or run, or the inputs do not fit it.
+        OutputError: its outputs differ from those in the folder in shape or in infinities.
     """
     started = time.perf_counter()
-    warnings = _Warnings()
     settings = model_config.parse(arguments)
     engine = builder.build(settings, threads.budget(settings))
     settings = engine.config
-    # A parameter that is unknown or has no effect would make the row misleading. The warm-up,
-    # which may compile for minutes, comes later.
-    for sentence in warnings.sentences:
-        if not set(watched).isdisjoint(sentence.split()):
-            raise ConfigError.from_message(sentence)
-    sizes = compared_sizes(batch)
     with runtime.mode(settings.options):
-        warm_up(engine, sorted({*sizes, *others}, reverse=True))
-        item = read_values(Path(folder) / _INPUTS)
-        batches = {rows: tile(settings, item, rows) for rows in sizes}
-        error = 0.0
-        for rows, inputs in batches.items():
-            for _ in range(_FIRST_CALLS):
-                outputs = _run(engine, inputs)
-            for name, expected in read_values(Path(folder) / _reference(rows)).items():
-                error = max(error, difference(settings.name, name, outputs[name], expected))
-        memory = psutil.Process().memory_full_info()
-        on_gpu = torch.cuda.is_available()
+        warm_up(engine)
+        ready_s = time.perf_counter() - started
+        path = Path(folder) / _INPUTS
+        if not path.exists():
+            torch.save(find_inputs(settings, inputs)[0], path)
+        batches = {size: tile(settings, read_values(path), size) for size in sorted({1, rows})}
+        error = max(
+            _error(engine, batch, Path(folder, f"{size}.pt")) for size, batch in batches.items()
+        )
         message = yield {
+            "kind": engine.kind.name,
+            "rows": rows,
+            "ready_s": ready_s,
             "error": error,
-            "load_s": time.perf_counter() - started,
-            "memory_mb": memory.pss / (1 << 20),
-            "private_mb": memory.uss / (1 << 20),
-            "device_memory_mb": torch.cuda.memory_reserved() / (1 << 20) if on_gpu else 0.0,
-            "device_free_mb": torch.cuda.mem_get_info()[0] / (1 << 20) if on_gpu else 0.0,
         }
         while True:
-            rows = message["rows"]
-            if rows not in batches:
-                batches[rows] = tile(settings, item, rows)
-                _run(engine, batches[rows])
-            durations = _durations(engine, batches[rows], message["seconds"])
-            message = yield {
-                "latency_ms": 1e3 * median(durations),
-                "p99_ms": 1e3 * float(np.percentile(durations, 99)),
-                "throughput": rows / mean(durations),
-            }
+            single, _ = _timed(engine, batches[1], message["seconds"])
+            full, cores = _timed(engine, batches[rows], message["seconds"])
+            message = yield {"latency_ms": 1e3 * single, "full_s": full, "cores": cores}
 
 
-def _durations(engine: Engine, batch: Item, seconds: float = 0.0) -> list[float]:
-    """Return the duration of each call in so many seconds."""
-    durations: list[float] = []
-    until = time.perf_counter() + seconds
-    while len(durations) < _MIN_CALLS or time.perf_counter() < until:
-        before = time.perf_counter()
+def _error(engine: Engine, batch: Item, path: Path) -> float:
+    """Return the largest difference from the outputs in a file, which is written if it is new."""
+    for _ in range(_FIRST_CALLS):
+        outputs = _run(engine, batch)
+    if not path.exists():
+        torch.save(outputs, path)
+        return 0.0
+    return max(
+        difference(engine.config.name, name, outputs[name], expected)
+        for name, expected in read_values(path).items()
+    )
+
+
+def _timed(engine: Engine, batch: Item, seconds: float) -> tuple[float, float]:
+    """Return the mean seconds of a call, and the cores in use."""
+    calls, began, used = 0, time.perf_counter(), time.process_time()
+    while not calls or time.perf_counter() < began + seconds:
         _run(engine, batch)
-        durations.append(time.perf_counter() - before)
-    return durations
+        calls += 1
+    elapsed = time.perf_counter() - began
+    return elapsed / calls, (time.process_time() - used) / elapsed

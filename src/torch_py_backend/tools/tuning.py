@@ -1,360 +1,241 @@
-"""Measure settings for a model beside the untuned ones, and choose the best.
+"""Measures ways to run a model beside the way that config.pbtxt has, and says which is fastest.
 
-The speed of a machine drifts within minutes. So the untuned configuration stays loaded while each
-candidate is measured, and the two are measured in turn (A B B A): a row's gains are medians of the
-ratios of such rounds. What compiles comes last, and a candidate that is clearly behind is dropped
-after a few rounds. Each instance of a candidate is a process of its own. A candidate that crashes
-or hangs is a row with its failure.
+The model as configured and each candidate run in processes of their own, and are timed in turn
+(A B B A), because the speed of a machine drifts within minutes. Numbers of threads and instances
+are not searched: docs/performance.md says how to choose them.
+
+Imports no torch: the models run in child processes (`trial.measure`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
-import psutil
-
 from torch_py_backend.artifacts.discovery import ArtifactType
-from torch_py_backend.config import model_config, options, pbtxt, threads
-from torch_py_backend.errors import LoadError, ToolError
-from torch_py_backend.processes import child_process
+from torch_py_backend.config import pbtxt
+from torch_py_backend.errors import LoadError
 from torch_py_backend.processes.child_process import Workers
-from torch_py_backend.tools import candidates, ranking
-from torch_py_backend.tools.candidates import AS_CONFIGURED, TUNED, Allowed, Candidate, Facts
-from torch_py_backend.tools.ranking import Figures, Goal, Limits, Row
 
-# The tuned parameters by each of their keys.
-_KEYS = {key: key for key in TUNED} | {
-    other: row.key for row in options.TABLE if row.key in TUNED for other in row.aliases
-}
-# The reference runs without PyTorch's own optimization of TorchScript, too.
-_REFERENCE = {"DISABLE_OPTIMIZED_EXECUTION": "true", "FLOAT32_MATMUL_PRECISION": "highest"}
-# The share of the free memory that all processes may take together.
-_MEMORY = 0.8
-# The memory of a candidate with as many instances as the untuned configuration, divided by that of
-# the untuned configuration: compilers copy weights.
-_GROWTH = 1.5
-# Rows, channels, height and width.
-_IMAGE_RANK = 4
-# The rounds of a candidate that is clearly behind.
-_MIN_ROUNDS = 3
-# The duration of each measurement of one figure.
-SECONDS = 0.1
+COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
+TUNED = ("OPTIMIZE", COMPILE, "BATCH_BUCKETS")
+"""The options that a candidate replaces."""
+_ROUNDS = 5
+_SECONDS = 0.2
 _MEASURE = "torch_py_backend.tools.trial:measure"
+# A candidate is better from this mean gain on, and if neither gain is a loss.
+_LEAST_GAIN, _LOSS = 1.03, 0.98
+
+_MODULES = (ArtifactType.MODULE, ArtifactType.FACTORY, ArtifactType.EXPORTED)
+_WEIGHTS = (ArtifactType.MODULE, ArtifactType.FACTORY, ArtifactType.TORCHSCRIPT)
+_FREEZING = '{"options": {"freezing": true}}'
+
+
+class Runtime(NamedTuple):
+    """A way to run a model.
+
+    Attributes:
+        kinds: the artifacts that can be run so.
+        reduced: whether it computes in 16 bits.
+        kind: the instance that it needs; empty: any.
+    """
+
+    title: str
+    kinds: tuple[ArtifactType, ...]
+    parameters: Mapping[str, str]
+    reduced: bool = False
+    kind: str = ""
+
+
+RUNTIMES = (
+    Runtime("eager", _MODULES, {}),
+    Runtime("channels_last", _WEIGHTS, {"OPTIMIZE": "channels_last"}),
+    Runtime("freeze", (ArtifactType.TORCHSCRIPT,), {"OPTIMIZE": "freeze"}),
+    Runtime("compile", _MODULES, {COMPILE: "{}"}),
+    Runtime("compile, freezing", _MODULES, {COMPILE: _FREEZING}),
+    Runtime("compile, channels_last", _MODULES, {COMPILE: "{}", "OPTIMIZE": "channels_last"}),
+    Runtime("compile, fixed sizes", _MODULES, {COMPILE: '{"dynamic": false}'}),
+    Runtime(
+        "compile, CUDA graphs",
+        _MODULES,
+        {COMPILE: '{"mode": "reduce-overhead"}', "BATCH_BUCKETS": "auto"},
+        kind="KIND_GPU",
+    ),
+    Runtime("bf16", _WEIGHTS, {"OPTIMIZE": "bf16"}, reduced=True),
+    Runtime(
+        "compile, freezing, bf16",
+        _MODULES,
+        {COMPILE: _FREEZING, "OPTIMIZE": "bf16"},
+        reduced=True,
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A candidate's figures.
+
+    Attributes:
+        latency_ms: milliseconds of a call with one row.
+        throughput: rows per second of a full batch.
+        latency_gain, throughput_gain: ratios to the model as configured, medians of the rounds.
+        spread: the largest relative distance of a round's ratio from its median.
+        cores: processor cores in use during a full batch.
+        ready_s: seconds of the load and the warm-up.
+        error: the largest difference from the outputs as configured, relative to their values.
+        failure: why it was not measured; empty: it was.
+    """
+
+    runtime: Runtime
+    latency_ms: float = 0.0
+    latency_gain: float = 1.0
+    throughput: float = 0.0
+    throughput_gain: float = 1.0
+    spread: float = 0.0
+    cores: float = 0.0
+    ready_s: float = 0.0
+    error: float = 0.0
+    failure: str = ""
+
+    @property
+    def gain(self) -> float:
+        """The geometric mean of both gains."""
+        return math.sqrt(self.latency_gain * self.throughput_gain)
+
+
+AS_CONFIGURED = Runtime("as configured", tuple(ArtifactType), {})
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The model to tune, and how.
+    """The model to tune.
 
     Attributes:
         folder: the model's folder.
         version: the version to measure.
-        document: the complete config as Triton's JSON.
-        allowed: the user's limits.
-        limits: those of a row that may be chosen.
-        goal: what a row is chosen by.
-        inputs: a safetensors file; None for the model's examples, else made-up values.
-        timeout_s: time limit of a candidate's load, and of each of its measurements.
+        document: the complete config, as Triton's JSON.
+        inputs: a safetensors file; None: the model's example, else made-up values.
+        timeout_s: the time limit of each load.
+        reduced: whether 16-bit types are tried.
     """
 
     folder: Path
     version: str
     document: Mapping[str, Any]
-    allowed: Allowed
-    limits: Limits
-    goal: Goal
     inputs: Path | None
     timeout_s: float
+    reduced: bool
 
     @property
-    def rounds(self) -> int:
-        """The most measurements of each candidate."""
-        return 5 if self.allowed.quick else 9
+    def rows(self) -> int:
+        """The rows of a full batch."""
+        return max(1, int(self.document["max_batch_size"]))
 
-    @property
-    def automatic(self) -> bool:
-        """Whether config.pbtxt leaves the choice to tuned.json."""
-        return self._configured().get("OPTIMIZE", "").strip().lower() == "auto"
-
-    def current(self) -> Candidate:
-        """Return the settings in config.pbtxt, without `OPTIMIZE: "auto"`."""
-        parameters = self._configured()
-        if self.automatic:
-            del parameters["OPTIMIZE"]
-        return Candidate(AS_CONFIGURED, parameters, self.document["instance_group"][0]["count"])
-
-    def _configured(self) -> dict[str, str]:
-        return {
-            _KEYS[key]: entry["string_value"]
-            for key, entry in self.document.get("parameters", {}).items()
-            if key in _KEYS and not options.is_unset(key, entry["string_value"])
-        }
-
-    def arguments(
-        self, parameters: Mapping[str, str], instances: int, number: int = 0
-    ) -> dict[str, str]:
-        """Return Triton's arguments of `initialize` with these settings."""
-        configured = self.document.get("parameters", {})
-        kept = {key: value for key, value in configured.items() if key not in _KEYS}
-        changed = {key: {"string_value": value} for key, value in parameters.items()}
-        document = {
-            **self.document,
-            "parameters": kept | changed,
-            "instance_group": [self.document["instance_group"][0] | {"count": instances}],
-        }
-        name = f"{document['name']}_0_{number}"
-        arguments = pbtxt.arguments(self.folder, self.version, document)
-        return arguments | {"model_instance_name": name}
-
-
-class _Loaded(NamedTuple):
-    """A candidate whose instances are loaded."""
-
-    workers: Workers
-    instances: int
-
-    def measure(self, batch: int, timeout_s: float) -> Figures:
-        """Measure one instance with one request in flight, then all instances with full batches."""
-        (latency,) = self.workers.ask([{"rows": 1, "seconds": SECONDS}], timeout_s)
-        full = {"rows": batch, "seconds": SECONDS}
-        answers = self.workers.ask([full] * self.instances, timeout_s)
-        return Figures(
-            latency["latency_ms"],
-            sum(answer["throughput"] for answer in answers),
-            max(answer["p99_ms"] for answer in answers),
-        )
-
-
-class Tuning:
-    """The measurements of a plan; an exception leaves those made so far in `rows`.
-
-    Attributes:
-        rows: the untuned configuration, then the measured candidates in their order.
-        inputs: the source of the inputs.
-        batch: the number of rows of a full batch.
-        sizes: the figures of the choice with batches of other sizes, if p99 is limited.
-        screened: whether every runtime has been measured.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.rows: list[Row] = []
-        self.inputs = ""
-        self.batch = 1
-        self.sizes: dict[int, Figures] = {}
-        self.screened = False
-        self._folder = ""
-        # The untuned configuration, if it is loaded beside the candidates, and its figures alone.
-        self._untuned: _Loaded | None = None
-        self._untuned_figures: list[Figures] = []
-        self._kept = contextlib.ExitStack()
-
-    def choice(self) -> Row | None:
-        """Return the best row so far; None if no measured candidate is within the limits."""
-        return ranking.choose(self.rows, self.plan.limits, self.plan.goal)
-
-    def run(self, begin: Callable[[Candidate], None], end: Callable[[Row], None]) -> None:
-        """Measure everything; call `begin` before a candidate is loaded, and `end` with its row.
-
-        Raises:
-            LoadError: the model cannot be run even without optimization.
-            ToolError: the user's limits leave nothing to try.
-        """
-        threads.limit_spinning()  # as in an instance
-        with (
-            tempfile.TemporaryDirectory(prefix="torch-py-backend-tune-") as self._folder,
-            self._kept,
-        ):
-            facts = self._prepare()
-            measured = set()
-            for candidate in self._candidates(facts):
-                settings = candidates.settings(facts, candidate)
-                if settings not in measured:
-                    measured.add(settings)
-                    begin(candidate)
-                    self.rows.append(self._measure(candidate, facts.memory_mb))
-                    end(self.rows[-1])
-            self._confirm(begin, end, facts.memory_mb)
-            choice = self.choice()
-            if choice is not None and not math.isinf(self.plan.limits.p99_ms):
-                self._measure_sizes(choice)
-
-    def _confirm(
-        self, begin: Callable[[Candidate], None], end: Callable[[Row], None], memory_mb: float
-    ) -> None:
-        """Measure the choice once more, until the second measurement of a choice confirms it.
-
-        Other load on the machine can slow the untuned configuration down while a single candidate
-        is measured, and the best of many noisy gains is too high.
-        """
-        again: list[Row] = []
-        while (choice := self.choice()) is not None and choice is not self.rows[0]:
-            if any(choice is row for row in again):
-                return
-            begin(choice.candidate)
-            again.append(self._measure(choice.candidate, memory_mb))
-            self.rows[self.rows.index(choice)] = again[-1]
-            end(again[-1])
-
-    def _candidates(self, facts: Facts) -> Iterator[Candidate]:
-        """Yield what to measure; later candidates depend on the rows of earlier ones."""
-        plan, allowed = self.plan, self.plan.allowed
-        if not any(True for _ in candidates.shares(facts, allowed)):
-            raise ToolError(
-                f"--threads {','.join(map(str, allowed.threads)) or 'any'} and --instances"
-                f" {','.join(map(str, allowed.instances)) or 'any'} ask for more than the"
-                f" {facts.cores} cores that there are."
-            )
-        current = plan.current()
-        if plan.goal is Goal.LATENCY and not allowed.instances:
-            # One request in flight needs one instance: the configured count stays.
-            allowed = dataclasses.replace(allowed, keep_instances=current.instances)
-        untuned = candidates.configured(facts, current.parameters, current.instances)
-        yield untuned
-        if self._untuned is not None:
-            free = facts.memory_mb - self.rows[0].memory_mb
-            facts = dataclasses.replace(facts, memory_mb=free)
-        yield from candidates.screen(facts, allowed, untuned, compiled=False)
-        yield from candidates.spread(facts, allowed, self._best())
-        base = next((candidate for candidate, _ in self._best()), untuned)
-        yield from candidates.screen(facts, allowed, base, compiled=True)
-        self.screened = True
-        yield from candidates.spread(facts, allowed, self._best())
-
-    def _best(self) -> list[tuple[Candidate, float]]:
-        """Return the candidates within the limits, the best first, with MB of an instance."""
-        rows = ranking.ranked(self.rows, self.plan.limits, self.plan.goal)
-        return [(row.candidate, row.memory_mb / row.candidate.instances) for row in rows]
-
-    def _prepare(self) -> Facts:
-        """Run the reference, and return the facts of the model and the machine."""
-        plan, cores = self.plan, threads.available_cores()
-        # Not all cores: any other load on the machine would slow it down.
-        settings = _REFERENCE | {"NUM_THREADS": str(max(1, cores // 2))}
-        prepared = child_process.run(
-            plan.document["name"],
-            "torch_py_backend.tools.trial:prepare",
-            {
-                "arguments": plan.arguments(settings, 1),
-                "folder": self._folder,
-                "inputs": plan.inputs and str(plan.inputs.absolute()),
-                "longest_s": None if math.isinf(longest := plan.limits.p99_ms) else longest / 1e3,
-            },
-            plan.timeout_s,
-            quiet=True,
-        )
-        self.inputs, self.batch = prepared["inputs"], prepared["batch"]
-        # Without the tuned parameters, which may be invalid.
-        config = model_config.parse(plan.arguments({}, plan.current().instances))
-        batched = config.max_batch_size > 0
-        return Facts(
-            kind=ArtifactType[prepared["kind"]],
-            images=any(
-                len(spec.dims) + batched == _IMAGE_RANK and spec.dtype.triton.startswith("FP")
-                for spec in config.inputs
-            ),
-            gpu=config.kind == "GPU",
-            batched=batched,
-            cores=cores,
-            threads=threads.budget(config).intra_op,
-            memory_mb=_MEMORY * psutil.virtual_memory().available / (1 << 20),
-            divided=config.options.device_map is not None,
-        )
-
-    def _measure_sizes(self, choice: Row) -> None:
-        """Measure batches of all sizes, up to the first one whose p99 is too long."""
-        plan, candidate = self.plan, choice.candidate
-        sizes = candidates.batch_sizes(plan.document["max_batch_size"])
-        loads = self._loads(candidate, is_untuned=choice is self.rows[0])
-        with contextlib.suppress(LoadError), self._workers(candidate) as workers:
-            workers.ask([load | {"others": sizes} for load in loads], plan.timeout_s)
-            loaded = _Loaded(workers, candidate.instances)
-            for rows in sizes:
-                self.sizes[rows] = loaded.measure(rows, plan.timeout_s)
-                if self.sizes[rows].p99_ms > plan.limits.p99_ms:
-                    break
-
-    def _workers(self, candidate: Candidate) -> Workers:
-        return Workers(self.plan.document["name"], _MEASURE, candidate.instances)
-
-    def _loads(self, candidate: Candidate, *, is_untuned: bool) -> list[dict[str, Any]]:
-        """Return the messages with which the instances of a candidate are loaded."""
-        # The compiled code of candidates stays out of the model's folder.
-        settings = {**candidate.parameters, "COMPILE_CACHE_DIR": f"{self._folder}/compiled"}
-        watched: list[str] = []
-        # The current settings are measured even if some of them have no effect.
-        if not is_untuned:
-            settings["COMPILE_REQUIRED"] = "true"
-            watched = sorted(candidate.runtime)
-        return [
-            {
-                "arguments": self.plan.arguments(settings, candidate.instances, number),
-                "folder": self._folder,
-                "batch": self.batch,
-                "watched": watched,
+    def arguments(self, runtime: Runtime) -> dict[str, str]:
+        """Return Triton's arguments for the model with the parameters of a runtime."""
+        document = dict(self.document)
+        if runtime is not AS_CONFIGURED:
+            others = {
+                key: entry
+                for key, entry in document.get("parameters", {}).items()
+                if key not in TUNED
             }
-            for number in range(candidate.instances)
+            changed = {key: {"string_value": text} for key, text in runtime.parameters.items()}
+            document["parameters"] = {**others, **changed}
+        return pbtxt.arguments(self.folder, self.version, document)
+
+
+def measure(plan: Plan) -> Iterator[Row]:
+    """Yield the figures of the model as configured, and then of each candidate that suits it.
+
+    Raises:
+        LoadError: the model as configured cannot be run.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder,
+        Workers(plan.folder.name, _MEASURE, 1) as configured,
+    ):
+        facts = _load(plan, AS_CONFIGURED, folder, configured)
+        yield _row(AS_CONFIGURED, facts, [_turn(plan, configured) for _ in range(_ROUNDS)], [])
+        instance = plan.document["instance_group"][0]["kind"]
+        for runtime in RUNTIMES:
+            suits = ArtifactType[facts["kind"]] in runtime.kinds
+            if suits and runtime.kind in ("", instance) and plan.reduced >= runtime.reduced:
+                yield _candidate(plan, runtime, folder, configured)
+
+
+def _load(plan: Plan, runtime: Runtime, folder: str, workers: Workers) -> dict[str, Any]:
+    message = {
+        "arguments": plan.arguments(runtime),
+        "folder": folder,
+        "rows": plan.rows,
+        "inputs": None if plan.inputs is None else str(plan.inputs),
+    }
+    facts: dict[str, Any] = workers.ask([message], plan.timeout_s)[0]
+    return facts
+
+
+def _turn(plan: Plan, workers: Workers) -> dict[str, float]:
+    """Return one measurement."""
+    figures: dict[str, float] = workers.ask([{"seconds": _SECONDS}], plan.timeout_s)[0]
+    return figures
+
+
+def _candidate(plan: Plan, runtime: Runtime, folder: str, configured: Workers) -> Row:
+    try:
+        with Workers(plan.folder.name, _MEASURE, 1) as workers:
+            facts = _load(plan, runtime, folder, workers)
+            measured: tuple[list[dict[str, float]], ...] = ([], [])
+            for turn in range(_ROUNDS):
+                for number in (0, 1) if turn % 2 else (1, 0):
+                    measured[number].append(_turn(plan, (workers, configured)[number]))
+            return _row(runtime, facts, *measured)
+    except LoadError as error:
+        if not configured.alive:
+            raise
+        return Row(runtime, failure=str(error))
+
+
+def _row(
+    runtime: Runtime,
+    facts: Mapping[str, Any],
+    turns: list[dict[str, float]],
+    configured: list[dict[str, float]],
+) -> Row:
+    """Return a row; without the turns of the model as configured, its gains are 1."""
+    gains, spread = {"latency_ms": 1.0, "full_s": 1.0}, 0.0
+    for figure in gains if configured else ():
+        ratios = [
+            before[figure] / after[figure] for before, after in zip(configured, turns, strict=True)
         ]
+        gains[figure] = median(ratios)
+        spread = max(spread, *(abs(ratio / gains[figure] - 1) for ratio in ratios))
+    return Row(
+        runtime,
+        latency_ms=median(turn["latency_ms"] for turn in turns),
+        latency_gain=gains["latency_ms"],
+        throughput=facts["rows"] / median(turn["full_s"] for turn in turns),
+        throughput_gain=gains["full_s"],
+        spread=spread,
+        cores=median(turn["cores"] for turn in turns),
+        ready_s=facts["ready_s"],
+        error=facts["error"],
+    )
 
-    def _measure(self, candidate: Candidate, memory_mb: float) -> Row:
-        """Measure a candidate; the first one that can be measured stays loaded beside the others.
 
-        `memory_mb` is for the untuned configuration and a candidate together.
-        """
-        with contextlib.ExitStack() as stack:
-            try:
-                workers = stack.enter_context(self._workers(candidate))
-                messages = self._loads(candidate, is_untuned=not self.rows)
-                loads = workers.ask(messages, self.plan.timeout_s)
-                loaded = _Loaded(workers, candidate.instances)
-                first = not self._untuned_figures
-                row = self._compare(candidate, loaded, loads)
-            except LoadError as error:
-                if self._untuned is not None and not self._untuned.workers.alive:
-                    self._untuned = None  # the memory did not suffice for both
-                return Row(candidate, failure=str(error))
-            fits_twice = row.memory_mb * (1 + _GROWTH) <= memory_mb and all(
-                load["device_memory_mb"] * _GROWTH <= load["device_free_mb"] for load in loads
-            )
-            if first and fits_twice:
-                self._untuned = loaded
-                self._kept.enter_context(stack.pop_all())
-            return row
-
-    def _compare(
-        self, candidate: Candidate, loaded: _Loaded, loads: Sequence[Mapping[str, float]]
-    ) -> Row:
-        """Measure a candidate and the untuned configuration in turn."""
-        plan, best = self.plan, self.choice()
-        alone, untuned = self._untuned_figures, self._untuned
-        beside = untuned.instances if untuned is not None else 0
-        rounds: list[tuple[Figures, Figures]] = []
-
-        def figures(of: _Loaded) -> Figures:
-            return of.measure(self.batch, plan.timeout_s)
-
-        for number in range(plan.rounds):
-            if untuned is None:
-                own = figures(loaded)
-                rounds.append((alone[number % len(alone)] if alone else own, own))
-            elif number % 2:
-                own = figures(loaded)
-                rounds.append((figures(untuned), own))
-            else:
-                rounds.append((figures(untuned), figures(loaded)))
-            row = ranking.summarize(candidate, self.batch, loads, rounds, beside)
-            if number + 1 < _MIN_ROUNDS:
-                continue
-            behind = best is not None and ranking.is_behind(row, best, plan.goal)
-            if behind or not plan.limits.keeps(row) or not alone:
-                break
-        if not alone:
-            self._untuned_figures = [own for _, own in rounds]
-        return row
+def best(rows: list[Row], max_error: float) -> Row | None:
+    """Return the exact row with the best mean gain, without a loss; None: none is better."""
+    better = [
+        row
+        for row in rows
+        if not row.failure
+        and row.error <= max_error
+        and min(row.latency_gain, row.throughput_gain) >= _LOSS
+        and row.gain >= _LEAST_GAIN
+    ]
+    return max(better, key=lambda row: row.gain, default=None)

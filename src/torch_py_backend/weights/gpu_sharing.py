@@ -69,10 +69,8 @@ def refusal(config: ModelConfig) -> str:
     """Return why the weights of a model on a GPU cannot be shared; empty: they can."""
     if config.kind == "MODEL":
         return "the instance is KIND_MODEL: the model places itself"
-    if "freeze" in config.options.optimize:
-        return "OPTIMIZE freezes them: they become constants of each instance's own graph"
-    if config.options.quantization is not None:
-        return "OPTIMIZE quantizes them, and torchao's tensors cannot be mapped"
+    if config.options.freezes:
+        return "freezing makes them constants of each instance's own graph"
     return ""
 
 

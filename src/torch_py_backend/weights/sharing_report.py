@@ -79,8 +79,8 @@ def _obstacle(config: ModelConfig, loaded: Loaded, weights: Mapped) -> str:
     optimize = config.options.optimize
     if loaded.kind is ArtifactType.AOTI and loaded.owner is None:
         return "the AOTInductor package contains them"
-    if "freeze" in optimize:
-        return "OPTIMIZE's freeze makes them constants of a graph"
+    if config.options.freezes:
+        return "freezing makes them constants of a graph"
     if weights.shared == weights.total:
         return ""
     obstacle = discovery.mapping_obstacle(config, loaded.artifact)
@@ -88,10 +88,8 @@ def _obstacle(config: ModelConfig, loaded: Loaded, weights: Mapped) -> str:
         return "each instance has a copy on its device"
     conversions = {
         "channels_last": "changes the layout of the weights of convolutions",
-        "bf16_weights": "converts them",
-        "fp16_weights": "converts them",
-        "fp8_weights": "converts them",
-        "int8_weights": "converts them",
+        "bf16": "converts them",
+        "fp16": "converts them",
     }
     converted = [
         f"OPTIMIZE's {name} {conversions[name]}" for name in optimize if name in conversions

@@ -30,8 +30,7 @@ def refuse_unsupported(config: ModelConfig, loaded: Loaded) -> None:
             "the AOTInductor package contains its weights",
         ),
         (not tensors, "the model has no weights outside of its code"),
-        ("freeze" in config.options.optimize, "OPTIMIZE's freeze makes them constants of a graph"),
-        (config.options.quantization is not None, "OPTIMIZE quantizes them"),
+        (config.options.freezes, "freezing makes them constants of a graph"),
         (
             loaded.kind in (ArtifactType.MODULE, ArtifactType.FACTORY) and artifact.weights is None,
             "there is no file of weights beside the model",
