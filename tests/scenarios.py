@@ -288,16 +288,6 @@ FILES = (
         config({"x": [4]}, {"y": [3]}, more=_KIND_MODEL),
         (_AFFINE,),
     ),
-    Scenario(
-        "device_map",
-        both(
-            python(models.Affine),
-            safe(affine().state_dict()),
-            text('{"": "cpu", "linear": "cpu"}', "devices.json"),
-        ),
-        config({"x": [4]}, {"y": [3]}, parameters={"DEVICE_MAP": "devices.json"}, more=_KIND_MODEL),
-        (_AFFINE,),
-    ),
 )
 
 _PAIRS_OF_ROWS = "reshape { shape: [2, 2] }"
@@ -1286,34 +1276,6 @@ LOAD_ERRORS = (
         python(models.Centered),
         ragged(_ragged_input("x", [-1]), {"y": [1, -1]}, _SIZES + batch_output("y")),
         "batch_output gives 'y' of dims [1, -1] the shape of 'x' of dims [-1]",
-    ),
-    refused(
-        "device_map_of_cpu",
-        python(models.Negate),
-        x_to_y(4, DEVICE_MAP='{"": "cpu"}'),
-        "DEVICE_MAP is set, and the instance is KIND_CPU. Use KIND_MODEL",
-    ),
-    refused(
-        "device_map_of_other_parts",
-        both(python(models.Affine), safe(affine().state_dict())),
-        config(
-            {"x": [4]},
-            {"y": [3]},
-            parameters={"DEVICE_MAP": '{"": "cpu", "head": "cpu"}'},
-            more=_KIND_MODEL,
-        ),
-        "DEVICE_MAP names head, and Affine has no such part",
-    ),
-    refused(
-        "device_map_of_missing_gpu",
-        both(python(models.Affine), safe(affine().state_dict())),
-        config(
-            {"x": [4]},
-            {"y": [3]},
-            parameters={"DEVICE_MAP": '{"": "cuda:31"}'},
-            more=_KIND_MODEL,
-        ),
-        "DEVICE_MAP puts '' on cuda:31, and torch",
     ),
     refused(
         "fatal_action",

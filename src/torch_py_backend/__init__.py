@@ -7,8 +7,8 @@
         outputs = server.infer("net", torch.rand(3, 4))
 
 Importing the package imports neither torch nor a client; the first use of a name does.
-`torch_py_backend.composition` calls other models from a model's code, `torch_py_backend.testing`
-has a pytest fixture, and `torch_py_backend.errors` the exceptions.
+`torch_py_backend.composition` calls other models from a model's code, and `torch_py_backend.errors`
+has the exceptions.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from torch_py_backend.errors import ConfigError
 
 PAD = {"PAD": '{"x": {}}'}
 BUCKETS = {"BATCH_BUCKETS": "1"}
-MAP = {"DEVICE_MAP": '{"": "cpu"}'}
 STATE = {"STATE": '{"h": "RESULT[1]"}'}
 SHARED = {"ENABLE_WEIGHT_SHARING": "true"}
 WATCHED = {"WATCH_WEIGHTS": "on"}
@@ -97,11 +96,6 @@ _LATE: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
     ("CPU", FIXED_SHAPES, BATCH_INPUT, "OPTIONAL_PARAMETERS with dynamic: false"),
     ("CPU", {}, BATCH_INPUT | DECOUPLED, "has batch_input and model_transaction"),
     ("CPU", {}, BATCH_OUTPUT | STATEFUL, "and a state that batch_output names"),
-    ("GPU", MAP, {}, "DEVICE_MAP is set, and the instance is KIND_GPU"),
-    ("MODEL", MAP, DECOUPLED, "DEVICE_MAP is set, and so is model_transaction"),
-    ("MODEL", MAP | COMPILED, {}, "and so is TORCH_COMPILE_OPTIONAL_PARAMETERS"),
-    ("MODEL", MAP | {"OPTIMIZE": "bf16,freeze"}, {}, "and so is OPTIMIZE's bf16, freeze"),
-    ("MODEL", MAP | SHARED, {}, "and so is ENABLE_WEIGHT_SHARING"),
 ]
 
 
@@ -131,8 +125,6 @@ def test_conflict(
         ("CPU", {"PROFILE_DIR": "/traces", "PROFILE_BATCHES": "3"}, {}),
         ("CPU", NOT_COMPILED | SHARED | {"OPTIMIZE": "bf16"}, DECOUPLED),
         ("CPU", COMPILED, BATCH_INPUT),
-        ("MODEL", MAP, {}),
-        ("MODEL", MAP | NOT_COMPILED | WATCHED | {"OPTIMIZE": "channels_last"}, {}),
     ],
 )
 def test_accepted_combination(

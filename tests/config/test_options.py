@@ -61,9 +61,6 @@ ACCEPTED: list[tuple[Parser[Any], dict[str, Any]]] = [
     (options.optimizations, {"none": (), "freeze,freeze": ("freeze",)}),
     (options.optimizations, {" Channels_Last , BF16 ": ("bf16", "channels_last")}),
     (options.buckets, {"auto": None, "NONE": (), "8, 1,4": (1, 4, 8), "2,2": (2,)}),
-    (options.devices, {'{"a.b": "cuda:1", "": "cpu"}': {"a.b": "cuda:1", "": "cpu"}}),
-    (options.devices, {'{"a": 1, "b": "cuda"}': {"a": "cuda:1", "b": "cuda:0"}}),
-    (options.devices, {" devices.json\n": "devices.json"}),
 ]
 # The keys of JSON objects; the object is not changed.
 ACCEPTED += [
@@ -126,8 +123,6 @@ def test_accepted_text(parser: Parser[Any], values: dict[str, Any]) -> None:
         ("PAD", [f'{{"ids": {{"multiple_of": {number}}}}}' for number in ("0", "1.5", '"8"')]),
         ("PAD", ['{"ids": {"outputs": "y"}}', '{"ids": {"outputs": [1]}}']),
         ("STATE", ["[]", "{}", '{"h": ""}', '{"": "y"}', '{"h": 1}']),
-        ("DEVICE_MAP", ["{}", "[]", '{"a": {"b": "cpu"}}', '{"a": "cpu", "a": "cuda:0"}']),
-        ("DEVICE_MAP", [f'{{"a": {device}}}' for device in ('"meta"', '"cuda:-1"', "-1", "true")]),
     ],
 )
 def test_rejected_text(key: str, texts: list[str]) -> None:

@@ -29,7 +29,6 @@ from children import Start, starting
 from torch import Tensor
 
 from torch_py_backend.adapter import TritonPythonModel, messages
-from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.counters import Counts
@@ -40,7 +39,7 @@ from torch_py_backend.config import pbtxt
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.side_effects import SideEffects
-from torch_py_backend.loading import package_weights, registry
+from torch_py_backend.loading import package_weights
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 
@@ -620,55 +619,11 @@ def test_a_device_that_is_missing(tmp_path: Path, process: None) -> None:
         )
 
 
-class TwoParts(torch.nn.Module):
-    """Two parts, which a map puts on devices of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = torch.nn.Linear(4, 6)
-        self.down = torch.nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.down(torch.relu(self.up(x)))
-        return result
 
 
 _TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
-@_CUDA
-@pytest.mark.parametrize(
-    "places",
-    [
-        {"": "cuda:0"},
-        {"up": "cpu", "down": "cuda:0"},
-        {"up": "cuda:0", "down": "cpu"},
-        {"": "cuda:0", "down": "cpu"},
-        pytest.param({"up": "cuda:0", "down": "cuda:1"}, marks=_TWO_GPUS),
-        pytest.param({"up": "cuda:1", "down": "cuda:0"}, marks=_TWO_GPUS),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("shared", [None, False], ids=["mapped", "copied"])
-def test_parts_on_several_devices(
-    places: dict[str, str], shared: bool | None, tmp_path: Path, process: None
-) -> None:
-    """Weights are where the map says, and answers are those of one device, at home."""
-    module = TwoParts()
-    build.write(tmp_path, "model.py", models.source(TwoParts))
-    torch.save(module.state_dict(), tmp_path / "1" / "model.pt")
-    config = build.config(tmp_path, kind="MODEL", device_map=places, enable_weight_sharing=shared)
-    loaded = registry.load(discovery.find(config), config, None)
-    assert loaded.owner is not None
-    devices = {name: str(one.device) for name, one in loaded.owner.named_parameters()}
-    for name in ("up", "down"):
-        assert devices[f"{name}.weight"] == places.get(name, places.get(""))
-    for rows in range(1, 9):
-        x = torch.rand(rows, 4)
-        with torch.inference_mode():
-            made, expected = loaded.module(x), module(x)
-        assert str(made.device) == devices["up.weight"]
-        torch.testing.assert_close(made.cpu(), expected, rtol=1e-3, atol=1e-4)
 
 
 # --- streams and devices: what runs on a stream is waited for, and what is read on it is there ----

@@ -420,24 +420,6 @@ def test_streams_in_a_model_that_is_not_decoupled(tmp_path: Path) -> None:
 # --- options for modules only ----------------------------------------------------------------
 
 
-def test_device_map_without_a_module(tmp_path: Path) -> None:
-    """DEVICE_MAP is refused for programs and functions."""
-    store_script(tmp_path / "the model is TorchScript", scripted())
-    store(tmp_path / "what model.py serves is a func", "def double(x):\n    return 2 * x\n")
-    for folder in tmp_path.iterdir():
-        with pytest.raises(ConfigError, match=f"DEVICE_MAP is set, and {folder.name}"):
-            load(folder, None, device_map={"": "cpu"})
-
-
-def test_module_with_a_device_map(tmp_path: Path) -> None:
-    """A module with a device map is called through it."""
-    store(tmp_path, state=STATE)
-    loaded = load(tmp_path, None, device_map={"linear": "cpu", "offset": "cpu"})
-    assert torch.equal(loaded.module(X), Y)
-    assert not isinstance(loaded.module, nn.Module)
-    assert str(loaded.signature) == "forward(x: torch.Tensor)"
-
-
 def test_weights_that_a_module_does_not_miss(tmp_path: Path) -> None:
     """A module may accept a file without some of its weights, which have their random values."""
     build.write(tmp_path, "model.py", models.source(Net, Extended))

@@ -128,7 +128,9 @@ OBSTACLES = [
         _state_dict, {"optimize": ("channels_last",)}, "channels_last changes", id="channels_last"
     ),
     pytest.param(_state_dict, {"optimize": ("bf16",)}, "bf16 converts them", id="16 bits"),
-    pytest.param(_scripted, {"optimize": ("freeze",)}, "freezing makes them constants", id="frozen"),
+    pytest.param(
+        _scripted, {"optimize": ("freeze",)}, "freezing makes them constants", id="frozen"
+    ),
     pytest.param(lambda folder: None, {"weights": "none"}, "the module computes them", id="none"),
 ]
 

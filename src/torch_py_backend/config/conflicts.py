@@ -81,7 +81,6 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
         setting, captured_by_inductor = "options have triton.cudagraphs", True
     largest_bucket = max(options.batch_buckets or (0,))
     gpu_sharing = bool(options.enable_weight_sharing) and config.kind != "CPU"
-    single_device = [name for name in options.optimize if name != "channels_last"]
     reduced = [name for name in options.optimize if name in ("bf16", "fp16")]
     states = {state.output for state in config.states}
     ragged = "batch_input" if config.batch_inputs else "batch_output"
@@ -102,12 +101,6 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
         "TORCH_COMPILE_OPTIONAL_PARAMETERS with dynamic: false": options.static_shapes,
         "model_transaction_policy { decoupled: true }": config.decoupled,
         "a state that batch_output names": any(out.name in states for out in config.batch_outputs),
-    }
-    excluded_by_device_map = {
-        "model_transaction_policy { decoupled: true }": config.decoupled,
-        "TORCH_COMPILE_OPTIONAL_PARAMETERS": compiled,
-        f"OPTIMIZE's {', '.join(single_device)}": bool(single_device),
-        'ENABLE_WEIGHT_SHARING "true"': bool(options.enable_weight_sharing),
     }
     return (
         (
@@ -183,19 +176,6 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
                 f"Remove one of the two: sizes differ from batch to batch with {ragged}.",
             )
             for setting, is_set in excluded_by_ragged_batches.items()
-        ),
-        (
-            options.device_map is not None and config.kind != "MODEL",
-            f"DEVICE_MAP is set, and the instance is KIND_{config.kind}",
-            "Use KIND_MODEL, or remove DEVICE_MAP.",
-        ),
-        *(
-            (
-                is_set and options.device_map is not None,
-                f"DEVICE_MAP is set, and so is {setting}",
-                "They cannot be combined: remove one of them.",
-            )
-            for setting, is_set in excluded_by_device_map.items()
         ),
     )
 

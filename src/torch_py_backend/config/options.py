@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import json
 import logging
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import NoneType
@@ -31,7 +30,6 @@ OPTIMIZATIONS = (
     "fp16",
     "cuda_graphs",
 )
-DEVICES = "cpu, cuda:0, or the number of a GPU"
 _COMPILE_VALUES: Mapping[str, tuple[type, ...]] = {
     "fullgraph": (bool,),
     "dynamic": (bool, NoneType),
@@ -47,7 +45,6 @@ _PAD_VALUES: Mapping[str, Callable[[Any], bool]] = {
     "mask": lambda name: isinstance(name, str),
     "outputs": lambda names: isinstance(names, list) and all(isinstance(n, str) for n in names),
 }
-_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,46 +152,6 @@ def _parse_buckets(text: str) -> tuple[int, ...] | None:
 buckets = Parser("auto, none, or row counts such as 1,2,4,8", _parse_buckets)
 
 
-def parse_device_map(text: str) -> dict[str, str]:
-    """Parse a device map in JSON.
-
-    Raises:
-        ValueError, TypeError: the text is not a device map.
-    """
-    value = json.loads(text, object_pairs_hook=_distinct)
-    if not isinstance(value, dict) or not value:
-        raise TypeError(text)
-    device_map = {}
-    for module, device in value.items():
-        if type(device) is int and device >= 0:
-            device_map[module] = f"cuda:{device}"  # the ordinal of a GPU
-        elif isinstance(device, str) and _DEVICE.fullmatch(device):
-            device_map[module] = "cuda:0" if device == "cuda" else device
-        else:
-            raise ValueError(device)
-    return device_map
-
-
-def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """Return a JSON object; raise if a name occurs twice, where `json` keeps the last one."""
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        raise ValueError(pairs)
-    return entries
-
-
-def _parse_devices(text: str) -> dict[str, str] | str:
-    file = name.parse(text)
-    return file if file.endswith(".json") else parse_device_map(text)
-
-
-devices = Parser(
-    f"a JSON object from each module once to its device ({DEVICES}), or the .json file that holds"
-    " one",
-    _parse_devices,
-)
-
-
 def _option(
     parser: Parser[object],
     *,
@@ -244,7 +201,6 @@ class Options:
     enable_cache_cleaning: bool = _option(boolean, default=False)
     enable_weight_sharing: bool | None = _option(boolean)
     watch_weights: bool = _option(boolean, default=False)
-    device_map: dict[str, str] | str | None = _option(devices)
     parallel_loads: int | None = _option(positive)
     retry_failed_batch: bool | None = _option(boolean)
     check_finite: bool = _option(boolean, default=False)

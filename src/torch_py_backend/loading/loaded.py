@@ -77,17 +77,6 @@ class Loaded:
             yield from self.owner.buffers()
 
 
-def refuse_device_map(config: ModelConfig, reason: str) -> None:
-    """Raise ConfigError if DEVICE_MAP is set, for an artifact that is not an nn.Module."""
-    if config.options.device_map is not None:
-        raise ConfigError(
-            config.name,
-            f"DEVICE_MAP is set, and {reason}",
-            expected="a model.py or a factory that makes a torch.nn.Module",
-            cure="Remove DEVICE_MAP, or serve the module itself.",
-        )
-
-
 def refuse_method(artifact: Artifact, config: ModelConfig) -> None:
     """Raise ConfigError if METHOD is set, for an artifact that has one function only."""
     if config.options.method is not None:

@@ -12,8 +12,8 @@ from torch import nn
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, SourceError
-from torch_py_backend.loading import device_map, python_source, state_dict
-from torch_py_backend.loading.loaded import NO_FORWARD, Forward, Loaded, refuse_device_map
+from torch_py_backend.loading import python_source, state_dict
+from torch_py_backend.loading.loaded import NO_FORWARD, Forward, Loaded
 from torch_py_backend.signature import introspection
 
 
@@ -47,8 +47,6 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
             parameter.requires_grad = False
         if device is not None:
             owner.to(device)
-        elif config.options.device_map is not None:
-            device_map.dispatch(config, owner)
     called, step, name = _entry_point(config, served)
     described = owner.forward if called is owner and owner is not None else called
     try:
@@ -58,14 +56,11 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
             config.name, f"the arguments of what is served cannot be determined: {error}"
         ) from error
     _refuse_streams(config, served, described)
-    if owner is not None and device is None and config.options.device_map is not None:
-        called = device_map.Dispatched(called, owner, config)
     return Loaded(artifact, called, signature, owner, step=step)
 
 
 def _refuse_weights(artifact: Artifact, config: ModelConfig) -> None:
-    """Raise an error if a function has a device map or a file of weights."""
-    refuse_device_map(config, f"what {artifact.path.name} serves is a function")
+    """Raise an error if a function has a file of weights."""
     if artifact.weights is not None:
         raise ArtifactError(
             config.name,

@@ -14,7 +14,7 @@ from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError
 from torch_py_backend.loading import aotinductor, exported_program, python_model, torchscript
-from torch_py_backend.loading.loaded import Forward, Loaded, refuse_device_map
+from torch_py_backend.loading.loaded import Forward, Loaded
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +30,6 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         ArtifactError, SourceError, WeightsError: the artifact cannot be loaded.
         ConfigError: an option does not apply to artifacts of this type.
     """
-    if artifact.kind not in (ArtifactType.MODULE, ArtifactType.FACTORY):
-        refuse_device_map(config, f"the model is {artifact.kind.value}")
     versions = artifact.weight_versions() if config.options.watch_weights else ()
     try:
         loaded = LOADERS[artifact.kind](artifact, config, device)
