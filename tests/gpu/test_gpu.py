@@ -619,11 +619,7 @@ def test_a_device_that_is_missing(tmp_path: Path, process: None) -> None:
         )
 
 
-
-
 _TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-
-
 
 
 # --- streams and devices: what runs on a stream is waited for, and what is read on it is there ----

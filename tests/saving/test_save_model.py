@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import enum
 import importlib
-import io
-import json
 import os
 import random
 import sys
@@ -15,11 +12,9 @@ from typing import Any
 
 import command_line
 import models
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from PIL import Image
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -30,13 +25,12 @@ from torch_py_backend.config import model_config, pbtxt
 from torch_py_backend.errors import ExampleError, InstallError, LoadError, SaveError
 from torch_py_backend.loading import registry
 from torch_py_backend.processes import child_process
-from torch_py_backend.saving import transform_hooks, transforms
 from torch_py_backend.tools import model_folder
 
 transformers = pytest.importorskip("transformers")
 HubMixin: Any = pytest.importorskip("huggingface_hub").PyTorchModelHubMixin
 
-_FORMATS = ("module", "export", "torchscript")
+_FORMATS = ("module", "export")
 
 
 @pytest.fixture(autouse=True)
@@ -97,23 +91,6 @@ class Running(nn.Module):
         return x.cumsum(0)
 
 
-class Untraceable(nn.Module):
-    """The tracer takes len() for a constant, and x.shape for what it is."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        def rows() -> int:  # TorchScript has no functions in functions: the module is traced
-            return len(x)
-
-        return x / rows() * x.shape[0]
-
-
-class Switch(nn.Module):
-    """Cannot be scripted, for its * argument, and has two branches."""
-
-    def forward(self, x: Tensor, *_: Tensor) -> Tensor:
-        return x if x.sum() > 0 else -x
-
-
 class Random(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 10 ** random.uniform(0, 30)  # two answers are never close
@@ -165,19 +142,10 @@ class InPlace(nn.Module):
         return x.sub_(0.5)
 
 
-class Words:
-    """Makes a batch of texts of different lengths."""
-
-    def preprocess_batch(self, text: list[str]) -> Tensor:
-        ids = torch.zeros(len(text), max(map(len, text)), dtype=torch.long)
-        for row, value in enumerate(text):
-            ids[row, : len(value)] = 1
-        return ids
-
-
 _RUN = child_process.run
 _X = torch.rand(2, 4)
-_LONG = [{"ids": torch.randint(0, 20, (2, length))} for length in (5, 7)]
+_IDS = {"ids": torch.randint(0, 20, (2, 5))}
+_LENGTHS = {"ids": {0: Dim("batch"), 1: Dim("length")}}
 
 
 def _saved(folder: Path, module: nn.Module, **options: Any) -> dict[str, Any]:
@@ -266,33 +234,21 @@ def test_example_changed_in_place(kind: Any, tmp_path: Path) -> None:
     assert torch.equal(example, _X)
 
 
-def test_trace_that_follows_one_branch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A traced module has only the branch of the example; torch's warning of that is logged."""
-    _saved(tmp_path, Switch(), format="torchscript", example_inputs=_X)
-    (message,) = caplog.messages
-    assert "model 'net': torch.jit cannot script Switch (" in message
-    assert "test_save_model.py" in message
-    assert "Converting a tensor to a Python boolean" in message
-
-
 @pytest.mark.parametrize("kind", ["module", "export"])
 def test_weights_that_share_memory(kind: Any, tmp_path: Path) -> None:
-    """Tied weights and views are saved; sizes that differ between examples are -1."""
-    document = _saved(tmp_path, Tied(), format=kind, example_inputs=_LONG)
+    """Tied weights and views are saved; sizes of `dynamic_shapes` are -1."""
+    document = _saved(tmp_path, Tied(), format=kind, example_inputs=_IDS, dynamic_shapes=_LENGTHS)
     assert _tensors(document, "input") == {"ids": [-1]}
     assert _tensors(document, "output") == {"OUTPUT__0": [-1, 20], "OUTPUT__1": []}
 
 
 @pytest.mark.parametrize("module", [models.Affine(), models.Negate()])
 def test_package_of_aotinductor(module: nn.Module, tmp_path: Path) -> None:
-    """A package has the names of the arguments, its weights beside it, and a fallback."""
+    """A package has the names of the arguments."""
     document = _saved(tmp_path, module, format="aoti", example_inputs=_X)
     files = {path.name for path in (tmp_path / "models" / "net" / "1").iterdir()}
-    assert files == {
-        "model.pt2", "model.safetensors", "exported.pt2", "example_inputs.safetensors",
-    }  # fmt: skip
+    assert files == {"model.pt2", "example_inputs.safetensors"}
     assert _tensors(document, "input") == {"x": [4]}
-    assert document["parameters"]["FALLBACK"]["string_value"] == "exported.pt2"
 
 
 @pytest.mark.parametrize("module", [Centering(), Scaling(), Running()])
@@ -305,16 +261,16 @@ def test_rows_that_depend_on_each_other(module: nn.Module, example: Tensor, tmp_
 
 
 @pytest.mark.parametrize(
-    ("examples", "rows"),
+    ("shapes", "rows"),
     [
-        pytest.param(_X, 1, id="batch"),
+        pytest.param(None, 1, id="batch"),
         # Without the check of the batch, those of other dimensions would be missing, too.
-        pytest.param([_X, torch.cat([_X, _X], 1)], 2, id="another dimension"),
+        pytest.param({"x": {0: Dim("batch"), 1: Dim("width")}}, 2, id="another dimension"),
     ],
 )
-def test_rows_of_a_package(examples: Any, rows: int, tmp_path: Path) -> None:
+def test_rows_of_a_package(shapes: Any, rows: int, tmp_path: Path) -> None:
     """A package computes one row as one row, where that needs no unchecked sizes."""
-    _saved(tmp_path, models.Negate(), format="aoti", example_inputs=examples)
+    _saved(tmp_path, models.Negate(), format="aoti", example_inputs=_X, dynamic_shapes=shapes)
     version, document = model_folder.completed(tmp_path / "models" / "net")
     arguments = pbtxt.arguments(tmp_path / "models" / "net", version, document)
     config = model_config.parse(arguments)
@@ -334,7 +290,6 @@ def test_rows_of_a_package(examples: Any, rows: int, tmp_path: Path) -> None:
         pytest.param(Lazy, {}, "model.py", id="lazy"),
         pytest.param(lambda: nn.Sequential(nn.Linear(4, 3)), {}, "model.pt2", id="no-constructor"),
         pytest.param(lambda: models.Affine().bfloat16(), {}, "model.pt2", id="other-types"),
-        pytest.param(lambda: torch.jit.script(models.Affine()), {}, "model.pt", id="script"),
         pytest.param(lambda: nn.Linear(4, 3).eval(), {}, "model.pt2", id="package"),
         pytest.param(Shared, {}, "model.py", id="hub"),
         pytest.param(lambda: Shared(5), {}, "model.pt2", id="hub-other-weights"),
@@ -352,11 +307,10 @@ def test_default_format(
     assert ("model.safetensors" in files) == (file == "model.py")
 
 
-@pytest.mark.parametrize("kind", _FORMATS)
-def test_hooks(kind: Any, tmp_path: Path) -> None:
+def test_hooks(tmp_path: Path) -> None:
     """A class of hooks is written beside the model; the config has its inputs and outputs."""
     document = _saved(
-        tmp_path, models.Affine(), format=kind, hooks=models.Measure,
+        tmp_path, models.Affine(), hooks=models.Measure,
         example_inputs={"text": ["a", "longer"]},
     )  # fmt: skip
     assert _tensors(document, "input") == {"text": [1]}
@@ -372,11 +326,6 @@ class Bytes:
         if data[0]:
             raise ValueError("not such a file")
         return torch.tensor(list(data)) / 255
-
-
-class Varying(Bytes):
-    def postprocess(self, result: Tensor) -> dict[str, Tensor]:
-        return {"y" if result[3] == 0 else "z": result}
 
 
 class Failing:
@@ -407,18 +356,6 @@ def test_model_py_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (sys.modules.pop("model"), sys.path) == (module, paths)
     text = (tmp_path / "models" / "net" / "1" / "model.py").read_text()
     assert text.startswith(models.source(models.Affine).rstrip())
-
-
-@pytest.mark.parametrize(
-    "example", [{"text": ["a", "longer"]}, [{"text": ["a"]}, {"text": ["longer"]}]]
-)
-def test_outputs_of_hooks_whose_sizes_vary(example: Any, tmp_path: Path) -> None:
-    """Rows or examples that give outputs of different sizes make their dims -1."""
-    document = _saved(
-        tmp_path, nn.Embedding(4, 3), hooks=Words, example_inputs=example,
-        model_kwargs={"num_embeddings": 4, "embedding_dim": 3},
-    )  # fmt: skip
-    assert _tensors(document, "output") == {"OUTPUT__0": [-1, 3]}
 
 
 def test_settings(tmp_path: Path) -> None:
@@ -542,90 +479,6 @@ def test_model_that_takes_images(tmp_path: Path) -> None:
     assert _tensors(document, "output") == {"logits": [2]}
 
 
-class ImageClassification(nn.Module):
-    """A transform with the name and the attributes of torchvision's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.crop_size, self.resize_size = [4], [6]
-        self.mean, self.std = [0.5, 0.25, 0.0], [0.5, 0.5, 2.0]
-        self.interpolation = _Mode.BILINEAR
-
-
-class _Mode(enum.Enum):
-    BILINEAR = "bilinear"
-
-
-_DATA_CONFIG = {
-    "input_size": (3, 4, 4),
-    "interpolation": "bicubic",
-    "mean": (0.5, 0.25, 0.0),
-    "std": (0.5, 0.5, 2.0),
-    "crop_pct": 0.6,
-    "crop_mode": "center",
-}
-
-
-class Channels(nn.Module):
-    def forward(self, image: Tensor) -> dict[str, Tensor]:
-        return {"means": image.mean((2, 3)), "image": image}
-
-
-@pytest.mark.parametrize("kind", [None, "export", "torchscript"])
-@pytest.mark.parametrize(
-    "transform", [ImageClassification(), _DATA_CONFIG], ids=["torchvision", "timm"]
-)
-def test_model_that_takes_transformed_images(kind: Any, transform: Any, tmp_path: Path) -> None:
-    """With its transform, a model of torchvision or timm takes the bytes of a file."""
-    document = _saved(tmp_path, Channels(), processor=transform, format=kind)
-    assert _tensors(document, "input") == {"image": [1]}
-    assert _tensors(document, "output") == {"image": [3, 4, 4], "means": [3]}
-    assert all(entry["data_type"] == "TYPE_FP32" for entry in document["output"])
-
-
-@pytest.mark.parametrize("size", [(16, 12), (12, 16), (6, 6), (3, 9), (7, 16), (10, 4)])
-def test_transformed_image(size: tuple[int, int], tmp_path: Path) -> None:
-    """The shorter side is resized, the center is cropped, each channel is normalized."""
-    settings = transforms.settings(ImageClassification())
-    assert settings is not None
-    (tmp_path / transforms.FILE).write_text(json.dumps(settings))
-    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    height, width = (6 * side // min(size) for side in size)
-    resized = Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR)
-    top, left = round((height - 4) / 2), round((width - 4) / 2)
-    cropped = np.asarray(resized, dtype=np.float32)[top : top + 4, left : left + 4] / 255
-    expected = (cropped - ImageClassification().mean) / ImageClassification().std
-    prepared = transform_hooks.Hooks(tmp_path).preprocess(file.getvalue())
-    np.testing.assert_allclose(prepared.permute(1, 2, 0), expected, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("changes", "found"),
-    [
-        ({}, {"resize": 6, "crop": 4}),
-        ({"crop_mode": "squash"}, None),
-        ({"input_size": (3, 4, 8)}, None),
-        ({"interpolation": "random"}, None),
-        ({"input_size": (3, 224, 224), "crop_pct": 0.875}, {"resize": 256, "crop": 224}),
-    ],
-)
-def test_data_config_of_timm(changes: dict[str, Any], found: dict[str, int] | None) -> None:
-    """A config that does more than to resize, crop and normalize is not taken."""
-    settings = transforms.settings(_DATA_CONFIG | changes)
-    assert (settings and {key: settings[key] for key in ("resize", "crop")}) == found
-
-
-def test_long_image(tmp_path: Path) -> None:
-    """A small file of a long image, which would be resized to gigabytes, is refused."""
-    (tmp_path / transforms.FILE).write_text(json.dumps(transforms.settings(ImageClassification())))
-    file = io.BytesIO()
-    Image.new("RGB", (1, 10_000_000)).save(file, "PNG")
-    with pytest.raises(ValueError, match="1 x 10000000 is too long"):
-        transform_hooks.Hooks(tmp_path).preprocess(file.getvalue())
-
-
 # --- bad input -------------------------------------------------------------------------------
 
 _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
@@ -666,12 +519,6 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         ExampleError,
         "the value of 'x' in example_inputs is torch.complex64; expected a type that Triton has",
     ),
-    "examples": (
-        models.Negate(),
-        {"example_inputs": [_X, _X[0]]},
-        ExampleError,
-        "the examples differ in their inputs or in the dimensions of 'x'",
-    ),
     "no dimensions": (
         models.AddSub(),
         {"example_inputs": (torch.tensor(1.0), torch.tensor(2.0))},
@@ -689,6 +536,25 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         {"example_inputs": _X, "hooks": models.Measure},
         ExampleError,
         "example_inputs is a Tensor, and the model has hooks; expected a dict of the inputs",
+    ),
+    "hooks of a program": (
+        Branches(2.0),
+        {"example_inputs": {"data": [bytes(4)]}, "hooks": Bytes, "format": "export"},
+        SaveError,
+        r"hooks are given, and the module is saved as a program.*write hooks\.py",
+    ),
+    "list": (models.Negate(), {"example_inputs": [_X]}, ExampleError, "is a list; expected valid"),
+    "script": (
+        torch.jit.script(models.Affine()),
+        {"example_inputs": _X},
+        SaveError,
+        "module is TorchScript; .* `torch-py-backend init`",
+    ),
+    "removed format": (
+        models.Affine(),
+        {"example_inputs": _X, "format": "torchscript"},
+        SaveError,
+        "format is 'torchscript'; .*It was removed: Use format=",
     ),
     "module": (lambda x: x, {}, SaveError, "module is a function; expected a torch.nn.Module"),
     "format": (models.Affine(), {"format": "onnx"}, SaveError, "format is 'onnx'; expected one"),
@@ -736,35 +602,11 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         LoadError,
         "its answers are not random",
     ),
-    "rows of a trace": (
-        Untraceable(),
-        {"example_inputs": _X, "format": "torchscript"},
-        LoadError,
-        "output 'OUTPUT__0' for a batch of one row differs from the module's own by .*Set max_b",
-    ),
     "rows of a batch": (
         Centering(),
         {"example_inputs": _X, "max_batch_size": 4},
         ExampleError,
         "max_batch_size is 4, and output 'OUTPUT__0' for a row alone differs from that row in",
-    ),
-    "hooks": (
-        models.Affine(),
-        {"example_inputs": {"text": ["5"]}, "hooks": Failing, "format": "export"},
-        SaveError,
-        "its hooks fail with the example: .*5 has no letters",
-    ),
-    "transform and hooks": (
-        models.Affine(),
-        {"processor": _DATA_CONFIG, "hooks": models.Measure},
-        SaveError,
-        "processor is a transform, and hooks are given; expected one of them",
-    ),
-    "different outputs": (
-        models.Negate(),
-        {"example_inputs": [{"data": [b"\0\0\0\0"]}, {"data": [b"\0\0\0\1"]}], "hooks": Varying},
-        SaveError,
-        "the examples give different outputs",
     ),
     "processor": (
         models.Affine(),

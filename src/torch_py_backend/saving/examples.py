@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -47,7 +47,6 @@ class Example:
         max_batch_size: that of config.pbtxt.
         arguments: those of forward(); None: hooks make them from the item.
         dynamic: the dimensions of any size of each input, the batch dimension included.
-        others: the inputs of other requests, whose sizes differ.
     """
 
     item: Item
@@ -55,7 +54,6 @@ class Example:
     max_batch_size: int
     arguments: Arguments | None
     dynamic: Mapping[str, set[int]]
-    others: Sequence[Item] = ()
 
     @property
     def rows(self) -> int:
@@ -80,15 +78,14 @@ def from_arguments(
     Raises:
         ExampleError: an example is missing or does not fit forward(), or has no batch dimension.
     """
-    calls = [
-        by_keyword(signature, call) if by_name else call
-        for call in _calls(model, signature, example_inputs)
-    ]
-    outputs = [outputs_of(model, signature, module, call) for call in calls]
-    named = [named_tensors(model, signature, call, dynamic_shapes) for call in calls]
-    items: list[Item] = [{name: tensor for name, tensor, _ in parts} for parts in named]
-    dynamic = {name: dims for name, _, dims in named[0]}
-    grows = _grows(model, signature, module, calls[0], items[0], outputs[0])
+    call = _call(model, signature, example_inputs)
+    if by_name:
+        call = by_keyword(signature, call)
+    outputs = outputs_of(model, signature, module, call)
+    named = named_tensors(model, signature, call, dynamic_shapes)
+    item: Item = {name: tensor for name, tensor, _ in named}
+    dynamic = {name: dims for name, _, dims in named}
+    grows = _grows(model, signature, module, call, item, outputs)
     if max_batch_size and not grows:
         raise ExampleError(
             model,
@@ -97,7 +94,7 @@ def from_arguments(
             expected="tensors whose first dimension is the batch",
             cure="Set max_batch_size to 0, or correct the example.",
         )
-    dependence = _dependence(model, signature, module, calls[0]) if grows else ""
+    dependence = _dependence(model, signature, module, call) if grows else ""
     if max_batch_size and dependence:
         raise ExampleError(
             model,
@@ -106,12 +103,12 @@ def from_arguments(
             cure="Set max_batch_size to 0.",
         )
     batched = grows and not dependence
-    example = _describe(model, items, dynamic, max_batch_size, batched=batched, arguments=calls[0])
+    example = _describe(model, item, dynamic, max_batch_size, batched=batched, arguments=call)
     most = example.max_batch_size
     if not most or example.rows <= most:
         return example
     cut = {name: value[:most] for name, value in example.item.items()}
-    arguments = calls[0].map(lambda tensor: tensor[:most])
+    arguments = call.map(lambda tensor: tensor[:most])
     return Example(cut, example.entries, most, arguments, example.dynamic)
 
 
@@ -121,31 +118,25 @@ def from_requests(model: str, example_inputs: object, max_batch_size: int | None
     Raises:
         ExampleError: an example is missing, or has other values than tensors and strings.
     """
-    requests = example_inputs if isinstance(example_inputs, list) else [example_inputs]
-    items: list[Item] = []
-    for request in requests or [None]:
-        if not isinstance(request, Mapping) or not request:
-            raise ExampleError(
-                model,
-                f"example_inputs is {describe_type(request)}, and the model has hooks",
-                expected="a dict of the inputs of a request by name",
-            )
-        item: Item = {}
-        for name, value in request.items():
-            strings = isinstance(value, list) and all(isinstance(x, str | bytes) for x in value)
-            if not isinstance(value, Tensor) and not strings:
-                raise _unsupported(model, name, value, "a tensor, or a list of str or bytes")
-            batched = max_batch_size != 0 and strings
-            item[name] = (
-                np.array(value, dtype=np.object_).reshape((-1, 1) if batched else -1)
-                if strings
-                else value.detach().cpu()
-            )
-        items.append(item)
-    example = _describe(
-        model, items, {}, max_batch_size, batched=max_batch_size != 0, arguments=None
-    )
-    return replace(example, others=items[1:])
+    if not isinstance(example_inputs, Mapping) or not example_inputs:
+        raise ExampleError(
+            model,
+            f"example_inputs is {describe_type(example_inputs)}, and the model has hooks",
+            expected="a dict of the inputs of a request by name",
+        )
+    item: Item = {}
+    for name, value in example_inputs.items():
+        strings = isinstance(value, list) and all(isinstance(x, str | bytes) for x in value)
+        if not isinstance(value, Tensor) and not strings:
+            raise _unsupported(model, name, value, "a tensor, or a list of str or bytes")
+        batched = max_batch_size != 0 and strings
+        item[name] = (
+            np.array(value, dtype=np.object_).reshape((-1, 1) if batched else -1)
+            if strings
+            else value.detach().cpu()
+        )
+    batched = max_batch_size != 0
+    return _describe(model, item, {}, max_batch_size, batched=batched, arguments=None)
 
 
 def outputs_of(
@@ -205,22 +196,19 @@ def _unsupported(model: str, name: str, value: object, expected: str) -> Example
 # --- the arguments of forward() --------------------------------------------------------------
 
 
-def _calls(model: str, signature: Signature, example_inputs: object) -> Iterator[Arguments]:
-    """Yield the arguments in each example."""
-    examples = example_inputs if isinstance(example_inputs, list) else [example_inputs]
-    for example in examples or [None]:
-        if isinstance(example, Tensor):
-            yield Arguments((example,), {})
-        elif isinstance(example, tuple):
-            yield Arguments(example, {})
-        elif isinstance(example, Mapping) and example:
-            yield Arguments((), {str(name): value for name, value in example.items()})
-        else:
-            raise ExampleError(
-                model,
-                f"example_inputs is {describe_type(example)}",
-                expected=f"valid arguments of {_declaration(signature)}: {_KINDS}",
-            )
+def _call(model: str, signature: Signature, example: object) -> Arguments:
+    """Return the arguments in an example."""
+    if isinstance(example, Tensor):
+        return Arguments((example,), {})
+    if isinstance(example, tuple):
+        return Arguments(example, {})
+    if isinstance(example, Mapping) and example:
+        return Arguments((), {str(name): value for name, value in example.items()})
+    raise ExampleError(
+        model,
+        f"example_inputs is {describe_type(example)}",
+        expected=f"valid arguments of {_declaration(signature)}: {_KINDS}",
+    )
 
 
 def by_keyword(signature: Signature, call: Arguments) -> Arguments:
@@ -341,21 +329,20 @@ def _dependence(model: str, signature: Signature, module: nn.Module, call: Argum
 
 def _describe(
     model: str,
-    items: Sequence[Item],
+    item: Item,
     dynamic: Mapping[str, set[int]],
     max_batch_size: int | None,
     *,
     batched: bool,
     arguments: Arguments | None,
 ) -> Example:
-    """Return the first example with the sizes that differ between the examples."""
-    first, *others = items
-    entries, dimensions = [], {}
-    if not first:
+    """Return the example with its entries in config.pbtxt."""
+    if not item:
         raise ExampleError(model, "example_inputs has no tensors", expected=_KINDS)
     if max_batch_size is None:
-        max_batch_size = max(_BATCH_SIZE, _rows(first)) if batched else 0
-    for name, value in first.items():
+        max_batch_size = max(_BATCH_SIZE, _rows(item)) if batched else 0
+    entries, dimensions = [], {}
+    for name, value in item.items():
         if not max_batch_size and value.ndim == 0:
             raise ExampleError(
                 model,
@@ -363,24 +350,11 @@ def _describe(
                 " dimension",
                 expected="at least one dimension, as Triton requires",
             )
-        shapes = [tuple(item[name].shape) if name in item else () for item in others]
-        if any(len(shape) != value.ndim for shape in shapes) or any(
-            item.keys() != first.keys() for item in others
-        ):
-            raise ExampleError(
-                model,
-                f"the examples differ in their inputs or in the dimensions of '{name}'",
-                expected="the same inputs in each example, of other sizes",
-            )
-        varies = {
-            dim for shape in shapes for dim in range(value.ndim) if shape[dim] != value.shape[dim]
-        }
-        dimensions[name] = dynamic.get(name, set()) | varies
-        sizes = [-1 if dim in dimensions[name] else size for dim, size in enumerate(value.shape)]
+        dims = dynamic.get(name, set())
+        sizes = [-1 if dim in dims else size for dim, size in enumerate(value.shape)]
         entries.append(_entry(model, name, value, sizes[1:] if max_batch_size else sizes))
-        if max_batch_size:
-            dimensions[name].add(0)
-    return Example(first, entries, max_batch_size, arguments, dimensions)
+        dimensions[name] = dims | ({0} if max_batch_size else set())
+    return Example(item, entries, max_batch_size, arguments, dimensions)
 
 
 def _entry(model: str, name: str, value: Value, dims: list[int]) -> JsonObject:

@@ -1,4 +1,4 @@
-"""The files of a module in memory: its weights, a TorchScript archive, a program, a package."""
+"""The files of a module in memory: its weights, a program, a package."""
 
 from __future__ import annotations
 
@@ -13,13 +13,9 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.jit._trace import TracerWarning
 
 from torch_py_backend.errors import SaveError, summarize
-from torch_py_backend.loading import package_weights
 from torch_py_backend.saving.examples import Arguments
-
-log = logging.getLogger(__name__)
 
 _CHECK = "aot_inductor.check_lowerbound"
 _CURE = "Save it with another format."
@@ -53,54 +49,6 @@ def write_weights(model: str, module: nn.Module, path: Path) -> None:
         ) from error
 
 
-def write_script(model: str, module: nn.Module, call: Arguments, path: Path) -> None:
-    """Script a module, or trace it with the call if that fails.
-
-    The tracer's warnings are logged: a trace has the branches and the constants of this call.
-
-    Raises:
-        SaveError: both fail.
-    """
-    refusals = []
-    for compiled in (
-        lambda: torch.jit.script(module),
-        lambda: torch.jit.trace(
-            module,
-            call.args or None,
-            example_kwarg_inputs=call.kwargs or None,
-            strict=False,  # the result may be a dict
-            check_trace=False,  # the answers are compared later
-        ),
-    ):
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("ignore")
-                warnings.simplefilter("always", TracerWarning)
-                TracerWarning.ignore_lib_warnings()
-                compiled().save(path)
-        except Exception as error:  # of the module's own code, or the compiler's
-            refusals.append(summarize(error))
-        else:
-            for text in dict.fromkeys(
-                f"{Path(warning.filename).name}:{warning.lineno}: {warning.message}"
-                for warning in caught
-            ):
-                log.warning(
-                    "model '%s': torch.jit cannot script %s (%s), and traces it: %s",
-                    model,
-                    type(module).__name__,
-                    refusals[0],
-                    text,
-                )
-            return
-    raise SaveError(
-        model,
-        f"torch.jit can neither script {type(module).__name__} ({refusals[0]}) nor trace"
-        f" it ({refusals[1]})",
-        cure=_CURE,
-    )
-
-
 @contextlib.contextmanager
 def _quiet_torch() -> Iterator[None]:
     """Leave out what torch.export writes to standard error about a failure, such as the graph."""
@@ -120,9 +68,9 @@ def write_program(
     call: Arguments,
     dynamic_shapes: Any,
     path: Path,
-    fallback: Path | None = None,
     *,
-    one_row: bool = False,
+    compiled: bool,
+    one_row: bool,
 ) -> None:
     """Export a module.
 
@@ -131,9 +79,8 @@ def write_program(
         module: the module.
         call: valid arguments of forward().
         dynamic_shapes: as of `torch.export.export`.
-        path: the file to write: the program, or, with a fallback, an AOTInductor package, with its
-            weights beside it.
-        fallback: the file for the program if the package is written.
+        path: the file to write.
+        compiled: write a package of AOTInductor, not the program.
         one_row: whether the package serves one row as such, without a check of minimum sizes; its
             answer has to be compared.
 
@@ -148,13 +95,14 @@ def write_program(
                 program = torch.export.export(
                     module, call.args, call.kwargs, dynamic_shapes=dynamic_shapes
                 )
-            torch.export.save(program, fallback or path)
-            if fallback is not None:
-                failed = f"AOTInductor cannot compile {type(module).__name__}"
-                from torch._inductor import config  # noqa: PLC0415  imports the compiler
+            if not compiled:
+                torch.export.save(program, path)
+                return
+            failed = f"AOTInductor cannot compile {type(module).__name__}"
+            from torch._inductor import aoti_compile_and_package, config  # noqa: PLC0415  slow
 
-                # By default, a package takes at least 2 rows.
-                configs = {_CHECK: False} if one_row and _CHECK in config.get_config_copy() else {}
-                package_weights.compile_package(program, path, configs)
+            # By default, a package takes at least 2 rows.
+            configs = {_CHECK: False} if one_row and _CHECK in config.get_config_copy() else {}
+            aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
     except Exception as error:  # of the module's own code, or the compiler's
         raise SaveError(model, f"{failed}: {summarize(error)}", cure=_CURE) from error

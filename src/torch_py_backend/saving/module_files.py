@@ -17,19 +17,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import SaveError, join_names, summarize
-from torch_py_backend.saving import examples, formats, transforms
+from torch_py_backend.saving import examples, formats
 from torch_py_backend.saving.examples import Arguments, Example
-from torch_py_backend.saving.module_answers import ModuleAnswers
-from torch_py_backend.saving.source_writer import SourceWriter
+from torch_py_backend.saving.source_files import SourceFiles
 from torch_py_backend.signature import introspection
 from torch_py_backend.tools import artifact_files
 from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles
 
-Format: TypeAlias = Literal["module", "export", "torchscript", "aoti"]
+Format: TypeAlias = Literal["module", "export", "aoti"]
 
 # The files with the hooks for a processor, which are copied into model.py.
-_TEXT, _IMAGE, _TRANSFORM = "text_hooks.py", "image_hooks.py", "transform_hooks.py"
+_TEXT, _IMAGE = "text_hooks.py", "image_hooks.py"
 # A PNG of one gray pixel.
 _PIXEL = bytes.fromhex(
     "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a4944415478"
@@ -38,9 +38,7 @@ _PIXEL = bytes.fromhex(
 _EXAMPLES = {
     _TEXT: {"text": ["a text", "another text, which is longer"]},
     _IMAGE: {"image": [_PIXEL, _PIXEL]},
-    _TRANSFORM: {"image": [_PIXEL, _PIXEL]},
 }
-_FALLBACK = "exported.pt2"
 
 
 def is_pretrained(module: object) -> bool:
@@ -62,11 +60,9 @@ class ModuleFiles:
 
     Attributes:
         example: the example, once the folder is written.
-        answers: the module's own answers for the example, once the folder is written.
     """
 
     example: Example
-    answers: ModuleAnswers
 
     def __init__(
         self,
@@ -81,12 +77,7 @@ class ModuleFiles:
         self._name, self._module, self._kind = name, module, kind
         self._hooks, self._processor = hooks, processor
         self._folder = folder / "1"
-        forward: Any = module.forward
-        self._signature = (
-            introspection.from_schema(forward.schema)
-            if isinstance(module, torch.jit.ScriptModule)
-            else introspection.from_function(forward)
-        )
+        self._signature = introspection.from_function(module.forward)
         self._pretrained = kind == "module" and is_pretrained(module)
         self._kwargs = dict(model_kwargs)
         if self._pretrained:
@@ -117,13 +108,8 @@ class ModuleFiles:
             if example_inputs is None and template is not None:
                 example_inputs = _EXAMPLES[template]
             self.example = examples.from_requests(self._name, example_inputs, max_batch_size)
-        self.answers = ModuleAnswers(
-            self._name, self._module, self._signature, self.example, self._folder, self._hooks
-        )
         parameters = self._write_source(template)
         artifact = artifact_files.find(self._name, self._write_model(dynamic_shapes), None)
-        if self._kind == "aoti":
-            parameters["FALLBACK"] = _FALLBACK
         if self._pretrained and self.example.arguments is not None:
             names = list(self.example.item)
             entries = artifact_files.pretrained_inputs(artifact.pretrained_config, names)
@@ -148,8 +134,6 @@ class ModuleFiles:
         """
         if self._processor is None:
             return None
-        if transforms.settings(self._processor) is not None:
-            return _TRANSFORM
         if self._pretrained:
             if self._hooks is not None and hasattr(self._processor, "save_pretrained"):
                 return None
@@ -161,8 +145,7 @@ class ModuleFiles:
             self._name,
             f"processor is {kinds}",
             expected="a tokenizer or an image processor for a model of transformers, in the format"
-            " module; or a transform of torchvision or timm that resizes the shorter side, crops a"
-            " square and normalizes",
+            " module",
             cure="Prepare the inputs in a class, and pass it as hooks.",
         )
 
@@ -175,7 +158,7 @@ class ModuleFiles:
             The options that name the classes.
         """
         parameters: dict[str, str] = {}
-        writer = SourceWriter(self._name)
+        writer = SourceFiles(self._name)
         if self._kind == "module":
             if self._kwargs:
                 parameters["MODEL_KWARGS"] = self._json()
@@ -184,7 +167,7 @@ class ModuleFiles:
                 parameters["MODEL_CLASS"] = type(self._module).__name__
                 self._check_class()
         if self._hooks is not None:
-            writer.add(self._hooks)
+            writer.add(self._hooks, write_out=True)
             parameters["HOOKS"] = self._hooks.__name__
         text = writer.text()
         for place, source in writer.files.items():
@@ -195,9 +178,6 @@ class ModuleFiles:
             hooks = Path(__file__).with_name(template).read_text(encoding="utf-8")
             # After other source, without its docstring.
             text += "\n\n" + hooks.split('"""', 2)[2].lstrip() if text else hooks
-        if template == _TRANSFORM:
-            settings = transforms.settings(self._processor)
-            (self._folder / transforms.FILE).write_text(json.dumps(settings), encoding="utf-8")
         text += self._write_example()
         if text:
             (self._folder / "model.py").write_text(text.rstrip() + "\n", encoding="utf-8")
@@ -275,39 +255,74 @@ class ModuleFiles:
             problem = f"{text} has weights of other shapes or types at {join_names(different)}"
             raise SaveError(self._name, problem, cure=cure)
 
+    # --- the module's own answers --------------------------------------------------------------
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the module is on a GPU."""
+        return any(weight.device.type == "cuda" for weight in self._module.parameters())
+
+    def reference(self, folder: Path, document: JsonObject) -> Path | None:
+        """Write the module's own outputs for the example to a file; None: hooks make its inputs.
+
+        Args:
+            folder: the model's folder.
+            document: its completed config.
+        """
+        if self.example.arguments is None:
+            return None
+        outputs = examples.outputs_of(
+            self._name,
+            self._signature,
+            self._module,
+            self.example.arguments,
+            [entry["name"] for entry in document["output"]],
+        )
+        if not self.example.max_batch_size:  # Triton has no tensors without dimensions
+            outputs = {name: value.reshape(value.shape or 1) for name, value in outputs.items()}
+        path = folder.parent / "reference.pt"
+        torch.save(outputs, path)
+        return path
+
     # --- the model -----------------------------------------------------------------------------
 
     def _write_model(self, dynamic_shapes: Any) -> Path:
         """Write the module in its format, and return the model file, or its folder."""
         name, module, folder = self._name, self._module, self._folder
         if self._pretrained:
-            part: Any
-            for part in (module, self._processor):
-                if hasattr(part, "save_pretrained"):  # a transform does not
-                    part.save_pretrained(folder)
+            pretrained: Any = module
+            pretrained.save_pretrained(folder)
+            if self._processor is not None:
+                self._processor.save_pretrained(folder)
             return folder
         if self._kind == "module":
             formats.write_weights(name, module, folder / "model.safetensors")
             return folder / "model.py"
-        # The tracer runs forward(), and torch.export takes one tensor in two places for one input.
-        call = self.answers.arguments().map(torch.clone)
-        if self._kind == "torchscript":
-            if call.kwargs:  # the tracer takes either kind of arguments
-                call = examples.by_keyword(self._signature, call)
-            formats.write_script(name, module, call, folder / "model.pt")
-            return folder / "model.pt"
+        if self.example.arguments is None:
+            raise SaveError(
+                name,
+                "hooks are given, and the module is saved as a program, for which forward() is"
+                " called with example_inputs",
+                expected="a module whose class can be imported",
+                cure="Put the class into a .py file, or save it without hooks and write hooks.py"
+                " beside the program.",
+            )
+        # torch.export takes one tensor in two places for one input.
+        call = self.example.arguments.map(torch.clone)
         if self.example.max_batch_size and self.example.rows == 1:
             # torch.export takes a size of 1 for a constant.
             call = call.map(lambda tensor: torch.cat([tensor, tensor]))
         shapes = self._dynamic_shapes(call) if dynamic_shapes is None else dynamic_shapes
-        fallback = folder / _FALLBACK if self._kind == "aoti" else None
         only_batch_varies = (
             self.example.max_batch_size > 0
             and dynamic_shapes is None
             and all(dims <= {0} for dims in self.example.dynamic.values())
         )
         path = folder / "model.pt2"
-        formats.write_program(name, module, call, shapes, path, fallback, one_row=only_batch_varies)
+        compiled = self._kind == "aoti"
+        formats.write_program(
+            name, module, call, shapes, path, compiled=compiled, one_row=only_batch_varies
+        )
         return path
 
     def _dynamic_shapes(self, call: Arguments) -> torch.export.ShapesCollection:

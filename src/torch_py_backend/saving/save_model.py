@@ -15,13 +15,14 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
+from torch_py_backend.config import removed_names
 from torch_py_backend.errors import (
     ExampleError,
     LoadError,
     PlatformError,
     SaveError,
 )
-from torch_py_backend.saving import examples, module_files, transforms
+from torch_py_backend.saving import examples, module_files
 from torch_py_backend.saving.module_files import Format, ModuleFiles
 from torch_py_backend.tools import model_folder
 from torch_py_backend.tools.model_folder import SavedModule
@@ -54,25 +55,23 @@ def save_model(
         module: the module, which is saved in eval mode.
         path: the folder to write, `repository/name`.
         example_inputs: valid arguments of `forward()`: a tensor, a tuple of positional arguments,
-            or a dict of arguments by name; tensors, or dicts, lists and tuples of tensors. Of a
-            list of several examples, dimensions that differ are -1 in the config: any size. With
+            or a dict of arguments by name; tensors, or dicts, lists and tuples of tensors. With
             `hooks` or `processor`: a dict of the inputs of a request by name; tensors, or lists of
             str or bytes with one for each row.
         max_batch_size: the largest number of rows of one call; 0: there is no batch dimension. By
             default it is 8, or the rows of the example if they are more, if twice the rows give
             twice the rows in every output, and rows alone the same values; else 0.
         format: `module`: Python source and weights in safetensors; `export`: a torch.export
-            program; `torchscript`: scripted, or traced if that fails; `aoti`: a package of
-            AOTInductor. By default `module` if the class can be imported or its source written to
-            a file, and its constructor makes the same module; else `export`, unless `model_kwargs`
-            is given. A ScriptModule is saved as `torchscript`.
+            program; `aoti`: a package of AOTInductor. By default `module` if the class can be
+            imported and its constructor makes the same module; else `export`, unless
+            `model_kwargs` is given.
         dynamic_shapes: as of `torch.export.export`; such dimensions are -1 in all formats.
         model_kwargs: keyword arguments of the class for the format `module`, as JSON allows them.
-        hooks: a class with methods that run before and after `forward()`.
+        hooks: a class with methods that run before and after `forward()`; the answers are not
+            compared then.
         processor: the tokenizer or image processor of a transformers model, which is saved in the
-            folder; or the transform of an image classifier: torchvision's `weights.transforms()`,
-            or timm's `resolve_model_data_config(model)`. Without `hooks`, the model takes the input
-            `text`, or `image` with the bytes of a file.
+            folder. Without `hooks`, the model takes the input `text`, or `image` with the bytes of
+            a file.
         instances: the number of instances; of a module on a GPU, on each GPU.
         parameters: options of config.pbtxt by name; what is not a str is written as JSON.
         overwrite: replace a model folder that has the version 1 alone.
@@ -90,19 +89,10 @@ def save_model(
     _check(name, module, format, max_batch_size, instances)
     model_folder.refuse_target(target, [], force=overwrite)
     formats: tuple[Format, ...] = ("module", "export")
-    is_transform = transforms.settings(processor) is not None
-    if is_transform and hooks is not None:
-        raise SaveError(
-            name,
-            "processor is a transform, and hooks are given",
-            expected="one of them",
-            cure="Prepare the image in the hooks, too.",
-        )
-    is_saved = processor is not None and not is_transform
-    if is_saved or model_kwargs or module_files.is_pretrained(module):
+    if processor is not None or model_kwargs or module_files.is_pretrained(module):
         formats = (format or "module",)
-    elif format is not None or isinstance(module, torch.jit.ScriptModule):
-        formats = (format or "torchscript",)
+    elif format is not None:
+        formats = (format,)
     options = {
         key: value if isinstance(value, str) else json.dumps(value)
         for key, value in (parameters or {}).items()
@@ -125,9 +115,8 @@ def save_model(
                     saved=SavedModule(
                         writer.example.max_batch_size,
                         instances,
-                        writer.answers.device.type == "cuda",
-                        writer.answers.outputs(),
-                        writer.answers.reference,
+                        writer.on_gpu,
+                        writer.reference,
                     ),
                 )
             except (SaveError, LoadError) as error:
@@ -175,6 +164,12 @@ def _check(
             "a torch.nn.Module",
         ),
         (
+            isinstance(module, torch.jit.ScriptModule),
+            "module is TorchScript",
+            "a torch.nn.Module; for TorchScript: torch.jit.save and `torch-py-backend init`",
+        ),
+        (kind in removed_names.FORMATS, f"format is {kind!r}", _removed(kind)),
+        (
             kind not in (None, *get_args(Format)),
             f"format is {kind!r}",
             f"one of {', '.join(get_args(Format))}",
@@ -189,6 +184,10 @@ def _check(
     for applies, found, expected in problems:
         if applies:
             raise SaveError(name, found, expected=expected)
+
+
+def _removed(kind: object) -> str:
+    return f"another one. It was removed: {removed_names.FORMATS.get(str(kind), '')}"
 
 
 @contextlib.contextmanager
