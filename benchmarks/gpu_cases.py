@@ -35,6 +35,8 @@ sys.modules.setdefault("triton_python_backend_utils", fake_triton)
 
 import build  # noqa: E402  the adapter imports Triton's utilities
 import children  # noqa: E402
+from torch_py_backend.tools.candidates import Allowed  # noqa: E402
+from torch_py_backend.tools.ranking import Goal, Limits, Row  # noqa: E402
 
 from benchmarks import networks  # noqa: E402
 from torch_py_backend.adapter import TritonPythonModel  # noqa: E402
@@ -44,8 +46,6 @@ from torch_py_backend.config.options import Options  # noqa: E402
 from torch_py_backend.engine import plain_call  # noqa: E402
 from torch_py_backend.engine.engine import Engine  # noqa: E402
 from torch_py_backend.startup import builder, warmup  # noqa: E402
-from torch_py_backend.tools.candidates import Allowed  # noqa: E402
-from torch_py_backend.tools.ranking import Goal, Limits, Row  # noqa: E402
 
 ROUNDS, SECONDS = 5, 0.3
 _MEGABYTE = 1 << 20
