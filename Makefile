@@ -7,7 +7,6 @@ TORCH_INDEX ?= $(if $(strip $(PIP_ARGS)),,https://download.pytorch.org/whl/cpu)
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 1200
 WORKERS ?= 3
-DEVICE ?= cuda
 GPU_PYTHON ?= 3.12
 GPU_ARGS ?=
 BIN := $(VENV)/bin
@@ -57,11 +56,12 @@ test: lint types
 test-deploy: $(VENV)/installed
 	$(BIN)/pytest --numprocesses $(WORKERS) tests/deploy
 
-# The tests and measurements for a GPU, on a machine with torch and pytest and perhaps without a
-# network: make gpu-site beforehand, and take the archive there. DEVICE=cpu only tries the program;
-# GPU_ARGS="--results FILE --page FILE --again STEP".
+# The tests for a GPU, on a machine with torch and pytest and perhaps without a network: make gpu-site
+# beforehand, and take the archive there. Not with the settings of pyproject.toml, which need plugins.
 gpu:
-	$(PYTHON) -m benchmarks.gpu --device $(DEVICE) $(GPU_ARGS)
+	if [ -f gpu-site-$(GPU_PYTHON).tar.xz ]; then mkdir -p gpu-site && tar -xJf gpu-site-$(GPU_PYTHON).tar.xz -C gpu-site; fi
+	PYTHONPATH=gpu-site:.:src:tests:examples $(PYTHON) -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu \
+		--import-mode=importlib -p no:cacheprovider $(GPU_ARGS) tests/gpu
 
 # What that machine may lack, a tritonserver among it, for the version of its Python.
 gpu-site:

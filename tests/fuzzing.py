@@ -17,7 +17,7 @@ from pathlib import Path
 import build
 
 from torch_py_backend.artifacts import discovery, file_types, source_dependencies
-from torch_py_backend.config import options, pbtxt, tuned_settings
+from torch_py_backend.config import options, pbtxt
 from torch_py_backend.errors import ArchiveError, LoadError
 from torch_py_backend.tools import torchserve_archive
 
@@ -68,13 +68,6 @@ def config(folder: Path, data: bytes) -> None:
         pbtxt.read(folder)
 
 
-def tuned(folder: Path, data: bytes) -> None:
-    """A tuned.json."""
-    (folder / tuned_settings.FILE).write_bytes(data)
-    with contextlib.suppress(LoadError):
-        tuned_settings.read_choice(folder, "here")
-
-
 def archive(folder: Path, data: bytes) -> None:
     """An archive of TorchServe: unpacked within its folder, or refused."""
     path = folder / "net.mar"
@@ -86,7 +79,7 @@ def archive(folder: Path, data: bytes) -> None:
         assert {path.name for path in Path(scratch).iterdir()} <= {"net"}
 
 
-_TARGETS = (artifact, index, source, option, config, tuned, archive)
+_TARGETS = (artifact, index, source, option, config, archive)
 TARGETS: dict[str, Target] = {target.__name__: target for target in _TARGETS}
 
 

@@ -287,7 +287,7 @@ FEATURES = (
         ),
     ),
 )
-# As users of AOTInductor write it. docs/migrate.md#from-tritons-libtorch-backend says what to change: then it is a config
+# As users of AOTInductor write it. docs/migrate.md says what to change: then it is a config
 # as any other.
 AOTI = libtorch(TWO_INPUTS, TWO_OUTPUTS, first='backend: "pytorch"\nplatform: "torch_aoti"')
 BY_NAME = {one.name: one for one in FEATURES}
