@@ -113,7 +113,8 @@ class Walkthrough:
     def _curl(self, block: Block, arguments: Sequence[str]) -> str:
         named = commands.url(arguments)
         url = named if "://" in named else f"http://{named}"
-        with urllib.request.urlopen(url, timeout=_SECONDS) as response:
+        sent = arguments[arguments.index("-d") + 1].encode() if "-d" in arguments else None
+        with urllib.request.urlopen(url, sent, timeout=_SECONDS) as response:
             assert response.status == 200, block.place
             return str(response.read().decode())
 
