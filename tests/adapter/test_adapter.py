@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import locale
 import os
+import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import scenarios
 import torch
 from instances import request
 
-from torch_py_backend.adapter import TritonPythonModel, messages
+from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.processes import instance_status, orphan_cleanup
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -33,6 +32,30 @@ def test_numpy_that_garbles_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fake_triton.Tensor, "as_numpy", lambda self: np.zeros(4, np.float32))
     with pytest.raises(fake_triton.TritonModelException, match=r"garbles tensors.*numpy<2"):
         instances.load(tmp_path, instances.named("function"))
+
+
+@pytest.mark.parametrize("change", ["write", "truncate", "rename"])
+def test_weights_that_are_written_in_place(change: str, tmp_path: Path) -> None:
+    """Requests get 503 with the file's name; a file that is replaced by renaming is no matter."""
+    model = instances.load(tmp_path, instances.named("module_pt"))
+    (path,) = tmp_path.glob("*/1/model.pt")
+    if change == "rename":
+        shutil.copyfile(path, path.with_name("new"))
+        path.with_name("new").replace(path)
+    else:
+        with path.open("r+b") as file:
+            file.truncate(path.stat().st_size + 1 if change == "truncate" else None)
+            file.seek(0, os.SEEK_END)
+            file.write(b"\0")
+    model._weights._due = 0.0
+    for _ in range(2):
+        (response,) = model.execute([request(1)])
+        error = response.error()
+        assert (error is None) == (change == "rename")
+        if error is not None:
+            assert error.code() == fake_triton.TritonError.UNAVAILABLE
+            assert "model.pt was written in place" in error.message()
+    model.finalize()
 
 
 def test_load_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,31 +215,3 @@ def test_padding_is_counted(tmp_path: Path) -> None:
     assert _counted("rows", "values", "padded_values") == {
         "rows": 2, "values": 16, "padded_values": 4,
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("generation", fake_triton.GENERATIONS)
-def test_responses_and_metrics_have_the_digest_of_the_weights(
-    generation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The SHA-256 of the file is a metric's value, and a parameter where the server supports it."""
-    fake_triton.become(generation, monkeypatch)
-    newer = generation != fake_triton.GENERATIONS[0]
-    monkeypatch.setattr(fake_triton.MetricFamily, "made", {})
-    assert messages.takes_parameters() is newer
-    text = scenarios.x_to_y(3, WATCH_WEIGHTS="true")
-    model = instances.load(tmp_path, dataclasses.replace(instances.named("module_pt"), config=text))
-    (path,) = tmp_path.glob("*/1/model.pt*")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-    while not model._watcher.digest:
-        time.sleep(0.01)
-    bad = fake_triton.InferenceRequest([])
-    sent = [request(1), bad]
-    good, refused = model.execute(sent)
-    model._publisher.publish()
-    (metric,) = fake_triton.MetricFamily.made["pytorch_py_weights_digest"]
-    assert f"{int(metric.value()):012x}" == digest
-    model.finalize()
-    assert metric.value() == 0
-    assert refused.error() is not None
-    if newer:
-        assert json.loads(good.parameters()) == {"weights": digest}

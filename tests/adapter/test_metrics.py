@@ -73,13 +73,6 @@ _KINDS = {
             },
         ),
     ),
-    "watched": Scenario(
-        "watched",
-        scenarios.both(
-            scenarios.python(models.Affine), scenarios.saved(scenarios.affine().state_dict())
-        ),
-        scenarios.x_to_y(3, WATCH_WEIGHTS="true"),
-    ),
 }
 
 

@@ -15,7 +15,6 @@ PAD = {"PAD": '{"x": {}}'}
 BUCKETS = {"BATCH_BUCKETS": "1"}
 STATE = {"STATE": '{"h": "RESULT[1]"}'}
 SHARED = {"ENABLE_WEIGHT_SHARING": "true"}
-WATCHED = {"WATCH_WEIGHTS": "on"}
 COMPILED = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": "{}"}
 NOT_COMPILED = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"disable": true}'}
 FIXED_SHAPES = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"dynamic": false}'}
@@ -80,7 +79,6 @@ _LATE: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
     ("CPU", BUCKETS, UNBATCHED, "BATCH_BUCKETS is set, and max_batch_size is 0"),
     ("CPU", {"BATCH_BUCKETS": "4,16"}, {}, "BATCH_BUCKETS holds 16, and max_batch_size is 8"),
     ("CPU", PAD, UNBATCHED, "PAD is set, and max_batch_size is 0"),
-    ("GPU", SHARED | WATCHED, {}, "WATCH_WEIGHTS is set, and ENABLE_WEIGHT_SHARING shares"),
     ("CPU", {"PROFILE_BATCHES": "3"}, {}, "PROFILE_BATCHES is set, and PROFILE_DIR is not"),
     ("CPU", {"PROFILE_DIR": "traces"}, {}, "PROFILE_DIR is 'traces'. Give an absolute path"),
     ("CPU", PAD, DECOUPLED, "PAD is set, and the model is decoupled"),
@@ -120,8 +118,6 @@ def test_conflict(
         ("GPU", GRAPHS | {"BATCH_BUCKETS": "2,8"}, {}),
         ("CPU", PAD | {"SEQUENCE_MEMORY_MB": "9"}, STATEFUL),
         ("CPU", STATE | {"SEQUENCE_MEMORY_MB": "9"}, SEQUENCES),
-        ("CPU", SHARED | WATCHED, {}),
-        ("GPU", WATCHED | {"ENABLE_WEIGHT_SHARING": "off"}, {}),
         ("CPU", {"PROFILE_DIR": "/traces", "PROFILE_BATCHES": "3"}, {}),
         ("CPU", NOT_COMPILED | SHARED | {"OPTIMIZE": "bf16"}, DECOUPLED),
         ("CPU", COMPILED, BATCH_INPUT),

@@ -1,11 +1,9 @@
-"""Weights of a real server's instances: in memory once, replaced while it serves, given back."""
+"""Weights of a real server's instances: in memory once, and given back."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +15,8 @@ import safetensors.torch
 import torch
 import tritonclient.grpc
 from serving import infer_inputs, running, until
-from torch import nn
 from tritonclient.utils import InferenceServerException
 
-from torch_py_backend.loading import package_weights
 from torch_py_backend.server import Server
 
 _SECONDS = 240
@@ -32,7 +28,6 @@ max_batch_size: 8
 input [{{ name: "x" data_type: TYPE_FP32 dims: [{_WIDTH}] }}]
 output [{{ name: "y" data_type: TYPE_FP32 dims: [{_WIDTH}] }}]
 instance_group [{{ kind: KIND_CPU count: {_INSTANCES} }}]
-parameters {{ key: "WATCH_WEIGHTS" value {{ string_value: "true" }} }}
 """
 _SOURCE = f"""
 from torch import nn
@@ -80,10 +75,6 @@ class Served:
         """Processes of the model that live; Triton reaps the others when it likes to."""
         return living.descendants(self.server.process.pid)
 
-    def taken(self) -> int:
-        """How often an instance has said that it has new weights."""
-        return self.log.read_text(errors="replace").count("now with the weights of digest")
-
     def regions(self) -> list[Path]:
         """Shared memory under the prefix that this server was given: others may run here."""
         words = living.command(psutil.Process(self.server.process.pid))
@@ -116,26 +107,20 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 @pytest.fixture
 def served(shared: Served) -> Served:
     """The server, each of whose instances answers 1."""
-    if set(shared.several()) != {1}:
-        taken = shared.taken()
-        _write(shared.path, 1)
-        until(lambda: shared.taken() == taken + _INSTANCES, _SECONDS)
+    assert set(shared.several()) == {1}
     return shared
 
 
 @contextlib.contextmanager
-def serving(tmp_path: Path, *, leases: bool = True) -> Iterator[Served]:
-    """A server with the model; without leases, somebody has the file open for writing."""
+def serving(tmp_path: Path) -> Iterator[Served]:
+    """A server with the model."""
     folder = tmp_path / "repository" / "wide"
     (folder / "1").mkdir(parents=True)
     (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n' + _OPTIONS)
     (folder / "1" / "model.py").write_text(_SOURCE)
     path = folder / "1" / "model.safetensors"
     _write(path, 1)
-    with (
-        contextlib.nullcontext() if leases else path.open("r+b"),
-        running(tmp_path, "--model-control-mode=explicit", "--load-model=wide") as server,
-    ):
+    with running(tmp_path, "--model-control-mode=explicit", "--load-model=wide") as server:
         made = Served(server, path, tmp_path / "server.log")
         yield made
         made.client.close()
@@ -155,70 +140,6 @@ def _assert_shared(served: Served) -> None:
     assert all(share["Private_Dirty"] == 0 for share in shares)
 
 
-def test_instances_share_the_weights_of_a_package(tmp_path: Path) -> None:
-    """Instances of an AOTInductor package have the weights beside it once, also after a change."""
-    folder = tmp_path / "repository" / "wide"
-    path = folder / "1" / "model.safetensors"
-    path.parent.mkdir(parents=True)
-    rows = torch.export.Dim("rows", min=1, max=8)
-    module = nn.Linear(_WIDTH, _WIDTH).eval()
-    program = torch.export.export(module, (torch.zeros(2, _WIDTH),), dynamic_shapes=({0: rows},))
-    package_weights.compile_package(program, path.with_suffix(".pt2"))
-    text = _OPTIONS.replace('"x"', '"INPUT__0"').replace('"y"', '"OUTPUT__0"')
-    (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n' + text)
-    _write(path, 1, prefix="")
-    with running(tmp_path) as server:
-        served = Served(server, path, tmp_path / "server.log", "INPUT__0")
-        assert set(served.several()) == {1}
-        _assert_shared(served)
-        _write(path, 2, prefix="")
-        until(lambda: served.taken() == _INSTANCES, _SECONDS)
-        assert set(served.several()) == {2}
-        _assert_shared(served)
-        served.client.close()
-
-
-def test_new_weights_under_load(served: Served) -> None:
-    """Every answer is of one file, the last file wins in every instance, none fails."""
-    seen: list[float] = []
-    ended = threading.Event()
-    taken = served.taken()
-
-    def ask() -> None:
-        while not ended.is_set():
-            seen.append(served.answer())
-
-    asking = [threading.Thread(target=ask) for _ in range(4)]
-    for one in asking:
-        one.start()
-    until(lambda: bool(seen), _SECONDS)
-    for number, value in enumerate((2.0, 3.0), 1):
-        _write(served.path, value)
-        # Twenty answers may all be one instance's, which was quicker than the others.
-        until(lambda number=number: served.taken() == taken + number * _INSTANCES, _SECONDS)  # type: ignore[misc]
-        until(lambda value=value: seen[-20:] == [value] * 20, _SECONDS)  # type: ignore[misc]
-    ended.set()
-    for one in asking:
-        one.join()
-    assert set(seen) == {1.0, 2.0, 3.0}
-    until(lambda: all(served.mapped(one.pid) for one in served.instances()), _SECONDS)
-    assert served.taken() == taken + 2 * _INSTANCES
-
-
-def test_a_file_that_is_written_over_in_place_harms_nobody(served: Served) -> None:
-    """It is cut short, and written anew: old answers until it is whole, and then new ones."""
-    _write(served.path.with_name("other"), 2)
-    content = served.path.with_name("other").read_bytes()
-    taken = served.taken()
-    with served.path.open("wb") as file:
-        file.write(content[: len(content) // 2])
-        file.flush()
-        assert set(served.several()) == {1}
-        file.write(content[len(content) // 2 :])
-    until(lambda: served.taken() == taken + _INSTANCES, _SECONDS)
-    assert set(served.several()) == {2}
-
-
 def test_unload_gives_everything_back(served: Served) -> None:
     """No process, no shared memory, no mapping of the file is left; and it can be loaded again."""
     regions = len(served.regions())
@@ -233,21 +154,9 @@ def test_unload_gives_everything_back(served: Served) -> None:
     assert len(served.regions()) == regions
 
 
-def test_files_of_a_load_request_are_watched_with_a_warning(served: Served) -> None:
-    """Triton keeps them in a folder of its own, as it does what it fetches from a cloud store."""
-    config = served.client.get_model_config("wide", as_json=True)["config"]
-    names = ("model.py", "model.safetensors")
-    files = {f"file:1/{name}": served.path.with_name(name).read_bytes() for name in names}
-    warning = "Triton serves a temporary copy of the model"
-    assert warning not in served.log.read_text(errors="replace")
-    served.client.load_model("wide", config=json.dumps(config), files=files)
-    until(lambda: warning in served.log.read_text(errors="replace"), _SECONDS)
-    assert served.answer() == 1
-
-
 def test_who_reads_behind_the_end_of_a_file_leaves_a_word(tmp_path: Path) -> None:
-    """Where a file gives no lease and is cut short, the log names the signal and the line."""
-    with serving(tmp_path, leases=False) as served:
+    """Where a file is cut short, the log names the signal and the line."""
+    with serving(tmp_path) as served:
         with served.path.open("r+b") as file:
             file.truncate(4096)
         with pytest.raises(InferenceServerException):

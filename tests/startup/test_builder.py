@@ -19,7 +19,6 @@ from torch_py_backend.batching import runtime
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.threads import Threads
-from torch_py_backend.engine.weight_watcher import WeightWatcher
 from torch_py_backend.startup import builder
 
 
@@ -80,10 +79,6 @@ def test_fallback(tmp_path: Path) -> None:
     assert " serves model.py (Python source and weights) on " in builder.summary(
         engine, Threads(1, 1), plain=True
     )
-    watcher = WeightWatcher(engine)
-    assert watcher._guard is not None
-    assert [file.path.name for file in watcher._guard._files] == ["model.safetensors"]
-    watcher.close()
 
 
 class Echo(nn.Module):

@@ -28,14 +28,13 @@ from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import execution_env, model_config, threads
-from torch_py_backend.errors import BackendError, PlatformError
+from torch_py_backend.errors import BackendError, PlatformError, UnavailableError
 from torch_py_backend.processes import instance_status
 
 if TYPE_CHECKING:
     from torch_py_backend.adapter.answering import Answering
     from torch_py_backend.adapter.messages import Request
     from torch_py_backend.adapter.streaming import Streaming
-    from torch_py_backend.engine.weight_watcher import WeightWatcher
     from torch_py_backend.observability.tracing import Tracing
 
 log = logging.getLogger(__name__)
@@ -145,7 +144,6 @@ class TritonPythonModel:
             if changed:
                 warmup.warn_of_changes(settings, changed)
                 self._rebuild(share)
-        watcher = self._watcher if settings.options.watch_weights else None
         # Triton calls only this thread, so the mode is entered once instead of for each batch.
         self._modes.enter_context(runtime.mode(settings.options))
         traced = tracing.is_enabled(settings, traced=messages.has_traces())
@@ -158,7 +156,7 @@ class TritonPythonModel:
         log.info("%s", builder.summary(self._engine, share, plain=plain is not None))
         self._loaded = builder.report(self._engine)
         # Closed after the objects that are created below, to publish their last counts.
-        self._publisher = metrics.Publisher(self._engine, self._status, watcher)
+        self._publisher = metrics.Publisher(self._engine, self._status)
         self._modes.callback(self._publisher.close)
         traces = None
         if traced:
@@ -179,7 +177,7 @@ class TritonPythonModel:
             self._modes.callback(self._streaming.close)
             self._publisher.follow(streams=self._streaming.streams)
         else:
-            self._answering = self._create_answering(watcher, traces)
+            self._answering = self._create_answering(traces)
             self._answer = (
                 self._answering.answer
                 if plain is None
@@ -191,13 +189,15 @@ class TritonPythonModel:
         gc.freeze()
 
     def _build(self, share: threads.Threads) -> None:
-        from torch_py_backend.engine import weight_watcher
         from torch_py_backend.startup import builder
+        from torch_py_backend.weights import file_changes
 
         self._engine = builder.build(self._settings, share)
         self._modes.callback(self._engine.close)
-        self._watcher = weight_watcher.WeightWatcher(self._engine)
-        self._modes.callback(self._watcher.close)
+        is_mapped = self._engine.sharing.mapped.shared > 0
+        paths = self._engine.loaded.artifact.weight_files() if is_mapped else ()
+        self._weights = file_changes.MappedFiles(paths)
+        self._modes.callback(self._weights.close)
 
     def _rebuild(self, share: threads.Threads) -> None:
         """Replace the model with one that was not called yet, which compiles nothing."""
@@ -205,7 +205,7 @@ class TritonPythonModel:
         writes_inputs = self._engine.side_effects.writes_inputs
         padding = self._engine.padding
         self._modes.close()
-        del self._engine, self._watcher
+        del self._engine
         gc.collect()
         self._build(share)
         # Requests may take the fast path if the warm-up has compared the inputs.
@@ -216,9 +216,7 @@ class TritonPythonModel:
         with self._engine.preparing():
             pass
 
-    def _create_answering(
-        self, watcher: WeightWatcher | None, traces: Tracing | None
-    ) -> Answering[Any]:
+    def _create_answering(self, traces: Tracing | None) -> Answering[Any]:
         from torch_py_backend.adapter import answering, messages, sequencing
 
         engine = self._engine
@@ -229,7 +227,7 @@ class TritonPythonModel:
             read = messages.read_with_parameters if takes_parameters else messages.read
             if traces is not None:
                 read = messages.traced(read, traces.carry)
-            return answering.Answering(engine, self._on_fatal, read, engine.run, watcher)
+            return answering.Answering(engine, self._on_fatal, read, engine.run)
         steps = sequencing.SequenceReader(engine)
         self._modes.callback(steps.close)
         self._publisher.follow(sequences=steps.sequences)
@@ -239,13 +237,15 @@ class TritonPythonModel:
             self._on_fatal,
             read,
             steps.run,
-            watcher,
             count_sent=steps.count_sent,
             skips_cancelled=False,  # cancelled steps run, too: the next step needs their states
         )
 
     def execute(self, requests: Sequence[Any]) -> Any:
         """Return one response for each request, in order; None for a decoupled model."""
+        changed = self._weights.changed()
+        if changed:
+            self._refuse_all(f"{changed} was written in place while its pages were in use")
         if self._streaming is not None:  # its thread reports when it is busy
             self._streaming.start(requests)
             return None
@@ -257,6 +257,12 @@ class TritonPythonModel:
 
     def _is_ready(self) -> bool:
         return self._engine.recovery.fatal is None
+
+    def _refuse_all(self, reason: str) -> None:
+        """Answer requests with 503 from now on, until the model is loaded again."""
+        recovery = self._engine.recovery
+        recovery.fatal = recovery.fatal or UnavailableError.fatal(self._settings.name, reason)
+        self._on_fatal(reason)
 
     def _on_fatal(self, reason: str) -> None:
         """Report once that the process cannot use its device any more; exit if ON_FATAL says so.
@@ -325,8 +331,7 @@ def _warn_of_copies(settings: model_config.ModelConfig) -> None:
     if settings.folder.absolute().name != settings.name:
         log.warning(
             "model '%s': Triton serves a temporary copy of the model (from a cloud store or a load"
-            " request). It is copied again at each load, no file of it is replaced while it serves"
-            " (WATCH_WEIGHTS), and compiled code is not kept with it.",
+            " request). It is copied again at each load, and compiled code is not kept with it.",
             settings.name,
         )
 

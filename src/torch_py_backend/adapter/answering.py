@@ -13,7 +13,6 @@ from torch_py_backend.adapter.messages import Request, Response
 from torch_py_backend.batching.gather_scatter import Outcome
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.retry import Failure, reported
-from torch_py_backend.engine.weight_watcher import WeightWatcher
 from torch_py_backend.errors import (
     BackendError,
     CancelledError,
@@ -48,8 +47,6 @@ class Answering(Generic[T]):
         on_fatal: called with the reason when the process cannot use its device any more.
         read: reads a request; raises if that fails.
         run: runs the read requests, returns one outcome for each.
-        watcher: its digest of the weights is added to responses as a parameter, if the server
-            supports it; None: responses have none.
         count_sent: returns how many of the requests were sent by clients.
         skips_cancelled: whether to skip cancelled requests.
     """
@@ -60,7 +57,6 @@ class Answering(Generic[T]):
         on_fatal: Callable[[str], None],
         read: Callable[[Request], T],
         run: Callable[[Sequence[T]], Sequence[Outcome]],
-        watcher: WeightWatcher | None = None,
         *,
         count_sent: Callable[[Sequence[Request]], int] = len,
         skips_cancelled: bool = True,
@@ -71,7 +67,6 @@ class Answering(Generic[T]):
         self._run_all = run
         self._count_sent = count_sent
         self._counts = engine.counts
-        self._watcher = watcher if watcher is not None and messages.takes_parameters() else None
         self._model = engine.config.name
         self._on_fatal = on_fatal
         self.last_batch_seconds = 0.0
@@ -147,15 +142,7 @@ class Answering(Generic[T]):
             if fatal is not None:
                 refused = dict.fromkeys(range(len(requests)), fatal)
             return self._answer_others(requests, refused)
-        run = partial(self._run_all, items)
-        if self._watcher is None:
-            responses = self.respond(requests, self._guarded(run, len(items)))
-        else:
-            with self._engine.lock:  # new weights must not be swapped in meanwhile
-                outcomes = self._guarded(run, len(items))
-                parameters = {"weights": self._watcher.digest}
-            write = partial(messages.write, parameters=parameters)
-            responses = self.respond(requests, outcomes, write)
+        responses = self.respond(requests, self._guarded(partial(self._run_all, items), len(items)))
         # Unset for a batch of refused requests only (`_answer_others`): it predicts nothing.
         self.last_batch_seconds = time.perf_counter() - began
         return responses
@@ -164,11 +151,10 @@ class Answering(Generic[T]):
         self,
         requests: Sequence[Request],
         outcomes: Sequence[Outcome],
-        write: Callable[[Outcome], Response] = messages.write,
     ) -> list[Response]:
         """Return a response for each outcome; count them, and log failures."""
         try:
-            responses = [write(outcome) for outcome in outcomes]
+            responses = [messages.write(outcome) for outcome in outcomes]
         except Exception:
             pairs = [self._write_or_refuse(outcome) for outcome in outcomes]
             responses, outcomes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -143,29 +143,19 @@ def read_tensor(tensor: TritonTensor) -> Value:
         return dlpack.from_dlpack(tensor.to_dlpack()).clone()
 
 
-def takes_parameters() -> bool:
-    """Return whether this server's responses can have parameters: 25.02 and later."""
-    try:
-        pb_utils.InferenceResponse([], parameters={})
-    except TypeError:
-        return False
-    return True
-
-
 def request_id(request: Request) -> str:
     """Return a request's ID, shortened and without unprintable characters, for the log."""
     return printable(request.request_id()[:_MAX_ID_LENGTH])
 
 
-def write(outcome: Outcome, parameters: Mapping[str, str] | None = None) -> Response:
-    """Return a response with the result, and with parameters where given, or with the error."""
+def write(outcome: Outcome) -> Response:
+    """Return a response with the result, or with the error."""
     if isinstance(outcome, BackendError):
         code = getattr(pb_utils.TritonError, outcome.code)
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(outcome), code))
-    tensors = [write_tensor(name, value) for name, value in outcome.items()]
-    if parameters is None:  # servers before 25.02 do not take the argument
-        return pb_utils.InferenceResponse(tensors)
-    return pb_utils.InferenceResponse(tensors, parameters=dict(parameters))
+    return pb_utils.InferenceResponse(
+        [write_tensor(name, value) for name, value in outcome.items()]
+    )
 
 
 def write_tensor(name: str, value: Value) -> OutputTensor:

@@ -28,7 +28,6 @@ from torch_py_backend.processes.instance_status import InstanceStatus
 
 if TYPE_CHECKING:  # these import torch, which completing a config does not need
     from torch_py_backend.engine.engine import Engine
-    from torch_py_backend.engine.weight_watcher import WeightWatcher
     from torch_py_backend.sequences.state_store import Sequences
     from torch_py_backend.streaming.streams import Streams
 
@@ -126,13 +125,10 @@ class Publisher:
         PlatformError: Triton refuses a metric.
     """
 
-    def __init__(
-        self, engine: Engine, status: InstanceStatus, watcher: WeightWatcher | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, status: InstanceStatus) -> None:
         self._engine = engine
         self._config = engine.config
         self._status = status
-        self._watcher = watcher
         self._streams: Streams | None = None
         self._sequences: Sequences | None = None
         self._bounds = metric_families.buckets(engine.config.max_batch_size)
@@ -256,9 +252,6 @@ class Publisher:
         if self._sequences is not None:
             yield ("pytorch_py_sequences", ()), len(self._sequences)
             yield ("pytorch_py_sequence_bytes", ()), self._sequences.size
-        if self._watcher is not None and self._watcher.digest:
-            # A value that a float represents exactly. As a label, Triton would keep old digests.
-            yield ("pytorch_py_weights_digest", ()), int(self._watcher.digest, base=16)
         for device, allocated, reserved in self._engine.memory():
             label = (("device", str(device)),)
             yield ("pytorch_py_device_memory_allocated_bytes", label), allocated

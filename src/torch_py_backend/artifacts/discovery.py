@@ -12,7 +12,6 @@ import enum
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.file_types import FileType
@@ -28,10 +27,6 @@ class ArtifactType(enum.Enum):
     EXPORTED = "a torch.export program"
     AOTI = "an AOTInductor package"
     FACTORY = "a factory of an installed package"
-
-
-# The inode, the time of the last write in nanoseconds and the size of each of some files.
-Versions: TypeAlias = "tuple[tuple[int, int, int], ...]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +62,6 @@ class Artifact:
         if self.path.is_dir():  # a factory may read any of its files
             return sorted(path for path in self.path.rglob("*") if path.is_file())
         return [self.path] if self.path.is_file() else []
-
-    def weight_versions(self) -> Versions:
-        """Return values that change when a weight file is replaced or written.
-
-        They are empty if one is missing.
-        """
-        try:
-            stats = [path.stat() for path in self.weight_files()]
-        except OSError:
-            return ()
-        return tuple((stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats)
 
 
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")

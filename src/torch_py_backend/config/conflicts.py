@@ -147,11 +147,6 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
             "Raise max_batch_size, or remove the bucket.",
         ),
         (
-            options.watch_weights and gpu_sharing,
-            "WATCH_WEIGHTS is set, and ENABLE_WEIGHT_SHARING shares the weights on the GPU",
-            "A swap in one instance would change a running batch of another: remove one of them.",
-        ),
-        (
             options.profile_batches is not None and options.profile_dir is None,
             "PROFILE_BATCHES is set, and PROFILE_DIR is not",
             "Set PROFILE_DIR to the folder for the traces, or remove PROFILE_BATCHES.",

@@ -20,7 +20,6 @@ from torch_py_backend.engine.model_runner import ModelRunner
 from torch_py_backend.engine.retry import reported
 from torch_py_backend.engine.side_effects import SideEffects
 from torch_py_backend.errors import BackendError
-from torch_py_backend.loading import mapped_files
 from torch_py_backend.sequences.state_columns import StateColumns
 
 
@@ -57,8 +56,6 @@ class BatchCall:
         self.finite = finite
         self._pads = {name: pad.gather for name, pad in padding.pads.items()} if padding else {}
         self._batched = config.max_batch_size > 0
-        # New weights may be swapped in between a call and its responses: see `WeightWatcher`.
-        self._watched = config.options.watch_weights
         ragged = self._ragged = Ragged(config) if config.concatenates else None
         columns = StateColumns(config)
         self._states = columns if config.states else None
@@ -105,8 +102,8 @@ class BatchCall:
             owned = self._states.clone_states(raw, batch)
             inputs = self._states.sent_columns(names, batch)
         outputs = self.to_host.call(owned, inputs)
-        if copy_outputs or self._watched:
-            outputs = self._kept(owned, outputs, copy_outputs=copy_outputs)
+        if copy_outputs:
+            outputs = self._kept(owned, outputs)
         fetched = time.perf_counter()
         outcomes = self._scattered.call(group, batch.sizes, shapes, outputs)
         # Inline: a method call would cost more than these additions.
@@ -126,27 +123,14 @@ class BatchCall:
         return checked
 
     def _kept(
-        self,
-        before: Sequence[Value | ItemRows],
-        outputs: Sequence[Value | ItemRows],
-        *,
-        copy_outputs: bool,
+        self, before: Sequence[Value | ItemRows], outputs: Sequence[Value | ItemRows]
     ) -> Sequence[Value | ItemRows]:
-        """Copy outputs whose memory a later call or new weights may change.
+        """Copy outputs whose memory a later call may change.
 
         Outputs that `to_host` has copied are not those that the model returned (`before`).
         """
         kept = [
-            self.runner.clone(value)
-            if value is raw
-            and not isinstance(value, ItemRows)
-            and (
-                copy_outputs
-                or not (
-                    mapped_files.has_plain_storage(value) and mapped_files.has_no_other_views(value)
-                )
-            )
-            else value
+            self.runner.clone(value) if value is raw and not isinstance(value, ItemRows) else value
             for raw, value in zip(before, outputs, strict=True)
         ]
         gather_scatter.wait(kept)  # Triton reads GPU outputs without synchronizing with a stream

@@ -233,7 +233,6 @@ class Engine:
             and self._finite is None
             and self._clean is None
             and not self.config.batch_outputs
-            and not options.watch_weights
             and self._shared is None
             and self.side_effects.observed
         ):

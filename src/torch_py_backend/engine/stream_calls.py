@@ -54,9 +54,9 @@ class StreamCalls:
         self._counts = batch_call.runner.counts
         self._batched = config.max_batch_size > 0
         self._names = tuple(spec.name for spec in config.outputs)
-        # The begin() of another stream, a further step() or new weights may overwrite memory that
-        # an outcome shares with the model before the outcome is sent.
-        self._owns = step is not None or config.options.watch_weights
+        # The begin() of another stream or a further step() may overwrite memory that an outcome
+        # shares with the model before the outcome is sent.
+        self._owns = step is not None
         self.step = None if step is None else Stage("step", step)
         self.next: Stage[Callable[[Callable[[], Any]], Any]] = Stage(
             "next", lambda resume: resume()

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType, Versions
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import Options
@@ -39,7 +39,6 @@ class Loaded:
         close: removes temporary files. May be called several times.
         weights_moved: must be called after the memory of weights was replaced: some callables keep
             its addresses.
-        versions: with WATCH_WEIGHTS, those of the weight files before they were read.
     """
 
     artifact: Artifact
@@ -50,7 +49,6 @@ class Loaded:
     step: Callable[[list[Any]], Any] | None = None
     close: Callable[[], object] = lambda: None
     weights_moved: Callable[[], object] = lambda: None
-    versions: Versions = ()
 
     @property
     def kind(self) -> ArtifactType:

@@ -187,12 +187,10 @@ class Mapped(NamedTuple):
     Attributes:
         shared: their bytes.
         total: the bytes of all weights.
-        ranges: the addresses that those files are mapped to: start and end.
     """
 
     shared: int
     total: int
-    ranges: tuple[tuple[int, int], ...]
 
 
 def measure(weights: Iterable[object]) -> Mapped:
@@ -206,7 +204,6 @@ def measure(weights: Iterable[object]) -> Mapped:
                 files.append((int(start, 16), int(end, 16)))
     starts = [start for start, _ in files]
     shared = total = 0
-    ranges = set()
     storages = {storage_id(weight): weight for weight in weights if has_plain_storage(weight)}
     for weight in storages.values():
         storage = weight.untyped_storage()
@@ -215,5 +212,4 @@ def measure(weights: Iterable[object]) -> Mapped:
             position = bisect.bisect_right(starts, storage.data_ptr()) - 1
             if position >= 0 and storage.data_ptr() < files[position][1]:
                 shared += storage.nbytes()
-                ranges.add(files[position])
-    return Mapped(shared, total, tuple(sorted(ranges)))
+    return Mapped(shared, total)

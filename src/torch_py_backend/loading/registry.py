@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
@@ -30,10 +29,8 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         ArtifactError, SourceError, WeightsError: the artifact cannot be loaded.
         ConfigError: an option does not apply to artifacts of this type.
     """
-    versions = artifact.weight_versions() if config.options.watch_weights else ()
     try:
-        loaded = LOADERS[artifact.kind](artifact, config, device)
-        return dataclasses.replace(loaded, versions=versions)
+        return LOADERS[artifact.kind](artifact, config, device)
     except ArtifactError as error:
         if artifact.fallback is None:
             raise

@@ -104,7 +104,6 @@ TABLE = (
     Family("pytorch_py_stream_responses_total", "Responses of streams, without errors"),
     _gauge("pytorch_py_live_streams", "Streams of responses that have begun and not ended"),
     Family("pytorch_py_steps_total", "Calls of step()"),
-    Family("pytorch_py_stepped_streams_total", "Streams in calls of step()"),
     _gauge("pytorch_py_sequences", "Sequences that have begun and not ended"),
     _gauge(
         "pytorch_py_sequence_bytes",
