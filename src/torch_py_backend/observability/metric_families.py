@@ -104,14 +104,11 @@ TABLE = (
     Family("pytorch_py_stream_responses_total", "Responses of streams, without errors"),
     _gauge("pytorch_py_live_streams", "Streams of responses that have begun and not ended"),
     Family("pytorch_py_steps_total", "Calls of step()"),
+    Family("pytorch_py_stepped_streams_total", "Streams in calls of step()"),
     _gauge("pytorch_py_sequences", "Sequences that have begun and not ended"),
     _gauge(
         "pytorch_py_sequence_bytes",
         "Bytes of the states of sequences that have begun and not ended",
-    ),
-    _gauge(
-        "pytorch_py_weights_digest",
-        "The current weights: the first 12 hexadecimal digits of their SHA-256, as a number",
     ),
     _gauge(
         "pytorch_py_device_memory_allocated_bytes",
