@@ -6,6 +6,7 @@ of `initialize`.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from torch_py_backend.errors import (
 from torch_py_backend.loading import example_inputs, state_dict
 from torch_py_backend.signature import binding
 from torch_py_backend.startup import builder, warmup
+from torch_py_backend.tools import warmup_samples
 
 # Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
 _FIRST_CALLS = 3
@@ -77,9 +79,11 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
     share = threads.budget(settings)
     engine = builder.build(settings, share)
     warm_up(engine)
-    if reference is not None:
-        with runtime.mode(settings.options):
+    with runtime.mode(settings.options):
+        if reference is not None:
             _compare(engine, Path(reference))
+        samples = json.loads(arguments["model_config"]).get("model_warmup", ())
+        warmup_samples.warn_of_failures(engine, samples)
     engine.close()
     sent = [spec.name for spec in _sent(engine.config)]
     # Inputs of hooks are bound to the hooks' own methods.
