@@ -258,7 +258,7 @@ class ServerError(BackendError):
 
 
 class ToolError(BackendError):
-    """A command or a benchmark cannot work, or cannot write its result."""
+    """A command, `save_model` or a benchmark cannot work, or cannot write its result."""
 
 
 class ArchiveError(BackendError):

@@ -22,7 +22,7 @@ from torch_py_backend import save_model
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config import model_config, pbtxt
-from torch_py_backend.errors import ExampleError, InstallError, LoadError, SaveError
+from torch_py_backend.errors import ExampleError, LoadError, SaveError, ToolError
 from torch_py_backend.loading import registry
 from torch_py_backend.processes import child_process
 from torch_py_backend.tools import model_folder
@@ -642,7 +642,7 @@ def test_folder_that_exists(tmp_path: Path) -> None:
     _saved(tmp_path, models.Affine(), example_inputs=_X)
     folder = tmp_path / "models" / "net"
     before = command_line.tree(folder)
-    with pytest.raises(InstallError, match=r"exists already; choose .*\(in Python: overwrite=True"):
+    with pytest.raises(ToolError, match=r"exists already; choose .*\(in Python: overwrite=True"):
         save_model(models.Negate(), folder, example_inputs=_X)
     with pytest.raises(LoadError, match="differs from the module's own"):
         save_model(Random(), folder, example_inputs=_X, format="module", overwrite=True)
@@ -654,5 +654,5 @@ def test_folder_that_exists(tmp_path: Path) -> None:
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """A repository that cannot be made is an error of one sentence."""
     (tmp_path / "file").touch()
-    with pytest.raises(InstallError, match="cannot make"):
+    with pytest.raises(ToolError, match="cannot make"):
         save_model(models.Affine(), os.fspath(tmp_path / "file" / "net"), example_inputs=_X)

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from torch_py_backend.config import dtypes, pbtxt
-from torch_py_backend.errors import InstallError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.tools import artifact_files, model_folder
 from torch_py_backend.tools.model_folder import FolderReport
 
@@ -61,13 +61,13 @@ def init(
 ) -> None:
     """Make a model folder from an artifact. The exit code is 0 if the model loads and runs."""
     if not model_file.exists():
-        raise InstallError(f"{model_file} is not there; expected the model's file or folder.")
+        raise ToolError(f"{model_file} is not there; expected the model's file or folder.")
     if example is not None and not example.is_file():
-        raise InstallError(f"--example is {example}; expected a file of safetensors.")
+        raise ToolError(f"--example is {example}; expected a file of safetensors.")
     if example is not None and inputs:
-        raise InstallError("--input and --example both define the inputs; give one of them.")
+        raise ToolError("--input and --example both define the inputs; give one of them.")
     if link and model_file.suffix == ".mar":
-        raise InstallError("--link cannot link to files in an archive; leave it out.")
+        raise ToolError("--link cannot link to files in an archive; leave it out.")
     entries = [_parse_input(text) for text in inputs or ()]
     absolute = model_file.absolute()
     name = name or (absolute.name if absolute.is_dir() else absolute.stem)
@@ -75,7 +75,7 @@ def init(
     target = parent.absolute() / name
     with artifact_files.opened(name, absolute, example) as artifact:
         if not model_folder.NAME.fullmatch(name):
-            raise InstallError(f"--name is '{name}'; expected letters, digits, _, -, . and blanks.")
+            raise ToolError(f"--name is '{name}'; expected letters, digits, _, -, . and blanks.")
         linked = [*artifact.files.values()] if link else []
         model_folder.refuse_target(target, linked, force=force)
         transfer = os.symlink if link else shutil.copyfile
@@ -100,7 +100,7 @@ def _parse_input(text: str) -> dict[str, Any]:
     by_name = {dtype.config.removeprefix("TYPE_"): dtype for dtype in dtypes.TABLE}
     by_name |= {dtype.triton: dtype for dtype in dtypes.TABLE}
     if match is None or data_type not in by_name:
-        raise InstallError(
+        raise ToolError(
             f"--input is '{text}'; expected NAME:TYPE:DIMS such as x:FP32:3x224x224, with one of"
             f" the types {', '.join(dtype.triton for dtype in dtypes.TABLE)}."
         )

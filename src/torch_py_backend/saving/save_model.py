@@ -82,7 +82,7 @@ def save_model(
     Raises:
         SaveError: the arguments do not fit together, or the module cannot be saved.
         LoadError: the saved model does not load, or its answers differ.
-        InstallError: the folder exists, or cannot be written.
+        ToolError: the folder exists, or cannot be written.
     """
     target = Path(path).absolute()
     name = target.name

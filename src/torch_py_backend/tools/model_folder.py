@@ -20,7 +20,7 @@ from torch_py_backend.artifacts import file_types, repository
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import conflicts, model_config, pbtxt
 from torch_py_backend.config.pbtxt import Document, JsonObject
-from torch_py_backend.errors import BackendError, InstallError, LoadError, join_names
+from torch_py_backend.errors import BackendError, LoadError, ToolError, join_names
 from torch_py_backend.processes import child_process
 from torch_py_backend.tools import artifact_files, config_text
 from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles
@@ -77,23 +77,23 @@ def refuse_target(target: Path, linked: Sequence[Path], *, force: bool) -> None:
         force: replace a model folder that holds version 1 only.
 
     Raises:
-        InstallError: something else exists there, or `force` is not set.
+        ToolError: something else exists there, or `force` is not set.
     """
     if not os.path.lexists(target):
         return
     if not force:
-        raise InstallError(
+        raise ToolError(
             f"{target} exists already; choose another name, or replace it with --force (in Python:"
             " overwrite=True)."
         )
     is_model = not target.is_symlink() and (target / "config.pbtxt").is_file()
     if not is_model or repository.versions(target) not in ([], ["1"]):
-        raise InstallError(
+        raise ToolError(
             f"{target} is not a model folder with the version 1 alone, and no other is replaced;"
             " choose another name."
         )
     if any(path.is_relative_to(target.resolve()) for path in linked):
-        raise InstallError(f"--link would link to files in {target}, which --force replaces.")
+        raise ToolError(f"--link would link to files in {target}, which --force replaces.")
 
 
 def create(
@@ -116,7 +116,7 @@ def create(
         saved: what is known of the model, whose answers are then compared; None: nothing.
 
     Raises:
-        InstallError: the folder cannot be written.
+        ToolError: the folder cannot be written.
         LoadError: the model of `saved` does not load, or its answers differ. Nothing is written.
     """
     with scratch_folder(target.parent, f"cannot make {target}") as scratch:
@@ -148,7 +148,7 @@ def scratch_folder(repository: Path, failure: str) -> Iterator[Path]:
     If the repository is created and stays empty, it is removed again, with its parents.
 
     Raises:
-        InstallError: the block raised an OSError; `failure` says what could not be done.
+        ToolError: the block raised an OSError; `failure` says what could not be done.
     """
     created: list[Path] = []
     try:
@@ -157,7 +157,7 @@ def scratch_folder(repository: Path, failure: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix=".scratch-", dir=repository) as scratch:
             yield Path(scratch)
     except OSError as error:
-        raise InstallError(f"{failure}: {error}") from error
+        raise ToolError(f"{failure}: {error}") from error
     finally:
         for folder in created:
             with contextlib.suppress(OSError):  # it has the model
