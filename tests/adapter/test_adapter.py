@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import locale
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -56,6 +58,18 @@ def test_weights_that_are_written_in_place(change: str, tmp_path: Path) -> None:
             assert error.code() == fake_triton.TritonError.UNAVAILABLE
             assert "model.pt was written in place" in error.message()
     model.finalize()
+
+
+def test_python_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the Python of Triton's stub and the command that installs what it lacks."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torch" else find(name)
+    )
+    python = re.escape(sys.executable)
+    says = f"{python}, which Triton's stub runs, has no torch. Run {python} -m pip install torch"
+    with pytest.raises(fake_triton.TritonModelException, match=says):
+        instances.load(tmp_path, instances.named("function"))
 
 
 def test_load_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

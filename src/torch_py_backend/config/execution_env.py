@@ -7,6 +7,7 @@ finds no packages, and silently imports those that are installed elsewhere.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import sys
@@ -17,6 +18,8 @@ from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import PlatformError
 
 KEY = "EXECUTION_ENV_PATH"
+# What an instance imports.
+PACKAGES = ("torch", "numpy", "safetensors")
 # Triton's placeholder for the model's folder.
 MODEL_FOLDER = "$$TRITON_MODEL_DIRECTORY"
 _LIBRARY = re.compile(r"(?:\./)?lib(?:64)?/python(3\.\d+)/.")
@@ -29,18 +32,25 @@ def environment_path(document: Document) -> str:
 
 
 def check_running_python(model: str, environment: str) -> None:
-    """Check the environment in a model's config in its own stub.
+    """Check the Python of this stub, and the environment in the model's config.
 
     Raises:
-        PlatformError: the environment is for another version of Python than this process.
+        PlatformError: the environment is for another version of Python than this process, or
+            packages are not installed.
     """
-    if not environment:
-        return
     # Every bin/activate, also conda's, puts its folder first.
-    versions = _library_versions(Path(os.environ.get("PATH", "").partition(os.pathsep)[0]).parent)
+    folder = Path(os.environ.get("PATH", "").partition(os.pathsep)[0]).parent
+    versions = _library_versions(folder) if environment else set()
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     if versions and running not in versions:
         raise _wrong_python(model, min(versions), running)
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise PlatformError(
+            model,
+            f"{sys.executable}, which Triton's stub runs, has no {' and no '.join(missing)}",
+            cure=f"Run {sys.executable} -m pip install {' '.join(missing)}.",
+        )
 
 
 def check_path(model: str, folder: str) -> None:

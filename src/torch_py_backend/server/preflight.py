@@ -43,7 +43,7 @@ def machine_problems() -> Iterator[str]:
             yield (
                 f"numpy {numpy} garbles tensors in the wheel's tritonserver; pip install 'numpy<2'."
             )
-    for name in ("torch", "numpy", "safetensors"):
+    for name in execution_env.PACKAGES:
         if importlib.util.find_spec(name) is None:
             yield f"{name} is not installed in this Python; pip install {name}."
     size = shutil.disk_usage("/dev/shm").total  # noqa: S108  Triton's regions
