@@ -32,6 +32,7 @@ VARIABLE_STATE: dict[str, Any] = {
         "state": [{"input_name": "h", "output_name": "g", **_FP32, "dims": [2, -1]}]
     }
 }
+CACHED: dict[str, Any] = {"response_cache": {"enable": True}}
 _COUNT = {"target_name": ["n"], "data_type": "TYPE_INT32", "source_input": ["x"]}
 BATCH_INPUT: dict[str, Any] = {"batch_input": [_COUNT]}
 BATCH_OUTPUT: dict[str, Any] = {"batch_output": [{"target_name": ["y"], "source_input": ["x"]}]}
@@ -53,6 +54,7 @@ _EARLY: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
     ("CPU", {"MODEL_CLASS": "Net", "MODEL_FACTORY": "make"}, {}, "MODEL_CLASS and MODEL_FACTORY"),
 ]
 _LATE: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
+    ("CPU", {}, CACHED | SEQUENCES, "response_cache is enabled, and sequence_batching is set"),
     ("CPU", {"SEQUENCE_MEMORY_MB": "9"}, {}, "SEQUENCE_MEMORY_MB is set, and no state is"),
     ("CPU", PAD, VARIABLE_STATE, "PAD is set, and a state of sequence_batching has dims of -1"),
     ("CPU", {"OPTIMIZE": "bf16,fp16"}, {}, "OPTIMIZE asks for bf16 and fp16"),
@@ -118,6 +120,8 @@ def test_conflict(
         ("GPU", GRAPHS | {"BATCH_BUCKETS": "2,8"}, {}),
         ("CPU", PAD | {"SEQUENCE_MEMORY_MB": "9"}, STATEFUL),
         ("CPU", STATE | {"SEQUENCE_MEMORY_MB": "9"}, SEQUENCES),
+        ("CPU", {}, CACHED),
+        ("CPU", {}, SEQUENCES | {"response_cache": {"enable": False}}),
         ("CPU", {"PROFILE_DIR": "/traces", "PROFILE_BATCHES": "3"}, {}),
         ("CPU", NOT_COMPILED | SHARED | {"OPTIMIZE": "bf16"}, DECOUPLED),
         ("CPU", COMPILED, BATCH_INPUT),

@@ -125,7 +125,7 @@ def test_settings_of_a_tensor() -> None:
 
 def test_settings_of_the_core() -> None:
     """Settings for Triton's core are ignored, except whether it forms batches."""
-    assert parsed() == parsed(response_cache={"enable": True}, model_warmup=[{"name": "w"}])
+    assert parsed() == parsed(model_warmup=[{"name": "w"}])
     batching = parsed(dynamic_batching={"max_queue_delay_microseconds": 100})
     assert batching == dataclasses.replace(parsed(), dynamic_batching=True)
 

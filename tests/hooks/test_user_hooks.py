@@ -177,6 +177,11 @@ def test_refused_signatures(definition: str, message: str, tmp_path: Path) -> No
             {"inputs": (build.spec("x"), build.spec("parameters"))},
             "an input is named parameters",
         ),
+        (
+            "def preprocess(self, x, parameters)",
+            {"response_cache": True},
+            "response_cache is enabled, and Hooks reads the parameters of requests",
+        ),
     ],
 )
 def test_contradictions(

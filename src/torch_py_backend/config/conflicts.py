@@ -12,6 +12,11 @@ from torch_py_backend.errors import ConfigError
 if TYPE_CHECKING:
     from torch_py_backend.config.model_config import ModelConfig
 
+# What to do about settings on which the answer to a request depends.
+CACHE_CURE = (
+    "Triton's cache compares input tensors alone, and would send the answer to another request:"
+    " remove one of the two."
+)
 # Whether a config has a combination of settings that is refused; the combination, as a clause; and
 # what to do, as a sentence.
 Rule: TypeAlias = tuple[bool, str, str]
@@ -171,6 +176,11 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
                 f"Remove one of the two: sizes differ from batch to batch with {ragged}.",
             )
             for setting, is_set in excluded_by_ragged_batches.items()
+        ),
+        (
+            config.response_cache and config.sequencing is not None,
+            "response_cache is enabled, and sequence_batching is set",
+            CACHE_CURE,
         ),
     )
 

@@ -67,6 +67,8 @@ class ModelConfig:
         sequencing: the sequence settings; None: requests are independent of each other.
         decoupled: a request may have any number of responses.
         dynamic_batching: Triton forms batches from requests of different clients.
+        response_cache: Triton answers a request with the inputs of an earlier one by itself, if it
+            has a cache.
     """
 
     name: str
@@ -85,6 +87,7 @@ class ModelConfig:
     sequencing: SequenceConfig | None = None
     decoupled: bool = False
     dynamic_batching: bool = False
+    response_cache: bool = False
     batch_inputs: tuple[BatchInput, ...] = ()
     batch_outputs: tuple[BatchOutput, ...] = ()
 
@@ -179,6 +182,7 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         sequencing=sequencing,
         decoupled=bool(document.get("model_transaction_policy", {}).get("decoupled")),
         dynamic_batching="dynamic_batching" in document,
+        response_cache=bool(document.get("response_cache", {}).get("enable")),
         batch_inputs=batch_io.parse_inputs(name, document) if complete else (),
         batch_outputs=batch_io.parse_outputs(name, document) if complete else (),
     )

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from torch_py_backend.artifacts.discovery import HOOK_METHODS, Artifact, ArtifactType
 from torch_py_backend.batching.stage import Stage
-from torch_py_backend.config import request_parameters
+from torch_py_backend.config import conflicts, request_parameters
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.request_parameters import Parameters
 from torch_py_backend.errors import (
@@ -270,7 +270,7 @@ def _check_conflicts(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) 
         "config.pbtxt has batch_input or batch_output": config.concatenates,
         "the model is decoupled": config.decoupled,
     }
-    conflicts = (
+    rules = (
         (
             bool(batches) and not config.max_batch_size,
             f"{name} has {', '.join(batches)}(), and max_batch_size is 0",
@@ -299,7 +299,12 @@ def _check_conflicts(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) 
             f"an input is named {argument}, like the argument of hooks for a request's parameters",
             "Rename the input.",
         ),
+        (
+            config.response_cache and any(hook.takes_parameters for hook in hooks.values()),
+            f"response_cache is enabled, and {name} reads the parameters of requests",
+            conflicts.CACHE_CURE,
+        ),
     )
-    for applies, problem, cure in conflicts:
+    for applies, problem, cure in rules:
         if applies:
             raise ConfigError(config.name, problem, cure=cure)

@@ -38,6 +38,11 @@ class TritonInstallation:
     libraries: tuple[Path, ...]
 
     @property
+    def caches(self) -> Path:
+        """The folder with the libraries of response caches."""
+        return self.python_backend.parents[1] / "caches"
+
+    @property
     def uses_shell(self) -> bool:
         """Whether it starts stubs through a shell without quotes, as Triton 24.10 does."""
         return b"\0bash\0" in (self.python_backend / "libtriton_python.so").read_bytes()

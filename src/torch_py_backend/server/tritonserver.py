@@ -135,6 +135,7 @@ class Server:
                     str(self._triton.executable),
                     f"--model-repository={self._repository}",
                     f"--backend-directory={resources.backends}",
+                    f"--cache-directory={self._triton.caches}",
                     # Distinguishes its shared memory from that of other servers.
                     f"--backend-config=python,shm-region-prefix-name={resources.prefix}",
                     f"--{_EXIT_OPTION}={_EXIT_SECONDS}",
