@@ -18,9 +18,11 @@ import pytest
 import scenarios
 import serving
 import supervised
+import torch
 import tritonclient.grpc
 import tritonclient.http
 
+import torch_py_backend
 from torch_py_backend.server import Server, preflight, triton_installation
 
 _SERVE = "from torch_py_backend.cli import app; app()"
@@ -28,6 +30,13 @@ _PORTS = ["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0
 _SERVING = re.compile(
     rb"(?:serving|listening) on http://(\S+) and grpc://(\S+); metrics on http://(\S+)/metrics"
 )
+
+
+# Configs of models that Triton itself refuses.
+_REFUSED = {
+    "misspelt": 'backend: "torch_py_backend"\n' + scenarios.x_to_y().partition("\n")[2],
+    "unreadable": 'backend: "pytorch_py"\ninput [{ name: }]\n',
+}
 
 
 def _regions(prefix: str) -> list[Path]:
@@ -70,6 +79,10 @@ def repository(tmp_path: Path) -> Path:
     folder = tmp_path / "repository"
     for name in ("function", "syntax_error"):
         next(one for one in scenarios.TABLE if one.name == name).lay_out(folder)
+    for name, text in _REFUSED.items():
+        (folder / name).mkdir()
+        (folder / name / "config.pbtxt").write_text(text)
+    (folder / "misspelt" / "1").mkdir()
     return folder
 
 
@@ -86,10 +99,19 @@ def test_serves_and_leaves_nothing(numbers: tuple[signal.Signals, ...], reposito
         text = _read_until(process, _SERVING)
         family = living.descendants(process.pid)
         assert re.search(rb"READY +function 1", text)
-        assert re.search(rb"FAILED +syntax_error 1: .*model.py fails at line 3: SyntaxError", text)
+        assert re.search(rb"FAILED +syntax_error 1: model.py fails at line 3: SyntaxError", text)
+        assert (
+            b"FAILED  misspelt 1: unable to find backend library for backend 'torch_py_backend'."
+            b" Did you mean pytorch_py?\n"
+        ) in text
+        config = os.fsencode(repository / "unreadable" / "config.pbtxt")
+        unreadable = (
+            b"failed to read text proto from " + config + b": 2:16: Expected string, got: }"
+        )
+        assert b"FAILED  unreadable: " + unreadable + b"\n" in text
         first, *models, last = re.findall(rb"^\S+", text, re.MULTILINE)
         assert (first, last) == (b"log", b"serving")
-        assert sorted(models) == [b"FAILED", b"READY"]  # whichever is known first
+        assert sorted(models) == [*[b"FAILED"] * 3, b"READY"]  # whichever is known first
         log = Path(re.search(rb"log +(\S+) is Triton's log", text)[1].decode())  # type: ignore[index]
         assert "Started GRPCInferenceService" in log.read_text()
         prefix = _prefix(family)
@@ -192,14 +214,45 @@ def test_an_empty_repository(tmp_path: Path) -> None:
         assert "is Triton's log" not in served.text
 
 
-def test_a_server_that_ends_is_told(repository: Path) -> None:
-    """A wrong argument for tritonserver is an error with its exit code, not a wait for ever."""
-    process = _start(repository, "--", "--no-such-option")
-    output, _ = process.communicate(timeout=120)
+_ENDS = "ended with exit code 1: "
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("--no-such-option", f"{_ENDS}unrecognized option '--no-such-option'"),
+        ("--cache-config=x", f'{_ENDS}Bad option: "--cache-config". No cache specified.'),
+        ("--http-address=1.2.3.4", f"{_ENDS}failed to start HTTP service: Unavailable - Socket"),
+        ("--cache-config=none,size=1", "could not start: Invalid argument: unable to find 'lib"),
+        ("--model-repository=/none", "could not start: Internal: failed to stat file /none; its"),
+    ],
+)
+def test_a_server_that_cannot_start(argument: str, says: str, repository: Path) -> None:
+    """A wrong argument for tritonserver is an error with Triton's words, not a wait for ever."""
+    process = _start(repository, "--", argument)
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
     assert process.returncode == 1
-    named = re.search(rb"error: tritonserver ended with exit code 1; its log .*: (\S+)\.\n", output)
-    assert named
-    assert "no-such-option" in Path(named[1].decode()).read_text()
+    text = output.decode()
+    assert f"error: tritonserver {says}" in text
+    log = re.search(r"; its log says more: (\S+)\.\n", text)
+    assert log
+    assert Path(log[1]).is_file()
+
+
+def test_response_cache(repository: Path) -> None:
+    """The cache of Triton's guide is found where tritonserver is installed, and answers."""
+    path = repository / "function" / "config.pbtxt"
+    path.write_text(path.read_text() + "response_cache { enable: true }\n")
+    with supervised.serve(repository, triton=["--cache-config=local,size=1048576"]) as served:
+        served.wait_loaded()
+        for value in (1.0, 2.0, 1.0):
+            assert served.infer("function", value) == [2.0 * value] * 4
+        with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
+            statistics = client.get_inference_statistics("function", as_json=True)
+        assert statistics["model_stats"][0]["inference_stats"]["cache_hit"]["count"] == "1"
 
 
 def test_a_stopped_instance_does_not_outlive_the_server(repository: Path, tmp_path: Path) -> None:
@@ -235,6 +288,31 @@ def test_numpy_too_new_for_the_stub(tmp_path: Path) -> None:
         assert re.search(r"FAILED +negate 1: .*numpy 2\.\S+ garbles tensors", text)
         assert "Install numpy<2" in text
         assert "no model serves; listening on" in text
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=120)
+    finally:
+        process.kill()
+
+
+def test_a_stub_without_torch(tmp_path: Path) -> None:
+    """The Python that lacks it is named, with the command that installs it."""
+    scenarios.Scenario("negate", scenarios.python(models.Negate), scenarios.x_to_y()).lay_out(
+        tmp_path / "repository"
+    )
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python3"
+    site = next(tmp_path.glob("venv/lib/python*/site-packages"))
+    for path in Path(torch.__file__).parents[1].iterdir():
+        if not path.name.startswith("torch") and not (site / path.name).exists():
+            (site / path.name).symlink_to(path)
+    (site / "ours.pth").write_text(f"{Path(torch_py_backend.__file__).parents[1]}\n")
+    process = _start(tmp_path / "repository", python=os.fspath(python))
+    try:
+        text = _read_until(process, _SERVING).decode(errors="replace")
+        assert (
+            f"FAILED  negate 1: {python}, which Triton's stub runs, has no torch."
+            f" Run {python} -m pip install torch.\n"
+        ) in text
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=120)
     finally:

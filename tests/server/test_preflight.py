@@ -190,6 +190,7 @@ def test_backend(folder: Path, text: str, other: str) -> None:
     [
         ('backend: "PyTorch-Py"', "Did you mean pytorch_py?"),
         ('backend: "pytroch"', "Did you mean pytorch?"),
+        ('backend: "torch-py-backend"', "Did you mean pytorch_py?"),
         ('platform: "pytorch_libtroch"', "Did you mean pytorch_libtorch?"),
         ('name: "digits"', "config.pbtxt has no `backend`"),
         (None, "config.pbtxt is missing"),

@@ -167,7 +167,12 @@ def serve(
     try:
         server.start()
         with contextlib.closing(
-            RepositoryClient(server.grpc_address, server.keys, uses_shell=server.uses_shell)
+            RepositoryClient(
+                server.grpc_address,
+                server.keys,
+                uses_shell=server.uses_shell,
+                poll_failure=server.poll_failure,
+            )
         ) as client:
             supervisor = Supervisor(
                 server.models,
@@ -340,7 +345,5 @@ def exposure_note(address: str, arguments: Sequence[str]) -> str:
 
 def format_event(event: Event) -> str:
     """Return an event as one line with markup of rich."""
-    # Triton appends the Python source lines of the error; its log has them too.
-    text = event.text.split("\n\nAt:")[0].strip()
     label = f"[{_COLOURS[event.kind]}]{event.kind.value:<7}[/]"
-    return f"{label} {escape(event.model)}" + (f": {escape(text)}" if text else "")
+    return f"{label} {escape(event.model)}" + (f": {escape(event.text)}" if event.text else "")

@@ -20,6 +20,7 @@ from torch_py_backend.server.server_arguments import Keys
 
 _SERVICE = "/inference.GRPCInferenceService"
 _UNLOAD_S = 30.0
+_NOT_POLLED = "failed to poll from model repository"
 
 States = Callable[[], Sequence[ModelState]]
 
@@ -33,12 +34,21 @@ class RepositoryClient:
 
     Args:
         uses_shell: whether Triton starts the processes of models through a shell.
+        poll_failure: returns why Triton could not read a model's folder, which its error does not
+            say; empty: unknown.
     """
 
-    def __init__(self, address: str, keys: Keys, *, uses_shell: bool = False) -> None:
+    def __init__(
+        self,
+        address: str,
+        keys: Keys,
+        *,
+        uses_shell: bool = False,
+        poll_failure: Callable[[str], str] = lambda _model: "",
+    ) -> None:
         self._channel = grpc.insecure_channel(address)
         self._metadata = keys.grpc
-        self._uses_shell = uses_shell
+        self._uses_shell, self._poll_failure = uses_shell, poll_failure
 
     def load(self, model: str, seconds: float) -> None:
         """Load a model, and wait for it.
@@ -49,7 +59,13 @@ class RepositoryClient:
         """
         if self._uses_shell:
             triton_installation.refuse_in_shell("the folder", model, "Rename it.")
-        self._call("RepositoryModelLoad", model, seconds)
+        try:
+            self._call("RepositoryModelLoad", model, seconds)
+        except ServerError as error:
+            reason = self._poll_failure(model) if _NOT_POLLED in str(error) else ""
+            if reason:
+                raise ServerError(reason) from None
+            raise
 
     def unload(self, model: str) -> None:
         """Unload a model; its instances end soon after. Raise a ServerError if Triton refuses."""

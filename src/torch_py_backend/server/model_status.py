@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 from torch_py_backend.errors import summarize
 
-_LOAD_FAILED = re.compile(r"^load failed for model '.*?': version \d+ is at UNAVAILABLE state: ")
+# What Triton puts before the reason of a failed load: the model, the version, the code.
+_NESTING = re.compile(
+    r"^(?:load failed for model '.*?': |version \d+ is at UNAVAILABLE state: "
+    r"|(?:Unknown|Internal|Not found|Invalid argument|Unavailable|Unsupported|Already exists): "
+    r"|TritonModelException: )+"
+)
+_NO_BACKEND = re.compile(
+    r"(unable to find backend library for backend '(.*torch.*)'), try specifying runtime on the"
+    r" model configuration\.?",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +90,20 @@ def by_model(states: Sequence[ModelState]) -> dict[str, ModelStatus]:
     return statuses
 
 
-def cause(model: str, text: str) -> str:
-    """Return a text about a model without the model's name, which the reader knows."""
-    return text.replace(f"model '{model}': ", "")
+def cause(model: str, reason: str) -> str:
+    """Return why a model does not serve, or a warning of it, for a line that has its name."""
+    return _innermost(reason).replace(f"model '{model}': ", "")
 
 
 def public_reason(reason: str) -> str:
     """Return Triton's reason as one line without stack trace, folders and final full stop."""
-    text = _LOAD_FAILED.sub("", reason.partition("\n\nAt:")[0]).strip()
+    text = _innermost(reason)
     if not text:
         return "no reason was given"
-    summary = summarize(Exception(text))
-    for prefix in ("Exception: ", "Internal: ", "TritonModelException: "):
-        summary = summary.removeprefix(prefix)
-    return summary.rstrip(".; ")
+    return summarize(Exception(text)).removeprefix("Exception: ").rstrip(".; ")
+
+
+def _innermost(reason: str) -> str:
+    """Return Triton's reason without its nesting and without the stack trace that it appends."""
+    text = _NESTING.sub("", reason.partition("\n\nAt:")[0]).strip("; \n")
+    return _NO_BACKEND.sub(r"\1. Did you mean pytorch_py?", text)

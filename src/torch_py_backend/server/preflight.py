@@ -24,6 +24,8 @@ _BACKEND_NAMES = {
     "backend": ("pytorch_py", "pytorch"),
     "platform": ("pytorch_libtorch", "pytorch", "torch_aoti"),
 }
+# Not the name of a backend, but taken for one.
+_PACKAGE = "torch_py_backend"
 # The similarity of a misspelling; "python" and "my_pytorch" are less similar.
 _SIMILARITY = 0.85
 
@@ -142,12 +144,14 @@ def other_backend(path: Path, document: Mapping[str, Any]) -> str:
         name = document[key]
         if not name or name in names:
             continue
-        similar = difflib.get_close_matches(name.lower(), names, n=1, cutoff=_SIMILARITY)
+        known = (*names, _PACKAGE)
+        similar = difflib.get_close_matches(name.lower(), known, n=1, cutoff=_SIMILARITY)
         if similar:
+            meant = names[0] if similar[0] == _PACKAGE else similar[0]
             raise ConfigError(
                 path.name,
                 f"the {key} is '{name}'",
-                cure=f"Did you mean {similar[0]}? Correct it in config.pbtxt.",
+                cure=f"Did you mean {meant}? Correct it in config.pbtxt.",
             )
         return str(name)
     if not document["backend"] and not document["platform"]:

@@ -72,7 +72,7 @@ class Reloader:
             if load.done:
                 del self._loads[name]
                 if load.error is not None:
-                    reason = model_status.public_reason(str(load.error))
+                    reason = model_status.cause(name, str(load.error))
                     self._on_event(Event(EventKind.FAILED, name, reason))
                 elif not is_new:  # the supervisor reports new models
                     self._on_event(Event(EventKind.READY, name, "reloaded"))

@@ -215,7 +215,8 @@ class Supervisor:
             has_label = applied.event in (EventKind.READY, EventKind.FAILED)
             status = self._statuses.get(model.name) if has_label else None
             label = f"{model.name} {status.versions}".strip() if status else model.name
-            self._events.append(Event(applied.event, label, applied.text))
+            text = model_status.cause(model.name, applied.text)
+            self._events.append(Event(applied.event, label, text))
         if applied.action is not None:
             self._start(model, applied.action)
         return True

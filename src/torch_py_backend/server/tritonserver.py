@@ -6,6 +6,8 @@ import contextlib
 import http.client
 import json
 import math
+import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -14,6 +16,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Sequence
+from http import HTTPStatus
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -40,6 +43,19 @@ _CHILD_PLATFORMS = ("python", "ensemble")
 _SERVICES = ("http", "grpc", "metrics")
 _POLL_SECONDS = 0.05
 _REQUEST_SECONDS = 10
+# The end of the log in which a reason is searched.
+_LOG_BYTES = 1 << 18
+# Of the server's own start: other errors, such as a GPU that is missing, do not end it.
+_ERROR = re.compile(
+    r"^(?:E\d{4} .* (?:main|tritonserver)\.cc:\d+\] \"?(.*?)\"?|error: (.+)"
+    r"|.*(unrecognized option .+)|(Bad option: .+\n.+))$",
+    re.MULTILINE,
+)
+# The parser of protobuf writes the line before.
+_POLL_FAILED = (
+    r"^(?:.*Error parsing text-format inference\.ModelConfig: (.*)\n)?"
+    r".*\] \"?Poll failed for model directory '{}': (.*?)\"?$"
+)
 
 
 class Server:
@@ -174,16 +190,16 @@ class Server:
         """Wait until the server has tried to load every model, and return their states.
 
         Raises:
-            ServerError: the server ended, or took too long.
+            ServerError: the server ended, could not start, or took too long.
         """
         deadline = time.monotonic() + timeout
         while True:
             if (code := self.process.poll()) is not None:
-                raise ServerError(
-                    f"tritonserver ended with exit code {code}; its log says why{self.log_name}."
-                )
+                raise self._failure(f"ended with exit code {code}")
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
                 return self.models()
+            if self._is_dead():
+                raise self._failure("could not start")
             if time.monotonic() > deadline:
                 raise ServerError(f"tritonserver was not ready within {timeout:g} seconds.")
             time.sleep(_POLL_SECONDS)
@@ -209,6 +225,47 @@ class Server:
         with contextlib.suppress(OSError, http.client.HTTPException), self._request("health/live"):
             return True
         return False
+
+    def _is_dead(self) -> bool:
+        """Return whether the server answers that it is not live: it could not be initialized.
+
+        It listens when its initialization has ended, and with --exit-on-error=false also if that
+        has failed.
+        """
+        try:
+            self._request("health/live").close()
+        except urllib.error.HTTPError as error:
+            return error.code == HTTPStatus.BAD_REQUEST
+        except (OSError, http.client.HTTPException):
+            pass
+        return False
+
+    def _failure(self, problem: str) -> ServerError:
+        reason = "".join(f": {text}" for text in self._logged(_ERROR))
+        more = "more" if reason else "why"
+        return ServerError(f"tritonserver {problem}{reason}; its log says {more}{self.log_name}.")
+
+    def poll_failure(self, model: str) -> str:
+        """Return why Triton could not read a model's folder, from the log; empty: unknown."""
+        pattern = re.compile(_POLL_FAILED.format(re.escape(model)), re.MULTILINE)
+        return ": ".join(self._logged(pattern)[::-1])
+
+    def _logged(self, pattern: re.Pattern[str]) -> list[str]:
+        """Return the groups of the last match of a pattern in the log, near its end.
+
+        Only for the text of a reason: no decision depends on the log, which may be on a terminal.
+        """
+        name = getattr(self.log, "name", None)
+        log = ""
+        if isinstance(name, str):
+            with contextlib.suppress(OSError), Path(name).open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+                log = file.read().decode(errors="replace")
+        *_, last = [None, *pattern.finditer(log)]
+        groups = () if last is None else last.groups()
+        # Triton escapes a message as a string of C.
+        texts = (text.replace('\\"', '"').replace("\\n", "\n") for text in groups if text)
+        return [" ".join(text.split()) for text in texts]
 
     def _request(self, path: str, data: bytes | None = None) -> http.client.HTTPResponse:
         url = f"http://{self.http_address}/v2/{path}"
