@@ -22,7 +22,6 @@ from train_digits import REPOSITORY, SEED, WEIGHTS, accuracy, new_model
 
 EXPORTED = REPOSITORY / "digits_exported" / "1" / "model.pt2"
 PACKAGE = REPOSITORY / "digits_aoti" / "1" / "model.pt2"
-FALLBACK = REPOSITORY / "digits_aoti" / "1" / "exported.pt2"
 PIPELINE = REPOSITORY / "digits_png" / "1" / "model.pt2"
 LINEAR_WEIGHTS = REPOSITORY / "digits_factory" / "1" / "model.safetensors"
 
@@ -35,7 +34,7 @@ GENERIC = {
     "cpp.simdlen": 1,  # no vector instructions in the kernels
     "cpp.march": "x86-64",  # nor from the C++ compiler; the default is -march=native
     # A package needs the version of torch that compiled it but does not record it. The backend
-    # reads this key, and serves FALLBACK with another version.
+    # reads this key, and refuses the package with another version.
     "aot_inductor.metadata": {"torch_version": torch.__version__},
     "aot_inductor.enable_line_tables": False,  # debug records: large, with local paths
 }
@@ -125,9 +124,9 @@ def main() -> None:
     save_file(linear.state_dict(), LINEAR_WEIGHTS)
     program = export(trained_model())
     compile_package(program, PACKAGE)
-    for path in (EXPORTED, FALLBACK, PIPELINE):
+    for path in (EXPORTED, PIPELINE):
         torch.export.save(program, path)
-    for path in (LINEAR_WEIGHTS, EXPORTED, FALLBACK, PIPELINE, PACKAGE):
+    for path in (LINEAR_WEIGHTS, EXPORTED, PIPELINE, PACKAGE):
         print(f"wrote {path} ({path.stat().st_size / 1024:.0f} KiB)")
 
 

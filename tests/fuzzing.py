@@ -32,7 +32,6 @@ def artifact(folder: Path, data: bytes) -> None:
     with contextlib.suppress(LoadError):
         discovery.find(build.config(folder))
     file_types.aoti_metadata(path)
-    file_types.external_constants(path)
     file_types.mmap_obstacle(path)
 
 
@@ -147,7 +146,6 @@ SEEDS: tuple[bytes, ...] = (
     ),
     _zipped(**{"models/model.json": b"{}", "data/weights/weight_0": bytes(16)}),
     _zipped(**{"data/aotinductor/model/x_metadata.json": b'{"AOTI_DEVICE_KEY": "cpu"}'}),
-    _zipped(**{"data/aotinductor/model/x.wrapper.cpp": b"std::move(cubin_dir), false) {"}),
     pickle.dumps({"w": [1, 2.5, "text", None, print]}, protocol=2),
     pickle.dumps({"w": [1, 2.5, "text", None, print]}, protocol=4),
     len(_HEADER).to_bytes(8, "little") + _HEADER + bytes(8),

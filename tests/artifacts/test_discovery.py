@@ -1,4 +1,4 @@
-"""Which file is the model, its type, its weights and its fallback."""
+"""Which file is the model, its type and its weights."""
 
 import zipfile
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.errors import ArtifactError, ConfigError
+from torch_py_backend.errors import ArtifactError
 
 _Files = dict[str, Callable[[Path], object]]
 
@@ -226,49 +226,6 @@ def test_named_hooks(name: str, tmp_path: Path) -> None:
     assert discovery.find(config).hooks == (version / "net.py" if name == "Mine" else None)
 
 
-# --- FALLBACK --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "files", "kind", "beside"),
-    [
-        ("../slow.pt2", {"../slow.pt2": exported}, ArtifactType.EXPORTED, None),
-        ("net.py", {"net.py": source, "net.pth": weights}, ArtifactType.MODULE, "net.pth"),
-    ],
-)
-def test_fallback_of_a_package(
-    name: str, files: _Files, kind: ArtifactType, beside: str | None, tmp_path: Path
-) -> None:
-    """An AOTInductor package may have a fallback, which has its own weights."""
-    version = store(tmp_path, {"model.pt2": aoti, **files})
-    artifact = discovery.find(build.config(tmp_path, fallback=name))
-    fallback = Artifact(kind, version / name, version / beside if beside else None)
-    assert artifact == Artifact(ArtifactType.AOTI, version / "model.pt2", fallback=fallback)
-
-
-@pytest.mark.parametrize(
-    ("files", "options", "error", "message"),
-    [
-        ({"model.pt2": exported}, {}, ConfigError, "FALLBACK is set, and the model is a torch.exp"),
-        (
-            {},
-            {"model_factory": "package:Net"},
-            ConfigError,
-            "FALLBACK is set, and the model is a factory of an installed package; expected an AOTI",
-        ),
-        ({"model.pt2": aoti}, {}, ArtifactError, "FALLBACK is 'net.pt', and version 1 has no such"),
-        ({"model.pt2": aoti, "net.pt": weights}, {}, ArtifactError, "net.pt is a state_dict"),
-    ],
-)
-def test_invalid_fallback(
-    files: _Files, options: dict[str, Any], error: type[Exception], message: str, tmp_path: Path
-) -> None:
-    """An invalid fallback fails the load on every machine, not only where it is used."""
-    store(tmp_path, files)
-    with pytest.raises(error, match=f"model 'digits': {message}"):
-        discovery.find(build.config(tmp_path, fallback="net.pt", **options))
-
-
 @pytest.mark.parametrize(
     ("artifact", "expected"),
     [
@@ -287,18 +244,12 @@ def test_invalid_fallback(
         ),
         (Artifact(ArtifactType.FACTORY, Path()), ["a", "b", "broken.json", "model.pt", "model.py"]),
         (Artifact(ArtifactType.FACTORY, Path(), Path("model.pt")), ["model.pt"]),
-        (
-            Artifact(
-                ArtifactType.AOTI, Path("a"), fallback=Artifact(ArtifactType.TORCHSCRIPT, Path("b"))
-            ),
-            ["a", "b"],
-        ),
     ],
 )
 def test_files_of_an_artifact(
     artifact: Artifact, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """files() returns the model, its weights with existing shards, and its fallback."""
+    """files() returns the model, and its weights with existing shards."""
     for name in ("model.py", "model.pt", "broken.json", "a", "b"):
         (tmp_path / name).write_text("x")
     index = tmp_path / "model.safetensors.index.json"

@@ -252,21 +252,6 @@ def test_arguments(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("process")
-def test_most_rows_of_a_package(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The most rows of a package are found by calls, whose errors are not printed."""
-    (tmp_path / "1").mkdir()
-    torch._inductor.aoti_compile_and_package(
-        _one_of(_batch(1, 20)), package_path=str(tmp_path / "1" / "model.pt2")
-    )
-    examples = {"INPUT__0": torch.rand(2, 4)}
-    safetensors.torch.save_file(examples, tmp_path / "1" / "example_inputs.safetensors")
-    capfd.readouterr()
-    assert _describe(tmp_path) == ("INPUT__0 FP32 [4]", _THREE, 20)
-    assert "Error" not in capfd.readouterr().err
-
-
 @pytest.mark.parametrize("hooks", ["", "hooks.py"])
 def test_device_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hooks: str) -> None:
     """A package runs on the device that it was built for, without an instance's device."""

@@ -21,7 +21,6 @@ from torch import nn
 
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import pbtxt
-from torch_py_backend.loading import package_weights
 from torch_py_backend.processes import child_process
 from torch_py_backend.tools import artifact_files
 
@@ -112,17 +111,6 @@ def test_init_of_a_package_for_cuda(tmp_path: Path) -> None:
     document = pbtxt.read(tmp_path / "net")
     assert [group["kind"] for group in document["instance_group"]] == ["KIND_GPU"]
     assert document["parameters"]["FORCE_CPU_ONLY_INPUT_TENSORS"] == {"string_value": "no"}
-
-
-def test_init_of_a_package_without_weights(tmp_path: Path) -> None:
-    """The weights beside a package that was compiled without them are served with it."""
-    rows = torch.export.Dim("rows", min=1, max=8)
-    example = (torch.rand(2, 4),)
-    program = torch.export.export(models.Affine().eval(), example, dynamic_shapes=({0: rows},))
-    package_weights.compile_package(program, tmp_path / "net.pt2")
-    _init(tmp_path, "net.pt2", "--input=INPUT__0:FP32:4")
-    names = {path.name for path in (tmp_path / "net" / "1").iterdir()}
-    assert names == {"model.pt2", "model.safetensors"}
 
 
 def test_init_takes_what_the_source_needs(tmp_path: Path) -> None:

@@ -39,7 +39,6 @@ from torch_py_backend.config import pbtxt
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.side_effects import SideEffects
-from torch_py_backend.loading import package_weights
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 
@@ -176,7 +175,7 @@ def test_init_of_a_package_for_cuda(tmp_path: Path) -> None:
     rows = torch.export.Dim("rows", min=1, max=8)
     example = (torch.rand(2, 4, device="cuda"),)
     program = torch.export.export(module, example, dynamic_shapes=({0: rows},))
-    package_weights.compile_package(program, tmp_path / "net.pt2")
+    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "net.pt2"))
     command = [sys.executable, "-m", "torch_py_backend", "init", "net.pt2"]
     command += ["--input=INPUT__0:FP32:4"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -553,12 +552,8 @@ def _wide(kind: ArtifactType, folder: Path) -> None:
         scenarios.script(wide)(folder / "1")
     else:
         rows = {"x": {0: torch.export.Dim("rows", max=64)}}
-        packed = kind is ArtifactType.AOTI
-        device = "cuda" if packed else "cpu"
-        x = torch.ones(2, 4096, device=device)
-        program = torch.export.export(wide.to(device), (x,), dynamic_shapes=rows)
-        save = package_weights.compile_package if packed else torch.export.save
-        save(program, folder / "1" / "model.pt2")
+        program = torch.export.export(wide, (torch.ones(2, 4096),), dynamic_shapes=rows)
+        torch.export.save(program, folder / "1" / "model.pt2")
 
 
 def _used(start: Start, folder: Path, how: str) -> int:
@@ -581,8 +576,7 @@ def _used(start: Start, folder: Path, how: str) -> int:
 @_CUDA
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind",
-    [ArtifactType.MODULE, ArtifactType.TORCHSCRIPT, ArtifactType.EXPORTED, ArtifactType.AOTI],
+    "kind", [ArtifactType.MODULE, ArtifactType.TORCHSCRIPT, ArtifactType.EXPORTED]
 )
 def test_weights_are_on_the_gpu_once(kind: ArtifactType, tmp_path: Path) -> None:
     """Of four instances, three have no weights of their own there; values are equal."""

@@ -14,12 +14,12 @@ from typing import Any
 import build
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError
+from torch_py_backend.errors import ArtifactError, InputError
 from torch_py_backend.loading import aotinductor
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.processes import orphan_cleanup
@@ -101,7 +101,7 @@ def test_package_that_cannot_be_loaded(content: str, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as raised:
         aotinductor.load(Artifact(ArtifactType.AOTI, path), config(tmp_path, "x"), CPU)
     assert "'digits': model.pt2 is an AOTInductor package that torch" in str(raised.value)
-    assert "with the parameter FALLBACK" in str(raised.value)
+    assert "Build it again with torch._inductor.aoti_compile_and_package" in str(raised.value)
     assert str(tmp_path) not in str(raised.value)
 
 
@@ -147,7 +147,6 @@ class Loader:
         return [spec.treespec_dumps(tree), spec.treespec_dumps(spec.tree_structure({"y": x}))]
 
     def run(self, leaves: list[Tensor]) -> list[Tensor]:
-        os.write(2, b"Error: what the runtime prints\n")
         self.calls.append(leaves)
         if self.refuses and not self.least <= leaves[0].shape[0] <= self.most:
             raise RuntimeError(self.refuses)
@@ -180,8 +179,10 @@ def test_device_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.usefixtures("process")
-def test_calls_of_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package is probed with tensors on its device, and not at all without a batch."""
+def test_calls_of_a_package_when_it_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package is called with tensors on its device, and not at all without a batch."""
     loader = Loader()
     assert aoti(tmp_path, monkeypatch, loader, rows=0).rows == ANY_ROWS
     assert loader.calls == []
@@ -201,46 +202,112 @@ def test_package_is_called_with_its_leaves(tmp_path: Path, monkeypatch: pytest.M
 
 
 AT_LEAST = "input_handles[0]: dim value is too small at 0, expected it to be >= 2, but got: 1\n"
-AT_MOST = "input_handles[0]: dim value is too large at 0, expected to be <= 5, but got: 8\n"
 EXACTLY = "input_handles[0]: unmatched dim value at 0, expected: 4, but got: 1\n"
+OTHER = "input_handles[0]: dim value is too small at 1, expected it to be >= 3, but got: 2\n"
+UNKNOWN = "run_func_( container_handle_, ...) API call failed at container.cpp"
 
 
 @pytest.mark.parametrize(
-    ("loader", "rows", "lines"),
+    ("loader", "rows"),
     [
-        pytest.param(Loader(), ANY_ROWS, 2, id="any"),
-        pytest.param(Loader(AT_LEAST, 2), Rows(2, None), 1, id="at least two"),
-        pytest.param(Loader(AT_MOST, most=5), Rows(1, 5), 1, id="at most five"),
-        pytest.param(Loader(EXACTLY, 4), Rows(4, 4), 0, id="exactly four"),
-        pytest.param(Loader("CUDA error: something else", 9), ANY_ROWS, 2, id="fails otherwise"),
+        pytest.param(Loader(), ANY_ROWS, id="any"),
+        pytest.param(Loader(AT_LEAST, 2), Rows(2), id="at least two"),
+        pytest.param(Loader(EXACTLY, 4), Rows(4, 4), id="exactly four"),
+        pytest.param(Loader(OTHER, 9), ANY_ROWS, id="another dimension"),
+        pytest.param(Loader(UNKNOWN, 2), Rows(2), id="up to torch 2.11"),
     ],
 )
 @pytest.mark.usefixtures("process")
 def test_rows_of_a_package(
-    loader: Loader,
-    rows: Rows,
-    lines: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    loader: Loader, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limits are in the messages for one row and the most rows, which are not printed."""
+    """Whether a package takes one row is known from a call with one, and the log names the rest."""
     assert aoti(tmp_path, monkeypatch, loader).rows == rows
-    assert [leaf.shape for leaf in loader.calls[0]] == [(1, 2)] * 3
-    assert capfd.readouterr().err.count("Error: what the runtime prints\n") == lines
-    os.write(2, b"open again\n")
-    assert capfd.readouterr().err == "open again\n"
+    assert [[leaf.shape for leaf in leaves] for leaves in loader.calls] == [[(1, 2)] * 3]
+
+
+MESSAGE = "input_handles[1]: dim value is too small at 1, expected it to be >= 2, but got: 1\n"
 
 
 @pytest.mark.usefixtures("process")
-def test_probing_without_standard_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package is probed also if standard error is closed."""
+def test_refused_size_names_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal names the input and the limit; an error that is not about a size stays."""
+    loader = Loader(MESSAGE, 9)
+    module = aoti(tmp_path, monkeypatch, loader, rows=0).module
+    with pytest.raises(InputError) as refused:
+        module(A, torch.rand(2, 1), C)
+    # Without rows: they may fill the batch.
+    message = "input 'b' has the size 1 in dimension 1; expected at least 2, for which the package"
+    assert message in str(refused.value)
+    loader.refuses = "out of memory"
+    with pytest.raises(RuntimeError, match="out of memory"):
+        module(A, B, C)
 
-    def closed(descriptor: int) -> int:
-        raise OSError(9, "Bad file descriptor")
 
-    monkeypatch.setattr(os, "dup", closed)
-    assert aoti(tmp_path, monkeypatch, Loader(AT_MOST, most=5)).rows == Rows(1, 5)
+class Positions(nn.Module):
+    """Reads as many values of a buffer as the last dimension of `x` has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Buffer(torch.arange(16.0))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return (x + self.positions[: x.shape[2]]) * mask[..., None]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("process")
+def test_limits_of_a_real_package(tmp_path: Path) -> None:
+    """Sizes outside the limits of the export are refused, in every combination.
+
+    A package reads past the memory of its buffers if only some of its checks are made.
+    """
+    rows, length = torch.export.Dim("rows", max=64), torch.export.Dim("length")
+    shapes = ({0: rows, 1: length, 2: torch.export.Dim("width", max=16)}, {0: rows, 1: length})
+    module = Positions().eval()
+    program = torch.export.export(
+        module, (torch.rand(4, 8, 8), torch.rand(4, 8)), dynamic_shapes=shapes
+    )
+    path = tmp_path / "model.pt2"
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+    inputs = (build.spec("INPUT__0", dims=(-1, -1)), build.spec("INPUT__1", dims=(-1,)))
+    loaded = aotinductor.load(
+        Artifact(ArtifactType.AOTI, path), build.config(tmp_path, inputs=inputs), CPU
+    )
+    for shape, limit in (
+        ((3, 2, 2), ""),
+        ((3, 5, 16), ""),
+        ((3, 1, 8), "1 in dimension 1; expected at least 2,"),
+        ((3, 5, 1), "1 in dimension 2; expected at least 2,"),
+        ((3, 5, 64), "64 in dimension 2; expected at most 16,"),
+        ((3, 1, 64), "1 in dimension 1; expected at least 2,"),
+        ((65, 5, 8), "65 in dimension 0; expected at most 64,"),
+    ):
+        x, mask = torch.rand(shape), torch.rand(shape[:2])
+        if limit:
+            with pytest.raises(InputError, match=f"'INPUT__0' has the size {limit}"):
+                loaded.module(x, mask)
+        else:
+            torch.testing.assert_close(loaded.module(x, mask), module(x, mask))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("process")
+def test_package_without_its_weights(tmp_path: Path) -> None:
+    """A package that was compiled without its weights, which would end the process, is refused."""
+    path = tmp_path / "model.pt2"
+    program = torch.export.export(nn.Linear(2, 2).eval(), (A,))
+    without = {
+        "aot_inductor.package_constants_in_so": False,
+        "always_keep_tensor_constants": True,
+    }
+    torch._inductor.aoti_compile_and_package(
+        program, package_path=str(path), inductor_configs=without
+    )
+    with pytest.raises(
+        ArtifactError, match=r"model\.pt2 was compiled without its weights; expected"
+    ):
+        aotinductor.load(Artifact(ArtifactType.AOTI, path), config(tmp_path, "INPUT__0"), CPU)
 
 
 _LOADED_ALONE = """

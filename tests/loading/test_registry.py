@@ -17,7 +17,7 @@ from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching.gather_scatter import ANY_ROWS
 from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, SourceError
-from torch_py_backend.loading import aotinductor, registry
+from torch_py_backend.loading import registry
 from torch_py_backend.loading.loaded import Loaded, warn_unused
 
 pytestmark = pytest.mark.usefixtures("imports")
@@ -332,35 +332,6 @@ def test_options_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture
     caplog.clear()
     warn_unused(build.config(), "check_outputs", "weights")
     assert caplog.text == ""
-
-
-@pytest.mark.parametrize(
-    ("difference", "problem"),
-    [
-        ("processor sparc", "model.pt2 was built for processor sparc. "),
-        ("", "model.pt2 is an AOTInductor package that torch"),
-    ],
-)
-def test_fallback(
-    difference: str,
-    problem: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A package of another machine, or a damaged one, is refused; with FALLBACK that is served."""
-    store(tmp_path, state=STATE)
-    store_package(tmp_path)
-    monkeypatch.setattr(aotinductor, "mismatch", lambda path, device: difference)
-    with pytest.raises(ArtifactError, match="the parameter FALLBACK") as raised:
-        load(tmp_path, default_model_filename="model.pt2")
-    assert f"'digits': {problem}" in str(raised.value)
-    loaded = load(tmp_path, default_model_filename="model.pt2", fallback="model.py")
-    assert loaded.kind is ArtifactType.MODULE
-    assert torch.equal(loaded.module(X), Y)
-    (message,) = [record.getMessage() for record in caplog.records if "torch_py" in record.name]
-    assert message.startswith(f"model 'digits': {problem}")
-    assert message.endswith("model.py is served instead.")
 
 
 def test_each_type_has_a_loader() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ import models
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
 from torch_py_backend.batching import runtime
@@ -65,20 +63,6 @@ def test_gpu_of_a_model_that_places_itself(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "set_device", selected.append)
     _build(build.config(tmp_path, kind="MODEL"))
     assert selected == [second]
-
-
-@pytest.mark.usefixtures("process")
-def test_fallback(tmp_path: Path) -> None:
-    """If a package does not load, the fallback's weights are mapped and guarded."""
-    build.write(tmp_path, "model.py", models.source(models.Affine))
-    with zipfile.ZipFile(build.write(tmp_path, "model.pt2", ""), "w") as file:
-        file.writestr("model/data/aotinductor/model/abc.wrapper.so", "")
-    save_file(models.Affine().state_dict(), tmp_path / "1" / "model.safetensors")
-    options = {"default_model_filename": "model.pt2", "fallback": "model.py"}
-    engine = _build(build.config(tmp_path, **options))
-    assert " serves model.py (Python source and weights) on " in builder.summary(
-        engine, Threads(1, 1), plain=True
-    )
 
 
 class Echo(nn.Module):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import zipfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -298,16 +297,3 @@ def test_nothing_is_written(tmp_path: Path) -> None:
     _inspect(tmp_path, source, parameters=_parameters(WEIGHTS="none"))
     names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
     assert names == ["1", "1/helper.py", "1/model.py"]
-
-
-def test_fallback(tmp_path: Path) -> None:
-    """Where a package was built for another machine, the report names what is served instead."""
-    _save_weights(tmp_path)
-    with zipfile.ZipFile(tmp_path / "1" / "model.pt2", "w") as package:
-        package.writestr(
-            "model/data/aotinductor/model/x_metadata.json", '{"AOTI_MACHINE": "another"}'
-        )
-    parameters = _parameters(FALLBACK="model.py")
-    report = _inspect(tmp_path, default_model_filename="model.pt2", parameters=parameters)
-    assert report["artifact"] == "model.py: Python source and weights"
-    assert any("was built for processor another" in text for text in report["warnings"])

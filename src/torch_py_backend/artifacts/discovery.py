@@ -36,10 +36,8 @@ class Artifact:
     Attributes:
         kind: the type of the file.
         path: the file; for a FACTORY the version folder.
-        weights: the weights file of a MODULE, a FACTORY, or an AOTI package that was compiled
-            without weights; None: there is none.
+        weights: the weights file of a MODULE or a FACTORY; None: there is none.
         weightless: the config sets `WEIGHTS: "none"`.
-        fallback: the artifact to serve if an AOTI package does not fit the machine.
         hooks: the source file with the class whose methods run around forward(); None: no hooks.
     """
 
@@ -47,13 +45,12 @@ class Artifact:
     path: Path
     weights: Path | None = None
     weightless: bool = False
-    fallback: Artifact | None = None
     hooks: Path | None = None
 
     def files(self) -> list[Path]:
-        """Return the files of the model, its weights with their shards, and its fallback."""
+        """Return the files of the model, and its weights with their shards."""
         source = [self.path] if self.weights is not None and self.path.is_file() else []
-        return [*source, *self.weight_files(), *(self.fallback.files() if self.fallback else [])]
+        return [*source, *self.weight_files()]
 
     def weight_files(self) -> list[Path]:
         """Return the files of its weights, an index before its shards."""
@@ -96,22 +93,12 @@ def find(config: ModelConfig) -> Artifact:
         ArtifactError: there is no such file, or it cannot be served.
         ConfigError: an option names a file outside the model's folder.
     """
-    fallback = config.options.fallback
     if ":" in (config.options.model_factory or ""):
         artifact = _with_weights(config, ArtifactType.FACTORY, config.version_folder, "model")
         source = config.version_folder / "model.py"
     else:
         artifact = _from_file(config, _model_file(config))
         source = artifact.path.with_suffix(".py")
-    if fallback is not None:
-        if artifact.kind is not ArtifactType.AOTI:
-            raise ConfigError(
-                config.name,
-                f"FALLBACK is set, and the model is {artifact.kind.value}",
-                expected="an AOTInductor package, the only type that may not fit a machine",
-            )
-        alternative = _from_file(config, _named_file(config, "FALLBACK", fallback))
-        artifact = dataclasses.replace(artifact, fallback=alternative)
     return dataclasses.replace(artifact, hooks=_hooks(config, source))
 
 
@@ -180,8 +167,6 @@ def _from_file(config: ModelConfig, path: Path) -> Artifact:
             " that defines the module",
             cure=file_types.advice(content, path),
         )
-    if content is FileType.AOTI and file_types.external_constants(path):
-        return _with_weights(config, ArtifactType.AOTI, path, path.stem)
     return Artifact(_KINDS[content], path)
 
 
@@ -223,7 +208,7 @@ def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path, stem: str
     if name is not None and name.lower() == "none":
         return Artifact(kind, path, weightless=True)
     if name:
-        return Artifact(kind, path, _named_file(config, "WEIGHTS", name))
+        return Artifact(kind, path, _named_weights(config, name))
     folder = path if kind is ArtifactType.FACTORY else path.parent
     return Artifact(kind, path, weights_beside(config.name, folder, stem))
 
@@ -246,14 +231,14 @@ def weights_beside(model: str, folder: Path, stem: str) -> Path | None:
     return present[0] if present else None
 
 
-def _named_file(config: ModelConfig, option: str, name: str) -> Path:
-    """Return the file that an option names; it is in the version folder, or in the model's."""
-    check_inside(config, option, name)
+def _named_weights(config: ModelConfig, name: str) -> Path:
+    """Return the file that WEIGHTS names; it is in the version folder, or in the model's."""
+    check_inside(config, "WEIGHTS", name)
     path = config.version_folder / name
     if not path.is_file():
         raise ArtifactError(
             config.name,
-            f"{option} is '{name}', and version {config.version} has no such file",
+            f"WEIGHTS is '{name}', and version {config.version} has no such file",
             cure="Correct the name in config.pbtxt.",
         )
     return path

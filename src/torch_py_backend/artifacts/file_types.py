@@ -11,18 +11,14 @@ import io
 import json
 import pickletools
 import zipfile
-from collections import defaultdict
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple
 
 from torch_py_backend.errors import summarize
 
 # Enough of a pickle to find the classes that it names; a bound for hostile files.
 _PICKLE_BYTES = 1 << 20
 _METADATA_BYTES = 1 << 16
-# The constants are at the start of the source of a package: a thousand of them have a megabyte.
-_WRAPPER_BYTES = 1 << 24
 _INFLATION = 100
 # The limit of a zip's central directory, which is read at once; 100,000 tensors have less.
 _LISTED_BYTES = 1 << 24
@@ -192,77 +188,6 @@ def aoti_metadata(path: Path) -> dict[str, str]:
 def is_cuda_package(path: Path) -> bool:
     """Return whether a file is an AOTInductor package for a CUDA device."""
     return aoti_metadata(path).get("AOTI_DEVICE_KEY") == "cuda"
-
-
-class Constant(NamedTuple):
-    """A tensor that an AOTInductor package needs and does not contain.
-
-    Attributes:
-        dtype: the name in torch, such as "float32".
-        device: "cpu", or the type of the package's device.
-        shape: its sizes.
-        stride: the stride that the compiled code reads it with, whatever that of the tensor is.
-        computed: whether the package computes it from the others (runtime constant folding).
-    """
-
-    dtype: str
-    device: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    computed: bool
-
-
-def external_constants(path: Path) -> dict[str, Constant] | None:
-    """Return the constants that an AOTInductor package was compiled without, by their names.
-
-    They are in its *.wrapper.cpp, in the form that `codegen_model_constructor` in torch's
-    _inductor/codegen/cpp_wrapper_cpu.py writes; no function of the package's loader returns shapes.
-
-    Returns:
-        The constants, {}: the package contains them, or None: there is no such source, or it
-        describes none, or some that are not strided tensors.
-    """
-    try:
-        with BoundedFile(path) as bounded, zipfile.ZipFile(bounded) as archive:
-            names = [name for name in archive.namelist() if "/data/aotinductor/" in name]
-            (wrapper,) = (name for name in names if name.endswith("wrapper.cpp"))
-            with archive.open(wrapper) as file:
-                source = file.read(_WRAPPER_BYTES).decode(errors="replace")
-        # The last argument of the constructor is `include_weights`. They may be in a file, too.
-        included = source.partition("std::move(cubin_dir),")[2].lstrip()
-        if included.startswith("true") or any(name.endswith("_weights.blob") for name in names):
-            return {}
-        return (_constants(source) or None) if included.startswith("false") else None
-    except Exception:  # damaged, which loading it reports
-        return None
-
-
-def _constants(source: str) -> dict[str, Constant]:
-    """Return the constants in a wrapper's source: lines `constants_info_[0].shape = {4, 2};`."""
-    entries: dict[str, dict[str, str]] = defaultdict(dict)
-    for line in source.splitlines():
-        target, _, value = line.strip().partition(" = ")
-        number, _, field = target.partition("].")
-        if number.startswith("constants_info_[") and field:
-            entries[number][field] = value.rstrip(";")
-    if not all(
-        entry["layout"].endswith("cached_torch_layout_strided)") for entry in entries.values()
-    ):
-        return {}
-    return {
-        entry["original_fqn"].strip('"'): Constant(
-            entry["dtype"].removeprefix("cached_torch_dtype_"),
-            entry["device_type"].removeprefix("cached_torch_device_type_"),
-            _sizes(entry["shape"]),
-            _sizes(entry["stride"]),
-            entry["from_folded"] == "true",
-        )
-        for entry in entries.values()
-    }
-
-
-def _sizes(braced: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in braced.strip("{}").split(",") if size)
 
 
 def weight_map(index: Path) -> dict[str, str]:

@@ -33,10 +33,10 @@ def find(model: str, source: Path, weights: Path | None = None) -> dict[str, Pat
     if weights is not None:
         suffix = ".safetensors" if weights.suffix == ".safetensors" else ".pt"
         return files | {f"model{suffix}": weights}
-    return files | weights_files(model, source)
+    return files | _weights_files(model, source)
 
 
-def weights_files(model: str, source: Path) -> dict[str, Path]:
+def _weights_files(model: str, source: Path) -> dict[str, Path]:
     """Return the weights beside a model file, with shards, by their names in a version folder."""
     path = discovery.weights_beside(model, source.parent, source.stem)
     if path is None:

@@ -10,18 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
+from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.autocomplete import specs
 from torch_py_backend.autocomplete.specs import Schema
 from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.errors import ConfigError, ForwardError, InputError, join_names
-from torch_py_backend.loading import example_inputs, registry, size_probing
+from torch_py_backend.loading import example_inputs, registry
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences import initial_states, state_store
 from torch_py_backend.signature import results
-from torch_py_backend.signature.binding import bind_inputs
 from torch_py_backend.streaming import streams
 
 # Tensors with shapes and types and without values: forward() on them computes nothing.
@@ -102,9 +101,7 @@ class _Runs:
         batched = len(first_dims) == 1 and first_dims != {()} and self._grows(example, outputs)
         max_batch_size = 0
         if batched:
-            packaged = self.loaded.kind is ArtifactType.AOTI
-            most = self._probe_rows(example) if packaged else self.loaded.rows.most
-            max_batch_size = specs.batch_size(most)
+            max_batch_size = specs.batch_size(self.loaded.rows.most)
         return Schema(
             specs.row_specs(inputs, batched=batched),
             specs.row_specs(outputs, batched=batched),
@@ -178,12 +175,3 @@ class _Runs:
         return all(spec.dims[:1] == (rows,) for spec in outputs) and grown == [
             (spec.name, spec.dims) for spec in twice
         ]
-
-    def _probe_rows(self, example: Item) -> int | None:
-        """Return the largest number of rows of a compiled package; None: no limit."""
-        inputs = bind_inputs(self.config.name, list(example), self.loaded.signature)
-        values = [example[name] for name in inputs.names]
-        columns = [value.to(self.device) for value in values if isinstance(value, Tensor)]
-        return size_probing.most_rows(
-            lambda leaves: inputs.call(self.loaded.module, leaves), columns
-        )

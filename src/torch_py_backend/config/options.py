@@ -173,7 +173,6 @@ class Options:
     model_kwargs: JsonObject | None = _option(json_object)
     method: str | None = _option(name)
     hooks: str | None = _option(name)
-    fallback: str | None = _option(name)
     preprocess_threads: int | None = _option(positive)
     cast_inputs: str | None = _option(floating)
     cast_outputs: bool = _option(boolean, default=False)

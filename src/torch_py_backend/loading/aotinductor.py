@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import logging
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,24 +22,40 @@ from torch.utils import _pytree as pytree
 
 from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.discovery import Artifact
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, summarize
-from torch_py_backend.loading import package_weights, size_probing
+from torch_py_backend.errors import ArtifactError, InputError, summarize
+from torch_py_backend.loading import example_inputs
 from torch_py_backend.loading.loaded import Loaded, refuse_method, warn_unused
 from torch_py_backend.processes import orphan_cleanup
-from torch_py_backend.signature import introspection
+from torch_py_backend.sequences import state_store
+from torch_py_backend.signature import binding, introspection
 from torch_py_backend.signature.arguments import Signature
+
+log = logging.getLogger(__name__)
+
+# A package reads this variable when it first runs. Without its checks, it reads past the memory of
+# inputs whose shapes are wrong.
+_CHECKS = "AOTI_RUNTIME_CHECK_INPUTS"
+# Messages of the checks, such as "input_handles[0]: dim value is too small at 1, expected it to be
+# >= 2, but got: 1", or "unmatched dim value at 1, expected: 4, but got: 1". Up to torch 2.11 they
+# are printed only.
+_SIZE = re.compile(
+    r"input_handles\[(?P<leaf>\d+)\]: .*dim value .*at (?P<dim>\d+),"
+    r" expected.*?(?P<relation>>=|<=|:) (?P<limit>\d+)"
+)
+_RELATIONS = {">=": "at least", "<=": "at most", ":": "exactly"}
+
+# Calls a package with its leaves, and returns the leaves of its result.
+_Run: TypeAlias = "Callable[[list[Tensor]], list[Tensor]]"
 
 
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
     """Load a package. It is called with its leaves, in the order of the package.
 
-    The owner of the result has the weights of a package that was compiled without them.
-
     Raises:
         ArtifactError: it was built for another machine, this torch cannot load it, or it has no
             weights.
-        WeightsError: the weights do not fit the package.
         ConfigError: METHOD is set.
     """
     path = artifact.path
@@ -46,31 +65,16 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         raise ArtifactError(
             config.name,
             f"{path.name} was built for {difference}",
-            cure=""
-            if artifact.fallback is not None
-            else "Serve it on such a machine, build it for this one, or name an exported program or"
-            " a model.py to serve instead with the parameter FALLBACK.",
+            cure="Serve it on such a machine, or build it for this one.",
         )
-    owner = package_weights.read(config, artifact, device)
-    warn_unused(config, "model_class", "model_kwargs", *([] if owner else ["weights"]))
-    # Without the checks, a package reads past the memory of inputs whose shapes are wrong.
-    os.environ[size_probing.CHECKS] = "1"
+    warn_unused(config, "model_class", "model_kwargs", "weights")
+    os.environ[_CHECKS] = "1"
     index = device.index if device is not None and device.type == "cuda" else -1
 
     with contextlib.ExitStack() as files:
         # Not where torch would unpack it: a process that Triton ends does not remove that.
         folder = tempfile.mkdtemp(prefix="torch_py_backend-", dir=orphan_cleanup.server_folder())
         files.callback(shutil.rmtree, folder, ignore_errors=True)
-
-        def set_constants() -> None:
-            if owner is not None:
-                # Not a copy: the package keeps the tensors and the addresses of their memory.
-                # keep_vars: views would be second users of the memory, which could not be replaced.
-                weights = owner.state_dict(keep_vars=True)
-                package.load_constants(
-                    weights, use_inactive=False, check_full_update=True, user_managed=True
-                )
-
         try:
             # aoti_load_package ends with this call. Before that, it imports the compiler and builds
             # a library for each instruction set, to warn of what `mismatch` has compared, in 2 to
@@ -78,23 +82,33 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
             # It passes the same name of the model, "not single-threaded", and one runner.
             with _temporary_folder(folder):
                 package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
-            package_weights.refuse_unknown(config, path, package.get_constant_fqns(), Path(folder))
-            set_constants()
             in_spec, out_spec = (pytree.treespec_loads(text) for text in package.get_call_spec())
-        except ArtifactError:
-            raise
         except Exception as error:  # a foreign or damaged package raises nearly anything
             raise ArtifactError(
                 config.name,
                 f"{path.name} is an AOTInductor package that torch {torch.__version__} cannot load:"
                 f" {summarize(error)}",
                 cure="Build it again with torch._inductor.aoti_compile_and_package under this"
-                " version of torch, or name something else to serve with the parameter FALLBACK.",
+                " version of torch.",
             ) from error
+        if package.get_constant_fqns() and not _contains_constants(Path(folder)):
+            raise ArtifactError(
+                config.name,
+                f"{path.name} was compiled without its weights",
+                expected="a package that contains them",
+                cure="Compile it again without aot_inductor.package_constants_in_so: False.",
+            )
         tree = introspection.from_tree(in_spec, {})
         # The leaves are the arguments: a tree would only be built to be flattened again.
         signature = Signature(tree.arguments, tree.leaves, lambda columns: (columns, {}))
-        rows, call = size_probing.probe(config, signature, package.run, device)
+        rows, call = _checked(config, signature, package.run, device)
+        if rows.least > 1:  # torch has printed its refusal of one row
+            log.info(
+                "model '%s': %s takes at least %d rows; smaller batches are filled up.",
+                config.name,
+                path.name,
+                rows.least,
+            )
 
         def module(*leaves: Tensor) -> Any:
             return pytree.tree_unflatten(call(list(leaves)), out_spec)
@@ -103,9 +117,83 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         # them.
         close = weakref.finalize(module, files.pop_all().close)
 
-    return Loaded(
-        artifact, module, signature, owner, rows, close=close, weights_moved=set_constants
-    )
+    return Loaded(artifact, module, signature, rows=rows, close=close)
+
+
+def _contains_constants(folder: Path) -> bool:
+    """Return whether an unpacked package contains its constants: without them, a call crashes.
+
+    They are in a file of their own, or in the library between two symbols, with a single byte for
+    none (see AotCodeCompiler in torch's _inductor/codecache.py).
+    """
+    if any(folder.rglob("*_weights.blob")):
+        return True
+    for path in folder.rglob("*.so"):
+        library = ctypes.CDLL(str(path))
+        with contextlib.suppress(ValueError):  # a library of kernels
+            start, end = (
+                ctypes.addressof(ctypes.c_char.in_dll(library, f"_binary_constants_bin_{edge}"))
+                for edge in ("start", "end")
+            )
+            return end - start > 1
+    return True
+
+
+def _checked(
+    config: ModelConfig, signature: Signature, run: _Run, device: torch.device | None
+) -> tuple[Rows, _Run]:
+    """Return how many rows a package takes, and a function to call it.
+
+    The function raises InputError with the limit if the package does not accept a size.
+    """
+    config = state_store.with_controls(config, signature)
+    specs = {spec.name: spec for spec in config.inputs}
+    if len(specs) != len(signature.leaves or ()) or not all(
+        spec.dtype.torch for spec in specs.values()
+    ):
+        return ANY_ROWS, run  # binding or the warm-up reports inputs that do not match
+    names = binding.bind_inputs(config.name, list(specs), signature).names
+
+    def call(leaves: list[Tensor]) -> list[Tensor]:
+        try:
+            return run(leaves)
+        except RuntimeError as error:
+            refused = _SIZE.search(str(error))
+            if refused is None:
+                raise
+            leaf, dim = int(refused["leaf"]), int(refused["dim"])
+            # Not the whole shape: rows that fill the batch are no client's.
+            raise InputError(
+                config.name,
+                f"input '{names[leaf]}' has the size {leaves[leaf].shape[dim]} in dimension {dim}",
+                expected=f"{_RELATIONS[refused['relation']]} {refused['limit']}, for which the"
+                " package was compiled",
+            ) from error
+
+    if not config.max_batch_size:
+        return ANY_ROWS, call
+    item = example_inputs.item(config, 1)
+    # The checks compare devices before sizes.
+    return _rows(run, [torch.as_tensor(item[name]).to(device or "cpu") for name in names]), call
+
+
+def _rows(run: _Run, row: list[Tensor]) -> Rows:
+    """Return how many rows a package takes, from a call with one.
+
+    Most packages with a dynamic batch take at least two, because torch.export specializes a size
+    of 1. Packages for a single batch size take exactly that.
+    """
+    try:
+        with torch.inference_mode():
+            run(row)
+    except RuntimeError as error:
+        refused = _SIZE.search(str(error))
+        if refused is None:
+            return Rows(2)
+        if refused["dim"] == "0":
+            limit = int(refused["limit"])
+            return Rows(limit, limit if refused["relation"] == ":" else None)
+    return ANY_ROWS
 
 
 @contextlib.contextmanager

@@ -30,15 +30,13 @@ class Loaded:
     """A loaded model.
 
     Attributes:
-        artifact: the artifact that was loaded; it may be the fallback of another one.
+        artifact: the artifact that was loaded.
         module: the callable for inputs.
         signature: the inputs of `module`.
         owner: the module with its parameters and buffers; None: it has none, or they are hidden.
         rows: how many rows one call accepts.
         step: advances several streams at once; `module` begins one then.
         close: removes temporary files. May be called several times.
-        weights_moved: must be called after the memory of weights was replaced: some callables keep
-            its addresses.
     """
 
     artifact: Artifact
@@ -48,7 +46,6 @@ class Loaded:
     rows: Rows = ANY_ROWS
     step: Callable[[list[Any]], Any] | None = None
     close: Callable[[], object] = lambda: None
-    weights_moved: Callable[[], object] = lambda: None
 
     @property
     def kind(self) -> ArtifactType:

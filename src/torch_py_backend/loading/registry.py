@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
@@ -11,11 +10,9 @@ import torch
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, ConfigError
+from torch_py_backend.errors import ConfigError
 from torch_py_backend.loading import aotinductor, exported_program, python_model, torchscript
 from torch_py_backend.loading.loaded import Forward, Loaded
-
-log = logging.getLogger(__name__)
 
 Loader: TypeAlias = "Callable[[Artifact, ModelConfig, torch.device | None], Loaded]"
 
@@ -23,19 +20,11 @@ Loader: TypeAlias = "Callable[[Artifact, ModelConfig, torch.device | None], Load
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
     """Load an artifact as a module in eval mode on a device; None: the model places itself.
 
-    If the artifact was built for another machine or cannot be loaded, load its fallback.
-
     Raises:
         ArtifactError, SourceError, WeightsError: the artifact cannot be loaded.
         ConfigError: an option does not apply to artifacts of this type.
     """
-    try:
-        return LOADERS[artifact.kind](artifact, config, device)
-    except ArtifactError as error:
-        if artifact.fallback is None:
-            raise
-        log.warning("%s %s is served instead.", error, artifact.fallback.path.name)
-    return load(artifact.fallback, config, device)
+    return LOADERS[artifact.kind](artifact, config, device)
 
 
 LOADERS: Mapping[ArtifactType, Loader] = {

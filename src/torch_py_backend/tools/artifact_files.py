@@ -108,8 +108,6 @@ def find(model: str, path: Path, example: Path | None) -> ArtifactFiles:
             expected="TorchScript, a torch.export program, an AOTInductor package or Python source",
             cure=cure,
         )
-    if content is FileType.AOTI and file_types.external_constants(path):
-        extra = source_dependencies.weights_files(model, path) | extra
     return ArtifactFiles(content.value, path.name, {_SERVED_NAMES[content]: path} | extra)
 
 

@@ -38,7 +38,7 @@ Weights: TypeAlias = "Mapping[str, Tensor]"
 # What must be equal in two processes, by name: dtype, size, and the first name of a tied tensor.
 Facts: TypeAlias = "Mapping[str, list[object]]"
 # Options that determine the tensors and their values.
-_OPTIONS = ("model_class", "model_factory", "model_kwargs", "weights", "optimize", "fallback")
+_OPTIONS = ("model_class", "model_factory", "model_kwargs", "weights", "optimize")
 
 
 class _Placed(TypedDict):
@@ -124,7 +124,6 @@ class SharedWeights:
         self._config = config
         self._memory = CudaMemory(device)
         self._reload = reload
-        self._weights_moved: Callable[[], object] = lambda: None
         self._unplaced: nn.Module | None = None
         self._weights: Weights = {}
         self._facts: Facts = {}
@@ -157,14 +156,10 @@ class SharedWeights:
         weights = {} if module is None else named(module)
         reason = refusal(self._config)
         if loaded.kind is ArtifactType.AOTI:
-            if not weights:
-                reason = "the AOTInductor package contains them"
-            elif any(weight.device != self._memory.device for weight in weights.values()):
-                reason = "the AOTInductor package has some of them on the CPU"
+            reason = "the AOTInductor package contains them"
         if reason or not weights:
             raise not_shared_error(self._config, reason or "the model exposes none")
         with self.lock:
-            self._weights_moved = loaded.weights_moved
             self._unplaced, self._weights = module, weights
             self._facts = _facts(self._weights)
             self._attach()
@@ -292,7 +287,6 @@ class SharedWeights:
         # This sets the weights of later calls, and those of RNNs: moving an RNN copies them.
         for name, weight in weights.items():
             self._weights[name].data = weight
-        self._weights_moved()
 
     def _compare(self, facts: Facts, source: str) -> None:
         differing = {

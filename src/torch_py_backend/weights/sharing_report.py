@@ -77,7 +77,7 @@ def mapped(loaded: Loaded) -> Mapped:
 
 def _obstacle(config: ModelConfig, loaded: Loaded, weights: Mapped) -> str:
     optimize = config.options.optimize
-    if loaded.kind is ArtifactType.AOTI and loaded.owner is None:
+    if loaded.kind is ArtifactType.AOTI:
         return "the AOTInductor package contains them"
     if config.options.freezes:
         return "freezing makes them constants of a graph"
