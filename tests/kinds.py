@@ -211,10 +211,7 @@ CASES = {
         script_calls=(
             Call(
                 {"texts": np.array([[b"\xff"], ["é"]], dtype=np.object_)},
-                {
-                    "length": np.array([[1], [2]]),
-                    "louder": np.array([[b"\xff!"], ["é!".encode()]], dtype=np.object_),
-                },
+                Refused(500, ("can return only UTF-8 strings",)),
             ),
             Call(
                 {"texts": np.array([["z"]], dtype=np.object_)},

@@ -138,7 +138,10 @@ class ForwardError(ModelError):
     """An exception of the model's own code, raised by the function `called`."""
 
     def __init__(self, model: str, error: BaseException, called: str = "forward") -> None:
-        super().__init__(model, f"{called}() raised {summarize(error)}")
+        cure = ""
+        if isinstance(error, UnicodeDecodeError):  # of torch, for a string in a result
+            cure = "TorchScript can return only UTF-8 strings; return other bytes as a tensor."
+        super().__init__(model, f"{called}() raised {summarize(error)}", cure=cure)
 
 
 class HookError(ModelError):

@@ -17,6 +17,7 @@ from torch_py_backend.batching import runtime
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.threads import Threads
+from torch_py_backend.errors import ForwardError
 from torch_py_backend.startup import builder
 
 
@@ -66,48 +67,31 @@ def test_gpu_of_a_model_that_places_itself(tmp_path: Path, monkeypatch: pytest.M
 
 
 class Echo(nn.Module):
-    """Takes and returns strings in every way that TorchScript allows."""
+    """Returns the lengths of strings, and the short strings."""
 
-    def forward(
-        self, x: list[str], n: int = 2
-    ) -> tuple[list[str], torch.Tensor, str, list[list[str]]]:
+    def forward(self, x: list[str]) -> tuple[torch.Tensor, list[str]]:
         lengths = torch.tensor([len(text) for text in x])
-        return [text + "!" for text in x], lengths, str(n), [[text, text] for text in x]
-
-    @torch.jit.export
-    def shout(self, x: list[str]) -> list[str]:
-        return [text + "?" for text in x]
-
-
-OUTPUTS = (
-    build.spec("OUTPUT__0", "BYTES", (1,)),
-    build.spec("OUTPUT__1", "INT64", (1,)),
-    build.spec("OUTPUT__3", "BYTES", (2,)),
-)
+        return lengths, [text if len(text) < 3 else "long" for text in x]
 
 
 @pytest.mark.parametrize("optimize", [(), ("freeze",)], ids=["plain", "frozen"])
 def test_torchscript_with_bytes(optimize: tuple[str, ...], tmp_path: Path) -> None:
-    """Bytes that are not UTF-8 pass through TorchScript unchanged."""
+    """TorchScript takes strings of any bytes; a request for which it returns them is refused."""
     (tmp_path / "1").mkdir()
     torch.jit.script(Echo().eval()).save(tmp_path / "1" / "model.pt")
-    specs: Any = {"inputs": (build.spec("x", "BYTES", (1,)),), "outputs": OUTPUTS}
-    engine = _build(build.config(tmp_path, optimize=optimize, **specs))
+    outputs = (build.spec("OUTPUT__0", "INT64", (1,)), build.spec("OUTPUT__1", "BYTES", (1,)))
+    inputs = (build.spec("x", "BYTES", (1,)),)
+    engine = _build(build.config(tmp_path, optimize=optimize, inputs=inputs, outputs=outputs))
     module: Any = engine.runner.forward.call
     assert module.original_name == "Echo"  # hooks may use attributes of the module
-    for first in (b"text", b"\xff\x00x", b"\xff"):
-        sent = np.array([[first], ["é".encode()]], dtype=np.object_)
-        (outcome,) = engine.run([{"x": sent}])
-        assert _bytes(outcome["OUTPUT__0"]) == [first + b"!", "é!".encode()]
-        assert outcome["OUTPUT__1"].flatten().tolist() == [len(first), 2]
-        assert _bytes(outcome["OUTPUT__3"]) == [first, first, "é".encode(), "é".encode()]
-    specs["outputs"] = OUTPUTS[:1]
-    method = _build(build.config(tmp_path, method="shout", **specs))
-    (outcome,) = method.run([{"x": np.array([[b"\xff"]], dtype=np.object_)}])
-    assert _bytes(outcome["OUTPUT__0"]) == [b"\xff?"]
-
-
-def _bytes(strings: Any) -> list[bytes]:
-    return [
-        text if isinstance(text, bytes) else text.encode() for text in strings.flatten().tolist()
+    items: list[Any] = [
+        {"x": np.array([[text]], dtype=np.object_)}
+        for text in (b"\xff\x00x", b"\xff", "é".encode())
     ]
+    long, refused, text = engine.run(items)
+    assert long["OUTPUT__0"].tolist() == [[3]]
+    assert long["OUTPUT__1"].tolist() == [["long"]]
+    assert isinstance(refused, ForwardError)
+    assert "forward() raised UnicodeDecodeError" in str(refused)
+    assert "can return only UTF-8 strings; return other bytes as a tensor." in str(refused)
+    assert text["OUTPUT__1"].tolist() == [["é"]]

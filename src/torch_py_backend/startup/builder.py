@@ -15,7 +15,7 @@ from torch_py_backend.config.options import TABLE
 from torch_py_backend.config.threads import Threads
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.hooks import user_hooks
-from torch_py_backend.loading import registry, torchscript
+from torch_py_backend.loading import registry
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences import state_store
 from torch_py_backend.startup import load_queue
@@ -125,5 +125,4 @@ def _load(config: ModelConfig, artifact: Artifact, device: torch.device | None) 
     ticket = load_queue.ticket(config, artifact, on_gpu=on_gpu)
     with load_queue.acquire(config, ticket, runtime.free_memory(device)):
         loaded = registry.load(artifact, config, device)
-        module = registry.optimize(config, loaded)
-        return dataclasses.replace(loaded, module=torchscript.accept_bytes(loaded, module))
+        return dataclasses.replace(loaded, module=registry.optimize(config, loaded))
