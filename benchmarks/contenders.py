@@ -56,40 +56,12 @@ class Peer:
 
 
 PEERS = {
-    "pytriton": Peer(
-        "PyTriton",
-        "nvidia-pytriton",
-        "grpc",
-        "{model}",
-        "a function with `@batch`, `DynamicBatcher()`; gRPC",
-    ),
     "litserve": Peer(
         "LitServe",
         "litserve",
         "bytes",
         "predict",
         "`max_batch_size`, `batch_timeout` of 1 ms, `fast_queue`, one worker; HTTP, raw bytes",
-    ),
-    "bentoml": Peer(
-        "BentoML",
-        "bentoml",
-        "json",
-        "predict",
-        "a batchable API, one worker, no access log; HTTP, JSON, in which BentoML carries arrays",
-    ),
-    "ray": Peer(
-        "Ray Serve",
-        "ray",
-        "bytes",
-        "predict",
-        "`serve.batch` waiting 1 ms, one replica; HTTP, raw bytes",
-    ),
-    "mlserver": Peer(
-        "MLServer",
-        "mlserver",
-        "grpc",
-        "{model}",
-        "a custom runtime, adaptive batching waiting 1 ms, one worker; gRPC",
     ),
 }
 

@@ -21,7 +21,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -92,20 +91,6 @@ _EACH = (
         "{python} litserve_client.py",
         ("litserve_server.py", "litserve_client.py"),
         "{python} litserve_server.py",
-    ),
-    # Its installation guide asks for the variable: Triton's stub needs the library of this Python.
-    Way(
-        "PyTriton",
-        "pytriton",
-        f"env LD_LIBRARY_PATH={sysconfig.get_config_var('LIBDIR')} {{python}} pytriton_server.py",
-        ("pytriton_server.py",),
-    ),
-    Way(
-        "BentoML",
-        "bentoml",
-        "{python} bentoml_client.py",
-        ("bentoml_server.py", "bentoml_client.py"),
-        "{python} -m bentoml serve bentoml_server:Service",
     ),
 )
 _LIBTORCH = Way(

@@ -141,7 +141,7 @@ other figures are medians.
 All servers form batches of at most {MAX_BATCH_SIZE}, with one instance (worker, replica) and the
 same number of threads. One client sends requests of one row in a closed loop, over the other's best
 protocol. "client's core" is the share of a core that it used, ours/other; near 1 it
-limits the throughput. The idle server keeps running: LitServe and Ray Serve then use an eighth of a
+limits the throughput. The idle server keeps running: LitServe then uses an eighth of a
 core."""
 
 

@@ -416,14 +416,14 @@ def test_markdown() -> None:
             facts={"machine": "a box"},
             versions={"litserve": "0.2"},
             rows=[_row("mlp", "litserve", 32, [2.0, 4.0, 3.0], p99=0.008)],
-            missing={("mlp", "ray"): "it ended\nwith a | in its log"},
+            missing={("mlp", "litserve"): "it ended\nwith a | in its log"},
         )
     )
     assert "|machine|a box|" in document
     assert (
         "|mlp|LitServe|32|**3.00** (2.00..4.00)|150|50|1.00/2.00|4.00/8.00|4.0/?|0.50/0.25|"
     ) in document
-    assert "|mlp|ray|it ended<br>with a \\| in its log|" in document
+    assert "|mlp|litserve|it ended<br>with a \\| in its log|" in document
     assert f"|LitServe|0.2|{PEERS['litserve'].words}|" in document
     assert "interrupted" not in document
     assert "interrupted" in report.markdown(Report("", {}, interrupted=True))
@@ -435,10 +435,10 @@ def test_markdown() -> None:
         pytest.param(_row("add", "floor", 32, [0.95], 1.0), "yes", id="floor"),
         pytest.param(_row("add", "floor", 32, [0.94], 1.0), "**no**", id="below the floor"),
         pytest.param(_row("mlp", "runtime", 8, [1.2], 1.0), "**no**", id="Triton's runtime"),
-        pytest.param(_row("mlp", "ray", 32, [2.0], 0.002), "yes", id="peer"),
-        pytest.param(_row("mlp", "ray", 32, [1.9], 0.002), "**no**", id="too slow"),
-        pytest.param(_row("mlp", "ray", 32, [9.0], 0.001), "**no**", id="worse p99"),
-        pytest.param(_row("mlp", "ray", 8, [9.0], 0.002), None, id="another concurrency"),
+        pytest.param(_row("mlp", "litserve", 32, [2.0], 0.002), "yes", id="peer"),
+        pytest.param(_row("mlp", "litserve", 32, [1.9], 0.002), "**no**", id="too slow"),
+        pytest.param(_row("mlp", "litserve", 32, [9.0], 0.001), "**no**", id="worse p99"),
+        pytest.param(_row("mlp", "litserve", 8, [9.0], 0.002), None, id="another concurrency"),
         pytest.param(_row("mlp", "floor", 32, [0.1], 0.002), None, id="another model"),
     ],
 )
@@ -456,7 +456,7 @@ def test_reasons() -> None:
         _row("add", "floor", 1, [0.8], 1.0),
         _row("add", "transfer", 1, [0.9], 1.0),
         _row("add", "plain", 8, [1.0], 1.0),
-        _row("mlp", "ray", 32, [1.9], 0.002),
+        _row("mlp", "litserve", 32, [1.9], 0.002),
         _row("add", "plain", 32, [0.9, 0.8, 1.1], 1.0),
         _row("transformer", "plain", 32, [0.9], 1.0),
     ]
@@ -513,10 +513,10 @@ def test_what_fails_is_noted(
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(serving, "_serving", _no_server)
     monkeypatch.setattr(serving, "_against", fail)
-    assert serving.main(["--models", "add", "--against", "floor,ray"]) == 1
+    assert serving.main(["--models", "add", "--against", "floor,litserve"]) == 1
     printed = capsys.readouterr().out
     assert "|add|floor|floor did not want add.|" in printed
-    assert "|add|ray|ray did not want add.|" in printed
+    assert "|add|litserve|litserve did not want add.|" in printed
 
 
 def test_interrupt_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -533,7 +533,7 @@ def test_interrupt_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(serving, "_serving", _no_server)
     monkeypatch.setattr(serving, "_against", once)
     output = tmp_path / "benchmarks.md"
-    assert serving.main(["--against", "floor,ray", "--output", str(output)]) == 0
+    assert serving.main(["--against", "floor,litserve", "--output", str(output)]) == 0
     document = output.read_text()
     assert "|add|no-op floor|1|" in document
     assert "interrupted" in document
