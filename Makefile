@@ -91,6 +91,7 @@ lint: $(VENV)/installed budget
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/check_pages.py
 
 # The size of the project beside its limits.
 budget: $(VENV)/installed

@@ -15,7 +15,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from torch_py_backend.config import removed_names
+from torch_py_backend.config import options, removed_names
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = (
@@ -28,16 +28,18 @@ PAGES = (
 # The page for those who come from an older repository may name what is gone.
 _MAY_NAME_REMOVED = {"CHANGELOG.md", "migrate.md"}
 _MARKDOWN = MarkdownIt().enable("table")
+_REMOVED_OPTIONS = sorted(removed_names.OPTIONS.keys() - {row.key for row in options.TABLE})
+_REMOVED_VALUES = sorted(removed_names.OPTIMIZE.keys() - {*options.OPTIMIZATIONS})
 # Options and flags are words of their own; values of OPTIMIZE and commands occur in other senses,
 # and count only in a context.
 _REMOVED = re.compile(
     "|".join(
         [
-            *(rf"\b{name}\b" for name in removed_names.OPTIONS if name != "STATE"),
-            r"['\"]STATE['\"]",
+            *(rf"(?<!\w){name}\b" for name in _REMOVED_OPTIONS if name != "STATE"),
+            *(rf"['\"]{name}['\"]" for name in _REMOVED_OPTIONS if name == "STATE"),
             *(rf"(?<!\S){flag}\b" for flag in removed_names.FLAGS),
             *(rf"torch-py-backend {command}\b" for command in removed_names.COMMANDS),
-            *(rf"\b{value}\b" for value in removed_names.OPTIMIZE if "_" in value),
+            *(rf"\b{value}\b" for value in _REMOVED_VALUES if "_" in value),
             *(rf"format=['\"]{name}['\"]" for name in removed_names.FORMATS),
         ]
     )

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,14 +67,6 @@ def blocks(page: Path) -> list[Block]:
             line = (token.map or [0])[0] + 1
             result.append(Block(f"{page.name}:{line}", language, title, token.content))
     return result
-
-
-def links(page: Path) -> Iterator[str]:
-    """Yield the targets of links and images."""
-    for token in _tokens(page):
-        for child in token.children or ():
-            if child.type in ("link_open", "image"):
-                yield str(child.attrs.get("href") or child.attrs.get("src"))
 
 
 def anchors(page: Path) -> set[str]:
