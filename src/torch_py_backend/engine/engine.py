@@ -46,9 +46,7 @@ class Engine:
     """One loaded model, called from one thread.
 
     Attributes:
-        lock: the lock that each run holds, except the calls of a plain model, whose weights are
-            not swapped. Changes of the model hold it, too. It is reentrant: a caller may hold it to
-            read the model's state before a run.
+        lock: the lock that each run holds, except the calls of a plain model; it is reentrant.
         hooks: the model's hooks; None: it has none.
         grouping: groups the items of a run.
         device: the device that the model runs on.
