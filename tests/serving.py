@@ -16,6 +16,7 @@ import hooked
 import kinds
 import ml_dtypes
 import pytest
+import registered
 import scenarios
 import torch
 import tritonclient.grpc
@@ -42,7 +43,12 @@ _GRPC = {
     500: "INTERNAL",
     503: "UNAVAILABLE",
 }
-_REFUSED = scenarios.REFUSED_ON_SERVER | kinds.REFUSED_ON_SERVER | hooked.REFUSED_ON_SERVER
+_REFUSED = (
+    scenarios.REFUSED_ON_SERVER
+    | kinds.REFUSED_ON_SERVER
+    | hooked.REFUSED_ON_SERVER
+    | registered.REFUSED_ON_SERVER
+)
 
 
 def _served(table: Sequence[Scenario]) -> tuple[Scenario, ...]:
@@ -56,6 +62,7 @@ TABLES = {
     "sequences and hooks": (
         *scenarios.SEQUENCES,
         *_served(hooked.TABLE),
+        *_served(registered.TABLE),
         *(one for one in _SINGLE if one.load_error),
     ),
     "kinds": _served(kinds.TABLE),

@@ -11,6 +11,7 @@ import fake_triton
 import hooked
 import kinds
 import pytest
+import registered
 import scenarios
 import torch
 from scenarios import Call, Refused, Scenario, assert_close
@@ -24,7 +25,7 @@ _STATUS = {
 }
 
 
-_TABLE = scenarios.TABLE + kinds.TABLE + hooked.TABLE
+_TABLE = scenarios.TABLE + kinds.TABLE + hooked.TABLE + registered.TABLE
 _OLD, _NEW = fake_triton.GENERATIONS
 # The newer utilities share most code paths: one scenario of each kind is enough.
 _ROWS = [(scenario, _OLD) for scenario in _TABLE]

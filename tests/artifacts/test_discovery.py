@@ -18,7 +18,9 @@ _Files = dict[str, Callable[[Path], object]]
 
 
 def source(path: Path) -> None:
-    path.write_text("raise SystemExit('it is only read')\nclass Net: ...\n", encoding="utf-8")
+    path.write_text(
+        "raise SystemExit('it is only read')\nclass Net(nn.Module): ...\n", encoding="utf-8"
+    )
 
 
 def script(path: Path) -> None:
@@ -195,23 +197,28 @@ def test_factory_of_the_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "hooks"),
+    ("text", "model", "hooks"),
     [
-        ("class Hooks:\n    def preprocess(self): ...\n", True),
-        ("class Hooks:\n    def other(self): ...\n", False),
-        ("class Hooks(Base): ...\n", True),
-        ("class Hooks(nn.Module): ...\n", False),
-        ("class Others:\n    def preprocess(self): ...\n", False),
-        ("class Hooks:\n  def (", True),  # loading reports the error
+        ("class Hooks:\n    def preprocess(self): ...\n", "model.pt", True),
+        ("class Hooks(Base): ...\n", "model.pt", True),
+        ("class Hooks:\n  def (", "model.pt", True),  # loading reports the error
+        ("class Hooks:\n    def other(self): ...\n", "model.pt", False),
+        ("class Hooks(nn.Module): ...\n", "model.py", False),
+        # Without a module, it registers what the model needs.
+        ("import torchvision\n", "model.pt", False),
+        ("@op('shop::f')\ndef f(x): ...\nclass Pair(typing.NamedTuple): ...\n", "model.pt", False),
+        ("try:\n    class Net(Base): ...\nfinally: ...\n", "model.py", False),
+        ("def (", "model.py", False),
     ],
 )
-def test_source_with_hooks(text: str, hooks: bool, tmp_path: Path) -> None:
-    """A model.py that defines hooks belongs to the complete model beside it."""
+def test_source_beside_a_complete_model(text: str, model: str, hooks: bool, tmp_path: Path) -> None:
+    """A model.py with hooks or without a module belongs to the complete model beside it."""
     version = store(tmp_path, {"model.pt": script})
     build.write(tmp_path, "model.py", text)
     artifact = discovery.find(build.config(tmp_path))
-    assert artifact.path == version / ("model.pt" if hooks else "model.py")
+    assert artifact.path == version / model
     assert artifact.hooks == (version / "model.py" if hooks else None)
+    assert artifact.source == (version / "model.py" if model == "model.pt" else None)
 
 
 @pytest.mark.parametrize("name", ["None", "Mine"])

@@ -134,6 +134,21 @@ def test_init_takes_what_the_source_needs(tmp_path: Path) -> None:
     assert set(files) == taken | {"model.py", "model.safetensors.index.json"}
 
 
+def test_init_takes_the_source_beside_a_script(tmp_path: Path) -> None:
+    """A model.py without a module, which the model imports, is served with it; another is not."""
+    scenarios.script(models.Affine(), "net.pt")(tmp_path)
+    scenarios.text("import registers\n" + kinds._EXAMPLE_FUNCTION)(tmp_path)
+    scenarios.text("", "registers.py")(tmp_path)
+    scenarios.safe({"x": torch.rand(2, 4)}, "example_inputs.safetensors")(tmp_path)
+    version = tmp_path / "net" / "1"
+    taken = {"model.pt", "example_inputs.safetensors"}
+    _init(tmp_path, "net.pt")
+    assert {path.name for path in version.iterdir()} == taken | {"model.py", "registers.py"}
+    scenarios.python(models.Negate)(tmp_path)
+    _init(tmp_path, "net.pt", "--force")
+    assert {path.name for path in version.iterdir()} == taken
+
+
 _EDGE = 16
 _IMAGES = f"--input=x:FP32:3x{_EDGE}x{_EDGE}"
 

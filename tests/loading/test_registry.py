@@ -221,18 +221,33 @@ def test_method_that_torchscript_lacks_is_refused(tmp_path: Path) -> None:
             load(tmp_path, method=method)
 
 
+_OTHER_TORCH = f"that torch {torch.__version__} cannot load"
+
+
 @pytest.mark.parametrize(
-    ("member", "old", "new"),
+    ("member", "old", "new", "says"),
     [
-        ("version", b"", None),
-        (".py", b"forward", b"for ward"),
-        ("data.pkl", b"offset", b"offsit"),  # a weight of another name
+        ("version", b"", None, _OTHER_TORCH),
+        (".py", b"forward", b"for ward", _OTHER_TORCH),
+        ("data.pkl", b"offset", b"offsit", _OTHER_TORCH),  # a weight of another name
+        (
+            ".py",
+            b"torch.add",
+            b"torch.new_add",
+            f"{_OTHER_TORCH}: RuntimeError: Unknown builtin op",
+        ),
+        (
+            ".py",
+            b"offset : Tensor",
+            b"offset : __torch__.torch.classes.shop.Index",
+            "with torch.classes.shop.Index, which is not registered. Import the package",
+        ),
     ],
 )
 def test_torchscript_that_cannot_be_loaded(
-    member: str, old: bytes, new: bytes | None, tmp_path: Path
+    member: str, old: bytes, new: bytes | None, says: str, tmp_path: Path
 ) -> None:
-    """The error names the version of torch and its reason, and no folder."""
+    """The error names the version of torch and its reason, or a class, and no folder."""
     path = store_script(tmp_path, scripted())
     with zipfile.ZipFile(path) as file:
         members = {name: file.read(name) for name in file.namelist()}
@@ -246,7 +261,7 @@ def test_torchscript_that_cannot_be_loaded(
         load(tmp_path)
     text = str(raised.value)
     assert isinstance(raised.value, LoadError)
-    assert f"model 'digits': model.pt is TorchScript that torch {torch.__version__} cannot" in text
+    assert f"model 'digits': model.pt is TorchScript {says}" in text
     assert str(tmp_path) not in text
 
 

@@ -47,6 +47,17 @@ class Artifact:
     weightless: bool = False
     hooks: Path | None = None
 
+    @property
+    def source(self) -> Path | None:
+        """The source file that is imported before a complete artifact is loaded, if there is one.
+
+        It may register operators and classes that the artifact needs.
+        """
+        if self.kind not in _KINDS.values():
+            return None
+        paths = (self.path.with_suffix(".py"), self.path.with_name("model.py"))
+        return next((path for path in paths if path.is_file()), None)
+
     def files(self) -> list[Path]:
         """Return the files of the model, and its weights with their shards."""
         source = [self.path] if self.weights is not None and self.path.is_file() else []
@@ -73,6 +84,8 @@ HOOK_METHODS = (
     "postprocess",
     "postprocess_batch",
 )
+# Bases of classes that programs take and return.
+_CONTAINERS = {"NamedTuple", "OrderedDict", "dict", "ModelOutput"}
 _DEFAULTS = ("model.py", "model.pt", "model.pt2")
 _KINDS = {
     FileType.TORCHSCRIPT: ArtifactType.TORCHSCRIPT,
@@ -85,9 +98,9 @@ def find(config: ModelConfig) -> Artifact:
     """Return the artifact in the version folder.
 
     The order is: MODEL_FACTORY of a package, `default_model_filename`, model.py, model.pt,
-    model.pt2. A state_dict belongs to the source file with the same stem, if there is
-    one. If model.py defines hooks and there is a complete model.pt or model.pt2, then this file is
-    the model and model.py only provides the hooks.
+    model.pt2. A state_dict belongs to the source file with the same stem, if there is one. If
+    model.py defines hooks or no module, and there is a complete model.pt or model.pt2, then this
+    file is the model; model.py is imported before it and provides the hooks.
 
     Raises:
         ArtifactError: there is no such file, or it cannot be served.
@@ -144,6 +157,20 @@ def _defines_hooks(source: Path) -> bool:
     return False
 
 
+def defines_module(source: Path) -> bool:
+    """Return whether a file may define an nn.Module: a class with a base that is not a container.
+
+    If the file has a syntax error, it may; loading it then reports the error.
+    """
+    try:
+        tree = ast.parse(source.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return True
+    classes = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    bases = {ast.unparse(base).rpartition(".")[2] for node in classes for base in node.bases}
+    return not bases <= _CONTAINERS
+
+
 # --- files -----------------------------------------------------------------------------------
 
 
@@ -194,8 +221,11 @@ def _model_file(config: ModelConfig) -> Path:
         )
     first = present[0]
     selected = options.model_class or options.model_factory
-    if first.suffix == ".py" and not selected and _hooks(config, first) is not None:
-        # It only provides the hooks if there is a model without further files.
+    beside = not selected and (
+        _hooks(config, first) is not None or not (options.weights or defines_module(first))
+    )
+    if first.suffix == ".py" and beside:
+        # It is not the model if there is a model without further files.
         for path in present[1:]:
             with contextlib.suppress(OSError):
                 if file_types.file_type(path) in _KINDS:

@@ -21,7 +21,13 @@ from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ConfigError, ForwardError, LoadError
 from torch_py_backend.hooks import user_hooks
-from torch_py_backend.loading import aotinductor, example_inputs, exported_program, registry
+from torch_py_backend.loading import (
+    aotinductor,
+    example_inputs,
+    exported_program,
+    registrations,
+    registry,
+)
 from torch_py_backend.signature.arguments import ordinal
 
 log = logging.getLogger(__name__)
@@ -111,7 +117,8 @@ def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, undecided: bool
         # Otherwise, a model that makes streams would be refused.
         config = dataclasses.replace(config, decoupled=True)
     if artifact.kind is ArtifactType.EXPORTED:
-        return _from_program(config, exported_program.describe(config, artifact.path))
+        with registrations.imported(config, artifact):
+            return _from_program(config, exported_program.describe(config, artifact.path))
     if not packaged:  # compiled code reads memory, which meta tensors lack
         try:
             return example_runs.infer(config, artifact, example_runs.META, listed)

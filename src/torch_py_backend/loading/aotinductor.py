@@ -24,8 +24,8 @@ from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, InputError, summarize
-from torch_py_backend.loading import example_inputs
+from torch_py_backend.errors import ArtifactError, InputError
+from torch_py_backend.loading import example_inputs, registrations
 from torch_py_backend.loading.loaded import Loaded, refuse_method, warn_unused
 from torch_py_backend.processes import orphan_cleanup
 from torch_py_backend.sequences import state_store
@@ -84,10 +84,11 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
                 package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
             in_spec, out_spec = (pytree.treespec_loads(text) for text in package.get_call_spec())
         except Exception as error:  # a foreign or damaged package raises nearly anything
-            raise ArtifactError(
-                config.name,
-                f"{path.name} is an AOTInductor package that torch {torch.__version__} cannot load:"
-                f" {summarize(error)}",
+            raise registrations.load_error(
+                config,
+                path,
+                artifact.kind.value,
+                error,
                 cure="Build it again with torch._inductor.aoti_compile_and_package under this"
                 " version of torch.",
             ) from error

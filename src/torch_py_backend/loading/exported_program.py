@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._export.serde import serialize
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.artifacts.discovery import Artifact
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, summarize
-from torch_py_backend.loading import mapped_files
+from torch_py_backend.errors import ArtifactError
+from torch_py_backend.loading import mapped_files, registrations
 from torch_py_backend.loading.loaded import Loaded, refuse_method, warn_unused
 from torch_py_backend.signature import binding, introspection, results
 from torch_py_backend.signature.arguments import Signature
@@ -99,15 +103,40 @@ def _sizes(tensors: list[tuple[str, Any]]) -> list[tuple[str, torch.dtype, tuple
 
 
 def _read(config: ModelConfig, path: Path) -> ExportedProgram:
+    with _logged_causes() as causes:
+        try:
+            return torch.export.load(path)
+        except Exception as error:  # a damaged archive raises nearly anything
+            raise registrations.load_error(
+                config,
+                path,
+                ArtifactType.EXPORTED.value,
+                causes[-1] if causes and "warnings above" in str(error) else error,
+                cure="Write it again with torch.export.save under this version of torch.",
+            ) from error
+
+
+@contextlib.contextmanager
+def _logged_causes() -> Iterator[list[BaseException]]:
+    """Collect the exceptions that torch logs with their tracebacks, instead of their records.
+
+    Its own exception then refers to "the warnings above".
+    """
+    causes: list[BaseException] = []
+
+    def collect(record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[1]:
+            causes.append(record.exc_info[1])
+        return not record.exc_info
+
+    loggers = [logging.getLogger(name) for name in ("torch.export", serialize.__name__)]
+    for logger in loggers:
+        logger.addFilter(collect)
     try:
-        return torch.export.load(path)
-    except Exception as error:  # a damaged archive raises nearly anything
-        raise ArtifactError(
-            config.name,
-            f"{path.name} is a torch.export program that torch {torch.__version__} cannot load:"
-            f" {summarize(error)}",
-            cure="Write it again with torch.export.save under this version of torch.",
-        ) from error
+        yield causes
+    finally:
+        for logger in loggers:
+            logger.removeFilter(collect)
 
 
 def _signature(program: ExportedProgram, module: nn.Module) -> Signature:

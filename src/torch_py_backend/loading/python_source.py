@@ -289,6 +289,11 @@ def module_names(model: str, path: Path) -> list[str]:
     return list(_defined(import_source(model, path), _is_module_class))
 
 
+def function_names(model: str, path: Path) -> list[str]:
+    """Return the names of the public functions that a source defines."""
+    return list(_defined(import_source(model, path), inspect.isfunction))
+
+
 def example_inputs(model: str, path: Path) -> Mapping[str, object] | None:
     """Return what `example_inputs()` of a model's source returns; None: it has none.
 

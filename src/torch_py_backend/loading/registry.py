@@ -11,7 +11,13 @@ from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError
-from torch_py_backend.loading import aotinductor, exported_program, python_model, torchscript
+from torch_py_backend.loading import (
+    aotinductor,
+    exported_program,
+    python_model,
+    registrations,
+    torchscript,
+)
 from torch_py_backend.loading.loaded import Forward, Loaded
 
 Loader: TypeAlias = "Callable[[Artifact, ModelConfig, torch.device | None], Loaded]"
@@ -24,7 +30,8 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         ArtifactError, SourceError, WeightsError: the artifact cannot be loaded.
         ConfigError: an option does not apply to artifacts of this type.
     """
-    return LOADERS[artifact.kind](artifact, config, device)
+    with registrations.imported(config, artifact):
+        return LOADERS[artifact.kind](artifact, config, device)
 
 
 LOADERS: Mapping[ArtifactType, Loader] = {

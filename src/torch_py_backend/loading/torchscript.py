@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from torch_py_backend.artifacts.discovery import Artifact
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, summarize
-from torch_py_backend.loading import mapped_files
+from torch_py_backend.loading import mapped_files, registrations
 from torch_py_backend.loading.loaded import Forward, Loaded, warn_unused
 from torch_py_backend.signature import introspection
 
@@ -47,10 +47,11 @@ def read(config: ModelConfig, path: Path, device: torch.device | None) -> torch.
     try:
         module: torch.jit.ScriptModule = torch.jit.load(path, map_location=device)
     except Exception as error:  # a damaged archive raises nearly anything
-        raise ArtifactError(
-            config.name,
-            f"{path.name} is TorchScript that torch {torch.__version__} cannot load:"
-            f" {summarize(error)}",
+        raise registrations.load_error(
+            config,
+            path,
+            ArtifactType.TORCHSCRIPT.value,
+            error,
             cure="Write it again with torch.jit.save under this version of torch.",
         ) from error
     module.eval()

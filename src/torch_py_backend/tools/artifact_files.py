@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch_py_backend.artifacts import file_types, source_dependencies
+from torch_py_backend.artifacts import discovery, file_types, source_dependencies
 from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.tools import torchserve_archive
@@ -108,6 +108,9 @@ def find(model: str, path: Path, example: Path | None) -> ArtifactFiles:
             expected="TorchScript, a torch.export program, an AOTInductor package or Python source",
             cure=cure,
         )
+    source = path.with_name("model.py")
+    if source.is_file() and not discovery.defines_module(source):
+        extra = source_dependencies.without_weights(model, source) | extra
     return ArtifactFiles(content.value, path.name, {_SERVED_NAMES[content]: path} | extra)
 
 

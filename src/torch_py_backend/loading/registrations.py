@@ -1,0 +1,91 @@
+"""Operators and classes that a package registers when it is imported: some artifacts need them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from torch_py_backend.artifacts.discovery import Artifact
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import ArtifactError, SourceError, summarize
+from torch_py_backend.loading import python_source
+
+log = logging.getLogger(__name__)
+
+# What torch writes about an unregistered operator or class; those of torch itself do not count.
+_UNREGISTERED = re.compile(
+    r"Unknown builtin op: (?!aten::|prim::)([\w:.]+)"  # torch.jit.load
+    r"|Unknown type name '__torch__\.(torch\.classes\.[\w.]+)'"
+    r"|failed to resolve torch\.ops\.(?!aten\.|prim\.)(\w+\.\w+)"  # torch.export.load
+    r"|GLOBAL ([\w.]+) was not an allowed global"
+    r"|Could not find schema for (?!aten::|prim::)([\w:.]+)"  # AOTInductor
+    r"|Deserializing ([\w.<>]+) in pytree is not registered"
+    r"|namedtuple class ([\w.<>]+) because"
+)
+
+
+@contextlib.contextmanager
+def imported(config: ModelConfig, artifact: Artifact) -> Iterator[None]:
+    """Import the source file beside an artifact, which is loaded in the context.
+
+    The artifact may not need what the file registers: if it cannot be imported, that is a warning,
+    and the error of an artifact that cannot be loaded either.
+    """
+    failure: SourceError | None = None
+    if artifact.source is not None:
+        try:
+            functions = python_source.function_names(config.name, artifact.source)
+        except SourceError as error:
+            failure = error
+            log.warning("%s %s is loaded without it.", error, artifact.path.name)
+        else:
+            if functions and artifact.hooks is None and config.default_model_filename is None:
+                log.warning(
+                    "model '%s': %s is served, and %s() in %s is not called. Name the file to serve"
+                    " with default_model_filename.",
+                    config.name,
+                    artifact.path.name,
+                    functions[0],
+                    artifact.source.name,
+                )
+    try:
+        yield
+    except ArtifactError:
+        if failure is not None:
+            raise failure from failure.__cause__
+        raise
+
+
+def load_error(
+    config: ModelConfig, path: Path, kind: str, error: BaseException, cure: str
+) -> ArtifactError:
+    """Return the error for an artifact that torch cannot load.
+
+    Args:
+        config: the model's config.
+        path: the artifact.
+        kind: its type.
+        error: that of torch.
+        cure: what to do if all operators and classes are registered.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        match = _UNREGISTERED.search(str(cause))
+        if match:
+            name = match[match.lastindex or 0].rstrip(".")
+            return ArtifactError(
+                config.name,
+                f"{path.name} is {kind} with {name}, which is not registered",
+                cure="Import the package that registers it in model.py, beside the artifact.",
+            )
+        cause = cause.__cause__ or cause.__context__
+    return ArtifactError(
+        config.name,
+        f"{path.name} is {kind} that torch {torch.__version__} cannot load: {summarize(error)}",
+        cure=cure,
+    )

@@ -1,0 +1,206 @@
+"""Artifacts that need operators or classes that a package registers: a table of scenarios."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import models
+import scenarios
+import torch
+from scenarios import Call, Scenario, Writer, config, floats
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+# The package NAME: an operator `double`, and a class `Pair` of two tensors.
+_PACKAGE = """
+import dataclasses
+
+import torch
+
+library = torch.library.Library("NAME", "FRAGMENT")
+library.define("double(Tensor x) -> Tensor")
+library.impl("double", lambda x: x * 2, "CompositeExplicitAutograd")
+torch.library.register_fake("NAME::double", torch.empty_like, lib=library)
+
+
+@dataclasses.dataclass
+class Pair:
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+torch.export.register_dataclass(Pair, serialized_type_name="NAME.Pair")
+"""
+_HOOKS = """
+import torch
+
+
+class Hooks:
+    def postprocess_batch(self, result):
+        return {"y": result}
+"""
+_HELPER = """
+
+def helper(x):
+    return x
+"""
+_X = floats(2, 4)
+_BATCH = {0: torch.export.Dim("batch", min=1, max=8)}
+_X_TO_Y = config({"x": [4]}, {"y": [4]})
+_BARE = 'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n'
+_Save = Callable[[Any, Path], None]
+
+
+def _doubles(package: Any) -> nn.Module:
+    operator = getattr(torch.ops, package.__name__).double
+
+    class Doubles(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = operator(x) + 1
+            return result
+
+    return Doubles()
+
+
+def _trace(package: Any, path: Path) -> None:
+    torch.jit.trace(_doubles(package), torch.rand(2, 4)).save(path.with_suffix(".pt"))
+
+
+def _export(package: Any, path: Path) -> None:
+    program = torch.export.export(
+        _doubles(package), (torch.rand(2, 4),), dynamic_shapes={"x": _BATCH}
+    )
+    torch.export.save(program, path)
+
+
+def _export_classes(package: Any, path: Path) -> None:
+    class Swaps(nn.Module):
+        def forward(self, pair: Any) -> Any:
+            return package.Pair(pair.second, pair.first + 1)
+
+    pair = package.Pair(torch.rand(2, 4), torch.rand(2, 4))
+    program = torch.export.export(Swaps(), (pair,), dynamic_shapes={"pair": [_BATCH, _BATCH]})
+    torch.export.save(program, path)
+
+
+def _compile(package: Any, path: Path) -> None:
+    """Write a package with the operator, which returns the class."""
+    doubles = _doubles(package)
+
+    class Both(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return package.Pair(doubles(x), x)
+
+    program = torch.export.export(Both(), (torch.rand(2, 4),), dynamic_shapes={"x": _BATCH})
+    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+
+
+def write(name: str, save: _Save, source: str | None) -> Writer:
+    """Return the writer of an artifact, the package `name` beside it, and a model.py.
+
+    The package is not registered in this process any more when the artifact is written.
+    """
+
+    def write(folder: Path) -> None:
+        (folder / f"{name}.py").write_text(_PACKAGE.replace("NAME", name))
+        if source is not None:
+            (folder / "model.py").write_text(source)
+        sys.path.insert(0, str(folder))
+        package = importlib.import_module(name)
+        try:
+            save(package, folder / "model.pt2")
+        finally:
+            sys.path.remove(str(folder))
+            del sys.modules[name]
+            package.library._destroy()
+            pytree._deregister_pytree_node(package.Pair)
+
+    return write
+
+
+def _served(
+    name: str, save: _Save, source: str, text: str, *calls: Call, logs: tuple[str, ...] = ()
+) -> Scenario:
+    return Scenario(name, write(name, save, source.replace("NAME", name)), text, calls, logs=logs)
+
+
+def _refused(name: str, save: _Save, source: str | None, *says: str) -> Scenario:
+    return Scenario(name, write(name, save, source), _X_TO_Y, load_error=says)
+
+
+_IMPORT = "Import the package that registers it in model.py"
+_DOUBLED = Call({"x": _X}, {"y": 2 * _X + 1})
+
+TABLE = (
+    _served(
+        "operator_of_torchscript",
+        _trace,
+        "import NAME\n" + _HELPER,
+        _X_TO_Y,
+        _DOUBLED,
+        logs=("helper() in model.py is not called",),
+    ),
+    _served(
+        "operator_and_class_of_package",
+        _compile,
+        "import NAME\n",
+        config({"x": [4]}, {"first": [4], "second": [4]}),
+        Call({"x": _X}, {"first": 2 * _X + 1, "second": _X}),
+    ),
+    # The same file has the hooks, and Triton names the artifact.
+    _served(
+        "operator_of_program",
+        _export,
+        "import NAME\n" + _HOOKS,
+        _X_TO_Y + 'default_model_filename: "model.pt2"\n',
+        _DOUBLED,
+    ),
+    _served(
+        "class_of_program",
+        _export_classes,
+        "from NAME import Pair\n",
+        _BARE,
+        Call(
+            {"first": _X, "second": -_X},
+            {"first": -_X, "second": _X + 1},
+        ),
+    ),
+    _refused(
+        "unknown_operator_of_torchscript",
+        _trace,
+        None,
+        "operator_of_torchscript::double, ",
+        _IMPORT,
+    ),
+    _refused(
+        "unknown_operator_of_program",
+        _export,
+        "import torch\n",
+        "unknown_operator_of_program.double, ",
+        _IMPORT,
+    ),
+    _refused("unknown_operator_of_package", _compile, None, "::double, ", _IMPORT),
+    _refused("unknown_class", _export_classes, None, "unknown_class.Pair, ", _IMPORT),
+    # Where the artifact can be loaded, a file that fails may have nothing to do with it.
+    Scenario(
+        "failing_import_of_another",
+        scenarios.both(
+            scenarios.script(models.Negate()), scenarios.text("import missing_package\n")
+        ),
+        _X_TO_Y + 'default_model_filename: "model.pt"\n',
+        (Call({"x": _X}, {"y": -_X}),),
+        logs=("model.py fails at line 1", "model.pt is loaded without it"),
+    ),
+    _refused(
+        "failing_import",
+        _trace,
+        "import missing_package\n",
+        "model.py fails at line 1: ModuleNotFoundError",
+    ),
+)
+# As in scenarios: the server only carries the message.
+REFUSED_ON_SERVER = frozenset({"unknown_operator_of_program"})
