@@ -43,6 +43,24 @@ class Affine(nn.Module):
         return self.linear(x) + self.offset
 
 
+class Factor(nn.Module):
+    """Its state_dict has an entry that is no tensor."""
+
+    def __init__(self, factor: Any = 1.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 2.0))
+        self.factor = factor
+
+    def get_extra_state(self) -> Any:
+        return {"factor": self.factor} if isinstance(self.factor, float) else self.factor
+
+    def set_extra_state(self, state: Any) -> None:
+        self.factor = state["factor"] if isinstance(state, dict) else state
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight * self.factor
+
+
 class Sum(nn.Module):
     """Takes a list whose items may be None."""
 

@@ -263,6 +263,12 @@ FILES = (
         x_to_y(5, MODEL_CLASS="Affine", MODEL_KWARGS='{"out": 5}', WEIGHTS="big.pth"),
         (Call({"x": _X}, {"y": eager(affine(out=5), x=_X)}),),
     ),
+    Scenario(
+        "extra_state",
+        both(python(models.Factor), saved(models.Factor(3.0).state_dict())),
+        _X_TO_Y,
+        (Call({"x": _X}, {"y": 6 * _X}),),
+    ),
     Scenario("function", python(models.double), _X_TO_Y, (Call({"x": _X}, {"y": 2 * _X}),)),
     Scenario(
         "factory",

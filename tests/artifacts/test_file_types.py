@@ -1,5 +1,6 @@
 """The type of a file from its first bytes, zip members and the names in pickles."""
 
+import argparse
 import gzip
 import io
 import json
@@ -138,6 +139,13 @@ CONTENTS: dict[str, tuple[_Write, FileType]] = {
         FileType.STATE_DICT,
     ),
     "checkpoint": (save({"epoch": 3, "state_dict": _STATE}), FileType.STATE_DICT),
+    **{
+        f"checkpoint with an object {options}": (
+            save({"args": argparse.Namespace(), "model": _STATE}, **options),
+            FileType.STATE_DICT,
+        )
+        for options in ({}, _LEGACY, {"pickle_protocol": 4})
+    },
     "protocol 4 state_dict": (save(_TWO_STORAGES, pickle_protocol=4), FileType.STATE_DICT),
     "compressed again": (repacked, FileType.STATE_DICT),
     "own module": (save(_MODULE), FileType.PICKLED_MODULE),

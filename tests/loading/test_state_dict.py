@@ -1,3 +1,4 @@
+import argparse
 import collections
 import json
 from collections.abc import Callable, Mapping
@@ -6,6 +7,8 @@ from typing import Any
 from unittest import mock
 
 import build
+import models
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -58,6 +61,12 @@ class Unusual(Net):
         return hidden @ self.transposed + self.second.bias
 
 
+def _quantized() -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 3))
+    module: nn.Module = torch.ao.quantization.quantize_dynamic(net, {nn.Linear})
+    return module
+
+
 class Renamed(Net):
     """Translates the keys of an earlier version."""
 
@@ -77,6 +86,10 @@ STATE = {
 }
 X = torch.tensor([[1.0, 2.0]])
 Y = torch.tensor([[12.0, 28.0, 44.0]])
+
+
+def prefixed(prefix: str) -> dict[str, Tensor]:
+    return {f"{prefix}{key}": value for key, value in STATE.items()}
 
 
 def zipped(state: State, path: Path) -> None:
@@ -230,6 +243,33 @@ def test_file_may_change_while_it_is_served(write: Writer, name: str, tmp_path: 
     assert torch.equal(module(X), Y)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch warns about its own quantized modules
+@pytest.mark.parametrize(
+    ("make", "saved"),
+    [
+        pytest.param(_quantized, _quantized, id="quantized"),
+        pytest.param(
+            lambda: nn.Sequential(models.Factor()),
+            lambda: nn.Sequential(models.Factor(3.0)),
+            id="extra state of a submodule",
+        ),
+        pytest.param(
+            lambda: models.Factor(torch.ones(1)),
+            lambda: models.Factor(torch.rand(4)),
+            id="extra state that is a tensor of another size",
+        ),
+    ],
+)
+def test_entries_that_the_module_loads_itself(
+    make: Callable[[], nn.Module], saved: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    """Entries that are no tensors, or extra states, are passed to a module that has them."""
+    original, x = saved(), torch.rand(2, 4)
+    module = filled(tmp_path, make(), original.state_dict())
+    assert torch.equal(module(x), original(x))
+    assert not torch.equal(make()(x), original(x))
+
+
 # --- what does not fit -----------------------------------------------------------------------
 
 
@@ -282,6 +322,13 @@ def test_weights_of_another_module(
     assert str(raised.value).startswith(start + message)
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module."])
+def test_weights_of_a_wrapped_module(prefix: str, tmp_path: Path) -> None:
+    """The error names what DataParallel and torch.compile put before all keys."""
+    with pytest.raises(WeightsError, match=f"Save them without '{prefix}' before their keys"):
+        filled(tmp_path, Net(), prefixed(prefix))
+
+
 @pytest.mark.parametrize(
     ("state", "message"),
     [
@@ -290,6 +337,15 @@ def test_weights_of_another_module(
             "that is not a state_dict: 'state_dict' is a dict; expected tensors by name. Save its",
         ),
         ({"optimizer": {}, "model_state_dict": STATE}, "Save its entry 'model_state_dict' alone."),
+        (
+            {"epoch": 3, "state_dict": prefixed("model.") | {"loss._extra_state": {}}},
+            "Save its entry 'state_dict' alone, without 'model.' before its keys.",
+        ),
+        ({"epoch": np.float64(3), "state_dict": STATE}, ".multiarray.scalar, which weights_only"),
+        (
+            {"args": argparse.Namespace(lr=1), "model": STATE},
+            "hold argparse.Namespace, which weights_only refuses to load; expected a state_dict",
+        ),
         ({**STATE, "epoch": 3}, "hold a dict that is not a state_dict: 'epoch' is a int"),
         ({0: torch.ones(3)}, "hold a dict that is not a state_dict"),
         (torch.ones(3), "hold a Tensor that is not a state_dict"),

@@ -11,7 +11,7 @@ import io
 import json
 import pickletools
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from torch_py_backend.errors import summarize
@@ -214,26 +214,37 @@ _CODE = ("torch.nn.modules.", "torch.fx.", "torch.jit.")
 
 def _pickle_type(pickled: bytes) -> FileType:
     """Return the type after the classes and functions that a pickle names; it is not unpickled."""
-    names: set[str] = set()
+    pickles: list[list[str]] = []
     stream = io.BytesIO(pickled)
     try:
         # torch older than 1.6 wrote several pickles in a row.
         while stream.tell() < len(pickled):
-            _collect_names(stream, names)
+            pickles.append([])
+            _collect_names(stream, pickles[-1])
     except (ValueError, LookupError):  # cut off at the bound, or data after the pickles
         pass
-    foreign = any(name.startswith(_CODE) or name.split(".")[0] not in _DATA for name in names)
-    return FileType.PICKLED_MODULE if foreign else FileType.STATE_DICT
+    return FileType.PICKLED_MODULE if any(map(_holds_code, pickles)) else FileType.STATE_DICT
 
 
-def _collect_names(stream: io.BytesIO, names: set[str]) -> None:
+def _holds_code(names: Sequence[str]) -> bool:
+    # A dict, whatever is in it, is a checkpoint: the error of loading it names what is refused.
+    is_dict = names[:1] in (["builtins.dict"], ["collections.OrderedDict"])
+    return any(
+        name.startswith(_CODE) or (name.split(".")[0] not in _DATA and not is_dict)
+        for name in names
+    )
+
+
+def _collect_names(stream: io.BytesIO, names: list[str]) -> None:
     strings: list[str] = []
     memo: dict[int, str] = {}
     for opcode, argument, _ in pickletools.genops(stream):
         if opcode.name == "GLOBAL":  # protocol 2, which torch.save uses: "module name"
-            names.add(str(argument).replace(" ", "."))
+            names.append(str(argument).replace(" ", "."))
         elif opcode.name == "STACK_GLOBAL":  # protocol 4: the two strings before it
-            names.add(".".join(strings[-2:]))
+            names.append(".".join(strings[-2:]))
+        elif opcode.name == "EMPTY_DICT" and not names:
+            names.append("builtins.dict")
         elif opcode.name == "MEMOIZE":
             memo[len(memo)] = strings[-1] if strings else ""
         elif opcode.name in ("BINGET", "LONG_BINGET"):

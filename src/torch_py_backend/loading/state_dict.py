@@ -7,9 +7,10 @@ weight stays in the mapped file (see `mapped_files`).
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 import safetensors
@@ -30,6 +31,13 @@ from torch_py_backend.loading import mapped_files
 
 _Built = TypeVar("_Built")
 
+# The end of the keys of what get_extra_state() returns: any picklable value.
+_EXTRA_STATE = "_extra_state"
+# So many of a module's keys are looked for with a prefix: a tied weight may not be in the file.
+_COMPARED = 8
+# The class or function that weights_only refuses, in the message of torch.load.
+_REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global")
+
 
 def load_into(
     config: ModelConfig, artifact: Artifact, module: nn.Module, *, hint: str = ""
@@ -46,21 +54,30 @@ def load_into(
         ArtifactError: there is no file of weights, or it cannot be read.
         WeightsError: its keys or shapes are not those of the module.
     """
-    tensors = module.state_dict(keep_vars=True)
+    own = module.state_dict(keep_vars=True)
     if artifact.weights is None:
-        if not tensors:
+        if not own:
             return
         raise ArtifactError(
             config.name,
-            f"{type(module).__name__} has {len(tensors)} weights, and there is no weights file"
+            f"{type(module).__name__} has {len(own)} weights, and there is no weights file"
             f" beside {artifact.path.name}",
             expected=f"{artifact.path.stem}.safetensors, .pt or .pth",
             cure='Save module.state_dict() there, or set the parameter WEIGHTS to "none".',
         )
+    # The module loads its other entries itself, as quantized modules and set_extra_state() do.
+    tensors = {
+        key: value
+        for key, value in own.items()
+        if isinstance(value, Tensor) and not key.endswith(_EXTRA_STATE)
+    }
     state = read(config, artifact.weights)
+    loaded = own.keys() - tensors.keys()
+    if others := {key: it for key, it in _no_tensors(state).items() if key not in loaded}:
+        raise _not_a_state_dict(config, artifact.weights, state, others, own)
     file = artifact.weights.name
-    missing = [key for key in tensors if key not in state]
-    unexpected = [key for key in state if key not in tensors]
+    missing = [key for key in own if key not in state]
+    unexpected = [key for key in state if key not in own]
     shapes = [
         f"{key} {list(state[key].shape)} instead of {list(tensor.shape)}"
         for key, tensor in tensors.items()
@@ -88,6 +105,8 @@ def load_into(
     present = {id(tensor) for key, tensor in tensors.items() if key in state}
     missing = [key for key in missing if id(tensors.get(key)) not in present]
     if missing or unexpected or shapes:
+        if prefix := _prefix(state, own):
+            hint = f"Save them without '{prefix}' before their keys."
         raise WeightsError(
             config.name, file, missing=missing, unexpected=unexpected, shapes=shapes, hint=hint
         )
@@ -96,8 +115,8 @@ def load_into(
 # --- files -----------------------------------------------------------------------------------
 
 
-def read(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
-    """Return the weights in a file, or in the shards that an index names, by key.
+def read(config: ModelConfig, path: Path) -> Mapping[str, Any]:
+    """Return the entries of a state_dict in a file, or in the shards that an index names, by key.
 
     Raises:
         ArtifactError: they cannot be read.
@@ -117,9 +136,12 @@ def read(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
             config.name, f"the weights {path.name} cannot be read: {summarize(error)}"
         ) from error
     except Exception as error:  # a damaged pickle raises nearly anything
+        refused = _REFUSED.search(str(error))
         raise ArtifactError(
             config.name,
-            f"the weights {path.name} cannot be read with weights_only: {summarize(error)}",
+            f"the weights {path.name} hold {refused[1]}, which weights_only refuses to load"
+            if refused
+            else f"the weights {path.name} cannot be read with weights_only: {summarize(error)}",
             expected="a state_dict of plain tensors",
             cure="Save module.state_dict() there, or convert it to safetensors.",
         ) from error
@@ -130,30 +152,57 @@ def read(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
             expected="a state_dict that torch.save wrote, or safetensors",
             cure="Save module.state_dict() there.",
         )
-    if _is_state_dict(state):
+    if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
         return state
-    entries = state if isinstance(state, Mapping) else {}
-    nested = [key for key, value in entries.items() if _is_state_dict(value) and value]
-    others = [
-        f": '{key}' is a {type(value).__name__}"
-        for key, value in entries.items()
-        if not isinstance(value, Tensor)
-    ]
-    raise ArtifactError(
+    raise _not_a_state_dict(config, path, state, _no_tensors(state))
+
+
+def _no_tensors(state: object) -> dict[str, object]:
+    """Return the entries whose values are no tensors."""
+    entries = state.items() if isinstance(state, Mapping) else ()
+    return {key: value for key, value in entries if not isinstance(value, Tensor)}
+
+
+def _not_a_state_dict(
+    config: ModelConfig,
+    path: Path,
+    state: object,
+    others: Mapping[str, object],
+    own: Collection[str] = (),
+) -> ArtifactError:
+    """Return the error that says what to save of a file.
+
+    Args:
+        config: the model's config.
+        path: the file.
+        state: what is in it.
+        others: the entries that are no weights.
+        own: the keys of the module.
+    """
+    cure = "Save module.state_dict() without other entries."
+    for key, value in others.items():
+        if isinstance(value, Mapping) and len(_no_tensors(value)) < len(value):
+            prefix = _prefix(value, own)
+            without = f", without '{prefix}' before its keys" if prefix else ""
+            cure = f"Save its entry '{key}' alone{without}."
+            break
+    entry = next((f": '{key}' is a {type(it).__name__}" for key, it in others.items()), "")
+    return ArtifactError(
         config.name,
-        f"the weights {path.name} hold a {type(state).__name__} that is not a state_dict"
-        + "".join(others[:1]),
+        f"the weights {path.name} hold a {type(state).__name__} that is not a state_dict{entry}",
         expected="tensors by name",
-        cure=f"Save its entry '{nested[0]}' alone."
-        if nested
-        else "Save module.state_dict() without other entries.",
+        cure=cure,
     )
 
 
-def _is_state_dict(value: object) -> TypeGuard[Mapping[str, Tensor]]:
-    return isinstance(value, Mapping) and all(
-        isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in value.items()
-    )
+def _prefix(keys: Collection[str], own: Collection[str]) -> str:
+    """Return what precedes a module's own keys in those of a file, such as "module."."""
+    for name in [*own][:_COMPARED]:
+        for key in keys:
+            prefix = key.removesuffix(name)
+            if prefix.endswith(".") and sum(prefix + name in keys for name in own) * 2 > len(own):
+                return prefix
+    return ""
 
 
 def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:
