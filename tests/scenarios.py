@@ -363,7 +363,23 @@ _NUMPY = {
 _EVERY_TYPE: Arrays = {kind: np.array([[0, 1, 100]]).astype(it) for kind, it in _NUMPY.items()}
 _EVERY_TYPE["BF16"] = torch.tensor([[0.5, -1.0, 3e38]], dtype=torch.bfloat16)
 
+_PRINTS = """
+import logging
+import sys
+
+print("загружено ✅ \\udcff")
+
+
+def prints(x):
+    print("обработка")
+    print("ошибка", file=sys.stderr)
+    logging.getLogger("model").warning("журнал")
+    return x
+"""
+
 TYPES = (
+    # A stub runs in the C locale.
+    Scenario("prints_beyond_ascii", text(_PRINTS), _X_TO_Y, (Call({"x": _X}, {"y": _X}),)),
     Scenario(
         "every_type",
         python(models.echo),

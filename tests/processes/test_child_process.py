@@ -54,6 +54,11 @@ def crashes():
 def real_time_signal():
     os.kill(os.getpid(), 40)
 
+def prints_beyond_ascii():
+    print("größe \udcff")
+    print("größe", file=sys.stderr)
+    return "printed"
+
 def prints():
     print("by print")
     print("x" * 1_000_000, flush=True)
@@ -211,6 +216,16 @@ def test_prints_do_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     out, err = capfd.readouterr()
     assert out == ""
     assert {"by print", "by write", "by echo", "at the end"} <= set(err.splitlines())
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_text_that_the_environment_cannot_print(
+    encoding: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What is printed is UTF-8, whatever the locale is."""
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    assert _run("prints_beyond_ascii") == "printed"
+    assert capfd.readouterr().err.splitlines() == ["größe \\udcff", "größe"]
 
 
 # --- errors ----------------------------------------------------------------------------------

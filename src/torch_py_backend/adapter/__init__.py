@@ -12,7 +12,6 @@ import contextlib
 import faulthandler
 import gc
 import json
-import locale
 import logging
 import os
 import threading
@@ -29,7 +28,7 @@ from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import execution_env, model_config, threads
 from torch_py_backend.errors import BackendError, PlatformError, UnavailableError
-from torch_py_backend.processes import instance_status
+from torch_py_backend.processes import child_process, instance_status
 
 if TYPE_CHECKING:
     from torch_py_backend.adapter.answering import Answering
@@ -77,8 +76,7 @@ class TritonPythonModel:
         self._status = instance_status.InstanceStatus()
         self._streaming: Streaming | None = None
         self._lost = False
-        # Triton's stub runs in the C locale, but torch.compile reads its templates as UTF-8.
-        locale.setlocale(locale.LC_ALL, "C.UTF-8")
+        child_process.use_utf8()
         try:
             self._start(args)
         except BaseException as error:

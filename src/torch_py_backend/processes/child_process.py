@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import io
 import json
 import locale
 import os
@@ -196,7 +197,7 @@ def main() -> None:
     child = os.getpid()
     # A model's call may not return: the kernel kills this process when its parent dies.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    locale.setlocale(locale.LC_ALL, "C.UTF-8")
+    use_utf8()
     # The model must not read the messages: its standard input is empty.
     messages = os.fdopen(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -230,6 +231,18 @@ def main() -> None:
         _kill(procfs.descendants(child))
     # Threads of the model must not delay the exit.
     os._exit(0)
+
+
+def use_utf8() -> None:
+    """Make UTF-8 the encoding of this process's text files and of what it prints.
+
+    Triton's stub runs in the C locale. torch.compile reads its templates, and models print, text
+    outside ASCII.
+    """
+    locale.setlocale(locale.LC_ALL, "C.UTF-8")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def _write(path: str, outcome: Mapping[str, object]) -> None:
