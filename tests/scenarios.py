@@ -1380,13 +1380,13 @@ LOAD_ERRORS = (
         "model.pt is a state_dict",
         "Put the class that it belongs to in model.py",
     ),
-    refused("empty_file", raw(b""), _X_TO_Y, "model.pt is empty"),
-    refused("random_bytes", raw(bytes(range(256)) * 9), _X_TO_Y, "model.pt is not a file that"),
+    refused("empty_file", raw(b""), _X_TO_Y, "model.pt is not a PyTorch file"),
+    refused("random_bytes", raw(bytes(range(256)) * 9), _X_TO_Y, "model.pt is not a PyTorch file"),
     refused(
         "truncated",
         raw(_SCRIPTED.save_to_buffer()[:-300]),
         _X_TO_Y,
-        "model.pt is a truncated or damaged zip archive",
+        "model.pt is not a PyTorch file, or a damaged one",
     ),
     refused(
         "syntax_error",
@@ -1514,13 +1514,6 @@ LOAD_ERRORS = (
         + tensor("output", "y", [4], "FP16"),
         "output 'y' is float32 [8, 4]; expected float16 [-1, 4]",
         "Write data_type: TYPE_FP32 into config.pbtxt.",
-    ),
-    refused(
-        "html_page",
-        raw(b"<!DOCTYPE html><html>not found</html>"),
-        _X_TO_Y,
-        "model.pt is an HTML page",
-        "Download it again",
     ),
     refused(
         "lfs_pointer",

@@ -336,9 +336,9 @@ _WEIGHTS = safetensors.torch.save(models.Affine().state_dict())
         ("net.py", ["--input=x:FP32:-2"], "expected NAME:TYPE:DIMS"),
         ("net.py", ["--input=x:FP32:3", "--example=net.py"], "give one of them"),
         ("net.py", ["--example=none"], "--example is none; expected a file of safetensors"),
-        ("page.pt", ["--repository=new/models"], "page.pt is an HTML page"),
+        ("page.pt", ["--repository=new/models"], "page.pt is not a PyTorch file, or a damaged one"),
         ("net.safetensors", [], "net.safetensors is safetensors: weights without code"),
-        ("a [red] b.pt", ["--repository=new/models"], "a [red] b.pt is not a file that"),
+        ("a [red] b.pt", ["--repository=new/models"], "a [red] b.pt is not a PyTorch file"),
         ("net.py", ["--repository=/dev/null/models"], "/dev/null"),
         *(
             ("net.py", [f"--name={name}"], f"--name is '{name}'")
