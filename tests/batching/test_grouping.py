@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import itertools
 from collections.abc import Callable
 from typing import Any, Optional, Tuple  # noqa: UP035
 
@@ -21,6 +23,7 @@ from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.config.sequence_config import SequenceConfig, State
 from torch_py_backend.errors import BindingError, InputError
 from torch_py_backend.signature import introspection
+from torch_py_backend.signature.calls import InputBinding
 
 
 def optional(spec: TensorSpec) -> TensorSpec:
@@ -150,7 +153,7 @@ def test_gap_in_a_list_is_refused() -> None:
         grouping_of(forward, specs[0], specs[1], build.spec("c"))
     grouping = grouping_of(forward, *specs)
     value = torch.ones(1, 4)
-    assert set(grouping.patterns) == {frozenset(), frozenset("c"), frozenset("bc")}
+    assert set(grouping.patterns) == {frozenset(), frozenset("bc")}
     refusal = grouping.admit({"a": value, "c": value})
     assert isinstance(refusal, InputError)
     assert "a, c leave gaps in a list" in str(refusal)
@@ -178,6 +181,22 @@ def test_parts_of_a_tuple_are_left_out_together() -> None:
         assert isinstance(refusal, InputError)
         assert "is a tuple" in str(refusal)
         assert "all of ARGS[1][0], ARGS[1][1], or none of them" in str(refusal)
+
+
+def test_kept_sets_of_optional_inputs_are_limited() -> None:
+    """Every set of optional inputs may be left out; the bindings of a limited number are kept."""
+
+    def forward(**inputs: Any) -> Any:
+        return inputs
+
+    names = [*"abcdefg"]
+    grouping = grouping_of(forward, X, *(optional(build.spec(name)) for name in names))
+    value = torch.ones(1, 4)
+    for sent in itertools.product((False, True), repeat=len(names)):
+        item: Item = {"x": value} | dict.fromkeys(itertools.compress(names, sent), value)
+        assert received(grouping, forward, item) == [item]
+    kept = [entry for entry in gc.get_objects() if isinstance(entry, InputBinding)]
+    assert len(kept) <= 70
 
 
 # --- groups ----------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -39,7 +38,7 @@ class Grouping:
     """Checks and groups a model's items, and converts them to arguments.
 
     Attributes:
-        patterns: the sets of optional inputs that may be left out together; the empty set is first.
+        patterns: the sets of optional inputs that are bound at load; the empty set is first.
         binding: how a batch is passed whose items have all inputs.
 
     Raises:
@@ -115,32 +114,23 @@ class Grouping:
         self.patterns = self._find_patterns(sorted(optional))
 
     def _find_patterns(self, optional: Sequence[str]) -> tuple[frozenset[str], ...]:
-        """Return the sets of optional inputs that forward() can be called without.
+        """Return the sets of optional inputs that are bound at load: none of them, and all.
 
-        Requests that leave out other sets are refused, such as one of two parts of a tuple.
+        Other sets are bound by the first request that leaves them out, or refuse it.
 
         Raises:
-            BindingError: an optional input is in none of these sets.
+            BindingError: an optional input can be left out neither with all others nor alone.
         """
-        sizes: Sequence[int] = range(1, len(optional) + 1)
-        if len(optional) > _MOST_PATTERNS:  # only all of them and each alone
-            sizes = (len(optional), 1)
-        patterns: list[frozenset[str]] = [frozenset()]
-        errors: list[tuple[frozenset[str], BindingError]] = []
-        for names in itertools.chain.from_iterable(
-            itertools.combinations(optional, size) for size in sizes
-        ):
-            pattern = frozenset(names)
-            try:
-                self._bound(pattern | self._carried)
-                patterns.append(pattern)
-            except BindingError as error:
-                errors.append((pattern, error))
-        omissible = frozenset().union(*patterns)
-        for pattern, refusal in errors:
-            if not pattern <= omissible:
-                raise refusal
-        return tuple(patterns)
+        everything = frozenset(optional)
+        if not everything:
+            return (everything,)
+        try:
+            self._bound(everything | self._carried)
+        except BindingError:
+            for name in optional:
+                self._bound(self._carried | {name})
+            return (frozenset(),)
+        return frozenset(), everything
 
     @property
     def places(self) -> dict[str, str]:
@@ -260,14 +250,15 @@ class Grouping:
         return self._bound(frozenset(self._names).difference(item))
 
     def _bound(self, left_out: frozenset[str]) -> InputBinding:
-        """Return how items without these inputs are passed; bind each set once."""
+        """Return how items without these inputs are passed; keep the bindings of some sets."""
         inputs = self._partial.get(left_out)
         if inputs is None:
             names = [*self._names, *self._batch_inputs]
             inputs = bind_inputs(
                 self._model, names, self._signature, left_out, sequence_inputs=self._kept
             )
-            self._partial[left_out] = inputs
+            if len(self._partial) < MAX_SETS:  # clients choose the sets
+                self._partial[left_out] = inputs
         return inputs
 
     def convert(self, inputs: InputBinding, columns: Sequence[Value]) -> Sequence[object]:
@@ -339,8 +330,8 @@ _SCALARS: Mapping[ArgumentType, Callable[[Any], object]] = {
 }
 
 
-# With more optional inputs than this, not all sets of them are tried.
-_MOST_PATTERNS = 6
+# The most sets of optional inputs whose bindings are kept: n inputs have 2^n sets.
+MAX_SETS = 64
 
 
 def _check_types(config: ModelConfig, function: str, special: Mapping[str, ArgumentType]) -> None:

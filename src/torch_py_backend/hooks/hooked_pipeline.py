@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter, trees
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
-from torch_py_backend.batching.grouping import Group
+from torch_py_backend.batching.grouping import MAX_SETS, Group
 from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
 from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.batching.stage import Stage
@@ -200,7 +200,8 @@ class HookedPipeline:
             # Names from hooks are argument names; names from the config may be bound in order.
             ordered = not self.hooks.makes_batches
             inputs = bind_inputs(self._model, names, self._signature, ordered=ordered)
-            self._bound[names] = inputs
+            if len(self._bound) < MAX_SETS:  # hooks may pass only what a client has sent
+                self._bound[names] = inputs
         return inputs.call(module, [named[name] for name in inputs.names])
 
     # --- after the module ----------------------------------------------------------------------

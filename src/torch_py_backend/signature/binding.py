@@ -85,7 +85,14 @@ def bind_inputs(
     if container is not None:
         places = _part_places(model, names, container, signature)
     else:
-        places = _places(model, names, signature, ordered=ordered, sequence_inputs=sequence_inputs)
+        places = _places(
+            model,
+            names,
+            signature,
+            ordered=ordered,
+            sequence_inputs=sequence_inputs,
+            warns=not left_out,  # clients choose what is left out
+        )
     if len(set(places.values())) < len(places):
         raise BindingError(
             model,
@@ -174,8 +181,12 @@ def _places(
     *,
     ordered: bool,
     sequence_inputs: Collection[str],
+    warns: bool,
 ) -> dict[str, Place]:
-    """Return the places of names: each separately, else all in the config's order."""
+    """Return the places of names: each separately, else all in the config's order.
+
+    If `warns`, the latter is logged.
+    """
     slots = signature.slots(len(names))
     places = {name: signature.place(name, slots) for name in names}
     requested = [name for name in names if name not in sequence_inputs]
@@ -188,6 +199,14 @@ def _places(
             numbers = {name: ordinal(name) or 0 for name in requested}
             places |= {n: (slots[i], ()) if i < len(slots) else None for n, i in numbers.items()}
     if ordered and in_order:
+        if warns:
+            log.warning(
+                "model '%s': the input names %s are not all arguments of %s, nor all numbers"
+                " (INPUT__0, INPUT__1, …); they are passed in the config's order.",
+                model,
+                ", ".join(requested or names),
+                signature,
+            )
         return _places_in_order(
             model, names, {**places, **dict.fromkeys(requested)}, signature, sequence_inputs
         )
@@ -211,17 +230,10 @@ def _places_in_order(
     signature: Signature,
     sequence_inputs: Collection[str],
 ) -> dict[str, Place]:
-    """Return the places of all names: those without one in the config's order, with a warning.
+    """Return the places of all names: those without one in the config's order.
 
     States and controls whose own name has no place come last.
     """
-    log.warning(
-        "model '%s': the input names %s are not all arguments of %s, nor all numbers"
-        " (INPUT__0, INPUT__1, …); they are passed in the config's order.",
-        model,
-        ", ".join([name for name in names if name not in sequence_inputs] or names),
-        signature,
-    )
     placed = {name: place for name, place in places.items() if place is not None}
     used = {slot for slot, _ in placed.values()}
     free = [slot for slot in signature.slots(len(names)) if slot not in used]
