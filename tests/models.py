@@ -126,6 +126,16 @@ class Raises(nn.Module):
         return x
 
 
+class Gradients(nn.Module):
+    """The gradients of the squares of x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad((x * x).sum(), x)
+        return gradient
+
+
 class Judge(nn.Module):
     """Fails at some values, at each in another way; messages hold what must not leave."""
 

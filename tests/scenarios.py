@@ -587,6 +587,12 @@ OPTIONS = (
         logs=("NUM_TREADS is unknown and ignored. Did you mean NUM_THREADS?",),
     ),
     Scenario(
+        "gradients",
+        python(models.Gradients),
+        x_to_y(INFERENCE_MODE="false"),
+        (Call({"x": _X}, {"y": 2 * _X}),),
+    ),
+    Scenario(
         "compiled",
         python(models.Compiled),
         x_to_y(2, TORCH_COMPILE_OPTIONAL_PARAMETERS='{"mode": "default"}', WEIGHTS="none"),

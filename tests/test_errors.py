@@ -1,6 +1,7 @@
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable
 
 import build
 import pytest
@@ -68,6 +69,40 @@ def test_facts() -> None:
     assert "a fatal error and answers no requests any more (RuntimeError: it broke)" in str(fatal)
     error = ForwardError(build.MODEL, ZeroDivisionError("by zero"))
     assert str(error) == "model 'digits': forward() raised ZeroDivisionError: by zero."
+
+
+def _differentiate(x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(x.requires_grad_().sum(), x)[0]
+
+
+def _differentiate_outside(x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(False), torch.enable_grad():
+        return _differentiate(x)
+
+
+def _save_for_backward(x: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(False), torch.enable_grad():
+        return _differentiate(x * torch.ones(1, requires_grad=True))
+
+
+def _retain(x: torch.Tensor) -> None:
+    (x + 1).retain_grad()
+
+
+@pytest.mark.parametrize(
+    "forward", [_differentiate, _differentiate_outside, _save_for_backward, _retain]
+)
+@pytest.mark.parametrize("scripted", [False, True])
+def test_gradients(forward: Callable[[torch.Tensor], object], scripted: bool) -> None:
+    """Where torch refuses gradients, the error says what they need."""
+    with torch.inference_mode(), pytest.raises(RuntimeError) as raised:
+        forward(torch.ones(2))
+    error: Exception = raised.value
+    if scripted:
+        error = RuntimeError(f"… the TorchScript interpreter.\nRuntimeError: {error}")
+    assert str(ForwardError(build.MODEL, error)).endswith(
+        '. Gradients need the parameter INFERENCE_MODE "false", and torch.enable_grad() in forward().'
+    )
 
 
 def test_weights_error() -> None:

@@ -138,10 +138,15 @@ class ForwardError(ModelError):
     """An exception of the model's own code, raised by the function `called`."""
 
     def __init__(self, model: str, error: BaseException, called: str = "forward") -> None:
-        cure = ""
+        summary, cure = summarize(error), ""
         if isinstance(error, UnicodeDecodeError):  # of torch, for a string in a result
             cure = "TorchScript can return only UTF-8 strings; return other bytes as a tensor."
-        super().__init__(model, f"{called}() raised {summarize(error)}", cure=cure)
+        elif summary.removeprefix("RuntimeError: ").startswith(_NO_GRADIENTS):
+            cure = (
+                'Gradients need the parameter INFERENCE_MODE "false", and torch.enable_grad() in'
+                f" {called}()."
+            )
+        super().__init__(model, f"{called}() raised {summary}", cure=cure)
 
 
 class HookError(ModelError):
@@ -285,6 +290,13 @@ _QUOTED_PATH = re.compile(r"""(['"])/[^'"]*/(?=[^'"/]+\1)""")
 _MEMORY_ADDRESS = re.compile(r"( at)? 0x[0-9a-fA-F]{6,}")
 _NETWORK_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
 _TORCHSCRIPT = "TorchScript interpreter"
+# What torch says where gradients are not recorded.
+_NO_GRADIENTS = (
+    "element 0 of tensors does not require grad",
+    "Setting requires_grad=True on inference tensor",
+    "Inference tensors cannot be saved for backward",
+    "can't retain_grad on Tensor that has requires_grad=False",
+)
 
 
 def _message(subject: str, found: str, expected: str, cure: str) -> str:
