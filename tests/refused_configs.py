@@ -37,7 +37,7 @@ TABLE: dict[str, tuple[str, str]] = {
     "negative_size": (_input("dims: [ 4, -2 ]"), "input 'x' has dims [4, -2]"),
     "format": (
         _input("format: FORMAT_NCHW dims: [ 4 ]"),
-        "input 'x' has format: FORMAT_NCHW and 1 dims",
+        "input 'x' has format: FORMAT_NCHW and 1 dim",
     ),
     "shape_tensor": (
         _input("dims: [ 4 ] is_shape_tensor: true"),

@@ -329,6 +329,6 @@ REFUSED = (
         ),
         config(_X, _Y),
         # One stream alone would do.
-        load_error=("step() returned 1 entries for 2 streams; expected a list with a pair",),
+        load_error=("step() returned a list of 1 for 2 streams; expected a list with a pair",),
     ),
 )

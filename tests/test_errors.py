@@ -100,9 +100,8 @@ def test_gradients(forward: Callable[[torch.Tensor], object], scripted: bool) ->
     error: Exception = raised.value
     if scripted:
         error = RuntimeError(f"… the TorchScript interpreter.\nRuntimeError: {error}")
-    assert str(ForwardError(build.MODEL, error)).endswith(
-        '. Gradients need the parameter INFERENCE_MODE "false", and torch.enable_grad() in forward().'
-    )
+    needs = 'need the parameter INFERENCE_MODE "false", and torch.enable_grad() in forward().'
+    assert str(ForwardError(build.MODEL, error)).endswith(f". Gradients {needs}")
 
 
 def test_weights_error() -> None:

@@ -312,6 +312,17 @@ def join_names(names: Iterable[str]) -> str:
     return ", ".join(listed[:_SHOWN]) + rest
 
 
+def a_type(value: object) -> str:
+    """Return the name of a value's type with its article: "an int", "a str"."""
+    name = type(value).__name__
+    return f"{'an' if name == 'ndarray' or name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number of things: "1 row", "2 rows"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def summarize(error: BaseException) -> str:
     """Return an exception's type and message in one line that may be sent to clients.
 

@@ -193,7 +193,7 @@ def test_kept_sets_of_optional_inputs_are_limited() -> None:
     grouping = grouping_of(forward, X, *(optional(build.spec(name)) for name in names))
     value = torch.ones(1, 4)
     for sent in itertools.product((False, True), repeat=len(names)):
-        item: Item = {"x": value} | dict.fromkeys(itertools.compress(names, sent), value)
+        item: Item = {"x": value, **dict.fromkeys(itertools.compress(names, sent), value)}
         assert received(grouping, forward, item) == [item]
     kept = [entry for entry in gc.get_objects() if isinstance(entry, InputBinding)]
     assert len(kept) <= 70

@@ -122,12 +122,12 @@ def test_split(result: Any, expected: list[Any]) -> None:
 @pytest.mark.parametrize(
     ("result", "part"),
     [
-        pytest.param(torch.zeros(3, 2), r"Tensor \[3, 2\]", id="tensor"),
-        pytest.param(["a"], "list of 1", id="list"),
-        pytest.param({"a": (np.zeros(4),)}, r"ndarray \[4\]", id="inside"),
+        pytest.param(torch.zeros(3, 2), r"a Tensor \[3, 2\]", id="tensor"),
+        pytest.param(["a"], "a list of 1", id="list"),
+        pytest.param({"a": (np.zeros(4),)}, r"an ndarray \[4\]", id="inside"),
     ],
 )
 def test_rows_that_differ(result: Any, part: str) -> None:
     """A part without an entry for each row is an error that names it."""
-    with pytest.raises(OutputError, match=f"the result for 2 rows holds a {part}"):
+    with pytest.raises(OutputError, match=f"the result for 2 rows holds {part}"):
         trees.split("net", result, 2)

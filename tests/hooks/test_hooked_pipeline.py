@@ -283,7 +283,7 @@ def test_postprocess_batch() -> None:
     model = engine(doubled, {"postprocess_batch": lambda result: {"y": result[:1]}})
     (outcome,) = model.run([item([1.0], [2.0])])
     assert isinstance(outcome, OutputError)
-    assert "has 1 rows for a batch of 2" in str(outcome)
+    assert "has 1 row for a batch of 2" in str(outcome)
 
 
 def test_check_finite() -> None:
@@ -550,7 +550,7 @@ def test_refused_requests(sent: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda x: object(), "preprocess() returned a object, which cannot be batched"),
+        (lambda x: object(), "preprocess() returned an object, which cannot be batched"),
         (lambda x: torch.ones(int(x)), "preprocess() returned {'INPUT__0': [1]} and others"),
         (lambda x: {"a": x} if x > 1 else {"x": x}, "and others for rows of one request"),
         (lambda x: {"other": x}, "has no other"),

@@ -104,7 +104,7 @@ def test_folder(tmp_path: Path) -> None:
         (_HOOKS, {"hooks": "Around"}, "Around, which is to run around forward(), is not a class"),
         (_HOOKS, {"hooks": "Net"}, "is an nn.Module in model.py"),
         ("class Hooks:\n    def add(self): ...\n", {"hooks": "Hooks"}, "forward(), has no hooks"),
-        ("class Hooks:\n    postprocess = 3\n", {"hooks": "Hooks"}, "is a int; expected a method"),
+        ("class Hooks:\n    postprocess = 3\n", {"hooks": "Hooks"}, "is an int; expected a method"),
     ],
 )
 def test_refused_class(code: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_weights_beside_a_function_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"model_factory": "make"}, "what model.py builds is a int; expected a torch.nn.Module"),
+        ({"model_factory": "make"}, "what model.py builds is an int; expected a torch.nn.Module"),
         ({"model_class": "Size"}, "what model.py builds is a Size; expected a torch.nn.Module"),
         ({"model_class": "relu"}, "the arguments of what is served cannot be determined"),
         ({"method": "decode"}, "METHOD is 'decode', which Net does not have"),

@@ -346,7 +346,7 @@ def test_weights_of_a_wrapped_module(prefix: str, tmp_path: Path) -> None:
             {"args": argparse.Namespace(lr=1), "model": STATE},
             "hold argparse.Namespace, which weights_only refuses to load; expected a state_dict",
         ),
-        ({**STATE, "epoch": 3}, "hold a dict that is not a state_dict: 'epoch' is a int"),
+        ({**STATE, "epoch": 3}, "hold a dict that is not a state_dict: 'epoch' is an int"),
         ({0: torch.ones(3)}, "hold a dict that is not a state_dict"),
         (torch.ones(3), "hold a Tensor that is not a state_dict"),
     ],

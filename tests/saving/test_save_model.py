@@ -500,7 +500,7 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         ExampleError,
         r"example_inputs does not fit forward\(x\): TypeError: .*unexpected keyword",
     ),
-    "kind": (models.Affine(), {"example_inputs": 3}, ExampleError, "example_inputs is a int"),
+    "kind": (models.Affine(), {"example_inputs": 3}, ExampleError, "example_inputs is an int"),
     "nothing": (
         models.WithDefault(),
         {"example_inputs": ()},
@@ -612,7 +612,7 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         models.Affine(),
         {"example_inputs": _X, "processor": object()},
         SaveError,
-        "processor is a object for a Affine; expected a tokenizer or an image processor",
+        "processor is an object for an Affine; expected a tokenizer or an image processor",
     ),
 }
 

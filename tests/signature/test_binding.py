@@ -135,7 +135,7 @@ def test_each_argument_gets_its_tensor(parameters: str, names: str, arguments: s
         ("x, y", f"x, i__{'9' * 5000}", "has no i__999"),
         ("x, y", f"x, ARGS[{'9' * 5000}]", "has no ARGS[999"),
         ("x, y", f"x, ARGS[1]{'[0]' * 3000}", "has no ARGS[1][0]"),
-        ("x, y", "a, b, c", "3 inputs do not fit forward(x, y); expected at most 2 inputs"),
+        ("x, y", "a, b, c", "forward(x, y) cannot take 3 inputs; expected at most 2 inputs"),
         # names of one leaf
         ("x, y", "a__0, b__0", "a__0, b__0 feed the same argument; expected one input for each"),
         ("x, y", "x, KWARGS[x]", "x, KWARGS[x] feed the same argument"),
@@ -273,7 +273,7 @@ def test_scripted_arguments_get_their_tensors_by_one_rule(
     [
         (["i__0", "i__2"], "has no i__2; expected names among INPUT0"),
         (["a__0", "b__0"], "a__0, b__0 feed the same argument"),
-        (["a", "b", "c"], "3 inputs do not fit forward("),
+        (["a", "b", "c"], ") cannot take 3 inputs"),
         (["ARGS[0]", "mask"], "has no mask"),
     ],
 )
@@ -357,7 +357,7 @@ def test_program_gets_its_own_tree(signature: Signature, names: str, arguments: 
     [
         (TWO, "x", "x do not feed each tensor of forward(x, y) once; expected 2 inputs with names"),
         (TWO, "x, mask", "names among ARGS[0], ARGS[1], INPUT__0, INPUT__1."),
-        (tree((0,)), "a, b", "expected 1 inputs"),
+        (tree((0,)), "a, b", "expected 1 input with names"),
         (TWO, "a__0, b__0", "a__0, b__0"),
         (tree((0, 0), constants={1: 3}), "arg0, ARGS[1]", "names among ARGS[0], INPUT__0."),
         (TREE, "x, a, z, scale, i__3", "forward(x, extra, *, scale)"),

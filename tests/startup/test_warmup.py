@@ -197,7 +197,7 @@ def test_each_sample_is_run_three_times() -> None:
         ),
         pytest.param(lambda x: x.double(), "output 'y' is float64 [8, 4]", id="wrong type"),
         pytest.param(lambda x: x[:, :2], "output 'y' is float32 [8, 2]", id="wrong shape"),
-        pytest.param(lambda x: x[:1], "output 'y' has 1 rows for a batch of 8", id="wrong rows"),
+        pytest.param(lambda x: x[:1], "output 'y' has 1 row for a batch of 8", id="wrong rows"),
         pytest.param(lambda x: None, "output 'y' is a NoneType", id="nothing returned"),
     ],
 )

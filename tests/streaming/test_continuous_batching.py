@@ -221,7 +221,7 @@ def test_outputs_that_contradict_the_config() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ([], "step() returned 0 entries for 1 streams"),
+        ([], "step() returned a list of 0 for 1 stream"),
         ([torch.ones(1)], "step() returned a Tensor for a stream"),
         ([(None, None, None)], "step() returned a tuple for a stream"),
         (torch.ones(1, 2), "step() returned a Tensor"),

@@ -18,6 +18,7 @@ from torch_py_backend.errors import (
     CancelledError,
     InternalError,
     OutputError,
+    counted,
     join_names,
     summarize,
 )
@@ -211,9 +212,9 @@ class Answering(Generic[T]):
             log.error("%s%s%s", sentence, _names(failed), f"\n{text}" if text else "")
         if len(reports) > _MAX_LOGGED:
             log.error(
-                "model '%s': %d more failures in the same batch are not shown.",
+                "model '%s': the log does not show %s of the same batch.",
                 self._model,
-                len(reports) - _MAX_LOGGED,
+                counted(len(reports) - _MAX_LOGGED, "more failure"),
             )
         recovery = self._engine.recovery
         if recovery.fatal is not None:
@@ -224,7 +225,7 @@ def _names(requests: Sequence[Request]) -> str:
     """Return the IDs of a failure's requests for the log, where clients set them."""
     known = [name for name in map(messages.request_id, requests) if name]
     if not known:
-        return f" ({len(requests)} requests without an id)"
+        return f" ({counted(len(requests), 'request')} without an id)"
     unknown = len(requests) - len(known)
     others = f", {unknown} without an id" if unknown else ""
     return f" (requests {join_names(known)}{others})"

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_py_backend.adapter import messages
 from torch_py_backend.batching.gather_scatter import Value, to_column
 from torch_py_backend.composition import Model, Results
-from torch_py_backend.errors import CallError, sanitize_line
+from torch_py_backend.errors import CallError, a_type, sanitize_line
 
 # Error codes of the called model to pass on to the client; any other becomes INTERNAL.
 _PASSED_ON = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED")
@@ -96,7 +96,7 @@ def _value(called: Model, name: str, value: Any) -> Value:
             return array.astype(np.object_)
     raise CallError(
         called.name,
-        f"its input '{name}' was given a {type(value).__name__}",
+        f"its input '{name}' was given {a_type(value)}",
         expected="a tensor, an array, a number, or a list of str or bytes",
     )
 

@@ -17,7 +17,7 @@ from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import ItemRows, Part, Strings, Value
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.errors import BackendError, OutputError, summarize
+from torch_py_backend.errors import BackendError, OutputError, a_type, counted, summarize
 from torch_py_backend.signature import results
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class OutputExtractor:
         except (LookupError, AttributeError, TypeError):
             raise OutputError(
                 self._model,
-                f"{self._of} returned a {type(result).__name__} unlike its first result",
+                f"{self._of} returned {a_type(result)} unlike its first result",
                 expected=f"the outputs {', '.join(self._names)}",
             ) from None
         try:
@@ -242,7 +242,7 @@ class _Output:
     def wrong_rows(self, size: int, rows: int) -> OutputError:
         return OutputError(
             self.model,
-            f"output '{self.name}' has {size} rows for a batch of {rows}",
+            f"output '{self.name}' has {counted(size, 'row')} for a batch of {rows}",
             expected="as many rows as the inputs have",
         )
 
@@ -308,7 +308,7 @@ class _Tensor(_Output):
         if self.batched or not isinstance(part, bool | int | float):
             raise OutputError(
                 self.model,
-                f"output '{self.name}' is a {type(part).__name__}",
+                f"output '{self.name}' is {a_type(part)}",
                 expected="a torch.Tensor",
             )
         if isinstance(part, bool) or self.dtype is torch.bool:
@@ -343,7 +343,7 @@ class _State(_Output):
     def verify(self, part: Any, rows: int) -> Tensor:
         dense = isinstance(part, Tensor) and part.layout is torch.strided and not part.is_meta
         if not dense or (self.batched and not part.ndim):
-            form = _form(part) if isinstance(part, Tensor) else f"a {type(part).__name__}"
+            form = _form(part) if isinstance(part, Tensor) else a_type(part)
             raise OutputError(
                 self.model,
                 f"the state '{self.name}' is {form}",
@@ -390,6 +390,6 @@ def _array(model: str, name: str, part: object) -> Strings:
             return array
     raise OutputError(
         model,
-        f"output '{name}' is a {type(part).__name__}",
+        f"output '{name}' is {a_type(part)}",
         expected="a list of str or bytes",
     )

@@ -16,7 +16,7 @@ from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Batch, Gather, Item, ItemRows, Value
 from torch_py_backend.config.batch_io import BatchInputKind
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import OutputError
+from torch_py_backend.errors import OutputError, counted
 
 # The shapes of one input in the requests of a batch, including rows.
 _Shapes: TypeAlias = "Sequence[Sequence[int]]"
@@ -87,7 +87,7 @@ class Ragged:
             if len(values) != sum(sizes):
                 raise OutputError(
                     self._model,
-                    f"output '{name}' has {len(values)} values",
+                    f"output '{name}' has {counted(len(values), 'value')}",
                     expected=f"{sum(sizes)}, as batch_output says",
                 )
             parts = zip(gather_scatter.split(values, sizes), shapes, strict=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch_py_backend.config.pbtxt import Document
-from torch_py_backend.errors import ConfigError
+from torch_py_backend.errors import ConfigError, counted
 
 if TYPE_CHECKING:
     from torch_py_backend.config.model_config import ModelConfig
@@ -244,7 +244,7 @@ def _rules_of_tensor(tensor: str, entry: Document, rows: int) -> Iterator[Rule]:
     )
     yield (
         layout in ("FORMAT_NHWC", "FORMAT_NCHW") and len(dims) != 3,  # noqa: PLR2004
-        f"{tensor} has format: {layout} and {len(dims)} dims",
+        f"{tensor} has format: {layout} and {counted(len(dims), 'dim')}",
         "Remove format, or write three dims.",
     )
     for field in ("is_shape_tensor", "is_non_linear_format_io"):

@@ -20,7 +20,7 @@ from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.request_parameters import Parameters
-from torch_py_backend.errors import BackendError, InputError, OutputError, summarize
+from torch_py_backend.errors import BackendError, InputError, OutputError, a_type, summarize
 from torch_py_backend.hooks.preprocessing import (
     NUMBERED,
     ROWS,
@@ -309,7 +309,7 @@ class HookedPipeline:
             problem = summarize(error)
         raise OutputError(
             self._model,
-            f"postprocess() gives a {type(part).__name__} for output '{spec.name}': {problem}",
+            f"postprocess() gives {a_type(part)} for output '{spec.name}': {problem}",
             expected=str(spec),
         )
 

@@ -22,7 +22,7 @@ from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.request_parameters import Parameters
-from torch_py_backend.errors import BindingError, InputError, OutputError
+from torch_py_backend.errors import BindingError, InputError, OutputError, a_type
 from torch_py_backend.hooks.user_hooks import Hook, Hooks, Tree
 from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.signature.binding import bind_inputs
@@ -225,7 +225,7 @@ class RowPreprocessor:
             except Exception:  # an object of the user may raise any class
                 raise OutputError(
                     self._model,
-                    f"preprocess() returned a {type(value).__name__}, which cannot be batched",
+                    f"preprocess() returned {a_type(value)}, which cannot be batched",
                     expected="a tensor or numbers; a tuple of these, or a dict by the names of"
                     " forward()'s arguments",
                     cure="Or write collate(), which makes a batch of anything.",

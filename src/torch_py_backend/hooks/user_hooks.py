@@ -27,6 +27,7 @@ from torch_py_backend.errors import (
     HookError,
     InputError,
     SourceError,
+    a_type,
     summarize,
 )
 from torch_py_backend.loading import python_source
@@ -217,7 +218,7 @@ def _create_hook(config: ModelConfig, path: Path, instance: object, name: str) -
     place = f"{type(instance).__name__}.{name}"
     if not callable(method):
         raise SourceError(
-            config.name, f"{place} in {file} is a {type(method).__name__}", expected="a method"
+            config.name, f"{place} in {file} is {a_type(method)}", expected="a method"
         )
     if inspect.iscoroutinefunction(method) or introspection.is_generator(method):
         raise SourceError(

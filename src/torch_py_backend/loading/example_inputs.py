@@ -14,7 +14,7 @@ from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching.gather_scatter import Item, Strings, Value
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.errors import SourceError
+from torch_py_backend.errors import SourceError, a_type
 from torch_py_backend.loading import python_source, state_dict
 from torch_py_backend.sequences import initial_states
 
@@ -55,7 +55,7 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
         if not all(isinstance(element, str | bytes) for element in strings.flat):
             raise SourceError(
                 config.name,
-                f"{NAME}() gives a {type(value).__name__} for '{name}'",
+                f"{NAME}() gives {a_type(value)} for '{name}'",
                 expected="a tensor, or a list of strings",
             )
         item[name] = strings

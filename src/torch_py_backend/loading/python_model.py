@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, ConfigError, SourceError
+from torch_py_backend.errors import ArtifactError, ConfigError, SourceError, a_type
 from torch_py_backend.loading import python_source, state_dict
 from torch_py_backend.loading.loaded import NO_FORWARD, Forward, Loaded
 from torch_py_backend.signature import introspection
@@ -33,7 +33,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     if not callable(served):
         raise SourceError(
             config.name,
-            f"what {artifact.path.name} builds is a {type(served).__name__}",
+            f"what {artifact.path.name} builds is {a_type(served)}",
             expected="a torch.nn.Module or a function",
         )
     owner = served if isinstance(served, nn.Module) else None

@@ -22,7 +22,7 @@ from torch import nn
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import SourceError, join_names, summarize
+from torch_py_backend.errors import SourceError, a_type, join_names, summarize
 from torch_py_backend.loading import state_dict
 
 log = logging.getLogger(__name__)
@@ -307,7 +307,7 @@ def example_inputs(model: str, path: Path) -> Mapping[str, object] | None:
     if not isinstance(inputs, Mapping):
         raise SourceError(
             model,
-            f"example_inputs() in {path.name} returns a {type(inputs).__name__}",
+            f"example_inputs() in {path.name} returns {a_type(inputs)}",
             expected="a dict of tensors by input name",
         )
     return inputs

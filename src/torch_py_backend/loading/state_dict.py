@@ -26,7 +26,7 @@ from torch_py_backend.artifacts import discovery, file_types
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, WeightsError, summarize
+from torch_py_backend.errors import ArtifactError, WeightsError, a_type, counted, summarize
 from torch_py_backend.loading import mapped_files
 
 _Built = TypeVar("_Built")
@@ -60,8 +60,8 @@ def load_into(
             return
         raise ArtifactError(
             config.name,
-            f"{type(module).__name__} has {len(own)} weights, and there is no weights file"
-            f" beside {artifact.path.name}",
+            f"{type(module).__name__} has {counted(len(own), 'weight')}, and there is no weights"
+            f" file beside {artifact.path.name}",
             expected=f"{artifact.path.stem}.safetensors, .pt or .pth",
             cure='Save module.state_dict() there, or set the parameter WEIGHTS to "none".',
         )
@@ -186,10 +186,10 @@ def _not_a_state_dict(
             without = f", without '{prefix}' before its keys" if prefix else ""
             cure = f"Save its entry '{key}' alone{without}."
             break
-    entry = next((f": '{key}' is a {type(it).__name__}" for key, it in others.items()), "")
+    entry = next((f": '{key}' is {a_type(it)}" for key, it in others.items()), "")
     return ArtifactError(
         config.name,
-        f"the weights {path.name} hold a {type(state).__name__} that is not a state_dict{entry}",
+        f"the weights {path.name} hold {a_type(state)} that is not a state_dict{entry}",
         expected="tensors by name",
         cure=cure,
     )

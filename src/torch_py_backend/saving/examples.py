@@ -16,7 +16,7 @@ from torch_py_backend.batching import differences
 from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.errors import ExampleError, join_names, summarize
+from torch_py_backend.errors import ExampleError, a_type, join_names, summarize
 from torch_py_backend.loading.example_inputs import distinct_rows
 from torch_py_backend.signature import results
 from torch_py_backend.signature.arguments import Passing, Signature
@@ -170,8 +170,8 @@ def outputs_of(
         if isinstance(value, Tensor)
     }
     if not outputs:
-        kind = type(result).__name__
-        raise ExampleError(model, f"forward() returns a {kind} without tensors", expected="tensors")
+        kind = a_type(result)
+        raise ExampleError(model, f"forward() returns {kind} without tensors", expected="tensors")
     return outputs
 
 
@@ -181,13 +181,13 @@ def _declaration(signature: Signature) -> str:
 
 def describe_type(value: object) -> str:
     """Return the type of a value as a noun phrase."""
-    return "missing" if value is None else f"a {type(value).__name__}"
+    return "missing" if value is None else a_type(value)
 
 
 def _unsupported(model: str, name: str, value: object, expected: str) -> ExampleError:
     return ExampleError(
         model,
-        f"the value of '{name}' in example_inputs is a {type(value).__name__}",
+        f"the value of '{name}' in example_inputs is {a_type(value)}",
         expected=expected,
         cure="Leave it out if it has a default.",
     )

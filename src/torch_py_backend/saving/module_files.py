@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.errors import SaveError, join_names, summarize
+from torch_py_backend.errors import SaveError, a_type, join_names, summarize
 from torch_py_backend.saving import examples, formats
 from torch_py_backend.saving.examples import Arguments, Example
 from torch_py_backend.saving.source_files import SourceFiles
@@ -140,7 +140,7 @@ class ModuleFiles:
             for attribute, template in (("pad_token", _TEXT), ("image_mean", _IMAGE)):
                 if hasattr(self._processor, attribute):
                     return template
-        kinds = f"a {type(self._processor).__name__} for a {type(self._module).__name__}"
+        kinds = f"{a_type(self._processor)} for {a_type(self._module)}"
         raise SaveError(
             self._name,
             f"processor is {kinds}",

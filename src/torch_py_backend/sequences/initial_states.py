@@ -12,7 +12,7 @@ from torch_py_backend.artifacts import discovery
 from torch_py_backend.batching.gather_scatter import Item, Strings, Value
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.sequence_config import InitialState, State
-from torch_py_backend.errors import ArtifactError
+from torch_py_backend.errors import ArtifactError, counted
 
 _FOLDER = "initial_state"
 
@@ -64,7 +64,7 @@ def _one_row(config: ModelConfig, state: State, initial: InitialState) -> Value:
     dtype: torch.dtype = getattr(torch, name)
     needed = initial.size * dtype.itemsize
     if len(content) < needed:
-        raise _misfit(config, state, f"{len(content)} bytes", f"{needed} bytes")
+        raise _misfit(config, state, counted(len(content), "byte"), counted(needed, "byte"))
     if not needed:  # torch.frombuffer refuses empty buffers
         return torch.zeros(initial.dims, dtype=dtype)
     return torch.frombuffer(bytearray(content[:needed]), dtype=dtype).reshape(initial.dims)

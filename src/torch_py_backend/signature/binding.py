@@ -14,7 +14,7 @@ import enum
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
-from torch_py_backend.errors import BindingError, join_names
+from torch_py_backend.errors import BindingError, counted, join_names
 from torch_py_backend.signature.arguments import (
     Argument,
     ArgumentType,
@@ -136,7 +136,7 @@ def _bind_leaves(
         raise BindingError(
             model,
             f"the inputs {join_names(names)} do not feed each tensor of {signature} once",
-            expected=f"{len(leaves)} inputs with names among {join_names(valid)}",
+            expected=f"{counted(len(leaves), 'input')} with names among {join_names(valid)}",
         )
     if left_out:
         raise BindingError(
@@ -241,7 +241,7 @@ def _places_in_order(
     if len(unplaced) > len(free):
         raise BindingError(
             model,
-            f"{len(unplaced)} inputs do not fit {signature}",
-            expected=f"at most {len(free)} inputs",
+            f"{signature} cannot take {counted(len(unplaced), 'input')}",
+            expected=f"at most {counted(len(free), 'input')}",
         )
     return placed | {name: (slot, ()) for name, slot in zip(unplaced, free, strict=False)}

@@ -26,7 +26,7 @@ from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.memory_limits import MemoryLimits
 from torch_py_backend.engine.retry import Failure
 from torch_py_backend.engine.stream_calls import StreamInputs
-from torch_py_backend.errors import OutputError
+from torch_py_backend.errors import OutputError, a_type, counted
 
 # The memory that a step needs depends on its states, which are opaque: all steps are one shape.
 _SHAPE = "step"
@@ -177,10 +177,10 @@ class Stepper:
 def _pairs(returned: object, count: int) -> list[tuple[object, object]] | str:
     """Return a pair for each stream, or what step() returned instead."""
     if not isinstance(returned, list | tuple):
-        return f"a {type(returned).__name__}"
+        return a_type(returned)
     if len(returned) != count:
-        return f"{len(returned)} entries for {count} streams"
+        return f"a list of {len(returned)} for {counted(count, 'stream')}"
     for entry in returned:
         if not (isinstance(entry, tuple) and len(entry) == 2):  # noqa: PLR2004
-            return f"a {type(entry).__name__} for a stream"
+            return f"{a_type(entry)} for a stream"
     return list(returned)
