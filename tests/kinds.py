@@ -334,7 +334,7 @@ def _option(key: str, value: str) -> str:
 
 
 # The refusals that a real server runs, too: what ends the process that completes a config.
-REFUSED_ON_SERVER = frozenset({"complete_crashes", "complete_hangs"})
+REFUSED_ON_SERVER = frozenset({"complete_crashes"})
 COMPLETED = (
     Scenario(
         "complete_export_nested",
@@ -425,12 +425,6 @@ COMPLETED = (
         scenarios.text("import os\n\nos._exit(7)\n"),
         _BARE,
         "trying the model ended the process with exit code 7",
-    ),
-    scenarios.refused(
-        "complete_hangs",
-        scenarios.text("while True:\n    pass\n"),
-        _BARE + _option("AUTO_COMPLETE_TIMEOUT_S", "4"),
-        "trying the model took longer than 4 seconds",
     ),
 )
 

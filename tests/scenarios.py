@@ -542,7 +542,7 @@ CALLS = (
     Scenario(
         "casts",
         both(python(models.BFloat), safe(models.BFloat().state_dict())),
-        x_to_y(CAST_INPUTS="BF16", CAST_OUTPUTS="true", METHOD="encode"),
+        x_to_y(CAST_INPUTS="BF16", METHOD="encode"),
         (Call({"x": np.round(_X)}, {"y": 2 * np.round(_X)}),),
     ),
 )
@@ -1304,12 +1304,6 @@ LOAD_ERRORS = (
         python(models.Centered),
         ragged(_ragged_input("x", [-1]), {"y": [1, -1]}, _SIZES + batch_output("y")),
         "batch_output gives 'y' of dims [1, -1] the shape of 'x' of dims [-1]",
-    ),
-    refused(
-        "fatal_action",
-        python(models.Negate),
-        x_to_y(4, ON_FATAL="panic"),
-        "the parameter ON_FATAL is 'panic'; expected exit or stay",
     ),
     refused(
         "memory_fraction",

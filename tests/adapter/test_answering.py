@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -366,38 +364,6 @@ def test_a_poisoned_instance(
         "model 'judge': instance judge_0_0 is poisoned and refuses all requests until the model is"
         " reloaded."
     )
-
-
-@pytest.mark.parametrize(("action", "leaves"), [("exit", True), (None, False)])
-def test_on_fatal(
-    action: str | None,
-    leaves: bool,
-    tmp_path: Path,
-    broken: Callable[[], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """ON_FATAL decides whether the process exits, after the responses were passed to Triton."""
-    timers: list[_Timer] = []
-
-    class Timer(_Timer):
-        def start(self) -> None:
-            timers.append(self)
-
-    model = load(tmp_path, **({} if action is None else {"ON_FATAL": action}))
-    monkeypatch.setattr("torch_py_backend.adapter.threading.Timer", Timer)
-    assert len(poison(model, broken)) == 2
-    fields = [(timer.daemon, timer.seconds, timer.function, timer.arguments) for timer in timers]
-    assert fields == [(True, 1.0, os._exit, (os.EX_SOFTWARE,))] * leaves
-
-
-@dataclass
-class _Timer:
-    """A threading.Timer that never fires."""
-
-    seconds: float
-    function: Callable[..., object]
-    arguments: tuple[object, ...]
-    daemon: bool = False
 
 
 def test_a_device_that_breaks_in_the_warm_up(tmp_path: Path, broken: Callable[[], None]) -> None:

@@ -115,7 +115,7 @@ _CASES = {
     "buckets": Case(models.Negate, _X, _Y, {"BATCH_BUCKETS": "2,8"}),
     "one row in a call": Case(models.Negate, _X, _Y, {"BATCH_BUCKETS": "1"}),
     "16 bits": Case(WithParameter, _X, _Y, {"OPTIMIZE": "fp16"}),
-    "casts": Case(models.Negate, _X, _Y, {"CAST_INPUTS": "FP16", "CAST_OUTPUTS": "true"}),
+    "casts": Case(models.Negate, _X, _Y, {"CAST_INPUTS": "FP16"}),
     "hooks for batches": Case(Keywords, _TWO, "", hooks=_BATCH_HOOKS),
     "hooks, 16 bits": Case(WithParameter, _X, _Y, {"OPTIMIZE": "bf16"}, _FLOATS),
     "inference()": Case(models.Negate, _X, _Y, {"BATCH_BUCKETS": "4"}, hooks=_INFERENCE),

@@ -15,7 +15,7 @@ import build
 import pytest
 
 from torch_py_backend.autocomplete import completion
-from torch_py_backend.errors import ConfigError, LoadError, OptionError
+from torch_py_backend.errors import ConfigError, LoadError
 from torch_py_backend.processes import child_process
 
 Entry = dict[str, Any]
@@ -154,15 +154,14 @@ def test_a_model_that_streams(
     assert document.get("model_transaction_policy") == (policy or written)
 
 
-@pytest.mark.parametrize(("seconds", "limit"), [(math.inf, 7), (5.5, 5.5)])
+@pytest.mark.parametrize(("seconds", "limit"), [(math.inf, 600), (5.5, 5.5)])
 def test_arguments_of_the_child_process(
     monkeypatch: pytest.MonkeyPatch, seconds: float, limit: float
 ) -> None:
     """The child process gets Triton's arguments, and the smaller one of two time limits."""
     model = _Model(_BATCHED)
     monkeypatch.setattr(child_process, "run", model)
-    parameters = {"AUTO_COMPLETE_TIMEOUT_S": {"string_value": "7"}}
-    arguments = build.arguments(input=[], output=[], parameters=parameters)
+    arguments = build.arguments(input=[], output=[])
     completion.complete(arguments, json.loads(arguments["model_config"]), seconds)
     target = "torch_py_backend.autocomplete.schema:describe"
     assert model.calls == [(build.MODEL, target, {"arguments": arguments}, limit)]
@@ -286,9 +285,6 @@ def test_one_value_a_row(
     assert document["output"] == [{"name": "y", **expected}]
 
 
-_LATE = {"AUTO_COMPLETE_TIMEOUT_S": {"string_value": "soon"}}
-
-
 @pytest.mark.parametrize(
     ("written", "message"),
     [
@@ -299,12 +295,11 @@ _LATE = {"AUTO_COMPLETE_TIMEOUT_S": {"string_value": "soon"}}
         # Their dims cannot be inferred.
         ({"input": [_X], "batch_input": [{}]}, "has batch_input and lacks inputs or outputs"),
         ({"input": [_X], "batch_output": [{}]}, "has batch_output and lacks inputs or outputs"),
-        ({"parameters": _LATE}, "AUTO_COMPLETE_TIMEOUT_S is 'soon'"),
     ],
 )
 def test_refused(monkeypatch: pytest.MonkeyPatch, written: Entry, message: str) -> None:
-    """Tensors that the model lacks or has with another type, and bad settings, are refused."""
-    with pytest.raises((ConfigError, OptionError), match=re.escape(message)):
+    """Tensors that the model lacks or has with another type are refused."""
+    with pytest.raises(ConfigError, match=re.escape(message)):
         _complete(monkeypatch, _BATCHED, max_batch_size=8, **written)
 
 

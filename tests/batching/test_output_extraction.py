@@ -117,20 +117,16 @@ def test_refusals_say_what_to_write(
     [(torch.rand(3, 16), "FP32"), ([["a"] * 16] * 3, "BYTES")],
     ids=["numbers", "strings"],
 )
-def test_other_shapes_are_served_without_checks(
+def test_other_shapes_of_torchscript(
     part: Any, dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """TorchScript's other shapes are served, as by LibTorch, with one warning."""
     config = build.config(outputs=(build.spec("y", dtype, (2,)),))
-    for how in (
-        output_extraction.verifiers(config, torchscript=True),
-        output_extraction.verifiers(build.config(outputs=config.outputs, check_outputs=False)),
-    ):
-        caplog.clear()
-        for _ in range(2):
-            assert list(how[0](part, ROWS).shape) == list(np.array(part).shape)
-        (message,) = caplog.messages
-        assert "output 'y' is [3, 16], and config.pbtxt says [-1, 2]" in message
+    (verify,) = output_extraction.verifiers(config, torchscript=True)
+    for _ in range(2):
+        assert list(verify(part, ROWS).shape) == list(np.array(part).shape)
+    (message,) = caplog.messages
+    assert "output 'y' is [3, 16], and config.pbtxt says [-1, 2]" in message
 
 
 @pytest.mark.parametrize(
@@ -181,8 +177,8 @@ def test_number_that_its_type_cannot_hold_is_refused(part: float, dtype: str) ->
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
-@pytest.mark.parametrize("cast", [False, True])
-def test_tensors_that_cannot_be_sent(cast: bool) -> None:
+@pytest.mark.parametrize("cast", [None, "BF16"])
+def test_tensors_that_cannot_be_sent(cast: str | None) -> None:
     """A tensor without dense values is refused with its layout, and is not cast."""
     for part, form in (
         (FLAT.to_sparse(), "a tensor of layout sparse_coo, float32 [3, 2]"),
@@ -191,24 +187,26 @@ def test_tensors_that_cannot_be_sent(cast: bool) -> None:
         (torch.quantize_per_tensor(FLAT, 0.1, 0, torch.quint8), "quint8 [3, 2]"),
         (torch.nested.nested_tensor([FLAT, FLAT]).double(), "a nested tensor of float64"),
     ):
-        assert refusal(part, cast_outputs=cast).startswith(f"is {form}")
+        assert refusal(part, cast_inputs=cast).startswith(f"is {form}")
 
 
 @pytest.mark.parametrize(
     ("part", "dtype", "values"),
     [
         (torch.tensor([[1.5, 2.5]]).bfloat16(), "FP32", [[1.5, 2.5]]),
-        (torch.tensor([[1, 0]]), "BOOL", [[True, False]]),
         (torch.ones(1, 2).to(torch.float8_e4m3fn), "FP32", [[1.0, 1.0]]),
     ],
 )
-def test_outputs_are_cast_on_demand(part: Tensor, dtype: str, values: Any) -> None:
-    """Only CAST_OUTPUTS converts a result to the config's type."""
-    output = verified(part, dtype, rows=1, cast_outputs=True)
+def test_outputs_are_cast_back(part: Tensor, dtype: str, values: Any) -> None:
+    """CAST_INPUTS also converts a floating-point result to the config's type."""
+    output = verified(part, dtype, rows=1, cast_inputs="BF16")
     assert isinstance(output, Tensor)
     assert output.dtype is getattr(torch, str(build.spec("y", dtype).dtype.torch))
     assert output.tolist() == values
     assert refusal(part, dtype, rows=1).startswith("is ")
+    integers = torch.tensor([[1, 0]])
+    assert refusal(integers, dtype, rows=1, cast_inputs="BF16").startswith("is int64")
+    assert refusal(part, "INT64", rows=1, cast_inputs="BF16").startswith("is ")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import scenarios
 import typer
 from command_line import run, tree
 
+from torch_py_backend.autocomplete import completion
 from torch_py_backend.cli.check import check
 from torch_py_backend.processes import child_process
 from torch_py_backend.server import preflight, triton_installation
@@ -60,7 +61,7 @@ import torch
 def refuse(x):
     return torch.relu(x) @ torch.ones(3, 2)
 """
-_LIMIT = 'parameters { key: "AUTO_COMPLETE_TIMEOUT_S" value { string_value: "1" } }\n'
+_TYPO = 'parameters { key: "NUMBER_THREADS" value { string_value: "1" } }\n'
 _MODELS: dict[str, tuple[str | bytes, str]] = {
     "good": (_COMPLETE, _NEGATE),
     "gaps [red] ü": (_BARE, _GAPS),
@@ -68,12 +69,12 @@ _MODELS: dict[str, tuple[str | bytes, str]] = {
     "no_backend": (_COMPLETE.replace(_BARE, ""), _NEGATE),
     "misspelt": (_COMPLETE.replace("pytorch_py", "pytorch-py"), _NEGATE),
     "other": ('backend: "python"\n', _NEGATE),
-    "typo": (_COMPLETE + _LIMIT.replace("AUTO", "AUTOMATIC"), _NEGATE),
+    "typo": (_COMPLETE + _TYPO, _NEGATE),
     "broken_config": ('backend: "pytorch_py"\ninput [{ name: }]\n', _NEGATE),
     "latin": ("# café\n".encode("latin-1"), _NEGATE),
     "broken_source": (_COMPLETE, "def broken(:\n"),
     "exits": (_COMPLETE, "import os\n\nos._exit(7)\n"),
-    "hangs": (_BARE + _LIMIT, _HANGS),
+    "hangs": (_BARE, _HANGS),
     "no_versions": (_COMPLETE, ""),
     "renamed": (f'name: "other"\n{_COMPLETE}', _NEGATE),
     "raises": (_COMPLETE, _RAISES),
@@ -109,6 +110,7 @@ def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
         return task(model, *arguments, **keywords)
 
     monkeypatch.setattr(child_process, "run", run)
+    monkeypatch.setattr(completion, "LIMIT_S", 1)
 
 
 def test_a_repository(here: None, tmp_path: Path) -> None:
@@ -138,7 +140,7 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
         assert (model["max_batch_size"], model["options"], model["warnings"]) == (8, {}, [])
         assert [note.partition(";")[0] for note in model["notes"]] == notes
     (warning,) = reports["typo"]["warnings"]
-    assert "Did you mean AUTO_COMPLETE_TIMEOUT_S?" in warning
+    assert "Did you mean NUM_THREADS?" in warning
     assert reports["broken_config"]["notes"] == []
     for name, says in {
         "misspelt": "Did you mean pytorch_py?",
@@ -147,7 +149,7 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
         "latin": "config.pbtxt cannot be read",
         "broken_source": "model.py fails at line 1: SyntaxError",
         "exits": "trying the model ended the process with exit code 7",
-        "hangs": "trying the model took longer than 1 seconds",
+        "hangs": "took longer than 1 seconds. If config.pbtxt lacks inputs or outputs, write them",
         "no_versions": "the model folder has no versions",
         "renamed": "config.pbtxt names the model 'other'; expected the folder's name",
         "raises_in_completion": "RuntimeError: mat1 and mat2 shapes",

@@ -345,7 +345,7 @@ def test_options_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture
         for option in ("MODEL_CLASS", "MODEL_KWARGS", "WEIGHTS"):
             assert f"'digits': the parameter {option} has no effect: the" in caplog.text
     caplog.clear()
-    warn_unused(build.config(), "check_outputs", "weights")
+    warn_unused(build.config(), "inference_mode", "weights")
     assert caplog.text == ""
 
 

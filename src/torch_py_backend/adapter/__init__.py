@@ -13,8 +13,6 @@ import faulthandler
 import gc
 import json
 import logging
-import os
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,11 +35,6 @@ if TYPE_CHECKING:
     from torch_py_backend.observability.tracing import Tracing
 
 log = logging.getLogger(__name__)
-
-# For an instance that exits because of ON_FATAL: the time to send its last responses, and its exit
-# code.
-_SECONDS_TO_ANSWER = 1.0
-_POISONED = os.EX_SOFTWARE
 
 
 class TritonPythonModel:
@@ -263,27 +256,18 @@ class TritonPythonModel:
         self._on_fatal(reason)
 
     def _on_fatal(self, reason: str) -> None:
-        """Report once that the process cannot use its device any more; exit if ON_FATAL says so.
-
-        `reason` is the cause in a few words.
-        """
+        """Report once, with the cause in a few words, that no requests are answered any more."""
         if self._lost:
             return
         self._lost = True
         self._status.poisoned(reason)
         self._publisher.poisoned()
-        leaves = self._settings.options.on_fatal == "exit"
         log.error(
-            "model '%s': instance %s is poisoned and %s.",
+            "model '%s': instance %s is poisoned and refuses all requests until the model is"
+            " reloaded.",
             self._settings.name,
             self._settings.instance,
-            "exits" if leaves else "refuses all requests until the model is reloaded",
         )
-        if leaves:
-            # Triton sends this batch's responses after execute() has returned.
-            timer = threading.Timer(_SECONDS_TO_ANSWER, os._exit, (_POISONED,))
-            timer.daemon = True
-            timer.start()
 
     def finalize(self) -> None:
         """Release the model; Triton calls this before a healthy instance ends."""

@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torch_py_backend.artifacts import stream_detection
-from torch_py_backend.config import options, pbtxt
+from torch_py_backend.config import pbtxt
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import ConfigError, join_names
 from torch_py_backend.processes import child_process
+
+# Seconds to try a model.
+LIMIT_S = 600
 
 
 def is_incomplete(document: Document) -> bool:
@@ -52,7 +55,7 @@ def complete(arguments: Mapping[str, str], document: JsonObject, seconds: float 
         arguments: the arguments that Triton passes to `initialize`, with `document` as its
             model_config.
         document: the config as Triton's JSON; changed in place.
-        seconds: a time limit below AUTO_COMPLETE_TIMEOUT_S.
+        seconds: a time limit below `LIMIT_S`.
 
     Raises:
         LoadError: the model cannot be loaded, its schema cannot be inferred, or it contradicts the
@@ -79,12 +82,11 @@ def describe(
                 expected="data_type and dims of each input and output",
                 cure="Write them into config.pbtxt.",
             )
-    limit = options.parse(model, document.get("parameters", {})).auto_complete_timeout_s
     schema: JsonObject = child_process.run(
         model,
         "torch_py_backend.autocomplete.schema:describe",
         {"arguments": dict(arguments)},
-        min(seconds, limit),
+        min(seconds, LIMIT_S),
     )
     return schema
 

@@ -156,9 +156,8 @@ def verifiers(config: ModelConfig, *, torchscript: bool = False) -> tuple[Verify
     Those for TorchScript accept other shapes than the config's, as Triton's LibTorch backend does.
     """
     batched = config.max_batch_size > 0
-    any_shape = torchscript or not config.options.check_outputs
     return (
-        *(_verifier(config, spec, any_shape=any_shape) for spec in config.outputs),
+        *(_verifier(config, spec, any_shape=torchscript) for spec in config.outputs),
         *(_State(config.name, state.output, (), batched).verify for state in config.untyped_states),
     )
 
@@ -173,10 +172,10 @@ def _verifier(config: ModelConfig, spec: TensorSpec, *, any_shape: bool) -> Veri
     if spec.dtype.torch is None:
         return _Strings(config.name, spec.name, dims, batched, any_shape, spec.reshaped).verify
     dtype: torch.dtype = getattr(torch, spec.dtype.torch)
-    # 16-bit weights change the type of outputs; the config has the type without them.
+    # 16-bit weights and inputs change the type of outputs; the config has the type without them.
     options = config.options
-    reduced = options.weights_dtype is not None
-    cast = options.cast_outputs or (reduced and dtype.is_floating_point)
+    converts = options.weights_dtype is not None or options.cast_inputs is not None
+    cast = converts and dtype.is_floating_point
     verify = _Tensor(
         config.name, spec.name, dims, batched, any_shape, spec.reshaped, dtype=dtype, cast=cast
     ).verify
@@ -272,8 +271,8 @@ class _Tensor(_Output):
         if not isinstance(part, Tensor):
             part = self._from_number(part)
         if part.dtype is not self.dtype:
-            special = part.is_complex() or part.is_quantized or part.is_nested
-            if not self.cast or special or part.layout is not torch.strided:
+            castable = self.cast and part.is_floating_point() and not part.is_nested
+            if not castable or part.layout is not torch.strided:
                 raise self.mismatch(_form(part), _short(self.dtype), self._cure(part, rows))
             part = part.to(self.dtype)
         if part.layout is not torch.strided or part.is_meta:

@@ -329,8 +329,8 @@ class Padding:
             padded = shapes[cut.input][cut.input_axis]
             for outcome, item in zip(outcomes, items, strict=True):
                 value, size = outcome[cut.output], item[cut.input].shape[cut.input_axis]
-                # An output that is not as long as the padded input does not follow its length. With
-                # CHECK_OUTPUTS "false" it may have fewer dimensions.
+                # An output that is not as long as the padded input does not follow its length. Of
+                # TorchScript, it may have fewer dimensions.
                 if size == padded or value.shape[cut.axis : cut.axis + 1] != (padded,):
                     continue
                 kept = slice(padded - size, padded) if cut.left else slice(0, size)

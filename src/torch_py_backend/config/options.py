@@ -87,7 +87,6 @@ boolean = _words(
     "true, on, 1, false, off or 0",
     {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False},
 )
-fatal_action = _words("exit or stay", {"exit": "exit", "stay": "stay"})
 matmul_precision = _words(
     "highest, high or medium", {word: word for word in ("highest", "high", "medium")}
 )
@@ -175,8 +174,6 @@ class Options:
     hooks: str | None = _option(name)
     preprocess_threads: int | None = _option(positive)
     cast_inputs: str | None = _option(floating)
-    cast_outputs: bool = _option(boolean, default=False)
-    check_outputs: bool = _option(boolean, default=True)
     weights: str | None = _option(name)
     num_threads: int | None = _option(positive, aliases=("INTRA_OP_THREAD_COUNT",))
     num_interop_threads: int | None = _option(positive, aliases=("INTER_OP_THREAD_COUNT",))
@@ -202,8 +199,6 @@ class Options:
     parallel_loads: int | None = _option(positive)
     retry_failed_batch: bool | None = _option(boolean)
     check_finite: bool = _option(boolean, default=False)
-    on_fatal: str = _option(fatal_action, default="stay")
-    auto_complete_timeout_s: int = _option(positive, default=120)
     execution_timeout_ms: int | None = _option(positive)
     warmup: bool | None = _option(boolean)
     max_streams: int = _option(positive, default=64)

@@ -41,6 +41,7 @@ _PR_SET_PDEATHSIG = 1
 # The interval between checks of children that run together.
 _POLL_S = 0.02
 _CURE = "The server's log may say more."
+_SLOW = f"If config.pbtxt lacks inputs or outputs, write them there. {_CURE}"
 
 
 def run(
@@ -115,7 +116,7 @@ class Workers:
                     return [outcome["result"] for outcome in outcomes if outcome is not None]
                 if time.monotonic() > deadline:
                     reason = f"trying the model took longer than {seconds:g} seconds"
-                    raise LoadError(self._model, reason, cure=_CURE)
+                    raise LoadError(self._model, reason, cure=_SLOW)
                 time.sleep(_POLL_S)
         except LoadError:
             self.close()
