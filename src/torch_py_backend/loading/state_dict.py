@@ -39,16 +39,13 @@ _COMPARED = 8
 _REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global")
 
 
-def load_into(
-    config: ModelConfig, artifact: Artifact, module: nn.Module, *, hint: str = ""
-) -> None:
+def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> None:
     """Load the weights into the module: all keys, no other keys, the same shapes.
 
     Args:
         config: the model's config.
         artifact: the model file and the file of weights.
         module: gets the weights.
-        hint: what to do if they do not fit; empty: the advice for a module's class.
 
     Raises:
         ArtifactError: there is no file of weights, or it cannot be read.
@@ -105,8 +102,8 @@ def load_into(
     present = {id(tensor) for key, tensor in tensors.items() if key in state}
     missing = [key for key in missing if id(tensors.get(key)) not in present]
     if missing or unexpected or shapes:
-        if prefix := _prefix(state, own):
-            hint = f"Save them without '{prefix}' before their keys."
+        prefix = _prefix(state, own)
+        hint = f"Save them without '{prefix}' before their keys." if prefix else ""
         raise WeightsError(
             config.name, file, missing=missing, unexpected=unexpected, shapes=shapes, hint=hint
         )
