@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import locale
+import logging
 import os
 import re
 import shutil
@@ -23,7 +24,7 @@ import scenarios
 import torch
 from instances import request
 
-from torch_py_backend.adapter import TritonPythonModel
+from torch_py_backend.adapter import TritonPythonModel, logs
 from torch_py_backend.processes import instance_status, orphan_cleanup
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -113,6 +114,17 @@ def test_a_path_that_python_cannot_open(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "fsencode", lambda path: str(path).encode("ascii"))
     with pytest.raises(fake_triton.TritonModelException, match=r"gr\\xf6\\xdfe.*Rename"):
         instances.load(folder, instances.named("function"))
+
+
+def test_logs_without_a_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A message that Triton cannot receive any more goes to standard error."""
+    logs.install()
+    monkeypatch.setattr(os, "getppid", lambda: -1)
+    logging.getLogger("torch_py_backend").warning("late")
+    assert capsys.readouterr().err == "late\n"
+    assert not fake_triton.Logger.lines
 
 
 @pytest.mark.parametrize("name", ["other.pt2", "model.pt", "net"])

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import triton_python_backend_utils as pb_utils
 
 from torch_py_backend import composition
-from torch_py_backend.adapter import logs, metrics
+from torch_py_backend.adapter import logs, metrics, orphans
 from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.autocomplete import completion
@@ -245,6 +245,8 @@ class TritonPythonModel:
             return self._answer(requests)
         finally:
             self._status.idle()
+            # The stub reports to the server that it has deleted the requests.
+            orphans.end_if_orphaned()
 
     def _is_ready(self) -> bool:
         return self._engine.recovery.fatal is None

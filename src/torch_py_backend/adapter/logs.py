@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import triton_python_backend_utils as pb_utils
+
+from torch_py_backend.adapter import orphans
 
 
 class LogHandler(logging.Handler):
@@ -25,7 +28,9 @@ class LogHandler(logging.Handler):
         logger = pb_utils.Logger
         # Triton's logger raises for text that is not UTF-8, as an exception's message may be.
         text = self.format(record).encode(errors="replace").decode()
-        if record.levelno >= logging.ERROR:
+        if orphans.is_orphaned():
+            sys.stderr.write(f"{text}\n")
+        elif record.levelno >= logging.ERROR:
             logger.log_error(text)
         elif record.levelno >= logging.WARNING:
             logger.log_warn(text)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import triton_python_backend_utils as pb_utils
 
+from torch_py_backend.adapter import orphans
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import PlatformError
 from torch_py_backend.observability import metric_families
@@ -158,6 +159,7 @@ class Publisher:
             # Gauges without a value any more become 0: all of them, once the instance has ended.
             gauges = {} if self._closed.is_set() else dict(self._gauges())
             for series, value in itertools.chain(self._counters(), gauges.items()):
+                orphans.end_if_orphaned()
                 metric = self._metrics.get(series)
                 if metric is None:
                     metric = self._metrics[series] = Metric(self._config, *series)

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend.adapter import messages
+from torch_py_backend.adapter import messages, orphans
 from torch_py_backend.adapter.messages import Request
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item, Value
@@ -214,6 +214,7 @@ class _Client:
 
     def send(self, outcome: dict[str, Value], *, last: bool) -> None:
         """Send a response."""
+        orphans.end_if_orphaned()
         self._ended = last
         try:
             response = messages.write(outcome)
@@ -228,6 +229,7 @@ class _Client:
 
     def end(self, error: BackendError | None, text: str = "") -> None:
         """End the stream for the client; log the error."""
+        orphans.end_if_orphaned()
         self.error, self._ended = error, True
         send = self._sender.send
         if error is not None:
@@ -261,5 +263,6 @@ class _Client:
         now = time.monotonic()
         if now >= self._checked + seconds and not self._ended:
             self._checked = now
+            orphans.end_if_orphaned()
             self._gone = self._sender.is_cancelled()
         return self._gone
