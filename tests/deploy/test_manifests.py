@@ -14,8 +14,8 @@ import pytest
 from deployed import BASE, DEPLOY, KEDA, KSERVE, NAME, Document
 
 from torch_py_backend.server import tritonserver
+from torch_py_backend.server.model_status import Snapshot
 from torch_py_backend.server.readiness import ReadinessServer
-from torch_py_backend.server.supervision import Snapshot
 
 _KUSTOMIZATION = """
 apiVersion: kustomize.config.k8s.io/v1beta1

@@ -79,7 +79,7 @@ def test_identity(
     monkeypatch.setattr(orphan_cleanup, "region", lambda: "a_region")
     instance_status.start(_config(**parameters))
     identity = dataclasses.astuple(_reader(folder).identity)
-    assert identity == (os.getpid(), "grüße", "3", "grüße_0_1", limit, "a_region")
+    assert identity == (os.getpid(), "grüße", "3", "grüße_0_1", limit, "a_region", False)
     (path,) = folder.iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 

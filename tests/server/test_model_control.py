@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from typing import Any
 
 import grpc
 import pytest
@@ -15,7 +15,6 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import model_control
 from torch_py_backend.server.model_control import LoadTimeoutError, Operation, RepositoryClient
-from torch_py_backend.server.model_status import ModelState
 from torch_py_backend.server.server_arguments import Keys
 
 
@@ -33,6 +32,8 @@ class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[m
 
     def _answer(self, method: str, request: Any, context: Any, answer: Any) -> Any:
         keys = {key: value for key, value in context.invocation_metadata() if "triton" in key}
+        for name, value in getattr(request, "parameters", {}).items():
+            keys[name] = value.string_param
         self.requests.append((method, request.model_name, keys))
         if request.model_name == "broken":
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "load failed")
@@ -60,8 +61,11 @@ def test_requests_and_errors_of_the_client(service: tuple[_Service, str]) -> Non
     for name in names:
         client.load(name, 30)
         client.unload(name)
+    config = "{" + " " * 20_000 + "}"
+    client.load("m", 30, config)
     assert service[0].requests == [
-        (act, name, keys) for name in names for act in ("load", "unload")
+        *((act, name, keys) for name in names for act in ("load", "unload")),
+        ("load", "m", {**keys, "config": config}),
     ]
     with pytest.raises(ServerError, match=r"^load failed$"):
         client.load("broken", 30)
@@ -82,58 +86,11 @@ def test_names_that_a_shell_changes(service: tuple[_Service, str]) -> None:
     assert [name for _, name, _ in service[0].requests] == ["grüße-1.0_{a}"]
 
 
-class _Triton:
-    """Models by name, READY or not; an ensemble is unloaded with its part."""
-
-    def __init__(self, *ready: str) -> None:
-        self.ready = dict.fromkeys(ready, True)
-        self.calls: list[str] = []
-        self.control = cast("RepositoryClient", self)
-
-    def states(self) -> Sequence[ModelState]:
-        return [ModelState(name, "1", ready, "") for name, ready in self.ready.items()]
-
-    def load(self, model: str, seconds: float) -> None:
-        self.calls.append(f"load {model} {seconds:g}")
-        self.ready[model] = True
-
-    def unload(self, model: str) -> None:
-        self.calls.append(f"unload {model}")
-        self.ready |= dict.fromkeys({model, "ensemble"} & self.ready.keys(), False)
-
-
-@pytest.mark.parametrize(
-    ("ready", "again", "calls"),
-    [
-        pytest.param(["part"], False, ["load part 9"], id="loaded by a user"),
-        pytest.param(["part"], True, ["unload part", "load part 9"], id="dead, but READY"),
-        pytest.param([], True, ["load part 9"], id="again"),
-    ],
-)
-def test_a_dead_model_that_is_ready_is_unloaded_first(
-    ready: list[str], again: bool, calls: list[str]
-) -> None:
-    """Triton does not load a model that is READY, even if its instances are dead."""
-    triton = _Triton(*ready)
-    model_control.load(triton.states, triton.control, "part", 9.0, (), again=again)
-    assert triton.calls == calls
-
-
-def test_ensembles_are_loaded_again_with_their_part() -> None:
-    """An unload returns the ensembles that Triton unloaded; a load brings them back."""
-    triton = _Triton("part", "ensemble", "other")
-    dependents = model_control.unload(triton.states, triton.control, "part")
-    assert dependents == {"ensemble"}
-    model_control.load(triton.states, triton.control, "part", 9.0, sorted(dependents), again=True)
-    assert triton.calls == ["unload part", "load part 9", "load ensemble 9"]
-
-
 @pytest.mark.parametrize(
     ("error", "message"),
     [
         pytest.param(ServerError("no"), "no", id="refused"),
-        pytest.param(OSError("gone"), "", id="the server ends"),
-        pytest.param(KeyError("ensemble"), "", id="the ensemble was removed"),
+        pytest.param(OSError("gone"), "tritonserver does not answer", id="the server ends"),
         pytest.param(TypeError("odd"), "TypeError: odd", id="unexpected"),
     ],
 )

@@ -14,8 +14,8 @@ import pytest
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import readiness as _readiness
+from torch_py_backend.server.model_status import Snapshot
 from torch_py_backend.server.readiness import ReadinessServer
-from torch_py_backend.server.supervision import Snapshot
 
 _UNMONITORED = "the models are no longer monitored"
 _NO_ANSWER = "tritonserver does not answer"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, cast
 
 import pytest
@@ -28,6 +28,8 @@ class FakeServer:
         pids: the process of each model that has a live one.
         survivors: processes of every model that outlive an unload.
         refusals: errors of loads.
+        configs: the configs of models that were loaded with one.
+        unlisted: models that Triton's index does not list.
         threads: the operations in progress, which the test runs; None: they run at once.
         loading: whether instances load; otherwise they are idle, since `idle_since`.
         reported: the warnings in the load reports of each model's instances.
@@ -41,6 +43,8 @@ class FakeServer:
         self.survivors: set[int] = set()
         self.failures: list[InstanceFailure] = []
         self.refusals: dict[str, ServerError] = {}
+        self.configs: dict[str, str] = {}
+        self.unlisted: set[str] = set()
         self.calls: list[str] = []
         self.killed: list[str] = []
         self.events: list[Event] = []
@@ -54,6 +58,7 @@ class FakeServer:
         fake = cast("Any", self)
         self.supervisor = Supervisor(
             self.index,
+            self.config,
             fake,
             fake if controls else None,
             self.events.append,
@@ -65,10 +70,14 @@ class FakeServer:
 
     # --- Triton ---
 
-    def index(self) -> Sequence[ModelState]:
+    def index(self, instances: Collection[str]) -> Sequence[ModelState]:
         if not self.answers:
             raise OSError("refused")
-        versions = [(name, "1" if state else "", state) for name, state in self.models.items()]
+        versions = [
+            (name, "1" if state else "", state)
+            for name, state in self.models.items()
+            if name not in self.unlisted or (state == _READY and name in instances)
+        ]
         versions += [(name, "2", reason) for name, reason in self.failed_versions.items()]
         reasons = {_READY: "", _UNLOADED: "unloaded"}
         return [
@@ -78,8 +87,15 @@ class FakeServer:
             for name, version, state in versions
         ]
 
-    def load(self, model: str, seconds: float) -> None:
-        self.calls.append(f"load {model}")
+    def config(self, model: str) -> str:
+        if not self.answers:
+            raise OSError("refused")
+        return self.configs.get(model, "{}") if self.models.get(model) == _READY else ""
+
+    def load(self, model: str, seconds: float, config: str = "") -> None:
+        self.calls.append(f"load {model} {config}".strip())
+        if config:
+            self.configs[model] = config
         if model in self.refusals:
             self.models[model] = str(self.refusals[model])
             raise self.refusals[model]
@@ -98,6 +114,7 @@ class FakeServer:
         for ensemble, part in self.ensembles.items():
             if part == model:
                 self.models[ensemble] = _UNLOADED
+                self.pids.pop(ensemble, None)
 
     # --- instances ---
 
@@ -119,6 +136,9 @@ class FakeServer:
     def warnings(self, model: str) -> list[str]:
         return self.reported.get(model, []) if model in self.pids else []
 
+    def models_with_instances(self) -> set[str]:
+        return set(self.pids)
+
     def live_processes(self, model: str) -> set[int]:
         return ({self.pids[model]} if model in self.pids else set()) | self.survivors
 
@@ -130,11 +150,16 @@ class FakeServer:
         return len(self.live_processes(model))
 
     def die(
-        self, model: str, reason: str = "was killed", state: InstanceState = InstanceState.IDLE
+        self,
+        model: str,
+        reason: str = "was killed",
+        state: InstanceState = InstanceState.IDLE,
+        *,
+        copied: bool = False,
     ) -> None:
         """End an instance, which serves unless it is LOADING; Triton's state stays."""
         pid = 1 if state is InstanceState.LOADING else self.pids.pop(model, 1)
-        identity = Identity(pid, model, "1", f"{model}_0", None)
+        identity = Identity(pid, model, "1", f"{model}_0", None, copied=copied)
         self.failures.append(InstanceFailure(identity, reason, state))
 
     # --- for tests ---
@@ -383,11 +408,60 @@ def test_an_ensemble_is_loaded_again_with_its_part(
     if cascades:
         server.models["e"] = _READY
     server.threads.pop()()
+    server.threads = None
     server.step(4)
-    server.expect("READY a 1", "load a" if cascades else "load a, load e")
+    if cascades:
+        server.expect("READY a 1", "load a")
+    else:
+        server.expect("READY a 1, READY e 1", "load a, load e")
     server.unload("a")  # by a user
     server.advance(1)
     server.expect("RELEASED a, RELEASED e", "unload a")
+
+
+def test_models_that_die_together() -> None:
+    """Neither is taken for an ensemble of the other: the one that can be loaded serves again."""
+    server = _serving("a", "b")
+    server.threads = []
+    server.refusals["b"] = ServerError("out of memory")
+    for name in "ab":
+        server.die(name)
+    server.step()
+    first, second = server.threads
+    server.threads = None
+    unload = server.unload
+
+    def unload_both(model: str) -> None:
+        server.unload = unload  # type: ignore[method-assign]
+        second()
+        unload(model)
+
+    server.unload = unload_both  # type: ignore[method-assign]
+    first()
+    server.step(3)
+    down = {"b": "is down: out of memory"}
+    calls = "unload b, unload a, load a, load b"
+    server.expect("DOWN a, DOWN b, READY a 1, DOWN b", calls, down)
+
+
+@pytest.mark.parametrize("during", ["unload", "load"])
+def test_a_server_that_does_not_answer_during_a_reload(during: str) -> None:
+    """The model is loaded all the same, with its ensemble; neither is taken for unloaded."""
+    server = _serving("a", "e")
+    server.ensembles["e"] = "a"
+    server.threads = []
+    server.die("a")
+    server.step()
+    for operation in ("unload", "load", "again", "ensemble"):
+        server.answers = operation != during
+        for run in server.threads:
+            run()
+        server.threads.clear()
+        server.advance(2)
+        server.answers = True
+        server.advance(2)
+    down = "DOWN a, DOWN a" if during == "unload" else "DOWN a"
+    server.expect(f"{down}, READY a 1, READY e 1", "unload a, load a, load e")
 
 
 def test_a_server_that_does_not_answer() -> None:
@@ -420,7 +494,7 @@ def test_users_may_unload_and_load() -> None:
     server.step(4)
     server.expect(
         "DOWN a, DOWN c, READY d 1, DOWN d, READY a 1, READY c 1, READY d 1",
-        "unload a, unload c, unload d, load a, load c, load d",
+        "unload a, unload c, unload d, load a, load c {}, load d {}",
     )
 
 
@@ -439,6 +513,70 @@ def test_a_model_that_a_user_unloads_stays_unloaded(dies: bool, failed_version: 
     server.advance(2)
     server.expect("RELEASED a")
     assert server.supervisor.snapshot.models == {}
+
+
+def test_a_model_is_healed_with_the_config_that_a_user_loaded_it_with() -> None:
+    """Also after further deaths, and while Triton does not answer; until the user's next load."""
+    server = _serving("a", restarts=9)
+    server.start("a")
+    server.configs["a"] = '{"rows": 4, "name": "a"}'
+    for answers in (True, False):
+        server.die("a")
+        server.answers = answers
+        server.step(2)
+        server.answers = True
+        server.advance(9)
+        down = "DOWN a" if answers else "DOWN a, DOWN a"
+        calls = 'unload a, load a {"rows": 4, "name": "a"}'
+        server.expect(f"{down}, READY a 1", calls)
+        # Triton may order the keys in another way.
+        server.configs["a"] = '{"name": "a", "rows": 4}'
+    server.start("a")
+    server.configs["a"] = '{"rows": 8}'
+    server.die("a")
+    server.advance(9)
+    server.expect("DOWN a, READY a 1", 'unload a, load a {"rows": 8}')
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_model_that_a_user_loaded_with_files(listed: bool) -> None:
+    """It is monitored under any name, but not healed with other files: the user must load it."""
+    server = _serving("a")
+    server.start("b")
+    server.unlisted = set() if listed else {"b"}
+    for unloads in (False, True):
+        server.advance(1)
+        server.expect("READY b 1")
+        assert server.supervisor.snapshot.models == {"a": "", "b": ""}
+        if unloads:
+            server.unload("b")
+            server.advance(1)
+            server.expect("RELEASED b", "unload b")
+            continue
+        server.die("b", copied=True)
+        server.step()
+        assert "was killed; stays down until it is loaded again" in server.events[0].text
+        server.advance(100)
+        server.expect("GIVEN UP b", "unload b", {"b": "stays down: was killed"})
+        server.start("b")
+
+
+def test_a_model_that_dies_as_soon_as_a_user_has_loaded_it_with_files() -> None:
+    """It is reported all the same."""
+    server = _serving("a")
+    server.unlisted = {"b"}
+    server.start("b")
+    server.die("b", copied=True)
+    server.step(2)
+    server.expect("READY b 1, GIVEN UP b", "unload b", {"b": "stays down: was killed"})
+
+
+def test_a_repository_that_triton_copies() -> None:
+    """What the supervisor has loaded from it is loaded again."""
+    server = _serving("a")
+    server.die("a", copied=True)
+    server.step(4)
+    server.expect("DOWN a, READY a 1", "unload a, load a")
 
 
 def test_a_user_s_load_that_is_refused() -> None:

@@ -306,13 +306,8 @@ def _arguments(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _warn_of_copies(settings: model_config.ModelConfig) -> None:
-    """Log a warning if the model's folder is a temporary copy made by Triton.
-
-    Triton copies models from cloud stores and from load requests to a temporary folder
-    (`/tmp/folderXXXXXX`: LocalizePath in its src/filesystem). In all other cases Triton requires
-    that a model's folder has the model's name.
-    """
-    if settings.folder.absolute().name != settings.name:
+    """Log a warning if the model's folder is a temporary copy made by Triton."""
+    if instance_status.is_copy(settings):
         log.warning(
             "model '%s': Triton serves a temporary copy of the model (from a cloud store or a load"
             " request). It is copied again at each load, and compiled code is not kept with it.",

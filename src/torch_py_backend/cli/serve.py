@@ -176,6 +176,7 @@ def serve(
         ) as client:
             supervisor = Supervisor(
                 server.models,
+                server.config,
                 InstanceMonitor(server.status_folder, load_timeout),
                 client if mode == "explicit" else None,
                 report,

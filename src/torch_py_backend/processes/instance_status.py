@@ -55,6 +55,7 @@ class Identity:
     Attributes:
         limit_ms: the time limit of one call of the model; None: no limit.
         region: the name of the shared memory between Triton and the instance; empty: unknown.
+        copied: whether the model's folder is a temporary copy made by Triton.
     """
 
     pid: int
@@ -63,6 +64,7 @@ class Identity:
     instance: str
     limit_ms: int | None
     region: str = ""
+    copied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +150,26 @@ class InstanceStatus:
 def start(config: ModelConfig) -> InstanceStatus:
     """Return the status of this instance, published if the server is supervised."""
     limit_ms, region = config.options.execution_timeout_ms, orphan_cleanup.region()
-    identity = Identity(os.getpid(), config.name, config.version, config.instance, limit_ms, region)
+    identity = Identity(
+        os.getpid(),
+        config.name,
+        config.version,
+        config.instance,
+        limit_ms,
+        region,
+        copied=is_copy(config),
+    )
     return _publish(InstanceStatus(), identity)
+
+
+def is_copy(config: ModelConfig) -> bool:
+    """Return whether a model's folder is a temporary copy made by Triton.
+
+    Triton copies models from cloud stores and from load requests to a temporary folder
+    (`/tmp/folderXXXXXX`: LocalizePath in its src/filesystem). In all other cases Triton requires
+    that a model's folder has the model's name.
+    """
+    return config.folder.absolute().name != config.name
 
 
 def start_completing(model: str) -> InstanceStatus:

@@ -79,6 +79,21 @@ DIED_UNCONTROLLED = Transition(
     (_SERVING, _UNLOADED), _GIVEN_UP, _IS_GIVEN_UP, "{reason}; Triton alone controls its models"
 )
 
+# An ensemble that Triton has unloaded with one of its parts, all of which serve again.
+PARTS_SERVE = Transition((_SERVING,), _DOWN)
+
+# An instance died whose model was loaded with files that the supervisor does not have.
+DIED_WITH_FILES = Transition(
+    DIED.before,
+    _GIVEN_UP,
+    _IS_GIVEN_UP,
+    "{reason}; stays down until it is loaded again: its files came with the load request",
+    Action.UNLOAD,
+)
+
+# An unload failed: it is repeated before the load, since Triton loads no model that is READY.
+UNLOAD_FAILED = Transition((_DOWN,), _DOWN, _IS_DOWN, _AGAIN)
+
 # A load failed: another load may succeed; would fail in the same way; failed because of a death
 # that was reported already; never ends in Triton.
 LOAD_FAILED = Transition((_LOADING,), _DOWN, _IS_DOWN, _AGAIN)

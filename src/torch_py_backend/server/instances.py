@@ -114,6 +114,10 @@ class InstanceMonitor:
             )
         )
 
+    def models_with_instances(self) -> set[str]:
+        """Return the models that have instances."""
+        return {instance.identity.model for instance in self._instances.values()}
+
     def live_processes(self, model: str) -> set[int]:
         """Return the IDs of the processes of a model that have not ended."""
         return {

@@ -8,21 +8,18 @@ each load.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import grpc
 
 from torch_py_backend.errors import ServerError, summarize
-from torch_py_backend.server import model_status, triton_installation
-from torch_py_backend.server.model_status import ModelState
+from torch_py_backend.server import triton_installation
 from torch_py_backend.server.server_arguments import Keys
 
 _SERVICE = "/inference.GRPCInferenceService"
 _UNLOAD_S = 30.0
 _NOT_POLLED = "failed to poll from model repository"
-
-States = Callable[[], Sequence[ModelState]]
 
 
 class LoadTimeoutError(ServerError):
@@ -50,8 +47,13 @@ class RepositoryClient:
         self._metadata = keys.grpc
         self._uses_shell, self._poll_failure = uses_shell, poll_failure
 
-    def load(self, model: str, seconds: float) -> None:
+    def load(self, model: str, seconds: float, config: str = "") -> None:
         """Load a model, and wait for it.
+
+        Args:
+            model: its name.
+            seconds: the time limit.
+            config: replaces its config.pbtxt, as JSON; empty: it does not.
 
         Raises:
             LoadTimeoutError: it took longer; Triton continues to load the model.
@@ -59,8 +61,10 @@ class RepositoryClient:
         """
         if self._uses_shell:
             triton_installation.refuse_in_shell("the folder", model, "Rename it.")
+        # Field 3 of the message is a map of parameters, whose values have strings in field 3.
+        parameter = _field(3, _field(1, b"config") + _field(2, _field(3, config.encode())))
         try:
-            self._call("RepositoryModelLoad", model, seconds)
+            self._call("RepositoryModelLoad", model, seconds, parameter if config else b"")
         except ServerError as error:
             reason = self._poll_failure(model) if _NOT_POLLED in str(error) else ""
             if reason:
@@ -71,15 +75,11 @@ class RepositoryClient:
         """Unload a model; its instances end soon after. Raise a ServerError if Triton refuses."""
         self._call("RepositoryModelUnload", model, _UNLOAD_S)
 
-    def _call(self, method: str, model: str, seconds: float) -> None:
+    def _call(self, method: str, model: str, seconds: float, parameters: bytes = b"") -> None:
         # Without serializers, the channel sends bytes. tritonclient, which has Triton's protobuf
         # messages, is not a requirement of `serve`.
         call = self._channel.unary_unary(f"{_SERVICE}/{method}")
-        name = model.encode()
-        # Field 2 of both messages is `model_name`. Its length has seven bits a byte; the eighth
-        # marks that another byte follows.
-        low, high = len(name) & 0x7F, len(name) >> 7
-        message = b"\x12" + bytes([low | 0x80, high] if high else [low]) + name
+        message = _field(2, model.encode()) + parameters  # 2: `model_name` of both messages
         try:
             call(message, timeout=seconds, metadata=self._metadata, wait_for_ready=True)
         except grpc.RpcError as error:
@@ -94,19 +94,28 @@ class RepositoryClient:
         self._channel.close()
 
 
+def _field(number: int, content: bytes) -> bytes:
+    """Return a field of a protobuf message: number and type, length and content."""
+    size, rest = b"", len(content)
+    # The length has seven bits a byte; the eighth marks that another byte follows.
+    while rest >> 7:
+        size, rest = size + bytes([rest & 0x7F | 0x80]), rest >> 7
+    return bytes([number << 3 | 2]) + size + bytes([rest]) + content
+
+
 @dataclass(eq=False, slots=True)
 class Operation:
     """A load or an unload in a thread of its own.
 
     Attributes:
         started: when it began, by the supervisor's clock.
-        dependents: after an unload: the ensembles that Triton unloaded with the model.
-        error: after a failure: the reason; None: the operation succeeded, or the server ended.
+        config: the model's config before an unload, or after a load; empty: unknown.
+        error: after a failure: the reason; None: the operation succeeded.
         done: whether it has ended. Set last.
     """
 
     started: float
-    dependents: set[str] = field(default_factory=set)
+    config: str = ""
     error: ServerError | None = None
     done: bool = False
 
@@ -114,10 +123,10 @@ class Operation:
         """Run a function, note its error, and then call `wake`."""
         try:
             function()
-        except (OSError, KeyError):
-            pass  # the server ends, or an ensemble was removed: neither is a failed load
         except ServerError as error:
             self.error = error
+        except OSError:
+            self.error = ServerError("tritonserver does not answer")
         except Exception as error:  # an unexpected response: the operation must complete
             self.error = ServerError(summarize(error))
         self.done = True
@@ -127,34 +136,3 @@ class Operation:
 def start_daemon(function: Callable[[], None]) -> None:
     """Run a function in a thread that does not delay the end of this process."""
     threading.Thread(target=function, daemon=True).start()
-
-
-def load(
-    states: States,
-    control: RepositoryClient,
-    model: str,
-    seconds: float,
-    dependents: Sequence[str],
-    *,
-    again: bool,
-) -> None:
-    """Load a model, and the ensembles that Triton unloaded with it: its dependents."""
-    # Triton does not load a model that is READY, even if all its instances are dead.
-    if again and model in _ready(states):
-        control.unload(model)
-    control.load(model, seconds)
-    # Triton usually reloads an ensemble when the last of its models is loaded.
-    for dependent in dependents:
-        if not model_status.by_model(states())[dependent].ready:
-            control.load(dependent, seconds)
-
-
-def unload(states: States, control: RepositoryClient, model: str) -> set[str]:
-    """Unload a model; return the ensembles that Triton unloaded with it."""
-    before = _ready(states)
-    control.unload(model)
-    return before - _ready(states) - {model}
-
-
-def _ready(states: States) -> set[str]:
-    return {state.name for state in states() if state.ready}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch_py_backend.errors import summarize
 
@@ -71,6 +72,23 @@ class ModelStatus:
         return bool(self.serving)
 
 
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The readiness of all models, for other threads.
+
+    Attributes:
+        models: the models that should serve, each with the reason why it does not; empty: it does.
+        problem: a problem of the whole server.
+        at: when it was taken, in the clock's seconds.
+        warnings: the warnings of the last load of each model that serves, if there were any.
+    """
+
+    models: Mapping[str, str] = field(default_factory=dict)
+    problem: str = "the server is being started"
+    at: float = 0.0
+    warnings: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
 def by_model(states: Sequence[ModelState]) -> dict[str, ModelStatus]:
     """Return the status of each model in Triton's repository index."""
     grouped: dict[str, list[ModelState]] = {}
@@ -93,6 +111,11 @@ def by_model(states: Sequence[ModelState]) -> dict[str, ModelStatus]:
 def cause(model: str, reason: str) -> str:
     """Return why a model does not serve, or a warning of it, for a line that has its name."""
     return _innermost(reason).replace(f"model '{model}': ", "")
+
+
+def is_same_config(config: str, loaded: str) -> bool:
+    """Return whether a model's config in JSON is that of its last load, or not known."""
+    return not config or bool(loaded and json.loads(config) == json.loads(loaded))
 
 
 def public_reason(reason: str) -> str:

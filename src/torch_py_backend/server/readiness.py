@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from torch_py_backend.errors import ServerError, sanitize_line
+from torch_py_backend.server.model_status import Snapshot
 from torch_py_backend.server.ports import client_address
-from torch_py_backend.server.supervision import Snapshot
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -8,21 +8,17 @@ Triton's API, too: it does not reload what they unload, and it monitors what the
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from torch_py_backend.processes.instance_status import InstanceState
 from torch_py_backend.server import healing, model_control, model_status
 from torch_py_backend.server.healing import Action, EventKind, Lifecycle, Phase, Transition
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
-from torch_py_backend.server.model_control import (
-    LoadTimeoutError,
-    Operation,
-    RepositoryClient,
-    States,
-)
-from torch_py_backend.server.model_status import ModelStatus
+from torch_py_backend.server.model_control import LoadTimeoutError, Operation, RepositoryClient
+from torch_py_backend.server.model_status import ModelState, ModelStatus, Snapshot
 
 _STEP_S = 0.1
 _INDEX_S = 0.5
@@ -52,23 +48,6 @@ class Event:
     text: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The readiness of all models, for other threads.
-
-    Attributes:
-        models: the models that should serve, each with the reason why it does not; empty: it does.
-        problem: a problem of the whole server.
-        at: when it was taken, in the clock's seconds.
-        warnings: the warnings of the last load of each model that serves, if there were any.
-    """
-
-    models: Mapping[str, str] = field(default_factory=dict)
-    problem: str = "the server is being started"
-    at: float = 0.0
-    warnings: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-
 @dataclass(slots=True, kw_only=True)
 class _Model(Lifecycle):
     """The lifecycle of one model, and the observations of it.
@@ -77,9 +56,12 @@ class _Model(Lifecycle):
         operation: the load (in the phase LOADING) or unload in progress.
         processes: the live processes when the model failed, or its last load began.
         failure: why the load in progress, or the last one, failed.
-        dependents: the ensembles that Triton unloaded with the model.
+        dependents: the ensembles that Triton unloaded with the model, until all their parts serve.
         versions: the versions that served last.
         warnings: the warnings of its last load, all of which were reported.
+        processes_loaded: the processes that the supervisor's last load has started.
+        loaded: the config after that load; empty: unknown.
+        config: the config that it was loaded with through Triton's API; empty: its own.
     """
 
     name: str
@@ -89,6 +71,9 @@ class _Model(Lifecycle):
     dependents: set[str] = field(default_factory=set)
     versions: frozenset[str] = frozenset()
     warnings: Sequence[str] = ()
+    processes_loaded: set[int] = field(default_factory=set)
+    loaded: str = ""
+    config: str = ""
 
     def is_unloaded(self, status: ModelStatus | None) -> bool:
         """Return whether the model was unloaded.
@@ -104,7 +89,8 @@ class Supervisor:
     """Keeps the models of one server serving.
 
     Args:
-        states: returns Triton's states of the models.
+        states: returns Triton's states of the models; its argument names those with instances.
+        config: returns the config of a loaded model; empty if it is not loaded.
         control: loads and unloads models; None: Triton alone does, and no model is reloaded.
         restarts: how often a model is reloaded, until it has served for a minute.
         load_seconds: the time limit of one load.
@@ -116,7 +102,8 @@ class Supervisor:
 
     def __init__(
         self,
-        states: States,
+        states: Callable[[Collection[str]], Sequence[ModelState]],
+        config: Callable[[str], str],
         monitor: InstanceMonitor,
         control: RepositoryClient | None,
         on_event: Callable[[Event], None],
@@ -126,7 +113,8 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
         spawn: Callable[[Callable[[], None]], None] = model_control.start_daemon,
     ) -> None:
-        self._states, self._monitor, self._control = states, monitor, control
+        self._states, self._config = states, config
+        self._monitor, self._control = monitor, control
         self._on_event, self._clock, self._spawn = on_event, clock, spawn
         self._restarts, self._load_seconds = restarts, load_seconds
         self._events: list[Event] = []
@@ -168,10 +156,12 @@ class Supervisor:
         # Requested last: states from before a load or unload completed are outdated.
         if failures or completed or self._clock() >= self._index_due:
             try:
-                self._statuses = model_status.by_model(self._states())
+                models = {failure.identity.model for failure in failures}
+                models |= self._monitor.models_with_instances()
+                self._statuses = model_status.by_model(self._states(models))
                 self._index_due = self._clock() + _INDEX_S
-            except OSError:
-                problem = "tritonserver does not answer"
+            except OSError:  # a later step handles what has completed
+                problem, completed = "tritonserver does not answer", []
         for failure in failures:
             self._handle_failure(failure)
         for model in completed:
@@ -179,6 +169,7 @@ class Supervisor:
         if not problem:
             for name in sorted(self._statuses.keys() | self._models.keys()):
                 self._compare(self._model(name))
+            self._load_ensembles()
         for model in self._models.values():
             self._check_deadlines(model)
             self._report_warnings(model)
@@ -222,20 +213,20 @@ class Supervisor:
         return True
 
     def _start(self, model: _Model, action: Action) -> None:
-        """Start to load or to unload a model. If an unload fails, the next load unloads it."""
+        """Start to load or to unload a model."""
         control = self._control
         assert control is not None  # noqa: S101  without it, nothing is loaded
         operation = model.operation = Operation(self._clock())
-        dependents, again = sorted(model.dependents), model.attempts > 0
-        seconds = self._load_seconds + _FAILING_S
+        name, config = model.name, model.config
 
         def work() -> None:
             if action is Action.UNLOAD:
-                operation.dependents = model_control.unload(self._states, control, model.name)
-            else:
-                model_control.load(
-                    self._states, control, model.name, seconds, dependents, again=again
-                )
+                operation.config = self._config(name)
+                control.unload(name)
+                return
+            control.load(name, self._load_seconds + _FAILING_S, config)
+            with contextlib.suppress(OSError):
+                operation.config = self._config(name)
 
         self._spawn(lambda: operation.run(work, self._monitor.wake))
 
@@ -244,7 +235,7 @@ class Supervisor:
     def _compare(self, model: _Model) -> None:
         """Detect that a model was loaded or unloaded through Triton's API."""
         status = self._statuses.get(model.name)
-        if model.operation is not None or self._blocker(model.name):
+        if model.operation is not None or self._parts(model.name):
             return
         is_new = model.phase is Phase.NEW
         if status is not None and status.ready:
@@ -282,8 +273,11 @@ class Supervisor:
             model.failure = failure.reason
             self._events.append(Event(EventKind.FAILED, model.name, failure.reason))
         elif not model.is_unloaded(self._statuses.get(model.name)):
-            is_controlled = self._control is not None
-            transition = healing.DIED if is_controlled else healing.DIED_UNCONTROLLED
+            transition = healing.DIED
+            if self._control is None:
+                transition = healing.DIED_UNCONTROLLED
+            elif failure.identity.copied and failure.identity.pid not in model.processes_loaded:
+                transition = healing.DIED_WITH_FILES
             self._apply(model, transition, failure.reason)
 
     def _handle_completed(self, model: _Model) -> None:
@@ -291,12 +285,22 @@ class Supervisor:
         if operation is None:
             return  # the load was abandoned
         if model.phase is not Phase.LOADING:
-            model.dependents |= operation.dependents
+            if not model_status.is_same_config(operation.config, model.loaded):
+                model.config = operation.config
+            if operation.error is not None and self._is_ready(model.name):
+                self._apply(model, healing.UNLOAD_FAILED, str(operation.error))
+            model.dependents |= {
+                name
+                for name, other in self._models.items()
+                if other.phase is Phase.SERVING and other.is_unloaded(self._statuses.get(name))
+            }
             return
         error, is_first = operation.error, not model.attempts
         reason = model.failure or model_status.public_reason(str(error))
+        if error is None:
+            model.loaded = operation.config
+            model.processes_loaded = self._monitor.live_processes(model.name)
         if error is None and not model.failure:
-            model.dependents.clear()
             self._apply(model, healing.LOADED if is_first else healing.RELOADED)
         elif isinstance(error, LoadTimeoutError):
             self._abandon_load(model, f"its load {error}")
@@ -306,6 +310,16 @@ class Supervisor:
             self._apply(model, healing.LOAD_FAILED, reason)
         else:
             self._refuse(model, str(error))
+
+    def _load_ensembles(self) -> None:
+        """Load ensembles whose parts serve again, unless Triton has loaded them with the last."""
+        for name, model in self._models.items():
+            parts = self._parts(name)
+            if parts and all(part.phase is Phase.SERVING for part in parts):
+                for part in parts:
+                    part.dependents.remove(name)
+                if not self._is_ready(name):
+                    self._apply(model, healing.PARTS_SERVE)
 
     def _refuse(self, model: _Model, reason: str) -> None:
         if self._apply(model, healing.REFUSED, reason):
@@ -332,7 +346,11 @@ class Supervisor:
             if survivors and now >= model.since + _IDLE_S:
                 self._monitor.kill(model.name, InstanceState.IDLE)
             if now >= model.due and (not survivors or now >= model.since + _SURVIVORS_S):
-                self._apply(model, healing.DUE)
+                # Triton does not load a model that is READY, even if all its instances are dead.
+                if self._is_ready(model.name):
+                    self._start(model, Action.UNLOAD)
+                else:
+                    self._apply(model, healing.DUE)
         elif model.phase is Phase.LOADING and operation and now - operation.started > limit:
             # In every step: other instances of the model may still load, or start to load. The
             # load fails in Triton once they are dead.
@@ -355,26 +373,24 @@ class Supervisor:
         Others are at work, as during Triton's `model_warmup`. A model that is READY may wait for
         another one: Triton locks ensembles with their parts.
         """
-        status = self._statuses.get(model.name)
-        if status is not None and status.ready:
-            return 0
-        if self._monitor.idle_seconds(model.name) <= seconds:
+        if self._is_ready(model.name) or self._monitor.idle_seconds(model.name) <= seconds:
             return 0
         return self._monitor.kill(model.name, InstanceState.IDLE)
 
     def _why_not_ready(self, model: _Model) -> str:
         """Return why a model does not serve; empty if it does."""
-        if blocker := self._blocker(model.name):
-            return f"needs the model '{blocker}', which does not serve"
+        for part in self._parts(model.name):
+            if part.phase is not Phase.SERVING:
+                return f"needs the model '{part.name}', which does not serve"
         if model.phase is Phase.SERVING:
             status = self._statuses.get(model.name)
             # Not ready: the model is being unloaded and loaded again through Triton's API.
             return "" if status is None or status.ready else Phase.LOADING.value
         return f"{model.phase.value}: {model.reason}" if model.reason else model.phase.value
 
-    def _blocker(self, name: str) -> str:
-        """Return the model with which Triton unloaded this ensemble; empty if there is none."""
-        for other, model in self._models.items():
-            if name in model.dependents and model.phase is not Phase.SERVING:
-                return other
-        return ""
+    def _is_ready(self, name: str) -> bool:
+        return name in self._statuses and self._statuses[name].ready
+
+    def _parts(self, name: str) -> list[_Model]:
+        """Return the models with which Triton unloaded this ensemble."""
+        return [model for model in self._models.values() if name in model.dependents]

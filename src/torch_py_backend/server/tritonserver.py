@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -204,8 +204,12 @@ class Server:
                 raise ServerError(f"tritonserver was not ready within {timeout:g} seconds.")
             time.sleep(_POLL_SECONDS)
 
-    def models(self) -> list[ModelState]:
+    def models(self, instances: Collection[str] = ()) -> list[ModelState]:
         """Return the current states of the models in the repository.
+
+        Args:
+            instances: models with instances. Triton does not list those that were loaded with
+                files under a new name.
 
         Raises:
             OSError: the server does not answer, or not completely.
@@ -216,7 +220,25 @@ class Server:
                 text = response.read().decode(errors="replace")
         except http.client.HTTPException as error:
             raise ConnectionError(repr(error)) from None
-        return [model_status.parse_state(entry) for entry in json.loads(text)]
+        states = [model_status.parse_state(entry) for entry in json.loads(text)]
+        unlisted = [name for name in instances if name not in {state.name for state in states}]
+        return states + [
+            ModelState(name, "", ready=True, reason="") for name in unlisted if self.config(name)
+        ]
+
+    def config(self, model: str) -> str:
+        """Return the config that a model was loaded with, as JSON; empty if it is not loaded.
+
+        Raises:
+            OSError: the server does not answer, or not completely.
+        """
+        try:
+            with self._request(f"models/{urllib.parse.quote(model, safe='')}/config") as response:
+                return response.read().decode()
+        except urllib.error.HTTPError:
+            return ""
+        except http.client.HTTPException as error:
+            raise ConnectionError(repr(error)) from None
 
     def is_live(self) -> bool:
         """Return whether the server answers that it is live."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import math
 import re
 import signal
@@ -85,6 +86,7 @@ _MODELS = (
     _model("victim", config=x_to_y(WARMUP="false")),
     _model("limited", config=_TWO_LIMITED),
     _model("stays", config=x_to_y()),
+    _model("changed"),
     _model("slow", built="time.sleep(3)"),
     _model("dies_in_init", built="os._exit(4)"),
     _model("dies_at_import", imported="ctypes.string_at(0)"),
@@ -296,6 +298,48 @@ def test_users_unload_and_load(served: Supervised) -> None:
         one.kill()
     until(lambda: not served.ready("limited"), served)
     _healed(served, "limited", old, "DOWN    limited: instance limited_0_")
+
+
+def _document(name: str) -> str:
+    """A config for at most three rows, as load requests have it."""
+    tensor = {"data_type": "TYPE_FP32", "dims": [4]}
+    instances = [{"kind": "KIND_CPU", "count": 1}]
+    document = {"name": name, "backend": "pytorch_py", "max_batch_size": 3}
+    tensors = {"input": [{"name": "x", **tensor}], "output": [{"name": "y", **tensor}]}
+    return json.dumps(document | tensors | {"instance_group": instances})
+
+
+def test_a_load_request_with_a_config(served: Supervised) -> None:
+    """The model is healed with that config, each time."""
+    until(lambda: served.ready("changed"), served)
+    with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
+        client.load_model("changed", config=_document("changed"))
+        for attempt in "12":
+            old = served.stubs("changed")
+            for one in old:
+                one.kill()
+            _healed(served, "changed", old, f"(attempt {attempt} of 6)")
+            assert client.get_model_config("changed").config.max_batch_size == 3
+
+
+def test_a_load_request_with_files(served: Supervised) -> None:
+    """The model is monitored; its death is reported, and it stays down until the next request."""
+    files = {"file:1/model.py": _MODULE.format(imported="", built="pass").encode()}
+    with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
+        client.load_model("uploaded", config=_document("uploaded"), files=files)
+        until(lambda: served.ready("uploaded"), served)
+        _until_told(served, "READY   uploaded")
+        assert served.infer("uploaded", 7.0) == [-7.0] * 4
+        for one in served.in_state("uploaded", InstanceState.IDLE):
+            one.kill()
+        _until_told(served, "GIVEN UP uploaded: instance uploaded_0_0 was ended by SIGKILL")
+        status, told = served.ask("/ready/uploaded")
+        assert (status, "SIGKILL" in told["reason"]) == (503, True)
+        until(lambda: not client.is_model_ready("uploaded"), served)
+        client.load_model("uploaded", config=_document("uploaded"), files=files)
+        until(lambda: served.ready("uploaded"), served)
+        client.unload_model("uploaded")
+        until(lambda: served.ask("/ready/uploaded")[0] == 404, served)
 
 
 # Longer than these tests wait for the server's end.
@@ -551,7 +595,13 @@ def test_a_load_that_triton_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
         stack.callback(client.close)
         monitor = InstanceMonitor(server.status_folder)
         supervisor = Supervisor(
-            server.models, monitor, client, events.append, restarts=3, load_seconds=200
+            server.models,
+            server.config,
+            monitor,
+            client,
+            events.append,
+            restarts=3,
+            load_seconds=200,
         )
 
         def step_until(what: Callable[[], bool]) -> None:
