@@ -1,162 +1,244 @@
-"""Measure the time of execute() in a real stub: by both paths, with features, and by hand.
+"""Measure execute() in real stubs of a real tritonserver: plain models, features, sequences.
 
-    python -m benchmarks.execute [--models add,mlp] [--seconds 2] [--turns 5] [--output FILE]
+    python -m benchmarks.execute [--models add,mlp,lstm] [--against CHECKOUT] [--calls]
+        [--turns 7] [--bursts 30] [--output FILE]
 
-All are loaded in turn by one client, A B C A B C …, alone and with 32 requests outstanding.
-Calls are compared that answer equally many requests. The first table has CPU times, by the clocks
-in `served/clock.py`; the second wall times of the steps of the fast path, by `served/steps.py`.
+Figures are CPU times of the thread that calls execute(), with 1, 8 and 32 requests of one row. One
+client sends so many requests at once and waits for all answers, and so on; calls with another
+number of requests are left out. The models take turns, A B C … C B A. A ratio is the median of the
+ratios of all turns, with the least and the largest. All answers are compared with PyTorch's first.
+
+`--against` serves each model twice, with this checkout's backend and with another one's. `--calls`
+counts the calls of functions of the backend, and the modules that they are in, instead.
+
+Nothing here depends on the modules of the package: see `stubs`, `gauges` and `served/gauge.py`.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
+import itertools
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import grpc
 import numpy as np
+from tritonclient.grpc import InferResult, service_pb2, service_pb2_grpc
 
-from benchmarks import clients, harness, repositories
-from benchmarks.clients import Endpoint
-from benchmarks.contenders import check
-from benchmarks.models import MODELS
-from benchmarks.tables import markdown
+from benchmarks import gauges, stubs
+from benchmarks.gauges import BY_HAND, MOST, PLAIN, SEQUENCE, Case
+from benchmarks.tables import markdown, spread, write_table
 
-COLUMNS = (
-    "model", "requests in a call", "path", "calls",
-    "execute(), µs", "forward(), µs", "around it, µs", "÷ by hand",
-)  # fmt: skip
-PATHS = ("by hand", "fast", "general", *repositories.FEATURES)
-_STEPS = "steps"
-# What the fast path does between two readings of the clock.
-STEPS = (
-    "instance status, choice of the path",
-    "read and concatenate inputs",
-    "to forward()",
-    "forward()",
-    "check the result",
-    "split and write outputs",
-    "counts, instance status",
-)
-_CONCURRENCY = (1, 32)
-# Fewer calls of a size are not reported.
-_LEAST_CALLS = 200
+SIZES = (1, 8, MOST)
+_BASES = ("add", "mlp", gauges.LSTM)
+# The name of this checkout's backend, and of the other one's.
+_THIS, _OTHER = "this", "other"
+_TOLERANCE = 1e-5
+_LONGEST_SECONDS = 60
 
-# The nanoseconds of each call, by path and requests in the call: execute() and forward(); on the
-# path `steps`, those of each step.
-Times: TypeAlias = dict[str, dict[int, list[list[int]]]]
+Burst: TypeAlias = Callable[[Sequence[service_pb2.ModelInferRequest]], Awaitable[list[Any]]]
+# What a model's calls of execute() with a number of requests took in a turn.
+Figures: TypeAlias = dict[tuple[str, int], list[list[Any]]]
 
 
-def measure(model: str, seconds: float, turns: int) -> Times:
-    """Serve a model once for each row of the tables, and put load on each in turn.
+@dataclass(frozen=True)
+class Subject:
+    """A case that is served by one version of the backend."""
 
-    Raises:
-        ToolError: a model did not load, a response is wrong, or a request failed.
-    """
-    with harness.scratch() as scratch:
-        folder = Path(scratch)
-        served = {
-            path: repositories.write_clocked(model, folder / "repository", path, folder)
-            for path in (*PATHS, _STEPS)
-        }
-        with harness.served(folder / "repository") as server:
-            payloads = [clients.payload(MODELS[model])]
-            for name in served.values():
-                check(Endpoint(model, "grpc", server.grpc_address, name))
-            for _ in range(turns):
-                for concurrency in _CONCURRENCY:
-                    for name in served.values():
-                        harness.load(server.grpc_address, name, payloads, concurrency, seconds)
-        return {
-            path: {
-                int(size): calls
-                for size, calls in json.loads((folder / f"{name}.json").read_text()).items()
-            }
-            for path, name in served.items()
-        }
+    case: Case
+    backend: str
+
+    @property
+    def name(self) -> str:
+        """Its name on the server."""
+        return _name(self.case.feature, self.backend)
+
+    def request(
+        self, place: int, *, starts: bool = False, ends: bool = False
+    ) -> service_pb2.ModelInferRequest:
+        """Return a request; it may start or end a sequence."""
+        parameters: dict[str, Any] = {}
+        if self.case.feature == SEQUENCE:
+            parameters = {"sequence_id": place + 1, "sequence_start": starts, "sequence_end": ends}
+        return stubs.request(self.name, self.case.requests[place], parameters)
 
 
-def rows(model: str, times: Times) -> list[tuple[str, ...]]:
-    """Return the rows of a table with COLUMNS: medians over the calls of one size."""
-    table = []
-    for size in _sizes(times, PATHS):
-        by_hand = _median(times["by hand"][size])[0]
-        for path in PATHS:
-            whole, forward = _median(times[path][size])
-            table.append(
-                (
-                    model,
-                    str(size),
-                    path,
-                    f"{len(times[path][size]):,}",
-                    *_texts((whole, forward, whole - forward)),
-                    f"{whole / by_hand:.2f}",
-                )
-            )
-    return table
+def _name(feature: str, backend: str) -> str:
+    return f"{feature.replace(' ', '_')}_{backend}"
 
 
-def steps(times: Mapping[str, Times]) -> str:
-    """Return a table of the steps of the fast path: medians for the fewest and most requests.
+def measure(
+    cases: Sequence[Case], checkouts: dict[str, Path], gauge: str, turns: int, bursts: int
+) -> Figures:
+    """Serve cases, and return what their calls took.
 
     Args:
-        times: the times by model.
+        cases: the models.
+        checkouts: the versions of the backend by name.
+        gauge: what is measured: see `served/gauge.py`.
+        turns: how often each model is called with each number of requests,
+        bursts: and with how many calls each time.
+
+    Raises:
+        StartError: a model did not load.
+        AssertionError: a response is wrong.
     """
-    columns, sums = [], []
-    for model, paths in times.items():
-        sizes = _sizes(paths, (_STEPS,))
-        for size in sorted({*sizes[:1], *sizes[-1:]}):
-            medians = _median(paths[_STEPS][size])
-            columns.append((f"{model}, {size} request{'s' * (size > 1)}", medians))
-            sums.append(sum(medians))
-    cells = zip(*[medians for _, medians in columns], strict=True)
-    return markdown(
-        ("step, µs", *(title for title, _ in columns)),
-        [
-            *((step, *_texts(values)) for step, values in zip(STEPS, cells, strict=True)),
-            ("execute()", *_texts(sums)),
-        ],
-    )
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as name:
+        folder = Path(name)
+        subjects = []
+        for case in cases:
+            for backend, checkout in checkouts.items():
+                subjects.append(Subject(case, backend))
+                case.write(folder / "repository" / subjects[-1].name, backend, checkout)
+                if case.feature == BY_HAND:
+                    break
+        variables = {"GAUGE": gauge, "GAUGE_FOLDER": name, "OMP_NUM_THREADS": "1"}
+        with stubs.served(folder / "repository", checkouts, variables, gauge=True) as server:
+            windows = asyncio.run(_load(server.grpc, subjects, turns, bursts))
+        calls = {
+            subject.name: json.loads((folder / f"{subject.name}.json").read_text())
+            for subject in subjects
+        }
+    figures: Figures = {}
+    for (model, size), periods in windows.items():
+        figures[model, size] = turns_of_model = []
+        for first, last in periods:
+            found = [
+                figure
+                for ended, requests, figure in calls[model]
+                if requests == size and first < ended < last
+            ]
+            # On a busy machine, batches fall apart.
+            turns_of_model.append(found if len(found) * 3 > bursts else [])
+    return figures
 
 
-def _texts(values: Iterable[float]) -> list[str]:
-    return [f"{value:.0f}" for value in values]
+async def _load(
+    address: str, subjects: Sequence[Subject], turns: int, bursts: int
+) -> dict[tuple[str, int], list[tuple[int, int]]]:
+    """Compare the answers of all models, then put load on each in turn; return when that was."""
+    windows = defaultdict(list)
+    async with grpc.aio.insecure_channel(address) as channel:
+        infer = service_pb2_grpc.GRPCInferenceServiceStub(channel).ModelInfer
+
+        async def burst(requests: Sequence[service_pb2.ModelInferRequest]) -> list[Any]:
+            return await asyncio.gather(*(infer(one, timeout=_LONGEST_SECONDS) for one in requests))
+
+        for subject in subjects:
+            await _check(subject, burst)
+        for turn, size in itertools.product(range(turns), SIZES):
+            for subject in subjects if turn % 2 == 0 else subjects[::-1]:
+                requests = [subject.request(place) for place in range(size)]
+                start = time.monotonic_ns()
+                for _ in range(bursts):
+                    await burst(requests)
+                windows[subject.name, size].append((start, time.monotonic_ns()))
+        # Triton waits for sequences before it ends its instances.
+        for subject in subjects:
+            await burst([subject.request(place, ends=True) for place in range(MOST)])
+    return windows
 
 
-def _sizes(times: Times, paths: Sequence[str]) -> list[int]:
-    """Return the numbers of requests that calls of all these paths answered often enough."""
-    return [
-        size
-        for size in sorted(times[paths[0]])
-        if all(len(times[path].get(size, ())) >= _LEAST_CALLS for path in paths)
+async def _check(subject: Subject, burst: Burst) -> None:
+    """Compare the answers of a model, alone and with all others, with the right ones."""
+    for step, answers in enumerate(subject.case.answers):
+        requests = [subject.request(place, starts=step == 0) for place in range(MOST)]
+        responses = await burst(requests)
+        if len(subject.case.answers) == 1:
+            responses += await burst(requests[:1])
+        for response, expected in zip(responses, [*answers, answers[0]], strict=False):
+            result = InferResult(response)
+            for name, array in expected.items():
+                compare(f"{subject.name}, {name}", result.as_numpy(name), array)
+
+
+def compare(name: str, actual: Any, expected: Any) -> None:
+    """Raise an AssertionError if two arrays differ."""
+    if expected.dtype == np.object_:
+        expected = np.array([text.encode() for text in expected.flat]).reshape(expected.shape)
+        np.testing.assert_array_equal(actual.astype(bytes), expected, name)
+    else:
+        np.testing.assert_allclose(actual, expected, _TOLERANCE, _TOLERANCE, err_msg=name)
+
+
+def times(base: str, checkouts: dict[str, Path], turns: int, bursts: int) -> list[list[str]]:
+    """Return a row for each case of a model and number of requests."""
+    cases = gauges.cases(base)
+    figures = measure(cases, checkouts, "time", turns, bursts)
+    rows = []
+    for case, size in itertools.product(cases, SIZES):
+        ours = figures[_name(case.feature, _THIS), size]
+        medians = [statistics.median(turn) / 1e3 for turn in ours if turn]
+        row = [base, case.feature, str(size), spread(medians).text(0) if medians else "?"]
+        others = [(PLAIN, _THIS), (BY_HAND, _THIS), (case.feature, _OTHER)]
+        for other in others if _OTHER in checkouts else others[:2]:
+            is_itself = other == (case.feature, _THIS)
+            row.append("" if is_itself else _ratio(ours, figures.get((_name(*other), size), [])))
+        rows.append(row)
+    return rows
+
+
+def _ratio(ours: Sequence[list[int]], other: Sequence[list[int]]) -> str:
+    """Return the ratio of two models' medians, of all turns in which both were measured."""
+    ratios = [
+        statistics.median(first) / statistics.median(second)
+        for first, second in zip(ours, other, strict=False)
+        if first and second
     ]
+    return spread(ratios).text(2) if ratios else ""
 
 
-def _median(calls: Sequence[Sequence[int]]) -> list[float]:
-    """Return the median of each column in microseconds."""
-    medians: list[float] = (np.median(np.array(calls), axis=0) / 1e3).tolist()
-    return medians
+def calls(base: str, checkouts: dict[str, Path]) -> list[list[str]]:
+    """Return a row for each case of a model, with the calls and modules of each version."""
+    cases = [case for case in gauges.cases(base) if case.feature != BY_HAND]
+    figures = measure(cases, checkouts, "calls", 1, 9)
+    rows = []
+    for case in cases:
+        row = [base, case.feature]
+        for backend, size in itertools.product(checkouts, SIZES):
+            (called,) = figures[_name(case.feature, backend), size]
+            files = sorted(called, key=len)[len(called) // 2] if called else []
+            row.append(f"{len(files)} in {len(set(files))}")
+        rows.append(row)
+    return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--models", default="add,mlp")
-    parser.add_argument("--seconds", default=2.0, type=float)
-    parser.add_argument("--turns", default=5, type=int)
+def main(words: list[str] | None = None) -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", default=",".join(_BASES))
+    parser.add_argument("--against", type=Path, help="another checkout")
+    parser.add_argument("--calls", action="store_true", help="count calls instead")
+    parser.add_argument("--turns", default=7, type=int)
+    parser.add_argument("--bursts", default=30, type=int)
     parser.add_argument("--output", type=Path, help="a document with the marks of this table")
-    arguments = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    times = {
-        model: measure(model, arguments.seconds, arguments.turns)
-        for model in arguments.models.split(",")
-    }
-    paths = [row for model, measured in times.items() for row in rows(model, measured)]
-    tables = f"{markdown(COLUMNS, paths)}\n\n{steps(times)}"
-    print(tables)
-    if arguments.output is not None:
-        harness.write_table(arguments.output, "execute", tables)
+    settings = parser.parse_args(words)
+    checkouts = {_THIS: stubs.ROOT}
+    if settings.against is not None:
+        checkouts[_OTHER] = settings.against.absolute()
+    bases = settings.models.split(",")
+    if settings.calls:
+        columns = ["model", "with"]
+        columns += [f"{size}, {name}" for name, size in itertools.product(checkouts, SIZES)]
+        rows = [row for base in bases for row in calls(base, checkouts)]
+    else:
+        columns = ["model", "with", "requests", "execute(), µs", "÷ plain", "÷ by hand"]
+        columns += [f"÷ {_OTHER}"] * (_OTHER in checkouts)
+        rows = [
+            row for base in bases for row in times(base, checkouts, settings.turns, settings.bursts)
+        ]
+    table = markdown(columns, rows)
+    print(table)
+    if settings.output is not None:
+        write_table(settings.output, "execute", table)
 
 
 if __name__ == "__main__":

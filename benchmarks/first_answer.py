@@ -33,7 +33,7 @@ import torch
 
 from benchmarks import contenders, harness
 from benchmarks.starts.given import net
-from benchmarks.tables import markdown
+from benchmarks.tables import markdown, write_table
 from torch_py_backend.errors import ToolError
 
 # Their types are not complete.
@@ -251,7 +251,7 @@ def main() -> None:
     table = markdown(_COLUMNS, rows)
     print(table)
     if settings.output is not None:
-        harness.write_table(settings.output, "first_answer", table)
+        write_table(settings.output, "first_answer", table)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the comparisons share: a server with a repository, loads in turn, tables in documents.
+"""What the comparisons share: a server with a repository, loads in turn.
 
 The speed of a machine drifts by tens of percent within minutes, but hardly between two consecutive
 turns. So servers are compared within pairs of turns, A B A B …
@@ -127,12 +127,3 @@ def latency_ms(point: Point, share: float) -> float:
 def rows_in_a_call(point: Point) -> float | None:
     """Return the mean rows in a call of the model; None if the server does not report it."""
     return point.server.rows / point.server.calls if point.server else None
-
-
-def write_table(path: Path, program: str, table: str) -> None:
-    """Write the table of a program between its marks in a document, or at the end."""
-    first = f"<!-- {program}: made by python -m benchmarks.{program} -->"
-    last = f"<!-- end of {program} -->"
-    before, _, rest = path.read_text(encoding="utf-8").partition(first)
-    after = rest.partition(last)[2]
-    path.write_text(f"{before.rstrip()}\n\n{first}\n{table}\n{last}\n{after}", encoding="utf-8")

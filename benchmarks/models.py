@@ -103,6 +103,21 @@ class Transformer(nn.Module):
         return encoded.mean(1)
 
 
+class Step(nn.Module):
+    """A step of an LSTM: values and states [batch, 128]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.LSTMCell(128, 128)
+
+    def forward(
+        self, x: Tensor, hidden: Tensor | None = None, cell: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        state = None if hidden is None or cell is None else (hidden, cell)
+        hidden, cell = self.cell(x, state)
+        return {"y": hidden, "new_hidden": hidden, "new_cell": cell}
+
+
 @dataclass(frozen=True)
 class Parameter:
     """One input or output of a request, without the batch dimension.

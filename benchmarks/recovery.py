@@ -30,7 +30,7 @@ from rich.console import Console
 from tritonclient.utils import InferenceServerException
 
 from benchmarks import harness
-from benchmarks.tables import markdown, spread
+from benchmarks.tables import markdown, spread, write_table
 
 _CODE = """\
 from torch import Tensor, nn
@@ -65,7 +65,7 @@ def main() -> None:
         text = _measure(psutil.Process(process.pid), address, settings.rounds)
     print(text)
     if settings.output is not None:
-        harness.write_table(settings.output, "recovery", text)
+        write_table(settings.output, "recovery", text)
 
 
 @contextlib.contextmanager

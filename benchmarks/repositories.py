@@ -1,9 +1,7 @@
-"""Model repositories for Triton: our backend, others in the same server, and clocks."""
+"""Model repositories for Triton: our backend, and others in the same server."""
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 from torch._inductor import aoti_compile_and_package
 
 from benchmarks import models
-from benchmarks.models import MAX_BATCH_SIZE, MODELS, Model, Parameter
+from benchmarks.models import MAX_BATCH_SIZE, MODELS, Parameter
 
 _SERVED = Path(__file__).parent / "served"
 _CONFIG = """\
@@ -129,93 +127,6 @@ def write_libtorch(name: str, repository: Path, threads: int) -> str:
 def libtorch_output(name: str) -> str:
     """Return the name of the output for the LibTorch backend, which requires numbers."""
     return f"{MODELS[name].output.name}__0"
-
-
-def write_clocked(name: str, repository: Path, path: str, folder: Path) -> str:
-    """Write a timed backend model, which writes its times to `folder` / its name.json at its end.
-
-    Args:
-        name: the model.
-        repository: the model repository.
-        path: the path of our backend, `fast` or `general`, or a feature of FEATURES; `by hand`; or
-            `steps`: the fast path with a clock at each step.
-        folder: where the times are written.
-
-    Returns:
-        The name on the server.
-    """
-    served = f"{name}_{path.replace(' ', '_')}"
-    version = _version(repository / served)
-    clock = "steps.py" if path == "steps" else "clock.py"
-    shutil.copy(_SERVED / clock, version / "model.py")
-    shutil.copy(models.__file__, version / "network.py")
-    if path == "by hand":
-        shutil.copy(_SERVED / "plain.py", version / "base.py")
-    elif path != "steps":
-        (version / "base.py").write_text(_GENERAL if path == "general" else _FAST)
-    definition = _fill(name, version)
-    chosen = _parameter("CLOCK_FILE", str(folder / f"{served}.json"))
-    chosen += _parameter("CLOCKED_CLASS", definition)
-    if path == "by hand":
-        chosen += _parameter("MODEL_CLASS", definition)
-    else:
-        chosen += _parameter("MODEL_FACTORY", f"network:{definition}")
-        # A process that records traces would take the general path.
-        chosen += _parameter("TRACING", "false")
-    if path in FEATURES:
-        chosen += _use(path, MODELS[name], version / "model.py")
-    config = _config("python", name)
-    if path in _OPEN_DIMS:
-        config = re.sub(r"dims: \[\d+\]", "dims: [ -1 ]", config)
-    (repository / served / "config.pbtxt").write_text(config + chosen)
-    return served
-
-
-FEATURES = ("open dims", "BATCH_BUCKETS", "PAD", "batch hooks", "row hooks")
-_OPEN_DIMS = ("open dims", "PAD")
-_HOOKS = """
-
-class Hooks:
-    def {preprocess}(self, {inputs}):
-        return ({inputs},)
-
-    def {postprocess}(self, result):
-        return {{"{output}": result}}
-"""
-
-
-def _use(feature: str, model: Model, source: Path) -> str:
-    """Return the parameters that a feature needs, after appending its hooks to the source."""
-    if feature == "open dims":
-        return ""
-    if feature == "BATCH_BUCKETS":
-        return _parameter(feature, "1,2,4,8")
-    if feature == "PAD":
-        pads = json.dumps({spec.name: {} for spec in model.inputs})
-        return _parameter(feature, pads.replace('"', '\\"'))
-    ending = "_batch" if feature == "batch hooks" else ""
-    hooks = _HOOKS.format(
-        preprocess=f"preprocess{ending}",
-        postprocess=f"postprocess{ending}",
-        inputs=", ".join(spec.name for spec in model.inputs),
-        output=model.output.name,
-    )
-    with source.open("a", encoding="utf-8") as file:
-        file.write(hooks)
-    return ""
-
-
-_FAST = "from torch_py_backend.adapter import TritonPythonModel\n"
-_GENERAL = """\
-from torch_py_backend import adapter
-
-
-class TritonPythonModel(adapter.TritonPythonModel):
-    def initialize(self, args):
-        super().initialize(args)
-        assert self._answer is not self._answering.answer  # what takes the fast path otherwise
-        self._answer = self._answering.answer
-"""
 
 
 def _fill(name: str, version: Path) -> str:

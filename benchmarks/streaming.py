@@ -27,7 +27,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from benchmarks import harness
 from benchmarks.served import tokens
-from benchmarks.tables import markdown, spread
+from benchmarks.tables import markdown, spread, write_table
 from torch_py_backend.server import Server
 
 _CONFIG = """\
@@ -85,7 +85,7 @@ def main() -> None:
             text = _table(settings, asyncio.run(_measure(server, settings)))
     print(text)
     if settings.output is not None:
-        harness.write_table(settings.output, "streaming", text)
+        write_table(settings.output, "streaming", text)
 
 
 async def _measure(

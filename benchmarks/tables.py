@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 
@@ -29,3 +30,12 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Return a Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def write_table(path: Path, program: str, table: str) -> None:
+    """Write the table of a program between its marks in a document, or at the end."""
+    first = f"<!-- {program}: made by python -m benchmarks.{program} -->"
+    last = f"<!-- end of {program} -->"
+    before, _, rest = path.read_text(encoding="utf-8").partition(first)
+    after = rest.partition(last)[2]
+    path.write_text(f"{before.rstrip()}\n\n{first}\n{table}\n{last}\n{after}", encoding="utf-8")

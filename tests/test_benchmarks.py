@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -23,11 +25,13 @@ from benchmarks import (
     contenders,
     execute,
     first_answer,
+    gauges,
     harness,
     perf_analyzer,
     report,
     repositories,
     serving,
+    stubs,
     tables,
 )
 from benchmarks.clients import Endpoint
@@ -37,6 +41,7 @@ from benchmarks.load_generator import Point, Result, ServerWork
 from benchmarks.models import MAX_BATCH_SIZE, MODELS, Model, Parameter
 from benchmarks.peers import wire
 from benchmarks.report import Report, Row
+from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import model_config, pbtxt, threads
 from torch_py_backend.errors import ServerError, ToolError
@@ -116,69 +121,80 @@ def test_others_in_the_server_have_the_same_config(name: str, tmp_path: Path) ->
     assert np.array_equal(answer[0], MODELS[name].expected().numpy())
 
 
+_GAUGED = [
+    (base, place)
+    for base, count in (("add", 8), ("lstm", 2))
+    for place in range(count)
+    if (base, place) != ("add", 1)  # the backend by hand
+]
+
+
 @pytest.mark.usefixtures("process")
-@pytest.mark.parametrize("path", [*execute.PATHS, "steps"])
-def test_clocked_repository(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clocks count what was called, and the model answers as it does without them."""
+@pytest.mark.parametrize(("base", "place"), _GAUGED)
+def test_gauged_models(base: str, place: int, tmp_path: Path) -> None:
+    """The models whose execute() is measured load, and their answers are the listed ones."""
     import fake_triton
 
-    name = repositories.write_clocked("add", tmp_path, path, tmp_path)
-    version = tmp_path / name / "1"
-    monkeypatch.syspath_prepend(str(version))
-    for module in ("network", "base"):
-        monkeypatch.delitem(sys.modules, module, raising=False)
-    monkeypatch.setattr(
-        fake_triton,
-        "get_input_tensor_by_name",
-        lambda request, name: next(part for part in request.inputs() if part.name() == name),
-        raising=False,
-    )
-    source = (version / "model.py").read_text()
-    served: dict[str, Any] = {"__file__": str(version / "model.py"), "__name__": "served"}
-    exec(compile(source, "model.py", "exec"), served)
-    instance = served["TritonPythonModel"]()
-    document = pbtxt.read(tmp_path / name)
-    instance.initialize(pbtxt.arguments(tmp_path / name, "1", document))
-    model = MODELS["add"]
-    tensors = [
-        fake_triton.Tensor(spec.name, value[None].numpy())
-        for spec, value in zip(model.inputs, model.example(), strict=True)
-    ]
-    responses = instance.execute([fake_triton.InferenceRequest(tensors)] * 3)
-    (output,) = responses[2].output_tensors()
-    np.testing.assert_allclose(output.as_numpy()[0], model.expected().numpy())
-    instance.finalize()
-    times = json.loads((tmp_path / f"{name}.json").read_text())
-    (call,) = times.pop("3")
-    assert times == {}
-    assert all(spent > 0 for spent in call)
-    if path == "steps":
-        assert len(call) == len(execute.STEPS)
-    else:
-        whole, forward = call
-        assert whole >= forward
+    case = gauges.cases(base)[place]
+    case.write(tmp_path / "gauged", "pytorch_py", stubs.ROOT)
+    arguments = fake_triton.arguments(tmp_path / "gauged")
+    model = TritonPythonModel()
+    model.initialize(arguments)
+    document = json.loads(arguments["model_config"])
+    for step, answers in enumerate(case.answers):
+        turns = [fake_triton.Turn(place, starts=step == 0) for place in range(1, gauges.MOST + 1)]
+        sent = zip(case.requests, turns, strict=True)
+        requests = [fake_triton.request(one, document, turn=turn) for one, turn in sent]
+        for response, answer in zip(model.execute(requests), answers, strict=True):
+            tensors = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+            assert tensors.keys() == answer.keys()
+            for name, array in answer.items():
+                execute.compare(name, tensors[name], array)
 
 
-def test_times_of_a_call() -> None:
-    """Rows compare calls of one size; sizes that a path met too rarely are left out."""
-    times: execute.Times = {
-        path: {1: [[cost * 1000, 1000]] * 200, 2: [[1, 1]] * (199 + cost % 2)}
-        for path, cost in zip(execute.PATHS, (10, 8, 20, 22, 24, 26, 28, 30), strict=True)
-    }
-    assert execute.rows("add", times)[:3] == [
-        ("add", "1", "by hand", "200", "10", "1", "9", "1.00"),
-        ("add", "1", "fast", "200", "8", "1", "7", "0.80"),
-        ("add", "1", "general", "200", "20", "1", "19", "2.00"),
-    ]
+_BASE = """
+class TritonPythonModel:
+    def initialize(self, args):
+        self.double = lambda value: 2 * value
+
+    def execute(self, requests):
+        return [self.double(request) for request in requests]
+"""
 
 
-def test_steps_of_a_call() -> None:
-    """Each step has its median, and execute() their sum, for the fewest and most requests."""
-    calls = [[step * 1000 for step in range(7)]] * 200
-    table = execute.steps({"add": {"steps": {1: calls, 2: calls, 4: calls, 8: calls[1:]}}})
-    lines = [line.strip("| ").split(" | ") for line in table.splitlines()]
-    assert lines[0] == ["step, µs", "add, 1 request", "add, 4 requests"]
-    assert [cells[1:] for cells in lines[2:]] == [[str(cost)] * 2 for cost in (*range(7), 21)]
+@pytest.mark.parametrize("gauge", ["time", "calls"])
+def test_gauge(gauge: str, tmp_path: Path) -> None:
+    """Each call of execute() is written down with its requests, and its time or its calls."""
+    (tmp_path / "base.py").write_text(_BASE)
+    (tmp_path / "model.py").write_text(stubs.GAUGE.read_text())
+    code = "import model; one = model.TritonPythonModel(); one.initialize({'model_name': 'net'});"
+    code += "assert [one.execute([1] * count) for count in (3, 1)] == [[2] * 3, [2]];"
+    code += "one.finalize()"
+    variables = os.environ | {"GAUGE": gauge, "GAUGE_FOLDER": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=variables, check=True)
+    (first, three, spent), (last, one, _) = json.loads((tmp_path / "net.json").read_text())
+    assert (three, one) == (3, 1)
+    assert first < last
+    if gauge == "time":
+        assert spent > 0
+    else:  # execute(), its list comprehension before Python 3.12, and three calls
+        assert spent == ["base.py"] * (5 if sys.version_info < (3, 12) else 4)
+
+
+@pytest.mark.server
+def test_execute(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two versions of the backend take turns in stubs, with each number of requests."""
+    words = ["--models", "lstm", "--against", str(stubs.ROOT), "--turns", "2", "--bursts", "3"]
+    execute.main(words)
+    lines = capsys.readouterr().out.splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    features = itertools.product(("plain", "sequence"), execute.SIZES)
+    assert [row[:3] for row in rows] == [["lstm", name, str(size)] for name, size in features]
+    for row in rows:
+        _, _, _, spent, against_plain, _, against_other = row
+        assert float(spent.split()[0]) > 0
+        assert float(against_other.split()[0]) > 0
+        assert (against_plain == "") == (row[1] == "plain")
 
 
 @pytest.mark.parametrize(("name", "rows"), [("add", 1), ("mlp", 3), ("transformer", 2)])
