@@ -60,6 +60,17 @@ class NestedScript(nn.Module):
         return total * scale, (x, [extra[0]])
 
 
+class Lookup(nn.Module):
+    """Fails for a number that its table does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
+
+
 class Texts(nn.Module):
     def forward(self, texts: list[str]) -> tuple[Tensor, list[str]]:
         lengths = [len(text) for text in texts]
@@ -78,6 +89,7 @@ class Case:
         calls: requests and answers.
         script_calls: those of TorchScript, where it answers otherwise.
         impossible: kinds that cannot be, or that show nothing more, and why.
+        batches: requests that are sent at once.
     """
 
     module: Callable[[], nn.Module]
@@ -90,6 +102,7 @@ class Case:
     kwargs: Callable[[int], dict[str, Any]] = lambda rows: {}
     fixed: int | None = None
     impossible: tuple[tuple[str, str], ...] = ()
+    batches: tuple[tuple[Call, ...], ...] = ()
 
 
 def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
@@ -98,6 +111,16 @@ def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 _ONE = _seeded(One)
+
+
+_LOOKUP = _seeded(Lookup)
+
+
+def _looked_up(*ids: int) -> Call:
+    rows = np.array(ids)[:, None]
+    if max(ids) > 9:
+        return Call({"ids": rows}, Refused(500, ("index", "out of ")))
+    return Call({"ids": rows}, {"y": scenarios.eager(_LOOKUP, ids=rows)})
 
 
 def _one_call(rows: int) -> Call:
@@ -180,6 +203,17 @@ CASES = {
         ),
         kwargs=lambda rows: {"scale": torch.rand(rows, 2)},
         impossible=_FACTORY,
+    ),
+    "lookup": Case(
+        Lookup,
+        lambda rows: (torch.ones(rows, 1, dtype=torch.int64),),
+        config({}, {"y": [1, 3]}, more=scenarios.TOGETHER) + tensor("input", "ids", [1], "INT64"),
+        (_looked_up(1, 2), _looked_up(10), _looked_up(3)),
+        impossible=(
+            ("aoti", "it takes a minute, and fails as an exported program does"),
+            *_FACTORY,
+        ),
+        batches=((_looked_up(1, 2), _looked_up(3), _looked_up(4, 11), _looked_up(5)),),
     ),
     "strings": Case(
         Texts,
@@ -300,7 +334,7 @@ def _scenario(kind: str, name: str) -> Scenario:
     if kind == "factory":
         value = f"factory_{name}:{case.module.__name__}"
         text += f'parameters {{ key: "MODEL_FACTORY" value {{ string_value: "{value}" }} }}\n'
-    return Scenario(f"{kind}_{name}", _write(kind, name), text, calls)
+    return Scenario(f"{kind}_{name}", _write(kind, name), text, calls, batches=case.batches)
 
 
 # --- configs that the model completes ----------------------------------------------------------

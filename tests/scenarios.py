@@ -171,7 +171,7 @@ _X_TO_3 = config({"x": [4]}, {"y": [3]})
 _KIND_MODEL = "instance_group [{ kind: KIND_MODEL count: 1 }]\n"
 _NEGATED = Call({"x": _X}, {"y": -_X})
 # Requests that are sent at once are to be one batch.
-_TOGETHER = "dynamic_batching { max_queue_delay_microseconds: 200000 }\n"
+TOGETHER = "dynamic_batching { max_queue_delay_microseconds: 200000 }\n"
 _AFFINE = Call({"x": _X}, {"y": eager(affine(), x=_X)})
 
 
@@ -701,7 +701,7 @@ RUNTIMES = (
     Scenario(
         "padded",
         python(models.Tokens),
-        tokens('{"ids": {"value": 9, "multiple_of": 4, "mask": "mask"}}', _TOGETHER),
+        tokens('{"ids": {"value": 9, "multiple_of": 4, "mask": "mask"}}', TOGETHER),
         (_tokens(1, 3), _tokens(2, 4), _tokens(1, 9)),
         batches=(
             (
@@ -827,7 +827,7 @@ POISON = (
             {"x": [4]},
             {"y": [4]},
             max_batch_size=_BATCH,
-            more=_TOGETHER,
+            more=TOGETHER,
             parameters={"CHECK_FINITE": "true"},
         ),
         tuple(call for poison in _POISONS for call in (poison, _JUDGED_GOOD)),
@@ -841,7 +841,7 @@ POISON = (
             {"x": [4]},
             {"y": [4]},
             max_batch_size=_BATCH,
-            more=_TOGETHER,
+            more=TOGETHER,
             parameters={"BATCH_BUCKETS": "1,4,16,32"},
         ),
         batches=(
@@ -872,7 +872,7 @@ POISON = (
         config(
             {"x": [-1]},
             {"y": [-1]},
-            more=_TOGETHER,
+            more=TOGETHER,
         ).replace("dims: [-1]", "dims: [-1] allow_ragged_batch: true", 1),
         batches=(
             tuple(_doubled(*one) for one in ((1, 1), (2, 3), (7, 3), (4, 3), (5, 2), (6, 1))),
@@ -901,7 +901,7 @@ def ragged(
     inputs: str, outputs: dict[str, list[int]], more: str, *, max_batch_size: int = 8
 ) -> str:
     text = config({}, outputs, max_batch_size=max_batch_size, more=more)
-    return text + inputs + (_TOGETHER if max_batch_size else "")
+    return text + inputs + (TOGETHER if max_batch_size else "")
 
 
 def _ragged_input(name: str, dims: list[int], kind: str = "FP32") -> str:

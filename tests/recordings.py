@@ -1,0 +1,335 @@
+"""Record the outputs of all scenario models bit for bit, and compare another version with them.
+
+    python tests/recordings.py record FILE [--checkout FOLDER] [--server] [NAME …]
+    python tests/recordings.py compare FILE [--checkout FOLDER] [--server] [NAME …]
+
+The tables of scenarios are this checkout's; `--checkout` names the version of the backend that
+answers them, by default this one. So two versions are compared by
+
+    python tests/recordings.py record old.json.gz --checkout ../old
+    python tests/recordings.py compare old.json.gz
+
+Requests are sent alone, together with others that the model answers, and together with one that
+fails: a request that the table has as refused or, without one, a request whose tensors cannot be
+read; and as the batches of the table. Of an error only its code is recorded. Bits depend on the
+machine and on the version of torch: record and compare on one machine. Only the fake of Triton's
+utilities, the tables, and the files that `install` installs are used.
+
+With `--server`, a real tritonserver batches; no tensor is unreadable there. `compare` names each
+difference and ends with exit code 1 if there is one. Scenarios that only one version has are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import gzip
+import importlib.util
+import itertools
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+_ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(_ROOT), str(_ROOT / "examples")]
+# Each model runs in a fork of this process, which must have no threads.
+torch.set_num_threads(1)
+
+import fake_triton  # noqa: E402
+import grpc  # noqa: E402
+import hooked  # noqa: E402
+import kinds  # noqa: E402
+import numpy as np  # noqa: E402
+import scenarios  # noqa: E402
+from scenarios import Call, Refused, Scenario  # noqa: E402
+from tritonclient.grpc import service_pb2, service_pb2_grpc  # noqa: E402
+
+from benchmarks import stubs  # noqa: E402
+
+TABLE = {one.name: one for one in (*scenarios.TABLE, *kinds.TABLE, *hooked.TABLE)}
+_ON_SERVER = 24  # models at a time
+_LONGEST_S = 120
+_DELAY = "max_queue_delay_microseconds: 200000"
+_SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
+
+# A code, or for each output its type, shape and bytes.
+Outcome: TypeAlias = dict[str, Any]
+# By the way in which requests are sent, the outcomes of each batch.
+Outcomes: TypeAlias = dict[str, list[list[Outcome]]]
+# Requests and where they are sent; returns an outcome for each.
+Send: TypeAlias = Callable[[Sequence[Call | None]], list[Outcome]]
+
+_FOREIGN_TURN = fake_triton.Turn(99_991, starts=True, ends=True)
+
+
+def batches(
+    scenario: Scenario, rows: int, *, unreadable: bool
+) -> dict[str, list[list[Call | None]]]:
+    """Return what is sent at once, by the way in which it is sent.
+
+    Args:
+        scenario: the model and its requests.
+        rows: its max_batch_size.
+        unreadable: whether None can be sent, a request that cannot be read.
+    """
+    good = [call for call in scenario.calls if not isinstance(call.expected, Refused)]
+    together = list(_groups(good, rows)) if rows else []
+    failing = []
+    if len(good) < len(scenario.calls):
+        failing = list(_groups(scenario.calls, rows)) if rows else []
+    elif unreadable:
+        failing = [[*group[:1], None, *group[1:]] for group in together]
+    return {
+        "alone": [[call] for call in scenario.calls],
+        "together": together,
+        "beside a failure": failing,
+        "batches": [list(batch) for batch in scenario.batches],
+    }
+
+
+def _groups(calls: Sequence[Call], rows: int) -> Iterator[list[Call | None]]:
+    """Yield batches of at most so many rows; a batch has one request of a sequence."""
+    group: list[Call] = []
+    for call in calls:
+        sizes = [len(next(iter(one.inputs.values()))) for one in (*group, call)]
+        sequences = {one.turn.id for one in group if one.turn is not None}
+        if group and (sum(sizes) > rows or (call.turn is not None and call.turn.id in sequences)):
+            yield [*group]
+            group = []
+        group.append(call)
+    if group:
+        yield [*group]
+
+
+# --- on the fake -------------------------------------------------------------------------------
+
+
+class _Unreadable(fake_triton.Tensor):
+    def as_numpy(self) -> Any:
+        raise fake_triton.TritonModelException("the tensor cannot be read")
+
+    to_dlpack = __dlpack__ = __dlpack_device__ = as_numpy  # type: ignore[assignment]
+
+
+def record(names: Sequence[str], checkout: Path) -> dict[str, Outcomes]:
+    """Return the outcomes of scenarios, each in a process of its own."""
+    sys.path.insert(0, str(checkout / "src"))
+    sys.modules["triton_python_backend_utils"] = fake_triton
+    path = checkout / "backends" / "pytorch_py" / "model.py"
+    spec = importlib.util.spec_from_file_location("backend_model", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    recorded = {}
+    with tempfile.TemporaryDirectory(prefix="recordings-") as folder:
+        for name in names:
+            result = Path(folder, f"{name}.json")
+            child = os.fork()
+            if child == 0:
+                status = 1
+                try:
+                    outcomes = _outcomes(TABLE[name], Path(folder), module.TritonPythonModel())
+                    result.write_text(json.dumps(outcomes))
+                    status = 0
+                finally:
+                    os._exit(status)
+            _, status = os.waitpid(child, 0)
+            recorded[name] = json.loads(result.read_text()) if status == 0 else _ended(status)
+            print(".", end="", flush=True)
+    print()
+    return recorded
+
+
+def _ended(status: int) -> Outcomes:
+    return {"load": [[{"process": status}]]}
+
+
+def _outcomes(scenario: Scenario, folder: Path, model: Any) -> Outcomes:
+    arguments = fake_triton.arguments(scenario.lay_out(folder))
+    try:
+        arguments = fake_triton.completed(model, arguments)
+        model.initialize(arguments)
+    except fake_triton.TritonModelException:
+        return {"load": [[{"code": fake_triton.TritonError.INTERNAL}]]}
+    document = json.loads(arguments["model_config"])
+
+    def send(calls: Sequence[Call | None]) -> list[Outcome]:
+        responses = model.execute([_request(call, calls, document) for call in calls])
+        return [_outcome(response) for response in responses]
+
+    sent = batches(scenario, document["max_batch_size"], unreadable=True)
+    outcomes = {way: [send(batch) for batch in all_of_it] for way, all_of_it in sent.items()}
+    model.finalize()
+    return outcomes
+
+
+def _request(call: Call | None, calls: Sequence[Call | None], document: dict[str, Any]) -> Any:
+    if call is not None:
+        turn = call.turn or fake_triton.Turn(0)
+        return fake_triton.request(call.inputs, document, "", turn, call.parameters)
+    like = next(one for one in calls if one is not None)
+    turn = _FOREIGN_TURN if like.turn else fake_triton.Turn(0)
+    request = fake_triton.request(like.inputs, document, "", turn, like.parameters)
+    for tensor in request.inputs():
+        tensor.__class__ = _Unreadable
+    return request
+
+
+def _outcome(response: Any) -> Outcome:
+    error = response.error()
+    if error is not None:
+        return {"code": error.code()}
+    return {tensor.name(): _tensor(tensor) for tensor in response.output_tensors()}
+
+
+def _tensor(tensor: Any) -> list[Any]:
+    try:
+        array = tensor.as_numpy()
+    except fake_triton.TritonModelException:  # BF16, which numpy does not have
+        value = torch.utils.dlpack.from_dlpack(tensor.to_dlpack())
+        return ["bfloat16", list(value.shape), _text(value.view(torch.int16).numpy().tobytes())]
+    content = array.tobytes()
+    if array.dtype == np.object_:
+        content = b"".join(len(one).to_bytes(4, "little") + one for one in array.flat)
+    return [str(array.dtype), list(array.shape), _text(content)]
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+# --- on a real server --------------------------------------------------------------------------
+
+_TYPES = {"FP16": "float16", "FP32": "float32", "FP64": "float64", "BF16": "bfloat16"}
+
+
+def record_on_server(names: Sequence[str], checkout: Path) -> dict[str, Outcomes]:
+    """Return the outcomes of the scenarios that load, some models at a time."""
+    served = [name for name in names if not TABLE[name].load_error]
+    recorded = {}
+    for start in range(0, len(served), _ON_SERVER):
+        with tempfile.TemporaryDirectory(prefix="recordings-") as name:
+            repository = Path(name, "repository")
+            for one in served[start : start + _ON_SERVER]:
+                _lay_out_for_batches(TABLE[one], repository)
+            with (
+                stubs.served(repository, {"pytorch_py": checkout}) as server,
+                grpc.insecure_channel(server.grpc) as channel,
+            ):
+                client = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+                for one in served[start : start + _ON_SERVER]:
+                    recorded[one] = _outcomes_of_server(TABLE[one], client)
+                    print(".", end="", flush=True)
+    print()
+    return recorded
+
+
+def _lay_out_for_batches(scenario: Scenario, repository: Path) -> None:
+    """Write a model folder; Triton waits for all requests of a batch."""
+    config = scenario.lay_out(repository) / "config.pbtxt"
+    text = re.sub(r"dynamic_batching \{.*?\}", "", scenario.config)
+    if re.search(r"max_batch_size: [1-9]", text) and "sequence_batching" not in text:
+        config.write_text(f"{text}\ndynamic_batching {{ {_DELAY} }}\n")
+
+
+def _outcomes_of_server(scenario: Scenario, client: Any) -> Outcomes:
+    request = service_pb2.ModelConfigRequest(name=scenario.name)
+    rows = client.ModelConfig(request).config.max_batch_size
+
+    def send(calls: Sequence[Call | None]) -> list[Outcome]:
+        answers = []
+        for call in calls:
+            assert call is not None
+            parameters = dict(call.parameters)
+            if call.turn is not None:
+                parameters |= dict(zip(_SEQUENCE, call.turn, strict=True))
+            request = stubs.request(scenario.name, call.inputs, parameters)
+            answers.append(client.ModelInfer.future(request, timeout=_LONGEST_S))
+        return [_outcome_of_server(answer) for answer in answers]
+
+    sent = batches(scenario, rows, unreadable=False)
+    return {way: [send(batch) for batch in all_of_it] for way, all_of_it in sent.items()}
+
+
+def _outcome_of_server(answer: Any) -> Outcome:
+    if answer.exception() is not None:
+        return {"code": answer.code().name}
+    response = answer.result()
+    return {
+        output.name: [_TYPES.get(output.datatype, output.datatype), list(output.shape), _text(raw)]
+        for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)
+    }
+
+
+# --- the command -------------------------------------------------------------------------------
+
+
+def differences(old: dict[str, Outcomes], new: dict[str, Outcomes]) -> Iterator[str]:
+    """Yield a line for each outcome that differs, and for each scenario that only one has."""
+    for name in sorted({*old} ^ {*new}):
+        yield f"{name}: only in the {'old' if name in old else 'new'} recording"
+    for name in sorted({*old} & {*new}):
+        for way in {**old[name], **new[name]}:
+            sent = (old[name].get(way, []), new[name].get(way, []))
+            for place, (before, after) in enumerate(itertools.zip_longest(*sent)):
+                pairs = itertools.zip_longest(before or [], after or [])
+                for number, (first, second) in enumerate(pairs):
+                    if first != second:
+                        where = f"{name}, {way}, batch {place}, request {number}"
+                        yield f"{where}: {_difference(first, second)}"
+
+
+def _difference(old: Outcome | None, new: Outcome | None) -> str:
+    if not old or not new or old.keys() != new.keys():
+        return f"{_words(old)} became {_words(new)}"
+    name = next(name for name in old if old[name] != new[name])
+    (dtype, shape, before), after = old[name], new[name]
+    if [dtype, shape] != after[:2] or not dtype.startswith("float"):
+        return f"{name} {dtype} {shape} became {after[0]} {after[1]}, or other values"
+    arrays = [np.frombuffer(base64.b64decode(text), dtype) for text in (before, after[2])]
+    return f"{name} differs by up to {np.abs(np.subtract(*arrays)).max():.3g}"
+
+
+def _words(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return "no outcome"
+    return ", ".join(
+        f"{name} {value[0]} {value[1]}" if isinstance(value, list) else f"{name} {value}"
+        for name, value in outcome.items()
+    )
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Record, or compare; return the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("action", choices=("record", "compare"))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="scenarios; all by default")
+    parser.add_argument("--checkout", type=Path, default=_ROOT)
+    parser.add_argument("--server", action="store_true")
+    settings = parser.parse_intermixed_args(words)
+    do = record_on_server if settings.server else record
+    recorded = do(settings.names or list(TABLE), settings.checkout.absolute())
+    if settings.action == "record":
+        settings.file.write_bytes(gzip.compress(json.dumps(recorded).encode(), mtime=0))
+        print(f"{len(recorded)} scenarios, {settings.file.stat().st_size:,} bytes")
+        return 0
+    old = json.loads(gzip.decompress(settings.file.read_bytes()))
+    if settings.names:
+        old = {name: old[name] for name in settings.names if name in old}
+    found = list(differences(old, recorded))
+    print("\n".join(found))
+    print(f"{len(recorded)} scenarios, {len(found)} differences")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
