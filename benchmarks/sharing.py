@@ -1,22 +1,32 @@
 """What several instances of a model with large weights cost: memory, time to load, throughput.
 
     python -m benchmarks.sharing [--gigabytes 1] [--instances 1,2,4,8] [--pairs 3] [--seconds 10]
+    python -m benchmarks.sharing --starts [--against CHECKOUT] [--gigabytes 1] [--pairs 3]
 
 Three ways to serve the same file: "shared", which is what our backend does by itself; "copied",
 with ENABLE_WEIGHT_SHARING false; and "by hand", a Python-based backend model that builds its module
 and calls load_state_dict. Memory is the proportional set size (PSS) of the instances after each has
 answered, so that its weights are in memory, without that of as many instances of a tiny model. Load
 times take turns, and so do throughputs, of two servers that are up together (A B A B …).
+
+`--starts` measures starts of several instances, with this checkout's backend and with another one's
+in turn: the largest PSS of tritonserver and four instances that load TorchScript, above that of a
+tiny model, and the time that two instances take to compile a transformer without any cache.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
+import resource
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import psutil
@@ -25,10 +35,14 @@ import torch
 import tritonclient.grpc
 from torch import nn
 
-from benchmarks import harness
+from benchmarks import harness, repositories, stubs
 from benchmarks.payloads import Payload, Tensor
 from benchmarks.tables import markdown, spread
 from torch_py_backend.server import Server
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 _NAME = "large"
 _WIDTH = 4096
@@ -150,8 +164,16 @@ def main(words: list[str]) -> None:
     parser.add_argument("--instances", default="1,2,4,8")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--starts", action="store_true")
+    parser.add_argument("--against", type=Path, help="another checkout, for --starts")
     settings = parser.parse_args(words)
     layers = max(1, round(settings.gigabytes * 1e9 / _LAYER_BYTES))
+    if settings.starts:
+        checkouts = {"this": stubs.ROOT}
+        if settings.against is not None:
+            checkouts["other"] = settings.against.absolute()
+        print(_starts(layers, checkouts, settings.pairs))
+        return
     counts = [int(count) for count in settings.instances.split(",")]
     with harness.scratch() as scratch:
         large, tiny = Path(scratch) / "large.safetensors", Path(scratch) / "tiny.safetensors"
@@ -224,6 +246,109 @@ def _throughput(large: Path, layers: int, turns: int, seconds: float) -> str:
         for way, values in rates.items()
     ]
     return "\n" + markdown((f"{count} instances", "requests/s", "shared ÷ copied"), rows)
+
+
+# --- starts of several instances ---------------------------------------------------------------
+
+
+class _Peak(threading.Thread):
+    """Records the largest PSS of all processes that this one has started, until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most = 0
+        self._stopped = threading.Event()
+
+    def run(self) -> None:
+        """Look every tenth of a second."""
+        while not self._stopped.wait(0.1):
+            total = 0
+            for process in psutil.Process().children(recursive=True):
+                with contextlib.suppress(psutil.Error, OSError):
+                    total += process.memory_full_info().pss
+            self.most = max(self.most, total)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self.join()
+
+
+def _starts(layers: int, checkouts: Mapping[str, Path], turns: int) -> str:
+    """Return a table of the starts of each version, in turn."""
+    figures: dict[tuple[str, str], list[float]] = defaultdict(list)
+    with harness.scratch() as scratch:
+        large, tiny = (save_script(Path(scratch, str(count)), count) for count in (layers, 0))
+        least = {name: _script_start(tiny, checkout)[0] for name, checkout in checkouts.items()}
+        for _, (name, checkout) in itertools.product(range(turns), checkouts.items()):
+            most, seconds = _script_start(large, checkout)
+            peak = (most - least[name]) / large.stat().st_size
+            figures["TorchScript, 4 instances, peak ÷ W", name].append(peak)
+            figures["TorchScript, 4 instances, s to READY", name].append(seconds)
+            seconds, processor = _cold_start(checkout)
+            figures["compiled, 2 instances, cold, s to READY", name].append(seconds)
+            figures["compiled, 2 instances, cold, s of CPU", name].append(processor)
+    rows = [
+        (
+            figure,
+            name,
+            spread(values).text(2),
+            spread(_over(values, figures[figure, "this"])).text(2),
+        )
+        for (figure, name), values in figures.items()
+    ]
+    return markdown(("start", "version", "median (least..most)", "÷ this"), rows)
+
+
+def _over(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    return [value / other for value, other in zip(values, others, strict=True)]
+
+
+def save_script(folder: Path, layers: int) -> Path:
+    """Write a TorchScript model of large layers, or a tiny one without."""
+    width = _WIDTH if layers else 4
+    torch.manual_seed(0)
+    count = layers or 1
+    module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+    config = _CONFIG.format(backend="pytorch_py", width=width, instances=4)
+    config += _PARAMETER.format(key="NUM_THREADS", value="1")
+    path = harness.write_model(folder / _NAME, config, {}) / "model.pt"
+    torch.jit.trace(module.eval(), torch.zeros(1, width)).save(str(path))
+    return path
+
+
+def _script_start(path: Path, checkout: Path) -> tuple[int, float]:
+    """Return the largest PSS while a model is loaded, and the seconds to READY."""
+    repository = path.parents[2]
+    start = time.perf_counter()
+    with _Peak() as peak, stubs.served(repository, {"pytorch_py": checkout}):
+        seconds = time.perf_counter() - start
+    return peak.most, seconds
+
+
+def _cold_start(checkout: Path) -> tuple[float, float]:
+    """Return the seconds to READY of two compiled instances, and those of all processors."""
+    with harness.scratch() as scratch:
+        repository, cache = Path(scratch, "repository"), Path(scratch, "inductor")
+        repositories.write("transformer", repository)
+        config = repository / "transformer" / "config.pbtxt"
+        text = config.read_text().replace("count: 1", "count: 2")
+        option = _PARAMETER.format(key="TORCH_COMPILE_OPTIONAL_PARAMETERS", value="{}")
+        config.write_text(text + option)
+        variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+        before, start = _processor_seconds(), time.perf_counter()
+        with stubs.served(repository, {"pytorch_py": checkout}, variables):
+            seconds = time.perf_counter() - start
+        return seconds, _processor_seconds() - before
+
+
+def _processor_seconds() -> float:
+    """Return the CPU time of all processes that have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 if __name__ == "__main__":

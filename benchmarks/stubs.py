@@ -33,10 +33,12 @@ ROOT = Path(__file__).parents[1]
 """This checkout."""
 GAUGE = Path(__file__).parent / "served" / "gauge.py"
 _STUB = "triton_python_backend_stub"
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Triton has it
 _PARAMETERS = {bool: "bool", int: "int64", float: "double", str: "string"}
 _LOAD_SECONDS = 600
 _EXIT_SECONDS = 60
-_ATTEMPTS = 3
+# What Triton 24.10 dies of if a busy machine stalls during a load.
+_STALLED = "boost::interprocess::lock_exception"
 _POLL_SECONDS = 0.05
 
 
@@ -84,19 +86,16 @@ def served(
         environment = _install_triton(backends) | dict(variables or {})
         for backend, checkout in checkouts.items():
             install(backends / backend, checkout, gauge=gauge)
-        for attempt in range(1, _ATTEMPTS + 1):
-            # Triton 24.10 dies of a load during which a busy machine stalls.
-            try:
-                server = _start(repository, backends, environment)
-            except StartError:
-                if attempt == _ATTEMPTS:
-                    raise
-            else:
-                break
+        server = None
         try:
+            while server is None:
+                server = _start(repository, backends, environment)
             yield server
         finally:
-            _stop(server.process)
+            if server is not None:
+                _stop(server.process)
+            for region in _SHARED_MEMORY.glob(f"{Path(name).name}*"):
+                region.unlink(missing_ok=True)  # of an instance that was killed
 
 
 def request(
@@ -150,14 +149,19 @@ def _install_triton(backends: Path) -> dict[str, str]:
     return values
 
 
-def _start(repository: Path, backends: Path, environment: Mapping[str, str]) -> Server:
+def _start(repository: Path, backends: Path, environment: Mapping[str, str]) -> Server | None:
+    """Start tritonserver; return None if the machine stalled.
+
+    Raises:
+        StartError: it ended, or took too long.
+    """
     ports = dict(zip(("http", "grpc"), _free_ports(2), strict=True))
     log = repository.parent / "server.log"
     command = [
         str(_triton() / "bin" / "tritonserver"),
         f"--model-repository={repository}",
         f"--backend-directory={backends}",
-        f"--backend-config=python,shm-region-prefix-name=benchmark{os.getpid()}_{ports['grpc']}_",
+        f"--backend-config=python,shm-region-prefix-name={backends.parent.name}",
         "--allow-metrics=false",
         *(f"--{service}-address=127.0.0.1" for service in ports),
         *(f"--{service}-port={port}" for service, port in ports.items()),
@@ -171,7 +175,11 @@ def _start(repository: Path, backends: Path, environment: Mapping[str, str]) -> 
         deadline = time.monotonic() + _LOAD_SECONDS
         while not _is_ready(ports["http"]):
             if process.poll() is not None or time.monotonic() > deadline:
-                lines = log.read_text(errors="replace").splitlines()
+                text = log.read_text(errors="replace")
+                if _STALLED in text:
+                    _stop(process)
+                    return None
+                lines = text.splitlines()
                 reasons = [line for line in lines if line.startswith("E")] or lines
                 raise StartError("tritonserver did not start:\n" + "\n".join(reasons[-9:]))
             time.sleep(_POLL_SECONDS)

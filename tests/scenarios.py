@@ -633,7 +633,7 @@ def _lengths(pad: str, **parameters: str) -> str:
     for key, value in {"PAD": pad, **parameters}.items():
         escaped = value.replace('"', '\\"')
         text += f'parameters {{ key: "{key}" value {{ string_value: "{escaped}" }} }}\n'
-    return text + "instance_group [{ kind: KIND_CPU count: 1 }]\n" + _TOGETHER
+    return text + "instance_group [{ kind: KIND_CPU count: 1 }]\n" + TOGETHER
 
 
 def _cut(ids: int, query: int, y: int, terms: int) -> Call:
@@ -856,7 +856,7 @@ POISON = (
     Scenario(
         "poison_of_slashes",
         text(_READS_NUMBERS),
-        config({}, {"y": [1]}, more=_TOGETHER, parameters={"WARMUP": "false"})
+        config({}, {"y": [1]}, more=TOGETHER, parameters={"WARMUP": "false"})
         + tensor("input", "text", [1], "STRING"),
         batches=(
             (
