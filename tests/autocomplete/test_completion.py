@@ -77,13 +77,26 @@ def test_incomplete(document: Entry, incomplete: bool) -> None:
 
 
 _ADAPTER = """
+import importlib.machinery
 import json
 import math
 import re
 import sys
 import types
 
-sys.modules["torch"] = None  # an import of it fails
+
+
+class Installed:
+    """torch is there, and an import of it fails."""
+
+    def find_spec(self, name, path=None, target=None):
+        return importlib.machinery.ModuleSpec(name, self) if name == "torch" else None
+
+    def create_module(self, spec):
+        raise AssertionError("torch was imported")
+
+
+sys.meta_path.insert(0, Installed())
 utils = types.ModuleType("triton_python_backend_utils")
 utils.get_model_dir = lambda: "/models/digits/1"
 sys.modules["triton_python_backend_utils"] = utils

@@ -76,6 +76,8 @@ class ModelState:
                 remaining.append(slot.name)
                 continue
             value = slot.copy
+            if _is_equal(slot.get(), value):  # shared weights may have been mapped elsewhere
+                continue
             if isinstance(value, Tensor) and value.shape == slot.value.shape:
                 with torch.no_grad():  # into the same memory: graphs read it there
                     value = slot.value.copy_(value)
@@ -146,6 +148,12 @@ def _values(
             get, put = module._buffers.get, module._buffers.__setitem__
         for name in names:
             yield f"{path}.{name}".lstrip("."), partial(get, name), partial(put, name)
+
+
+def _is_equal(value: object, before: object) -> bool:
+    if not (isinstance(value, Tensor) and isinstance(before, Tensor)):
+        return False
+    return value.dtype == before.dtype and torch.equal(value, before)
 
 
 def _copy(value: Any) -> Any:
