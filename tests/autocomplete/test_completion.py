@@ -87,7 +87,7 @@ import types
 
 
 class Installed:
-    """torch is there, and an import of it fails."""
+    # torch is there, and an import of it fails.
 
     def find_spec(self, name, path=None, target=None):
         return importlib.machinery.ModuleSpec(name, self) if name == "torch" else None
