@@ -119,21 +119,19 @@ class SequenceReader:
         """Run steps of a model that keeps states by their places; refused ones fill their slots."""
         grouping = self._engine.grouping
         assert isinstance(grouping, Grouping)  # noqa: S101  hooks are refused for sequences
+        # Triton sends batches of equal shapes.
+        readable = (step.item for step in steps if not isinstance(step.item, _Unreadable))
+        shaped: Item = next(readable, {})
+        items: list[Item] = []
         refused: dict[int, BackendError] = {}
         for place, step in enumerate(steps):
             item = step.item
             admitted = item.error if isinstance(item, _Unreadable) else grouping.admit(item)
             if isinstance(admitted, BackendError):
                 refused[place] = admitted
-        # Triton sends batches of equal shapes.
-        shaped = [step.item for step in steps if not isinstance(step.item, _Unreadable)]
-        if not shaped:
-            return list(refused.values())
-        items = [
-            self._fill(step, shaped[0]) if place in refused else step.item
-            for place, step in enumerate(steps)
-        ]
-        outcomes = self._engine.run(items)
+                item = self._fill(step, shaped)
+            items.append(item)
+        outcomes = self._engine.run(items) if shaped else [*refused.values()]
         return [refused.get(place, outcome) for place, outcome in enumerate(outcomes)]
 
     def _fill(self, step: Step, shaped: Item) -> Item:

@@ -106,11 +106,6 @@ class ModelConfig:
         return self.sequencing.states if self.sequencing is not None else ()
 
     @property
-    def keeps_own_states(self) -> bool:
-        """Whether the model keeps states of sequences itself."""
-        return self.sequencing is not None and not self.states
-
-    @property
     def keeps_slots(self) -> bool:
         """Whether the model may keep states by the place of a request in the batch."""
         return self.sequencing is not None and self.sequencing.direct and not self.states

@@ -194,8 +194,8 @@ class Engine:
         configured = self.config.options.retry_failed_batch
         if configured is not None:
             return configured
-        if self.config.keeps_own_states:
-            return False
+        if self.config.sequencing is not None and not self.config.states:
+            return False  # the model keeps states itself
         effects = self.side_effects
         return (items > 1 or not effects.writes_inputs) and not effects.writes_buffers()
 
