@@ -463,6 +463,39 @@ COMPLETED = (
 )
 
 
+# Types that the artifact contradicts: without a warm-up, too, which would fail for a package alone.
+_WITHOUT_WARMUP = _option("WARMUP", "false")
+_ONE_OF_INT32 = _ONE_CONFIG.replace("TYPE_FP32", "TYPE_INT32", 1)
+CONTRADICTED = (
+    *(
+        scenarios.refused(
+            f"{kind}_of_strings",
+            _write(kind, "one"),
+            _ONE_CONFIG.replace("TYPE_FP32", "TYPE_STRING", 1) + _WITHOUT_WARMUP,
+            "input 'x' is TYPE_STRING, and forward() takes a tensor",
+        )
+        for kind in ("torchscript", "export", "aoti")
+    ),
+    *(
+        scenarios.refused(
+            f"{kind}_of_integers",
+            _write(kind, "one"),
+            _ONE_OF_INT32 + _WITHOUT_WARMUP,
+            "input 'x' is TYPE_INT32",
+            "expected TYPE_FP32",
+        )
+        for kind in ("export", "aoti")
+    ),
+    scenarios.refused(
+        "aoti_integers_without_batches",
+        _write("aoti", "one"),
+        config({"x": [-1, 4]}, {"y": [-1, 3]}, max_batch_size=0).replace("FP32", "INT32", 1),
+        "input 'x' is TYPE_INT32",
+        "expected TYPE_FP32",
+    ),
+)
+
+
 def impossible(kind: str, name: str) -> str:
     """Why a combination cannot be; empty where it can."""
     return dict(CASES[name].impossible).get(kind, "")
@@ -471,6 +504,7 @@ def impossible(kind: str, name: str) -> str:
 TABLE = (
     *(_scenario(kind, name) for name in CASES for kind in KINDS if not impossible(kind, name)),
     *COMPLETED,
+    *CONTRADICTED,
 )
 
 

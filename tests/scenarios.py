@@ -186,6 +186,18 @@ class _Swapped(nn.Module):
 
 NAMES = (
     Scenario(
+        "arrays_of_numpy",
+        text("def f(x):\n    return {'y': (x * 2).numpy(), 'z': x.numpy()[:, ::-1]}\n"),
+        config({"x": [4]}, {"y": [4], "z": [4]}),
+        (Call({"x": _A}, {"y": 2 * _A, "z": _A[:, ::-1]}),),
+    ),
+    Scenario(
+        "array_of_numpy",
+        text("def f(x):\n    return x.sum().numpy()\n"),
+        config({"x": [4]}, {"y": [1]}, max_batch_size=0),
+        (Call({"x": _A[0]}, {"y": _A[0].sum(keepdims=True)}),),
+    ),
+    Scenario(
         "script_by_name",
         script(models.AddSub()),
         config({"INPUT1": [4], "INPUT0": [4]}, {"OUTPUT__1": [4], "OUTPUT__0": [4]}),
@@ -1285,6 +1297,8 @@ def refused(name: str, write: Writer, text: str, *says: str) -> Scenario:
 _NOTHING: Writer = lambda folder: None  # noqa: E731
 _SCRIPTED = torch.jit.script(models.Negate())
 
+_CORRECT = "Correct the model's code."
+
 LOAD_ERRORS = (
     refused(
         "batch_input_with_pad",
@@ -1514,6 +1528,35 @@ LOAD_ERRORS = (
         + tensor("output", "y", [4], "FP16"),
         "output 'y' is float32 [8, 4]; expected float16 [-1, 4]",
         "Write data_type: TYPE_FP32 into config.pbtxt.",
+    ),
+    *(
+        refused(f"{name}_error", text(f"def f(x):\n    {body}\n"), _X_TO_Y, says, cure)
+        for name, body, says, cure in (
+            ("attribute", "return x.missing", "AttributeError: 'Tensor' object has", _CORRECT),
+            ("name", "return y", "NameError: name 'y' is not defined", _CORRECT),
+            ("import", "import no_such_package", "ModuleNotFoundError: No module", _CORRECT),
+            (
+                "dtype",
+                "import torch\n    return x @ torch.ones(4, 4).double()",
+                "RuntimeError: expected m1 and m2 to have the same dtype",
+                "x is TYPE_FP32. Write the types that the model takes",
+            ),
+            ("nothing", "return None", "output 'y' is a NoneType", "expected a torch.Tensor or an"),
+            (
+                "list",
+                "return {'y': (x * 2).tolist()}",
+                "the outputs y do not fit",
+                "Return a torch.Tensor as y",
+            ),
+            ("fewer_rows", "return x[:1]", "1 row for a batch of 8", "max_batch_size: 0"),
+        )
+    ),
+    refused(
+        "type_without_kernels",
+        text("def f(x):\n    return x + 1\n"),
+        _X_TO_Y.replace("FP32", "UINT32"),
+        "not implemented for 'UInt32'",
+        "x is TYPE_UINT32. Write the types that the model takes",
     ),
     refused(
         "lfs_pointer",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.batching import output_extraction
+from torch_py_backend.batching import output_extraction, result_parts
 from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.errors import OutputError
 
@@ -77,7 +77,7 @@ def test_missing_dimensions_of_1_are_added(
         (FLAT.double(), (2,), {}, "is float64 [3, 2]; expected float32 [-1, 2]"),
         (torch.tensor(1.0), (-1,), ONE, "is float32 []; expected float32 [-1]"),
         (torch.ones(4), (1,), {}, "has 4 rows for a batch of 3"),
-        (np.ones((3, 2), np.float32), (2,), {}, "is an ndarray; expected a torch.Tensor"),
+        (np.ones((3, 2)), (2,), {}, "is float64 [3, 2]; expected float32 [-1, 2]"),
         (1.0, (2,), {}, "is a float; expected a torch.Tensor"),
         (1.0, (2,), ONE, "is float32 []; expected float32 [2]"),
     ],
@@ -87,6 +87,44 @@ def test_tensor_that_contradicts_the_config_is_refused(
 ) -> None:
     """Another type, shape or number of rows is an error that names both."""
     assert refusal(part, dims=dims, **overrides).startswith(message)
+
+
+class Image(Tensor):
+    """A tensor with operators of its own, as those of torchvision and fastai."""
+
+
+@pytest.mark.parametrize(
+    ("part", "overrides"),
+    [
+        (np.arange(6, dtype=np.float32).reshape(3, 2), {}),
+        (np.arange(6, dtype=np.float32)[::-1].reshape(3, 2), {}),
+        (np.broadcast_to(np.float32(3), (3, 2)), {}),
+        (np.arange(12, dtype=np.float32).reshape(3, 4)[:, ::2], {}),
+        (np.array(3, dtype=np.float32), ONE),
+        (np.float32(3), ONE),
+        (FLAT.as_subclass(Image), {}),
+        (nn.Parameter(FLAT), {}),
+    ],
+    ids=[
+        "array",
+        "negative strides",
+        "read-only",
+        "strided",
+        "0-d",
+        "number",
+        "Image",
+        "Parameter",
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_arrays_and_subclasses_are_outputs(part: Any, overrides: dict[str, Any]) -> None:
+    """Arrays of numpy, and tensors of a subclass, become plain tensors."""
+    dims = (1,) if overrides else (2,)
+    output = verified(part, dims=dims, **overrides)
+    assert type(output) is Tensor
+    assert output.is_contiguous()
+    expected = part.tolist() if np.ndim(part) else [part.item()]
+    assert output.tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -297,7 +335,7 @@ def test_strings_that_contradict_the_config_are_refused(
 def test_without_a_config() -> None:
     """A tensor stays as it is, and a number becomes a tensor."""
     tensor, number, strings = (
-        output_extraction.unchecked("digits", "y", part)
+        result_parts.unchecked("digits", "y", part)
         for part in (torch.ones(2, 3, requires_grad=True), True, [["a"]])
     )
     assert isinstance(tensor, Tensor)

@@ -190,29 +190,59 @@ def test_each_sample_is_run_three_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("forward", "message"),
+    ("forward", "message", "advice"),
     [
         pytest.param(
-            lambda x: x @ torch.ones(3, 3), "forward() raised RuntimeError: mat1", id="op"
+            lambda x: x @ torch.ones(3, 3),
+            "forward() raised RuntimeError: mat1",
+            'or set the parameter WARMUP to "false".',
+            id="op",
         ),
-        pytest.param(lambda x: x.double(), "output 'y' is float64 [8, 4]", id="wrong type"),
-        pytest.param(lambda x: x[:, :2], "output 'y' is float32 [8, 2]", id="wrong shape"),
-        pytest.param(lambda x: x[:1], "output 'y' has 1 row for a batch of 8", id="wrong rows"),
-        pytest.param(lambda x: None, "output 'y' is a NoneType", id="nothing returned"),
+        pytest.param(
+            lambda x: x.double(),
+            "output 'y' is float64 [8, 4]",
+            "Write data_type: TYPE_FP64 into config.pbtxt.",
+            id="wrong type",
+        ),
+        pytest.param(
+            lambda x: x[:, :2],
+            "output 'y' is float32 [8, 2]",
+            "Write dims: [ 2 ] into config.pbtxt.",
+            id="wrong shape",
+        ),
+        pytest.param(
+            lambda x: x[:1],
+            "output 'y' has 1 row for a batch of 8",
+            "write max_batch_size: 0 and all dims into config.pbtxt.",
+            id="wrong rows",
+        ),
+        pytest.param(
+            lambda x: None,
+            "output 'y' is a NoneType",
+            "expected a torch.Tensor or an array of numpy.",
+            id="nothing returned",
+        ),
+        pytest.param(
+            lambda x: x.missing,
+            "AttributeError: 'Tensor' object",
+            "Correct the model's code.",
+            id="code",
+        ),
     ],
 )
 def test_a_failed_warm_up_fails_the_load(
-    forward: Callable[..., Any], message: str, caplog: pytest.LogCaptureFixture
+    forward: Callable[..., Any], message: str, advice: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If a sample fails, the load fails; the message has its shapes, the cause and a cure."""
+    """If a sample fails, the load fails; the message has its shapes, the cause and its cure."""
     with pytest.raises(WarmupError) as raised:
         warmup.run(engine(build.config(), forward))
     text = str(raised.value)
     assert isinstance(raised.value, LoadError)
     assert text.startswith("model 'digits': the warm-up with x [8, 4] failed: ")
     assert message in text
-    assert 'set the parameter WARMUP to "false"' in text
-    assert ("Traceback" in caplog.text) is ("RuntimeError" in message)
+    assert text.endswith(advice)
+    assert ("made-up" in text) is ("RuntimeError" in message)
+    assert ("Traceback" in caplog.text) is ("Error" in message)
 
 
 def test_output_names_that_do_not_fit() -> None:
@@ -246,6 +276,22 @@ class Once(nn.Module):
         return x[:, :1]
 
 
+class Decoder(nn.Module):
+    """Finds nothing in made-up values, and then fails as wrong code would."""
+
+    def __init__(self, *, unbound: bool) -> None:
+        super().__init__()
+        self.unbound = unbound
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x if bool((x == 1).all()) else None
+        if not self.unbound:
+            return found.sum(1, keepdim=True)  # type: ignore[union-attr]
+        if found is not None:
+            result = found[:, :1]
+        return result
+
+
 ROWS = build.config(outputs=(build.spec("y", dims=(1,)),))
 TEXTS = dataclasses.replace(ROWS, inputs=(build.spec("x", "BYTES", (1,)),))
 
@@ -255,6 +301,12 @@ TEXTS = dataclasses.replace(ROWS, inputs=(build.spec("x", "BYTES", (1,)),))
     [
         pytest.param(Parser(), TEXTS, ArgumentType.STRINGS, "could not convert string", id="texts"),
         pytest.param(Once(), ROWS, ArgumentType.TENSOR, "RuntimeError: once", id="counter"),
+        pytest.param(
+            Decoder(unbound=False), ROWS, ArgumentType.TENSOR, "AttributeError: 'None", id="None"
+        ),
+        pytest.param(
+            Decoder(unbound=True), ROWS, ArgumentType.TENSOR, "UnboundLocalError", id="unbound"
+        ),
     ],
 )
 def test_made_up_samples_may_fail_when_serving(
@@ -283,26 +335,35 @@ def test_made_up_samples_may_fail_when_serving(
 _EAGER = {"backend": "eager"}
 
 
+def _refuses(x: Tensor) -> Tensor:
+    raise ValueError("x")
+
+
 @pytest.mark.parametrize(
     ("options", "forward"),
     [
-        ({"warmup": True}, lambda x: x.missing),
+        ({"warmup": True}, _refuses),
         (
             {"torch_compile_optional_parameters": _EAGER, "compile_required": True},
-            lambda x: x.missing,
+            _refuses,
         ),
-        ({"torch_compile_optional_parameters": _EAGER | {"fullgraph": True}}, lambda x: x.missing),
-        ({"optimize": ("cuda_graphs",)}, lambda x: x.missing),
-        ({"kind": "GPU", "enable_weight_sharing": True}, lambda x: x.missing),
+        ({"torch_compile_optional_parameters": _EAGER | {"fullgraph": True}}, _refuses),
+        ({"optimize": ("cuda_graphs",)}, _refuses),
+        ({"kind": "GPU", "enable_weight_sharing": True}, _refuses),
         ({}, lambda x: x[:, :2]),
         ({}, lambda x: x[:1]),
+        ({}, lambda x: x @ torch.ones(4, 4).half()),
+        ({}, lambda x: x.missing),
     ],
-    ids=["required", "compiled", "one graph", "captured", "shared", "other shape", "other rows"],
+    ids=[
+        *("required", "compiled", "one graph", "captured", "shared"),
+        *("other shape", "other rows", "other type", "code"),
+    ],
 )
 def test_failures_that_fail_the_load_when_serving(
     options: dict[str, Any], forward: Callable[..., Any]
 ) -> None:
-    """A required warm-up, options that depend on it, and results that contradict the config."""
+    """A required warm-up, options that depend on it, and errors that no other values avoid."""
     with pytest.raises(WarmupError, match=r"the warm-up with x \[8, 4\] failed"):
         warmup.run(engine(build.config(**options), forward), serving=True)
 
@@ -312,7 +373,7 @@ def test_models_whose_samples_must_pass(tmp_path: Path) -> None:
     path = build.write(tmp_path, "example_inputs.safetensors", "")
     safetensors.torch.save_file({"x": torch.zeros(1, 4)}, path)
     with pytest.raises(WarmupError):
-        warmup.run(engine(build.config(tmp_path), lambda x: x.missing), serving=True)
+        warmup.run(engine(build.config(tmp_path), _refuses), serving=True)
 
 
 def test_nothing_is_compiled_after_failed_samples(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import output_extraction
+from torch_py_backend.batching import result_parts
 from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.dtypes import DType
@@ -117,7 +117,7 @@ def named_parts(config: ModelConfig, result: object, of: str) -> dict[str, objec
 
 def of_parts(config: ModelConfig, parts: Mapping[str, object]) -> tuple[TensorSpec, ...]:
     """Return the specs of a result's leaves, with all dims."""
-    unchecked = output_extraction.unchecked
+    unchecked = result_parts.unchecked
     return of_values(config, {name: unchecked(config.name, name, parts[name]) for name in parts})
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_py_backend.batching import input_types
 from torch_py_backend.batching.gather_scatter import Item, Strings, Value
 from torch_py_backend.batching.padding import Pad, Padding
 from torch_py_backend.config import dtypes
@@ -87,7 +88,7 @@ class Grouping:
             for name, takes in zip(self.binding.names, self.binding.types, strict=True)
             if takes.scalar or takes in _LISTS
         }
-        _check_types(config, signature.name, self._special)
+        input_types.check_arguments(config, signature, self._special)
         # Triton checks fixed dims: items with all inputs can share a call without further checks.
         self._uniform = (
             self._batched
@@ -108,6 +109,7 @@ class Grouping:
         self._cast: torch.dtype | None = (
             getattr(torch, dtypes.from_triton(configured).torch or "") if configured else cast
         )
+        input_types.check_leaves(config, signature, self.binding.names, self._cast)
         optional = frozenset(self._names) - frozenset(self._required) - masks - self._carried
         if self._carried:
             self._bound(self._carried)
@@ -332,38 +334,6 @@ _SCALARS: Mapping[ArgumentType, Callable[[Any], object]] = {
 
 # The most sets of optional inputs whose bindings are kept: n inputs have 2^n sets.
 MAX_SETS = 64
-
-
-def _check_types(config: ModelConfig, function: str, special: Mapping[str, ArgumentType]) -> None:
-    """Check that each argument takes the type of its input without loss."""
-    for spec in config.inputs:
-        takes = special.get(spec.name)
-        if takes is None:
-            continue
-        accepted = _ACCEPTED.get(takes, ("BYTES",))
-        if not spec.dtype.triton.startswith(accepted):
-            raise BindingError(
-                config.name,
-                f"input '{spec.name}' is {spec.dtype.triton}, and {function}() takes {takes.value}",
-                expected=f"{' or '.join(accepted)} in config.pbtxt",
-            )
-    for batch_input in config.batch_inputs:
-        name = batch_input.name
-        if name in special:
-            raise BindingError(
-                config.name,
-                f"batch_input makes '{name}' a tensor, and {function}() takes"
-                f" {special[name].value}",
-                expected="an argument that takes a tensor",
-            )
-
-
-_ACCEPTED = {
-    ArgumentType.INT: ("INT", "UINT"),
-    ArgumentType.FLOAT: ("FP", "BF16", "INT", "UINT"),
-    ArgumentType.BOOL: ("BOOL",),
-    ArgumentType.VALUE: ("",),  # any type
-}
 
 
 def _flat(value: Value) -> list[Any]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import gather_scatter
+from torch_py_backend.batching import gather_scatter, result_parts
 from torch_py_backend.batching.gather_scatter import ItemRows, Part, Strings, Value
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
@@ -137,19 +137,6 @@ def _finite(value: Value | ItemRows | Part) -> bool:
     return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
 
 
-def unchecked(model: str, name: str, part: object) -> Value:
-    """Convert a part of a result to a tensor or an array of strings, without checks.
-
-    Raises:
-        OutputError: the part is neither numbers nor strings.
-    """
-    if isinstance(part, Tensor):
-        return part.detach()
-    if isinstance(part, bool | int | float):
-        return torch.tensor(part)
-    return _array(model, name, part)
-
-
 def verifiers(config: ModelConfig, *, torchscript: bool = False) -> tuple[Verify, ...]:
     """Return one for each output, in the config's order, then one for each state of STATE.
 
@@ -243,6 +230,8 @@ class _Output:
             self.model,
             f"output '{self.name}' has {counted(size, 'row')} for a batch of {rows}",
             expected="as many rows as the inputs have",
+            cure="If the model takes no batches, write max_batch_size: 0 and all dims into"
+            " config.pbtxt.",
         )
 
     def mismatch(self, actual: str, kind: str, cure: str = "") -> OutputError:
@@ -268,8 +257,12 @@ class _Tensor(_Output):
         self.fixed = self.dims[self.start :] if len(self.dims) > self.start else None
 
     def verify(self, part: object, rows: int) -> Tensor:
+        if isinstance(part, np.ndarray | np.generic) and part.dtype.kind not in "OUS":
+            part = result_parts.from_numpy(part)
         if not isinstance(part, Tensor):
             part = self._from_number(part)
+        if type(part) is not Tensor:
+            part = result_parts.without_operators(part)
         if part.dtype is not self.dtype:
             castable = self.cast and part.is_floating_point() and not part.is_nested
             if not castable or part.layout is not torch.strided:
@@ -308,7 +301,7 @@ class _Tensor(_Output):
             raise OutputError(
                 self.model,
                 f"output '{self.name}' is {a_type(part)}",
-                expected="a torch.Tensor",
+                expected="a torch.Tensor or an array of numpy",
             )
         if isinstance(part, bool) or self.dtype is torch.bool:
             fits = isinstance(part, bool)
@@ -356,7 +349,7 @@ class _State(_Output):
 
 class _Strings(_Output):
     def verify(self, part: object, rows: int) -> Strings:
-        strings = _array(self.model, self.name, part)
+        strings = result_parts.strings(self.model, self.name, part)
         try:  # strings that cannot be encoded would fail the responses of the whole batch
             for text in strings.reshape(-1).tolist():
                 if not isinstance(text, bytes):
@@ -375,20 +368,3 @@ class _Strings(_Output):
         if self.batched and strings.shape[0] != rows:
             raise self.wrong_rows(strings.shape[0], rows)
         return strings
-
-
-def _array(model: str, name: str, part: object) -> Strings:
-    """Convert strings to an array of objects: Triton's utilities refuse other string types."""
-    if isinstance(part, np.ndarray) and part.dtype.kind in "OUS":
-        return part.astype(np.object_)
-    if isinstance(part, str | bytes):
-        return np.array(part, dtype=np.object_)
-    if isinstance(part, list | tuple):
-        array = np.array(part, dtype=np.object_)
-        if all(isinstance(text, str | bytes) for text in array.flat):
-            return array
-    raise OutputError(
-        model,
-        f"output '{name}' is {a_type(part)}",
-        expected="a list of str or bytes",
-    )

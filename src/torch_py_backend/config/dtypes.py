@@ -57,6 +57,12 @@ def from_torch(dtype: object) -> DType:
     return _BY_TORCH[str(dtype).removeprefix("torch.")]
 
 
+def config_name(dtype: object) -> str:
+    """Return the name of a torch.dtype in config.pbtxt, or its own if Triton has no such type."""
+    known = _BY_TORCH.get(str(dtype).removeprefix("torch."))
+    return known.config if known is not None else str(dtype)
+
+
 def from_triton(name: str) -> DType:
     """Return the type with this name in requests."""
     return _BY_TRITON[name]

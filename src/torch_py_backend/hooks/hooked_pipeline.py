@@ -277,7 +277,7 @@ class HookedPipeline:
         return self.hooks.postprocess.with_parameters(parameters)(result)
 
     def _convert_outputs(self, result: Tree) -> Tree:
-        """Convert lists and arrays in the result of postprocess() to the types of the outputs."""
+        """Convert lists and numbers in the result of postprocess() to the types of the outputs."""
         if isinstance(result, Mapping):
             return {
                 name: self._convert_output(self._specs.get(name), part)
@@ -292,8 +292,6 @@ class HookedPipeline:
         """Convert a list to the output's type without loss; a number or an array as it is."""
         if isinstance(part, np.generic):
             return part.item()
-        if isinstance(part, np.ndarray) and part.dtype.kind not in "OUS":
-            return torch.from_numpy(np.asarray(part, order="C"))  # without negative strides
         if spec is None or not isinstance(part, list | tuple):
             return part
         if spec.dtype.torch is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import logging
 from collections.abc import Iterator
@@ -147,7 +148,8 @@ def _signature(program: ExportedProgram, module: nn.Module) -> Signature:
         if hasattr(argument, "value")
     }
     names = list(inspect.signature(module.forward).parameters)
-    return introspection.from_tree(in_spec, constants, names)
+    types = tuple(getattr(value, "dtype", None) for value in _input_values(program))
+    return dataclasses.replace(introspection.from_tree(in_spec, constants, names), dtypes=types)
 
 
 def _user_inputs(program: ExportedProgram) -> list[Any]:

@@ -123,6 +123,7 @@ class Signature:
         leaves: for an artifact that contains its own call tree: the paths of its tensors, in its
             order. None: the call tree follows from the inputs.
         unflatten: a function that builds (args, kwargs) of such a tree from its leaves.
+        dtypes: the torch.dtypes of the leaves; empty: they are unknown.
         name: the name of the function, for messages.
         torchscript: it is TorchScript: names follow LibTorch's rule, strings may be any bytes.
         keyword_types: the types of the known names that `**` accepts.
@@ -133,6 +134,7 @@ class Signature:
     unflatten: Unflatten | None = None
     name: str = "forward"
     torchscript: bool = False
+    dtypes: tuple[object, ...] = ()
     keyword_types: Mapping[str, ArgumentType] = field(default_factory=dict)
 
     def __str__(self) -> str:

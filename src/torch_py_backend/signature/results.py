@@ -89,13 +89,16 @@ def bind_outputs(
         indices = list(range(len(names)))
     if len(indices) < len(names) or len(set(indices)) < len(indices):
         valid = [*aliases, *(f"OUTPUT__{index}" for index in range(len(leaves)))]
-        misspelt = (name for name in names if name not in aliases)
+        misspelt = [name for name in names if name not in aliases]
         meant = [key for name in misspelt for key in difflib.get_close_matches(name, fields, n=1)]
+        cure = f"Did you mean {join_names(meant)}?" if meant else ""
+        if set(misspelt) & set(fields):  # a list or a dict is there
+            cure = f"Return a torch.Tensor as {join_names(misspelt)}, or name its parts."
         raise BindingError(
             model,
             f"the outputs {join_names(names)} do not fit what {of} returns, {_describe(result)}",
             expected=f"names among {join_names(valid)}",
-            cure=f"Did you mean {join_names(meant)}?" if meant else "",
+            cure=cure,
         )
     return _selector([leaves[index] for index in indices], result)
 

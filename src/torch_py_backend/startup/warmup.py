@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
@@ -36,8 +37,20 @@ _REPEATS = 3
 # A model whose graphs are unknown is called with every row count up to this number, and with powers
 # of two above it.
 _EVERY_ROW_COUNT = 32
+# Errors that other values of the inputs would not avoid: of the code, and of types. The excepted
+# types are those of decoded values, such as JSON's.
+_OF_CODE = re.compile(
+    r"\(\) raised (NameError|ImportError|ModuleNotFoundError"
+    r"|AttributeError: (?!'(NoneType|str|bytes|bool|int|float|list|dict)' object))"
+)
+_OF_TYPES = re.compile(
+    r"(?<!infer )dtype|scalar type|not implemented for '|Promotion for |Input type \(|result type "
+    r"|floating point or complex"
+)
 # Seconds between two reports of progress.
 _REPORT_S = 10.0
+
+_OF_MODEL = ForwardError | HookError | InputError
 
 _Call: TypeAlias = "Callable[[Sequence[Item]], Sequence[Outcome]]"
 
@@ -73,7 +86,7 @@ def run(
                 if failed is None:
                     continue
                 item, error = failed
-                failure = error if isinstance(error, LoadError) else _failure(model, item, error)
+                failure = error if isinstance(error, LoadError) else _failure(engine, item, error)
                 failure.traceback = error.traceback
                 if not (serving and _may_fail(engine, error)):
                     if error.reported:
@@ -171,14 +184,29 @@ def _run_sample(engine: Engine, call: _Call, sample: Item) -> tuple[Item, Backen
     return None
 
 
-def _failure(model: str, item: Item, error: BackendError) -> WarmupError:
-    return WarmupError(
-        model,
-        f"the warm-up with {_shapes(item)} failed: {error}",
-        cure="Correct the model or its config. If it cannot take made-up values (ones, random"
-        ' numbers below 1, the string "text"), put valid ones beside it'
-        f' ({example_inputs.NAME}.safetensors), or set the parameter WARMUP to "false".',
-    )
+def _failure(engine: Engine, item: Item, error: BackendError) -> WarmupError:
+    cure = ""  # the error has its own
+    if isinstance(error, _OF_MODEL):
+        cure = _certain_cure(engine.config, error) or (
+            "Correct the model or its config. If it cannot take made-up values (ones, random"
+            ' numbers below 1, the string "text"), put valid ones beside it'
+            f' ({example_inputs.NAME}.safetensors), or set the parameter WARMUP to "false".'
+        )
+    found = f"the warm-up with {_shapes(item)} failed: {error}"
+    return WarmupError(engine.config.name, found, cure=cure)
+
+
+def _certain_cure(config: ModelConfig, error: BackendError) -> str:
+    """Return what to do about an error that any values would cause; empty: others may not."""
+    if _OF_CODE.search(str(error)):
+        return "Correct the model's code."
+    if isinstance(error, ForwardError) and _OF_TYPES.search(str(error)):
+        types = join_names(f"{spec.name} is {spec.dtype.config}" for spec in config.inputs)
+        return (
+            f"In config.pbtxt, {types}. Write the types that the model takes, or convert the inputs"
+            " in forward()."
+        )
+    return ""
 
 
 def _may_fail(engine: Engine, error: BackendError) -> bool:
@@ -189,7 +217,8 @@ def _may_fail(engine: Engine, error: BackendError) -> bool:
     """
     options = engine.config.options
     return (
-        isinstance(error, ForwardError | HookError | InputError)
+        isinstance(error, _OF_MODEL)
+        and not _certain_cure(engine.config, error)
         and options.warmup is None
         and engine.recovery.fatal is None
         and not engine.runner.captures
