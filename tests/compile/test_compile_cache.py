@@ -160,7 +160,7 @@ def test_failed_start_keeps_nothing(tmp_path: Path, artifact: Artifact) -> None:
     [
         ("model.py", {}, False),
         ("model.safetensors", {}, False),
-        (None, {"optimize": ("freeze",)}, False),
+        (None, {"torch_compile_optional_parameters": {"options": {"freezing": True}}}, False),
         (None, {"max_batch_size": 4}, False),
         (None, {"inputs": (build.spec("x", dims=(5,)),)}, False),
         (None, {"num_threads": 3, "warmup": False}, True),

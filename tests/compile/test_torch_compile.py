@@ -245,11 +245,3 @@ def test_an_error_in_a_capture_is_no_failed_compilation(
     waits = False
     assert torch.equal(model(torch.ones(2, 4)), torch.full((2, 4), 3.0))
     assert not ours(caplog)
-
-
-def test_frozen_weights_are_constants() -> None:
-    """OPTIMIZE freeze is set for inductor, and not for the next model."""
-    compiled(config({}, optimize=("freeze",)), Scaled())
-    assert torch._inductor.config.freezing
-    compiled(config({}), Scaled())
-    assert not torch._inductor.config.freezing
