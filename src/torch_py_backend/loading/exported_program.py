@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._export.serde import serialize
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
@@ -26,6 +25,9 @@ from torch_py_backend.loading import mapped_files, registrations
 from torch_py_backend.loading.loaded import Loaded, refuse_method, warn_unused
 from torch_py_backend.signature import binding, introspection, results
 from torch_py_backend.signature.arguments import Signature
+
+# Its logger is named here, because an import of the module imports the compiler.
+_SERIALIZER = "torch._export.serde.serialize"
 
 
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
@@ -130,7 +132,7 @@ def _logged_causes() -> Iterator[list[BaseException]]:
             causes.append(record.exc_info[1])
         return not record.exc_info
 
-    loggers = [logging.getLogger(name) for name in ("torch.export", serialize.__name__)]
+    loggers = [logging.getLogger(name) for name in ("torch.export", _SERIALIZER)]
     for logger in loggers:
         logger.addFilter(collect)
     try:
