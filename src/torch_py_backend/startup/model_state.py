@@ -28,7 +28,7 @@ _COPIED_BYTES = 256 << 20
 _READ_BYTES = 64 << 20
 # How far the references of an attribute are followed, and how many objects are read.
 _DEPTH, _READ_OBJECTS = 16, 1 << 18
-_CONTAINERS = (list, tuple, deque, set, frozenset)
+_CONTAINERS = (dict, list, tuple, deque, set, frozenset)
 _PLAIN = (str, bytes, int, float, complex, types.NoneType, torch.dtype, torch.device)
 # Compared by identity: they hold no state, or refer to all objects of the process.
 _OPAQUE = (type, types.ModuleType, types.FunctionType, logging.Logger)
@@ -60,8 +60,10 @@ class ModelState:
         for name, get, put in _values(modules):
             value = get()
             left -= value.nbytes if isinstance(value, Tensor) else 0
-            clone = None if left < 0 else _copy(value)
-            self._slots.append(_Slot(name, get, put, value, self._version(value), clone))
+            # A deep copy of a view would contain all of its memory.
+            duplicate = Tensor.clone if isinstance(value, Tensor) else copy.deepcopy
+            copied = None if left < 0 else duplicate(value)
+            self._slots.append(_Slot(name, get, put, value, self._version(value), copied))
         self._objects = dict(_objects(engine, modules))
         self._memo: _Memo = {}
         self._contents = _contents(self._objects, self._memo)
@@ -156,11 +158,6 @@ def _is_equal(value: object, before: object) -> bool:
     return value.dtype == before.dtype and torch.equal(value, before)
 
 
-def _copy(value: Any) -> Any:
-    # A copy of a view would contain all of its memory.
-    return value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-
-
 def _has_objects(kind: Any) -> bool:
     return kind.kind() in _OBJECTS or any(map(_has_objects, kind.containedTypes()))
 
@@ -217,27 +214,20 @@ def _content(value: object, memo: _Memo, depth: int = 0) -> int:
         return _tensor_content(value)
     if isinstance(value, np.ndarray):
         return hash((value.dtype.str, value.shape, value.tobytes()))
-    closed = isinstance(value, _OPAQUE) or depth == _DEPTH or len(memo) > _READ_OBJECTS
-    if id(value) in memo or closed:
-        return memo.get(id(value), (value, id(value)))[1]
-    memo[id(value)] = value, id(value)  # for objects that refer to themselves
-    parts = _parts(value)
-    if parts is not None:
+    if id(value) in memo:
+        return memo[id(value)][1]
+    memo[id(value)] = value, id(value)  # also for objects that refer to themselves
+    parts: list[object] = []
+    if not isinstance(value, _OPAQUE) and depth < _DEPTH and len(memo) < _READ_OBJECTS:
+        parts = [part for pair in _fields(value).items() for part in pair]
+        parts += list(value) if isinstance(value, _CONTAINERS) else []
+        parts += dict.values(value) if isinstance(value, dict) else []
+    if parts or isinstance(value, _CONTAINERS):
         hashes = [_content(part, memo, depth + 1) for part in parts]
         if isinstance(value, set | frozenset):
             hashes.sort()
         memo[id(value)] = value, hash((type(value).__name__, *hashes))
     return memo[id(value)][1]
-
-
-def _parts(value: object) -> list[object] | None:
-    """Return what an object refers to; None: that is unknown."""
-    if isinstance(value, dict):
-        return [part for pair in dict.items(value) for part in pair]
-    if isinstance(value, _CONTAINERS):
-        return list(value)
-    fields = _fields(value)
-    return [*fields, *fields.values()] if fields else None
 
 
 def _tensor_content(tensor: Tensor) -> int:
