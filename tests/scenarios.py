@@ -1342,7 +1342,7 @@ LOAD_ERRORS = (
         python(models.Negate),
         x_to_y(4, OPTIMIZE="freeze"),
         "OPTIMIZE asks for freeze",
-        "Set TORCH_COMPILE_OPTIONAL_PARAMETERS, too",
+        "Set TORCH_COMPILE_OPTIONAL_PARAMETERS to",
     ),
     refused(
         "pad_fixed",
