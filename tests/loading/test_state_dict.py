@@ -337,6 +337,7 @@ def test_weights_of_a_wrapped_module(prefix: str, tmp_path: Path) -> None:
             "that is not a state_dict: 'state_dict' is a dict; expected tensors by name. Save its",
         ),
         ({"optimizer": {}, "model_state_dict": STATE}, "Save its entry 'model_state_dict' alone."),
+        ({"ema": {0: torch.ones(1)}, "model": STATE}, "Save its entry 'model' alone."),
         (
             {"epoch": 3, "state_dict": prefixed("model.") | {"loss._extra_state": {}}},
             "Save its entry 'state_dict' alone, without 'model.' before its keys.",

@@ -22,19 +22,6 @@ def find(model: str, source: Path, weights: Path | None = None) -> dict[str, Pat
     Raises:
         ArtifactError: there are several weights files, or a module has the name model.py.
     """
-    files = without_weights(model, source)
-    if weights is not None:
-        suffix = ".safetensors" if weights.suffix == ".safetensors" else ".pt"
-        return files | {f"model{suffix}": weights}
-    return files | _weights_files(model, source)
-
-
-def without_weights(model: str, source: Path) -> dict[str, Path]:
-    """Return a source file and the modules that it imports, as `find` does.
-
-    Raises:
-        ArtifactError: a module has the name model.py.
-    """
     modules = _with_imports({}, [source], source.parent)
     if modules.get("model.py", source) != source:
         raise ArtifactError(
@@ -42,7 +29,11 @@ def without_weights(model: str, source: Path) -> dict[str, Path]:
             f"{source.name} imports model.py beside it, and is itself served as model.py",
             cure="Rename model.py.",
         )
-    return {"model.py": source, **modules}
+    files = {"model.py": source, **modules}
+    if weights is not None:
+        suffix = ".safetensors" if weights.suffix == ".safetensors" else ".pt"
+        return files | {f"model{suffix}": weights}
+    return files | _weights_files(model, source)
 
 
 def _weights_files(model: str, source: Path) -> dict[str, Path]:

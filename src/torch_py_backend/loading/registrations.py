@@ -66,12 +66,7 @@ def load_error(
 ) -> ArtifactError:
     """Return the error for an artifact that torch cannot load.
 
-    Args:
-        config: the model's config.
-        path: the artifact.
-        kind: its type.
-        error: that of torch.
-        cure: what to do if all operators and classes are registered.
+    `cure` says what to do if all its operators and classes are registered.
     """
     cause: BaseException | None = error
     while cause is not None:

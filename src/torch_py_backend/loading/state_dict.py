@@ -10,7 +10,7 @@ import contextlib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 from unittest import mock
 
 import safetensors
@@ -149,9 +149,13 @@ def read(config: ModelConfig, path: Path) -> Mapping[str, Any]:
             expected="a state_dict that torch.save wrote, or safetensors",
             cure="Save module.state_dict() there.",
         )
-    if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
+    if _is_named(state):
         return state
     raise _not_a_state_dict(config, path, state, _no_tensors(state))
+
+
+def _is_named(state: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(state, Mapping) and all(isinstance(key, str) for key in state)
 
 
 def _no_tensors(state: object) -> dict[str, object]:
@@ -169,16 +173,11 @@ def _not_a_state_dict(
 ) -> ArtifactError:
     """Return the error that says what to save of a file.
 
-    Args:
-        config: the model's config.
-        path: the file.
-        state: what is in it.
-        others: the entries that are no weights.
-        own: the keys of the module.
+    `others` are its entries that are no weights, `own` the keys of the module.
     """
     cure = "Save module.state_dict() without other entries."
     for key, value in others.items():
-        if isinstance(value, Mapping) and len(_no_tensors(value)) < len(value):
+        if _is_named(value) and len(_no_tensors(value)) < len(value):
             prefix = _prefix(value, own)
             without = f", without '{prefix}' before its keys" if prefix else ""
             cure = f"Save its entry '{key}' alone{without}."

@@ -110,7 +110,8 @@ def find(model: str, path: Path, example: Path | None) -> ArtifactFiles:
         )
     source = path.with_name("model.py")
     if source.is_file() and not discovery.defines_module(source):
-        extra = source_dependencies.without_weights(model, source) | extra
+        files = source_dependencies.find(model, source, path)
+        extra = {name: file for name, file in files.items() if file != path} | extra
     return ArtifactFiles(content.value, path.name, {_SERVED_NAMES[content]: path} | extra)
 
 
