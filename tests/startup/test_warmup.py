@@ -262,6 +262,13 @@ class Parser(nn.Module):
         return torch.tensor([[float(text)] for text in x])
 
 
+class Chooser(nn.Module):
+    """Takes names of functions of torch."""
+
+    def forward(self, x: list[str]) -> Tensor:
+        return torch.stack([getattr(torch, name)(1) for name in x])
+
+
 class Once(nn.Module):
     """Raises in its second call."""
 
@@ -300,6 +307,9 @@ TEXTS = dataclasses.replace(ROWS, inputs=(build.spec("x", "BYTES", (1,)),))
     ("module", "config", "takes", "message"),
     [
         pytest.param(Parser(), TEXTS, ArgumentType.STRINGS, "could not convert string", id="texts"),
+        pytest.param(
+            Chooser(), TEXTS, ArgumentType.STRINGS, "AttributeError: module 'torch'", id="names"
+        ),
         pytest.param(Once(), ROWS, ArgumentType.TENSOR, "RuntimeError: once", id="counter"),
         pytest.param(
             Decoder(unbound=False), ROWS, ArgumentType.TENSOR, "AttributeError: 'None", id="None"
@@ -327,7 +337,8 @@ def test_made_up_samples_may_fail_when_serving(
     assert "example_inputs.safetensors" in warning
     assert "The model is served anyway" in warning
     assert "Traceback" in warning
-    value = np.array([[b"1"]], dtype=object) if takes is ArgumentType.STRINGS else torch.ones(1, 12)
+    text = b"ones" if isinstance(module, Chooser) else b"1"
+    value = np.array([[text]], dtype=object) if takes is ArgumentType.STRINGS else torch.ones(1, 12)
     (outcome,) = model.run([{"x": value}])
     assert not isinstance(outcome, BackendError)
 

@@ -19,6 +19,7 @@ from torch_py_backend.loading import python_source, state_dict
 from torch_py_backend.sequences import initial_states
 
 NAME = "example_inputs"
+TEXT = "text"  # the made-up string
 # Two sizes for dimensions of -1, so that torch.compile marks them as dynamic. It specializes 1.
 _VARIABLE, _SHRUNK = 8, 6
 _NO_EXAMPLE: Mapping[str, Value] = {}
@@ -167,7 +168,7 @@ def _synthetic(
     dims = [variable if dim == -1 else dim for dim in spec.dims]
     shape = dims if rows is None else [rows, *dims]
     if spec.dtype.torch is None:
-        return np.full(shape, b"text", dtype=np.object_)
+        return np.full(shape, TEXT.encode(), dtype=np.object_)
     dtype: torch.dtype = getattr(torch, spec.dtype.torch)
     if dtype.is_floating_point and spec.origin is not Origin.CONTROL:
         # A row of one value has the same in all rows, because the argument may take one number.
