@@ -31,6 +31,7 @@ import os
 import re
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -134,11 +135,14 @@ def record(names: Sequence[str], checkout: Path) -> dict[str, Outcomes]:
             result = Path(folder, f"{name}.json")
             child = os.fork()
             if child == 0:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what models print
                 status = 1
                 try:
                     outcomes = _outcomes(TABLE[name], Path(folder), module.TritonPythonModel())
                     result.write_text(json.dumps(outcomes))
                     status = 0
+                except BaseException:
+                    traceback.print_exc()
                 finally:
                     os._exit(status)
             _, status = os.waitpid(child, 0)
