@@ -177,8 +177,8 @@ def test_gauge(gauge: str, tmp_path: Path) -> None:
     assert first < last
     if gauge == "time":
         assert spent > 0
-    else:  # execute(), its list comprehension before Python 3.12, and three calls
-        assert spent == ["base.py"] * (5 if sys.version_info < (3, 12) else 4)
+    else:  # execute() and three others; a list comprehension is none
+        assert spent == ["base.py"] * 4
 
 
 @pytest.mark.server

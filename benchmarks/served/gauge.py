@@ -20,6 +20,8 @@ from types import FrameType
 from typing import Any
 
 _FOLDER = f"{Path(__file__).parent}{os.sep}"
+# Before Python 3.12 they are functions.
+_COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>")
 sys.path.insert(0, _FOLDER)
 
 import base  # noqa: E402  beside this file
@@ -56,8 +58,8 @@ def _called(execute: Any, requests: Sequence[Any]) -> tuple[Any, list[str]]:
     files: list[str] = []
 
     def profile(frame: FrameType, event: str, _: object) -> None:
-        file = frame.f_code.co_filename
-        if event == "call" and file.startswith(_FOLDER):
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+        if event == "call" and file.startswith(_FOLDER) and name not in _COMPREHENSIONS:
             files.append(file.removeprefix(_FOLDER))
 
     sys.setprofile(profile)
