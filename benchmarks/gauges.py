@@ -31,7 +31,7 @@ SEQUENCE = "sequence"
 LSTM = "lstm"
 _BUCKETS = "1,8,32"
 _PLAIN_BACKEND = stubs.GAUGE.with_name("plain.py")
-_DELAY = "max_queue_delay_microseconds: 5000"
+_DELAY = "max_queue_delay_microseconds: 10000"
 _BATCHES = f"dynamic_batching {{ {_DELAY} }}"
 _STATE = (
     '{{ input_name: "{0}" output_name: "new_{0}" data_type: TYPE_FP32 dims: [{1}]'
