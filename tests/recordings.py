@@ -29,6 +29,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import sys
 import tempfile
 import traceback
@@ -56,7 +57,7 @@ from benchmarks import stubs  # noqa: E402
 
 TABLE = {one.name: one for one in (*scenarios.TABLE, *kinds.TABLE, *hooked.TABLE)}
 _ON_SERVER = 24  # models at a time
-_LONGEST_S = 120
+_LONGEST_S = 300
 _DELAY = "max_queue_delay_microseconds: 200000"
 _SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 
@@ -135,6 +136,7 @@ def record(names: Sequence[str], checkout: Path) -> dict[str, Outcomes]:
             result = Path(folder, f"{name}.json")
             child = os.fork()
             if child == 0:
+                signal.alarm(_LONGEST_S)  # a version may hang where this one does not
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what models print
                 status = 1
                 try:
