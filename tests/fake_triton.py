@@ -391,12 +391,6 @@ class ModelConfig:
             raise ValueError("configuration specified a larger max_batch_size")
         self._document["max_batch_size"] = size
 
-    def set_model_transaction_policy(self, policy: dict[str, bool]) -> None:
-        written = self._document.setdefault("model_transaction_policy", {})
-        if written.get("decoupled", policy["decoupled"]) != policy["decoupled"]:
-            raise ValueError("trying to change decoupled property in auto-complete-config")
-        written |= policy
-
     def set_dynamic_batching(self) -> None:
         self._document.setdefault("dynamic_batching", {})
 

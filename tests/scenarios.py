@@ -1272,17 +1272,6 @@ SEQUENCES = (
         _accumulates(sequencing(strategy="direct { }"), parameters={"STATE": _PAIRS}),
         interleaved(_remembered(1, 1, 2, 4), _remembered(2, 10, 20, 40)),
     ),
-    Scenario(
-        "state_completed",
-        text(
-            models.source(models.Accumulate)
-            + "\n\ndef example_inputs():\n    return {'x': torch.rand(2, 4)}\n"
-        ),
-        _accumulates(sequencing(state()))
-        .replace(tensor("input", "x", [4]), "")
-        .replace(tensor("output", "y", [4]), ""),
-        interleaved(totals(1, 1, 2, 4), totals(2, 10, 20, 40)),
-    ),
     _signals("UINT64", 2**40 + 5, "direct { }"),
     _signals("INT32", 7, "direct { }"),
     _signals("UINT32", 7, _OLDEST),

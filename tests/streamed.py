@@ -206,16 +206,6 @@ TABLE = (
     ),
     Streamed(
         Scenario(
-            "streams_by_model",
-            scenarios.text(
-                TICKER + "\n\ndef example_inputs():\n    return {'count': torch.tensor([2])}\n"
-            ),
-            'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n',
-        ),
-        (Stream({"count": np.array([2])}, [{"OUTPUT__0": tick["y"]} for tick in _ticks(2)]),),
-    ),
-    Streamed(
-        Scenario(
             "asynchronous",
             scenarios.text(ASYNCHRONOUS),
             config(_COUNT, _Y)
@@ -230,10 +220,7 @@ TABLE = (
         Scenario(
             "rows",
             scenarios.text(ROWS),
-            # Nothing but the source says that it streams.
-            config(
-                {"x": "FP32", "count": "INT32"}, {"y": "FP32", "said": "STRING"}, rows=4, more=""
-            ),
+            config({"x": "FP32", "count": "INT32"}, {"y": "FP32", "said": "STRING"}, rows=4),
         ),
         (
             Stream(

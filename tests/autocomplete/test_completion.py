@@ -8,7 +8,6 @@ import math
 import re
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import build
@@ -41,7 +40,7 @@ class _Model:
     """Replaces the child process: returns a schema and records its arguments."""
 
     def __init__(self, schema: Entry) -> None:
-        self.schema = {"decoupled": False} | schema
+        self.schema = schema
         self.calls: list[tuple[Any, ...]] = []
 
     def __call__(self, *arguments: Any) -> Entry:
@@ -127,44 +126,6 @@ def test_complete_config_starts_no_child() -> None:
     )
     assert finished.stderr == ""
     assert finished.returncode == 0
-
-
-_YIELDS = "class A(nn.Module):\n    def forward(self, x):\n        yield x\n"
-_DECOUPLED = {"decoupled": True}
-
-
-@pytest.mark.parametrize(
-    ("document", "policy"),
-    [
-        ({}, _DECOUPLED),
-        ({"default_model_filename": "other.py"}, None),
-        ({"default_model_filename": "model.pt"}, None),
-        ({"model_transaction_policy": {"decoupled": False}}, {"decoupled": False}),
-        ({"parameters": {"MODEL_CLASS": {"string_value": "B"}}}, None),
-        # The source does not show what a factory returns.
-        ({"parameters": {"MODEL_FACTORY": {"string_value": "A"}}}, None),
-    ],
-)
-def test_a_source_that_yields(document: Entry, policy: Entry | None, tmp_path: Path) -> None:
-    """A complete config without a transaction policy is decoupled if its source yields."""
-    (tmp_path / "model.py").write_text(_YIELDS)
-    (tmp_path / "other.py").write_text(_YIELDS.replace("yield", "return"))
-    changed = completion.set_decoupled(document, tmp_path)
-    assert changed is (policy is _DECOUPLED)
-    assert document.get("model_transaction_policy") == policy
-
-
-@pytest.mark.parametrize(
-    ("decoupled", "written", "policy"),
-    [(True, None, _DECOUPLED), (False, None, None), (True, {"decoupled": False}, None)],
-)
-def test_a_model_that_streams(
-    decoupled: bool, written: Entry | None, policy: Entry | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The config of a model that streams is decoupled, unless it says otherwise."""
-    config = {} if written is None else {"model_transaction_policy": written}
-    document = _complete(monkeypatch, {**_SINGLE, "decoupled": decoupled}, **config)
-    assert document.get("model_transaction_policy") == (policy or written)
 
 
 @pytest.mark.parametrize(("seconds", "limit"), [(math.inf, 600), (5.5, 5.5)])
@@ -305,26 +266,14 @@ def test_one_value_a_row(
         ({"input": [_tensor("picture", None)]}, "expected names among x, mask, INPUT__0"),
         ({"output": [_tensor("OUTPUT__2", None)]}, "output 'OUTPUT__2' lacks data_type or dims"),
         ({"output": [_tensor("x", None)]}, "output 'x' lacks"),
-        # Their dims cannot be inferred.
-        ({"input": [_X], "batch_input": [{}]}, "has batch_input and lacks inputs or outputs"),
-        ({"input": [_X], "batch_output": [{}]}, "has batch_output and lacks inputs or outputs"),
+        # Their models are not run.
+        ({"input": [_X], "batch_input": [{}]}, "not inferred for a model with ragged inputs"),
+        ({"input": [_X], "batch_output": [{}]}, "not inferred for a model with ragged outputs"),
+        ({"output": [_Y], "sequence_batching": {}}, "not inferred for a model of sequences"),
+        ({"model_transaction_policy": {"decoupled": True}}, "not inferred for a decoupled model"),
     ],
 )
 def test_refused(monkeypatch: pytest.MonkeyPatch, written: Entry, message: str) -> None:
     """Tensors that the model lacks or has with another type are refused."""
     with pytest.raises(ConfigError, match=re.escape(message)):
         _complete(monkeypatch, _BATCHED, max_batch_size=8, **written)
-
-
-# --- sequences -------------------------------------------------------------------------------
-
-
-def test_states_are_not_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States and controls are not added to the config; written ones are completed."""
-    schema = _BATCHED | {"sequence_tensors": ["mask", "z"]}
-
-    completed = _complete(monkeypatch, schema)
-    assert [entry["name"] for entry in completed["input"]] == ["x"]
-    assert [entry["name"] for entry in completed["output"]] == ["y"]
-    completed = _complete(monkeypatch, schema, output=[{"name": "y"}, {"name": "z"}])
-    assert completed["output"][1] == _Z

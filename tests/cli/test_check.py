@@ -257,7 +257,7 @@ def test_completion_and_load_share_the_timeout(
     def run(_model: str, task: str, _arguments: Any, seconds: float) -> dict[str, Any]:
         limits.append(seconds)
         time.sleep(0.2)
-        schema = {"input": [], "output": [], "max_batch_size": 0, "decoupled": False}
+        schema = {"input": [], "output": [], "max_batch_size": 0}
         return schema if "schema" in task else {"hooks": False}
 
     monkeypatch.setattr(child_process, "run", run)

@@ -375,25 +375,24 @@ def _streaming(folder: Path, which: str, **overrides: Any) -> Loaded:
 
 
 @pytest.mark.parametrize(
-    ("which", "overrides", "takes", "steps", "streams"),
+    ("which", "overrides", "takes", "steps"),
     [
-        ("generator", {"decoupled": True}, "forward(x)", False, True),
-        ("asynchronous", {"decoupled": True}, "forward(x)", False, True),
-        ("steps", {"decoupled": True}, "begin(x)", True, True),
-        ("both", {"decoupled": True}, "begin(y)", True, True),
-        ("plain", {"decoupled": True}, "forward(x)", False, False),
-        ("both", {"decoupled": True, "method": "forward"}, "forward(x)", False, False),
-        ("both", {}, "forward(x)", False, False),
+        ("generator", {"decoupled": True}, "forward(x)", False),
+        ("asynchronous", {"decoupled": True}, "forward(x)", False),
+        ("steps", {"decoupled": True}, "begin(x)", True),
+        ("both", {"decoupled": True}, "begin(y)", True),
+        ("plain", {"decoupled": True}, "forward(x)", False),
+        ("both", {"decoupled": True, "method": "forward"}, "forward(x)", False),
+        ("both", {}, "forward(x)", False),
     ],
 )
 def test_entry_point(
-    which: str, overrides: dict[str, Any], takes: str, steps: bool, streams: bool, tmp_path: Path
+    which: str, overrides: dict[str, Any], takes: str, steps: bool, tmp_path: Path
 ) -> None:
     """A decoupled model is served through begin() and step(); METHOD takes precedence."""
     loaded = _streaming(tmp_path, which, **overrides)
     assert str(loaded.signature) == takes
     assert (loaded.step is not None) is steps
-    assert loaded.streams is streams
 
 
 def test_streams_in_a_model_that_is_not_decoupled(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from streamed import Recorder, engine, item, run
 from torch import Tensor
 
 from torch_py_backend.batching import runtime
-from torch_py_backend.errors import BackendError, CancelledError, ForwardError, OutputError
-from torch_py_backend.streaming.streams import Streams, first_outputs, trial
+from torch_py_backend.errors import BackendError, CancelledError, ForwardError
+from torch_py_backend.streaming.streams import Streams, trial
 
 
 def _three(x: Tensor) -> Iterator[Tensor]:
@@ -272,30 +272,3 @@ async def _three_awaited(x: Tensor) -> AsyncIterator[Tensor]:
     for factor in (1, 2, 3):
         await asyncio.sleep(0)
         yield factor * x
-
-
-def test_first_outputs() -> None:
-    """`first_outputs` returns the first outputs of a stream, or of its steps, or the value."""
-    ones = torch.ones(1)
-    for result in (_three(ones), _three_awaited(ones), ones):
-        outputs = first_outputs("digits", None, result)
-        assert isinstance(outputs, Tensor)
-        assert float(outputs) == 1.0
-
-    def step(states: list[int]) -> list[Any]:
-        return [(left - 1 or None, float(left) if left % 2 == 0 else None) for left in states]
-
-    assert first_outputs("digits", step, 5) == 4.0
-
-
-def test_first_outputs_of_an_empty_stream() -> None:
-    """A stream without responses raises OutputError."""
-    endless = [(1, None)]
-    for step, result in (
-        (None, iter(())),
-        (lambda _: [(None, None)], 1),
-        (lambda _: endless, 1),
-        (lambda _: endless, None),
-    ):
-        with pytest.raises(OutputError, match="without a response"):
-            first_outputs("digits", step, result)

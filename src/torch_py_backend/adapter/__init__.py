@@ -99,8 +99,6 @@ class TritonPythonModel:
             )
             if completion.is_incomplete(document):
                 _complete(auto_complete_model_config, document)
-            elif completion.set_decoupled(document, Path(pb_utils.get_model_dir())):
-                auto_complete_model_config.set_model_transaction_policy({"decoupled": True})
         except BackendError as error:
             raise pb_utils.TritonModelException(str(error)) from error
         finally:
@@ -285,9 +283,7 @@ def _complete(completed: Any, document: dict[str, Any]) -> None:
     logs.install()
     completion.complete(_arguments(document), document)
     completed.set_max_batch_size(document["max_batch_size"])
-    if "model_transaction_policy" in document:
-        completed.set_model_transaction_policy(document["model_transaction_policy"])
-    if document["max_batch_size"] and "sequence_batching" not in document:
+    if document["max_batch_size"]:
         completed.set_dynamic_batching()
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 
-from torch_py_backend.artifacts import stream_detection
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import ConfigError, join_names
@@ -14,6 +12,12 @@ from torch_py_backend.processes import child_process
 
 # Seconds to try a model.
 LIMIT_S = 600
+# Models whose tensors are not inferred from a run, by the key of config.pbtxt.
+_NOT_RUN = {
+    "batch_input": "a model with ragged inputs",
+    "batch_output": "a model with ragged outputs",
+    "sequence_batching": "a model of sequences",
+}
 
 
 def is_incomplete(document: Document) -> bool:
@@ -22,34 +26,8 @@ def is_incomplete(document: Document) -> bool:
     return not all(entries and all(map(pbtxt.is_complete, entries)) for entries in tensors)
 
 
-def set_decoupled(document: JsonObject, version_folder: Path) -> bool:
-    """Make a complete config decoupled if it has no policy and forward() in model.py yields.
-
-    The source is parsed and the model is not loaded, which would take seconds in each load. A model
-    that streams in a way that its source does not show is refused when it is loaded.
-
-    Returns:
-        Whether the config was changed.
-    """
-    path = version_folder / (document.get("default_model_filename") or "model.py")
-    parameters = document.get("parameters", {})
-    if (
-        "model_transaction_policy" in document
-        or path.suffix != ".py"
-        or "MODEL_FACTORY" in parameters
-    ):
-        return False
-    class_name, method = (
-        parameters.get(key, {}).get("string_value") for key in ("MODEL_CLASS", "METHOD")
-    )
-    if not stream_detection.is_streaming(path, named=class_name, method=method):
-        return False
-    document["model_transaction_policy"] = {"decoupled": True}
-    return True
-
-
 def complete(arguments: Mapping[str, str], document: JsonObject, seconds: float = math.inf) -> None:
-    """Fill in the inputs, outputs, max_batch_size and decoupling of a config by running the model.
+    """Fill in the inputs, outputs and max_batch_size of a config by running the model.
 
     Args:
         arguments: the arguments that Triton passes to `initialize`, with `document` as its
@@ -73,15 +51,16 @@ def describe(
         LoadError: the model cannot be loaded, or its schema cannot be inferred.
     """
     model = arguments["model_name"]
-    for key in ("batch_input", "batch_output"):
-        if document.get(key):
-            raise ConfigError(
-                model,
-                f"config.pbtxt has {key} and lacks inputs or outputs, whose dims cannot be inferred"
-                " for a model with ragged inputs",
-                expected="data_type and dims of each input and output",
-                cure="Write them into config.pbtxt.",
-            )
+    kinds = [kind for key, kind in _NOT_RUN.items() if document.get(key) not in (None, [])]
+    if document.get("model_transaction_policy", {}).get("decoupled"):
+        kinds.append("a decoupled model")
+    if kinds:
+        raise ConfigError(
+            model,
+            f"config.pbtxt lacks inputs or outputs, which are not inferred for {kinds[0]}",
+            expected="data_type and dims of each input and output",
+            cure="Write them into config.pbtxt.",
+        )
     schema: JsonObject = child_process.run(
         model,
         "torch_py_backend.autocomplete.schema:describe",
@@ -107,16 +86,12 @@ def fill(model: str, document: JsonObject, schema: JsonObject) -> None:
             shape = entry.pop("reshape", {"shape": entry["dims"]})["shape"]
             shape = shape[1:] if max_batch_size else [-1, *shape]
             entry.update(pbtxt.dims_entry(shape))
-    if schema["decoupled"]:
-        document.setdefault("model_transaction_policy", {"decoupled": True})
-    # sequence_batching lists the states and controls; Triton refuses them as inputs and outputs.
-    hidden = schema.get("sequence_tensors", ())
     for role in ("input", "output"):
         listed = document.get(role, [])
         if listed:
             _fill_entries(model, role, listed, schema[role])
         else:
-            document[role] = [entry for entry in schema[role] if entry["name"] not in hidden]
+            document[role] = schema[role]
 
 
 def _fill_entries(

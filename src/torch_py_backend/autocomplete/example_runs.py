@@ -19,12 +19,6 @@ from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.errors import ConfigError, ForwardError, InputError, join_names
 from torch_py_backend.loading import example_inputs, registry
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.sequences import initial_states, state_store
-from torch_py_backend.signature import results
-from torch_py_backend.streaming import streams
-
-# Tensors with shapes and types and without values: forward() on them computes nothing.
-META = torch.device("meta")
 
 
 def infer(
@@ -34,7 +28,7 @@ def infer(
 
     Raises:
         ConfigError: there is neither an example nor listed inputs.
-        ForwardError: forward() fails with the example; on meta tensors, with twice its rows, too.
+        ForwardError: forward() fails with the example.
     """
     runs = _Runs(config, registry.load(artifact, config, device), device)
     example = example_inputs.find(config, artifact)
@@ -72,8 +66,6 @@ class _Runs:
         try:
             smaller = self.schema(example_inputs.item(config, rows, shrunk=True, example=valid))
         except ForwardError:
-            if self.device is META:
-                raise
             return schema  # the model takes the sizes of the example only
         forms = [
             [(spec.name, spec.dtype, len(spec.dims)) for spec in outputs]
@@ -94,37 +86,18 @@ class _Runs:
 
         The first dimension is the batch if it grows.
         """
-        example = self._with_sequence_inputs(item)
-        inputs = specs.of_values(self.config, example)
-        outputs, states = self._call(example)
+        inputs = specs.of_values(self.config, item)
+        outputs = self._call(item)
         first_dims = {spec.dims[:1] for spec in inputs}
-        batched = len(first_dims) == 1 and first_dims != {()} and self._grows(example, outputs)
-        max_batch_size = 0
-        if batched:
-            max_batch_size = specs.batch_size(self.loaded.rows.most)
+        batched = len(first_dims) == 1 and first_dims != {()} and self._grows(item, outputs)
         return Schema(
             specs.row_specs(inputs, batched=batched),
             specs.row_specs(outputs, batched=batched),
-            max_batch_size,
-            states.union(self.config.sequence_inputs),
-            self.loaded.streams,
+            specs.batch_size(self.loaded.rows.most) if batched else 0,
         )
 
-    def _with_sequence_inputs(self, example: Item) -> Item:
-        """Return the example with initial states and controls, which requests do not contain."""
-        if self.config.sequencing is None:
-            return example
-        rows = {value.shape[0] for value in example.values() if value.ndim}
-        count = rows.pop() if self.config.max_batch_size and len(rows) == 1 else None
-        config = dataclasses.replace(self.config, inputs=specs.of_values(self.config, example))
-        bound = state_store.with_controls(config, self.loaded.signature)
-        return {
-            **initial_states.find(self.config, count),
-            **example_inputs.item(bound, count, example=example),
-        }
-
-    def _call(self, item: Item) -> tuple[tuple[TensorSpec, ...], frozenset[str]]:
-        """Return the specs of all outputs, and the names of those that are states of a sequence."""
+    def _call(self, item: Item) -> tuple[TensorSpec, ...]:
+        """Return the specs of all outputs."""
         config = dataclasses.replace(
             self.config, max_batch_size=0, inputs=specs.of_values(self.config, item)
         )
@@ -136,25 +109,16 @@ class _Runs:
         columns = [admitted[name] for name in group.inputs.names]
         guard = torch.inference_mode if config.options.inference_mode else torch.no_grad
         try:
-            arguments = grouping.convert(group.inputs, columns)  # numbers need values
+            arguments = grouping.convert(group.inputs, columns)
             with guard(), self.device:
                 arguments = [
                     argument.to(self.device) if isinstance(argument, Tensor) else argument
                     for argument in arguments
                 ]
-                returned = group.inputs.call(self.loaded.module, arguments)
-                result = streams.first_outputs(config.name, self.loaded.step, returned)
+                result = group.inputs.call(self.loaded.module, arguments)
         except Exception as error:  # the model's own code runs here
-            called = self.loaded.signature.name
-            called = called if self.loaded.step is None else f"{called}() or step"
-            raise ForwardError(config.name, error, called) from error
-        parts = specs.named_parts(config, result, "forward()")
-        names = {id(part): name for name, part in parts.items()}
-        references = [state.output for state in config.states]
-        states: Sequence[object] = ()
-        if references:
-            states = results.bind_outputs(config.name, references, result)(result)
-        return specs.of_parts(config, parts), frozenset(names[id(part)] for part in states)
+            raise ForwardError(config.name, error, self.loaded.signature.name) from error
+        return specs.of_parts(config, specs.named_parts(config, result, "forward()"))
 
     def _grows(self, example: Item, outputs: Sequence[TensorSpec]) -> bool:
         """Return whether the first dim of every output, and no other, doubles with the rows."""
@@ -165,10 +129,8 @@ class _Runs:
             for name, value in example.items()
         }
         try:
-            twice, _ = self._call(doubled)
+            twice = self._call(doubled)
         except ForwardError:
-            if self.device is META:
-                raise
             return False
         rows = next(iter(example.values())).shape[0]
         grown = [(spec.name, (2 * rows, *spec.dims[1:])) for spec in outputs]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -19,7 +18,7 @@ from torch_py_backend.autocomplete.specs import Schema
 from torch_py_backend.config import model_config
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.errors import ConfigError, ForwardError, LoadError
+from torch_py_backend.errors import ConfigError, ForwardError
 from torch_py_backend.hooks import user_hooks
 from torch_py_backend.loading import (
     aotinductor,
@@ -28,9 +27,6 @@ from torch_py_backend.loading import (
     registrations,
     registry,
 )
-from torch_py_backend.signature.arguments import ordinal
-
-log = logging.getLogger(__name__)
 
 
 def describe(arguments: Mapping[str, str]) -> JsonObject:
@@ -44,10 +40,9 @@ def describe(arguments: Mapping[str, str]) -> JsonObject:
         LoadError: the model cannot be loaded, or its schema cannot be inferred.
     """
     document = json.loads(arguments["model_config"])
-    undecided = "model_transaction_policy" not in document
     config = model_config.parse(arguments, complete=False)
     try:
-        schema = _infer(config, model_config.listed_inputs(arguments), undecided=undecided)
+        schema = _infer(config, model_config.listed_inputs(arguments))
     except specs.NoExampleError as error:
         for entry in document.get("input", ()):
             if not entry.get("dims"):
@@ -57,8 +52,6 @@ def describe(arguments: Mapping[str, str]) -> JsonObject:
         "input": [specs.entry_of(spec) for spec in schema.inputs],
         "output": [specs.entry_of(spec) for spec in schema.outputs],
         "max_batch_size": schema.max_batch_size,
-        "sequence_tensors": sorted(schema.sequence_tensors),
-        "decoupled": schema.decoupled,
     }
 
 
@@ -79,9 +72,7 @@ def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
     artifact = discovery.find(config)
     hooks = user_hooks.load(dataclasses.replace(config, max_batch_size=1), artifact)
     hook = (hooks.preprocess or hooks.preprocess_batch) if hooks is not None else None
-    signature = (
-        hook.signature() if hook else registry.load(artifact, config, example_runs.META).signature
-    )
+    signature = hook.signature() if hook else registry.load(artifact, config, None).signature
     named = [argument for argument in signature.arguments if argument.named]
     required = [argument for argument in named if argument.required] or named
     leaves = [leaf for owner in required for leaf in owner.keys or (owner,)]
@@ -98,11 +89,11 @@ def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
     }
 
 
-def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, undecided: bool) -> Schema:
+def _infer(config: ModelConfig, listed: Sequence[TensorSpec]) -> Schema:
     """Return the schema of the artifact in a model's version folder.
 
     `listed` are the inputs in config.pbtxt, if all are complete. Without an example, their values
-    are made up. `undecided`: config.pbtxt does not say whether the model is decoupled.
+    are made up.
     """
     artifact = discovery.find(config)
     packaged = artifact.kind is ArtifactType.AOTI
@@ -113,19 +104,9 @@ def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, undecided: bool
     hooks = user_hooks.load(batched, artifact)
     if hooks is not None:
         return hook_runs.infer(config, artifact, hooks, listed, device)
-    if undecided and artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY):
-        # Otherwise, a model that makes streams would be refused.
-        config = dataclasses.replace(config, decoupled=True)
     if artifact.kind is ArtifactType.EXPORTED:
         with registrations.imported(config, artifact):
             return _from_program(config, exported_program.describe(config, artifact.path))
-    if not packaged:  # compiled code reads memory, which meta tensors lack
-        try:
-            return example_runs.infer(config, artifact, example_runs.META, listed)
-        except LoadError:
-            raise
-        except Exception as error:  # the model reads values, or the device
-            log.debug("model '%s' does not run on meta tensors: %s", config.name, error)
     try:
         return example_runs.infer(config, artifact, device, listed)
     except ForwardError as error:
@@ -154,18 +135,4 @@ def _from_program(config: ModelConfig, described: exported_program.Description) 
         )
         for tensors in (described.inputs, described.outputs)
     )
-    states = [state.output for state in config.states]
-    hidden = [*_names_of(config.sequence_inputs, inputs), *_names_of(states, outputs)]
-    max_batch_size = specs.batch_size(described.rows.most) if batched else 0
-    return Schema(inputs, outputs, max_batch_size, frozenset(hidden))
-
-
-def _names_of(references: Iterable[str], listed: Sequence[TensorSpec]) -> Iterator[str]:
-    """Yield the program's names for a config's references: names, or ordinals like INPUT__0."""
-    names = [spec.name for spec in listed]
-    for reference in references:
-        number = ordinal(reference)
-        if reference in names:
-            yield reference
-        elif number is not None and number < len(names):
-            yield names[number]
+    return Schema(inputs, outputs, specs.batch_size(described.rows.most) if batched else 0)

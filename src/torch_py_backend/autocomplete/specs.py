@@ -27,17 +27,11 @@ _MAX_BATCH_SIZE = 4096
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """The tensors of a model, without the batch dimension if max_batch_size is above 0.
-
-    Attributes:
-        sequence_tensors: names of inputs and outputs that are states and controls of sequences.
-    """
+    """The tensors of a model, without the batch dimension if max_batch_size is above 0."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     max_batch_size: int
-    sequence_tensors: frozenset[str] = frozenset()
-    decoupled: bool = False
 
 
 def with_varying(schema: Schema, other: Schema) -> Schema:

@@ -14,7 +14,6 @@ from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import Options
 from torch_py_backend.errors import ConfigError
-from torch_py_backend.signature import introspection
 from torch_py_backend.signature.arguments import Signature
 
 log = logging.getLogger(__name__)
@@ -56,13 +55,6 @@ class Loaded:
     def returns(self) -> str:
         """The name of the function that returns the outputs."""
         return self.signature.name if self.step is None else "step"
-
-    @property
-    def streams(self) -> bool:
-        """Whether a request has several results, one after another."""
-        return self.step is not None or introspection.is_generator(
-            self.module.forward if isinstance(self.module, nn.Module) else self.module
-        )
 
     @property
     def weights(self) -> Iterator[Tensor]:

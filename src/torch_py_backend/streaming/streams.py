@@ -24,7 +24,7 @@ from collections.abc import (
     Sequence,
 )
 from functools import partial
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
@@ -46,9 +46,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Outcomes: TypeAlias = "AsyncGenerator[tuple[Outcome | None, bool], None]"
 _END = object()
-# Limits of a trial: responses, and steps without a response.
+# The number of responses in a trial.
 _TRIAL_RESPONSES = 3
-_MAX_TRIAL_STEPS = 1000
 
 
 class Consumer(Protocol):
@@ -318,41 +317,3 @@ def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
         return [error or outcome for outcome in outcomes[: len(items)]]
 
     return lambda items: asyncio.run(run(items))
-
-
-def first_outputs(model: str, step: Callable[[list[Any]], Any] | None, result: object) -> object:
-    """Return the first outputs of a value of forward(), or of begin(), whether a stream or not.
-
-    Raises:
-        OutputError: the stream has none.
-    """
-    outputs: object = result
-    if step is not None:
-        state, outputs = result, None
-        for _ in range(_MAX_TRIAL_STEPS):
-            if state is None or outputs is not None:
-                break
-            ((state, outputs),) = step([state])
-        outputs = _END if outputs is None else outputs
-    elif isinstance(result, AsyncIterator):
-        outputs = asyncio.run(_first_awaited(result))
-    elif isinstance(result, Iterator):
-        outputs = next(result, _END)
-        if isinstance(result, Generator):
-            result.close()
-    if outputs is _END:
-        raise OutputError(
-            model,
-            f"the stream of the example inputs ended, or took {_MAX_TRIAL_STEPS} steps, without a"
-            " response",
-            expected="a response, from which the outputs are inferred",
-        )
-    return outputs
-
-
-async def _first_awaited(results: AsyncIterator[object]) -> object:
-    outputs = await anext(results, _END)
-    close = getattr(results, "aclose", None)
-    if close is not None:
-        await close()
-    return outputs

@@ -39,10 +39,7 @@ def _lines(document: Document, description: str, signature: Document) -> Iterato
         yield "# the inputs below; 0: the model has no batch dimension. An example makes both"
         yield "# unnecessary."
         yield "# max_batch_size: 8"
-    if document.get("model_transaction_policy", {}).get("decoupled"):
-        yield "# A request has any number of responses: one for each value that the model yields."
-        yield "model_transaction_policy { decoupled: true }"
-    elif document["max_batch_size"] > 0:
+    if document["max_batch_size"] > 0:
         yield "# Requests that wait at the same time become one call."
         delay = document.get("dynamic_batching", {}).get("max_queue_delay_microseconds", 0)
         limit = f"max_queue_delay_microseconds: {delay} " if delay else ""

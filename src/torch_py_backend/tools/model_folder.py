@@ -176,8 +176,6 @@ def completed(folder: Path, seconds: float = math.inf) -> tuple[str, JsonObject]
     version = repository.latest(folder, specific.get("versions", ()))
     if completion.is_incomplete(document):
         completion.complete(pbtxt.arguments(folder, version, document), document, seconds)
-    else:
-        completion.set_decoupled(document, folder / version)
     return version, document
 
 
