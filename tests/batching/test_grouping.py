@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 from collections.abc import Callable
 from typing import Any, Optional, Tuple  # noqa: UP035
@@ -17,13 +16,12 @@ from torch import Tensor, nn
 
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Item
-from torch_py_backend.batching.grouping import Grouping
+from torch_py_backend.batching.grouping import MAX_SETS, Grouping
 from torch_py_backend.batching.padding import Padding
 from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.config.sequence_config import SequenceConfig, State
 from torch_py_backend.errors import BindingError, InputError
 from torch_py_backend.signature import introspection
-from torch_py_backend.signature.calls import InputBinding
 
 
 def optional(spec: TensorSpec) -> TensorSpec:
@@ -184,7 +182,7 @@ def test_parts_of_a_tuple_are_left_out_together() -> None:
 
 
 def test_kept_sets_of_optional_inputs_are_limited() -> None:
-    """Every set of optional inputs may be left out; the bindings of a limited number are kept."""
+    """All optional inputs, or none, may always be left out; of other sets, the first ones."""
 
     def forward(**inputs: Any) -> Any:
         return inputs
@@ -192,11 +190,15 @@ def test_kept_sets_of_optional_inputs_are_limited() -> None:
     names = [*"abcdefg"]
     grouping = grouping_of(forward, X, *(optional(build.spec(name)) for name in names))
     value = torch.ones(1, 4)
-    for sent in itertools.product((False, True), repeat=len(names)):
-        item: Item = {"x": value, **dict.fromkeys(itertools.compress(names, sent), value)}
+    items: list[Item] = [
+        {"x": value, **dict.fromkeys(itertools.compress(names, sent), value)}
+        for sent in itertools.product((True, False), repeat=len(names))
+    ]
+    for item in (*items[:MAX_SETS], items[-1]):
         assert received(grouping, forward, item) == [item]
-    kept = [entry for entry in gc.get_objects() if isinstance(entry, InputBinding)]
-    assert len(kept) <= 70
+    refused = [grouping.admit(item) for item in items[MAX_SETS:-1]]
+    assert all(isinstance(refusal, InputError) for refusal in refused)
+    assert "left out 64 other sets of optional inputs. Send all" in str(refused[0])
 
 
 # --- groups ----------------------------------------------------------------------------------

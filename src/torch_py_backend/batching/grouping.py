@@ -39,7 +39,7 @@ class Grouping:
     """Checks and groups a model's items, and converts them to arguments.
 
     Attributes:
-        patterns: the sets of optional inputs that are bound at load; the empty set is first.
+        patterns: the sets of optional inputs that are left out at load: none of them, and all.
         binding: how a batch is passed whose items have all inputs.
 
     Raises:
@@ -113,26 +113,10 @@ class Grouping:
         optional = frozenset(self._names) - frozenset(self._required) - masks - self._carried
         if self._carried:
             self._bound(self._carried)
-        self.patterns = self._find_patterns(sorted(optional))
-
-    def _find_patterns(self, optional: Sequence[str]) -> tuple[frozenset[str], ...]:
-        """Return the sets of optional inputs that are bound at load: none of them, and all.
-
-        Other sets are bound by the first request that leaves them out, or refuse it.
-
-        Raises:
-            BindingError: an optional input can be left out neither with all others nor alone.
-        """
-        everything = frozenset(optional)
-        if not everything:
-            return (everything,)
-        try:
-            self._bound(everything | self._carried)
-        except BindingError:
-            for name in optional:
-                self._bound(self._carried | {name})
-            return (frozenset(),)
-        return frozenset(), everything
+        # Other sets are bound by the first request that leaves them out, or refuse it.
+        self.patterns = (frozenset(), optional) if optional else (frozenset(),)
+        for pattern in self.patterns[1:]:
+            self._bound(pattern | self._carried)
 
     @property
     def places(self) -> dict[str, str]:
@@ -192,7 +176,7 @@ class Grouping:
         if len(item) < len(self._names):
             try:
                 self._inputs(item)
-            except BindingError as error:  # a set of inputs that was not tried at load
+            except BindingError as error:
                 return InputError(self._model, f"the request lacks inputs: {error}")
         return self._admit_values(item) if self._special or self._strings else item
 
@@ -252,16 +236,26 @@ class Grouping:
         return self._bound(frozenset(self._names).difference(item))
 
     def _bound(self, left_out: frozenset[str]) -> InputBinding:
-        """Return how items without these inputs are passed; keep the bindings of some sets."""
-        inputs = self._partial.get(left_out)
-        if inputs is None:
-            names = [*self._names, *self._batch_inputs]
-            inputs = bind_inputs(
-                self._model, names, self._signature, left_out, sequence_inputs=self._kept
+        """Return how items without these inputs are passed.
+
+        Raises:
+            BindingError: the signature requires one of them, or there are too many such sets.
+        """
+        if left_out not in self._partial:
+            if len(self._partial) == MAX_SETS:
+                raise BindingError(
+                    self._model,
+                    f"earlier requests left out {MAX_SETS} other sets of optional inputs",
+                    cure="Send all optional inputs, or none.",
+                )
+            self._partial[left_out] = bind_inputs(
+                self._model,
+                [*self._names, *self._batch_inputs],
+                self._signature,
+                left_out,
+                sequence_inputs=self._kept,
             )
-            if len(self._partial) < MAX_SETS:  # clients choose the sets
-                self._partial[left_out] = inputs
-        return inputs
+        return self._partial[left_out]
 
     def convert(self, inputs: InputBinding, columns: Sequence[Value]) -> Sequence[object]:
         """Convert columns to arguments of forward(): cast them, make scalars and lists of them."""
@@ -332,7 +326,7 @@ _SCALARS: Mapping[ArgumentType, Callable[[Any], object]] = {
 }
 
 
-# The most sets of optional inputs whose bindings are kept: n inputs have 2^n sets.
+# The most sets of optional inputs that requests may leave out: n inputs have 2^n sets.
 MAX_SETS = 64
 
 
