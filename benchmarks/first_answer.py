@@ -13,6 +13,7 @@ one. Packages are installed before.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import os
 import re
@@ -52,7 +53,7 @@ input [{ name: "INPUT__0" data_type: TYPE_FP32 dims: [ 3, 64, 64 ] }]
 output [{ name: "OUTPUT__0" data_type: TYPE_FP32 dims: [ 10 ] }]
 instance_group [{ kind: KIND_CPU }]
 """
-# A program that serves TorchScript differs from one that serves the module in these texts.
+# LitServe's program for TorchScript differs from the one for the module in these texts.
 _OF_TORCHSCRIPT = {"import net\n": "", "net.trained()": 'torch.jit.load("net.pt")'}
 _SED = 's/platform: "pytorch_libtorch"/backend: "pytorch_py"/'
 
@@ -82,29 +83,22 @@ class Way:
         return 1 + bool(self.server) + bool(self.before)
 
 
+_INIT = "{python} -m torch_py_backend init net.pt --repository models --input image:FP32:3x64x64"
 _OURS = Way("torch-py-backend", "", "{python} ours.py", ("ours.py",))
-_EACH = (
-    _OURS,
-    Way(
-        "LitServe",
-        "litserve",
-        "{python} litserve_client.py",
-        ("litserve_server.py", "litserve_client.py"),
-        "{python} litserve_server.py",
-    ),
-)
-_LIBTORCH = Way(
-    "torch-py-backend",
-    "",
-    "{python} ours.py",
-    ("ours.py",),
-    before=f"sed -i '{_SED}' libtorch_models/net/config.pbtxt",
+_LITSERVE = Way(
+    "LitServe",
+    "litserve",
+    "{python} litserve_client.py",
+    ("litserve_server.py", "litserve_client.py"),
+    "{python} litserve_server.py",
 )
 WAYS = {
-    "module": _EACH,
-    "torchscript": _EACH,
-    "huggingface": _EACH,
-    "libtorch": (_LIBTORCH,),
+    "module": (_OURS, _LITSERVE),
+    "torchscript": (dataclasses.replace(_OURS, before=_INIT), _LITSERVE),
+    "huggingface": (_OURS, _LITSERVE),
+    "libtorch": (
+        dataclasses.replace(_OURS, before=f"sed -i '{_SED}' libtorch_models/net/config.pbtxt"),
+    ),
 }
 
 
@@ -116,7 +110,7 @@ def lines(start: str, way: Way) -> int:
 
 def program(start: str, name: str) -> str:
     """Return the text of a program."""
-    if start != "torchscript":
+    if (_STARTS / start / name).exists():
         return (_STARTS / start / name).read_text()
     text = program("module", name)
     for old, new in _OF_TORCHSCRIPT.items():

@@ -71,6 +71,9 @@ class S3:
             server.stop()
 
 
+_COMMIT = "a" * 40
+
+
 @contextlib.contextmanager
 def hugging_face_hub(files: Mapping[str, bytes]) -> Iterator[str]:
     """Serve the files of the model organization/net; yield the address for HF_ENDPOINT."""
@@ -87,12 +90,12 @@ def hugging_face_hub(files: Mapping[str, bytes]) -> Iterator[str]:
 
         def _answer(self, *, with_body: bool = True) -> None:
             path = urllib.parse.unquote(self.path.partition("?")[0])
-            api, resolve = "/api/models/organization/net", "/organization/net/resolve/main/"
-            status, headers = 200, {"X-Repo-Commit": "a" * 40}
-            if path == f"{api}/tree/main":
+            api, resolve = "/api/models/organization/net", f"/organization/net/resolve/{_COMMIT}/"
+            status, headers = 200, {"X-Repo-Commit": _COMMIT}
+            if path == f"{api}/tree/{_COMMIT}":
                 body = json.dumps([_tree_entry(name, files[name]) for name in files]).encode()
-            elif path in (api, f"{api}/revision/main"):
-                body = json.dumps({"id": "organization/net", "sha": "a" * 40}).encode()
+            elif path in (api, f"{api}/revision/{_COMMIT}"):
+                body = json.dumps({"id": "organization/net", "sha": _COMMIT}).encode()
             elif path.startswith(resolve) and path.removeprefix(resolve) in files:
                 body = files[path.removeprefix(resolve)]
                 headers["ETag"] = f'"{hashlib.sha256(body).hexdigest()}"'

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shlex
 import subprocess
 import zipfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -442,6 +444,14 @@ def _archive(path: Path, files: dict[str, bytes], **model: str) -> None:
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": manifest}))
 
 
+def _damaged_member() -> bytes:
+    """Return an archive whose member cannot be decompressed."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x", bytes(100))
+    return buffer.getvalue().replace(zlib.compress(bytes(100), wbits=-15), b"\xff" * 6, 1)
+
+
 def _weights(folder: Path) -> bytes:
     torch.save(scenarios.affine().state_dict(), folder / "weights")
     return (folder / "weights").read_bytes()
@@ -473,16 +483,17 @@ def test_init_of_an_archive_with_torchscript(tmp_path: Path) -> None:
         ({"handler": "my_handler.py"}, "class Hooks in hooks.py"),
         ({"serializedFile": "gone.pt"}, "gone.pt"),
         ({"configFile": "gone.yaml"}, "not an archive with a model file"),
-        (None, "not an archive with a model file"),
+        (b"PK\3\4", "not an archive with a model file"),
+        (_damaged_member(), "not an archive with a model file"),
     ],
-    ids=["own handler", "no model", "no settings", "damaged"],
+    ids=["own handler", "no model", "no settings", "cut off", "damaged"],
 )
 def test_init_of_an_unusable_archive(
-    content: dict[str, str] | None, message: str, tmp_path: Path
+    content: dict[str, str] | bytes, message: str, tmp_path: Path
 ) -> None:
     """The error says what is wrong, and nothing is written."""
-    if content is None:
-        (tmp_path / "net.mar").write_bytes(b"PK\3\4")
+    if isinstance(content, bytes):
+        (tmp_path / "net.mar").write_bytes(content)
     else:
         _archive(tmp_path / "net.mar", {"net.pt": b""}, **content)
     before = tree(tmp_path)

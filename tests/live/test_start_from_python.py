@@ -166,7 +166,7 @@ def test_log_of_a_server_that_ends(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
         with (
-            pytest.raises(ServerError, match="its log says why: ") as error,
+            pytest.raises(ServerError, match="its log says more: ") as error,
             torch_py_backend.serve(repository, arguments=["--", "--nonsense"]),
         ):
             pass

@@ -15,7 +15,6 @@ import safetensors.torch
 import torch
 import tritonclient.grpc
 from serving import infer_inputs, running, until
-from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.server import Server
 
@@ -152,20 +151,3 @@ def test_unload_gives_everything_back(served: Served) -> None:
         assert served.answer() == 1
         assert len(served.instances()) == _INSTANCES
     assert len(served.regions()) == regions
-
-
-def test_who_reads_behind_the_end_of_a_file_leaves_a_word(tmp_path: Path) -> None:
-    """Where a file is cut short, the log names the signal and the line."""
-    with serving(tmp_path) as served:
-        with served.path.open("r+b") as file:
-            file.truncate(4096)
-        with pytest.raises(InferenceServerException):
-            [served.answer() for _ in range(4)]
-
-        def said() -> str:
-            return served.log.read_text(errors="replace")
-
-        # It is written piece by piece.
-        until(
-            lambda: "in forward" in said().partition("Fatal Python error: Bus error")[2], _SECONDS
-        )

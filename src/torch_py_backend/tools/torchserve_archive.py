@@ -7,8 +7,10 @@ the archive: what it did before and after forward() becomes a class in hooks.py.
 from __future__ import annotations
 
 import json
+import lzma
 import re
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +20,19 @@ _MANIFEST = "MAR-INF/MANIFEST.json"
 _HANDLERS = ("base_handler", "image_classifier", "image_segmenter", "object_detector")
 # Top-level numbers of model-config.yaml, for which a YAML parser would be a dependency.
 _NUMBER = r"(?m)^{}:[ \t]*(\d+)[ \t]*(?:#.*)?$"
+# What zipfile, its decompressors and a manifest of another form raise; RuntimeError: encrypted, or an
+# unknown compression.
+_DAMAGED = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    EOFError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    TypeError,
+)
 
 
 class UnpackedArchive(NamedTuple):
@@ -51,7 +66,7 @@ def unpack(archive: Path, folder: Path) -> UnpackedArchive:
         if source:
             (folder / Path(source).name).rename(weights.with_suffix(".py"))
         weights.stat()
-    except (zipfile.BadZipFile, OSError, ValueError, KeyError, TypeError) as error:
+    except _DAMAGED as error:
         raise ArchiveError(
             archive.name,
             f"it is not an archive with a model file: {summarize(error)}",

@@ -196,6 +196,8 @@ def test_death_in_forward(value: float, says: str, served: Supervised) -> None:
         _healed(served, "victim", old, says)
         asking.join(60)
     assert len(refusals) == 1
+    if says == "SIGSEGV":
+        assert "in forward" in served.log.partition("Fatal Python error: Segmentation fault")[2]
 
 
 def test_poisoned(served: Supervised) -> None:
