@@ -20,8 +20,8 @@ _MANIFEST = "MAR-INF/MANIFEST.json"
 _HANDLERS = ("base_handler", "image_classifier", "image_segmenter", "object_detector")
 # Top-level numbers of model-config.yaml, for which a YAML parser would be a dependency.
 _NUMBER = r"(?m)^{}:[ \t]*(\d+)[ \t]*(?:#.*)?$"
-# What zipfile, its decompressors and a manifest of another form raise; RuntimeError: encrypted, or an
-# unknown compression.
+# What zipfile, its decompressors and a manifest of another form raise; RuntimeError: the archive is
+# encrypted, or its compression is unknown.
 _DAMAGED = (
     zipfile.BadZipFile,
     zlib.error,
