@@ -1,6 +1,6 @@
 """What sequences cost: steps of an LSTM with state, against the same model without one.
 
-    python -m benchmarks.sequences [--sequences 1000] [--steps 100] [--pairs 3] [--way state]
+    python -m benchmarks.sequences [--sequences 1000] [--steps 100] [--pairs 3]
 
 All sequences run at the same time over a few gRPC connections; the next step of a sequence is sent
 when the last one is answered. (Streams crash tritonserver 24.10 now and then, with any backend: a
@@ -8,8 +8,7 @@ race when requests are released.) The values of all steps are compared with eage
 three models are measured in turn, A B C A B C …: the model with state, "scheduled" and "stateless".
 The last two get zeros as state each time; "scheduled" has the same sequence_batching, so that the
 cost of Triton's scheduler is separate from that of states; "stateless" has dynamic_batching. All
-compute the same and batch as many rows. "state" keeps the states that sequence_batching names,
-"option" those of STATE: for the former, Triton allocates memory, too.
+compute the same and batch as many rows.
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ parameters {{ key: "NUM_THREADS" value {{ string_value: "1" }} }}
 """
 _STATE = 'input_name: "{0}" output_name: "new_{0}" data_type: TYPE_FP32 dims: [{1}]'
 _OLDEST = "oldest {{ max_candidate_sequences: {0} }} max_sequence_idle_microseconds: 60000000"
-_PAIRS = '{\\"hidden\\": \\"new_hidden\\", \\"cell\\": \\"new_cell\\"}'
-_WAYS = ("state", "option")
+_STATEFUL = "state"
 _SCHEDULED = "scheduled"
 _STATELESS = "stateless"
 _CONNECTIONS = 4
@@ -98,9 +96,6 @@ def scheduler(way: str, sequences: int) -> str:
     oldest = _OLDEST.format(sequences)
     if way == _SCHEDULED:
         return f"sequence_batching {{ {oldest} }}"
-    if way == "option":
-        option = f'parameters {{ key: "STATE" value {{ string_value: "{_PAIRS}" }} }}'
-        return f"sequence_batching {{ {oldest} }}\n{option}"
     blocks = ", ".join(f"{{ {_STATE.format(name, _WIDTH)} }}" for name in ("hidden", "cell"))
     return f"sequence_batching {{ {oldest} state [{blocks}] }}"
 
@@ -198,10 +193,9 @@ def main(words: list[str]) -> None:
     parser.add_argument("--sequences", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--way", choices=_WAYS, default=_WAYS[0])
     settings = parser.parse_args(words)
     sent = inputs(settings.sequences, settings.steps)
-    models = (settings.way, _SCHEDULED, _STATELESS)
+    models = (_STATEFUL, _SCHEDULED, _STATELESS)
     with harness.scratch() as scratch:
         repository = Path(scratch) / "repository"
         for way in models:
@@ -212,7 +206,7 @@ def main(words: list[str]) -> None:
                 return asyncio.run(send_all(server.grpc_address, model, sent))
 
             for model in models:
-                expected = eager(sent, stateful=model == settings.way)
+                expected = eager(sent, stateful=model == _STATEFUL)
                 np.testing.assert_allclose(send(model).values, expected, rtol=1e-4, atol=1e-5)
             turns = [[send(model) for model in models] for _ in range(settings.pairs)]
     print(f"{settings.sequences} sequences of {settings.steps} steps, LSTM of {_WIDTH}")

@@ -426,14 +426,11 @@ class Chronicle(nn.Module):
 
 
 class Remembers(nn.Module):
-    """An LSTM's state, as PyTorch hands it on: a pair that is not there at first."""
+    """An LSTM's state, as PyTorch hands it on: a pair."""
 
     def forward(
-        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None
+        self, x: Tensor, state: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        if state is None:
-            count = torch.ones(x.shape[0], 2, dtype=torch.int64, device=x.device)
-            state = (torch.zeros_like(x), count)
         total, count = state[0] + x, state[1] + 1
         return total * count[:, :1], (total, count)
 

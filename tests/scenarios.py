@@ -1199,11 +1199,14 @@ def _remembered(name: int, *values: float) -> list[Call]:
     for place, value in enumerate(values):
         total += value
         turn = Turn(name, starts=place == 0, ends=place == len(values) - 1)
-        calls.append(Call({"x": _row(value)}, {"y": _row(total * (place + 2))}, turn=turn))
+        calls.append(Call({"x": _row(value)}, {"RESULT[0]": _row(total * (place + 1))}, turn=turn))
     return calls
 
 
-_PAIRS = '{"KWARGS[state][0]": "RESULT[1][0]", "KWARGS[state][1]": "RESULT[1][1]"}'
+_PAIR = (
+    state(("KWARGS[state][0]", "RESULT[1][0]")),
+    state(("KWARGS[state][1]", "RESULT[1][1]"), "2", "INT64"),
+)
 
 SEQUENCES = (
     Scenario(
@@ -1267,9 +1270,9 @@ SEQUENCES = (
         tuple(_GROWS),
     ),
     Scenario(
-        "state_by_option",
+        "state_pair",
         python(models.Remembers),
-        _accumulates(sequencing(strategy="direct { }"), parameters={"STATE": _PAIRS}),
+        _accumulates(sequencing(*_PAIR, strategy="direct { }")).replace('"y"', '"RESULT[0]"'),
         interleaved(_remembered(1, 1, 2, 4), _remembered(2, 10, 20, 40)),
     ),
     _signals("UINT64", 2**40 + 5, "direct { }"),
@@ -1627,16 +1630,10 @@ LOAD_ERRORS = (
         "begins",
     ),
     refused(
-        "state_without_sequences",
-        python(models.Remembers),
-        x_to_y(4, STATE=_PAIRS),
-        "STATE is set, and config.pbtxt has no sequence_batching",
-    ),
-    refused(
-        "state_by_option_unbound",
-        python(models.Remembers),
-        _accumulates(sequencing(), parameters={"STATE": '{"state": "RESULT[3]"}'}),
-        "the outputs RESULT[3] do not fit what forward() returns",
+        "state_unbound",
+        python(models.Accumulate),
+        _accumulates(sequencing(state(("total", "RESULT[3]")))),
+        "the outputs y, RESULT[3] do not fit what forward() returns",
     ),
     refused(
         "iterative_sequences",

@@ -47,13 +47,12 @@ def config(*states: State, controls: Sequence[ControlInput] = (), **overrides: A
     """A model whose sequences keep these states."""
     sequencing = SequenceConfig(SLOTS, IDLE_S, 0.0, tuple(controls), states)
     plain = build.config(sequencing=sequencing, **overrides)
-    typed = [state for state in states if state.dtype is not None]
-    inputs = (TensorSpec(s.input, s.dtype, s.dims, origin=Origin.STATE) for s in typed if s.dtype)
+    inputs = (TensorSpec(s.input, s.dtype, s.dims, origin=Origin.STATE) for s in states)
     names = {spec.name for spec in plain.outputs}
     outputs = (
         TensorSpec(s.output, s.dtype, s.dims, origin=Origin.STATE)
-        for s in typed
-        if s.dtype and s.output not in names
+        for s in states
+        if s.output not in names
     )
     return dataclasses.replace(
         plain, inputs=(*plain.inputs, *inputs), outputs=(*plain.outputs, *outputs)

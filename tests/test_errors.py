@@ -41,7 +41,6 @@ def test_codes() -> None:
         "InputError": "INVALID_ARG",
         "UnavailableError": "UNAVAILABLE",
         "OutOfMemoryError": "UNAVAILABLE",
-        "StateMemoryError": "UNAVAILABLE",
         "CancelledError": "CANCELLED",
     }
 

@@ -217,20 +217,6 @@ class OutOfMemoryError(UnavailableError):
         )
 
 
-class StateMemoryError(UnavailableError):
-    """The states of all sequences exceed their memory limit."""
-
-    def __init__(self, model: str, name: str, needed: int, limit_mb: int, sequences: int) -> None:
-        super().__init__(
-            model,
-            f"with the new state of sequence {name}, {sequences} sequences would take"
-            f" {needed / _MEGABYTE:.1f} MB",
-            expected=f"at most {limit_mb} MB, SEQUENCE_MEMORY_MB",
-            cure="The state before this request is kept. Try again when other sequences have"
-            " ended.",
-        )
-
-
 class CancelledError(ModelError):
     """A request was cancelled before it ran, or during its stream."""
 

@@ -19,7 +19,6 @@ from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.batching.grouping import MAX_SETS, Grouping
 from torch_py_backend.batching.padding import Padding
 from torch_py_backend.config.model_config import TensorSpec
-from torch_py_backend.config.sequence_config import SequenceConfig, State
 from torch_py_backend.errors import BindingError, InputError
 from torch_py_backend.signature import introspection
 
@@ -411,10 +410,6 @@ def test_inputs_are_cast_on_demand(sent: str, cast: str | None, expected: torch.
 
 FIXED = {"inputs": (build.spec("x"), build.spec("n"))}
 ANYWHERE = {**FIXED, "force_cpu_only_input_tensors": False}
-STATE = {
-    "inputs": (build.spec("x"),),
-    "sequencing": SequenceConfig(1, 1.0, 0.0, (), (State("n", "m"),)),
-}
 
 
 def pair_of(rows: int = 1, n: tuple[int, ...] = (1, 4), **how: Any) -> Item:
@@ -441,15 +436,6 @@ def pair_of(rows: int = 1, n: tuple[int, ...] = (1, 4), **how: Any) -> Item:
         pytest.param(FIXED, [pair_of(), pair_of(2, (3, 4))], False, id="rows differ"),
         pytest.param(ANYWHERE, [pair_of(), pair_of()], True, id="one device"),
         pytest.param(ANYWHERE, [pair_of(), pair_of(device="meta")], False, id="two devices"),
-        pytest.param(STATE, [pair_of(), pair_of()], True, id="states alike"),
-        pytest.param(STATE, [pair_of(), pair_of(n=(1, 3))], False, id="states of other shapes"),
-        pytest.param(
-            STATE,
-            [pair_of(), {**pair_of(), "n": torch.zeros(1, 4).half()}],
-            False,
-            id="other types",
-        ),
-        pytest.param(STATE, [pair_of(), {"x": torch.zeros(1, 4)}], False, id="a first step"),
     ],
 )
 def test_items_that_share_a_call_by_the_config_alone(

@@ -449,7 +449,9 @@ def _damaged_member() -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("x", bytes(100))
-    return buffer.getvalue().replace(zlib.compress(bytes(100), wbits=-15), b"\xff" * 6, 1)
+    compressor = zlib.compressobj(wbits=-15)
+    content = compressor.compress(bytes(100)) + compressor.flush()
+    return buffer.getvalue().replace(content, b"\xff" * len(content), 1)
 
 
 def _weights(folder: Path) -> bytes:

@@ -13,7 +13,6 @@ from torch_py_backend.errors import ConfigError
 
 PAD = {"PAD": '{"x": {}}'}
 BUCKETS = {"BATCH_BUCKETS": "1"}
-STATE = {"STATE": '{"h": "RESULT[1]"}'}
 SHARED = {"ENABLE_WEIGHT_SHARING": "true"}
 COMPILED = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": "{}"}
 NOT_COMPILED = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"disable": true}'}
@@ -49,13 +48,10 @@ def parsed(
 # Conflicts that decide how the model runs: refused before a config is completed.
 _EARLY: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
     ("CPU", {}, DECOUPLED | SEQUENCES, "sequence_batching is set, and the model is decoupled"),
-    ("CPU", STATE, {}, "STATE is set, and config.pbtxt has no sequence_batching"),
-    ("CPU", STATE, STATEFUL, "STATE is set, and sequence_batching has state"),
     ("CPU", {"MODEL_CLASS": "Net", "MODEL_FACTORY": "make"}, {}, "MODEL_CLASS and MODEL_FACTORY"),
 ]
 _LATE: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
     ("CPU", {}, CACHED | SEQUENCES, "response_cache is enabled, and sequence_batching is set"),
-    ("CPU", {"SEQUENCE_MEMORY_MB": "9"}, {}, "SEQUENCE_MEMORY_MB is set, and no state is"),
     ("CPU", PAD, VARIABLE_STATE, "PAD is set, and a state of sequence_batching has dims of -1"),
     ("CPU", {"OPTIMIZE": "bf16,fp16"}, {}, "OPTIMIZE asks for bf16 and fp16"),
     (
@@ -118,8 +114,7 @@ def test_conflict(
     ("kind", "parameters", "document"),
     [
         ("GPU", GRAPHS | {"BATCH_BUCKETS": "2,8"}, {}),
-        ("CPU", PAD | {"SEQUENCE_MEMORY_MB": "9"}, STATEFUL),
-        ("CPU", STATE | {"SEQUENCE_MEMORY_MB": "9"}, SEQUENCES),
+        ("CPU", PAD, STATEFUL),
         ("CPU", {}, CACHED),
         ("CPU", {}, SEQUENCES | {"response_cache": {"enable": False}}),
         ("CPU", {"PROFILE_DIR": "/traces", "PROFILE_BATCHES": "3"}, {}),

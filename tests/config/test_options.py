@@ -50,7 +50,6 @@ ACCEPTED: list[tuple[Parser[Any], dict[str, Any]]] = [
     (options.boolean, {"fAlSe": False, "off": False, "0": False}),
     (options.yes_no, {"yes": True, "no": False}),
     (options.name, {" Net \n": "Net"}),
-    (options.state_paths, {'{"h": "RESULT[1]"}': {"h": "RESULT[1]"}}),
     (options.positive, {"1": 1, " 64 ": 64}),
     (options.fraction, {"1": 1.0}),
     (options.count, {"3": 3, "0": None, " -64 ": None}),
@@ -120,7 +119,6 @@ def test_accepted_text(parser: Parser[Any], values: dict[str, Any]) -> None:
         ("PAD", ['{"ids": {"side": "top"}}', '{"ids": {"side": []}}', '{"ids": {"mask": 1}}']),
         ("PAD", [f'{{"ids": {{"multiple_of": {number}}}}}' for number in ("0", "1.5", '"8"')]),
         ("PAD", ['{"ids": {"outputs": "y"}}', '{"ids": {"outputs": [1]}}']),
-        ("STATE", ["[]", "{}", '{"h": ""}', '{"": "y"}', '{"h": 1}']),
     ],
 )
 def test_rejected_text(key: str, texts: list[str]) -> None:

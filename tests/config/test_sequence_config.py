@@ -1,4 +1,4 @@
-"""sequence_batching and STATE: accepted and rejected settings."""
+"""sequence_batching: accepted and rejected settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def with_initial(**changes: Any) -> dict[str, Any]:
 
 def parsed(batching: dict[str, Any], max_batch_size: int = 8) -> SequenceConfig:
     document = {"max_batch_size": max_batch_size, "sequence_batching": batching}
-    config = sequence_config.parse("digits", document, None)
+    config = sequence_config.parse("digits", document)
     assert config is not None
     return config
 
@@ -102,19 +102,11 @@ def test_states_are_inputs_and_outputs() -> None:
     tensors = {(spec.name, spec.origin) for spec in (*config.inputs, *config.outputs)}
     client, state = Origin.CLIENT, Origin.STATE
     assert tensors == {("x", client), ("past", state), ("y", client), ("present", state)}
-    assert config.untyped_states == ()
     listed = {"name": "present", "data_type": "TYPE_FP32", "dims": [2, -1]}
     config = model_config_of({"state": [block()]}, output=[listed])
     assert [(spec.name, spec.origin) for spec in config.outputs] == [("present", client)]
     with pytest.raises(ConfigError, match=r"the output present FP32 \[2\] is a state, too"):
         model_config_of({"state": [block()]}, output=[listed | {"dims": [2]}])
-
-
-def test_state_by_option() -> None:
-    """STATE names states without types."""
-    config = model_config_of({}, parameters={"STATE": {"string_value": '{"hidden": "RESULT[1]"}'}})
-    assert config.states == config.untyped_states == (State("hidden", "RESULT[1]"),)
-    assert [spec.name for spec in config.inputs] == ["x"]
 
 
 def _state(*blocks: dict[str, Any]) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def test_states_are_on_the_gpu(tmp_path: Path) -> None:
     served = stateful.Served(settings, models.Accumulate(), "cuda")
     for flags in ("s", "", ""):
         served.send(stateful.step(1, 1, flags), stateful.step(2, 1, flags))
-    kept = [one.values["total"] for one in served.states._sequences.values()]
+    kept = [one.states["total"] for one in served.states._live.values()]
     assert all(isinstance(value, torch.Tensor) and value.is_cuda for value in kept)
 
 

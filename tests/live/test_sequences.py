@@ -13,46 +13,33 @@ import scenarios
 import serving
 import tritonclient.grpc
 from grpc_streams import metric
-from torch import Tensor, nn
 from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.server import Server
 
 # The answers of a stream come in the order of its requests: none may wait for another's end, so
 # there are no more sequences than slots.
-_SEQUENCES = {"direct": 16, "option": 48}
+_SEQUENCES = {"direct": 16, "oldest": 48}
 _STEPS = 12
 _TWO = "instance_group [{ kind: KIND_CPU count: 2 }]\n"
 # A machine that does several things at once may keep a step waiting for seconds.
 _PATIENT, _IDLE = (
     f"max_sequence_idle_microseconds: {microseconds}" for microseconds in (60_000_000, 3_000_000)
 )
-_PAIRS = {"STATE": '{"total": "sum"}'}
 
 
-def _config(strategy: str, *, more: str = _TWO, **parameters: str) -> str:
-    states = () if parameters else (scenarios.state(),)
+def _config(strategy: str, *, more: str = _TWO) -> str:
     return scenarios.config(
         {"x": [4]},
         {"y": [4]},
-        parameters=parameters,
-        more=scenarios.sequencing(*states, strategy=strategy) + more,
+        more=scenarios.sequencing(scenarios.state(), strategy=strategy) + more,
     )
 
 
-class Sums(nn.Module):
-    """A running total that is left out at first."""
-
-    def forward(self, x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
-        total = x if total is None else total + x
-        return {"y": total, "sum": total}
-
-
 _OLDEST = "oldest { max_candidate_sequences: 64 max_queue_delay_microseconds: 1000 }"
-# Strategies with the two ways to have a state, in pairs: "idle" is the third one.
 _MODELS = {
     "direct": (models.Accumulate, _config(f"direct {{ }} {_PATIENT}")),
-    "option": (Sums, _config(f"{_OLDEST} {_PATIENT}", **_PAIRS)),
+    "oldest": (models.Accumulate, _config(f"{_OLDEST} {_PATIENT}")),
     "slots": (
         models.Slots,
         scenarios.config(
@@ -100,7 +87,7 @@ def _ask(client: Any, model: str, name: int | str, value: float, flags: str = ""
     return float(result.as_numpy("y")[0, 0])
 
 
-@pytest.mark.parametrize("model", ["direct", "option"])
+@pytest.mark.parametrize("model", ["direct", "oldest"])
 def test_many_sequences_at_once(model: str, client: Any) -> None:
     """Numbers and texts are ids, steps of all are mixed, and each sequence has its own totals."""
     numbers = range(1, _SEQUENCES[model] + 1)
@@ -131,7 +118,7 @@ def test_many_sequences_at_once(model: str, client: Any) -> None:
     client.stop_stream()
 
 
-@pytest.mark.parametrize("model", ["direct", "option"])
+@pytest.mark.parametrize("model", ["direct", "oldest"])
 def test_out_of_order(model: str, client: Any) -> None:
     """A step without a beginning is refused with the flag that it lacks; others are answered."""
     assert _ask(client, model, 5, 1, "s") == 1
@@ -158,27 +145,26 @@ def test_slots_of_the_models_own(client: Any) -> None:
     assert _ask(client, "slots", 1, 1, "e") == 3
 
 
-def _await_metrics(server: Server, model: str, sequences: int, size: int) -> None:
-    """Wait until so many sequences are counted over all instances, and so many bytes."""
-    names = ("pytorch_py_sequences", "pytorch_py_sequence_bytes")
-    serving.until(lambda: [metric(server, name, model) for name in names] == [sequences, size])
+def _await_sequences(server: Server, model: str, sequences: int) -> None:
+    """Wait until so many sequences are counted over all instances."""
+    serving.until(lambda: metric(server, "pytorch_py_sequences", model) == sequences)
 
 
 def test_live_sequences_are_counted(server: Server, client: Any) -> None:
-    """Metrics have the number of sequences over all instances, and their bytes."""
+    """A metric has the number of sequences over all instances."""
     for name in range(1, 6):
-        _ask(client, "option", name, 1, "s")
-    _await_metrics(server, "option", 5, 5 * 16)
+        _ask(client, "oldest", name, 1, "s")
+    _await_sequences(server, "oldest", 5)
     for name in range(1, 6):
-        _ask(client, "option", name, 1, "e")
-    _await_metrics(server, "option", 0, 0)
+        _ask(client, "oldest", name, 1, "e")
+    _await_sequences(server, "oldest", 0)
 
 
 def test_what_idles_is_freed(server: Server, client: Any) -> None:
     """A sequence that its client has left is forgotten, without another request."""
     assert _ask(client, "idle", 1, 1, "s") == 1
-    _await_metrics(server, "idle", 1, 16)
-    _await_metrics(server, "idle", 0, 0)
+    _await_sequences(server, "idle", 1)
+    _await_sequences(server, "idle", 0)
     with pytest.raises(InferenceServerException, match=r"sequence 1 .*START flag"):
         _ask(client, "idle", 1, 1)
     assert _ask(client, "idle", 1, 5, "s") == 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import Mock
 
 import build
 import fake_gpu
@@ -15,16 +14,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from stateful import IDLE_S, SLOTS, Served, config, engine, make_state, step
-from torch import Tensor, nn
+from torch import Tensor
 
 from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import Origin
-from torch_py_backend.config.sequence_config import ControlInput, InitialState, State
+from torch_py_backend.config.sequence_config import ControlInput, InitialState
 from torch_py_backend.errors import ForwardError, InputError, OutputError
 from torch_py_backend.loading import example_inputs
-from torch_py_backend.sequences import row_pool, state_store
-from torch_py_backend.sequences.row_pool import Pool
+from torch_py_backend.sequences import state_store
 from torch_py_backend.sequences.state_store import Step
 from torch_py_backend.signature import introspection
 from torch_py_backend.startup import warmup
@@ -147,14 +145,14 @@ def test_a_model_that_reuses_memory() -> None:
 
 def _memory(served: Served) -> int:
     """Return the bytes that states take, including memory they keep alive."""
-    values = [state.values["total"] for state in served.states._sequences.values()]
+    values = [one.states["total"] for one in served.states._live.values()]
     stores = [state.untyped_storage() for state in values if isinstance(state, Tensor)]
     return sum({state.data_ptr(): state.nbytes() for state in stores}.values())
 
 
 @pytest.mark.parametrize("width", [4, 1 << 15], ids=["small", "large"])
 def test_a_state_does_not_keep_its_batch(width: int) -> None:
-    """After most sequences have ended, memory shrinks and `size` is the bytes of the rest."""
+    """A state takes its own bytes, whatever batch its step was in."""
     wide: Item = {"x": np.ones((1, width), dtype=np.float32)}
     settings = config(
         make_state(dims=(width,)),
@@ -165,12 +163,9 @@ def test_a_state_does_not_keep_its_batch(width: int) -> None:
     for first in range(1, 105, 8):
         names = range(first, first + 8)
         served.states.run([Step(name, True, False, wide) for name in names])
-    assert served.states.size == 104 * width * 4
+    assert _memory(served) == 104 * width * 4
     served.states.run([Step(name, False, True, wide) for name in range(2, 105)])
-    served.states.sweep()
-    assert served.states.size == width * 4
-    assert _memory(served) <= 64 * width * 4
-    assert _memory(served) == width * 4 or width == 4
+    assert _memory(served) == width * 4
     (outcome,) = served.states.run([Step(1, False, True, wide)])
     assert isinstance(outcome, dict)
     assert torch.as_tensor(outcome["y"]).unique().tolist() == [2]
@@ -192,20 +187,14 @@ def test_a_state_that_is_an_output() -> None:
 def test_a_state_that_is_an_output_on_a_gpu(
     names: tuple[int, ...], on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client on the host gets a copy, one copy for a batch; the state stays on the GPU."""
+    """A client on the host gets a copy; the state stays on the GPU."""
     served = Served(config(make_state(("total", "y"))), models.Accumulate())
     waits = fake_gpu.install(monkeypatch)
-    run, columns = served.engine.run, dict[int, Any]()
-
-    def put(value: Any) -> Any:
-        column = value[0] if isinstance(value, tuple) else value
-        columns[id(column)] = column, columns.get(id(column), (0, fake_gpu.put(column)))[1]
-        on_device = columns[id(column)][1]
-        return (on_device, value[1]) if isinstance(value, tuple) else on_device
+    run = served.engine.run
 
     def run_on_gpu(items: Sequence[Item]) -> list[Any]:
         return [
-            {name: put(value) for name, value in outcome.items()}
+            {name: fake_gpu.put(torch.as_tensor(value)) for name, value in outcome.items()}
             for outcome in run(items)
             if isinstance(outcome, dict)
         ]
@@ -222,82 +211,8 @@ def test_a_state_that_is_an_output_on_a_gpu(
             assert isinstance(outcome, dict)
             assert isinstance(outcome["y"], Tensor)
             assert outcome["y"].flatten()[0] == name * expected
-            # A row of a batch is a view, which the substitute does not mark.
-            assert outcome["y"].is_cuda == (on_gpu and len(names) == 1)
-        assert len(waits) == (0 if on_gpu else expected)
-
-
-def shapes(x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
-    """Return a state with as many columns as x says; of another type for negative values."""
-    before = 0 if total is None else total[:, :1].double()
-    after = (before + x[:, :1].double().abs()).expand(-1, int(x[0, 1]))
-    return {"y": after[:, :1].float(), "sum": after if x[0, 0] < 0 else after.float()}
-
-
-def _shaped(name: int, value: float, width: int, flags: str = "") -> Step:
-    row = np.array([[value, width]], dtype=np.float32)
-    return Step(name, "s" in flags, "e" in flags, {"x": row})
-
-
-def test_states_that_change_their_form() -> None:
-    """A state may change its shape or type in any step, and change back."""
-    settings = config(
-        State("total", "sum"),
-        inputs=(build.spec("x", dims=(2,)),),
-        outputs=(build.spec("y", dims=(1,)),),
-    )
-    served = Served(settings, shapes)
-    for name in (1, 2, 3):
-        assert served.send(_shaped(name, name, 4, "s")) == [name]
-    assert served.send(*(_shaped(name, name, 4) for name in (1, 2, 3))) == [2, 4, 6]
-    assert served.states.size == 3 * 16
-    assert served.send(_shaped(1, 1, 8)) == [3]
-    assert served.send(_shaped(2, -2, 4)) == [6]
-    assert served.states.size == 32 + 32 + 16
-    assert served.send(*(_shaped(name, name, 4) for name in (1, 3))) == [4, 9]
-    assert served.send(*(_shaped(name, name, 4) for name in (1, 2, 3))) == [5, 8, 12]
-    assert served.states.size == 3 * 16
-    assert served.send(*(_shaped(name, name, 4, "e") for name in (1, 2, 3))) == [6, 10, 15]
-    assert served.states.size == 0
-
-
-def test_failed_write_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the states of a batch cannot be written, its sequences end."""
-    served = accumulating()
-    served.send(step(1, 1, "s"), step(2, 1, "s"), step(3, 1, "s"))
-
-    def fails(*_: Any) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Pool, "write", fails)
-        with pytest.raises(MemoryError):
-            served.send(step(1, 1), step(2, 1))
-    outcomes = served.send(step(1, 1), step(2, 1), step(3, 1))
-    assert [type(outcome) for outcome in outcomes[:2]] == [InputError, InputError]
-    assert outcomes[2] == 2
-    assert served.states.size == 16
-
-
-def test_states_that_cannot_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If memory runs out for one of the states of a batch, no state of it is read later."""
-    served = accumulating()
-    for name in (1, 2):  # alone: their states are not in the table
-        served.send(step(name, 1, "s"))
-    add = Pool.add
-
-    def fails(pool: Pool, holder: row_pool.Holder) -> None:
-        if len(pool):
-            raise torch.OutOfMemoryError
-        add(pool, holder)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Pool, "add", fails)
-        with pytest.raises(torch.OutOfMemoryError):
-            served.send(step(1, 1), step(2, 1))
-    outcomes = served.send(step(1, 1), step(2, 1))
-    assert [type(outcome) for outcome in outcomes] == [InputError, InputError]
-    assert served.states.size == 0
+            assert outcome["y"].is_cuda == on_gpu
+        assert len(waits) == (0 if on_gpu else expected * len(names))
 
 
 # --- types of states ---------------------------------------------------------------------------
@@ -333,27 +248,10 @@ def test_states_of_strings() -> None:
 
     assert send("s", a="é", b="1") == [[["é"]], [["1"]]]
     assert send("", b="2", a="t") == [[["12"]], [["ét"]]]
-    assert served.states.size == 2 + 3
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (lambda x: None, "the state 'RESULT[1]' is a NoneType; expected a dense tensor"),
-        (lambda x: x.sum(), "the state 'RESULT[1]' is float32 []; expected a dense tensor"),
-        (lambda x: torch.cat([x, x]), "output 'RESULT[1]' has 2 rows for a batch of 1"),
-    ],
-)
-def test_invalid_state(wrong: Callable[[Tensor], Any], message: str) -> None:
-    """A state of STATE must be a tensor with a row for each request, in every step."""
-
-    def forward(x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Any]:
-        return x, wrong(x) if x[0, 0] == 1 else x
-
-    served = Served(config(State("state", "RESULT[1]")), forward)
-    served.send(step(2, 2, "s"))
-    (error,) = served.send(step(1, 1, "s"))
-    assert message in str(error)
+    assert [one.states["pages"].tolist() for one in served.states._live.values()] == [
+        [["ét".encode()]],
+        [[b"12"]],
+    ]
 
 
 # --- before READY ------------------------------------------------------------------------------
@@ -361,25 +259,23 @@ def test_invalid_state(wrong: Callable[[Tensor], Any], message: str) -> None:
 
 def test_the_warm_up_runs_further_steps() -> None:
     """The warm-up runs batches of first steps, and of steps that follow them."""
-    module = _Sums()
     calls: list[tuple[int, bool]] = []
-    module.register_forward_pre_hook(
-        lambda _, args, kwargs: calls.append((args[0].shape[0], len(args) + len(kwargs) > 1)),
-        with_kwargs=True,
-    )
-    model = engine(config(State("total", "sum"), max_batch_size=2), module)
+
+    def adds(x: Tensor, total: Tensor) -> dict[str, Tensor]:
+        calls.append((x.shape[0], bool(total.any())))
+        return {"y": x, "sum": total + 1}
+
+    model = engine(config(make_state(), max_batch_size=2), adds)
     warmup.run(model)
     assert calls == [
         (rows, follows) for rows in (2, 1) for follows in (False, True) for _ in range(3)
     ]
 
 
-@pytest.mark.parametrize("carried", [False, True], ids=["state", "option"])
-def test_compiled_steps(carried: bool, dynamo: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_compiled_steps(dynamo: None, caplog: pytest.LogCaptureFixture) -> None:
     """Graphs compiled before READY serve first steps and later ones."""
-    state = State("total", "sum") if carried else make_state()
     how: dict[str, Any] = {"torch_compile_optional_parameters": {"backend": "eager"}}
-    served = Served(config(state, **how), _Sums(fails=False))
+    served = Served(config(make_state(), **how), models.Accumulate())
     with torch.inference_mode():  # as the adapter does
         warmup.run(served.engine)
         for rows in (1, 2, 5, 8):
@@ -467,76 +363,6 @@ def test_controls_are_taken_by_name(
     assert all(spec.dims == (1,) for spec in specs)
 
 
-# --- memory ------------------------------------------------------------------------------------
-
-
-def doubles(x: Tensor, total: Tensor) -> dict[str, Tensor]:
-    """Return a state that is twice as large as its input."""
-    return {"y": x, "sum": torch.cat([total, total], dim=1)}
-
-
-def doubling(limit: int) -> Served:
-    state = make_state(dims=(-1,), initial=InitialState((1 << 17,)))  # half a megabyte
-    return Served(config(state, sequence_memory_mb=limit), doubles)
-
-
-def test_memory_is_limited() -> None:
-    """A step whose state exceeds the limit is refused with the figures; the old state stays."""
-    served = doubling(3)
-    assert served.send(step(1, 1, "s"), step(2, 2, "s")) == [1, 2]
-    assert served.states.size == 2 << 20
-    assert served.send(step(1, 1)) == [1]
-    (error,) = served.send(step(2, 2))
-    assert "with the new state of sequence 2, 2 sequences would take 4.0 MB" in str(error)
-    assert "at most 3 MB, SEQUENCE_MEMORY_MB. The state before this request is kept" in str(error)
-    assert error.code == "UNAVAILABLE"
-    assert served.states.size == 3 << 20
-    served.send(step(1, 1, "e"))
-    assert served.send(step(2, 2)) == [2]
-    assert served.states.size == 2 << 20
-
-
-def test_refusals_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    """The log has one line per minute, with the number of refused steps."""
-    served = doubling(1)
-    served.send(step(1, 1, "s"))
-    served.send(step(1, 1), *(step(name, 1, "s") for name in (2, 3)))
-    served.now += 59
-    served.send(step(1, 1))
-    assert [line.levelname for line in caplog.records] == ["WARNING"]
-    assert caplog.messages[0].startswith("model 'digits': with the new state of sequence 1, ")
-    assert caplog.messages[0].endswith(" since the model was loaded: 1.")
-    served.now += 1
-    served.send(step(1, 1))
-    assert len(caplog.messages) == 2
-    assert caplog.messages[1].endswith(": 5.")
-
-
-def test_idle_sequences_are_freed_first() -> None:
-    """States of idle sequences are freed before a step is refused."""
-    served = doubling(2)
-    served.send(step(1, 1, "s"), step(2, 2, "s"))
-    served.now += _FORGOTTEN_S
-    assert served.send(step(3, 3, "s")) == [3]
-    assert len(served.states) == 1
-
-
-def test_no_sequence_of_a_running_batch_is_freed() -> None:
-    """A batch may take longer than the idle time: its sequences keep the memory of their states."""
-    served = doubling(2)
-    run = served.states._run_items
-
-    def slow(items: Any) -> Any:
-        served.now += 10 * _FORGOTTEN_S
-        return run(items)
-
-    served.send(step(1, 1, "s"), step(2, 2, "s"))
-    served.states._run_items = slow
-    outcomes = served.send(step(1, 1), step(2, 2))
-    assert [outcome.code for outcome in outcomes] == ["UNAVAILABLE", "UNAVAILABLE"]
-    assert (len(served.states), served.states.size) == (2, 2 << 20)
-
-
 # --- idle sequences ------------------------------------------------------------------------------
 
 
@@ -549,7 +375,7 @@ def test_idle_sequences_are_freed() -> None:
     assert len(served.states) == 1
     served.now += _FORGOTTEN_S - IDLE_S
     served.states.sweep()
-    assert len(served.states) == served.states.size == 0
+    assert len(served.states) == 0
     assert isinstance(served.send(step(1, 1))[0], InputError)
 
 
@@ -565,21 +391,7 @@ def test_sequences_with_queued_requests_are_kept() -> None:
     for _ in range(SLOTS + 8 + 1):
         served.send(step(2, 1))
     served.states.sweep()
-    assert served.states._sequences.keys() == {1, 2}
-
-
-def test_a_sweep_for_which_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table that cannot be shrunk stays; later sweeps free idle sequences all the same."""
-    served = accumulating()
-    served.send(*(step(name, 1, "s") for name in range(1, 200)))
-    served.send(*(step(name, 1, "e") for name in range(2, 200)))
-    with monkeypatch.context() as patch:
-        patch.setattr(Tensor, "new_empty", Mock(side_effect=torch.OutOfMemoryError))
-        served.states.sweep()
-    assert served.send(step(1, 1)) == [2]
-    served.now += _FORGOTTEN_S
-    served.states.sweep()
-    assert len(served.states) == 0
+    assert served.states._live.keys() == {1, 2}
 
 
 def test_sweep_does_not_wait_for_a_batch() -> None:
@@ -611,16 +423,10 @@ _EVENTS = st.lists(
 )
 
 
-@given(_EVENTS, st.booleans())
-def test_no_state_leaks(events: list[list[Step] | str], carried: bool) -> None:
+@given(_EVENTS)
+def test_no_state_leaks(events: list[list[Step] | str]) -> None:
     """In any order of begins, steps, failures, ends and idling, each sequence has its own sum."""
-    state = State("total", "sum") if carried else make_state()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_pool, "_MIN_ROWS", 1)  # so that tables grow and shrink all the time
-        _play(events, Served(config(state), _Sums() if carried else models.Accumulate()))
-
-
-def _play(events: list[list[Step] | str], served: Served) -> None:
+    served = accumulating()
     totals: dict[int | str, float] = {}
     used: dict[int | str, float] = {}
     sent = served.now
@@ -635,24 +441,11 @@ def _play(events: list[list[Step] | str], served: Served) -> None:
         else:
             served.states.sweep()
             forgotten = {name for name in totals if served.now - used[name] > IDLE_S + 1}
-            freed = totals.keys() - served.states._sequences.keys()
+            freed = totals.keys() - served.states._live.keys()
             assert freed <= forgotten
             assert freed == forgotten or sent == served.now
             totals = {name: total for name, total in totals.items() if name not in freed}
-        assert served.states._sequences.keys() == totals.keys()
-        assert served.states.size == sum(state.size for state in served.states._sequences.values())
-
-
-class _Sums(nn.Module):
-    def __init__(self, *, fails: bool = True) -> None:
-        super().__init__()
-        self._fails = fails
-
-    def forward(self, x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
-        if self._fails and bool((x == -1).any()):
-            raise ValueError("no -1")
-        total = x if total is None else total + x
-        return {"y": total, "sum": total}
+        assert served.states._live.keys() == totals.keys()
 
 
 def _compare(totals: dict[int | str, float], step: Step, outcome: Any) -> None:

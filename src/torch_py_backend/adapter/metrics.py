@@ -253,7 +253,6 @@ class Publisher:
             yield ("pytorch_py_live_streams", ()), self._streams.live
         if self._sequences is not None:
             yield ("pytorch_py_sequences", ()), len(self._sequences)
-            yield ("pytorch_py_sequence_bytes", ()), self._sequences.size
         for device, allocated, reserved in self._engine.memory():
             label = (("device", str(device)),)
             yield ("pytorch_py_device_memory_allocated_bytes", label), allocated

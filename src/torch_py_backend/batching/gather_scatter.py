@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -25,18 +24,11 @@ Item: TypeAlias = "dict[str, Value]"
 Outcome: TypeAlias = "dict[str, Value] | BackendError"
 
 
-# A column and a row's index in it: small rows of a batch share one copy of the column.
-Part: TypeAlias = "tuple[Tensor, int]"
-
-
 class ItemRows(tuple[Any, ...]):
-    """A column split by items: each item's rows as a copy, or a `Part`."""
+    """A column split by items: each item's rows, as a copy."""
 
     __slots__ = ()
 
-
-# Rows below this size are copied together: a tensor for each would cost more.
-SMALL_ROW_BYTES = 1 << 16
 
 # Combines the values of several items into one.
 Gather: TypeAlias = "Callable[[list[Value]], Value]"
@@ -174,23 +166,8 @@ def join(pieces: Sequence[Sequence[Value]]) -> Sequence[Value]:
 
 def clone_rows(column: Value, sizes: Sequence[int]) -> ItemRows:
     """Split a column into copies of each item's rows, independent of the column's memory."""
-    if len(sizes) <= 1:
-        return ItemRows([clone(column)])
-    if isinstance(column, Tensor):
-        single_rows = list(sizes).count(1) == len(sizes) == column.shape[0]
-        if single_rows and column.nbytes <= SMALL_ROW_BYTES * len(sizes):
-            return ItemRows(zip(itertools.repeat(column.clone()), range(len(sizes)), strict=False))
-        copies: list[Tensor] = torch.split_with_sizes_copy(column, list(sizes))  # type: ignore[func-returns-value,assignment]
-        return ItemRows(copies)
-    return ItemRows([clone(rows) for rows in split(column, sizes)])
-
-
-def part_value(part: Value | Part) -> Value:
-    """Return an item's entry of an `ItemRows` column as a value."""
-    if not isinstance(part, tuple):
-        return part
-    column, row = part
-    return column[row : row + 1]
+    parts = split(column, sizes) if len(sizes) > 1 else [column]
+    return ItemRows([clone(rows) for rows in parts])
 
 
 def clone(value: Value) -> Value:

@@ -60,10 +60,7 @@ class Grouping:
         self._model = config.name
         self._batched = config.max_batch_size > 0
         self._signature = signature
-        # States of any type and shape, left out together.
-        self._carried = frozenset(state.input for state in config.untyped_states)
         self._names = [spec.name for spec in config.inputs]
-        self._names += [state.input for state in config.untyped_states]
         # Created from the batch, not sent by requests.
         self._batch_inputs = [batch_input.name for batch_input in config.batch_inputs]
         self._flattened = frozenset(
@@ -78,7 +75,7 @@ class Grouping:
             if spec.origin is not Origin.STATE
         ]
         # States and controls of sequences are bound by name only.
-        self._kept = self._carried.union(
+        self._kept = frozenset(
             spec.name for spec in config.inputs if spec.origin is not Origin.CLIENT
         )
         names = [*self._names, *self._batch_inputs]
@@ -110,13 +107,11 @@ class Grouping:
             getattr(torch, dtypes.from_triton(configured).torch or "") if configured else cast
         )
         input_types.check_leaves(config, signature, self.binding.names, self._cast)
-        optional = frozenset(self._names) - frozenset(self._required) - masks - self._carried
-        if self._carried:
-            self._bound(self._carried)
+        optional = frozenset(self._names) - frozenset(self._required) - masks
         # Other sets are bound by the first request that leaves them out, or refuse it.
         self.patterns = (frozenset(), optional) if optional else (frozenset(),)
         for pattern in self.patterns[1:]:
-            self._bound(pattern | self._carried)
+            self._bound(pattern)
 
     @property
     def places(self) -> dict[str, str]:
@@ -129,7 +124,7 @@ class Grouping:
         return (
             self._batched
             and self._padding is None
-            and not (self._special or self._strings or self._carried or self._flattened)
+            and not (self._special or self._strings or self._flattened)
             and self._in_numpy
             and not self._batch_inputs
             and self._required == self._names
@@ -149,9 +144,6 @@ class Grouping:
             if len(item) != inputs or item[name].ndim != axes:
                 return None
             if others and len({item[input_name].shape[0] for input_name, _ in self._sent}) > 1:
-                return None
-        for name in self._carried:
-            if len({(item[name].shape, item[name].dtype) for item in items}) > 1:
                 return None
         if self._any_device:
             for name, _ in self._sent:
@@ -224,7 +216,7 @@ class Grouping:
             value, pad = item[name], self._pads.get(name)
             if name not in self._flattened:
                 key.append(value.shape[1:] if pad is None else pad.fixed(value.shape))
-            key.append(value.dtype if name in self._carried else _device(value))
+            key.append(_device(value))
         for name, takes in self._special.items():
             if takes.scalar and name in item:
                 key.append(_flat(item[name])[0])

@@ -7,14 +7,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import gather_scatter, result_parts
-from torch_py_backend.batching.gather_scatter import ItemRows, Part, Strings, Value
+from torch_py_backend.batching import result_parts
+from torch_py_backend.batching.gather_scatter import ItemRows, Strings, Value
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, OutputError, a_type, counted, summarize
@@ -42,7 +42,6 @@ class OutputExtractor:
         self._of = of
         self._specs = config.outputs
         self._names = tuple(spec.name for spec in config.outputs)
-        self._carried = tuple(state.output for state in config.untyped_states)
         self._verify = verifiers(config, torchscript=torchscript)
         self._bind = partial(
             results.bind_outputs, fields_optional=torchscript or config.python_runtime
@@ -51,19 +50,14 @@ class OutputExtractor:
         self._outputs: results.OutputBinding | None = None
 
     def extract(self, result: object, rows: int) -> list[Value]:
-        """Return the outputs of a result for `rows` rows: the config's, then the states of STATE.
+        """Return the config's outputs of a result for `rows` rows.
 
         Raises:
             BindingError: the first result does not have the outputs.
             OutputError: the result contradicts the config, or its structure differs from the first.
         """
         if self._outputs is None:
-            outputs = self._bind(self._model, self._names, result, self._of)
-            if self._carried:
-                states = self._bind(self._model, self._carried, result, self._of)
-                self._outputs = lambda result: [*outputs(result), *states(result)]
-            else:
-                self._outputs = outputs
+            self._outputs = self._bind(self._model, self._names, result, self._of)
         try:
             parts = self._outputs(result)
         except (LookupError, AttributeError, TypeError):
@@ -130,23 +124,18 @@ class Finite:
         return None
 
 
-def _finite(value: Value | ItemRows | Part) -> bool:
+def _finite(value: Value | ItemRows) -> bool:
     if isinstance(value, ItemRows):
         return all(map(_finite, value))
-    value = gather_scatter.part_value(value)
     return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
 
 
 def verifiers(config: ModelConfig, *, torchscript: bool = False) -> tuple[Verify, ...]:
-    """Return one for each output, in the config's order, then one for each state of STATE.
+    """Return one for each output, in the config's order.
 
     Those for TorchScript accept other shapes than the config's, as Triton's LibTorch backend does.
     """
-    batched = config.max_batch_size > 0
-    return (
-        *(_verifier(config, spec, any_shape=torchscript) for spec in config.outputs),
-        *(_State(config.name, state.output, (), batched).verify for state in config.untyped_states),
-    )
+    return tuple(_verifier(config, spec, any_shape=torchscript) for spec in config.outputs)
 
 
 def _verifier(config: ModelConfig, spec: TensorSpec, *, any_shape: bool) -> Verify:
@@ -327,24 +316,6 @@ def _form(part: Tensor) -> str:
 
 def _short(of: torch.dtype | torch.layout) -> str:
     return str(of).removeprefix("torch.")
-
-
-class _State(_Output):
-    """A state of STATE: a tensor of any type, with as many rows as the batch."""
-
-    def verify(self, part: Any, rows: int) -> Tensor:
-        dense = isinstance(part, Tensor) and part.layout is torch.strided and not part.is_meta
-        if not dense or (self.batched and not part.ndim):
-            form = _form(part) if isinstance(part, Tensor) else a_type(part)
-            raise OutputError(
-                self.model,
-                f"the state '{self.name}' is {form}",
-                expected="a dense tensor, whose first dimension is the batch",
-            )
-        if self.batched and part.shape[0] != rows:
-            raise self.wrong_rows(part.shape[0], rows)
-        detached: Tensor = part.detach()
-        return detached.resolve_neg().resolve_conj().contiguous()
 
 
 class _Strings(_Output):

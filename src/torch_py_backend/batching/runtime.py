@@ -81,8 +81,8 @@ class Runtime:
         """Copy outputs to the host where needed, and wait for the device's work on them.
 
         Args:
-            outputs: the model's outputs; `ItemRows` columns stay on their device: `state_store`
-                copies the states that clients get.
+            outputs: the model's outputs; `ItemRows` columns, which are states, stay on their
+                device.
             inputs: the requests' inputs; if all tensors are on a GPU, outputs stay there.
         """
         # A model that was placed on the CPU may itself use a GPU.

@@ -57,16 +57,6 @@ def _rules_before_completion(config: ModelConfig) -> tuple[Rule, ...]:
             "A stream keeps its own state between responses: remove one from config.pbtxt.",
         ),
         (
-            bool(options.state) and not sequences,
-            "STATE is set, and config.pbtxt has no sequence_batching",
-            "A state belongs to a sequence: add sequence_batching, or remove STATE.",
-        ),
-        (
-            bool(options.state) and any(state.dtype is not None for state in config.states),
-            "STATE is set, and sequence_batching has state, too",
-            "Both define the states of a sequence; keep one.",
-        ),
-        (
             options.model_class is not None and options.model_factory is not None,
             "MODEL_CLASS and MODEL_FACTORY both name what is to be served",
             "They exclude each other; keep one.",
@@ -108,11 +98,6 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
         "a state that batch_output names": any(out.name in states for out in config.batch_outputs),
     }
     return (
-        (
-            options.sequence_memory_mb is not None and not config.states,
-            "SEQUENCE_MEMORY_MB is set, and no state is kept",
-            "Add state to sequence_batching or set STATE, or remove SEQUENCE_MEMORY_MB.",
-        ),
         (
             bool(options.pad) and any(-1 in state.dims for state in config.states),
             "PAD is set, and a state of sequence_batching has dims of -1",

@@ -116,11 +116,6 @@ class ModelConfig:
         controls = self.sequencing.controls if self.sequencing is not None else ()
         return (*(state.input for state in self.states), *(entry.name for entry in controls))
 
-    @property
-    def untyped_states(self) -> tuple[State, ...]:
-        """The states that config.pbtxt only names, without type and dims (option STATE)."""
-        return tuple(state for state in self.states if state.dtype is None)
-
 
 def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     """Parse the arguments of Triton's `initialize`.
@@ -143,7 +138,7 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
             cure="Remove cc_model_filenames from config.pbtxt.",
         )
     parameters = options.parse(name, document.get("parameters", {}))
-    sequencing = sequence_config.parse(name, document, parameters.state)
+    sequencing = sequence_config.parse(name, document)
     states = sequencing.states if sequencing is not None else ()
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
@@ -151,7 +146,6 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         state_inputs = (
             TensorSpec(state.input, state.dtype, state.dims, origin=Origin.STATE)
             for state in states
-            if state.dtype is not None
         )
         inputs = (*_specs(name, "input", document), *state_inputs)
         listed = _specs(name, "output", document)
@@ -229,8 +223,6 @@ def _state_outputs(
     """
     listed_by_name = {spec.name: spec for spec in listed}
     for state in states:
-        if state.dtype is None:
-            continue
         spec = TensorSpec(state.output, state.dtype, state.dims, origin=Origin.STATE)
         if state.output not in listed_by_name:
             yield spec

@@ -122,11 +122,6 @@ padding = _checked(
     json_object.parse,
     lambda inputs: all(map(_is_padding, inputs.values())),
 )
-state_paths = _checked(
-    "a JSON object from inputs of forward() to parts of its result",
-    json_object.parse,
-    lambda paths: paths and all(key and isinstance(p, str) and p for key, p in paths.items()),
-)
 
 
 def _parse_optimizations(text: str) -> tuple[str, ...]:
@@ -183,8 +178,6 @@ class Options:
     optimize: tuple[str, ...] = _option(optimizations, default=())
     batch_buckets: tuple[int, ...] | None = _option(buckets)
     pad: dict[str, JsonObject] | None = _option(padding)
-    state: dict[str, str] | None = _option(state_paths)
-    sequence_memory_mb: int | None = _option(positive)
     inference_mode: bool = _option(boolean, default=True)
     disable_optimized_execution: bool = _option(boolean, default=False)
     enable_jit_executor: bool | None = _option(boolean)

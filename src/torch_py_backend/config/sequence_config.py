@@ -1,9 +1,9 @@
-"""sequence_batching and the option STATE as frozen objects: scheduling, controls and states."""
+"""sequence_batching as frozen objects: scheduling, controls and states."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -42,16 +42,16 @@ class State:
     Attributes:
         input: the name of the input of forward().
         output: the name of the output of the previous step.
-        dtype: its type; None: the type that the model returns.
+        dtype: its type.
         dims: its shape, without the batch dimension; -1 means any size.
-        initial: its value in the first step; None: the first step runs without it.
+        initial: its value in the first step.
     """
 
     input: str
     output: str
-    dtype: DType | None = None
-    dims: tuple[int, ...] = ()
-    initial: InitialState | None = None
+    dtype: DType
+    dims: tuple[int, ...]
+    initial: InitialState
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +88,8 @@ class SequenceConfig:
     direct: bool = True
 
 
-def parse(
-    model: str, document: Document, state_paths: Mapping[str, str] | None
-) -> SequenceConfig | None:
+def parse(model: str, document: Document) -> SequenceConfig | None:
     """Return the sequence settings of a model; None: its requests are independent of each other.
-
-    `state_paths` is the option STATE.
 
     Raises:
         ConfigError: `sequence_batching` is invalid, or uses what is not supported.
@@ -116,8 +112,7 @@ def parse(
         idle_s=int(batching.get("max_sequence_idle_microseconds") or _IDLE_MICROSECONDS) / 1e6,
         delay_s=int((oldest or direct).get("max_queue_delay_microseconds", 0)) / 1e6,
         controls=tuple(_parse_control(model, entry) for entry in batching.get("control_input", ())),
-        states=tuple(_parse_state(model, entry) for entry in batching.get("state", ()))
-        or tuple(State(name, path) for name, path in (state_paths or {}).items()),
+        states=tuple(_parse_state(model, entry) for entry in batching.get("state", ())),
         direct=oldest is None,
     )
     _check_names(model, document, sequencing)

@@ -20,7 +20,6 @@ from torch_py_backend.engine.model_runner import ModelRunner
 from torch_py_backend.engine.retry import reported
 from torch_py_backend.engine.side_effects import SideEffects
 from torch_py_backend.errors import BackendError
-from torch_py_backend.sequences.state_columns import StateColumns
 
 
 class BatchCall:
@@ -57,9 +56,9 @@ class BatchCall:
         self._pads = {name: pad.gather for name, pad in padding.pads.items()} if padding else {}
         self._batched = config.max_batch_size > 0
         ragged = self._ragged = Ragged(config) if config.concatenates else None
-        columns = StateColumns(config)
-        self._states = columns if config.states else None
-        self._state_inputs = columns.inputs
+        self._state_inputs = frozenset(state.input for state in config.states)
+        states = {state.output for state in config.states}
+        self._state_places = [place for place, name in enumerate(outputs) if name in states]
         self.gather: Stage[Callable[..., Batch]] = Stage(
             "gather", gather_scatter.gather if ragged is None else ragged.gather
         )
@@ -98,9 +97,15 @@ class BatchCall:
             self._effects.compare(before, dict(zip(names, batch.columns, strict=True)))
         owned: Sequence[Value | ItemRows] = raw
         inputs = batch.columns
-        if self._states is not None:
-            owned = self._states.clone_states(raw, batch)
-            inputs = self._states.sent_columns(names, batch)
+        if self._state_places:
+            owned = list(raw)
+            for place in self._state_places:
+                owned[place] = gather_scatter.clone_rows(raw[place], batch.sizes)
+            inputs = [
+                column
+                for name, column in zip(names, batch.columns, strict=True)
+                if name not in self._state_inputs
+            ]
         outputs = self.to_host.call(owned, inputs)
         if copy_outputs:
             outputs = self._kept(owned, outputs)

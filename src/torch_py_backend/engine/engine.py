@@ -37,7 +37,6 @@ from torch_py_backend.hooks import hooked_pipeline
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 from torch_py_backend.hooks.user_hooks import Hooks
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.sequences.state_columns import StateColumns
 from torch_py_backend.signature.calls import InputBinding
 from torch_py_backend.weights import gpu_sharing, sharing_report
 
@@ -76,7 +75,7 @@ class Engine:
         padding = self.padding = Padding(config) if config.options.pad else None
         # PAD creates masks on the model's own stream.
         self._admitting = self.guard if padding else contextlib.nullcontext
-        self._names = StateColumns(config).outputs
+        self._names = tuple(spec.name for spec in config.outputs)
         self._finite = Finite(config) if config.options.check_finite else None
         self._extractor = OutputExtractor(
             config, f"{loaded.returns}()", torchscript=loaded.signature.torchscript

@@ -107,10 +107,6 @@ TABLE = (
     Family("pytorch_py_stepped_streams_total", "Streams in calls of step()"),
     _gauge("pytorch_py_sequences", "Sequences that have begun and not ended"),
     _gauge(
-        "pytorch_py_sequence_bytes",
-        "Bytes of the states of sequences that have begun and not ended",
-    ),
-    _gauge(
         "pytorch_py_device_memory_allocated_bytes",
         "Device memory in tensors of an instance",
         "device",

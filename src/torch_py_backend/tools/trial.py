@@ -89,7 +89,6 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
     # Inputs of hooks are bound to the hooks' own methods.
     rule = "" if engine.hooks else binding.rule(sent, engine.loaded.signature).value
     inputs = {spec.name: _described(spec) for spec in engine.config.inputs}
-    inputs |= {state.input: f"{state.input} (state)" for state in settings.untyped_states}
     inputs |= {spec.name: str(spec) for spec in settings.batch_inputs}
     return {
         **builder.report(engine),
@@ -97,10 +96,7 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
         "hooks": str(engine.hooks or ""),
         "binding": rule,
         "inputs": [f"{text} → {engine.grouping.places[name]}" for name, text in inputs.items()],
-        "outputs": [
-            *map(_described, settings.outputs),
-            *(f"{state.output} (state)" for state in settings.untyped_states),
-        ],
+        "outputs": [_described(spec) for spec in settings.outputs],
         "max_batch_size": settings.max_batch_size,
         "attention": runtime.attention_backends(engine.device),
         "threads": {"intra_op": share.intra_op, "inter_op": share.inter_op},
