@@ -17,13 +17,13 @@ _KUSTOMIZATIONS = re.findall(
 _OTHER_SERVICES = ("prometheus-operated", "kube-prometheus-stack-grafana", "digits-predictor")
 
 
-_PLAIN, _PATCHED, _OBJECT_STORE, _NODE_CACHE, _GPU_PART = range(5)
+_PLAIN, _PATCHED, _OBJECT_STORE = range(3)
 
 
-@pytest.mark.parametrize("place", range(5))
+@pytest.mark.parametrize("place", range(3))
 def test_kustomizations(place: int, tmp_path: Path) -> None:
     """A kustomization beside deploy/ builds valid objects with the reader's image."""
-    assert _TEXT.count("```yaml") == len(_KUSTOMIZATIONS) == 5
+    assert _TEXT.count("```yaml") == len(_KUSTOMIZATIONS) == 3
     documents = _build(_KUSTOMIZATIONS[place], tmp_path)
     for document in documents:
         deployed.validate(document, "1.37")
@@ -54,29 +54,6 @@ def test_object_store(tmp_path: Path) -> None:
     assert config["configMapRef"]["name"] == names["ConfigMap"]
     assert secret["secretRef"]["name"] == names["Secret"]
     assert "YOUR_KEY" not in str(container)
-
-
-def test_node_cache(tmp_path: Path) -> None:
-    """The cache is the folder that the page makes on each node, for the pods' user."""
-    documents = _build(_KUSTOMIZATIONS[_NODE_CACHE], tmp_path)
-    (volume,) = [entry for entry in deployed.pod(documents)["volumes"] if entry["name"] == "cache"]
-    folder = volume["hostPath"]["path"]
-    assert volume == {"name": "cache", "hostPath": {"path": folder, "type": "Directory"}}
-    arguments = deployed.serve_arguments(deployed.server(documents)["args"])
-    assert str(arguments["cache"]) == folder
-    user = deployed.pod(documents)["securityContext"]
-    assert f"install -d -o {user['runAsUser']} -g {user['runAsGroup']} -m 0700 {folder}\n" in _TEXT
-
-
-@pytest.mark.parametrize("resource", ["nvidia.com/mig-1g.10gb", "nvidia.com/gpu.shared"])
-def test_parts_of_a_gpu(resource: str, tmp_path: Path) -> None:
-    """The patch requests one part in place of one GPU."""
-    assert f"`{resource}`" in _TEXT
-    text = _KUSTOMIZATIONS[_GPU_PART].replace("nvidia.com/mig-1g.10gb", resource)
-    documents = _build(text, tmp_path)
-    deployed.validate(deployed.one(documents, "Deployment"), "1.37")
-    limits = deployed.server(documents)["resources"]["limits"]
-    assert {name: limits[name] for name in limits if "nvidia" in name} == {resource: "1"}
 
 
 def _build(text: str, folder: Path) -> list[deployed.Document]:
