@@ -24,7 +24,7 @@ _STEPS = 12
 _TWO = "instance_group [{ kind: KIND_CPU count: 2 }]\n"
 # A machine that does several things at once may keep a step waiting for seconds.
 _PATIENT, _IDLE = (
-    f"max_sequence_idle_microseconds: {microseconds}" for microseconds in (60_000_000, 3_000_000)
+    f"max_sequence_idle_microseconds: {microseconds}" for microseconds in (60_000_000, 6_000_000)
 )
 
 
