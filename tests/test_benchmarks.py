@@ -10,8 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
-from functools import partial
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +20,22 @@ import torch
 from aiohttp import web
 
 from benchmarks import (
-    clients,
     contenders,
     execute,
     first_answer,
     gauges,
-    harness,
-    perf_analyzer,
-    report,
     repositories,
     serving,
     stubs,
-    tables,
 )
 from benchmarks.clients import Endpoint
 from benchmarks.contenders import PEERS
-from benchmarks.harness import Pair
-from benchmarks.load_generator import Point, Result, ServerWork
 from benchmarks.models import MAX_BATCH_SIZE, MODELS, Model, Parameter
 from benchmarks.peers import wire
-from benchmarks.report import Report, Row
 from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import model_config, pbtxt, threads
-from torch_py_backend.errors import ServerError, ToolError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.server import triton_installation
 from torch_py_backend.startup import builder
 
@@ -277,94 +268,6 @@ def test_check_of_an_answer() -> None:
             _check(np.full(16, value, np.float32).tobytes())
 
 
-async def _in_turn(body: bytes, status: int = 200) -> list[Pair]:
-    async with _http_server(body, status) as host:
-        endpoint = Endpoint("add", "bytes", host, "predict")
-        async with clients.connected(endpoint) as ours, clients.connected(endpoint) as other:
-            turns = [partial(harness.turn, one, 2, 0.3) for one in (ours, other)]
-            return [pair async for pair in harness.in_turn(turns, 3)]
-
-
-def test_pairs_are_counted() -> None:
-    """A comparison has the given number of pairs, each with responses of both servers."""
-    pairs = asyncio.run(_in_turn(b"an answer"))
-    assert len(pairs) == 3
-    assert all(ratio > 0 for ratio in harness.ratios(pairs))
-    assert {harness.rows_in_a_call(point) for pair in pairs for point in pair} == {None}
-
-
-def test_failed_requests_are_no_throughput() -> None:
-    """A server that refuses requests is an error with its message."""
-    with pytest.raises(ToolError, match=r"503.*too much"):
-        asyncio.run(_in_turn(b"too much", status=503))
-
-
-# Answers as perf_analyzer does: two windows of a load, or a complaint.
-_ANALYZER = """\
-#!{python}
-import json, sys
-if "--version" in sys.argv:
-    print("Perf Analyzer Version 2.41.1 (commit b752bdd)", file=sys.stderr)
-    sys.exit()
-options = dict(zip(sys.argv[2::2], sys.argv[3::2], strict=True))
-if options["-m"] != "add":
-    print("error: unknown model")
-    sys.exit(99)
-tensor = json.load(open(options["--input-data"]))["data"][0]["left"]
-assert len(tensor["content"]) == 16 and tensor["shape"] == [16]
-requests = [{{"timestamp": 10**9 * n, "response_timestamps": [10**9 * (n + 1)]}} for n in range(4)]
-with open(options["--profile-export-file"], "w") as file:
-    json.dump({{"experiments": [{{"requests": requests}}]}}, file)
-"""
-
-
-def test_perf_analyzer(tmp_path: Path) -> None:
-    """Its list of requests becomes a turn; its last line is the reason of a failure."""
-    program = tmp_path / "perf_analyzer"
-    program.write_text(_ANALYZER.format(python=sys.executable))
-    program.chmod(0o755)
-    readings = iter([0, 4])
-
-    async def statistics() -> Any:
-        stage = {"count": next(readings), "ns": 0}
-        return {"model_stats": [{"inference_stats": {"success": stage}}]}
-
-    async def send() -> None:
-        raise AssertionError("perf_analyzer sends the requests")
-
-    async def turn(served: str) -> Point:
-        endpoint = Endpoint("add", "grpc", "127.0.0.1:1", served, counts=True)
-        return await perf_analyzer.turn(program, endpoint, (send, statistics), 1, 1.0)
-
-    assert perf_analyzer.version(program) == "2.41.1"
-    point = asyncio.run(turn("add"))
-    assert point.result.throughput == 1
-    assert point.result.percentiles(50) == [1.0]
-    assert point.server is not None
-    assert point.server.requests == 4
-    readings = iter([0])
-    with pytest.raises(ToolError, match="exit code 99: error: unknown model"):
-        asyncio.run(turn("mlp"))
-
-
-def test_triton_runtime(tmp_path: Path) -> None:
-    """Triton's Python runtime gets the model's class alone, with its weights."""
-    runtime = tmp_path / "model.py"
-    runtime.write_text("class TritonPythonModel: ...")
-    served = repositories.write_runtime("mlp", tmp_path, runtime)
-    version = tmp_path / served / "1"
-    code = "import network; print([name for name, x in vars(network).items() if type(x) is type])"
-    printed = subprocess.run(
-        [sys.executable, "-c", code], cwd=version, capture_output=True, text=True, check=True
-    )
-    assert printed.stdout.strip() == "['Mlp']"
-    assert (version / "runtime.py").read_text() == runtime.read_text()
-    weights = torch.load(version / "network.pt")
-    assert torch.equal(
-        weights["layers.0.bias"], MODELS["mlp"].build().state_dict()["layers.0.bias"]
-    )
-
-
 @pytest.mark.server
 def test_libtorch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -406,150 +309,11 @@ def test_lines_of_the_first_answer() -> None:
         assert "import net\n" not in "".join(texts)
 
 
-def _point(throughput: float, p50: float, p99: float, busy: float, batch: int | None) -> Point:
-    latencies = np.sort(np.concatenate([np.full(51, p50), np.full(48, p99), [p99, p99]]))
-    server = None if batch is None else ServerWork(0, 0, {}, {batch: 1})
-    result = Result(len(latencies) / throughput, latencies, np.empty(0), 0, "", busy)
-    return Point(1, result, server)
-
-
-def _row(model: str, against: str, concurrency: int, ratios: list[float], p99: float) -> Row:
-    other = _point(50.0, min(0.004, p99), p99, 0.25, None)
-    pairs = tuple((_point(50.0 * ratio, 0.001, 0.002, 0.5, 4), other) for ratio in ratios)
-    return Row(model, against, concurrency, pairs)
-
-
-def test_spread() -> None:
-    """A spread is the median with the extremes."""
-    assert tables.spread([3.0, 1.0, 2.0]).text(1) == "2.0 (1.0..3.0)"
-
-
-def test_markdown() -> None:
-    """The report has the facts, medians, spreads, versions and reasons."""
-    document = report.markdown(
-        Report(
-            command="python -m benchmarks.serving",
-            facts={"machine": "a box"},
-            versions={"litserve": "0.2"},
-            rows=[_row("mlp", "litserve", 32, [2.0, 4.0, 3.0], p99=0.008)],
-            missing={("mlp", "litserve"): "it ended\nwith a | in its log"},
-        )
-    )
-    assert "|machine|a box|" in document
-    assert (
-        "|mlp|LitServe|32|**3.00** (2.00..4.00)|150|50|1.00/2.00|4.00/8.00|4.0/?|0.50/0.25|"
-    ) in document
-    assert "|mlp|litserve|it ended<br>with a \\| in its log|" in document
-    assert f"|LitServe|0.2|{PEERS['litserve'].words}|" in document
-    assert "interrupted" not in document
-    assert "interrupted" in report.markdown(Report("", {}, interrupted=True))
-
-
 @pytest.mark.parametrize(
-    ("row", "met"),
-    [
-        pytest.param(_row("add", "floor", 32, [0.95], 1.0), "yes", id="floor"),
-        pytest.param(_row("add", "floor", 32, [0.94], 1.0), "**no**", id="below the floor"),
-        pytest.param(_row("mlp", "runtime", 8, [1.2], 1.0), "**no**", id="Triton's runtime"),
-        pytest.param(_row("mlp", "litserve", 32, [2.0], 0.002), "yes", id="peer"),
-        pytest.param(_row("mlp", "litserve", 32, [1.9], 0.002), "**no**", id="too slow"),
-        pytest.param(_row("mlp", "litserve", 32, [9.0], 0.001), "**no**", id="worse p99"),
-        pytest.param(_row("mlp", "litserve", 8, [9.0], 0.002), None, id="another concurrency"),
-        pytest.param(_row("mlp", "floor", 32, [0.1], 0.002), None, id="another model"),
-    ],
+    "name", ["execute", "first_answer", "recovery", "sequences", "serving", "sharing"]
 )
-def test_targets(row: Row, met: str | None) -> None:
-    """A target is judged by the figures; other rows have no target."""
-    document = report.markdown(Report("", {}, rows=[row]))
-    assert ("## Targets" in document) == (met is not None)
-    if met is not None:
-        assert f"|{met}|" in document.partition("## Targets")[2]
-
-
-def test_reasons() -> None:
-    """A missed target has the figures that explain it; a kept one has no reason."""
-    rows = [
-        _row("add", "floor", 1, [0.8], 1.0),
-        _row("add", "transfer", 1, [0.9], 1.0),
-        _row("add", "plain", 8, [1.0], 1.0),
-        _row("mlp", "litserve", 32, [1.9], 0.002),
-        _row("add", "plain", 32, [0.9, 0.8, 1.1], 1.0),
-        _row("transformer", "plain", 32, [0.9], 1.0),
-    ]
-    document = report.markdown(Report("", {}, rows=rows))
-    lines = document.partition("## Targets")[2].partition("\n## ")[0].splitlines()
-    floor, kept, peer, noisy, slow = [line.split("|") for line in lines if line.startswith("|")][2:]
-    assert floor[1] == "add, no-op floor at 1: at least 0.85"
-    assert floor[3:5] == ["**no**", "reads and writes only: 0.89"]
-    assert kept[3:5] == ["yes", ""]
-    assert peer[4] == "the client takes 0.50 and 0.25 of a core"
-    assert noisy[3:5] == ["**no**", "within the spread"]
-    assert slow[3:5] == ["**no**", ""]
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--models", "bert"], "'bert' is not known; expected some of add"),
-        (["--against", "floor,nginx"], "'nginx' is not known; expected some of floor"),
-        (["--concurrency", "1,none"], "'none' is no whole number above 0"),
-        (["--seconds", "nan"], "'nan' is no number above 0"),
-        (["--seconds", "-1"], "'-1' is no number above 0"),
-        (["--output", "/nowhere/benchmarks.md"], "is no file that can be written"),
-        (["--runtime", "/nowhere/model.py"], "'/nowhere/model.py' is no file"),
-        (["--against", "runtime"], "--against runtime needs --runtime model.py"),
-        (["--against", "libtorch"], "--against libtorch needs --libtorch FOLDER"),
-        (["--libtorch", "/nowhere"], "'/nowhere' is no folder"),
-        (["--client", "no-perf-analyzer"], "'no-perf-analyzer' is no program"),
-        (["--client", "true"], "true does not print its version"),
-    ],
-)
-def test_bad_settings(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A wrong option is refused before anything is started, with the accepted values."""
-    with pytest.raises(SystemExit) as end:
-        serving.main(words)
-    assert end.value.code == 2
-    assert says in capsys.readouterr().err
-
-
-@contextlib.contextmanager
-def _no_server(_model: str, _settings: serving.Settings) -> Iterator[serving.Ours]:
-    there = Endpoint("add", "grpc", "127.0.0.1:1", "add")
-    yield serving.Ours(there, {"floor": there, "plain": there, "http": there}, "2.0")
-
-
-def test_what_fails_is_noted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A contender that fails is listed with its error; a run without any row is an error."""
-
-    def fail(model: str, against: str, *_: object) -> None:
-        raise ServerError(f"{against} did not want {model}.")
-
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(serving, "_serving", _no_server)
-    monkeypatch.setattr(serving, "_against", fail)
-    assert serving.main(["--models", "add", "--against", "floor,litserve"]) == 1
-    printed = capsys.readouterr().out
-    assert "|add|floor|floor did not want add.|" in printed
-    assert "|add|litserve|litserve did not want add.|" in printed
-
-
-def test_interrupt_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ctrl-C during the second contender keeps the first one's row."""
-
-    def once(
-        model: str, against: str, ours: object, settings: object, results: Report, advance: object
-    ) -> None:
-        if results.rows:
-            raise KeyboardInterrupt
-        results.rows.append(_row(model, against, 1, [1.0], 0.002))
-
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr(serving, "_serving", _no_server)
-    monkeypatch.setattr(serving, "_against", once)
-    output = tmp_path / "benchmarks.md"
-    assert serving.main(["--against", "floor,litserve", "--output", str(output)]) == 0
-    document = output.read_text()
-    assert "|add|no-op floor|1|" in document
-    assert "interrupted" in document
+def test_help(name: str) -> None:
+    """Each command says what it measures."""
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
+    done = subprocess.run(command, cwd=stubs.ROOT, capture_output=True, text=True, check=True)
+    assert "--" in done.stdout
