@@ -26,8 +26,7 @@ pytestmark = pytest.mark.usefixtures("process")
 
 
 def load(folder: Path, definition: Any = models.Judge, **parameters: str) -> TritonPythonModel:
-    # Another test of this process may have imported OpenTelemetry, which enables tracing.
-    config = scenarios.x_to_y(4, TRACING="false", **parameters)
+    config = scenarios.x_to_y(4, **parameters)
     return instances.load(folder, Scenario("judge", scenarios.python(definition), config))
 
 

@@ -125,8 +125,7 @@ _CASES = {
 def _plain(
     folder: Path, case: Case, *, script: bool = False, parameters: dict[str, str] | None = None
 ) -> TritonPythonModel:
-    # Another test of this process may have imported OpenTelemetry, which enables tracing.
-    options = {"TRACING": "false", **case.parameters, **(parameters or {})}
+    options = {**case.parameters, **(parameters or {})}
     text = scenarios.config({}, {}, parameters=options, more=case.inputs + case.outputs + _CPU)
     write: Callable[[Path], None] = scenarios.text(models.source(case.definition) + case.hooks)
     if script:

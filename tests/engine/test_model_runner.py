@@ -75,7 +75,7 @@ def test_an_eager_model_is_sealed_unchanged() -> None:
     surroundings = runtime.create(Options(), torch.device("cpu"), ())
     with runner.preparing(build.artifact(), surroundings.device):
         pass
-    assert runner.forward.call is forward
+    assert runner.forward is forward
     assert not runner.compiles
     assert not runner.captures
     assert counts == Counts()

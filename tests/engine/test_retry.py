@@ -111,7 +111,7 @@ def test_binding_errors_are_not_retried() -> None:
     model = Model()
     served = engine(model)
     extractor = OutputExtractor(build.config(outputs=(build.spec("RESULT[3]"),)))
-    served.runner.extract.replace(extractor.extract)
+    served.runner.extract = extractor.extract
     outcomes = served.run(items([1.0, 2.0, 3.0]))
     assert [type(outcome) for outcome in outcomes] == [BindingError] * 3
     assert model.calls == [3]

@@ -1,4 +1,4 @@
-"""The first and last stages of a stream."""
+"""The first and last call of a stream."""
 
 from __future__ import annotations
 

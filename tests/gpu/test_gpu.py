@@ -279,7 +279,7 @@ def test_both_paths_give_the_same(
     scenario = scenarios.Scenario(
         "plain",
         files,
-        scenarios.config(inputs, outputs, parameters={"OPTIMIZE": optimize, "TRACING": "false"}),
+        scenarios.config(inputs, outputs, parameters={"OPTIMIZE": optimize}),
     )
     model, document = _serve(scenario, tmp_path)
     assert model._answer != model._answering.answer

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Batch, Rows
-from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine.engine import Engine
@@ -50,7 +49,7 @@ class Recorder:
 def hook(name: str, function: Callable[..., Any]) -> Hook:
     arguments = introspection.from_function(function).arguments
     takes_parameters = any(each.name == request_parameters.ARGUMENT for each in arguments)
-    return Hook(build.MODEL, name, Stage(name, function), name, takes_parameters)
+    return Hook(build.MODEL, name, function, name, takes_parameters)
 
 
 def engine(
@@ -503,7 +502,7 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
         columns, sizes = gather_scatter.gather(*args)
         return Batch([fake_gpu.put(torch.as_tensor(column)) for column in columns], sizes)
 
-    model.batch_call.gather.replace(gather)
+    model.batch_call.gather = gather
     x = torch.ones(1, 2)
     (outcome,) = model.run([{"x": fake_gpu.put(x) if on_gpu else x}])
     assert isinstance(outcome, dict)

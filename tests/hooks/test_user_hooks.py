@@ -12,7 +12,6 @@ import torch
 
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import ArtifactType
-from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config.batch_io import BatchOutput
 from torch_py_backend.errors import (
     ArtifactError,
@@ -85,7 +84,7 @@ def test_folder(tmp_path: Path) -> None:
     hooks = load(tmp_path, _NET + code)
     assert hooks is not None
     assert hooks.postprocess is not None
-    assert hooks.postprocess.stage.call.__self__.folder == tmp_path / "1"  # type: ignore[attr-defined]
+    assert hooks.postprocess.method.__self__.folder == tmp_path / "1"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -211,7 +210,7 @@ def test_client_errors(error: BaseException, refused: bool) -> None:
         raise error
 
     for name in ("preprocess", "preprocess_batch", "collate"):
-        hook = Hook("digits", name, Stage("", fails), "", takes_parameters=False)
+        hook = Hook("digits", name, fails, "", takes_parameters=False)
         of_client = refused and name != "collate"
         with pytest.raises(InputError if of_client else HookError) as raised:
             hook()
@@ -300,7 +299,7 @@ def test_files_of_hooks(tmp_path: Path) -> None:
 def test_as_text() -> None:
     """The text lists the methods in the order in which they run, as they are declared."""
     hooks = {
-        name: Hook("m", name, Stage(name, str), f"{name}(x)", takes_parameters=False)
+        name: Hook("m", name, str, f"{name}(x)", takes_parameters=False)
         for name in ("postprocess", "preprocess")
     }
     assert str(Hooks(**hooks)) == "preprocess(x), postprocess(x)"

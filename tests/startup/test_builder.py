@@ -82,7 +82,7 @@ def test_torchscript_with_bytes(optimize: tuple[str, ...], tmp_path: Path) -> No
     outputs = (build.spec("OUTPUT__0", "INT64", (1,)), build.spec("OUTPUT__1", "BYTES", (1,)))
     inputs = (build.spec("x", "BYTES", (1,)),)
     engine = _build(build.config(tmp_path, optimize=optimize, inputs=inputs, outputs=outputs))
-    module: Any = engine.runner.forward.call
+    module: Any = engine.runner.forward
     assert module.original_name == "Echo"  # hooks may use attributes of the module
     items: list[Any] = [
         {"x": np.array([[text]], dtype=np.object_)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -195,7 +196,13 @@ def test_context_of_each_step() -> None:
     model, recorder = engine(forward), Recorder()
     events: list[str] = []
     model.recovery.on_call = lambda: events.append("busy")
-    streams = Streams(model, lambda: events.append("idle"))
+
+    @contextlib.contextmanager
+    def around_call() -> Iterator[None]:
+        yield
+        events.append("idle")
+
+    streams = Streams(model, around_call)
     asyncio.run(streams.run(item(1), recorder))
     assert events == ["busy", "idle"] * (len(events) // 2)
     assert len(events) >= 2 * 3

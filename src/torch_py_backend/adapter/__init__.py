@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch_py_backend.adapter.answering import Answering
     from torch_py_backend.adapter.messages import Request
     from torch_py_backend.adapter.streaming import Streaming
-    from torch_py_backend.observability.tracing import Tracing
+    from torch_py_backend.observability.tracing import TraceContexts
 
 log = logging.getLogger(__name__)
 
@@ -115,16 +115,12 @@ class TritonPythonModel:
         # Import torch only now: it reads its environment variables when it is imported.
         from torch_py_backend.adapter import calling, fast_path, messages, streaming
         from torch_py_backend.batching import runtime
-        from torch_py_backend.observability import tracing
+        from torch_py_backend.observability import profiling, tracing
         from torch_py_backend.startup import builder, warmup
 
         _check_numpy(settings.name)
         _warn_of_copies(settings)
-        tracing.check_available(settings, traced=messages.has_traces())
-        if settings.options.profile_dir is not None:
-            from torch_py_backend.observability import profiling
-
-            profiling.check_writable(settings)
+        profiling.check_writable(settings)
         self._settings = settings
         self._build(share)
         if settings.options.warmup is not False:
@@ -135,10 +131,7 @@ class TritonPythonModel:
                 self._rebuild(share)
         # Triton calls only this thread, so the mode is entered once instead of for each batch.
         self._modes.enter_context(runtime.mode(settings.options))
-        traced = tracing.is_enabled(settings, traced=messages.has_traces())
-        unusual = (
-            settings.decoupled or settings.sequencing or traced or settings.options.profile_dir
-        )
+        unusual = settings.decoupled or settings.sequencing
         plain = None if unusual else self._engine.plain_call()
         # Not as the last step: a log message in transit while the load ends can hang Triton. The
         # metrics that follow wait until it has arrived.
@@ -147,31 +140,32 @@ class TritonPythonModel:
         # Closed after the objects that are created below, to publish their last counts.
         self._publisher = metrics.Publisher(self._engine, self._status)
         self._modes.callback(self._publisher.close)
-        traces = None
-        if traced:
-            traces = tracing.Tracing(self._engine)
-            self._modes.callback(traces.close)
+        contexts = None
+        if messages.has_traces() and tracing.is_installed():
+            contexts = tracing.TraceContexts(settings.name)
         # Only now: Triton refuses calls of other models while a model loads.
         composition.set_transport(
-            calling.ModelCaller(settings.name, traces.handle if traces else lambda: None)
+            calling.ModelCaller(settings.name, contexts.handle if contexts else lambda: None)
         )
         # Only now: loading has no time limit.
         self._engine.recovery.on_call = self._status.busy
-        if settings.options.profile_dir is not None:
-            self._modes.callback(profiling.LiveProfiler(self._engine).close)
+        profiler = profiling.Profiler(settings) if settings.options.profile_dir else None
         if settings.decoupled:
             self._streaming = streaming.Streaming(
-                self._engine, self._on_fatal, self._status.idle, traces
+                self._engine, self._on_fatal, self._status.idle, contexts, profiler
             )
             self._modes.callback(self._streaming.close)
             self._publisher.follow(streams=self._streaming.streams)
         else:
-            self._answering = self._create_answering(traces)
-            self._answer = (
-                self._answering.answer
-                if plain is None
-                else fast_path.build(self._engine, self._answering, plain)
-            )
+            self._answering = self._create_answering(contexts)
+            answer: Callable[[Sequence[Request]], Any] = self._answering.answer
+            if plain is not None:
+                is_traced = messages.any_traced if contexts else None
+                answer = fast_path.build(self._engine, self._answering, plain, is_traced)
+            if profiler is not None:
+                self._modes.enter_context(profiler)
+                answer = profiler.batch()(answer)
+            self._answer = answer
         # torch and the model are hundreds of thousands of permanent objects. A collection of all of
         # them would stop a request for tens of milliseconds.
         gc.collect()
@@ -205,7 +199,7 @@ class TritonPythonModel:
         with self._engine.preparing():
             pass
 
-    def _create_answering(self, traces: Tracing | None) -> Answering[Any]:
+    def _create_answering(self, contexts: TraceContexts | None) -> Answering[Any]:
         from torch_py_backend.adapter import answering, messages, sequencing
 
         engine = self._engine
@@ -214,13 +208,13 @@ class TritonPythonModel:
             # Reading parameters takes time, so do it only for hooks that take them.
             takes_parameters = engine.hooks is not None and engine.hooks.takes_parameters
             read = messages.read_with_parameters if takes_parameters else messages.read
-            if traces is not None:
-                read = messages.traced(read, traces.carry)
+            if contexts is not None:
+                read = messages.traced(read, contexts.carry)
             return answering.Answering(engine, self._on_fatal, read, engine.run)
         steps = sequencing.SequenceReader(engine)
         self._modes.callback(steps.close)
         self._publisher.follow(sequences=steps.sequences)
-        read = steps.read if traces is None else messages.traced(steps.read, traces.carry)
+        read = steps.read if contexts is None else messages.traced(steps.read, contexts.carry)
         return answering.Answering(
             engine,
             self._on_fatal,

@@ -1,8 +1,8 @@
 """The answers of a plain model by one fast path, chosen at load.
 
 It crosses as few Python frames as possible: in a stub, whose caches are cold, each costs more than
-in a loop. Whatever is unusual (a cancelled request, several shapes in one batch, a failure) takes
-the general path of `answering`. Only the retry policy repeats a call of the model.
+in a loop. Whatever is unusual (a cancelled or traced request, several shapes in a batch, a failure)
+takes the general path of `answering`. Only the retry policy repeats a call of the model.
 """
 
 from __future__ import annotations
@@ -35,13 +35,19 @@ Answer: TypeAlias = "Callable[[Sequence[Request]], list[Response]]"
 _Batch: TypeAlias = "tuple[list[Tensor], list[int], list[list[Array]]]"
 
 
-def build(engine: Engine, general: answering.Answering[Any], plain: PlainCall) -> Answer:
+def build(
+    engine: Engine,
+    general: answering.Answering[Any],
+    plain: PlainCall,
+    is_traced: Callable[[Sequence[Request]], bool] | None = None,
+) -> Answer:
     """Return the function that answers the requests of a plain model.
 
     Args:
         engine: the model, warmed up.
         general: the path for all other batches.
         plain: the model's call.
+        is_traced: returns whether a batch has a traced request; None: requests have no traces.
     """
     # Locals: each attribute that a call looks up costs time.
     read, write = reader(plain.inputs, plain.ranks, plain.buffers), writer(plain.outputs)
@@ -53,8 +59,12 @@ def build(engine: Engine, general: answering.Answering[Any], plain: PlainCall) -
     in_inference_mode = torch.is_inference_mode_enabled
 
     def answer(requests: Sequence[Request]) -> list[Response]:
-        # Not in inference mode: the model has left it.
-        if limits or recovery.fatal is not None or not in_inference_mode():
+        if (
+            limits
+            or recovery.fatal is not None
+            or not in_inference_mode()  # the model has left it
+            or (is_traced is not None and is_traced(requests))
+        ):
             return general.answer(requests)
         count = len(requests)
         if general.last_batch_seconds > count * answering.CHECK_CANCELLED_S and any(

@@ -104,6 +104,11 @@ def has_traces() -> bool:
     return hasattr(getattr(pb_utils, "InferenceRequest", None), "trace")
 
 
+def any_traced(requests: Sequence[Request]) -> bool:
+    """Return whether Triton traces one of the requests and passes the context on."""
+    return any(request.trace().get_context() for request in requests)
+
+
 def traced(
     read: Callable[[Request], T],
     carry: Callable[[Item, str, Trace | None], Item],

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -17,6 +17,7 @@ from torch_py_backend.adapter import messages, orphans
 from torch_py_backend.adapter.messages import Request
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item, Value
+from torch_py_backend.batching.traced_item import EnterContext
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -27,7 +28,8 @@ from torch_py_backend.errors import (
     summarize,
 )
 from torch_py_backend.observability.metric_families import OK
-from torch_py_backend.observability.tracing import Tracing
+from torch_py_backend.observability.profiling import Profiler
+from torch_py_backend.observability.tracing import TraceContexts
 from torch_py_backend.streaming.streams import Streams
 
 log = logging.getLogger(__name__)
@@ -52,7 +54,8 @@ class Streaming:
     Args:
         on_fatal: called with the reason when the process cannot use its device any more.
         on_idle: called whenever none of the model's code runs any more.
-        traces: passes traces to the model's code; None: requests are not traced.
+        contexts: carries trace contexts to the model's code; None: requests have no traces.
+        profiler: profiles the first calls of the model's code; None: they are not profiled.
     """
 
     def __init__(
@@ -60,20 +63,22 @@ class Streaming:
         engine: Engine,
         on_fatal: Callable[[str], None],
         on_idle: Callable[[], None],
-        traces: Tracing | None = None,
+        contexts: TraceContexts | None = None,
+        profiler: Profiler | None = None,
     ) -> None:
         self.engine = engine
         self.model = engine.config.name
         self.on_fatal = on_fatal
-        self._traces = traces
+        self._on_idle = on_idle
+        self._profiler = profiler
         self._read_request: Callable[[Request], Item] = partial(
             messages.read_kept, guard=engine.guard
         )
-        if traces is not None:
-            self._read_request = messages.traced(self._read_request, traces.carry, kept=True)
+        if contexts is not None:
+            self._read_request = messages.traced(self._read_request, contexts.carry, kept=True)
         # While `start` waits for it, Triton queues requests or sends them to other instances.
         self._slots = threading.BoundedSemaphore(engine.config.options.max_streams)
-        self.streams = Streams(engine, on_idle)
+        self.streams = Streams(engine, self._around_call)
         # Streams end in the streams' thread, unreadable requests in Triton's.
         self._counting = threading.Lock()
         self._polling = False
@@ -133,7 +138,7 @@ class Streaming:
         """Run streams until `close`."""
         torch.set_num_threads(threads)
         enter()
-        with runtime.mode(self.engine.config.options):
+        with runtime.mode(self.engine.config.options), self._profiler or contextlib.nullcontext():
             closed = False
             while not closed:
                 try:
@@ -148,13 +153,19 @@ class Streaming:
             self._loop.run_until_complete(self._finish())
         self._loop.close()
 
+    @contextlib.contextmanager
+    def _around_call(self) -> Iterator[None]:
+        """Enter the context of one call of the model's code."""
+        try:
+            with self._profiler.batch() if self._profiler else contextlib.nullcontext():
+                yield
+        finally:
+            self._on_idle()
+
     def _launch(self, item: Item, client: _Client) -> None:
-        if self._traces is None:
+        context: EnterContext = getattr(item, "context", None)
+        with context() if context else contextlib.nullcontext():  # which the task keeps
             task = self._loop.create_task(self.streams.run(item, client))
-        else:
-            with self._traces.streaming(item) as ended:  # a task keeps the current context
-                task = self._loop.create_task(self.streams.run(item, client))
-            task.add_done_callback(lambda _: ended(client.error))
         self._clients[task] = client
         task.add_done_callback(self._finalize)
         self._schedule_poll()
@@ -196,11 +207,7 @@ class Streaming:
 
 
 class _Client:
-    """The client of one request, which gets its responses.
-
-    Attributes:
-        error: the error that the stream ended with; None: it ended without, or goes on.
-    """
+    """The client of one request, which gets its responses."""
 
     def __init__(self, streaming: Streaming, request: Request) -> None:
         self._streaming = streaming
@@ -210,7 +217,6 @@ class _Client:
         self._gone = False
         # After the final response, a query would read memory that Triton has freed: 24.10 dies.
         self._ended = False
-        self.error: BackendError | None = None
 
     def send(self, outcome: dict[str, Value], *, last: bool) -> None:
         """Send a response."""
@@ -230,7 +236,7 @@ class _Client:
     def end(self, error: BackendError | None, text: str = "") -> None:
         """End the stream for the client; log the error."""
         orphans.end_if_orphaned()
-        self.error, self._ended = error, True
+        self._ended = True
         send = self._sender.send
         if error is not None:
             send = partial(send, messages.write(error))

@@ -137,11 +137,6 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
             "Raise max_batch_size, or remove the bucket.",
         ),
         (
-            options.profile_batches is not None and options.profile_dir is None,
-            "PROFILE_BATCHES is set, and PROFILE_DIR is not",
-            "Set PROFILE_DIR to the folder for the traces, or remove PROFILE_BATCHES.",
-        ),
-        (
             options.profile_dir is not None and not Path(options.profile_dir).is_absolute(),
             f"PROFILE_DIR is '{options.profile_dir}'",
             "Give an absolute path: Triton chooses the working directory of an instance.",

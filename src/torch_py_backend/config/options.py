@@ -195,9 +195,7 @@ class Options:
     execution_timeout_ms: int | None = _option(positive)
     warmup: bool | None = _option(boolean)
     max_streams: int = _option(positive, default=64)
-    tracing: bool | None = _option(boolean)
     profile_dir: str | None = _option(name)
-    profile_batches: int | None = _option(positive)
     # Triton itself reads the next two.
     force_cpu_only_input_tensors: bool = _option(yes_no, default=True)
     execution_env_path: str | None = _option(name)

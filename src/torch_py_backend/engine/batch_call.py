@@ -13,7 +13,6 @@ from torch_py_backend.batching.output_extraction import Finite
 from torch_py_backend.batching.padding import Padding
 from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.batching.runtime import Runtime
-from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import side_effects
 from torch_py_backend.engine.model_runner import ModelRunner
@@ -24,9 +23,6 @@ from torch_py_backend.errors import BackendError
 
 class BatchCall:
     """Runs groups of items as one batch each.
-
-    Attributes:
-        stages: all stages but those of the runner.
 
     Args:
         effects: observes the first calls.
@@ -59,15 +55,11 @@ class BatchCall:
         self._state_inputs = frozenset(state.input for state in config.states)
         states = {state.output for state in config.states}
         self._state_places = [place for place, name in enumerate(outputs) if name in states]
-        self.gather: Stage[Callable[..., Batch]] = Stage(
-            "gather", gather_scatter.gather if ragged is None else ragged.gather
+        self.gather: Callable[..., Batch] = (
+            gather_scatter.gather if ragged is None else ragged.gather
         )
-        self.to_device = Stage("host to device", device_runtime.to_device)
-        self.to_host: Stage[Callable[..., Sequence[Any]]] = Stage(
-            "device to host", device_runtime.to_host
-        )
-        self._scattered = Stage("scatter", self._scatter)
-        self.stages: list[Stage[Any]] = [self.gather, self.to_device, self.to_host, self._scattered]
+        self.to_device = device_runtime.to_device
+        self.to_host: Callable[..., Sequence[Any]] = device_runtime.to_host
 
     def run(self, group: Group, *, copy_outputs: bool) -> Sequence[Outcome]:
         """Run a group; raise whatever the model raises. See `retry.Attempt`."""
@@ -75,7 +67,7 @@ class BatchCall:
         began = time.perf_counter()
         observed = self._effects.observed
         copied = self._state_inputs if observed else names
-        batch = self.gather.call(group.items, names, self._pads, copied)
+        batch = self.gather(group.items, names, self._pads, copied)
         before = (
             {}
             if observed
@@ -87,7 +79,7 @@ class BatchCall:
             shapes = {name: column.shape for name, column in zip(names, batch.columns, strict=True)}
             self._padding.count(self._counts, group.items, names, batch.columns)
         gathered = time.perf_counter()
-        columns = self.to_device.call(batch.columns)
+        columns = self.to_device(batch.columns)
         sent = time.perf_counter()
         rows = rows_in(columns) if self._ragged is None else sum(batch.sizes)
         self._counts.rows += rows
@@ -106,11 +98,11 @@ class BatchCall:
                 for name, column in zip(names, batch.columns, strict=True)
                 if name not in self._state_inputs
             ]
-        outputs = self.to_host.call(owned, inputs)
+        outputs = self.to_host(owned, inputs)
         if copy_outputs:
             outputs = self._kept(owned, outputs)
         fetched = time.perf_counter()
-        outcomes = self._scattered.call(group, batch.sizes, shapes, outputs)
+        outcomes = self._scatter(group, batch.sizes, shapes, outputs)
         # Inline: a method call would cost more than these additions.
         counts = self._counts
         counts.gather_seconds += gathered - began

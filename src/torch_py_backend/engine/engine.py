@@ -17,13 +17,13 @@ from torch import Tensor
 
 from torch_py_backend import composition
 from torch_py_backend.artifacts.discovery import Artifact
-from torch_py_backend.batching import gather_scatter, runtime
+from torch_py_backend.batching import gather_scatter, runtime, traced_item
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value, rows_in
 from torch_py_backend.batching.grouping import Group, Grouping
 from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
 from torch_py_backend.batching.padding import Padding
-from torch_py_backend.batching.stage import Around, Stage
+from torch_py_backend.batching.traced_item import EnterContext
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import plain_call
 from torch_py_backend.engine.batch_call import BatchCall
@@ -39,6 +39,8 @@ from torch_py_backend.hooks.user_hooks import Hooks
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.calls import InputBinding
 from torch_py_backend.weights import gpu_sharing, sharing_report
+
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 class Engine:
@@ -83,14 +85,17 @@ class Engine:
         extract: Extract = self._extractor.extract
         clone: Callable[[Value], Value] = gather_scatter.clone
         self.grouping: Grouping | HookedPipeline
+        self._run: Callable[[Sequence[Item]], Sequence[Outcome]]
         if hooks is None:
             dtype = config.options.weights_dtype
             cast = getattr(torch, dtype) if dtype else None
-            self.grouping = Grouping(config, loaded.signature, padding, cast=cast)
+            grouping = Grouping(config, loaded.signature, padding, cast=cast)
+            self.grouping, self._run = grouping, partial(self._run_items, grouping)
         else:
-            self.grouping = HookedPipeline(config, loaded.signature, hooks, device_runtime)
-            if self.grouping.postprocesses:  # after scatter
-                self._names, extract = hooked_pipeline.UNPROCESSED, self.grouping.split
+            pipeline = HookedPipeline(config, loaded.signature, hooks, device_runtime)
+            self.grouping, self._run = pipeline, partial(self._run_hooked, pipeline)
+            if pipeline.postprocesses:  # after scatter
+                self._names, extract = hooked_pipeline.UNPROCESSED, pipeline.split
                 clone, self._finite = hooked_pipeline.copy_rows, None
         self.runner = ModelRunner(config, loaded, self.grouping, extract, self.counts, clone)
         self.side_effects = SideEffects(loaded.owner, captured=self.runner.captures)
@@ -103,19 +108,14 @@ class Engine:
             outputs=self._names,
             finite=self._finite,
         )
-        self._batch = Stage("call", self.batch_call.run)
         self.stream_calls = StreamCalls(config, self.grouping, self.batch_call, loaded.step)
-        self._stages = [
-            *self._make_stages(),
-            *self.batch_call.stages,
-            self.runner.extract,
-            *self.stream_calls.stages,
-        ]
+        # For each item of the current run, if Triton traces one of their requests.
+        self._contexts: Sequence[EnterContext] = ()
         rows = self.runner.rows
         self.pads_batches = padding is not None or bool(rows.buckets) or rows.least > 1
         self.recovery = RetryPolicy(
             config,
-            self._batch,
+            self._call_model,
             called=loaded.signature.name,
             rows=rows,
             repeats=self.repeats,
@@ -126,30 +126,6 @@ class Engine:
         self._limits = self.recovery.capacity.limits
         self._shared: gpu_sharing.SharedWeights | None = None
         self._prepares = False
-
-    def _make_stages(self) -> list[Stage[Any]]:
-        """Make the engine's own stages, and return them with those of the hooks and the runner."""
-        grouping = self.grouping
-        self._streamed = Stage("streamed", self._calling)
-        self._hook = Stage("hook", self._call_hook)
-        self._group = Stage("group", grouping.group)
-        self._run: Stage[Callable[[Sequence[Item]], Sequence[Outcome]]]
-        if isinstance(grouping, Grouping):
-            self._run = Stage("run", self._run_items)
-            self._single_group = Stage("group", grouping.single_group)
-            self._admit = Stage("admit", grouping.admit)
-            others: list[Stage[Any]] = [
-                self._single_group,
-                self._admit,
-                self.runner.convert,
-                self.runner.forward,
-            ]
-        else:  # without `runner.forward`: hooks get the module itself and may read its attributes
-            self._run = Stage("run", partial(self._run_hooked, grouping))
-            self._begin = Stage("prepare", grouping.begin)
-            self._finish = Stage("finish", grouping.finish)
-            others = [self._begin, self._finish, *grouping.stages]
-        return [self._run, self._streamed, self._hook, self._group, self._batch, *others]
 
     def share(self, shared: gpu_sharing.SharedWeights) -> None:
         """Share one copy of the weights with other instances.
@@ -198,27 +174,13 @@ class Engine:
         effects = self.side_effects
         return (items > 1 or not effects.writes_inputs) and not effects.writes_buffers()
 
-    def calling(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a call of the model for a stream."""
-        return self._streamed.call()
-
     @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
+    def calling(self) -> Iterator[None]:
+        """Enter the context of a call of the model for a stream."""
         with self.lock:
             self.recovery.on_call()
             with self.guard():
                 yield
-
-    def instrument(self, around: Around) -> Callable[[], None]:
-        """Wrap the stages with `around`; the returned function removes the wrappers."""
-        for stage in self._stages:
-            stage.add(around)
-
-        def remove() -> None:
-            for stage in self._stages:
-                stage.remove(around)
-
-        return remove
 
     def plain_call(self) -> PlainCall | None:
         """Return the call of a plain model; None: it is not plain, or no call was compared yet."""
@@ -257,10 +219,10 @@ class Engine:
         return PlainCall(
             binding.names,
             tuple(ranks[name] for name in binding.names),
-            plain_call.bind(binding, self.runner.forward.call)
+            plain_call.bind(binding, self.runner.forward)
             if direct
             else partial(self._run_stages, binding, buffers.send),
-            self.runner.extract.call if direct else None,
+            self.runner.extract if direct else None,
             runtime.to_host,
             self._names,
             self._extractor.only_tensor() if direct else None,
@@ -297,9 +259,19 @@ class Engine:
     def run(self, items: Sequence[Item]) -> Sequence[Outcome]:
         """Return one outcome for each item, in order."""
         with self.lock:
-            if self._shared is not None:
-                return self._run_shared(self._shared, items)
-            return self._run.call(items)
+            contexts = traced_item.contexts(items)
+            if not contexts:
+                return self._run_all(items)
+            self._contexts = contexts
+            try:
+                return self._run_all(items)
+            finally:
+                self._contexts = ()
+
+    def _run_all(self, items: Sequence[Item]) -> Sequence[Outcome]:
+        if self._shared is not None:
+            return self._run_shared(self._shared, items)
+        return self._run(items)
 
     def _run_shared(
         self, shared: gpu_sharing.SharedWeights, items: Sequence[Item]
@@ -311,7 +283,7 @@ class Engine:
             if refusal is None:
                 if not present:  # the weights are at other addresses now
                     self.side_effects.reset_baseline()
-                outcomes = self._run.call(items)
+                outcomes = self._run(items)
                 refusal = shared.lost()
                 if refusal is None:
                     return outcomes
@@ -321,13 +293,13 @@ class Engine:
             self.recovery.fatal = refusal
         return [reported(refusal)] * len(items)
 
-    def _run_items(self, items: Sequence[Item]) -> Sequence[Outcome]:
-        whole = self._single_group.call(items)
+    def _run_items(self, grouping: Grouping, items: Sequence[Item]) -> Sequence[Outcome]:
+        whole = grouping.single_group(items)
         if whole is not None:
             outcomes = self._run_group(whole)
         else:
             with self._admitting():
-                outcomes = self._run_admitted([self._admit.call(item) for item in items])
+                outcomes = self._run_admitted([grouping.admit(item) for item in items])
         if self._clean is not None:
             self.clean()
         return outcomes
@@ -338,21 +310,21 @@ class Engine:
         copies = len(items) > 1
         with self.guard():
             began = time.perf_counter()
-            begin = partial(self._begin.call, copies=copies)
-            begun = [self._hook.call(place, begin, item) for place, item in enumerate(items)]
+            begin = partial(pipeline.begin, copies=copies)
+            begun = [self._call_hook(place, begin, item) for place, item in enumerate(items)]
             prepared = [
-                prepare if isinstance(prepare, BackendError) else self._hook.call(place, prepare)
+                prepare if isinstance(prepare, BackendError) else self._call_hook(place, prepare)
                 for place, prepare in enumerate(begun)
             ]
             self.counts.preprocess_seconds += time.perf_counter() - began
             outcomes: Sequence[Outcome] = self._run_admitted(list(prepared))
             if pipeline.postprocesses:
                 ran = time.perf_counter()
-                finish = partial(self._finish.call, copies=copies)
+                finish = partial(pipeline.finish, copies=copies)
                 outcomes = [
                     outcome
                     if isinstance(outcome, BackendError)
-                    else self._hook.call(place, finish, outcome, prepared[place])
+                    else self._call_hook(place, finish, outcome, prepared[place])
                     for place, outcome in enumerate(outcomes)
                 ]
                 self.counts.postprocess_seconds += time.perf_counter() - ran
@@ -364,10 +336,11 @@ class Engine:
             self.clean()
         return outcomes
 
-    def _call_hook(self, place: int, stage: Callable[..., object], *args: Any) -> Any:  # noqa: ARG002  the position is for instrumentation
-        """Return the result of a hook stage for the item at a position, or the item's error."""
+    def _call_hook(self, place: int, hook: Callable[..., object], *args: Any) -> Any:
+        """Return the result of a hook for the item at a position, or the item's error."""
         try:
-            return stage(*args)
+            with self._context((place,)):
+                return hook(*args)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -382,12 +355,24 @@ class Engine:
             for position, item in enumerate(items)
             if not isinstance(item, BackendError)
         ]
-        groups = self._group.call(admitted)
+        groups = self.grouping.group(admitted)
         for number, group in enumerate(groups, 1):
             results = self._run_group(group, copy_outputs=number < len(groups))
             for position, outcome in zip(group.positions, results, strict=True):
                 outcomes[position] = outcome
         return outcomes
+
+    def _call_model(self, group: Group, *, copy_outputs: bool) -> Sequence[Outcome]:
+        """Run a group; raise whatever the model raises. See `retry.Attempt`."""
+        with self._context(group.positions):
+            return self.batch_call.run(group, copy_outputs=copy_outputs)
+
+    def _context(self, positions: Sequence[int]) -> contextlib.AbstractContextManager[None]:
+        """Return the context of the first traced request among those at some positions."""
+        if not self._contexts:
+            return _NO_CONTEXT
+        contexts = (self._contexts[position] for position in positions)
+        return next((enter for enter in contexts if enter is not None), lambda: _NO_CONTEXT)()
 
     def _run_group(self, group: Group, *, copy_outputs: bool = False) -> Sequence[Outcome]:
         with self.guard():  # what retries copy and join is on the model's own stream, too
@@ -395,7 +380,7 @@ class Engine:
                 return self.recovery.run(group, copy_outputs=copy_outputs)
             self.recovery.calls_before = composition.calls
             try:
-                return self._batch.call(group, copy_outputs=copy_outputs)
+                return self._call_model(group, copy_outputs=copy_outputs)
             except KeyboardInterrupt:
                 raise
             except BaseException as error:

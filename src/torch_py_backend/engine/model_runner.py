@@ -16,7 +16,6 @@ from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.batching.grouping import Grouping
-from torch_py_backend.batching.stage import Stage
 from torch_py_backend.compile import batch_buckets, compile_cache, torch_compile
 from torch_py_backend.compile.cuda_graphs import Graphs
 from torch_py_backend.config.model_config import ModelConfig
@@ -63,9 +62,9 @@ class ModelRunner:
         self.compiles = self._compiled is not None
         self.captures = "cuda_graphs" in config.options.optimize
         self._graphs = Graphs(config.name, module, counts) if self.captures else None
-        self.forward: Stage[Callable[..., Any]] = Stage("forward", self._graphs or module)
-        self.convert = Stage("convert", grouping.convert)
-        self.extract = Stage("outputs", extract)
+        self.forward: Callable[..., Any] = self._graphs or module
+        self.convert = grouping.convert
+        self.extract = extract
         fixed = config.options.static_shapes or self.captures
         self.rows = batch_buckets.row_counts(config, loaded.rows, fixed=fixed)
 
@@ -95,7 +94,7 @@ class ModelRunner:
             if hit is not None:
                 self.counts.compile_cache["hit" if hit else "miss"] = 1
             sealed = self._compiled.seal()
-        self.forward.replace(sealed if self._graphs is None else self._graphs.seal(sealed))
+        self.forward = sealed if self._graphs is None else self._graphs.seal(sealed)
 
     def call(self, inputs: InputBinding, columns: Sequence[Value], rows: int) -> Sequence[Value]:
         """Return the model's outputs for a batch, in as many calls as needed.
@@ -118,5 +117,5 @@ class ModelRunner:
     def _call_once(
         self, inputs: InputBinding, columns: Sequence[Value], rows: int
     ) -> Sequence[Value]:
-        passed = self.convert.call(inputs, columns)
-        return self.extract.call(inputs.call(self.forward.call, passed), rows)
+        passed = self.convert(inputs, columns)
+        return self.extract(inputs.call(self.forward, passed), rows)

@@ -17,7 +17,6 @@ from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Outcome, Rows, Value
 from torch_py_backend.batching.grouping import Group
-from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import faults
 from torch_py_backend.engine.bisection import MAX_CALLS, bisect
@@ -95,7 +94,7 @@ class RetryPolicy:
         calls_before: `composition.calls` before the last attempt.
 
     Args:
-        attempt: the stage that runs a group.
+        attempt: runs a group.
         called: the name of the model's function that an attempt calls.
         rows: the row counts that the model takes.
         repeats: returns whether the model may be called again with that many items that were
@@ -106,7 +105,7 @@ class RetryPolicy:
     def __init__(
         self,
         config: ModelConfig,
-        attempt: Stage[Attempt],
+        attempt: Attempt,
         *,
         called: str,
         rows: Rows,
@@ -271,7 +270,7 @@ class RetryPolicy:
         self.on_call()
         self.calls_before = composition.calls
         try:
-            return self._attempt.call(group, copy_outputs=copy_outputs)
+            return self._attempt(group, copy_outputs=copy_outputs)
         except KeyboardInterrupt:
             raise
         except BaseException as error:

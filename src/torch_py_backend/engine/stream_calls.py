@@ -1,4 +1,4 @@
-"""The engine's stages for streams: begin a stream with an item, turn its results into outcomes.
+"""The engine's calls for streams: begin a stream with an item, turn its results into outcomes.
 
 The package `streaming` resumes the streams in between.
 """
@@ -13,7 +13,6 @@ from typing import Any
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value, rows_in
 from torch_py_backend.batching.grouping import Grouping
-from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.batch_call import BatchCall
 from torch_py_backend.errors import BackendError, OutputError
@@ -34,12 +33,10 @@ class StreamInputs:
 
 
 class StreamCalls:
-    """The stages of streams. Call each within `Engine.calling`.
+    """The calls of streams. Make each within `Engine.calling`.
 
     Attributes:
         step: the module's step(), which runs all live streams; None: it has none.
-        next: resumes one stream.
-        stages: all stages but those of the `ModelRunner` and the `BatchCall`.
     """
 
     def __init__(
@@ -57,19 +54,11 @@ class StreamCalls:
         # The begin() of another stream or a further step() may overwrite memory that an outcome
         # shares with the model before the outcome is sent.
         self._owns = step is not None
-        self.step = None if step is None else Stage("step", step)
-        self.next: Stage[Callable[[Callable[[], Any]], Any]] = Stage(
-            "next", lambda resume: resume()
-        )
+        self.step = step
         self._gather = batch_call.gather
         self._to_device, self._to_host = batch_call.to_device, batch_call.to_host
-        self.stages: list[Stage[Any]] = [self.next]
-        if self.step is not None:
-            self.stages.append(self.step)
         if isinstance(grouping, Grouping):  # hooks are refused for streams
-            self._admit = Stage("admit", grouping.admit)
-            self._group = Stage("group", grouping.group)
-            self.stages += [self._admit, self._group]
+            self._admit, self._group = grouping.admit, grouping.group
 
     def begin(self, item: Item) -> tuple[Any, StreamInputs]:
         """Call the model for one item; return its result, a stream, and the stream's inputs.
@@ -77,18 +66,18 @@ class StreamCalls:
         Raises:
             InputError: the item is not what the model takes.
         """
-        admitted = self._admit.call(item)
+        admitted = self._admit(item)
         if isinstance(admitted, BackendError):
             raise admitted
-        (group,) = self._group.call([(0, admitted)])
+        (group,) = self._group([(0, admitted)])
         began = time.perf_counter()
-        batch = self._gather.call(group.items, group.inputs.names)
+        batch = self._gather(group.items, group.inputs.names)
         gathered = time.perf_counter()
-        columns = self._to_device.call(batch.columns)
+        columns = self._to_device(batch.columns)
         sent = time.perf_counter()
         inputs = StreamInputs(rows_in(columns), batch.columns)
-        passed = self._runner.convert.call(group.inputs, columns)
-        result = group.inputs.call(self._runner.forward.call, passed)
+        passed = self._runner.convert(group.inputs, columns)
+        result = group.inputs.call(self._runner.forward, passed)
         counts = self._counts
         counts.forward_seconds += time.perf_counter() - sent
         counts.gather_seconds += gathered - began
@@ -101,7 +90,7 @@ class StreamCalls:
         extracted: list[Sequence[Value] | OutputError] = []
         for result, inputs in results:
             try:
-                extracted.append(self._runner.extract.call(result, inputs.rows))
+                extracted.append(self._runner.extract(result, inputs.rows))
             except OutputError as error:
                 extracted.append(error)
         outputs = [
@@ -109,7 +98,7 @@ class StreamCalls:
         ]
         columns = [column for _, inputs in results for column in inputs.columns]
         began = time.perf_counter()
-        fetched = self._to_host.call(outputs, columns)
+        fetched = self._to_host(outputs, columns)
         if self._owns:
             fetched = [
                 gather_scatter.clone(value) if value is before else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,7 +16,6 @@ from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
 from torch_py_backend.batching.grouping import MAX_SETS, Group
 from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
 from torch_py_backend.batching.runtime import Runtime
-from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.request_parameters import Parameters
@@ -52,9 +51,6 @@ class HookedPipeline:
     It takes the place of `Grouping`: `begin` prepares items, `group` groups them, and each group
     has the function that calls the module.
 
-    Attributes:
-        stages: the stages within `begin` and within the calls of groups.
-
     Raises:
         BindingError: the config's inputs do not match the signature of the hooks or the module.
     """
@@ -88,13 +84,6 @@ class HookedPipeline:
         self._extractor = OutputExtractor(row_config, "postprocess()")
         self._names = tuple(self._specs)
         self._finite = Finite(config) if config.options.check_finite else None
-        self._prepared = Stage("prepare", self._prepare)
-        self._forward = Stage("forward", self._call_module)
-        self.stages: list[Stage[Any]] = [
-            self._prepared,
-            self._forward,
-            *(hook.stage for hook in hooks.defined),
-        ]
 
     # --- before the module ---------------------------------------------------------------------
 
@@ -113,7 +102,7 @@ class HookedPipeline:
         item = dict(item)
         parameters = request_parameters.pop(item)
         return partial(
-            self._prepared.call,
+            self._prepare,
             self._preprocessor.begin(item, parameters, copies=copies),
             parameters,
         )
@@ -180,7 +169,7 @@ class HookedPipeline:
         if self.hooks.inference is not None:
             result = self.hooks.inference.with_parameters(parameters)(module, batch)
         else:
-            result = self._forward.call(module, batch)
+            result = self._call_module(module, batch)
         if self.hooks.postprocess_batch is not None:
             result = self.hooks.postprocess_batch.with_parameters(parameters)(result)
         return result

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch_py_backend.artifacts.discovery import HOOK_METHODS, Artifact, ArtifactType
-from torch_py_backend.batching.stage import Stage
 from torch_py_backend.config import conflicts, request_parameters
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.request_parameters import Parameters
@@ -64,7 +63,7 @@ class Hook:
     Attributes:
         model: the model's name.
         name: the method's name.
-        stage: the method.
+        method: the method.
         text: its declaration, for messages.
         takes_parameters: whether it takes the request's parameters.
         file: the file that defines it.
@@ -72,7 +71,7 @@ class Hook:
 
     model: str
     name: str
-    stage: Stage[Callable[..., Tree]]
+    method: Callable[..., Tree]
     text: str
     takes_parameters: bool
     file: Path = Path("model.py")
@@ -86,7 +85,7 @@ class Hook:
             HookError: the method fails.
         """
         try:
-            return self.stage.call(*args, **kwargs)
+            return self.method(*args, **kwargs)
         except (BackendError, KeyboardInterrupt):
             raise
         except BaseException as error:
@@ -126,7 +125,7 @@ class Hook:
         """Return the method's signature without the request's parameters."""
         arguments = []
         gap = False
-        for argument in introspection.from_function(self.stage.call).arguments:
+        for argument in introspection.from_function(self.method).arguments:
             if argument.name == request_parameters.ARGUMENT:
                 gap = True  # arguments after a gap cannot be passed by position
             elif gap and argument.passing is Passing.POSITIONAL:
@@ -246,7 +245,7 @@ def _create_hook(config: ModelConfig, path: Path, instance: object, name: str) -
                 f" {request_parameters.ARGUMENT} as the last argument if it takes them",
             ) from None
     text = f"{name}{signature}"
-    return Hook(config.name, name, Stage(name, method), text, takes_parameters, path)
+    return Hook(config.name, name, method, text, takes_parameters, path)
 
 
 def _check_conflicts(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) -> None:

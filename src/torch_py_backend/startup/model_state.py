@@ -174,7 +174,7 @@ def _objects(engine: Engine, modules: _Modules) -> Iterator[tuple[str, object]]:
         served = getattr(engine.loaded.module, "__self__", engine.loaded.module)
         yield from () if isinstance(served, types.FunctionType) else [("", served)]
     for hook in engine.hooks.defined if engine.hooks is not None else ():
-        yield "hooks", getattr(hook.stage.call, "__self__", None)
+        yield "hooks", getattr(hook.method, "__self__", None)
 
 
 def _fields(part: object) -> dict[str, object]:

@@ -150,7 +150,7 @@ class Stepper:
         self.calls += 1
         self.streams += len(batch)
         began = time.perf_counter()
-        returned = step.call([pending.state for pending in batch])
+        returned = step([pending.state for pending in batch])
         self._engine.counts.forward_seconds += time.perf_counter() - began
         pairs = _pairs(returned, len(batch))
         if isinstance(pairs, str):

@@ -23,6 +23,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -72,16 +73,20 @@ class Streams:
         steps: calls step() of a module that has one, else None.
 
     Args:
-        after_call: called after each call of the model's code.
+        around_call: returns a context manager that is entered around each call of the model's code.
     """
 
-    def __init__(self, engine: Engine, after_call: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        around_call: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
         self.live = 0
         self.closing = False
         self.steps = Stepper(engine, self.calling) if engine.loaded.step is not None else None
         self._engine = engine
         self._model = engine.config.name
-        self._after_call = after_call
+        self._around_call = around_call
 
     async def run(self, item: Item, consumer: Consumer) -> None:
         """Run one stream to its end. Errors go to the consumer."""
@@ -140,11 +145,8 @@ class Streams:
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
         """Enter the context of a call of the model."""
-        try:
-            with self._engine.calling():
-                yield
-        finally:
-            self._after_call()
+        with self._around_call(), self._engine.calling():
+            yield
 
     @contextlib.contextmanager
     def advancing(self) -> Iterator[None]:
@@ -168,8 +170,7 @@ class Streams:
         """Resume one stream and return the result. Called within `calling`."""
         began = time.perf_counter()
         try:
-            result: T = self._engine.stream_calls.next.call(resume)
-            return result
+            return resume()
         finally:
             self._engine.counts.forward_seconds += time.perf_counter() - began
 
