@@ -1,8 +1,7 @@
-"""A substitute for a GPU: tensors that say that they are on one, and streams that record waits."""
+"""A substitute for a GPU: tensors that claim to be on one, and a record of what was waited for."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,21 +23,8 @@ class OnGpu(Tensor):
     def is_cuda(self) -> bool:  # type: ignore[override]
         return True
 
-
-class PageLocked(Tensor):
-    """Page-locked memory, which is written by blocking copies only.
-
-    Its memory may be freed after an error that the GPU does not recover from. torch then records an
-    event for each stream of an asynchronous copy, and the error of that ends the process.
-    """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    waits: list[torch.device]
-
-    def copy_(self, source: Tensor, non_blocking: bool = False) -> Tensor:
-        assert not non_blocking
-        self.waits.append(DEVICE)
-        return super().copy_(source)
+    def cpu(self, *_: Any) -> Tensor:
+        return self.clone()
 
 
 def put(tensor: Tensor) -> Tensor:
@@ -47,21 +33,8 @@ def put(tensor: Tensor) -> Tensor:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Let torch use the substitute; return the devices whose streams were waited for."""
+    """Let torch use the substitute; return the devices that were waited for."""
     waits: list[torch.device] = []
-    empty = torch.empty
-
-    def current_stream(device: Any = DEVICE) -> SimpleNamespace:
-        return SimpleNamespace(synchronize=lambda: waits.append(torch.device(device)))
-
-    def unpinned(*args: Any, pin_memory: bool = False, **options: Any) -> Tensor:
-        if not pin_memory:
-            return empty(*args, **options)
-        memory = empty(*args, **options).as_subclass(PageLocked)
-        memory.waits = waits
-        return memory
-
-    monkeypatch.setattr(torch, "empty", unpinned)
-    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     return waits

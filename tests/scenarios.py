@@ -1324,12 +1324,6 @@ LOAD_ERRORS = (
         "BATCH_BUCKETS holds 16, and max_batch_size is 8",
     ),
     refused(
-        "graphs_on_cpu",
-        python(models.Negate),
-        x_to_y(4, OPTIMIZE="cuda_graphs"),
-        "OPTIMIZE asks for cuda_graphs, and the instance is KIND_CPU",
-    ),
-    refused(
         "freeze_eager",
         python(models.Negate),
         x_to_y(4, OPTIMIZE="freeze"),

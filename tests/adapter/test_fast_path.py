@@ -269,26 +269,6 @@ def test_other_hooks(hooks: str, tmp_path: Path) -> None:
     assert model._answer == model._answering.answer
 
 
-@pytest.mark.usefixtures("process")
-def test_page_locked_memory() -> None:
-    """Batches are gathered in the same memory, and only those that fit in it."""
-    from torch_py_backend.adapter import fast_path
-
-    buffers = (torch.zeros(4, 4), torch.zeros(4, 4))
-    read = fast_path.reader(["b", "a"], [2, 2], buffers)
-    for rows in ((1,), (2, 1), (4,)):
-        requests = [_request({"a": (n, 4), "b": (n, 4)}, n) for n in rows]
-        batch = read(requests)
-        assert batch is not None
-        columns, sizes, arrays = batch
-        assert sizes == list(rows)
-        for column, values, buffer in zip(columns, arrays, buffers, strict=True):
-            assert column.data_ptr() == buffer.data_ptr()
-            assert column.tolist() == [row for value in values for row in value.tolist()]
-    for shape in ((5, 4), (1, 3), (4,)):
-        assert read([_request({"a": shape, "b": shape}, 0)]) is None
-
-
 class Moody(nn.Module):
     """Keeps the rows of its calls; fails in a way that the first value chooses."""
 

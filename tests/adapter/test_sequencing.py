@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from scenarios import Scenario
 from torch import Tensor, nn
 
 from torch_py_backend.adapter import metrics, sequencing
-from torch_py_backend.batching import runtime
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -68,22 +65,6 @@ class _Unreadable(fake_triton.Tensor):
 def unreadable(flags: str) -> Any:
     tensor = _Unreadable("x", np.ones((1, 4), dtype=np.float32))
     return fake_triton.InferenceRequest([tensor], turn=Turn(7, "s" in flags, "e" in flags))
-
-
-def test_the_thread_uses_the_device_of_the_instance(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thread of the sequences is prepared for the model's device."""
-    prepared, done = [], threading.Event()
-
-    def for_thread(device: torch.device) -> Callable[[], None]:
-        prepared.append(device.type)
-        return done.set
-
-    monkeypatch.setattr(runtime, "for_thread", for_thread)
-    Loaded(tmp_path)
-    assert done.wait(60)
-    assert prepared == ["cpu"]
 
 
 @pytest.mark.parametrize(
@@ -245,21 +226,9 @@ def test_a_refused_request_keeps_its_slot(unread: bool, tmp_path: Path) -> None:
 
 
 def test_fillers_of_every_kind_are_blank() -> None:
-    """Of a request that only fills a slot, only controls reach the model.
-
-    Tensors, which may be on a GPU, are zeroed on the model's own stream.
-    """
+    """Of a request that only fills a slot, only controls reach the model."""
     steps = sequencing.SequenceReader.__new__(sequencing.SequenceReader)
     steps._sent = ["a", "b", "c"]
-    zeroed = []
-
-    @contextlib.contextmanager
-    def guard() -> Iterator[None]:
-        before = item["c"].tolist()
-        yield
-        zeroed.append((before, item["c"].tolist()))
-
-    steps._guard = guard
     item: dict[str, Any] = {
         "a": np.array([[np.nan]]),
         "b": np.array([[b"chance"]], dtype=np.object_),
@@ -268,7 +237,6 @@ def test_fillers_of_every_kind_are_blank() -> None:
     }
     blank = {name: value.tolist() for name, value in steps._blank(item).items()}
     assert blank == {"a": [[0]], "b": [[b""]], "c": [[0]], "READY": [[-1]]}
-    assert zeroed == [([[3]], [[0]])]
 
 
 @pytest.mark.parametrize("mode", ["true", "false"])

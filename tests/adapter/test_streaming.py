@@ -111,8 +111,8 @@ def test_streams_run_on_the_device_of_the_instance(
     prepared: list[tuple[str, str]] = []
     monkeypatch.setattr(
         runtime,
-        "for_thread",
-        lambda device: lambda: prepared.append((device.type, threading.current_thread().name)),
+        "make_current",
+        lambda device: prepared.append((device.type, threading.current_thread().name)),
     )
     _Served(tmp_path, streamed.TABLE[0].scenario)
     _until(lambda: bool(prepared))

@@ -17,7 +17,7 @@ SHARED = {"ENABLE_WEIGHT_SHARING": "true"}
 COMPILED = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": "{}"}
 NOT_COMPILED = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"disable": true}'}
 FIXED_SHAPES = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"dynamic": false}'}
-GRAPHS = {"OPTIMIZE": "cuda_graphs"}
+GRAPHS = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"mode": "reduce-overhead"}'}
 
 UNBATCHED = {"max_batch_size": 0}
 DECOUPLED = {"model_transaction_policy": {"decoupled": True}}
@@ -60,20 +60,6 @@ _LATE: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
         {},
         "CAST_INPUTS is set, and OPTIMIZE asks for fp16",
     ),
-    ("CPU", GRAPHS, {}, "OPTIMIZE asks for cuda_graphs, and the instance is KIND_CPU"),
-    (
-        "GPU",
-        GRAPHS | {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"mode": "reduce-overhead"}'},
-        {},
-        "OPTIMIZE asks for cuda_graphs, and torch.compile's mode is reduce-overhead",
-    ),
-    (
-        "GPU",
-        GRAPHS | {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"options": {"triton.cudagraphs": true}}'},
-        {},
-        "OPTIMIZE asks for cuda_graphs, and torch.compile's options have triton.cudagraphs",
-    ),
-    ("GPU", GRAPHS, UNBATCHED, "OPTIMIZE asks for cuda_graphs, and max_batch_size is 0"),
     ("CPU", BUCKETS, UNBATCHED, "BATCH_BUCKETS is set, and max_batch_size is 0"),
     ("CPU", {"BATCH_BUCKETS": "4,16"}, {}, "BATCH_BUCKETS holds 16, and max_batch_size is 8"),
     ("CPU", PAD, UNBATCHED, "PAD is set, and max_batch_size is 0"),
@@ -82,12 +68,10 @@ _LATE: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
     ("CPU", BUCKETS, DECOUPLED, "BATCH_BUCKETS is set, and the model is decoupled"),
     ("CPU", COMPILED, DECOUPLED, "OPTIONAL_PARAMETERS is set, and the model is decoupled"),
     ("CPU", {"OPTIMIZE": "freeze"}, DECOUPLED, "OPTIMIZE asks for freeze, and the model is"),
-    ("GPU", GRAPHS, DECOUPLED, "OPTIMIZE asks for cuda_graphs, and the model is decoupled"),
     ("GPU", SHARED, DECOUPLED, "shares the weights on the GPU, and the model is decoupled"),
     ("CPU", PAD, BATCH_INPUT, "has batch_input and PAD"),
     ("CPU", PAD, BATCH_OUTPUT, "has batch_output and PAD"),
     ("CPU", BUCKETS, BATCH_INPUT, "has batch_input and BATCH_BUCKETS"),
-    ("GPU", GRAPHS, BATCH_INPUT, "has batch_input and OPTIMIZE's cuda_graphs"),
     ("CPU", FIXED_SHAPES, BATCH_INPUT, "OPTIONAL_PARAMETERS with dynamic: false"),
     ("CPU", {}, BATCH_INPUT | DECOUPLED, "has batch_input and model_transaction"),
     ("CPU", {}, BATCH_OUTPUT | STATEFUL, "and a state that batch_output names"),
@@ -112,7 +96,7 @@ def test_conflict(
 @pytest.mark.parametrize(
     ("kind", "parameters", "document"),
     [
-        ("GPU", GRAPHS | {"BATCH_BUCKETS": "2,8"}, {}),
+        ("GPU", GRAPHS | BUCKETS, {}),
         ("CPU", PAD, STATEFUL),
         ("CPU", {}, CACHED),
         ("CPU", {}, SEQUENCES | {"response_cache": {"enable": False}}),

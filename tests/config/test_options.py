@@ -205,7 +205,7 @@ def test_removed_options(key: str) -> None:
     assert removed_names.OPTIONS[key] in str(raised.value)
 
 
-@pytest.mark.parametrize("value", sorted(removed_names.OPTIMIZE.keys() - {"cuda_graphs"}))
+@pytest.mark.parametrize("value", sorted(removed_names.OPTIMIZE))
 def test_removed_optimizations(value: str) -> None:
     with pytest.raises(OptionError, match=f"{value} was removed. "):
         parsed(OPTIMIZE=f"channels_last,{value}")

@@ -5,17 +5,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import build
 import fake_triton
 import models
 import numpy as np
@@ -30,17 +27,8 @@ from torch import Tensor
 
 from torch_py_backend.adapter import TritonPythonModel, messages
 from torch_py_backend.artifacts.discovery import ArtifactType
-from torch_py_backend.batching import runtime
-from torch_py_backend.batching.counters import Counts
-from torch_py_backend.batching.padding import Padding
 from torch_py_backend.batching.ragged import Ragged
-from torch_py_backend.compile import cuda_graphs
 from torch_py_backend.config import pbtxt
-from torch_py_backend.config.options import Options
-from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.side_effects import SideEffects
-from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.signature import introspection
 
 _ON_CPU = os.environ.get("GPU_DEVICE") == "cpu"
 _KIND = "CPU" if _ON_CPU else "GPU"
@@ -233,12 +221,12 @@ def test_outputs_stay_where_the_inputs_are(tmp_path: Path, process: None) -> Non
 
 
 @_CUDA
-def test_runs_on_its_device_and_stream(tmp_path: Path, process: None) -> None:
-    """The model's inputs are on the GPU, and work goes to a stream of the instance's own."""
+def test_runs_on_its_device(tmp_path: Path, process: None) -> None:
+    """The model's inputs are on the GPU."""
     scenario = scenarios.Scenario(
         "where",
         scenarios.text(models.source(Where)),
-        scenarios.config({"x": [4]}, {"y": [2]}),
+        scenarios.config({"x": [4]}, {"y": [1]}),
     )
     model = TritonPythonModel()
     arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
@@ -246,7 +234,7 @@ def test_runs_on_its_device_and_stream(tmp_path: Path, process: None) -> None:
     document = json.loads(arguments["model_config"])
     (response,) = model.execute([fake_triton.request({"x": scenarios.floats(1, 4)}, document)])
     (tensor,) = response.output_tensors()
-    assert tensor.as_numpy().tolist() == [[1.0, 1.0]]
+    assert tensor.as_numpy().tolist() == [[1.0]]
 
 
 _AFFINE = scenarios.both(
@@ -256,37 +244,39 @@ _ADD_SUB = {"INPUT0": [4], "INPUT1": [4]}, {"OUTPUT0": [4], "OUTPUT1": [4]}
 
 
 @pytest.mark.parametrize(
-    ("optimize", "files", "tensors"),
+    ("parameters", "files", "tensors"),
     [
-        pytest.param("none", _AFFINE, ({"x": [4]}, {"y": [3]}), id="one input"),
-        pytest.param("none", scenarios.python(models.AddSub), _ADD_SUB, id="two inputs"),
-        pytest.param("fp16", _AFFINE, ({"x": [4]}, {"y": [3]}), id="fp16", marks=_CUDA),
+        pytest.param({}, _AFFINE, ({"x": [4]}, {"y": [3]}), id="one input"),
+        pytest.param({}, scenarios.python(models.AddSub), _ADD_SUB, id="two inputs"),
         pytest.param(
-            "cuda_graphs", _AFFINE, ({"x": [4]}, {"y": [3]}), id="cuda_graphs", marks=_CUDA
+            {"OPTIMIZE": "fp16"}, _AFFINE, ({"x": [4]}, {"y": [3]}), id="fp16", marks=_CUDA
+        ),
+        pytest.param(
+            {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "cudagraphs"}'},
+            _AFFINE,
+            ({"x": [4]}, {"y": [3]}),
+            id="CUDA graphs",
+            marks=_CUDA,
         ),
     ],
 )
 def test_both_paths_give_the_same(
-    optimize: str,
+    parameters: dict[str, str],
     files: scenarios.Writer,
     tensors: tuple[dict[str, list[int]], dict[str, list[int]]],
     tmp_path: Path,
     process: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The fast path gathers in page-locked memory; the next batch does not change a response."""
+    """The fast path answers as the general one; the next batch does not change a response."""
     inputs, outputs = tensors
     scenario = scenarios.Scenario(
         "plain",
         files,
-        scenarios.config(inputs, outputs, parameters={"OPTIMIZE": optimize}),
+        scenarios.config(inputs, outputs, parameters=parameters),
     )
     model, document = _serve(scenario, tmp_path)
     assert model._answer != model._answering.answer
-    plain = model._engine.plain_call()
-    assert plain is not None
-    assert all(buffer.is_pinned() for buffer in plain.buffers)
-    assert len(plain.buffers) == (len(inputs) if _KIND == "GPU" else 0)
 
     def request(rows: int, seed: int) -> Any:
         values = {
@@ -310,37 +300,11 @@ def test_both_paths_give_the_same(
                     np.testing.assert_allclose(tensor.as_numpy(), wanted.as_numpy(), atol=1e-6)
 
 
-@_CUDA
-@pytest.mark.parametrize("rows", [1, 2, 3, 8])
-def test_graphs_give_what_the_model_gives(tmp_path: Path, process: None, rows: int) -> None:
-    """A replayed graph answers each batch with its own values, also one that fills a bucket."""
-    scenario = scenarios.Scenario(
-        "captured",
-        scenarios.both(
-            scenarios.python(models.Affine), scenarios.safe(scenarios.affine().state_dict())
-        ),
-        scenarios.config({"x": [4]}, {"y": [3]}, parameters={"OPTIMIZE": "cuda_graphs"}),
-    )
-    model = TritonPythonModel()
-    arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
-    model.initialize(arguments | {"model_instance_kind": "GPU"})
-    document = json.loads(arguments["model_config"])
-    for seed in range(3):
-        x = scenarios.floats(rows, 4, seed=seed)
-        (response,) = model.execute([fake_triton.request({"x": x}, document)])
-        assert response.error() is None, response.error().message()
-        (tensor,) = response.output_tensors()
-        expected = scenarios.eager(scenarios.affine(), x=x)
-        np.testing.assert_allclose(tensor.as_numpy(), expected, rtol=1e-3, atol=1e-4)
-
-
 class Where(torch.nn.Module):
-    """1, 1 when its input is on the GPU and the stream is not the default one."""
+    """1 when its input is on the GPU."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own = torch.cuda.current_stream() != torch.cuda.default_stream()
-        told = torch.tensor([[float(x.is_cuda), float(own)]], device=x.device)
-        return told.expand(len(x), -1)
+        return x.new_full((len(x), 1), float(x.is_cuda))
 
 
 # --- faults, each in a process of its own ------------------------------------------------------
@@ -659,63 +623,6 @@ def test_an_output_on_another_device_is_waited_for(tmp_path: Path, process: None
 
 
 @_CUDA
-def test_kept_inputs_are_read_on_the_models_stream() -> None:
-    """A decoupled request's inputs are copied on the stream that the model reads them on.
-
-    Triton uses the memory of a request's tensors again once execute() has returned.
-    """
-    surroundings = runtime.create(Options(), torch.device("cuda"), ())
-    tensors = [fake_triton.Tensor.from_dlpack("x", torch.full((1 << 24,), 7.0, device="cuda"))]
-    torch.cuda.synchronize()  # nothing is under way in the memory that Triton passes
-    streams = []
-    with surroundings.guard():
-        own = torch.cuda.current_stream()
-
-    def guard() -> Any:
-        streams.append(own)
-        return surroundings.guard()
-
-    request = fake_triton.InferenceRequest(inputs=tensors)
-    item = messages.read_kept(request, guard)
-    assert streams == [own]
-    assert own.query()  # nothing is under way
-    torch.utils.dlpack.from_dlpack(tensors[0].to_dlpack()).zero_()
-    with surroundings.guard():
-        assert bool((torch.as_tensor(item["x"]) == 7).all())
-
-
-@_CUDA
-def test_masks_are_made_on_the_models_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What PAD makes of inputs on the GPU is not read before it is there."""
-    x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
-    mask = dataclasses.replace(build.spec("mask", dims=(-1,)), optional=True)
-    settings = build.config(
-        inputs=(x, mask),
-        outputs=(build.spec("y", dims=(-1,)),),
-        kind="GPU",
-        pad={"x": {"mask": "mask"}},
-    )
-    surroundings = runtime.create(Options(), torch.device("cuda"), ())
-
-    def forward(x: Tensor, mask: Tensor) -> Tensor:
-        return x * mask
-
-    loaded = Loaded(build.artifact(), forward, introspection.from_function(forward))
-    made = Engine(settings, loaded, surroundings, build.artifact())
-    streams = []
-    fill = Padding.fill
-
-    def seen(padding: Padding, item: Any) -> Any:
-        streams.append(torch.cuda.current_stream())
-        return fill(padding, item)
-
-    monkeypatch.setattr(Padding, "fill", seen)
-    made.run([{"x": torch.ones(1, size, device="cuda")} for size in (2, 3)])
-    with surroundings.guard():
-        assert streams == [torch.cuda.current_stream()] * 2
-
-
-@_CUDA
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4, 5), (2, 3, 4, 0)])
 def test_empty_outputs_that_stay_on_the_gpu(shape: tuple[int, ...]) -> None:
     """Triton's utilities compare strides even of a tensor without values.
@@ -725,85 +632,3 @@ def test_empty_outputs_that_stay_on_the_gpu(shape: tuple[int, ...]) -> None:
     value = torch.empty(shape, device="cuda")
     written = messages.write_tensor("y", value)
     assert tuple(torch.utils.dlpack.from_dlpack(written.to_dlpack()).shape) == shape
-
-
-def _waits(x: Tensor) -> Tensor:
-    return x * x.sum().item()
-
-
-def _does_not_fit(x: Tensor) -> Tensor:
-    if torch.cuda.is_current_stream_capturing():
-        torch.empty(1 << 50, device=x.device)
-    return x * 2
-
-
-def _fails_in_a_capture(x: Tensor) -> Tensor:
-    if torch.cuda.is_current_stream_capturing():
-        raise ValueError("not in a graph")
-    return x * 2
-
-
-@_CUDA
-@pytest.mark.parametrize(
-    ("uncaptured", "reason"),
-    [
-        (_waits, "called a synchronizing CUDA operation"),
-        (_fails_in_a_capture, "ValueError: not in a graph"),
-        (_does_not_fit, "CUDA out of memory"),
-    ],
-)
-def test_what_cannot_be_captured_runs_eagerly(
-    uncaptured: Callable[[Tensor], Tensor], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is named with its shapes; graphs before and after it work, and memory is released."""
-
-    def call(x: Tensor) -> Tensor:
-        return uncaptured(x) if len(x) == 2 else x * 2
-
-    graphs = cuda_graphs.Graphs("m", call, Counts())
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(2):
-            for rows in (1, 2, 4):
-                x = torch.ones(rows, 3, device="cuda")
-                assert torch.equal(graphs(x), call(x))
-        torch.rand(1, device="cuda")  # a failed capture has not kept the generator
-        torch.cuda.current_stream().synchronize()
-    assert "inputs of [[2, 3]] are called without a CUDA graph" in caplog.text
-    assert reason in caplog.text
-    assert caplog.text.count("without a CUDA graph") == 1
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
-    large = torch.empty(1 << 28, device="cuda")
-    del large
-    torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before
-
-
-class Counting(torch.nn.Module):
-    """Counts its calls in a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count: Tensor
-        self.register_buffer("count", torch.zeros(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.count += 1
-        return x
-
-
-@_CUDA
-def test_buffers_that_graphs_write_are_seen() -> None:
-    """A replay changes a buffer and not its version."""
-    module = Counting().cuda()
-    made = SideEffects(module, captured=True)
-    x = torch.ones(1, device="cuda")
-    with torch.cuda.stream(torch.cuda.Stream()):
-        pool = torch.cuda.graph_pool_handle()
-        replay = cuda_graphs.capture(lambda tensors: module(*tensors), [x], pool)
-        torch.cuda.current_stream().synchronize()
-        made.reset_baseline()
-        assert not made.writes_buffers()
-        replay([x])
-        torch.cuda.current_stream().synchronize()
-    assert made.writes_buffers()

@@ -361,15 +361,14 @@ def test_parameters_without_preprocessing() -> None:
 def test_rows_are_prepared_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """With PREPROCESS_THREADS rows of one request and of several are prepared in parallel.
 
-    Each thread uses the GPU of the instance: the stream's context puts the thread's own one back,
-    which would be the first.
+    Each thread uses the GPU of the instance.
     """
     on_device = threading.local()
 
-    def for_thread(device: torch.device) -> Callable[[], None]:
-        return lambda: vars(on_device).update(type=device.type)
+    def make_current(device: torch.device) -> None:
+        on_device.type = device.type
 
-    monkeypatch.setattr(runtime, "for_thread", for_thread)
+    monkeypatch.setattr(runtime, "make_current", make_current)
     all_four = threading.Barrier(4, timeout=60)
     modes: list[bool] = []
 

@@ -165,7 +165,6 @@ def test_refused_signatures(definition: str, message: str, tmp_path: Path) -> No
             "and there is no preprocess()",
         ),
         ("def preprocess(self, x)", {"pad": {"x": {}}}, "PAD is set"),
-        ("def preprocess(self, x)", {"optimize": ("cuda_graphs",)}, "asks for cuda_graphs"),
         (
             "def preprocess(self, x)",
             {"batch_outputs": (BatchOutput("y", "x"),)},

@@ -359,7 +359,6 @@ def _refuses(x: Tensor) -> Tensor:
             _refuses,
         ),
         ({"torch_compile_optional_parameters": _EAGER | {"fullgraph": True}}, _refuses),
-        ({"optimize": ("cuda_graphs",)}, _refuses),
         ({"kind": "GPU", "enable_weight_sharing": True}, _refuses),
         ({}, lambda x: x[:, :2]),
         ({}, lambda x: x[:1]),
@@ -367,7 +366,7 @@ def _refuses(x: Tensor) -> Tensor:
         ({}, lambda x: x.missing),
     ],
     ids=[
-        *("required", "compiled", "one graph", "captured", "shared"),
+        *("required", "compiled", "one graph", "shared"),
         *("other shape", "other rows", "other type", "code"),
     ],
 )

@@ -63,8 +63,6 @@ class ModelCaller:
         tensors = [value for value in values.values() if isinstance(value, Tensor)]
         settings: dict[str, Any] = {}
         for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-            # Triton reads the tensors on another stream.
-            torch.cuda.current_stream(device).synchronize()
             settings["preferred_memory"] = pb_utils.PreferredMemory(
                 pb_utils.TRITONSERVER_MEMORY_GPU, device.index
             )

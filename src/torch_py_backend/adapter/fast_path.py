@@ -50,7 +50,7 @@ def build(
         is_traced: returns whether a batch has a traced request; None: requests have no traces.
     """
     # Locals: each attribute that a call looks up costs time.
-    read, write = reader(plain.inputs, plain.ranks, plain.buffers), writer(plain.outputs)
+    read, write = reader(plain.inputs, plain.ranks), writer(plain.outputs)
     forward, extract, to_host = plain.forward, plain.extract, plain.to_host
     dtype, dims = plain.tensor or (None, ())
     recovery, counts = engine.recovery, engine.counts
@@ -130,14 +130,13 @@ def build(
 
 
 def reader(
-    names: Sequence[str], ranks: Sequence[int], buffers: Sequence[Tensor] = ()
+    names: Sequence[str], ranks: Sequence[int]
 ) -> Callable[[Sequence[Request]], _Batch | None]:
     """Return a function that reads a batch; it returns None for what `general` must answer.
 
     Args:
         names: the inputs in the order of forward()'s arguments; each request has all of them.
         ranks: the number of dimensions of each, rows included.
-        buffers: see `PlainCall`.
     """
     concatenate, from_numpy = np.concatenate, torch.from_numpy
     several = len(names) > 1
@@ -154,11 +153,7 @@ def reader(
             else:
                 arrays = [[request.inputs()[0].as_numpy() for request in requests]]
             sizes = [value.shape[0] for value in arrays[0]]
-            if buffers:
-                columns = [buffer[: sum(sizes)] for buffer in buffers]
-                for column, values in zip(columns, arrays, strict=True):
-                    concatenate(values, out=column.numpy())
-            elif len(requests) == 1:
+            if len(requests) == 1:
                 columns = [from_numpy(values[0]) for values in arrays]
             else:
                 columns = [from_numpy(concatenate(values)) for values in arrays]

@@ -11,9 +11,7 @@ import triton_python_backend_utils as pb_utils
 from torch import Tensor
 from torch.utils import dlpack
 
-from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Array, Item, Outcome, Value
-from torch_py_backend.batching.runtime import Guard
 from torch_py_backend.config import request_parameters
 from torch_py_backend.errors import BackendError, printable
 from torch_py_backend.sequences.state_store import Step
@@ -75,20 +73,16 @@ def read_some(request: Request, names: Collection[str]) -> Item:
     return {name: read_tensor(tensor) for name, tensor in tensors if tensor is not None}
 
 
-def read_kept(request: Request, guard: Guard) -> Item:
+def read_kept(request: Request) -> Item:
     """Return a request's tensors for use after execute() has returned.
 
-    Triton owns the memory of tensors on the GPU. They are copied on the model's stream, before
-    Triton reuses that memory.
+    Triton owns the memory of tensors on the GPU. They are copied before Triton reuses that memory.
     """
     item = read(request)
-    on_gpu = {
-        name: value for name, value in item.items() if isinstance(value, Tensor) and value.is_cuda
-    }
-    if on_gpu:
-        with guard():
-            item.update((name, tensor.clone()) for name, tensor in on_gpu.items())
-            gather_scatter.wait(on_gpu.values())
+    for name, value in item.items():
+        if isinstance(value, Tensor) and value.is_cuda:
+            item[name] = value.clone()
+            torch.cuda.synchronize(value.device)
     return item
 
 
@@ -171,6 +165,7 @@ def write_tensor(name: str, value: Value) -> OutputTensor:
         strides = [math.prod(value.shape[axis + 1 :]) for axis in range(value.ndim)]
         value = value.as_strided(value.shape, strides)
     if value.is_cuda:
+        torch.cuda.synchronize(value.device)  # Triton reads the memory without a stream
         return pb_utils.Tensor.from_dlpack(name, value)
     if value.dtype is torch.bfloat16 or value.nbytes < DLPACK_BYTES:
         # A capsule from torch: Triton renames capsules, and a renamed one of numpy's crashes.

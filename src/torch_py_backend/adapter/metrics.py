@@ -226,7 +226,7 @@ class Publisher:
         totals = ["retried_rows", "memory_splits"]
         if self._engine.pads_batches:
             totals += ["rows", "filled_rows", "values", "padded_values"]
-        if self._engine.runner.compiles or self._engine.runner.captures:
+        if self._engine.runner.compiles:
             totals.append("eager_calls")
         for name in totals:
             yield (f"pytorch_py_{name}_total", ()), getattr(counts, name)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_py_backend.adapter import messages
 from torch_py_backend.adapter.messages import Request
-from torch_py_backend.batching import gather_scatter, runtime
+from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Item, Outcome
 from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.config.model_config import Origin
@@ -52,7 +52,6 @@ class SequenceReader:
         self._fills = False
         self._starts = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
         self._ends = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
-        self._guard = engine.guard
         self._engine = engine
         self._in_slots = config.keeps_slots
         controls = config.sequencing.controls if config.sequencing is not None else ()
@@ -61,13 +60,10 @@ class SequenceReader:
         self.run: Callable[[Sequence[Any]], Sequence[Outcome]] = engine.run
         self._closed = threading.Event()
         if config.states:
-            self.sequences = Sequences(config, engine.run, engine.device, guard=self._guard)
+            self.sequences = Sequences(config, engine.run, engine.device)
             self.run = self.sequences.run
             self._thread = threading.Thread(
-                target=self._sweep,
-                args=(self.sequences, runtime.for_thread(engine.device)),
-                name="sequences",
-                daemon=True,
+                target=self._sweep, args=(self.sequences,), name="sequences", daemon=True
             )
             self._thread.start()
         elif self._in_slots:
@@ -147,8 +143,7 @@ class SequenceReader:
         """Zero the inputs of a request that only fills a slot: their memory is uninitialized."""
         for value in (item[name] for name in self._sent if name in item):
             if isinstance(value, Tensor):
-                with self._guard():  # on the stream that the model reads it on
-                    value.zero_()
+                value.zero_()
             else:
                 value.fill(b"" if value.dtype.hasobject else 0)
         return item
@@ -159,7 +154,6 @@ class SequenceReader:
         if self.sequences is not None:
             self._thread.join()
 
-    def _sweep(self, sequences: Sequences, enter: Callable[[], None]) -> None:
-        enter()
+    def _sweep(self, sequences: Sequences) -> None:
         while not self._closed.wait(_SECONDS):
             sequences.sweep()

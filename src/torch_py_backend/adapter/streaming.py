@@ -71,9 +71,7 @@ class Streaming:
         self.on_fatal = on_fatal
         self._on_idle = on_idle
         self._profiler = profiler
-        self._read_request: Callable[[Request], Item] = partial(
-            messages.read_kept, guard=engine.guard
-        )
+        self._read_request: Callable[[Request], Item] = messages.read_kept
         if contexts is not None:
             self._read_request = messages.traced(self._read_request, contexts.carry, kept=True)
         # While `start` waits for it, Triton queues requests or sends them to other instances.
@@ -85,9 +83,8 @@ class Streaming:
         self._clients: dict[asyncio.Task[None], _Client] = {}
         self._loop = asyncio.new_event_loop()
         # The thread count is thread-local: a new thread starts with torch's default.
-        threads, enter = torch.get_num_threads(), runtime.for_thread(engine.device)
         self._thread = threading.Thread(
-            target=self._drive, args=(threads, enter), name="streams", daemon=True
+            target=self._drive, args=(torch.get_num_threads(),), name="streams", daemon=True
         )
         self._thread.start()
 
@@ -134,10 +131,10 @@ class Streaming:
 
     # --- in the thread of the streams --------------------------------------------------------
 
-    def _drive(self, threads: int, enter: Callable[[], None]) -> None:
+    def _drive(self, threads: int) -> None:
         """Run streams until `close`."""
         torch.set_num_threads(threads)
-        enter()
+        runtime.make_current(self.engine.device)
         with runtime.mode(self.engine.config.options), self._profiler or contextlib.nullcontext():
             closed = False
             while not closed:

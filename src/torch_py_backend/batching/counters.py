@@ -22,7 +22,7 @@ class Counts:
         padded_values: values that are padding.
         retried_rows: rows that were run again because a batch with them had failed.
         memory_splits: batches that were split because memory ran out.
-        eager_calls: calls that ran without a graph because none was captured or compiled for them.
+        eager_calls: calls that ran without a graph because none was compiled for them.
         compiled_graphs: graphs that were compiled or loaded from the cache before READY.
         compile_cache: loads, by whether the compile cache had an entry: hit or miss.
         responses: responses of streams.

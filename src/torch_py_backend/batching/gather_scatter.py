@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -173,13 +173,6 @@ def clone_rows(column: Value, sizes: Sequence[int]) -> ItemRows:
 def clone(value: Value) -> Value:
     """Return a copy of a value."""
     return value.clone() if isinstance(value, Tensor) else value.copy()
-
-
-def wait(values: Iterable[object]) -> None:
-    """Synchronize with the current stream of each GPU that holds one of the values."""
-    tensors = (value for value in values if isinstance(value, Tensor))
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.current_stream(device).synchronize()
 
 
 def scatter(

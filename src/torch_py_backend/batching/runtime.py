@@ -1,4 +1,4 @@
-"""The runtime of a model: device, stream, threads, inference mode, PyTorch's global switches."""
+"""The runtime of a model: device, threads, inference mode, PyTorch's global switches."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import logging
 import os
 import re
 import shutil
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import ItemRows, Value
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import Options
@@ -30,9 +28,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T", bound="Value | ItemRows")
 
 Guard: TypeAlias = "Callable[[], AbstractContextManager[object]]"
-
-# Imported by torch.compile if inductor makes CUDA graphs.
-_CUDAGRAPH_TREES = "torch._inductor.cudagraph_trees"
 
 # A GPU architecture that torch has kernels (sm) or PTX (compute) for.
 _ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<suffix>[af]?)$")
@@ -65,17 +60,12 @@ class Runtime:
             return columns
         # A copy to the host is read without synchronization, so it must not be asynchronous.
         asynchronous = self.device.type != "cpu"
-        copies: list[Value] = []
-        for column in columns:
-            copy = column
-            if isinstance(column, Tensor) and column.device != self.device:
-                # A copy from pinned memory is asynchronous; torch keeps that memory until it is
-                # done.
-                pins = self.device.type == "cuda" and column.device.type == "cpu"
-                source = column.pin_memory() if pins else column
-                copy = source.to(self.device, non_blocking=asynchronous)
-            copies.append(copy)
-        return copies
+        return [
+            column.to(self.device, non_blocking=asynchronous)
+            if isinstance(column, Tensor)
+            else column
+            for column in columns
+        ]
 
     def to_host(self, outputs: Sequence[T], inputs: Sequence[Value]) -> Sequence[T]:
         """Copy outputs to the host where needed, and wait for the device's work on them.
@@ -91,27 +81,12 @@ class Runtime:
         tensors = [column for column in inputs if isinstance(column, Tensor)]
         if not tensors or not all(column.is_cuda for column in tensors):
             copies: list[Any] = [
-                fetch(output) if isinstance(output, Tensor) and output.is_cuda else output
-                for output in outputs
+                output.cpu() if isinstance(output, Tensor) else output for output in outputs
             ]
             outputs = copies
-        # Triton also reads GPU outputs without a stream. With KIND_MODEL they may be on several
-        # devices.
-        gather_scatter.wait(outputs)
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        if self.device.type == "cuda":  # an error of a kernel belongs to this batch
+            torch.cuda.synchronize(self.device)
         return outputs
-
-
-def fetch(tensor: Tensor) -> Tensor:
-    """Return a copy of a GPU's tensor in page-locked memory.
-
-    The copy is not asynchronous: when torch frees memory that an asynchronous copy has used, it
-    records an event. After a sticky CUDA error that fails in a destructor, which ends the process:
-    https://github.com/pytorch/pytorch/pull/178154
-    """
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor)
 
 
 def thread_state(device: torch.device) -> tuple[bool, int]:
@@ -119,24 +94,10 @@ def thread_state(device: torch.device) -> tuple[bool, int]:
     return torch.is_autocast_enabled(device.type), torch._C._len_torch_function_stack()
 
 
-def for_thread(device: torch.device) -> Callable[[], None]:
-    """Return a function that gives another thread what this thread has of a GPU.
-
-    That is the current device, and the CUDA graphs of inductor: up to torch 2.11 a thread that
-    torch did not start has none (`torch._inductor.cudagraph_trees.get_container`).
-    """
-    if device.type != "cuda":
-        return lambda: None
-    graphs = getattr(sys.modules.get(_CUDAGRAPH_TREES), "local", None)
-    names = ("tree_manager_containers", "tree_manager_locks")
-    values = {name: getattr(graphs, name) for name in names if hasattr(graphs, name)}
-
-    def enter() -> None:
+def make_current(device: torch.device) -> None:
+    """Make a GPU the current device of this thread; by default that is the first one."""
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-        for name, value in values.items():
-            setattr(graphs, name, value)
-
-    return enter
 
 
 def attention_backends(device: torch.device) -> str:
@@ -337,7 +298,7 @@ def create(options: Options, device: torch.device | None, weights: Iterable[Tens
     on_gpu = device.type == "cuda"
     return Runtime(
         device=device,
-        guard=_stream_guard(device, guard) if on_gpu else guard,
+        guard=guard,
         clean=torch.cuda.empty_cache if options.enable_cache_cleaning and on_gpu else None,
         host_inputs=options.force_cpu_only_input_tensors,
     )
@@ -357,16 +318,3 @@ _ENTERED = contextlib.nullcontext()
 def _inference_mode() -> AbstractContextManager[object]:
     """Enter inference mode unless the thread is in it: entering costs as much as a small model."""
     return _ENTERED if torch.is_inference_mode_enabled() else torch.inference_mode()
-
-
-def _stream_guard(device: torch.device, mode: Guard) -> Guard:
-    # The weights were copied on the default stream, which this stream does not wait for.
-    torch.cuda.synchronize(device)
-    stream = torch.cuda.Stream(device)
-
-    @contextlib.contextmanager
-    def guard() -> Iterator[None]:
-        with torch.cuda.stream(stream), mode():
-            yield
-
-    return guard

@@ -20,7 +20,6 @@ log = logging.getLogger(__name__)
 
 # Prefixes of names in the code that torch.compile makes: a graph, and what follows a graph break.
 _GRAPH, _RESUMED = "__compiled_fn", "__resume"
-_SYNC_ERROR = 2  # torch.cuda.set_sync_debug_mode("error")
 
 
 def requested(config: ModelConfig) -> bool:
@@ -40,6 +39,18 @@ def by_inductor(config: ModelConfig) -> bool:
     """Return whether the config requests inductor, torch.compile's default backend."""
     arguments = config.options.compilation
     return arguments is not None and arguments.get("backend", "inductor") == "inductor"
+
+
+def captures(config: ModelConfig) -> bool:
+    """Return whether torch.compile records a CUDA graph for each shape."""
+    if config.kind == "CPU":
+        return False
+    arguments = config.options.compilation or {}
+    return (
+        arguments.get("backend") == "cudagraphs"
+        or arguments.get("mode") in ("reduce-overhead", "max-autotune")
+        or bool((arguments.get("options") or {}).get("triton.cudagraphs"))
+    )
 
 
 def graph_count() -> int:
@@ -84,15 +95,6 @@ def parameter_error(config: ModelConfig, error: Exception) -> OptionError:
     )
 
 
-def _is_captured() -> bool:
-    """Return whether a call is made for a CUDA graph: waiting for the GPU fails then."""
-    if not torch.cuda.is_initialized():
-        return False
-    return (
-        torch.cuda.get_sync_debug_mode() == _SYNC_ERROR or torch.cuda.is_current_stream_capturing()
-    )
-
-
 def _has_rows(leaf: object) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.ndim > 0
 
@@ -112,6 +114,7 @@ class Compiled:
         self._marks_rows = config.max_batch_size > 1 and parameters.get("dynamic") is None
         self._required = required(config)
         self._failed = self._sealed = self._warned = False
+        self._captures = captures(config)
         # The first call of each kind, before the model is sealed.
         self._calls: dict[str, tuple[list[Any], pytree.TreeSpec]] = {}
         try:
@@ -150,11 +153,11 @@ class Compiled:
                 # A batch of one row has a graph of its own, also if its dimension is marked.
                 if _has_rows(leaf) and leaf.shape[0] > 1:
                     torch._dynamo.maybe_mark_dynamic(leaf, 0)
+        if self._captures:
+            torch.compiler.cudagraph_mark_step_begin()
         try:
             return self._compiled(*args, **kwargs)
         except Exception as error:  # an error of the compiler, or of the model
-            if _is_captured():  # compiled code may wait for the GPU where eager code does not
-                raise
             result = self._eager(*args, **kwargs)  # raises an error of the model again
             # Dynamo wraps the errors of compiler backends.
             reason = summarize(getattr(error, "inner_exception", error))
@@ -211,4 +214,9 @@ class Compiled:
         torch.compiler.set_stance("eager_on_recompile")
         self._sealed = True
         self._calls.clear()
-        return self._compiled
+        return self._begin_step if self._captures else self._compiled
+
+    def _begin_step(self, *args: object, **kwargs: object) -> Any:
+        """Call the compiled model; CUDA graphs may write over the outputs of the last call."""
+        torch.compiler.cudagraph_mark_step_begin()
+        return self._compiled(*args, **kwargs)

@@ -66,14 +66,7 @@ def _rules_before_completion(config: ModelConfig) -> tuple[Rule, ...]:
 
 def _rules(config: ModelConfig) -> tuple[Rule, ...]:
     options = config.options
-    compiled, arguments = options.compilation is not None, options.compilation or {}
-    graphs = "cuda_graphs" in options.optimize
-    # Inductor captures CUDA graphs itself in these modes, and with this option.
-    mode = arguments.get("mode")
-    setting = f"mode is {mode}"
-    captured_by_inductor = mode in ("reduce-overhead", "max-autotune")
-    if (arguments.get("options") or {}).get("triton.cudagraphs"):
-        setting, captured_by_inductor = "options have triton.cudagraphs", True
+    compiled = options.compilation is not None
     largest_bucket = max(options.batch_buckets or (0,))
     gpu_sharing = bool(options.enable_weight_sharing) and config.kind != "CPU"
     reduced = [name for name in options.optimize if name in ("bf16", "fp16")]
@@ -82,7 +75,6 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
     of_batches = {
         "PAD is set": bool(options.pad),
         "BATCH_BUCKETS is set": bool(options.batch_buckets),
-        "OPTIMIZE asks for cuda_graphs": graphs,
     }
     excluded_by_streams = of_batches | {
         "TORCH_COMPILE_OPTIONAL_PARAMETERS is set": compiled,
@@ -92,7 +84,6 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
     excluded_by_ragged_batches = {
         "PAD": bool(options.pad),
         "BATCH_BUCKETS": bool(options.batch_buckets),
-        "OPTIMIZE's cuda_graphs": graphs,
         "TORCH_COMPILE_OPTIONAL_PARAMETERS with dynamic: false": options.static_shapes,
         "model_transaction_policy { decoupled: true }": config.decoupled,
         "a state that batch_output names": any(out.name in states for out in config.batch_outputs),
@@ -112,16 +103,6 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
             options.weights_dtype is not None and options.cast_inputs is not None,
             f"CAST_INPUTS is set, and OPTIMIZE asks for {''.join(reduced)}",
             "That converts inputs, too: remove CAST_INPUTS.",
-        ),
-        (
-            graphs and config.kind != "GPU",
-            f"OPTIMIZE asks for cuda_graphs, and the instance is KIND_{config.kind}",
-            "Use KIND_GPU, or remove cuda_graphs.",
-        ),
-        (
-            graphs and captured_by_inductor,
-            f"OPTIMIZE asks for cuda_graphs, and torch.compile's {setting}",
-            "That captures CUDA graphs itself: remove one of the two.",
         ),
         *(
             (

@@ -28,7 +28,6 @@ OPTIMIZATIONS = (
     "channels_last",
     "bf16",
     "fp16",
-    "cuda_graphs",
 )
 _COMPILE_VALUES: Mapping[str, tuple[type, ...]] = {
     "fullgraph": (bool,),

@@ -126,12 +126,10 @@ class BatchCall:
 
         Outputs that `to_host` has copied are not those that the model returned (`before`).
         """
-        kept = [
+        return [
             self.runner.clone(value) if value is raw and not isinstance(value, ItemRows) else value
             for raw, value in zip(before, outputs, strict=True)
         ]
-        gather_scatter.wait(kept)  # Triton reads GPU outputs without synchronizing with a stream
-        return kept
 
     def _scatter(
         self,
@@ -146,7 +144,4 @@ class BatchCall:
         outcomes = gather_scatter.scatter(outputs, self._outputs, sizes)
         if self._padding is not None:
             self._padding.cut(outcomes, group.items, shapes)
-            if not self._runtime.host_inputs:  # outputs may be on a GPU, where Triton reads them
-                for outcome in outcomes:
-                    gather_scatter.wait(outcome.values())
         return outcomes

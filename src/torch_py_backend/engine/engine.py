@@ -28,7 +28,7 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import plain_call
 from torch_py_backend.engine.batch_call import BatchCall
 from torch_py_backend.engine.model_runner import Extract, ModelRunner
-from torch_py_backend.engine.plain_call import Buffers, PlainCall
+from torch_py_backend.engine.plain_call import PlainCall
 from torch_py_backend.engine.retry import Failure, RetryPolicy, reported
 from torch_py_backend.engine.side_effects import SideEffects
 from torch_py_backend.engine.stream_calls import StreamCalls
@@ -75,8 +75,6 @@ class Engine:
         self.sharing = sharing_report.report(config, loaded)
         self.counts = Counts()
         padding = self.padding = Padding(config) if config.options.pad else None
-        # PAD creates masks on the model's own stream.
-        self._admitting = self.guard if padding else contextlib.nullcontext
         self._names = tuple(spec.name for spec in config.outputs)
         self._finite = Finite(config) if config.options.check_finite else None
         self._extractor = OutputExtractor(
@@ -98,7 +96,7 @@ class Engine:
                 self._names, extract = hooked_pipeline.UNPROCESSED, pipeline.split
                 clone, self._finite = hooked_pipeline.copy_rows, None
         self.runner = ModelRunner(config, loaded, self.grouping, extract, self.counts, clone)
-        self.side_effects = SideEffects(loaded.owner, captured=self.runner.captures)
+        self.side_effects = SideEffects(loaded.owner)
         self.batch_call = BatchCall(
             config,
             self.runner,
@@ -197,11 +195,6 @@ class Engine:
         ):
             return None
         binding = grouping.binding
-        buffers = (
-            plain_call.page_locked(self.config, binding.names, runtime)
-            if self.device.type == "cuda"
-            else Buffers((), runtime.to_device)
-        )
         ranks = {spec.name: len(spec.dims) + 1 for spec in self.config.inputs}
         direct = (
             isinstance(grouping, Grouping)
@@ -221,25 +214,19 @@ class Engine:
             tuple(ranks[name] for name in binding.names),
             plain_call.bind(binding, self.runner.forward)
             if direct
-            else partial(self._run_stages, binding, buffers.send),
+            else partial(self._run_stages, binding),
             self.runner.extract if direct else None,
             runtime.to_host,
             self._names,
             self._extractor.only_tensor() if direct else None,
-            buffers.columns,
             retry_or_refuse,
         )
 
-    def _run_stages(
-        self,
-        binding: InputBinding,
-        send: Callable[[Sequence[Tensor]], Sequence[Value]],
-        *batch: Tensor,
-    ) -> Sequence[Value]:
+    def _run_stages(self, binding: InputBinding, *batch: Tensor) -> Sequence[Value]:
         """Return a plain model's outputs for a batch whose call has stages (`PlainCall`)."""
         with self.guard():
             began = time.perf_counter()
-            columns = send(batch)
+            columns = self._runtime.to_device(batch)
             sent = time.perf_counter()
             raw = self.runner.call(binding, columns, rows_in(columns))
             called = time.perf_counter()
@@ -298,8 +285,7 @@ class Engine:
         if whole is not None:
             outcomes = self._run_group(whole)
         else:
-            with self._admitting():
-                outcomes = self._run_admitted([grouping.admit(item) for item in items])
+            outcomes = self._run_admitted([grouping.admit(item) for item in items])
         if self._clean is not None:
             self.clean()
         return outcomes
@@ -375,7 +361,7 @@ class Engine:
         return next((enter for enter in contexts if enter is not None), lambda: _NO_CONTEXT)()
 
     def _run_group(self, group: Group, *, copy_outputs: bool = False) -> Sequence[Outcome]:
-        with self.guard():  # what retries copy and join is on the model's own stream, too
+        with self.guard():
             if self._limits or self.recovery.fatal is not None:
                 return self.recovery.run(group, copy_outputs=copy_outputs)
             self.recovery.calls_before = composition.calls

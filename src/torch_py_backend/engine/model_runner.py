@@ -1,4 +1,4 @@
-"""The model as batches call it: compiled or captured where the config says so, then sealed.
+"""The model as batches call it: compiled where the config says so, then sealed.
 
 A batch is one call, or several where the model accepts only certain numbers of rows.
 """
@@ -17,7 +17,6 @@ from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.compile import batch_buckets, compile_cache, torch_compile
-from torch_py_backend.compile.cuda_graphs import Graphs
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 from torch_py_backend.loading.loaded import Loaded
@@ -31,13 +30,12 @@ class ModelRunner:
     """Calls the model for a batch.
 
     Attributes:
-        forward: the model, compiled and captured as configured.
+        forward: the model, compiled as configured.
         convert: converts columns to arguments.
         extract: extracts the outputs from a result.
         rows: how many rows one call takes.
         counts: the counters of the model.
         clone: copies an output, whose memory a later call may overwrite.
-        captures: whether calls are replayed from CUDA graphs.
         compiles: whether a new shape may be compiled.
 
     Raises:
@@ -60,12 +58,10 @@ class ModelRunner:
         self._compiled = torch_compile.apply(config, loaded.kind, loaded.module, counts)
         module = self._compiled or loaded.module
         self.compiles = self._compiled is not None
-        self.captures = "cuda_graphs" in config.options.optimize
-        self._graphs = Graphs(config.name, module, counts) if self.captures else None
-        self.forward: Callable[..., Any] = self._graphs or module
+        self.forward: Callable[..., Any] = module
         self.convert = grouping.convert
         self.extract = extract
-        fixed = config.options.static_shapes or self.captures
+        fixed = config.options.static_shapes or torch_compile.captures(config)
         self.rows = batch_buckets.row_counts(config, loaded.rows, fixed=fixed)
 
     @property
@@ -94,7 +90,7 @@ class ModelRunner:
             if hit is not None:
                 self.counts.compile_cache["hit" if hit else "miss"] = 1
             sealed = self._compiled.seal()
-        self.forward = sealed if self._graphs is None else self._graphs.seal(sealed)
+        self.forward = sealed
 
     def call(self, inputs: InputBinding, columns: Sequence[Value], rows: int) -> Sequence[Value]:
         """Return the model's outputs for a batch, in as many calls as needed.

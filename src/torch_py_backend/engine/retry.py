@@ -261,7 +261,6 @@ class RetryPolicy:
                 " not fit in memory as a whole",
                 expected="outputs that can be joined",
             )
-        gather_scatter.wait(joined)  # Triton reads GPU outputs without a stream
         return dict(zip(names, joined, strict=True))
 
     def _try(self, group: Group, *, copy_outputs: bool) -> Sequence[Outcome] | Failure:

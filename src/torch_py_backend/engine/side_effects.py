@@ -24,12 +24,10 @@ class SideEffects:
 
     Args:
         owner: the module with the model's buffers; None: they are not accessible.
-        captured: whether calls are replayed from CUDA graphs, whose writes torch does not count.
     """
 
-    def __init__(self, owner: nn.Module | None, *, captured: bool = False) -> None:
+    def __init__(self, owner: nn.Module | None) -> None:
         self._owner = owner
-        self._captured = captured
         self.observed = False
         self.writes_inputs = False
         self._baseline = self._state()
@@ -51,16 +49,16 @@ class SideEffects:
 
     def _state(self) -> list[tuple[int, int | bytes]]:
         buffers = self._owner.buffers() if self._owner is not None else ()
-        return [version(buffer, captured=self._captured) for buffer in buffers]
+        return [version(buffer) for buffer in buffers]
 
 
-def version(tensor: Tensor, *, captured: bool = False) -> tuple[int, int | bytes]:
+def version(tensor: Tensor) -> tuple[int, int | bytes]:
     """Return a tensor's address and version; a hash where torch counts no versions.
 
     Inference tensors (buffers that `forward()` creates in inference mode) have no version.
     """
-    counted = not (captured or tensor.is_inference())
-    return tensor.data_ptr(), tensor._version if counted else digest(tensor)  # noqa: SLF001
+    # torch counts no versions of inference tensors.
+    return tensor.data_ptr(), digest(tensor) if tensor.is_inference() else tensor._version  # noqa: SLF001
 
 
 def digest(tensor: Tensor) -> bytes:

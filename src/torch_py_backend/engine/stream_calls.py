@@ -104,7 +104,6 @@ class StreamCalls:
                 gather_scatter.clone(value) if value is before else value
                 for before, value in zip(outputs, fetched, strict=True)
             ]
-            gather_scatter.wait(fetched)
         values_left = iter(fetched)
         self._counts.device_to_host_seconds += time.perf_counter() - began
         outcomes: list[Outcome] = []

@@ -133,9 +133,7 @@ class RowPreprocessor:
         if preprocess is not None:
             _check_annotations(config, signature)
         count = config.options.preprocess_threads
-        # At its end, the context makes the thread's own GPU current again. By default that is the
-        # first one, on which CUDA would then create a context.
-        enter = runtime.for_thread(device_runtime.device)
+        enter = partial(runtime.make_current, device_runtime.device)
         self._threads = None if count is None else ThreadPoolExecutor(count, initializer=enter)
         self._guard = device_runtime.guard
         self.grouping = Grouping(dataclasses.replace(config, max_batch_size=0), signature)

@@ -281,11 +281,6 @@ def _check_conflicts(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) 
             f"PAD is set, and {name} has hooks",
             "Pad in collate() or preprocess_batch(), and remove PAD.",
         ),
-        (
-            "cuda_graphs" in config.options.optimize,
-            f"OPTIMIZE asks for cuda_graphs, and {name} has hooks",
-            "Remove cuda_graphs.",
-        ),
         *(
             (
                 is_set,

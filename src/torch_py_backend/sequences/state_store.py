@@ -6,13 +6,11 @@ other items do. A failed step replaces no state, so it may be retried.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -20,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import gather_scatter, runtime
+from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Strings, Value
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, InputError
@@ -97,7 +95,6 @@ class Sequences:
         run: runs items, returns their outcomes in order, in which states are copies.
         device: the device of the states.
         clock: returns seconds.
-        guard: the context for work on the device's tensors.
     """
 
     def __init__(
@@ -106,14 +103,12 @@ class Sequences:
         run: Callable[[Sequence[Item]], Sequence[Outcome]],
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
-        guard: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         sequencing = config.sequencing
         assert sequencing is not None  # noqa: S101  only sequences have states
         self._model = config.name
         self._run_items = run
         self._clock = clock
-        self._guard = guard
         self._names = {state.input: state.output for state in config.states}
         self._public = {spec.name for spec in config.outputs if spec.origin is Origin.CLIENT}
         rows = 1 if config.max_batch_size > 0 else None
@@ -146,8 +141,7 @@ class Sequences:
             for number, places in enumerate(rounds, 1):
                 results = self._run_round([steps[place] for place in places])
                 if number < len(rounds):  # the next round may overwrite the model's outputs
-                    with self._guard():
-                        results = [_copy(outcome) for outcome in results]
+                    results = [_copy(outcome) for outcome in results]
                 for place, outcome in zip(places, results, strict=True):
                     outcomes[place] = outcome
             self._requests += len(steps)
@@ -196,11 +190,10 @@ class Sequences:
         ]
         try:
             results = iter(self._run_items(items) if items else ())
-            with self._guard():
-                return [
-                    self._refusal(step) if sequence is None else self._keep(step, sequence, results)
-                    for step, sequence in zip(steps, sequences, strict=True)
-                ]
+            return [
+                self._refusal(step) if sequence is None else self._keep(step, sequence, results)
+                for step, sequence in zip(steps, sequences, strict=True)
+            ]
         finally:
             for step in steps:
                 if step.ends:
@@ -254,7 +247,7 @@ def _on_gpu(item: Item) -> bool:
 
 
 def _on_host(value: Value) -> Value:
-    return runtime.fetch(value) if isinstance(value, Tensor) and value.is_cuda else value
+    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _as_sent(value: Value) -> Value:
@@ -271,6 +264,4 @@ def _as_sent(value: Value) -> Value:
 def _copy(outcome: Outcome) -> Outcome:
     if isinstance(outcome, BackendError):
         return outcome
-    copies = {name: gather_scatter.clone(value) for name, value in outcome.items()}
-    gather_scatter.wait(copies.values())
-    return copies
+    return {name: gather_scatter.clone(value) for name, value in outcome.items()}

@@ -51,7 +51,6 @@ class ModelState:
 
     def __init__(self, engine: Engine) -> None:
         self._model = engine.config.name
-        self._captured = engine.runner.captures
         modules = list(_modules(engine))
         python = [module for _, module in modules if not isinstance(module, ScriptModule)]
         self._buffers = [(module._buffers, set(module._buffers)) for module in python]
@@ -101,7 +100,7 @@ class ModelState:
 
     def _version(self, value: object) -> object:
         if isinstance(value, Tensor):
-            return id(value), side_effects.version(value, captured=self._captured)
+            return id(value), side_effects.version(value)
         return _content(value, {})
 
 
