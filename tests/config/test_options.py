@@ -104,7 +104,6 @@ def test_accepted_text(parser: Parser[Any], values: dict[str, Any]) -> None:
     [
         ("WARMUP", [" ", "2", "yes"]),
         ("FORCE_CPU_ONLY_INPUT_TENSORS", ["true", "0", "No"]),
-        ("PARALLEL_LOADS", ["0", "-1", "1.5", "four"]),
         ("CUDA_MEMORY_FRACTION", ["0", "-0.5", "1.01", "nan", "half"]),
         ("METHOD", ["  "]),
         ("CAST_INPUTS", ["INT8", "float16", "TYPE_"]),

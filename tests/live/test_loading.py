@@ -41,7 +41,7 @@ class Doubled(nn.Module):
 
 
 def test_load_in_turn_and_unload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three instances of two models load one by one; nothing of them remains after they unload."""
+    """Instances of one model load one by one; nothing of them remains after they unload."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -53,7 +53,7 @@ def test_load_in_turn_and_unload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             scenarios.config(
                 {"x": [4]},
                 {"y": [4]},
-                parameters={"PARALLEL_LOADS": "1", "MODEL_CLASS": "Doubled"},
+                parameters={"MODEL_CLASS": "Doubled"},
                 more=f"instance_group [{{ kind: KIND_CPU count: {count} }}]\n",
             ),
         ).lay_out(repository)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,6 +44,21 @@ if not child:
 os.read(read, 1)  # the fork has closed its descriptors
 print(folder.path, child, flush=True)
 input()
+"""
+# Takes its turn to load a model, and holds it until it gets a line; its fork outlives it. Prints
+# whether a marker existed when its turn came.
+_LOADER = """
+import os, sys
+from torch_py_backend.processes import server_folder
+print("starts", flush=True)
+with server_folder.turn(sys.argv[1]):
+    print(os.path.exists(sys.argv[2]), flush=True)
+    input()
+    if not os.fork():
+        os.close(1)
+        sys.stdin.read()  # until the end of the test
+        os._exit(0)
+print("done", flush=True)
 """
 
 
@@ -205,3 +221,36 @@ def test_foreign_entries_are_left_alone(temporary: Path) -> None:
 def _children(parent: int) -> list[int]:
     text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
     return [int(word) for word in text.split()]
+
+
+# --- turns -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_instances_of_a_model_load_one_after_another(
+    killed: bool, start: Start, tmp_path: Path
+) -> None:
+    """One that is killed, or that has forked, keeps no other waiting; other models do not wait."""
+    marker = tmp_path / "first is done"
+    first = start(_LOADER, "digits", marker)
+    assert [first.hear(), first.hear()] == ["starts", "False"]
+    second = start(_LOADER, "digits", marker)
+    assert second.hear() == "starts"
+    other = start(_LOADER, "resnet", marker)
+    assert [other.hear(), other.hear()] == ["starts", "False"]
+    time.sleep(0.2)  # enough for a second one that does not wait
+    marker.touch()
+    if killed:
+        first.kill()
+    else:
+        assert first.ask() == "done"
+    assert second.hear() == "True"
+
+
+def test_without_the_folder_an_instance_loads_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with server_folder.turn("digits"):
+        assert "Its instances load at the same time." in caplog.text
+        assert "set TMPDIR" in caplog.text

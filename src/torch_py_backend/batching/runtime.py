@@ -234,13 +234,6 @@ def _runs_on(architecture: re.Match[str], capability: tuple[int, int]) -> bool:
     return built[0] == capability[0] and built <= capability
 
 
-def free_memory(device: torch.device | None) -> Callable[[], int] | None:
-    """Return a function that returns a GPU's free bytes; None: the device is not a GPU."""
-    if device is None or device.type != "cuda":
-        return None
-    return lambda: torch.cuda.mem_get_info(device)[0]
-
-
 def set_switches(options: Options, threads: Threads) -> None:
     """Set PyTorch's process-wide switches: a process serves one instance of one model.
 

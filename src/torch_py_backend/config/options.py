@@ -188,7 +188,6 @@ class Options:
     cuda_memory_fraction: float | None = _option(fraction)
     enable_cache_cleaning: bool = _option(boolean, default=False)
     enable_weight_sharing: bool | None = _option(boolean)
-    parallel_loads: int | None = _option(positive)
     retry_failed_batch: bool | None = _option(boolean)
     check_finite: bool = _option(boolean, default=False)
     execution_timeout_ms: int | None = _option(positive)

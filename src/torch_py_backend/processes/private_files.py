@@ -67,7 +67,11 @@ def locked(path: Path) -> Iterator[None]:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     with open(os.open(path, flags, 0o600), "rb") as file:  # noqa: PTH123  a descriptor
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            # A process that was forked meanwhile keeps the file open, and the lock with it.
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def try_lock(descriptor: int) -> bool:

@@ -12,12 +12,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch_py_backend.errors import PlatformError, summarize
 from torch_py_backend.processes import private_files, procfs
+
+log = logging.getLogger(__name__)
 
 # Another process may remove a folder between its creation and its locking: then try again.
 _ATTEMPTS = 100
@@ -88,6 +92,23 @@ class ServerFolder:
                 shutil.rmtree(self.path, ignore_errors=True)
         finally:
             release(descriptor)
+
+
+@contextlib.contextmanager
+def turn(model: str) -> Iterator[None]:
+    """Hold a lock that the instances of a model take one after another to load it.
+
+    The kernel releases the lock of a process that is killed.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            server = enter(model)
+        except PlatformError as error:
+            log.warning("%s Its instances load at the same time.", error)
+        else:
+            stack.callback(server.leave)
+            stack.enter_context(private_files.locked(server.folder("loading") / model))
+        yield
 
 
 # --- locks -----------------------------------------------------------------------------------

@@ -17,8 +17,8 @@ from torch_py_backend.engine.engine import Engine
 from torch_py_backend.hooks import user_hooks
 from torch_py_backend.loading import registry
 from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.processes import server_folder
 from torch_py_backend.sequences import state_store
-from torch_py_backend.startup import load_queue
 from torch_py_backend.weights import gpu_sharing
 
 _JIT_SWITCHES = (
@@ -116,13 +116,11 @@ def _engine(
 
 
 def _load(config: ModelConfig, artifact: Artifact, device: torch.device | None) -> Loaded:
-    """Load and optimize the model when the load queue admits it.
+    """Load and optimize the model; instances of one model do so one after another.
 
-    The queue covers all allocations that last as long as the model. It does not cover the warm-up,
-    which may compile for minutes and needs memory that the sizes of files do not predict.
+    TorchScript and exported programs are copied before their weights are shared: instances that
+    loaded at the same time would need that memory several times.
     """
-    on_gpu = device is not None and device.type == "cuda"
-    ticket = load_queue.ticket(config, artifact, on_gpu=on_gpu)
-    with load_queue.acquire(config, ticket, runtime.free_memory(device)):
+    with server_folder.turn(config.name):
         loaded = registry.load(artifact, config, device)
         return dataclasses.replace(loaded, module=registry.optimize(config, loaded))
