@@ -7,7 +7,6 @@ import json
 import os
 import pickle
 import stat
-import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -18,12 +17,19 @@ import models
 import pytest
 import safetensors.torch
 import torch
+from torch._inductor import config as inductor
 
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.compile import compile_cache
 from torch_py_backend.config import options, threads
-from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, OptionError
+from torch_py_backend.errors import (
+    ArtifactError,
+    ConfigError,
+    LoadError,
+    OptionError,
+    PlatformError,
+)
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.startup import builder
 
@@ -208,136 +214,80 @@ def test_no_shard_leads_out_of_the_folder(tmp_path: Path, process: None, shard: 
 
 
 @pytest.fixture
-def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What torch was given to load; the temporary folder is the test's own."""
-    loaded: list[bytes] = []
-
-    def load(payload: bytes) -> object:
-        loaded.append(payload)
-        return loaded
-
-    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", load)
-    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"kernels", None))
-    (tmp_path / "tmp").mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    return loaded
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")
+    return tmp_path / "home"
 
 
-def _start(folder: Path, **wished: Any) -> compile_cache.Bundle | None:
-    """One start of a model that is compiled, with a library of inductor's."""
-    artifact = Artifact(ArtifactType.MODULE, build.write(folder, "model.py", "x = 1\n"))
-    bundle = compile_cache.at(build.config(folder, **wished), artifact, CPU)
-    if bundle is not None:
-        with bundle.used():
-            cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-            cache.mkdir(parents=True, exist_ok=True)
-            (cache / "kernel.so").write_bytes(b"code")
-    return bundle
+def _start(folder: Path, **options: Any) -> Path:
+    """Compile a model, and return the folder of inductor's cache."""
+    with compile_cache.used(build.config(folder, **options)):
+        cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        (cache / "fxgraph").mkdir(exist_ok=True)
+        (cache / "fxgraph" / "kernel.so").write_bytes(b"code")
+    return cache
 
 
-def _mode(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-def test_compiled_code_is_private(tmp_path: Path, compiled: list[bytes]) -> None:
-    """The bundle, its lock and inductor's folder are for this user only, whatever the umask."""
+def test_compiled_code_is_private(tmp_path: Path, home: Path) -> None:
+    """Inductor's folder is in the model's, for this user only, whatever the umask."""
     before = os.umask(0)
     try:
-        bundle = _start(tmp_path)
+        cache = _start(tmp_path)
     finally:
         os.umask(before)
-    assert bundle is not None
-    assert _mode(bundle.path.parent) == 0o700
-    assert {_mode(path) for path in bundle.path.parent.iterdir()} == {0o600}
-    (scratch,) = (tmp_path / "tmp").iterdir()
-    assert _mode(scratch) == 0o700
-    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(scratch)
+    assert cache == tmp_path / "compile_cache"
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert not inductor.cpp_cache_precompile_headers  # they would be in /tmp
 
 
-def _others_may_write(bundle: Path) -> None:
-    bundle.chmod(0o666)
+def _others_may_add(cache: Path) -> None:
+    cache.chmod(0o777)
 
 
-def _anothers(bundle: Path) -> None:
+def _others_may_write(cache: Path) -> None:
+    cache.chmod(0o755)
+    (cache / "fxgraph" / "kernel.so").chmod(0o666)
+
+
+def _another_users(cache: Path) -> None:
     if os.geteuid():
         pytest.skip("only root can give a file away")
-    os.chown(bundle, 12345, -1)
+    cache.chmod(0o755)
+    os.chown(cache / "fxgraph" / "kernel.so", 12345, -1)
 
 
-def _behind_a_link(bundle: Path) -> None:
-    bundle.rename(bundle.with_suffix(".moved"))
-    bundle.symlink_to(bundle.with_suffix(".moved"))
+def _link(cache: Path) -> None:
+    cache.chmod(0o755)
+    (cache / "fxgraph" / "linked.so").symlink_to("kernel.so")
 
 
-@pytest.mark.parametrize("change", [_others_may_write, _anothers, _behind_a_link])
-def test_bundle_that_others_could_have_written(
+@pytest.mark.parametrize("change", [_others_may_add, _others_may_write, _another_users, _link])
+def test_compiled_code_that_others_could_have_written(
     tmp_path: Path,
-    compiled: list[bytes],
+    home: Path,
     change: Callable[[Path], None],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nothing of it reaches torch or the disk; the code that this start compiled replaces it."""
-    bundle = _start(tmp_path)
-    assert bundle is not None
-    change(bundle.path)
-    for library in (tmp_path / "tmp").glob("**/*.so"):
-        library.unlink()
-    with bundle.used():
-        assert compiled == []
-        assert not list((tmp_path / "tmp").glob("**/*.so"))
-    assert caplog.text.count("is ignored") == 1
-    assert _mode(bundle.path) == 0o600
-    with bundle.used():
-        assert compiled == [b"kernels"]
-
-
-def test_folder_that_others_may_write(
-    tmp_path: Path, compiled: list[bytes], caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing is loaded from it or kept in it, and one line says why."""
-    assert _start(tmp_path) is not None
-    (tmp_path / "compile_cache").chmod(0o777)
-    kept = set((tmp_path / "compile_cache").iterdir())
-    assert _start(tmp_path) is None
-    assert compiled == []
-    assert set((tmp_path / "compile_cache").iterdir()) == kept
-    assert caplog.text.count("others may write to it (mode 777)") == 1
-
-
-@pytest.mark.parametrize("wished", ["none", None])
-def test_inductor_s_folder_of_another_user(
-    tmp_path: Path,
-    compiled: list[bytes],
-    monkeypatch: pytest.MonkeyPatch,
-    wished: str | None,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A folder for libraries that others may write is replaced, with and without a bundle."""
-    shared = tmp_path / "shared"
-    shared.mkdir()
-    shared.chmod(0o777)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared))
-    _start(tmp_path, compile_cache_dir=wished)
-    assert "is not used: others may write to it" in caplog.text
-    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == tmp_path / "tmp"
-    assert not list(shared.iterdir())
+    """It is not loaded: another folder is used with a warning, or the load fails."""
+    change(_start(tmp_path))
+    before = sorted((tmp_path / "compile_cache").rglob("*"))
+    cache = home / "torch-py-backend" / "compile_cache" / build.MODEL
+    with compile_cache.used(build.config(tmp_path)):
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache)
+        assert not (cache / "fxgraph").exists()
+    assert f"{tmp_path / 'compile_cache'} cannot be used" in caplog.text
+    with pytest.raises(PlatformError, match="'compile_cache', which cannot be used: "):
+        _start(tmp_path, compile_cache_dir="compile_cache")
+    assert sorted((tmp_path / "compile_cache").rglob("*")) == before
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "a\0", "~nobody of this name/x", "link"])
-def test_cache_that_leads_out_of_the_folder(
-    tmp_path: Path, compiled: list[bytes], name: str
-) -> None:
+def test_cache_that_leads_out_of_the_folder(tmp_path: Path, home: Path, name: str) -> None:
     """A relative COMPILE_CACHE_DIR stays in the model's folder."""
     folder = tmp_path / "digits"
     folder.mkdir()
     (folder / "link").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="COMPILE_CACHE_DIR"):
         _start(folder, compile_cache_dir=name)
-
-
-def test_cache_of_a_relative_name(tmp_path: Path, compiled: list[bytes]) -> None:
-    """It lies in the model's folder, wherever the server was started."""
-    bundle = _start(tmp_path, compile_cache_dir="cache")
-    assert bundle is not None
-    assert bundle.path.parent == tmp_path / "cache"

@@ -112,15 +112,14 @@ class PlatformError(LoadError):
 
 
 class CompileError(LoadError):
-    """torch.compile failed, and the config requires it."""
+    """torch.compile failed."""
 
     def __init__(self, model: str, reason: str) -> None:
         super().__init__(
             model,
             f"torch.compile failed: {reason}",
-            expected="a compiled model: COMPILE_REQUIRED or fullgraph is set",
-            cure='Install what the compiler lacks, or set COMPILE_REQUIRED to "false" to serve the'
-            " model eagerly.",
+            cure="Install the compiler that it names, such as g++, or set"
+            ' TORCH_COMPILE_OPTIONAL_PARAMETERS to {"disable": true} to serve the model eagerly.',
         )
 
 

@@ -10,12 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import runtime
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows, clone
 from torch_py_backend.batching.grouping import Group, Grouping
 from torch_py_backend.batching.output_extraction import OutputExtractor
-from torch_py_backend.config.options import Options
 from torch_py_backend.engine.model_runner import ModelRunner
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
@@ -72,8 +70,7 @@ def test_an_eager_model_is_sealed_unchanged() -> None:
         return x
 
     runner, counts, _ = create_runner(forward)
-    surroundings = runtime.create(Options(), torch.device("cpu"), ())
-    with runner.preparing(build.artifact(), surroundings.device):
+    with runner.preparing():
         pass
     assert runner.forward is forward
     assert not runner.compiles

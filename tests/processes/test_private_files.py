@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import stat
 import tempfile
@@ -46,36 +45,6 @@ def test_created_folder_is_private(tmp_path: Path) -> None:
     (tmp_path / "a").chmod(0o777)
     assert "others may write to it (mode 777)" in private_files.create(tmp_path / "a")
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o777
-
-
-def _write(path: Path, mode: int = 0o600) -> None:
-    path.write_bytes(b"mine")
-    path.chmod(mode)
-
-
-def _link(path: Path) -> None:
-    _write(path.with_name("target"))
-    path.symlink_to("target")
-
-
-@pytest.mark.parametrize(
-    ("write", "error"),
-    [
-        pytest.param(_write, None, id="own"),
-        pytest.param(lambda path: _write(path, 0o666), PermissionError, id="others may write"),
-        pytest.param(_link, OSError, id="a link"),
-        pytest.param(os.mkfifo, OSError, id="a pipe"),
-        pytest.param(Path.mkdir, OSError, id="a folder"),
-        pytest.param(lambda path: None, FileNotFoundError, id="nothing"),
-    ],
-)
-def test_only_own_files_are_read(
-    tmp_path: Path, write: Callable[[Path], object], error: type[OSError] | None
-) -> None:
-    """Links, pipes, folders and files that others can write are errors."""
-    write(tmp_path / "file")
-    with pytest.raises(error) if error else contextlib.nullcontext():
-        assert private_files.read(tmp_path / "file") == b"mine"
 
 
 def test_locked_file(tmp_path: Path) -> None:

@@ -84,7 +84,12 @@ def test_a_changed_file(repository: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["1/compile_cache/bundle.bin", "1/__pycache__/model.pyc", ".config.pbtxt.swp", "config.pbtxt~"],
+    [
+        "compile_cache/fxgraph/graph",
+        "1/__pycache__/model.pyc",
+        ".config.pbtxt.swp",
+        "config.pbtxt~",
+    ],
 )
 def test_files_that_are_not_the_models(name: str, repository: Path) -> None:
     """What a load or an editor writes is no change."""

@@ -354,11 +354,6 @@ def _refuses(x: Tensor) -> Tensor:
     ("options", "forward"),
     [
         ({"warmup": True}, _refuses),
-        (
-            {"torch_compile_optional_parameters": _EAGER, "compile_required": True},
-            _refuses,
-        ),
-        ({"torch_compile_optional_parameters": _EAGER | {"fullgraph": True}}, _refuses),
         ({"kind": "GPU", "enable_weight_sharing": True}, _refuses),
         ({}, lambda x: x[:, :2]),
         ({}, lambda x: x[:1]),
@@ -366,7 +361,7 @@ def _refuses(x: Tensor) -> Tensor:
         ({}, lambda x: x.missing),
     ],
     ids=[
-        *("required", "compiled", "one graph", "shared"),
+        *("required", "shared"),
         *("other shape", "other rows", "other type", "code"),
     ],
 )

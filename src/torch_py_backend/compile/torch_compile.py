@@ -27,20 +27,6 @@ def requested(config: ModelConfig) -> bool:
     return config.options.compilation is not None
 
 
-def required(config: ModelConfig) -> bool:
-    """Return whether loading fails if the model cannot be compiled; `fullgraph` implies that."""
-    arguments = config.options.compilation
-    if arguments is None:
-        return False
-    return config.options.compile_required or bool(arguments.get("fullgraph"))
-
-
-def by_inductor(config: ModelConfig) -> bool:
-    """Return whether the config requests inductor, torch.compile's default backend."""
-    arguments = config.options.compilation
-    return arguments is not None and arguments.get("backend", "inductor") == "inductor"
-
-
 def captures(config: ModelConfig) -> bool:
     """Return whether torch.compile records a CUDA graph for each shape."""
     if config.kind == "CPU":
@@ -57,6 +43,13 @@ def graph_count() -> int:
     """Return how many graphs this process has compiled or loaded from a cache."""
     count: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return count
+
+
+def progress() -> tuple[int, int, int]:
+    """Return `graph_count`, and how many graphs were in inductor's cache and how many were not."""
+    counters = torch._dynamo.utils.counters["inductor"]
+    missing = counters["fxgraph_cache_miss"] + counters["fxgraph_cache_bypass"]
+    return graph_count(), counters["fxgraph_cache_hit"], missing
 
 
 def apply(
@@ -112,8 +105,7 @@ class Compiled:
         self._counts = counts
         self._eager = module
         self._marks_rows = config.max_batch_size > 1 and parameters.get("dynamic") is None
-        self._required = required(config)
-        self._failed = self._sealed = self._warned = False
+        self._sealed = self._warned = False
         self._captures = captures(config)
         # The first call of each kind, before the model is sealed.
         self._calls: dict[str, tuple[list[Any], pytree.TreeSpec]] = {}
@@ -138,13 +130,11 @@ class Compiled:
         return self._eager(*args, **kwargs)
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        """Call the compiled model, or the eager one if it cannot be compiled.
+        """Call the compiled model.
 
         Raises:
-            CompileError: it cannot be compiled, and COMPILE_REQUIRED is set.
+            CompileError: it cannot be compiled.
         """
-        if self._failed:
-            return self._eager(*args, **kwargs)
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = [leaf.shape[1:] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self._calls.setdefault(f"{spec} {shapes}", (leaves, spec))
@@ -158,22 +148,16 @@ class Compiled:
         try:
             return self._compiled(*args, **kwargs)
         except Exception as error:  # an error of the compiler, or of the model
-            result = self._eager(*args, **kwargs)  # raises an error of the model again
+            self._eager(*args, **kwargs)  # raises an error of the model again
             # Dynamo wraps the errors of compiler backends.
             reason = summarize(getattr(error, "inner_exception", error))
-            if self._required:
-                raise CompileError(self._model, reason) from error
-            log.warning("model '%s' cannot be compiled and runs eagerly: %s.", self._model, reason)
-            self._failed = True
-            return result
+            raise CompileError(self._model, reason) from error
 
     def has_graph(self, rows: int) -> bool | None:
         """Return whether the calls so far need no other graph for a number of rows.
 
         None: that is unknown, because of a graph break, or in another version of torch.
         """
-        if self._failed:
-            return True
         try:
             entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(
                 type(self)._traced.__code__
@@ -209,8 +193,6 @@ class Compiled:
         would require to run the model again from its start, which would change inputs and buffers
         twice, and would fail compilations in hooks.
         """
-        if self._failed:
-            return self._eager
         torch.compiler.set_stance("eager_on_recompile")
         self._sealed = True
         self._calls.clear()

@@ -173,7 +173,6 @@ class Options:
     num_interop_threads: int | None = _option(positive, aliases=("INTER_OP_THREAD_COUNT",))
     torch_compile_optional_parameters: JsonObject | None = _option(compile_parameters)
     compile_cache_dir: str | None = _option(name)
-    compile_required: bool = _option(boolean, default=False)
     optimize: tuple[str, ...] = _option(optimizations, default=())
     batch_buckets: tuple[int, ...] | None = _option(buckets)
     pad: dict[str, JsonObject] | None = _option(padding)

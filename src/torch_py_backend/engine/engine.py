@@ -149,7 +149,7 @@ class Engine:
     def preparing(self) -> Iterator[None]:
         """Allow compilation within the context; forbid it afterwards."""
         self._prepares = True
-        with self.runner.preparing(self.artifact, self.device):
+        with self.runner.preparing():
             yield
         self._prepares = False
         if self._shared is not None and self.side_effects.writes_buffers():

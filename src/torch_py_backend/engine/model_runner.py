@@ -9,9 +9,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
-import torch
-
-from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Value
@@ -76,19 +73,22 @@ class ModelRunner:
         return None if self._compiled is None else self._compiled.has_graph(rows)
 
     @contextlib.contextmanager
-    def preparing(self, artifact: Artifact, device: torch.device) -> Iterator[None]:
+    def preparing(self) -> Iterator[None]:
         """Allow compilation within the context; forbid it afterwards."""
         if self._compiled is None:
             yield
             sealed = self._eager
         else:
-            bundle = compile_cache.at(self._config, artifact, device)
-            before = torch_compile.graph_count()
-            with contextlib.nullcontext() if bundle is None else bundle.used() as hit:
+            before = torch_compile.progress()
+            with compile_cache.used(self._config):
                 yield
-            self.counts.compiled_graphs += torch_compile.graph_count() - before
-            if hit is not None:
-                self.counts.compile_cache["hit" if hit else "miss"] = 1
+            graphs, hits, misses = (
+                after - number
+                for after, number in zip(torch_compile.progress(), before, strict=True)
+            )
+            self.counts.compiled_graphs += graphs
+            if hits or misses:
+                self.counts.compile_cache["miss" if misses else "hit"] = 1
             sealed = self._compiled.seal()
         self.forward = sealed
 

@@ -40,22 +40,20 @@ def create(folder: Path) -> str:
     return risk(folder.stat())
 
 
-def read(path: Path) -> bytes:
-    """Return the contents of a file that no other user could have written.
+def tree_risk(folder: Path) -> str:
+    """Return how another user could have written a file in a folder; see `risk`.
 
-    Raises:
-        PermissionError: another user could have written it.
-        OSError: it cannot be read, or is not a regular file; links are not followed.
+    Files need no permissions of their own where no other user can enter the folder.
     """
-    # O_NONBLOCK: opening a pipe must not block.
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with open(os.open(path, flags), "rb") as file:  # noqa: PTH123  a descriptor
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(f"{path.name} is not a regular file")
-        if reason := risk(status):
-            raise PermissionError(reason)
-        return file.read()
+    status = folder.stat()
+    reason = risk(status)
+    if reason or not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        return reason
+    for path in folder.rglob("*"):
+        reason = "it is a link" if path.is_symlink() else risk(path.lstat())
+        if reason:
+            return f"{path.name}: {reason}"
+    return ""
 
 
 @contextlib.contextmanager

@@ -224,7 +224,6 @@ def _may_fail(engine: Engine, error: BackendError) -> bool:
         and not _certain_cure(engine.config, error)
         and options.warmup is None
         and engine.recovery.fatal is None
-        and not torch_compile.required(engine.config)
         # Other instances read the same memory: the warm-up must show that the model does not write.
         and not gpu_sharing.requested(engine.config)
         and not example_inputs.find(engine.config, engine.artifact)
