@@ -89,7 +89,7 @@ def _selectors(node: Any) -> Iterator[promql_parser.VectorSelector]:
 
 def known() -> dict[str, Family | None]:
     """The series of this backend with their rows, and Prometheus' own."""
-    return {**metric_families.BY_SERIES, _UP: None}
+    return {**metric_families.BY_NAME, _UP: None}
 
 
 # --- what is made ----------------------------------------------------------------------------

@@ -225,20 +225,8 @@ def test_filling_is_counted(tmp_path: Path) -> None:
     model = instances.load(tmp_path, instances.named("buckets"))
     model.execute([request(1, rows=3)])
     model._publisher.publish()
-    first = _counted("rows", "filled_rows", "values", "padded_values")
+    first = _counted("rows", "filled_rows")
     model.execute([request(1, rows=7)])
     model.finalize()
-    assert first == {"rows": 4, "filled_rows": 1, "values": 0, "padded_values": 0}
+    assert first == {"rows": 4, "filled_rows": 1}
     assert _counted("rows", "filled_rows") == {"rows": 12, "filled_rows": 2}
-
-
-def test_padding_is_counted(tmp_path: Path) -> None:
-    """Padding and all values of padded inputs are counted."""
-    model = instances.load(tmp_path, instances.named("padded"))
-    document = {"input": [{"name": "ids", "dims": [-1]}]}
-    model.execute([fake_triton.request({"ids": np.ones((2, 3), dtype=np.int64)}, document)])
-    model.finalize()
-    # IDs and mask, each [2, 4] instead of [2, 3].
-    assert _counted("rows", "values", "padded_values") == {
-        "rows": 2, "values": 16, "padded_values": 4,
-    }  # fmt: skip

@@ -167,9 +167,7 @@ def _counted(
     counts = model._engine.counts
 
     def read() -> dict[str, int]:
-        batches = {f"batches of {rows}": number for rows, number in counts.batches.items()}
-        filled = {"rows": counts.rows, "filled rows": counts.filled_rows}
-        return {**filled, **counts.requests, **batches}
+        return {"rows": counts.rows, "filled rows": counts.filled_rows, **counts.requests}
 
     before = read()
     contents = _contents(answer())

@@ -102,7 +102,7 @@ _CALLS = (
 
 
 @pytest.mark.parametrize(
-    ("scenario", "batches", "codes", "rows", "buckets", "retries"),
+    ("scenario", "batches", "codes", "retries"),
     [
         pytest.param(
             judge(),
@@ -113,9 +113,6 @@ _CALLS = (
                 [request(-6, rows=2)],
             ],
             {"OK": 5, "INTERNAL": 2, "INVALID_ARG": 1, "UNAVAILABLE": 1},
-            9,
-            # [3], [2 + 1], and the successful parts of the failed batch: [2] and [1].
-            {"1": 1, "2": 2, "4": 4, "8": 4, "+Inf": 4},
             None,
             id="codes",
         ),
@@ -123,33 +120,23 @@ _CALLS = (
             judge(),
             [[request(1), request(2), request(-1), request(4)]],
             {"OK": 3, "INTERNAL": 1},
-            3,
-            {"1": 1, "2": 2, "4": 2, "8": 2, "+Inf": 2},
-            ({"": 6}, {}),  # [1 2], [-1 4], and [-1], [4]
+            {"": 6},  # [1 2], [-1 4], and [-1], [4]
             id="retries",
         ),
         pytest.param(
             _NARROW,
             [[request(1, rows=5)], [request(1, rows=5)]],
             {"OK": 2},
-            10,
-            # Five rows are run as two, two and one, after memory ran out once for five.
-            {"1": 2, "2": 6, "4": 6, "8": 6, "+Inf": 6},
-            ({"": 5}, {"": 1}),
+            {"": 5},  # they are run as two, two and one, after memory ran out once
             id="memory runs out",
         ),
-        # A request is a batch of 1, whatever its shape.
-        pytest.param(
-            _UNBATCHED, [[request(1)]], {"OK": 1}, 1, {"1": 1, "+Inf": 1}, ({}, {}), id="no rows"
-        ),
+        pytest.param(_UNBATCHED, [[request(1)]], {"OK": 1}, {}, id="no rows"),
         # An error of another model may have any code: its series is created on demand.
         pytest.param(
             Scenario("calls", scenarios.text(_CALLS), scenarios.x_to_y(4, WARMUP="false")),
             [[request(1)]],
             {"NOT_FOUND": 1},
-            None,
             {},
-            ({}, {}),
             id="a rare code",
         ),
     ],
@@ -158,23 +145,18 @@ def test_counters(
     scenario: Scenario,
     batches: list[list[Any]],
     codes: dict[str, float],
-    rows: int | None,
-    buckets: dict[str, float],
-    retries: Any,
+    retries: dict[str, float] | None,
     tmp_path: Path,
 ) -> None:
-    """Requests are counted once by the code of their answer, batches by their rows."""
+    """Requests are counted once by the code of their answer, rows that are run again by calls."""
     model = load(tmp_path, scenario)
     for batch in batches:
         model.execute(batch)
     model.finalize()
 
     assert published("requests_total", "code") == codes
-    assert published("batch_rows_bucket", "le") == buckets
-    assert published("batch_rows_count").get("", 0) == buckets.get("+Inf", 0)
-    assert published("batch_rows_sum") == ({"": rows} if rows else {})
     if retries is not None:
-        assert (published("retried_rows_total"), published("memory_splits_total")) == retries
+        assert published("retried_rows_total") == retries
 
 
 _HOOKED = (
@@ -246,7 +228,6 @@ def test_streams(tmp_path: Path) -> None:
     assert published("requests_total", "code") == {"OK": 2, "INTERNAL": 1, "INVALID_ARG": 1}
     assert published("stream_responses_total") == {"": 3 + 7}
     assert published("live_streams") == {}
-    assert published("batch_rows_count") == {"": 3}
 
 
 def test_sequences_of_slots(tmp_path: Path) -> None:
@@ -280,13 +261,12 @@ def test_memory_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """Each GPU in use has its memory; on the CPU there are no such series."""
     model = load(tmp_path, judge())
     assert "pytorch_py_device_memory_allocated_bytes" not in MetricFamily.made
-    monkeypatch.setattr(runtime, "memory", lambda: [(0, 10, 20), (3, 30, 40)])
+    monkeypatch.setattr(runtime, "memory", lambda: [(0, 10), (3, 30)])
     model._publisher.publish()
     assert published("device_memory_allocated_bytes", "device") == {"0": 10, "3": 30}
-    assert published("device_memory_reserved_bytes", "device") == {"0": 20, "3": 40}
-    monkeypatch.setattr(runtime, "memory", lambda: [(3, 30, 40)])  # device 0 was given back
+    monkeypatch.setattr(runtime, "memory", lambda: [(3, 40)])  # device 0 was given back
     model._publisher.publish()
-    assert published("device_memory_reserved_bytes", "device") == {"3": 40}
+    assert published("device_memory_allocated_bytes", "device") == {"3": 40}
     model.finalize()
     assert published("device_memory_allocated_bytes", "device") == {}
 
@@ -302,45 +282,23 @@ def _await(holds: Callable[[], bool]) -> None:
 
 
 def test_no_further_request_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread publishes the last request's counts and a heartbeat; all gauges end with it."""
+    """A thread publishes the last request's counts and a running call; all gauges end with it."""
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     model = load(tmp_path, judge())
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "metrics"]
     model.execute([request(1)])
     _await(lambda: published("requests_total", "code") == {"OK": 1})
-    (beat,) = published("heartbeat_timestamp_seconds").values()
-    _await(lambda: published("heartbeat_timestamp_seconds") != {"": beat})
-    assert published("ready_timestamp_seconds")
     model.execute([request(1)])
+    model._status.busy()
+    _await(lambda: published("running_call_seconds") != {})
     model.finalize()
     assert not thread.is_alive()
     assert published("requests_total", "code") == {"OK": 2}
-    assert published("ready_timestamp_seconds") == {}
-    assert published("heartbeat_timestamp_seconds") == {}
-
-
-def test_buckets_grow_from_the_last_one_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While values are published no bucket is above the next larger one."""
-    monkeypatch.setattr(metrics, "_SECONDS", 3600)  # published here only
-    model = load(tmp_path, judge())
-    model.execute([request(1), request(2)])
-    increment, heights = fake_triton.Metric.increment, []
-
-    def incremented(metric: fake_triton.Metric, value: float) -> None:
-        increment(metric, value)
-        buckets = published("batch_rows_bucket", "le")
-        heights.append([buckets.get(bound, 0) for bound in ("1", "2", "4", "8", "+Inf")])
-
-    monkeypatch.setattr(fake_triton.Metric, "increment", incremented)
-    model._publisher.publish()
-    assert heights[-1] == [0, 1, 1, 1, 1]
-    assert all(buckets == sorted(buckets) for buckets in heights)
+    assert published("running_call_seconds") == {}
 
 
 def test_a_running_call(tmp_path: Path) -> None:
-    """The duration of the running call is published, and so is the heartbeat."""
+    """The duration of the running call is published."""
     model = load(tmp_path, judge())
     assert published("running_call_seconds") == {}
     model._status.busy()
@@ -368,6 +326,7 @@ def test_triton_that_refuses_values(
     with monkeypatch.context() as patched:
         patched.setattr(fake_triton.Metric, "increment", refuse)
         patched.setattr(fake_triton.Metric, "set", refuse)
+        model._engine.counts.count_requests("OK")  # only values that change are published
         _await(lambda: not model._publisher._thread.is_alive())
         (line,) = logged()
         assert "publishing metrics failed." in line
@@ -386,16 +345,15 @@ def test_published_series_are_those_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Models of all kinds publish each row of the table, with its kind and labels, and no other."""
-    monkeypatch.setattr(runtime, "memory", lambda: [(0, 10, 20)])
+    monkeypatch.setattr(runtime, "memory", lambda: [(0, 10)])
     instances = {kind: load(tmp_path / kind, scenario) for kind, scenario in _KINDS.items()}
     for model in instances.values():
         model._publisher.publish()
-    assert MetricFamily.made.keys() == metric_families.BY_SERIES.keys()
+    assert MetricFamily.made.keys() == metric_families.BY_NAME.keys()
     for name, series in MetricFamily.made.items():
-        row = metric_families.BY_SERIES[name]
+        row = metric_families.BY_NAME[name]
         assert (MetricFamily.kinds[name] == MetricFamily.GAUGE) == (row.kind is MetricKind.GAUGE)
-        labels = set(row.labels) - ({"le"} if not name.endswith("_bucket") else set())
-        assert all(metric.labels.keys() == labels for metric in series)
+        assert all(metric.labels.keys() == set(row.labels) for metric in series)
 
 
 @pytest.mark.parametrize(

@@ -430,7 +430,6 @@ def test_no_retry_if_disabled() -> None:
     model._judge = above(1)
     assert check(sent, served.run(sent), OutOfMemoryError) == [0, 1, 2, 3, 4, 5]
     assert model.calls[3:] == [4, 2, 1, 1]
-    assert served.counts.memory_splits == 0
 
 
 def test_pieces_that_cannot_be_joined() -> None:

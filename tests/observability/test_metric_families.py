@@ -23,9 +23,3 @@ def _check(row: Family) -> None:
     assert row.labels[:2] == ("model", "version")
     assert len(set(row.labels)) == len(row.labels)
     assert not _RESERVED & set(row.labels)
-
-
-def test_buckets() -> None:
-    """Bounds are powers of two; the last one is at least the largest batch."""
-    for most, bounds in {0: (1,), 1: (1,), 2: (1, 2), 8: (1, 2, 4, 8), 9: (1, 2, 4, 8, 16)}.items():
-        assert metric_families.buckets(most) == bounds

@@ -54,7 +54,7 @@ def build(
     forward, extract, to_host = plain.forward, plain.extract, plain.to_host
     dtype, dims = plain.tensor or (None, ())
     recovery, counts = engine.recovery, engine.counts
-    limits, batches, answered = recovery.capacity.limits, counts.batches, counts.requests
+    limits, answered = recovery.capacity.limits, counts.requests
     clock, strided = time.perf_counter, torch.strided
     in_inference_mode = torch.is_inference_mode_enabled
 
@@ -118,7 +118,6 @@ def build(
         if extract is not None:
             counts.forward_seconds += called - gathered
             counts.device_to_host_seconds += fetched - called
-        batches[rows] = batches.get(rows, 0) + 1
         if responses is None:
             responses = general.respond(requests, outcomes)
         else:

@@ -61,7 +61,7 @@ class Metric:
     def __init__(
         self, config: ModelConfig, name: str, more: tuple[tuple[str, str], ...] = ()
     ) -> None:
-        row = metric_families.BY_SERIES[name]
+        row = metric_families.BY_NAME[name]
         known = {
             "model": config.name,
             "version": config.version,
@@ -69,7 +69,7 @@ class Metric:
             **dict(more),
         }
         labels = {label: known[label] for label in row.labels if label in known}
-        self.grows = row.kind is not MetricKind.GAUGE
+        self.grows = row.kind is MetricKind.COUNTER
         # A gauge may have the value of an instance of the same name whose process died.
         self._published = 0.0 if self.grows else math.nan
         self._metric: Any = None
@@ -132,10 +132,8 @@ class Publisher:
         self._status = status
         self._streams: Streams | None = None
         self._sequences: Sequences | None = None
-        self._bounds = metric_families.buckets(engine.config.max_batch_size)
         self._warmed_up = dict(self._counted())
         self._metrics: dict[_Series, Metric] = {}
-        self._ready_at = time.time()
         self._poisoned = False
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -210,7 +208,6 @@ class Publisher:
         if streams is not None:
             yield ("pytorch_py_stream_responses_total", ()), counts.responses
             if streams.steps is not None:
-                yield ("pytorch_py_steps_total", ()), streams.steps.calls
                 yield ("pytorch_py_stepped_streams_total", ()), streams.steps.streams
 
     def _counted(self) -> _Values:
@@ -218,42 +215,27 @@ class Publisher:
         counts = self._engine.counts
         for code in dict.fromkeys((*metric_families.CODES, *list(counts.requests))):
             yield ("pytorch_py_requests_total", (("code", code),)), counts.requests.get(code, 0)
-        yield from self._batch_rows(dict(counts.batches))
         around = metric_families.HOOK_STAGES if self._engine.hooks is not None else ()
         for stage in (*metric_families.STAGES, *around):
             seconds: float = getattr(counts, f"{stage}_seconds")
             yield ("pytorch_py_stage_seconds_total", (("stage", stage),)), seconds
-        totals = ["retried_rows", "memory_splits"]
+        totals = ["retried_rows"]
         if self._engine.pads_batches:
-            totals += ["rows", "filled_rows", "values", "padded_values"]
+            totals += ["rows", "filled_rows"]
         if self._engine.runner.compiles:
             totals.append("eager_calls")
         for name in totals:
             yield (f"pytorch_py_{name}_total", ()), getattr(counts, name)
 
-    def _batch_rows(self, batches: dict[int, int]) -> _Values:
-        """Yield the histogram from the last bucket down, so that it is monotonic at any time."""
-        name = "pytorch_py_batch_rows"
-        count = sum(batches.values())
-        yield (f"{name}_count", ()), count
-        yield (f"{name}_sum", ()), sum(rows * number for rows, number in batches.items())
-        yield (f"{name}_bucket", (("le", "+Inf"),)), count
-        for bound in reversed(self._bounds):
-            below = sum(number for rows, number in batches.items() if rows <= bound)
-            yield (f"{name}_bucket", (("le", str(bound)),)), below
-
     # --- gauges ----------------------------------------------------------------------------------
 
     def _gauges(self) -> _Values:
         yield ("pytorch_py_poisoned", ()), self._poisoned
-        yield ("pytorch_py_ready_timestamp_seconds", ()), self._ready_at
-        yield ("pytorch_py_heartbeat_timestamp_seconds", ()), time.time()
         yield ("pytorch_py_running_call_seconds", ()), self._status.running_seconds()
         if self._streams is not None:
             yield ("pytorch_py_live_streams", ()), self._streams.live
         if self._sequences is not None:
             yield ("pytorch_py_sequences", ()), len(self._sequences)
-        for device, allocated, reserved in self._engine.memory():
+        for device, allocated in self._engine.memory():
             label = (("device", str(device)),)
             yield ("pytorch_py_device_memory_allocated_bytes", label), allocated
-            yield ("pytorch_py_device_memory_reserved_bytes", label), reserved

@@ -15,13 +15,9 @@ class Counts:
 
     Attributes:
         requests: answered requests, by the code of the answer.
-        batches: successful batches, by their rows; 1 where the model has no batch dimension.
         rows: rows of the model's calls, including rows that fill a bucket.
         filled_rows: rows that only fill a bucket.
-        values: values of padded inputs in the model's calls, including padding.
-        padded_values: values that are padding.
         retried_rows: rows that were run again because a batch with them had failed.
-        memory_splits: batches that were split because memory ran out.
         eager_calls: calls that ran without a graph because none was compiled for them.
         compiled_graphs: graphs that were compiled or loaded from the cache before READY.
         compile_cache: loads, by whether the compile cache had an entry: hit or miss.
@@ -30,13 +26,9 @@ class Counts:
     """
 
     requests: dict[str, int] = field(default_factory=dict)
-    batches: dict[int, int] = field(default_factory=dict)
     rows: int = 0
     filled_rows: int = 0
-    values: int = 0
-    padded_values: int = 0
     retried_rows: int = 0
-    memory_splits: int = 0
     eager_calls: int = 0
     compiled_graphs: int = 0
     compile_cache: dict[str, int] = field(default_factory=dict)
@@ -51,7 +43,3 @@ class Counts:
     def count_requests(self, code: str, requests: int = 1) -> None:
         """Count answered requests."""
         self.requests[code] = self.requests.get(code, 0) + requests
-
-    def count_batch(self, rows: int) -> None:
-        """Count a successful batch."""
-        self.batches[rows] = self.batches.get(rows, 0) + 1

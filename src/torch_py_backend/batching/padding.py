@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Item, Value, to_column
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.errors import ConfigError, InputError, join_names
@@ -294,21 +293,6 @@ class Padding:
                 parts.append([index])
                 part_shapes, part_values = shapes[index], values[index]
         return [[items[index] for index in sorted(part)] for part in parts]
-
-    def count(
-        self,
-        counts: Counts,
-        items: Sequence[Item],
-        names: Sequence[str],
-        columns: Sequence[Value],
-    ) -> None:
-        """Count a batch's values and its padding."""
-        for name, column in zip(names, columns, strict=True):
-            if name in self.pads:
-                values = math.prod(column.shape)
-                counts.values += values
-                sent = sum(math.prod(item[name].shape) for item in items)
-                counts.padded_values += values - sent
 
     def cut(
         self,

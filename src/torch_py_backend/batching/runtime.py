@@ -119,15 +119,15 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def memory() -> list[tuple[int, int, int]]:
-    """Return the index and the allocated and reserved bytes of each GPU that this process uses."""
+def memory() -> list[tuple[int, int]]:
+    """Return the index and the allocated bytes of each GPU that this process uses."""
     if not torch.cuda.is_initialized():
         return []
-    usage = (
-        (index, torch.cuda.memory_allocated(index), torch.cuda.memory_reserved(index))
+    return [
+        (index, torch.cuda.memory_allocated(index))
         for index in range(torch.cuda.device_count())
-    )
-    return [gpu for gpu in usage if gpu[2]]
+        if torch.cuda.memory_reserved(index)
+    ]
 
 
 def probe(device: torch.device) -> None:

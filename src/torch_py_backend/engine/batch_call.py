@@ -50,7 +50,6 @@ class BatchCall:
         self._outputs = outputs
         self.finite = finite
         self._pads = {name: pad.gather for name, pad in padding.pads.items()} if padding else {}
-        self._batched = config.max_batch_size > 0
         ragged = self._ragged = Ragged(config) if config.concatenates else None
         self._state_inputs = frozenset(state.input for state in config.states)
         states = {state.output for state in config.states}
@@ -77,7 +76,6 @@ class BatchCall:
         if self._padding is not None:
             # Before the call: forward() may change shapes in place.
             shapes = {name: column.shape for name, column in zip(names, batch.columns, strict=True)}
-            self._padding.count(self._counts, group.items, names, batch.columns)
         gathered = time.perf_counter()
         columns = self.to_device(batch.columns)
         sent = time.perf_counter()
@@ -109,8 +107,6 @@ class BatchCall:
         counts.host_to_device_seconds += sent - gathered
         counts.forward_seconds += called - sent
         counts.device_to_host_seconds += fetched - called
-        size = rows if self._batched else 1
-        counts.batches[size] = counts.batches.get(size, 0) + 1
         if self.finite is None or self.finite.holds(outputs):
             return outcomes
         checked: list[Outcome] = []

@@ -141,8 +141,8 @@ class Engine:
         if self._shared is not None:
             self._shared.close()
 
-    def memory(self) -> list[tuple[int, int, int]]:
-        """Return the index and the allocated and reserved bytes of each GPU in use."""
+    def memory(self) -> list[tuple[int, int]]:
+        """Return the index and the allocated bytes of each GPU in use."""
         return runtime.memory()
 
     @contextlib.contextmanager

@@ -169,7 +169,7 @@ class RetryPolicy:
             before = self.capacity.remembered(shape)
             smaller = self._lower_limit(shape, rows)
             if smaller and not failure.repeats and self._repeats(len(group.items)):
-                self._count_split(rows)
+                self._counts.retried_rows += rows
                 return self._run_in_parts(group, before, calls, copy_outputs=copy_outputs)
         final = failure.memory or failure.repeats or self.fatal is not None
         if final or len(group.items) == 1 or not self._repeats(len(group.items)):
@@ -217,7 +217,7 @@ class RetryPolicy:
                 rows = sum(last - first for _, first, last in parts)
                 smaller = self._lower_limit(shape, rows)
                 if smaller and not result.repeats and self._repeats(2):  # parts are copies
-                    self._count_split(rows)
+                    self._counts.retried_rows += rows
                     pending.extendleft(reversed(parts))
                     continue
                 result = [self.refusal(result)] * len(parts)
@@ -333,10 +333,6 @@ class RetryPolicy:
             less,
         )
         return True
-
-    def _count_split(self, rows: int) -> None:
-        self._counts.retried_rows += rows
-        self._counts.memory_splits += 1
 
     def unreadable(self, error: Exception) -> BackendError:
         """Return the error of a request that cannot be read, due to its client or the device."""

@@ -49,7 +49,6 @@ class StreamCalls:
         self._runner = batch_call.runner
         self._finite = batch_call.finite
         self._counts = batch_call.runner.counts
-        self._batched = config.max_batch_size > 0
         self._names = tuple(spec.name for spec in config.outputs)
         # The begin() of another stream or a further step() may overwrite memory that an outcome
         # shares with the model before the outcome is sent.
@@ -82,7 +81,6 @@ class StreamCalls:
         counts.forward_seconds += time.perf_counter() - sent
         counts.gather_seconds += gathered - began
         counts.host_to_device_seconds += sent - gathered
-        counts.count_batch(inputs.rows if self._batched else 1)
         return result, inputs
 
     def outcomes(self, results: Sequence[tuple[object, StreamInputs]]) -> list[Outcome]:

@@ -20,8 +20,6 @@ _INSTANCE = (*_MODEL, "model_instance")
 class MetricKind(enum.Enum):
     COUNTER = "counter"
     GAUGE = "gauge"
-    # Counters with the names and labels of a histogram's series; docs/metrics.md has the reason.
-    HISTOGRAM = "histogram"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class Family:
     """A row of the table.
 
     Attributes:
-        name: the Prometheus name; a histogram's without `_bucket`, `_sum` and `_count`.
+        name: the Prometheus name.
         doc: a description; Triton's HELP.
         labels: the names of its labels.
         kind: the type of the metric.
@@ -39,13 +37,6 @@ class Family:
     doc: str
     labels: tuple[str, ...] = _MODEL
     kind: MetricKind = MetricKind.COUNTER
-
-    @property
-    def series(self) -> tuple[str, ...]:
-        """The names of the series that are scraped."""
-        if self.kind is not MetricKind.HISTOGRAM:
-            return (self.name,)
-        return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
 
 
 def _gauge(name: str, doc: str, *labels: str) -> Family:
@@ -68,12 +59,6 @@ TABLE = (
         (*_MODEL, "code"),
     ),
     Family(
-        "pytorch_py_batch_rows",
-        "Rows of each successful batch, without rows that fill a bucket",
-        (*_MODEL, "le"),
-        MetricKind.HISTOGRAM,
-    ),
-    Family(
         "pytorch_py_stage_seconds_total",
         "Seconds that successful batches spent in a stage",
         (*_MODEL, "stage"),
@@ -82,13 +67,10 @@ TABLE = (
         "pytorch_py_rows_total", "Rows in calls of the model, including rows that fill a bucket"
     ),
     Family("pytorch_py_filled_rows_total", "Rows that only fill a bucket"),
-    Family("pytorch_py_values_total", "Values of padded inputs in calls of the model"),
-    Family("pytorch_py_padded_values_total", "Values that are padding"),
     Family(
         "pytorch_py_retried_rows_total",
         "Rows, or streams, that were run again because their batch failed",
     ),
-    Family("pytorch_py_memory_splits_total", "Times that memory ran out and a batch was split"),
     Family(
         "pytorch_py_compiled_graphs_total",
         "Graphs that torch.compile compiled, or found in its cache, before READY",
@@ -103,7 +85,6 @@ TABLE = (
     ),
     Family("pytorch_py_stream_responses_total", "Responses of streams, without errors"),
     _gauge("pytorch_py_live_streams", "Streams of responses that have begun and not ended"),
-    Family("pytorch_py_steps_total", "Calls of step()"),
     Family("pytorch_py_stepped_streams_total", "Streams in calls of step()"),
     _gauge("pytorch_py_sequences", "Sequences that have begun and not ended"),
     _gauge(
@@ -112,21 +93,8 @@ TABLE = (
         "device",
     ),
     _gauge(
-        "pytorch_py_device_memory_reserved_bytes",
-        "Device memory that PyTorch's allocator of an instance holds",
-        "device",
-    ),
-    _gauge(
         "pytorch_py_poisoned",
         "1 for an instance that had a fatal error and no longer answers requests",
-    ),
-    _gauge(
-        "pytorch_py_ready_timestamp_seconds",
-        "When an instance became ready; 0 after a graceful shutdown",
-    ),
-    _gauge(
-        "pytorch_py_heartbeat_timestamp_seconds",
-        "When an instance was last alive, updated every second; 0 after a graceful shutdown",
     ),
     _gauge(
         "pytorch_py_running_call_seconds",
@@ -134,12 +102,4 @@ TABLE = (
     ),
 )
 
-BY_SERIES = {series: row for row in TABLE for series in row.series}
-
-
-def buckets(max_rows: int) -> tuple[int, ...]:
-    """Return the bounds of the buckets of batch_rows: powers of two up to the largest batch."""
-    bounds = [1]
-    while bounds[-1] < max_rows:
-        bounds.append(2 * bounds[-1])
-    return tuple(bounds)
+BY_NAME = {row.name: row for row in TABLE}

@@ -67,15 +67,14 @@ class Stepper:
     """Calls step() for all streams that wait for a step. Used within one event loop.
 
     Attributes:
-        calls: number of calls of step().
-        streams: number of streams in all these calls.
+        streams: number of streams in all calls of step().
 
     Args:
         calling: the context manager for calls of the model.
     """
 
     def __init__(self, engine: Engine, calling: Callable[[], AbstractContextManager[None]]) -> None:
-        self.calls = self.streams = 0
+        self.streams = 0
         self._engine = engine
         self._calling = calling
         self._capacity = MemoryLimits(ANY_ROWS)
@@ -118,8 +117,8 @@ class Stepper:
             self._capacity.fitted(_SHAPE, len(batch))
             return results
         engine = self._engine
-        if results.memory and self._capacity.failed(_SHAPE, len(batch)) is not None:
-            engine.counts.memory_splits += 1
+        if results.memory:
+            self._capacity.failed(_SHAPE, len(batch))
         final = results.repeats or engine.recovery.fatal is not None or not engine.repeats()
         if len(batch) == 1 or final:
             return [results] * len(batch)
@@ -147,7 +146,6 @@ class Stepper:
     def _step(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult] | Failure:
         step = self._engine.stream_calls.step
         assert step is not None  # noqa: S101  a Stepper is made for a model with step()
-        self.calls += 1
         self.streams += len(batch)
         began = time.perf_counter()
         returned = step([pending.state for pending in batch])
