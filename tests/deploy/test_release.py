@@ -102,7 +102,7 @@ def test_metadata(built: Built) -> None:
     assert told["Version"] == _VERSION
     assert told["License-Expression"] == "Apache-2.0"
     assert told["Requires-Python"] == ">=3.10"
-    assert {"server", "bench", "pack"} <= set(told.get_all("Provides-Extra") or ())
+    assert {"server", "tune", "tracing"} <= set(told.get_all("Provides-Extra") or ())
 
 
 # --- installed -------------------------------------------------------------------------------
