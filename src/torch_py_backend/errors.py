@@ -262,7 +262,6 @@ class ArchiveError(BackendError):
         super().__init__(printable(_message(archive, found, expected, cure)))
 
 
-_MEGABYTE = 1 << 20
 _SHOWN = 8
 _LONGEST = 500
 # What is searched of a message, which may contain megabytes of a client's text. A search holds the
