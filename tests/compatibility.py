@@ -40,7 +40,6 @@ _FIXTURES = re.compile(r"\b(process|dynamo): None\b|usefixtures\(\"(process|dyna
 # They need torch, a server, fixtures of a conftest.py or tools of the repository on the machine.
 _NEED_MORE = {
     "test_fetch.py",
-    "test_owner_election.py",
     "test_preflight.py",
     "test_release.py",
     "test_report.py",

@@ -239,28 +239,28 @@ def test_named_hooks(name: str, tmp_path: Path) -> None:
         (Artifact(ArtifactType.MODULE, Path("model.py")), ["model.py"]),
         (
             Artifact(ArtifactType.MODULE, Path("model.py"), Path("model.pt")),
-            ["model.py", "model.pt"],
+            ["model.pt"],
         ),
         (
             Artifact(ArtifactType.MODULE, Path("model.py"), Path("model.safetensors.index.json")),
-            ["model.py", "model.safetensors.index.json", "a", "b"],
+            ["model.safetensors.index.json", "a", "b"],
         ),
         (
             Artifact(ArtifactType.MODULE, Path("model.py"), Path("broken.json")),
-            ["model.py", "broken.json"],
+            ["broken.json"],
         ),
         (Artifact(ArtifactType.FACTORY, Path()), ["a", "b", "broken.json", "model.pt", "model.py"]),
         (Artifact(ArtifactType.FACTORY, Path(), Path("model.pt")), ["model.pt"]),
     ],
 )
-def test_files_of_an_artifact(
+def test_weight_files(
     artifact: Artifact, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """files() returns the model, and its weights with existing shards."""
+    """weight_files() returns the file of the weights with existing shards."""
     for name in ("model.py", "model.pt", "broken.json", "a", "b"):
         (tmp_path / name).write_text("x")
     index = tmp_path / "model.safetensors.index.json"
     if artifact.kind is not ArtifactType.FACTORY:
         index.write_text('{"weight_map": {"x": "a", "y": "b", "z": "missing"}}')
     monkeypatch.chdir(tmp_path)
-    assert [path.name for path in artifact.files()] == expected
+    assert [path.name for path in artifact.weight_files()] == expected

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_py_backend.processes import private_files, server_folder
+from torch_py_backend.processes import private_files
 
 _ME = os.geteuid()
 
@@ -50,11 +50,11 @@ def test_created_folder_is_private(tmp_path: Path) -> None:
 def test_locked_file(tmp_path: Path) -> None:
     """The lock is exclusive, and free afterwards; a link is not followed."""
     path = tmp_path / "lock"
-    with private_files.locked(path):
-        assert server_folder.lock(path) is None
-    lock = server_folder.lock(path)
-    assert lock is not None
-    server_folder.release(lock)
+    path.touch()
+    with path.open() as file:
+        with private_files.locked(path):
+            assert not private_files.try_lock(file.fileno())
+        assert private_files.try_lock(file.fileno())
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(OSError, match="symbolic links"), private_files.locked(tmp_path / "link"):
         pass

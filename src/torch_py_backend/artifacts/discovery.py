@@ -58,11 +58,6 @@ class Artifact:
         paths = (self.path.with_suffix(".py"), self.path.with_name("model.py"))
         return next((path for path in paths if path.is_file()), None)
 
-    def files(self) -> list[Path]:
-        """Return the files of the model, and its weights with their shards."""
-        source = [self.path] if self.weights is not None and self.path.is_file() else []
-        return [*source, *self.weight_files()]
-
     def weight_files(self) -> list[Path]:
         """Return the files of its weights, an index before its shards."""
         if self.weights is not None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torch_py_backend import composition
-from torch_py_backend.artifacts.discovery import Artifact
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching import gather_scatter, runtime, traced_item
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value, rows_in
@@ -32,7 +32,7 @@ from torch_py_backend.engine.plain_call import PlainCall
 from torch_py_backend.engine.retry import Failure, RetryPolicy, reported
 from torch_py_backend.engine.side_effects import SideEffects
 from torch_py_backend.engine.stream_calls import StreamCalls
-from torch_py_backend.errors import BackendError
+from torch_py_backend.errors import BackendError, UnavailableError
 from torch_py_backend.hooks import hooked_pipeline
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 from torch_py_backend.hooks.user_hooks import Hooks
@@ -123,7 +123,6 @@ class Engine:
         # Empty until memory runs out for the first time.
         self._limits = self.recovery.capacity.limits
         self._shared: gpu_sharing.SharedWeights | None = None
-        self._prepares = False
 
     def share(self, shared: gpu_sharing.SharedWeights) -> None:
         """Share one copy of the weights with other instances.
@@ -131,8 +130,10 @@ class Engine:
         Raises:
             ConfigError: the weights cannot be shared.
         """
-        shared.share(self.loaded)
-        self._shared, self.lock = shared, shared.lock
+        if self.kind is ArtifactType.AOTI:
+            raise gpu_sharing.not_shared_error(self.config, "the AOTInductor package contains them")
+        shared.share(self.loaded.owner)
+        self._shared = shared
         self.side_effects.reset_baseline()
 
     def close(self) -> None:
@@ -148,10 +149,8 @@ class Engine:
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
         """Allow compilation within the context; forbid it afterwards."""
-        self._prepares = True
         with self.runner.preparing():
             yield
-        self._prepares = False
         if self._shared is not None and self.side_effects.writes_buffers():
             raise gpu_sharing.not_shared_error(
                 self.config, "the model writes to its buffers, which other instances share"
@@ -263,22 +262,17 @@ class Engine:
     def _run_shared(
         self, shared: gpu_sharing.SharedWeights, items: Sequence[Item]
     ) -> Sequence[Outcome]:
-        """Return the outcomes, or a refusal for each item if the shared weights are gone."""
-        while True:
-            present = shared.present
-            refusal = shared.ready()
-            if refusal is None:
-                if not present:  # the weights are at other addresses now
-                    self.side_effects.reset_baseline()
-                outcomes = self._run(items)
-                refusal = shared.lost()
-                if refusal is None:
-                    return outcomes
-            if shared.final or not self._prepares:
-                break
-        if shared.final:
-            self.recovery.fatal = refusal
-        return [reported(refusal)] * len(items)
+        """Return the outcomes, or a refusal for each item if the shared weights are gone.
+
+        Results may be wrong if their owner has ended meanwhile.
+        """
+        outcomes = () if shared.lost() else self._run(items)
+        if not shared.lost():
+            return outcomes
+        recovery = self.recovery
+        recovery.reason = "the instance that owned the weights has ended"
+        recovery.fatal = reported(UnavailableError.fatal(self.config.name, recovery.reason))
+        return [recovery.fatal] * len(items)
 
     def _run_items(self, grouping: Grouping, items: Sequence[Item]) -> Sequence[Outcome]:
         whole = grouping.single_group(items)

@@ -82,6 +82,10 @@ class ServerFolder:
         path.mkdir(mode=0o700, exist_ok=True)
         return path
 
+    def address(self, name: str) -> str:
+        """Return the address of a socket within: the folder's path may be too long for one."""
+        return f"/proc/self/fd/{self._descriptor}/{name}"
+
     def leave(self) -> None:
         """Release the lock; the last process removes the folder. May be called twice."""
         descriptor, self._descriptor = self._descriptor, None
@@ -91,7 +95,8 @@ class ServerFolder:
             if private_files.try_lock(descriptor):
                 shutil.rmtree(self.path, ignore_errors=True)
         finally:
-            release(descriptor)
+            keep_on_fork(descriptor)
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -111,21 +116,7 @@ def turn(model: str) -> Iterator[None]:
         yield
 
 
-# --- locks -----------------------------------------------------------------------------------
-
-
-def lock(path: Path) -> int | None:
-    """Open a file, create it if it is missing, and lock it for this process.
-
-    Returns:
-        The descriptor, which holds the lock until `release` or the end of the process; None:
-        another process holds the lock.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    if not private_files.try_lock(descriptor):
-        os.close(descriptor)
-        return None
-    return close_on_fork(descriptor)
+# --- forks -----------------------------------------------------------------------------------
 
 
 def close_on_fork(descriptor: int) -> int:
@@ -134,10 +125,9 @@ def close_on_fork(descriptor: int) -> int:
     return descriptor
 
 
-def release(descriptor: int) -> None:
-    """Close a registered descriptor, which releases its lock."""
+def keep_on_fork(descriptor: int) -> None:
+    """End the registration of a descriptor, which is closed next."""
     _inherited.discard(descriptor)
-    os.close(descriptor)
 
 
 # Processes that the model forks would keep locks and connections after this process has died.

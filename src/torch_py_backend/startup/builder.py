@@ -16,7 +16,6 @@ from torch_py_backend.config.threads import Threads
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.hooks import user_hooks
 from torch_py_backend.loading import registry
-from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.processes import server_folder
 from torch_py_backend.sequences import state_store
 from torch_py_backend.weights import gpu_sharing
@@ -38,11 +37,17 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     runtime.set_switches(config.options, threads)
     device = runtime.placement(config)
     artifact = discovery.find(config)
-    if not gpu_sharing.requested(config):
-        return _engine(config, artifact, device, device)
-    shared = gpu_sharing.SharedWeights(
-        config, artifact, device, lambda: _load(config, artifact, device).owner
-    )
+    # TorchScript and exported programs are copied before their weights are shared: instances that
+    # loaded at the same time would need that memory several times.
+    with server_folder.turn(config.name):
+        if not gpu_sharing.requested(config):
+            return _engine(config, artifact, device, device)
+        return _sharing_engine(config, artifact, device)
+
+
+def _sharing_engine(config: ModelConfig, artifact: Artifact, device: torch.device | None) -> Engine:
+    """Return an engine that shares its weights on a GPU with the other instances."""
+    shared = gpu_sharing.SharedWeights(config, device)
     try:
         # A module is built on the CPU: the weights that it shares need not be copied to the device.
         # A graph is loaded on the device, because its constants are not shared.
@@ -104,7 +109,8 @@ def _engine(
     weights_device: torch.device | None,
 ) -> Engine:
     """Return an engine for a device; its weights are loaded on `weights_device`."""
-    loaded = _load(config, artifact, weights_device)
+    loaded = registry.load(artifact, config, weights_device)
+    loaded = dataclasses.replace(loaded, module=registry.optimize(config, loaded))
     runtime.keep_freed_memory()
     config = state_store.with_controls(config, loaded.signature)
     device_runtime = runtime.create(config.options, device, loaded.weights)
@@ -113,14 +119,3 @@ def _engine(
         # selected none: that would be GPU 0.
         torch.cuda.set_device(device_runtime.device)
     return Engine(config, loaded, device_runtime, artifact, user_hooks.load(config, artifact))
-
-
-def _load(config: ModelConfig, artifact: Artifact, device: torch.device | None) -> Loaded:
-    """Load and optimize the model; instances of one model do so one after another.
-
-    TorchScript and exported programs are copied before their weights are shared: instances that
-    loaded at the same time would need that memory several times.
-    """
-    with server_folder.turn(config.name):
-        loaded = registry.load(artifact, config, device)
-        return dataclasses.replace(loaded, module=registry.optimize(config, loaded))

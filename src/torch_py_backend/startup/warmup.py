@@ -117,7 +117,15 @@ def run(
 
 
 def warn_of_changes(config: ModelConfig, changed: Sequence[str]) -> None:
-    """Log a warning that the model is built again, because the warm-up has changed attributes."""
+    """Log a warning that the model is built again, because the warm-up has changed attributes.
+
+    Raises:
+        ConfigError: other instances share the weights of the first model.
+    """
+    if gpu_sharing.requested(config):
+        raise gpu_sharing.not_shared_error(
+            config, f"forward() changes {join_names(changed)} of the model"
+        )
     log.warning(
         "model '%s': the warm-up has changed %s of the model, and answers may depend on that. The"
         " model is built again without a warm-up: the first requests may take longer%s. State in"
