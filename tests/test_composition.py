@@ -297,13 +297,6 @@ class Fails(nn.Module):
             raise ValueError("a bad value")
         return y
 """
-_CAUGHT_AT_LOAD = _IN_FORWARD.replace(
-    'y = model("other")(x=x)["x"]',
-    """try:
-            y = model("other")(x=x)["x"]
-        except NoServerError:
-            y = x""",
-)
 _BEFORE_COLLATE = """\
 class Fails(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
@@ -323,8 +316,8 @@ class Hooks:
 
 @pytest.mark.parametrize(
     ("code", "path"),
-    [(_IN_FORWARD, "general"), (_CAUGHT_AT_LOAD, "fast"), (_BEFORE_COLLATE, "general")],
-    ids=["in forward", "fast path", "before collate"],
+    [(_IN_FORWARD, "fast"), (_BEFORE_COLLATE, "general")],
+    ids=["in forward", "before collate"],
 )
 @pytest.mark.parametrize("retried", ["", "true"], ids=["default", "retried"])
 def test_batches_that_called_other_models(

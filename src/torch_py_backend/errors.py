@@ -211,7 +211,7 @@ class OutOfMemoryError(UnavailableError):
     def __init__(self, model: str) -> None:
         super().__init__(
             model,
-            "the request does not fit in memory, not even a row at a time",
+            "the request does not fit in memory",
             cure="Try again later, or send less.",
         )
 

@@ -216,7 +216,7 @@ def test_internal_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     """An exception of the backend is one sentence for clients, and a traceback in the log."""
     model = load(tmp_path)
 
-    def retry_or_refuse(*args: object, copy_outputs: bool) -> Any:
+    def retry_or_refuse(*args: object) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(model._engine.recovery, "retry_or_refuse", retry_or_refuse)

@@ -18,7 +18,6 @@ from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BindingError,
     ForwardError,
-    OutOfMemoryError,
     OutputError,
 )
 from torch_py_backend.loading import example_inputs
@@ -152,22 +151,6 @@ def test_only_failing_requests_get_the_error() -> None:
         for place, length in enumerate([3, 1, 4, 1, 5, 9])
     ]
     assert check(sent, create_engine(double).run(sent), ForwardError) == guilty
-
-
-def test_memory_that_runs_out() -> None:
-    """Smaller calls consist of whole requests: counts are those of a request."""
-    calls = []
-
-    def forward(x: Tensor, n: Tensor) -> Tensor:
-        calls.append(n.tolist())
-        if x.shape[0] > 12:
-            raise MemoryError
-        return double(x, n)
-
-    model = create_engine(forward)
-    sent = [item(1, 4, 2), item(2, 1, 3), item(3, 2, 2), item(4, 8, 2), item(5, 1, 1)]
-    assert check(sent, model.run(sent), OutOfMemoryError) == [3]
-    assert {size for call in calls for size in call} == {8, 3, 4, 16, 1}
 
 
 @pytest.mark.parametrize("rows", [Rows(4, 4), Rows(2)])

@@ -35,9 +35,7 @@ class Model:
 
 def bisected(model: Model, count: int, calls: int = 1000) -> list[str | Failed]:
     items = range(count)
-    return bisect(
-        items, model, Failed(tuple(items)), calls=iter(range(calls)), hopeless=lambda: False
-    )
+    return bisect(items, model, Failed(tuple(items)), hopeless=lambda: False, calls=calls)
 
 
 @pytest.mark.parametrize(("count", "failing"), [(2, 1), (3, 3), (7, 2), (32, 1), (32, 16), (33, 2)])
@@ -83,7 +81,6 @@ def test_stop_after_a_fatal_failure(guilty: int) -> None:
         range(8),
         attempt,
         Failed(tuple(range(8))),
-        calls=iter(range(1000)),
         hopeless=lambda: model.calls[-1] == (guilty,),
     )
 

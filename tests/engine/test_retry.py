@@ -18,10 +18,9 @@ import torch
 from engines import BAD, bad, check, items
 from torch import Tensor, nn
 
-from torch_py_backend.batching import gather_scatter, runtime
+from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
 from torch_py_backend.batching.output_extraction import OutputExtractor
-from torch_py_backend.engine import memory_limits
 from torch_py_backend.errors import (
     BackendError,
     BindingError,
@@ -190,19 +189,6 @@ def copies(sent: Sequence[Item]) -> list[Item]:
     return [{"x": np.copy(np.asarray(item["x"]))} for item in sent]
 
 
-def test_requests_of_models_that_write_to_their_inputs() -> None:
-    """The first request is retried with its original values; later ones are not retried."""
-    sent = items([3.0], rows=4)
-    before = copies(sent)
-    served = engine(InPlace(above(1)))
-    assert check(before, served.run(sent), OutOfMemoryError) == []
-    model = InPlace(above(1))
-    served = engine(model)
-    served.run(items([1.0]))
-    assert [type(outcome) for outcome in served.run(items([1.0], rows=2))] == [OutOfMemoryError]
-    assert model.calls == [1, 2]
-
-
 def test_batches_of_models_that_write_to_their_inputs() -> None:
     """A batch of several requests is a copy, so it is retried: only bad requests fail."""
     sent = items([1.0, BAD, 3.0, 4.0])
@@ -214,30 +200,12 @@ def test_batches_of_models_that_write_to_their_inputs() -> None:
     assert check(before, engine(InPlace(judge)).run(sent), ForwardError) == [1]
 
 
-def test_parts_of_a_request_of_a_model_that_writes_to_its_inputs() -> None:
-    """Rows that did not fit in memory are retried with their original values."""
-    model = InPlace(above(8))
-    served = engine(model)
-    sent = items([1.0, 2.0, 3.0], rows=7)
-    before = copies(sent)
-    assert check(before, served.run(sent), OutOfMemoryError) == []
-    assert model.calls[0] == 21
-    model._judge = above(2)
-    assert check(before, served.run(copies(before)), OutOfMemoryError) == []
-    assert max(model.calls[-5:]) <= 2
-
-
-def test_work_is_bounded_for_all_parts_of_a_batch() -> None:
-    """All parts of one batch share its budget of calls."""
-
-    def judge(x: Tensor) -> None:
-        above(64)(x)
-        bad(x)
-
-    model = Model(judge)
+def test_work_is_bounded() -> None:
+    """A batch is run in at most 128 further calls."""
+    model = Model(bad)
     outcomes = engine(model, max_batch_size=512).run(items([BAD] * 512))
     assert all(isinstance(outcome, ForwardError) for outcome in outcomes)
-    assert len([rows for rows in model.calls if rows <= 64]) == 128 + 512 // 64
+    assert len(model.calls) == 1 + 128
 
 
 def test_reports() -> None:
@@ -302,66 +270,23 @@ def test_every_retry_is_announced() -> None:
 # --- memory ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rows", "overrides", "fits", "called"),
-    [
-        pytest.param(ANY_ROWS, {}, 1, {32, 16, 8, 4, 2, 1}, id="one"),
-        pytest.param(ANY_ROWS, {}, 20, {32, 16}, id="any number"),
-        pytest.param(ANY_ROWS, {"batch_buckets": (2, 8, 32)}, 9, {32, 8}, id="buckets"),
-        pytest.param(Rows(1, 8), {}, 5, {8, 4}, id="in pieces"),
-        pytest.param(Rows(4, None), {}, 4, {32, 16, 8, 4}, id="at least four"),
-    ],
-)
-def test_batches_that_do_not_fit(
-    rows: Rows, overrides: dict[str, Any], fits: int, called: set[int]
-) -> None:
-    """All requests are answered in calls that the model takes, and the next batch fits at once."""
-    model = Model(above(fits))
-    served = engine(model, rows, **overrides)
+@pytest.mark.parametrize("rows", [ANY_ROWS, Rows(2, 32)], ids=["any rows", "at least two"])
+def test_batches_that_do_not_fit(rows: Rows) -> None:
+    """A batch that does not fit is halved until its parts fit."""
+    model = Model(above(9))
     sent = items([float(place) for place in range(32)])
-    assert check(sent, served.run(sent), OutOfMemoryError) == []
-    assert set(model.calls) == called
-    model.calls.clear()
-    assert check(sent, served.run(sent), OutOfMemoryError) == []
-    assert max(model.calls) <= fits
+    assert check(sent, engine(model, rows).run(sent), OutOfMemoryError) == []
+    assert model.calls == [32, 16, 16, 8, 8, 8, 8]
 
 
-def test_copies_for_retries_are_under_the_guard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the guard has the model's stream: a copy on another one would not be waited for."""
-    guarded: list[bool] = []
-
-    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            guarded.append(torch.is_inference_mode_enabled())
-            return function(*args)
-
-        return call
-
-    for name in ("clone", "join"):
-        monkeypatch.setattr(gather_scatter, name, recorded(getattr(gather_scatter, name)))
-    sent = items([1.0], rows=32)
-    assert check(sent, engine(Model(above(8))).run(sent), OutOfMemoryError) == []
-    assert len(guarded) > 1
-    assert all(guarded)
-
-
-def test_fixed_rows_that_do_not_fit() -> None:
-    """A model whose only call size does not fit is not called again and again."""
-    model = Model(above(3))
-    sent = items([1.0, 2.0, 3.0])
-    assert check(sent, engine(model, Rows(4, 4)).run(sent), OutOfMemoryError) == [0, 1, 2]
-    assert model.calls == [4]
-
-
-@pytest.mark.parametrize("tensors", [True, False])
-def test_a_request_of_many_rows(tensors: bool) -> None:
-    """A single request that does not fit is run in parts, and its rows keep their order."""
-    x = np.arange(40, dtype=np.float32).reshape(10, 4)
-    more = np.full((3, 4), 3, dtype=np.float32)
-    sent: list[Item] = [{"x": torch.from_numpy(rows) if tensors else rows} for rows in (x, more)]
+@pytest.mark.parametrize(("rows", "repeats"), [([10], None), ([2, 8], False)])
+def test_requests_that_do_not_fit(rows: list[int], repeats: bool | None) -> None:
+    """A single request is not run again, nor a batch with RETRY_FAILED_BATCH false."""
     model = Model(above(4))
-    assert check(sent, engine(model).run(sent), OutOfMemoryError) == []
-    assert model.calls == [13, 6, 3, 3, 3, 3, 1]
+    sent = [item for count in rows for item in items([1.0], rows=count)]
+    outcomes = engine(model, retry_failed_batch=repeats).run(sent)
+    assert check(sent, outcomes, OutOfMemoryError) == list(range(len(rows)))
+    assert model.calls == [10]
 
 
 def test_only_what_never_fits_is_refused() -> None:
@@ -390,23 +315,6 @@ def test_no_batch_dimension() -> None:
     assert model.calls == [4, 4]
 
 
-def test_outputs_are_not_copied_while_memory_is_short() -> None:
-    """A remembered limit does not copy the outputs of a batch that fits, nor of the last part."""
-    memory = torch.zeros(8, 4)
-
-    def model(x: Tensor) -> Tensor:
-        above(2)(x)
-        return memory[: x.shape[0]]
-
-    served = engine(model)
-    outcomes: Sequence[Any] = [*served.run(items([1.0] * 4)), *served.run(items([1.0]))]
-    owned = [
-        outcome["y"].data_ptr() != memory[at].data_ptr()
-        for at, outcome in zip((0, 1, 0, 1, 0), outcomes, strict=True)
-    ]
-    assert owned == [True, True, False, False, False]
-
-
 def test_a_first_failure_that_hides_a_shortage() -> None:
     """If halves fail for another reason than the whole batch, their own reason counts."""
 
@@ -416,46 +324,7 @@ def test_a_first_failure_that_hides_a_shortage() -> None:
         above(1)(x)
 
     sent = [*items([1.0], rows=2), *items([2.0] * 6)]
-    assert check(sent, engine(Model(judge)).run(sent), OutOfMemoryError) == []
-
-
-def test_no_retry_if_disabled() -> None:
-    """With RETRY_FAILED_BATCH false a batch that does not fit fails; the next one is smaller."""
-    model = Model(above(4))
-    served = engine(model, retry_failed_batch=False)
-    sent = items([float(place) for place in range(8)])
-    assert check(sent, served.run(sent), OutOfMemoryError) == list(range(8))
-    assert check(sent, served.run(sent), OutOfMemoryError) == []
-    assert model.calls == [8, 4, 4]
-    model._judge = above(1)
-    assert check(sent, served.run(sent), OutOfMemoryError) == [0, 1, 2, 3, 4, 5]
-    assert model.calls[3:] == [4, 2, 1, 1]
-
-
-def test_pieces_that_cannot_be_joined() -> None:
-    """Outputs whose sizes depend on the rows of a call are an error."""
-
-    def model(x: Tensor) -> Tensor:
-        above(4)(x)
-        return x[:, : x.shape[0]]
-
-    (outcome,) = engine(model).run(items([1.0], rows=7))
-    assert isinstance(outcome, OutputError)
-    assert "outputs that can be joined" in str(outcome)
-
-
-def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When memory is free again, batches grow until no limit is left."""
-    monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
-    model = Model(above(4))
-    served = engine(model)
-    sent = items([float(place) for place in range(32)])
-    served.run(sent)
-    model._judge = above(32)
-    for _ in range(20):
-        assert check(sent, served.run(sent), OutOfMemoryError) == []
-    assert model.calls[-1] == 32
-    assert not served.recovery.capacity.limits
+    assert check(sent, engine(Model(judge)).run(sent), OutOfMemoryError) == [0]
 
 
 @pytest.fixture
@@ -481,7 +350,7 @@ def test_frames_are_cleared_before_the_retry(freed: list[int]) -> None:
     sent = items([float(place) for place in range(8)])
     assert check(sent, engine(model).run(sent), OutOfMemoryError) == []
     assert set(alive) == {0}
-    assert len(freed) == 2
+    assert len(freed) == 3
 
 
 @pytest.mark.parametrize(
@@ -493,11 +362,8 @@ def test_frames_are_cleared_before_the_retry(freed: list[int]) -> None:
         (ANY_ROWS, {"pad": {"x": {"multiple_of": 4, "outputs": ["y"]}}}),
     ],
 )
-def test_everything_at_once(
-    rows: Rows, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_at_once(rows: Rows, overrides: dict[str, Any]) -> None:
     """With bad values, rows that never fit and varying memory, no result is ever wrong."""
-    monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
     random = Random(1)
     fits = [32]
     kinds: dict[float, type[BackendError]] = {BAD: ForwardError, -8.0: OutOfMemoryError}
@@ -530,8 +396,8 @@ def test_everything_at_once(
         fixed = rows.least > 1 or "batch_buckets" in overrides
         for place, (item, outcome) in enumerate(zip(sent, outcomes, strict=True)):
             if isinstance(outcome, BackendError):
-                # Fixed calls that do not fit, or that share their smallest size, fail together.
-                assert place in wrong or (fixed and isinstance(outcome, OutOfMemoryError))
+                too_large = fixed or len(np.asarray(item["x"])) > fits[0]
+                assert place in wrong or (too_large and isinstance(outcome, OutOfMemoryError))
                 assert place not in wrong or type(outcome) in (
                     kinds[wrong[place]],
                     OutOfMemoryError,

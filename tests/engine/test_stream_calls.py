@@ -78,7 +78,6 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
         engine.config,
         engine.runner,
         device,
-        engine.side_effects,
         padding=None,
         outputs=(),
         finite=None,

@@ -200,17 +200,6 @@ def test_requests_and_batches(server: Server, client: Any) -> None:
     serving.until(lambda: stages <= set(series(server, "filled", "stage_seconds_total", "stage")))
 
 
-def test_memory_that_runs_out(server: Server, client: Any) -> None:
-    """Five rows that did not fit went a second time, as two, two and one."""
-    assert send(client, "narrow", 1, 5) == "OK"
-    assert send(client, "narrow", 1, 4) == "OK"
-    assert send(client, "narrow", -1, 1) == "INTERNAL"
-
-    wanted = {"OK": 2, "INTERNAL": 1}
-    serving.until(lambda: series(server, "narrow", "requests_total", "code") == wanted)
-    serving.until(lambda: series(server, "narrow", "retried_rows_total") == {"": 5})
-
-
 def test_padding(server: Server, client: Any) -> None:
     """Rows of padded batches, and a mask that is refused."""
     assert [tokens(client, 3, 3), tokens(client, 5, 5), tokens(client, 3, 9)] == [

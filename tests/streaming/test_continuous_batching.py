@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.composition import model, stand_in
-from torch_py_backend.errors import ForwardError, OutOfMemoryError, OutputError
+from torch_py_backend.errors import ForwardError, OutputError
 from torch_py_backend.streaming.streams import Streams
 
 State = tuple[Tensor, int]
@@ -137,17 +137,6 @@ def test_steps_that_call_other_models() -> None:
         _run(failing, *pairs)
     assert all(isinstance(recorder.error, ForwardError) for _, recorder in pairs)
     assert failing.sizes == [4]
-
-
-def test_steps_shrink_when_memory_runs_out() -> None:
-    """Steps stay smaller after memory ran out; streams that do not fit alone end."""
-    model, pairs = Counter(3, most=2), _kept(8)
-    _run(model, *pairs)
-    assert all(recorder.error is None and len(recorder.values) == 3 for _, recorder in pairs)
-    assert model.sizes.count(8) == 1
-    pairs = _kept(2)
-    _run(Counter(most=0), *pairs)
-    assert all(isinstance(recorder.error, OutOfMemoryError) for _, recorder in pairs)
 
 
 class Silent:

@@ -184,16 +184,11 @@ class TritonPythonModel:
 
     def _rebuild(self, share: threads.Threads) -> None:
         """Replace the model with one that was not called yet, which compiles nothing."""
-        observed = self._engine.side_effects.observed
-        writes_inputs = self._engine.side_effects.writes_inputs
         padding = self._engine.padding
         self._modes.close()
         del self._engine
         gc.collect()
         self._build(share)
-        # Requests may take the fast path if the warm-up has compared the inputs.
-        effects = self._engine.side_effects
-        effects.observed, effects.writes_inputs = observed, writes_inputs
         if padding is not None and self._engine.padding is not None:
             self._engine.padding.take_cuts(padding)
         with self._engine.preparing():

@@ -17,6 +17,7 @@ from torch_py_backend.errors import (
     BackendError,
     CancelledError,
     InternalError,
+    OutOfMemoryError,
     OutputError,
     counted,
     join_names,
@@ -187,7 +188,7 @@ class Answering(Generic[T]):
             return messages.write(outcome), outcome
         except Exception as error:
             reason, failure = summarize(error), recovery.classify(error)
-        if recovery.fatal is not None or failure.memory:
+        if recovery.fatal is not None or isinstance(failure.error, OutOfMemoryError):
             refusal = recovery.refusal(failure)
         else:
             unsent = OutputError(self._model, f"the outputs cannot be sent: {reason}")

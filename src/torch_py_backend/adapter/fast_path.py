@@ -54,14 +54,13 @@ def build(
     forward, extract, to_host = plain.forward, plain.extract, plain.to_host
     dtype, dims = plain.tensor or (None, ())
     recovery, counts = engine.recovery, engine.counts
-    limits, answered = recovery.capacity.limits, counts.requests
+    answered = counts.requests
     clock, strided = time.perf_counter, torch.strided
     in_inference_mode = torch.is_inference_mode_enabled
 
     def answer(requests: Sequence[Request]) -> list[Response]:
         if (
-            limits
-            or recovery.fatal is not None
+            recovery.fatal is not None
             or not in_inference_mode()  # the model has left it
             or (is_traced is not None and is_traced(requests))
         ):

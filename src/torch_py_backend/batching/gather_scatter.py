@@ -74,22 +74,6 @@ class Rows(NamedTuple):
             return False
         return rows == 0 or (rows in self.buckets if self.buckets else rows >= self.least)
 
-    def below(self, rows: int) -> int | None:
-        """Return the size of the next smaller call, about half of `rows`; None: there is none."""
-        half = rows // 2
-        if self.buckets:
-            smaller = [size for size in self.buckets if size < rows]
-            return max(
-                (size for size in smaller if size <= half), default=min(smaller, default=None)
-            )
-        return max(self.least, half) if self.least < rows else None
-
-    def above(self, rows: int) -> int:
-        """Return the size of the next larger call: the next bucket, else at most twice `rows`."""
-        if self.buckets:
-            return next((size for size in self.buckets if size > rows), rows)
-        return 2 * rows if self.most is None else min(2 * rows, self.most)
-
 
 ANY_ROWS = Rows()
 

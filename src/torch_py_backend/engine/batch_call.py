@@ -14,10 +14,8 @@ from torch_py_backend.batching.padding import Padding
 from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine import side_effects
 from torch_py_backend.engine.model_runner import ModelRunner
 from torch_py_backend.engine.retry import reported
-from torch_py_backend.engine.side_effects import SideEffects
 from torch_py_backend.errors import BackendError
 
 
@@ -25,7 +23,6 @@ class BatchCall:
     """Runs groups of items as one batch each.
 
     Args:
-        effects: observes the first calls.
         padding: pads and cuts; None: nothing is padded.
         outputs: the names of the columns that the runner extracts.
         finite: checks outputs; None: they are not checked, or after hooks.
@@ -36,7 +33,6 @@ class BatchCall:
         config: ModelConfig,
         runner: ModelRunner,
         device_runtime: Runtime,
-        effects: SideEffects,
         *,
         padding: Padding | None,
         outputs: Sequence[str],
@@ -44,7 +40,6 @@ class BatchCall:
     ) -> None:
         self.runner = runner
         self._runtime = device_runtime
-        self._effects = effects
         self._counts = runner.counts
         self._padding = padding
         self._outputs = outputs
@@ -64,14 +59,7 @@ class BatchCall:
         """Run a group; raise whatever the model raises. See `retry.Attempt`."""
         names = group.inputs.names
         began = time.perf_counter()
-        observed = self._effects.observed
-        copied = self._state_inputs if observed else names
-        batch = self.gather(group.items, names, self._pads, copied)
-        before = (
-            {}
-            if observed
-            else side_effects.copy_tensors(dict(zip(names, batch.columns, strict=True)))
-        )
+        batch = self.gather(group.items, names, self._pads, self._state_inputs)
         shapes: Mapping[str, Sequence[int]] = {}
         if self._padding is not None:
             # Before the call: forward() may change shapes in place.
@@ -83,8 +71,6 @@ class BatchCall:
         self._counts.rows += rows
         raw = self.runner.call(group.inputs, columns, rows)
         called = time.perf_counter()
-        if not observed:
-            self._effects.compare(before, dict(zip(names, batch.columns, strict=True)))
         owned: Sequence[Value | ItemRows] = raw
         inputs = batch.columns
         if self._state_places:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
 F = TypeVar("F")
 
-# The most calls for the bisections of one batch and its parts: enough for 64 items.
+# The most calls for the bisection of one batch: enough for 64 items.
 MAX_CALLS = 128
 
 
@@ -19,8 +19,8 @@ def bisect(
     attempt: Callable[[Sequence[T]], Sequence[R] | F],
     failure: F,
     *,
-    calls: Iterator[object],
     hopeless: Callable[[], bool],
+    calls: int = MAX_CALLS,
 ) -> list[R | F]:
     """Return one result or failure for each item of a batch that failed as a whole.
 
@@ -31,10 +31,10 @@ def bisect(
         items: the batch.
         attempt: runs some of the items, in order; returns one result each, or the failure.
         failure: the failure of the whole batch.
-        calls: each call of `attempt` consumes one element. Items that are undecided once it is
-            exhausted keep the failure of their range.
         hopeless: called after each failure; returns whether no further call can succeed. All
             undecided items then get the last failure.
+        calls: the most calls of `attempt`. Items that are undecided then keep the failure of their
+            range.
     """
     results: list[R | F] = [failure] * len(items)
     failed = deque([(0, len(items))])
@@ -43,8 +43,9 @@ def bisect(
         middle = (start + stop) // 2
         halves = ((start, middle), (middle, stop)) if stop - start > 1 else ()
         for first, last in halves:
-            if next(calls, None) is None:
+            if calls == 0:
                 return results
+            calls -= 1
             result = attempt(items[first:last])
             # Only the class distinguishes a failure from a sequence of results.
             if not isinstance(result, type(failure)):

@@ -101,7 +101,6 @@ class Engine:
             config,
             self.runner,
             device_runtime,
-            self.side_effects,
             padding=padding,
             outputs=self._names,
             finite=self._finite,
@@ -115,13 +114,10 @@ class Engine:
             config,
             self._call_model,
             called=loaded.signature.name,
-            rows=rows,
             repeats=self.repeats,
             device=self.device,
             counts=self.counts,
         )
-        # Empty until memory runs out for the first time.
-        self._limits = self.recovery.capacity.limits
         self._shared: gpu_sharing.SharedWeights | None = None
 
     def share(self, shared: gpu_sharing.SharedWeights) -> None:
@@ -157,19 +153,18 @@ class Engine:
             )
         self.side_effects.reset_baseline()
 
-    def repeats(self, items: int = 2) -> bool:
+    def repeats(self) -> bool:
         """Return whether the model may be called again with items that were passed to it before.
 
         A batch of several items is a copy: a model that writes to its inputs leaves the items
-        unchanged. A single item is passed without a copy.
+        unchanged. A single item, which is passed without a copy, is never run again.
         """
         configured = self.config.options.retry_failed_batch
         if configured is not None:
             return configured
         if self.config.sequencing is not None and not self.config.states:
             return False  # the model keeps states itself
-        effects = self.side_effects
-        return (items > 1 or not effects.writes_inputs) and not effects.writes_buffers()
+        return not self.side_effects.writes_buffers()
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -180,7 +175,7 @@ class Engine:
                 yield
 
     def plain_call(self) -> PlainCall | None:
-        """Return the call of a plain model; None: it is not plain, or no call was compared yet."""
+        """Return the call of a plain model; None: it is not plain."""
         options, grouping, runtime = self.config.options, self.grouping, self._runtime
         if not (
             grouping.passes_columns
@@ -190,7 +185,6 @@ class Engine:
             and self._clean is None
             and not self.config.batch_outputs
             and self._shared is None
-            and self.side_effects.observed
         ):
             return None
         binding = grouping.binding
@@ -206,7 +200,7 @@ class Engine:
         def retry_or_refuse(items: Sequence[Item], failure: Failure) -> Sequence[Outcome]:
             group = Group(binding, items, range(len(items)))
             with self.guard():
-                return self.recovery.retry_or_refuse(group, failure, copy_outputs=False)
+                return self.recovery.retry_or_refuse(group, failure)
 
         return PlainCall(
             binding.names,
@@ -356,8 +350,8 @@ class Engine:
 
     def _run_group(self, group: Group, *, copy_outputs: bool = False) -> Sequence[Outcome]:
         with self.guard():
-            if self._limits or self.recovery.fatal is not None:
-                return self.recovery.run(group, copy_outputs=copy_outputs)
+            if self.recovery.fatal is not None:
+                return [self.recovery.fatal] * len(group.items)
             self.recovery.calls_before = composition.calls
             try:
                 return self._call_model(group, copy_outputs=copy_outputs)
@@ -365,4 +359,4 @@ class Engine:
                 raise
             except BaseException as error:
                 failure = self.recovery.classify(error)
-            return self.recovery.retry_or_refuse(group, failure, copy_outputs=copy_outputs)
+            return self.recovery.retry_or_refuse(group, failure)

@@ -20,16 +20,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch_py_backend import composition
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Outcome
-from torch_py_backend.engine.bisection import MAX_CALLS, bisect
+from torch_py_backend.batching.gather_scatter import Outcome
+from torch_py_backend.engine.bisection import bisect
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.memory_limits import MemoryLimits
 from torch_py_backend.engine.retry import Failure
 from torch_py_backend.engine.stream_calls import StreamInputs
 from torch_py_backend.errors import OutputError, a_type, counted
-
-# The memory that a step needs depends on its states, which are opaque: all steps are one shape.
-_SHAPE = "step"
 
 
 class StepError(Exception):
@@ -77,7 +73,6 @@ class Stepper:
         self.streams = 0
         self._engine = engine
         self._calling = calling
-        self._capacity = MemoryLimits(ANY_ROWS)
         self._pending: list[_PendingStep] = []
         self._running: asyncio.Task[None] | None = None
 
@@ -100,25 +95,20 @@ class Stepper:
             waiting, self._pending = self._pending, []
             # A result that is done has been cancelled: the stream's client has left.
             waiting = [pending for pending in waiting if not pending.result.done()]
-            most = self._capacity.most(_SHAPE) or max(len(waiting), 1)
-            for start in range(0, len(waiting), most):
-                batch = waiting[start : start + most]
-                for pending, result in zip(batch, self._run_batch(batch), strict=True):
-                    if isinstance(result, Failure):
-                        pending.result.set_exception(StepError(result))
-                    else:
-                        pending.result.set_result(result)
+            results = self._run_batch(waiting) if waiting else ()
+            for pending, result in zip(waiting, results, strict=True):
+                if isinstance(result, Failure):
+                    pending.result.set_exception(StepError(result))
+                else:
+                    pending.result.set_result(result)
             # Streams receive their results, new streams begin, and both request their next step.
             await asyncio.sleep(0)
 
     def _run_batch(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult | Failure]:
         results = self._attempt(batch)
         if not isinstance(results, Failure):
-            self._capacity.fitted(_SHAPE, len(batch))
             return results
         engine = self._engine
-        if results.memory:
-            self._capacity.failed(_SHAPE, len(batch))
         final = results.repeats or engine.recovery.fatal is not None or not engine.repeats()
         if len(batch) == 1 or final:
             return [results] * len(batch)
@@ -126,7 +116,6 @@ class Stepper:
             batch,
             self._retry,
             results,
-            calls=iter(range(MAX_CALLS)),
             hopeless=lambda: engine.recovery.fatal is not None,
         )
 

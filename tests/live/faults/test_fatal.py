@@ -136,7 +136,7 @@ def test_an_instance_that_stays(running: tuple[Server, Any, Path]) -> None:
 
 def test_a_process_that_may_take_no_more_memory(running: tuple[Server, Any, Path]) -> None:
     """Its batches are run in smaller calls; only a request that never fits is refused with 503."""
-    _, client, log = running
+    _, client, _ = running
     sent = [1.0, 2.0, 3.0, 400.0, 5.0, 6.0, 7.0, 8.0]
     with ThreadPoolExecutor(len(sent)) as pool:
         calls = [pool.submit(_ask, client, "hungry", value) for value in sent]
@@ -148,7 +148,6 @@ def test_a_process_that_may_take_no_more_memory(running: tuple[Server, Any, Path
             assert isinstance(refusal, InferenceServerException)
             assert "UNAVAILABLE" in refusal.status()
             assert "does not fit in memory" in refusal.message()
-    assert "model 'hungry': memory ran out with" in log.read_text(errors="replace")
 
 
 def test_requests_that_nobody_waits_for(running: tuple[Server, Any, Path]) -> None:
