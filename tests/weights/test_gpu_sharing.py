@@ -36,6 +36,12 @@ from torch_py_backend.weights import gpu_sharing
 # Descriptors are sent to processes that torch has started only.
 torch.multiprocessing.set_sharing_strategy("file_system")
 gpu_sharing.requested = lambda config: True
+
+# Memory of the CPU moves when it is sent for the first time, unlike that of a GPU.
+named = gpu_sharing.named
+gpu_sharing.named = lambda module: {
+    name: weight.share_memory_() for name, weight in named(module).items()
+}
 outputs = (build.spec("y", dims=(3,)),)
 config = build.config(Path(sys.argv[1]), instance=sys.argv[2], outputs=outputs)
 engine = builder.build(config, Threads(1, 1))
