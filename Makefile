@@ -60,7 +60,7 @@ test-deploy: $(VENV)/installed
 # beforehand, and take the archive there. Not with the settings of pyproject.toml, which need plugins.
 gpu:
 	if [ -f gpu-site-$(GPU_PYTHON).tar.xz ]; then mkdir -p gpu-site && tar -xJf gpu-site-$(GPU_PYTHON).tar.xz -C gpu-site; fi
-	PYTHONPATH=gpu-site:.:src:tests:examples $(PYTHON) -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu \
+	PYTHONPATH=$(CURDIR)/gpu-site:$(CURDIR):$(CURDIR)/src:$(CURDIR)/tests:$(CURDIR)/examples $(PYTHON) -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu \
 		--import-mode=importlib -p no:cacheprovider $(GPU_ARGS) tests/gpu
 
 # What that machine may lack, a tritonserver among it, for the version of its Python.

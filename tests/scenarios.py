@@ -187,13 +187,13 @@ class _Swapped(nn.Module):
 NAMES = (
     Scenario(
         "arrays_of_numpy",
-        text("def f(x):\n    return {'y': (x * 2).numpy(), 'z': x.numpy()[:, ::-1]}\n"),
+        text("def f(x):\n    return {'y': (x * 2).cpu().numpy(), 'z': x.cpu().numpy()[:, ::-1]}\n"),
         config({"x": [4]}, {"y": [4], "z": [4]}),
         (Call({"x": _A}, {"y": 2 * _A, "z": _A[:, ::-1]}),),
     ),
     Scenario(
         "array_of_numpy",
-        text("def f(x):\n    return x.sum().numpy()\n"),
+        text("def f(x):\n    return x.sum().cpu().numpy()\n"),
         config({"x": [4]}, {"y": [1]}, max_batch_size=0),
         (Call({"x": _A[0]}, {"y": _A[0].sum(keepdims=True)}),),
     ),

@@ -208,3 +208,16 @@ def test_removed_options(key: str) -> None:
 def test_removed_optimizations(value: str) -> None:
     with pytest.raises(OptionError, match=f"{value} was removed. "):
         parsed(OPTIMIZE=f"channels_last,{value}")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "static"),
+    [
+        ({}, False),
+        ({"backend": "cudagraphs"}, True),
+        ({"backend": "cudagraphs", "dynamic": 1}, False),
+    ],
+)
+def test_graphs_of_fixed_shapes(arguments: dict[str, Any], static: bool) -> None:
+    """torch.compile's backend cudagraphs records the shapes of a call."""
+    assert Options(torch_compile_optional_parameters=arguments).static_shapes is static

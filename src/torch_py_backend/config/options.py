@@ -201,7 +201,11 @@ class Options:
     def compilation(self) -> JsonObject | None:
         """The arguments of torch.compile; None: the model is not compiled."""
         arguments = self.torch_compile_optional_parameters
-        return None if arguments is None or arguments.get("disable") else arguments
+        if arguments is None or arguments.get("disable"):
+            return None
+        # That backend records the shapes of a call, whatever the graph accepts.
+        static = {"dynamic": False} if arguments.get("backend") == "cudagraphs" else {}
+        return {**static, **arguments}
 
     @property
     def static_shapes(self) -> bool:
