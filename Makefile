@@ -60,8 +60,12 @@ test-deploy: $(VENV)/installed
 # beforehand, and take the archive there. Not with the settings of pyproject.toml, which need plugins.
 gpu:
 	if [ -f gpu-site-$(GPU_PYTHON).tar.xz ]; then mkdir -p gpu-site && tar -xJf gpu-site-$(GPU_PYTHON).tar.xz -C gpu-site; fi
-	PYTHONPATH=$(CURDIR)/gpu-site:$(CURDIR):$(CURDIR)/src:$(CURDIR)/tests:$(CURDIR)/examples $(PYTHON) -m pytest -c /dev/null --rootdir . --confcutdir tests/gpu \
-		--import-mode=importlib -p no:cacheprovider $(GPU_ARGS) tests/gpu
+	$(PYTHON) -m venv --clear --without-pip gpu-site.venv
+	$(PYTHON) -c 'import site; print("$(CURDIR)/gpu-site", *site.getsitepackages(), sep="\n")' \
+		> $$(echo gpu-site.venv/lib/python3*/site-packages)/gpu-site.pth
+	PYTHONPATH=$(CURDIR):$(CURDIR)/src:$(CURDIR)/tests:$(CURDIR)/examples gpu-site.venv/bin/python3 \
+		-m pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode=importlib -p no:cacheprovider \
+		$(GPU_ARGS) tests/gpu
 
 # What that machine may lack, a tritonserver among it, for the version of its Python.
 gpu-site:

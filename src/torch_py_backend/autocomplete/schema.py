@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import ArtifactType
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.autocomplete import example_runs, hook_runs, specs
 from torch_py_backend.autocomplete.specs import Schema
 from torch_py_backend.config import model_config
@@ -72,7 +72,11 @@ def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
     artifact = discovery.find(config)
     hooks = user_hooks.load(dataclasses.replace(config, max_batch_size=1), artifact)
     hook = (hooks.preprocess or hooks.preprocess_batch) if hooks is not None else None
-    signature = hook.signature() if hook else registry.load(artifact, config, None).signature
+    signature = (
+        hook.signature()
+        if hook
+        else registry.load(artifact, config, _trial_device(artifact)).signature
+    )
     named = [argument for argument in signature.arguments if argument.named]
     required = [argument for argument in named if argument.required] or named
     leaves = [leaf for owner in required for leaf in owner.keys or (owner,)]
@@ -89,6 +93,12 @@ def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
     }
 
 
+def _trial_device(artifact: Artifact) -> torch.device:
+    """Return the device of a trial, which happens before an instance has one."""
+    packaged = artifact.kind is ArtifactType.AOTI
+    return aotinductor.device_of(artifact.path) if packaged else torch.device("cpu")
+
+
 def _infer(config: ModelConfig, listed: Sequence[TensorSpec]) -> Schema:
     """Return the schema of the artifact in a model's version folder.
 
@@ -96,9 +106,7 @@ def _infer(config: ModelConfig, listed: Sequence[TensorSpec]) -> Schema:
     are made up.
     """
     artifact = discovery.find(config)
-    packaged = artifact.kind is ArtifactType.AOTI
-    # Trial runs happen before an instance has a device.
-    device = aotinductor.device_of(artifact.path) if packaged else torch.device("cpu")
+    device = _trial_device(artifact)
     # The batch dimension is not known yet; hooks for batches need one.
     batched = dataclasses.replace(config, max_batch_size=config.max_batch_size or 1)
     hooks = user_hooks.load(batched, artifact)
