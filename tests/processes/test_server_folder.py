@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from children import Start, starting
 
 from torch_py_backend.errors import PlatformError
-from torch_py_backend.processes import server_folder
+from torch_py_backend.processes import private_files, server_folder
 
+_SECONDS = 60
 # Prints its folder; leaves at each line of its stdin.
 _MEMBER = """
 import sys
@@ -219,6 +223,14 @@ def _children(parent: int) -> list[int]:
 # --- turns -----------------------------------------------------------------------------------
 
 
+def _until_waiting(pid: int) -> None:
+    """Wait until a process waits for a lock that another one holds: see proc_locks(5)."""
+    end = time.monotonic() + _SECONDS
+    while not re.search(rf"-> FLOCK .* {pid} ", Path("/proc/locks").read_text()):
+        assert time.monotonic() < end, "it does not wait"
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_instances_of_a_model_load_one_after_another(
     killed: bool, start: Start, tmp_path: Path
@@ -231,13 +243,23 @@ def test_instances_of_a_model_load_one_after_another(
     assert second.hear() == "starts"
     other = start(_LOADER, "resnet", marker)
     assert [other.hear(), other.hear()] == ["starts", "False"]
-    time.sleep(0.2)  # enough for a second one that does not wait
+    _until_waiting(second.process.pid)
     marker.touch()
     if killed:
         first.kill()
     else:
         assert first.ask() == "done"
     assert second.hear() == "True"
+
+
+def test_without_a_lock_an_instance_loads_at_once(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a full disk."""
+    full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    monkeypatch.setattr(private_files, "locked", full)
+    with server_folder.turn("digits"):
+        assert "load at the same time: OSError: [Errno 28] No space left" in caplog.text
 
 
 def test_without_the_folder_an_instance_loads_at_once(

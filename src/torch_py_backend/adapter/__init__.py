@@ -164,7 +164,7 @@ class TritonPythonModel:
                 answer = fast_path.build(self._engine, self._answering, plain, is_traced)
             if profiler is not None:
                 self._modes.enter_context(profiler)
-                answer = profiler.batch()(answer)
+                answer = profiler.batch()(answer)  # as a decorator: each call enters a new one
             self._answer = answer
         # torch and the model are hundreds of thousands of permanent objects. A collection of all of
         # them would stop a request for tens of milliseconds.

@@ -215,10 +215,9 @@ def _model_file(config: ModelConfig) -> Path:
             cure="Put the model there, or name its file with default_model_filename.",
         )
     first = present[0]
-    is_named = options.model_class or options.model_factory or first.suffix != ".py"
-    if not is_named and (
-        _hooks(config, first) is not None or not (options.weights or defines_module(first))
-    ):
+    if first.suffix != ".py" or options.model_class or options.model_factory:
+        return first
+    if _hooks(config, first) is not None or not (options.weights or defines_module(first)):
         # It is not the model if there is a model without further files.
         for path in present[1:]:
             with contextlib.suppress(OSError):

@@ -114,4 +114,4 @@ def _copy(shipped: Path, folder: Path) -> None:
         if shipped.is_dir() and not private_files.tree_risk(shipped):
             shutil.copytree(shipped, folder, dirs_exist_ok=True)
     except OSError as error:
-        log.warning("%s cannot be read: %s.", shipped, summarize(error))
+        log.warning("%s cannot be copied to %s: %s.", shipped, folder, summarize(error))

@@ -39,8 +39,8 @@ def version(tensor: Tensor) -> tuple[int, int | bytes]:
 
     Inference tensors (buffers that `forward()` creates in inference mode) have no version.
     """
-    # torch counts no versions of inference tensors.
-    return tensor.data_ptr(), digest(tensor) if tensor.is_inference() else tensor._version  # noqa: SLF001
+    counted = digest(tensor) if tensor.is_inference() else tensor._version  # noqa: SLF001  has no public name
+    return tensor.data_ptr(), counted
 
 
 def digest(tensor: Tensor) -> bytes:

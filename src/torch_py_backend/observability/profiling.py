@@ -85,6 +85,6 @@ class Profiler:
     def _guarded(self, change: Callable[[], None]) -> None:
         try:
             change()
-        except Exception as error:  # a full disk; the model's code uses the profiler itself
+        except Exception as error:  # such as a full disk, or a profiler of the model's own code
             self._left = 0
             log.warning("model '%s': the profiler failed: %s.", self._model, summarize(error))

@@ -108,11 +108,14 @@ def turn(model: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             server = enter(model)
-        except PlatformError as error:
-            log.warning("%s Its instances load at the same time.", error)
-        else:
             stack.callback(server.leave)
             stack.enter_context(private_files.locked(server.folder("loading") / model))
+        except PlatformError as error:
+            log.warning("%s Its instances load at the same time.", error)
+        except OSError as error:  # such as a full disk
+            log.warning(
+                "model '%s': its instances load at the same time: %s.", model, summarize(error)
+            )
         yield
 
 

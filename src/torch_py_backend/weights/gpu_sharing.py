@@ -114,13 +114,13 @@ class SharedWeights:
         with socket.socket(socket.AF_UNIX) as client:
             try:
                 client.connect(self._folder.address(self._socket))
-            except OSError:  # there is none, or it has ended
+            except OSError:  # no instance owns the weights, or the owner has ended
                 return
             owner = Connection(server_folder.close_on_fork(client.detach()))
         owner.send(self._config.instance)
         try:
             received = owner.recv()
-        except EOFError:  # it has ended, or belongs to a load before this one
+        except EOFError:  # the owner has ended, or belongs to an earlier load
             _hang_up(owner)
             return
         if isinstance(received, str):
