@@ -368,7 +368,6 @@ def _option(key: str, value: str) -> str:
 
 
 # The refusals that a real server runs, too: what ends the process that completes a config.
-REFUSED_ON_SERVER = frozenset({"complete_crashes"})
 COMPLETED = (
     Scenario(
         "complete_export_nested",

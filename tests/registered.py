@@ -202,5 +202,3 @@ TABLE = (
         "model.py fails at line 1: ModuleNotFoundError",
     ),
 )
-# As in scenarios: the server only carries the message.
-REFUSED_ON_SERVER = frozenset({"unknown_operator_of_program"})

@@ -1,7 +1,7 @@
 """The table of scenarios: a model folder, what is sent to it, and what must come back.
 
-Each runs twice: through the adapter against the fake of Triton's utilities, and on a real
-tritonserver over HTTP and gRPC.
+Each runs through the adapter against the fake of Triton's utilities; one of each kind also on a
+real tritonserver (`serving.TABLES`).
 """
 
 from __future__ import annotations
@@ -1625,24 +1625,6 @@ LOAD_ERRORS = (
         _accumulates(sequencing(state(), controls="iterative_sequence: true")),
         "sequence_batching contains",
     ),
-)
-
-# One refusal of each stage of a load runs on a real server, too. Within a stage the same code
-# raises all of them, and the server adds nothing but the transport of the message.
-REFUSED_ON_SERVER = frozenset(
-    {
-        "bad_option",  # a parameter
-        "batch_input_with_pad",  # parameters that exclude each other
-        "no_files",  # the version folder
-        "truncated",  # the kind of a file
-        "syntax_error",  # the import of model.py
-        "other_keys",  # weights
-        "inputs_do_not_match",  # names
-        "compiler_required",
-        "output_contradicts",  # the warm-up
-        "state_file_missing",  # by Triton itself
-        "iterative_sequences",
-    }
 )
 
 TABLE = (

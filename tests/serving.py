@@ -1,4 +1,4 @@
-"""A running server with every scenario's model, and its clients."""
+"""A running server with models of scenarios, and its clients."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import scenarios
 import torch
 import tritonclient.grpc
 import tritonclient.http
-from scenarios import Call, Refused, Scenario, assert_close
+from scenarios import Call, Refused, assert_close
 from supervised import EXIT
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
@@ -43,35 +43,38 @@ _GRPC = {
     500: "INTERNAL",
     503: "UNAVAILABLE",
 }
-_REFUSED = (
-    scenarios.REFUSED_ON_SERVER
-    | kinds.REFUSED_ON_SERVER
-    | hooked.REFUSED_ON_SERVER
-    | registered.REFUSED_ON_SERVER
-)
-
-
-def _served(table: Sequence[Scenario]) -> tuple[Scenario, ...]:
-    return tuple(one for one in table if not one.load_error or one.name in _REFUSED)
-
-
-_SINGLE = _served([one for one in scenarios.TABLE if one not in scenarios.SEQUENCES])
+# Of each kind of model, request and refusal one: what a server and its clients add to the fake.
+_ON_SERVER = {
+    "requests": (
+        "script_by_name", "script_by_index", "script_of_other_dims",
+        "script_of_other_dims_without_a_batch", "module_class_and_kwargs", "extra_state",
+        "function", "factory", "unbatched", "sizes", "outputs", "prints_beyond_ascii",
+        "every_type", "optional_inputs", "scalars", "bytes_in_rows", "settings_libtorch_names",
+        "settings_python_names", "compiled", "weights_of_16_bits", "buckets", "padded", "poison",
+        "poison_of_slashes", "outputs_in_memory_used_again", "batch_inputs", "batch_output",
+        "batch_output_without_batches", "export_one", "aoti_one", "torchscript_nested",
+        "module_strings",
+    ),
+    "sequences, hooks, completed and refused models": (
+        "state_direct", "state_oldest", "state_unbatched", "states_of_strings_and_files",
+        "signals_uint64_direct", "signals_int64_oldest", "hooks_counts", "hooks_of_batches",
+        "operator_of_torchscript", "complete_export_nested", "complete_aoti",
+        "complete_torchscript", "complete_strings", "complete_outputs_only", "complete_crashes",
+        "no_files", "syntax_error", "bad_option", "output_contradicts", "state_file_missing",
+        "iterative_sequences",
+    ),
+}  # fmt: skip
+_ALL = (*scenarios.TABLE, *kinds.TABLE, *hooked.TABLE, *registered.TABLE)
+_BY_NAME = {scenario.name: scenario for scenario in _ALL}
 # What one server serves together: all at once would not fit a small machine's memory.
 TABLES = {
-    "requests": tuple(one for one in _SINGLE if not one.load_error),
-    "sequences and hooks": (
-        *scenarios.SEQUENCES,
-        *_served(hooked.TABLE),
-        *_served(registered.TABLE),
-        *(one for one in _SINGLE if one.load_error),
-    ),
-    "kinds": _served(kinds.TABLE),
+    name: tuple(_BY_NAME[scenario] for scenario in names) for name, names in _ON_SERVER.items()
 }
 
 
 @dataclass(frozen=True)
 class Serving:
-    """A running server with every scenario's model, and its clients."""
+    """A running server with models of scenarios, and its clients."""
 
     server: Server
     states: dict[str, ModelState]
