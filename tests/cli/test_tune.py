@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import command_line
 import models
+import psutil
 import pytest
 import torch
-from typing_extensions import Self
 
 from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import LoadError
-from torch_py_backend.tools import tuning
+from torch_py_backend.processes import child_process
 
 _CONFIG = """# mine
 backend: "pytorch_py"
@@ -33,42 +33,43 @@ def _model(folder: Path, text: str = _CONFIG) -> Path:
     return folder / "negate"
 
 
-class _Workers:
-    """Simulated models: the speed of each is that of its OPTIMIZE."""
+class _Measured:
+    """Simulated measurements: the speed and the error of each model are those of its OPTIMIZE."""
 
-    alive = True
-    kind = "TORCHSCRIPT"
-    speeds: ClassVar[dict[str, float]] = {}
-    errors: ClassVar[dict[str, float]] = {}
+    def __init__(self) -> None:
+        self.kind = "TORCHSCRIPT"
+        self.speeds = {"freeze": 2.0}
+        self.errors: dict[str, float] = {}
+        self.spread = 0.0
 
-    def __init__(self, *_: object) -> None:
-        self._optimize = ""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def ask(self, messages: list[dict[str, Any]], _seconds: float) -> list[dict[str, Any]]:
-        (message,) = messages
-        if "arguments" in message:
-            parameters = json.loads(message["arguments"]["model_config"])["parameters"]
-            self._optimize = parameters.get("OPTIMIZE", {}).get("string_value", "")
-            if self._optimize == "channels_last":
-                raise LoadError("negate", "it hangs [/]")
-            error = self.errors.get(self._optimize, 0.0)
-            return [{"kind": self.kind, "rows": 2, "ready_s": 1.0, "error": error}]
-        seconds = 1e-3 / self.speeds.get(self._optimize, 1.0)
-        return [{"latency_ms": 1e3 * seconds, "full_s": seconds, "cores": 1.5}]
+    def run(
+        self, _model: str, _task: str, arguments: dict[str, Any], _seconds: float, *, quiet: bool
+    ) -> dict[str, Any]:
+        parameters = json.loads(arguments["arguments"]["model_config"])["parameters"]
+        optimize = parameters.get("OPTIMIZE", {}).get("string_value", "")
+        if optimize == "channels_last":
+            raise LoadError("negate", "it hangs [/]")
+        speed = self.speeds.get(optimize, 1.0)
+        return {
+            "kind": self.kind,
+            "latency_ms": 1 / speed,
+            "latency_gain": speed,
+            "throughput": 2000 * speed,
+            "throughput_gain": speed,
+            "spread": self.spread,
+            "cores": 1.5,
+            "ready_s": 1.0,
+            "error": self.errors.get(optimize, 0.0),
+        }
 
 
 @pytest.fixture
-def simulated(monkeypatch: pytest.MonkeyPatch) -> type[_Workers]:
-    """Simulated measurements, in which `freeze` is twice as fast."""
-    workers = type("Workers", (_Workers,), {"speeds": {"freeze": 2.0}, "errors": {}})
-    monkeypatch.setattr(tuning, "Workers", workers)
-    return workers
+def simulated(monkeypatch: pytest.MonkeyPatch) -> _Measured:
+    """Simulated measurements, in which `freeze` is twice as fast, on a quiet machine."""
+    measured = _Measured()
+    monkeypatch.setattr(child_process, "run", measured.run)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda _seconds: 0.0)
+    return measured
 
 
 @pytest.mark.slow
@@ -112,7 +113,7 @@ def test_option_that_is_set(tmp_path: Path) -> None:
     [(1e-5, (), True), (1e-3, (), False), (1e-3, ("--max-error=0.01",), True)],
 )
 def test_inexact(
-    error: float, options: tuple[str, ...], chosen: bool, simulated: type[_Workers], tmp_path: Path
+    error: float, options: tuple[str, ...], chosen: bool, simulated: _Measured, tmp_path: Path
 ) -> None:
     """A candidate whose outputs differ is not chosen, unless --max-error allows it."""
     simulated.errors["freeze"] = error
@@ -121,14 +122,38 @@ def test_inexact(
     assert ("nothing is faster" in done.stdout) != chosen
 
 
-def test_a_loss_is_not_chosen(simulated: type[_Workers], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("spread", "busy", "says"),
+    [
+        (0.2, 0.0, "the rounds differ widely"),
+        (0.0, 100.0, "other processes use"),
+        (0.0, 0.0, ""),
+    ],
+)
+def test_doubtful_figures(
+    spread: float,
+    busy: float,
+    says: str,
+    simulated: _Measured,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Figures of a busy machine, or with a wide spread, come with a warning."""
+    simulated.spread = spread
+    monkeypatch.setattr(psutil, "cpu_percent", lambda _seconds: busy)
+    done = command_line.run("tune", str(_model(tmp_path)))
+    assert says in done.stdout
+    assert ("on a quiet machine" in done.stdout) == bool(says)
+
+
+def test_a_loss_is_not_chosen(simulated: _Measured, tmp_path: Path) -> None:
     """Nothing is chosen that is slower, or not clearly faster."""
     simulated.speeds["freeze"] = 1.02
     done = command_line.run("tune", str(_model(tmp_path)))
     assert "nothing is faster than the model as configured" in done.stdout
 
 
-def test_runtimes_that_suit(simulated: type[_Workers], tmp_path: Path) -> None:
+def test_runtimes_that_suit(simulated: _Measured, tmp_path: Path) -> None:
     """A module is compiled in several ways; 16-bit types and CUDA graphs are tried where asked."""
     simulated.kind = "MODULE"
     model = _model(tmp_path)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +15,10 @@ import pytest
 
 from torch_py_backend.errors import LoadError
 from torch_py_backend.processes import child_process
-from torch_py_backend.processes.child_process import Workers
 
 # Functions that a child runs; none imports torch, so that a child costs a tenth of a second.
 _TASKS = r"""
+import contextlib
 import ctypes
 import os
 import signal
@@ -54,36 +51,29 @@ def crashes():
 def real_time_signal():
     os.kill(os.getpid(), 40)
 
-def prints_beyond_ascii():
-    print("größe \udcff")
-    print("größe", file=sys.stderr)
-    return "printed"
+def exits(code):
+    os._exit(code)
 
 def prints():
-    print("by print")
+    print("größe \udcff")
     print("x" * 1_000_000, flush=True)
     os.write(1, b"by write\n")
     subprocess.run(["echo", "by echo"], check=True)
+    print("größe", file=sys.stderr)
     print("at the end")
-    return "printed"
 
-def closes():
-    sys.stdin.close()
-    sys.stdout.close()
-    sys.stderr.close()
+def closes(error=None):
+    for stream in (sys.stdin, sys.stdout, sys.stderr):
+        stream.close()
     for number in (0, 1, 2):
-        try:
+        with contextlib.suppress(OSError):
             os.close(number)
-        except OSError:
-            pass
+    if error:
+        raise ValueError(error)
     return "closed"
 
-def closes_and_raises():
-    sys.stderr.close()
-    raise ValueError("broken")
-
 def reads():
-    return sys.stdin.read() + os.read(0, 1).decode()
+    return sys.stdin.read()
 
 def changes_directory():
     folder = os.path.abspath("gone")
@@ -98,59 +88,18 @@ def forks_and_goes_on():
     os.wait()
     return "of the child"
 
-def crashes_after_a_fork():
-    if os.fork() == 0:
-        return "of the fork"
-    os.wait()
-    os._exit(7)
-
-def ignores_signals():
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    time.sleep(600)
-
 def leaves_a_thread():
     threading.Thread(target=time.sleep, args=[600]).start()
     return "finished"
 
-def leaves_a_process(note, hang, apart):
-    other = subprocess.Popen(["sleep", "600"], start_new_session=apart)
-    Path(note).write_text(str(other.pid))
+def leaves_a_process(note, hang):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    other = subprocess.Popen(["sleep", "600"])
+    Path(note).write_text(f"{os.getpid()} {other.pid}")
     if hang:
         time.sleep(600)
     return "finished"
-
-def forks_apart(note):
-    if os.fork() == 0:
-        os.setsid()
-        other = subprocess.Popen(["sleep", "600"])
-        Path(note).write_text(f"{os.getpid()} {other.pid}")
-    time.sleep(600)
-
-def sleeps_for_ever(note):
-    Path(note).write_text(str(os.getpid()))
-    time.sleep(1000)
-
-def meets(folder, number, fails):
-    if number in fails:
-        raise ConfigError("digits", f"number {number} fails")
-    Path(folder, str(number)).touch()
-    while len(os.listdir(folder)) < 3:
-        time.sleep(0.01)
-    print("met")
-    message = yield number
-    while message != "fail":
-        message = yield [number, message]
-    raise ConfigError("digits", f"number {number} fails later")
-
-def echoes(value):
-    yield value
-
-def sleeps():
-    seconds = yield "ready"
-    while True:
-        time.sleep(seconds)
-        seconds = yield seconds
 """
 
 
@@ -159,7 +108,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The temporary folder; a child can import the tasks above."""
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks" / "tasks.py").write_text(_TASKS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "tasks"), prepend=os.pathsep)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "tasks"), prepend=":")
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     folder = tmp_path / "scratch"
     folder.mkdir()
@@ -167,11 +116,8 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def _run(task: str, seconds: float = 60, **arguments: Any) -> Any:
-    return child_process.run("digits", f"tasks:{task}", arguments, seconds)
-
-
-# --- results ---------------------------------------------------------------------------------
+def _run(task: str, seconds: float = 60, *, quiet: bool = False, **arguments: Any) -> Any:
+    return child_process.run("digits", f"tasks:{task}", arguments, seconds, quiet=quiet)
 
 
 @pytest.mark.parametrize(
@@ -210,48 +156,45 @@ def test_functions_that_misbehave(
     assert _run(task) == result
 
 
-def test_prints_do_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
-    """What the function and its children print goes to standard error, all of it."""
-    assert _run("prints") == "printed"
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert {"by print", "by write", "by echo", "at the end"} <= set(err.splitlines())
-
-
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_text_that_the_environment_cannot_print(
+def test_prints(
     encoding: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """What is printed is UTF-8, whatever the locale is."""
+    """What the function and its children print goes to standard error, in UTF-8, or nowhere."""
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
-    assert _run("prints_beyond_ascii") == "printed"
-    assert capfd.readouterr().err.splitlines() == ["größe \\udcff", "größe"]
-
-
-# --- errors ----------------------------------------------------------------------------------
+    _run("prints", quiet=True)
+    assert capfd.readouterr() == ("", "")
+    _run("prints")
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert {"größe \\udcff", "by write", "by echo", "größe", "at the end"} <= {*err.splitlines()}
 
 
 @pytest.mark.parametrize(
-    ("task", "says"),
+    ("task", "arguments", "says"),
     [
-        ("ours", "model 'digits': it is [wrong]; expected something else. Correct it."),
-        ("theirs", "ValueError: no such thing as x.bin"),
-        ("closes_and_raises", "ValueError: broken"),
-        ("long", "ValueError: xxx"),
-        ("interrupted", "KeyboardInterrupt"),
-        (
-            "crashes_after_a_fork",
-            "model 'digits': trying the model ended the process with exit code 7",
-        ),
-        ("crashes", "model 'digits': trying the model ended with SIGSEGV"),
-        ("real_time_signal", "model 'digits': trying the model ended with signal 40"),
-        ("no_such_function", "no_such_function"),
+        ("ours", {}, "model 'digits': it is [wrong]; expected something else. Correct it."),
+        ("theirs", {}, "ValueError: no such thing as x.bin"),
+        ("closes", {"error": "broken"}, "ValueError: broken"),
+        ("long", {}, "ValueError: xxx"),
+        ("interrupted", {}, "KeyboardInterrupt"),
+        ("exits", {"code": 7}, "trying the model ended the process with exit code 7"),
+        ("exits", {"code": 0}, "trying the model ended the process with exit code 0"),
+        ("crashes", {}, "model 'digits': trying the model ended with SIGSEGV"),
+        ("real_time_signal", {}, "model 'digits': trying the model ended with signal 40"),
+        ("no_such_function", {}, "no_such_function"),
     ],
 )
-def test_errors(task: str, says: str, scratch: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_errors(
+    task: str,
+    arguments: dict[str, Any],
+    says: str,
+    scratch: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """Any end is a LoadError of one line; the traceback is printed, and no file is left."""
     with pytest.raises(LoadError) as refusal:
-        _run(task)
+        _run(task, **arguments)
     error = str(refusal.value)
     assert says in error
     assert "\n" not in error
@@ -261,107 +204,38 @@ def test_errors(task: str, says: str, scratch: Path, capfd: pytest.CaptureFixtur
     assert list(scratch.iterdir()) == []
 
 
-# --- time ------------------------------------------------------------------------------------
+# --- ends ------------------------------------------------------------------------------------
 
 
-def test_time_limit() -> None:
-    """A function that takes too long, and ignores signals, is killed."""
-    with pytest.raises(LoadError, match=r"trying the model took longer than 0\.5 seconds"):
-        _run("ignores_signals", seconds=0.5)
-
-
-def _run_until_timeout(task: str, note: Path, **arguments: Any) -> str:
-    """Return the note of a task that hangs, with a time limit in which it can write one."""
-    for seconds in (1, 5, 25, 125):
-        with pytest.raises(LoadError, match="took longer"):
-            _run(task, seconds=seconds, note=str(note), **arguments)
+def test_processes_end(tmp_path: Path) -> None:
+    """After an answer or the time limit, the processes of a function that ignores signals end."""
+    note = tmp_path / "pids"
+    assert _run("leaves_a_process", note=str(note), hang=False) == "finished"
+    pids = note.read_text().split()
+    note.unlink()
+    for seconds in (1, 5, 25, 125):  # until it has had the time to write its note
+        with pytest.raises(LoadError, match=f"trying the model took longer than {seconds} seconds"):
+            _run("leaves_a_process", seconds, note=str(note), hang=True)
         if note.is_file() and note.read_text():
-            return note.read_text()
-    raise AssertionError("the task wrote no note")
-
-
-def test_grandchildren_are_killed(tmp_path: Path) -> None:
-    """Processes that the function started end with it, in any session, and with their own."""
-    note = tmp_path / "pid"
-    assert _run("leaves_a_process", note=str(note), hang=False, apart=False) == "finished"
-    pids = note.read_text()
-    pids += " " + _run_until_timeout("leaves_a_process", note, hang=True, apart=True)
-    pids += " " + _run_until_timeout("forks_apart", tmp_path / "pids")
-    assert all(living.pid_ends(int(pid)) for pid in pids.split())
+            break
+    pids += note.read_text().split()
+    assert len(pids) == 4
+    assert all(living.pid_ends(int(pid)) for pid in pids)
 
 
 def test_a_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
     """The kernel kills a child when its parent is killed."""
     note = tmp_path / "pid"
+    arguments = {"note": str(note), "hang": True}
     code = (
         "from torch_py_backend.processes import child_process;"
-        f" child_process.run('m', 'tasks:sleeps_for_ever', {{'note': {str(note)!r}}}, 900)"
+        f" child_process.run('m', 'tasks:leaves_a_process', {arguments}, 900)"
     )
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         while not (note.is_file() and note.read_text()):
             assert parent.poll() is None
             time.sleep(0.02)
-        child = psutil.Process(int(note.read_text()))
+        child, other = (psutil.Process(int(pid)) for pid in note.read_text().split())
         parent.kill()
     assert living.all_end([child])
-
-
-# --- workers ---------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _meeting(folder: Path, fails: list[int]) -> Iterator[Workers]:
-    (folder / "met").mkdir()
-    before = _children()
-    with Workers("digits", "tasks:meets", 3) as workers:
-        arguments = {"folder": str(folder / "met"), "fails": fails}
-        assert workers.ask([arguments | {"number": n} for n in range(3)], 60) == [0, 1, 2]
-        yield workers
-    assert _children() <= before
-
-
-def _children() -> set[psutil.Process]:
-    """Return the children of this process."""
-    return {*living.left(psutil.Process().children())}
-
-
-def test_workers(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Workers run at the same time; answers are in order; output is discarded."""
-    with _meeting(tmp_path, []) as workers:
-        assert workers.ask(["a", "b", "c"], 60) == [[0, "a"], [1, "b"], [2, "c"]]
-        assert workers.ask([None], 60) == [[0, None]]
-        with pytest.raises(LoadError, match="number 1 fails later"):
-            workers.ask(["d", "fail"], 60)
-        assert not workers.alive
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("number", [0, 2])
-def test_worker_that_fails(tmp_path: Path, number: int) -> None:
-    """The error is that of the worker that failed, not of those that wait for it."""
-    with (
-        pytest.raises(LoadError, match=f"number {number} fails"),
-        _meeting(tmp_path, [number]),
-    ):
-        pytest.fail("it has an answer")
-
-
-def test_a_late_answer_is_not_that_of_the_next_message() -> None:
-    """After a time-out, no process is left to answer."""
-    before = _children()
-    with Workers("digits", "tasks:sleeps", 2) as workers:
-        assert workers.ask([{}, {}], 60) == ["ready"] * 2
-        with pytest.raises(LoadError, match=r"longer than 0\.1 seconds"):
-            workers.ask([1.0, 1.0], 0.1)
-        assert _children() <= before
-        with pytest.raises(LoadError, match="ended"):
-            workers.ask([0.0], 60)
-
-
-def test_messages_larger_than_a_pipe() -> None:
-    """Large messages reach every worker; a worker may end without reading them."""
-    value = "x" * 1_000_000
-    with Workers("digits", "tasks:echoes", 2) as workers:
-        assert workers.ask([{"value": value}] * 2, 60) == [value] * 2
-    with Workers("digits", "nowhere:nothing", 2) as workers, pytest.raises(LoadError):
-        workers.ask([{"value": value}] * 2, 60)
+    other.kill()

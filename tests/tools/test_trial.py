@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,10 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
+from torch_py_backend.batching.gather_scatter import Item
+from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import LoadError
-from torch_py_backend.tools import trial
+from torch_py_backend.tools import trial, tuning
 
 
 def _module(result: str, takes: str = "x") -> str:
@@ -61,42 +63,50 @@ def _arguments(folder: Path, source: str = _DOUBLE, **document: Any) -> dict[str
     return build.arguments(**document) | {"model_repository": str(folder)}
 
 
-def _load(
-    folder: Path, given: dict[str, str], rows: int = 8, inputs: Path | None = None
-) -> Generator[dict[str, Any], Any, None]:
-    (folder / "exchange").mkdir(exist_ok=True)
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Item]:
+    """The batches that are measured; each measurement is one call."""
+    batches: list[Item] = []
+    run = trial._run
+
+    def recorded(engine: Engine, item: Item) -> Item:
+        batches.append(item)
+        return run(engine, item)
+
+    monkeypatch.setattr(trial, "_run", recorded)
+    monkeypatch.setattr(trial, "_SECONDS", 0.0)
+    return batches
+
+
+def _measure(
+    given: dict[str, str], rows: int = 8, inputs: Path | None = None, other: Any = None
+) -> dict[str, Any]:
     path = None if inputs is None else str(inputs)
-    return trial.measure(given, str(folder / "exchange"), rows, path)
-
-
-def _outputs(folder: Path, rows: int) -> torch.Tensor:
-    return torch.as_tensor(trial.read_values(folder / "exchange" / f"{rows}.pt")["y"])
+    return trial.measure(given, other or given, rows, path)
 
 
 @pytest.mark.parametrize(("size", "rows"), [(6, 6), (0, 1)])
-def test_same_model(tmp_path: Path, size: int, rows: int) -> None:
-    """The same model has no error, and is measured as often as asked."""
-    given = _arguments(tmp_path, max_batch_size=size)
-    for _ in range(2):
-        measured = _load(tmp_path, given, rows)
-        facts = next(measured)
-        assert (facts["kind"], facts["rows"], facts["error"]) == ("MODULE", rows, 0)
-        figures = measured.send({"seconds": 0.0})
-        assert figures.keys() == {"latency_ms", "full_s", "cores"}
-        assert min(figures.values()) > 0
+def test_same_model(tmp_path: Path, size: int, rows: int, measured: list[Item]) -> None:
+    """Figures of one row and of a full batch; the same model has no error."""
+    figures = _measure(_arguments(tmp_path, max_batch_size=size), rows)
+    assert (figures.pop("kind"), figures.pop("error")) == ("MODULE", 0)
+    assert figures.pop("spread") >= 0
+    assert min(figures.values()) > 0
+    assert tuning.Row(tuning.AS_CONFIGURED, **figures).cores > 0
+    shapes = {tuple(batch["x"].shape) for batch in measured}
+    assert shapes == ({(1, 4), (6, 4)} if size else {(4,)})
 
 
-def test_another_result_is_an_error(tmp_path: Path) -> None:
-    """The error is relative to the outputs of the first model."""
-    next(_load(tmp_path, _arguments(tmp_path)))
-    other = tmp_path / "other"
-    given = _arguments(other, _module("2.2 * x"))
-    facts = next(trial.measure(given, f"{tmp_path}/exchange", 8, None))
-    assert facts["error"] == pytest.approx(0.1, rel=0.2)
+def test_another_result_is_an_error(tmp_path: Path, measured: list[Item]) -> None:
+    """The error is relative to the outputs of the model as configured."""
+    configured = _arguments(tmp_path)
+    candidate = _arguments(tmp_path / "other", _module("2.2 * x"))
+    figures = _measure(candidate, other=configured)
+    assert figures["error"] == pytest.approx(0.1, rel=0.2)
 
 
 @pytest.mark.parametrize("example", [False, True])
-def test_inputs(tmp_path: Path, example: bool) -> None:
+def test_inputs(tmp_path: Path, example: bool, measured: list[Item]) -> None:
     """Inputs of a file, or of the model, are repeated to the number of rows."""
     rows = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8], [9, 8, 7, 6]])
     source = (
@@ -105,9 +115,8 @@ def test_inputs(tmp_path: Path, example: bool) -> None:
     path = None if example else tmp_path / "real.safetensors"
     if path is not None:
         save_file({"x": rows}, path)
-    given = _arguments(tmp_path, source if example else _DOUBLE)
-    next(_load(tmp_path, given, 4, path))
-    assert torch.equal(_outputs(tmp_path, 4), 2 * rows[[0, 1, 2, 0]])
+    _measure(_arguments(tmp_path, source if example else _DOUBLE), 4, path)
+    assert torch.equal(torch.as_tensor(measured[-1]["x"]), rows[[0, 1, 2, 0]])
 
 
 @pytest.mark.parametrize(
@@ -129,13 +138,13 @@ def test_inputs_that_do_not_fit(
     path = tmp_path / "real.safetensors"
     path.write_bytes(b"PK" if content is None else save(content))
     with pytest.raises(LoadError) as refusal:
-        next(_load(tmp_path, _arguments(tmp_path), inputs=path))
+        _measure(_arguments(tmp_path), inputs=path)
     assert says in str(refusal.value)
 
 
 @pytest.mark.parametrize("kind", ["strings", "ragged"])
-def test_other_inputs(tmp_path: Path, kind: str) -> None:
-    """Strings and ragged batches are passed to the candidate and compared."""
+def test_other_inputs(tmp_path: Path, kind: str, measured: list[Item]) -> None:
+    """Strings and ragged batches are passed to both models and compared."""
     if kind == "strings":
         string = {"data_type": "TYPE_STRING", "dims": [2]}
         document = {"input": [{"name": "blobs", **string}], "output": [{"name": "y", **string}]}
@@ -148,8 +157,7 @@ def test_other_inputs(tmp_path: Path, kind: str) -> None:
             batch_input=[_SIZES],
             max_batch_size=2,
         )
-    for _ in range(2):
-        assert next(_load(tmp_path, given, 2))["error"] == 0
+    assert _measure(given, 2)["error"] == 0
 
 
 # --- the report --------------------------------------------------------------------------------

@@ -51,7 +51,7 @@ def tune(
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Time limit of each load, in seconds.")
+        float, typer.Option(min=1, help="Time limit of each candidate, in seconds.")
     ] = 600.0,
     write: Annotated[
         bool, typer.Option("--write", help="Append the options to config.pbtxt.")

@@ -63,18 +63,3 @@ def signal_name(number: int) -> str:
     with contextlib.suppress(ValueError):
         return signal.Signals(number).name
     return f"signal {number}"
-
-
-def descendants(ancestor: int) -> list[int]:
-    """Return the IDs of all descendants of a running process, in any process group."""
-    children: dict[str, list[int]] = {}
-    for pid in process_ids():
-        fields = stat(pid)
-        if fields:
-            children.setdefault(fields[1], []).append(pid)
-    pids, pending = [], [ancestor]
-    while pending:
-        started = children.get(str(pending.pop()), [])
-        pids += started
-        pending += started
-    return pids

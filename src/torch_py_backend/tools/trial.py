@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,7 +37,8 @@ from torch_py_backend.tools import warmup_samples
 
 # Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
 _FIRST_CALLS = 3
-_INPUTS = "inputs.pt"
+_ROUNDS = 5
+_SECONDS = 0.2  # of one measurement
 
 
 class _Warnings(logging.Handler):
@@ -111,7 +113,7 @@ def _compare(engine: Engine, reference: Path) -> None:
     same sizes: a module, or its hooks, may pad to the longest row of a batch.
     """
     item, _ = find_inputs(engine.config, None)
-    expected = read_values(reference)
+    expected: Item = torch.load(reference, "cpu", weights_only=False)
     rows = next(iter(item.values())).shape[0] if engine.config.max_batch_size else 1
     _compare_outputs(
         engine,
@@ -157,12 +159,6 @@ def _described(spec: TensorSpec) -> str:
 
 
 # --- inputs and outputs ------------------------------------------------------------------------
-
-
-def read_values(path: Path) -> dict[str, Value]:
-    """Return inputs or outputs that `measure` or `save_model` wrote."""
-    values: dict[str, Value] = torch.load(path, "cpu", weights_only=False)
-    return values
 
 
 def find_inputs(settings: ModelConfig, inputs: str | None) -> tuple[Item, str]:
@@ -230,73 +226,94 @@ def _run(engine: Engine, item: Item) -> dict[str, Value]:
 # --- measuring -----------------------------------------------------------------------------------
 
 
-def measure(
-    arguments: Mapping[str, str], folder: str, rows: int, inputs: str | None
-) -> Generator[dict[str, Any], Mapping[str, Any], None]:
-    """Load a model, compare its outputs with those in a folder, and time it at each message.
+class Times(NamedTuple):
+    """One measurement: seconds of a call with one row and of a full batch, cores in the latter."""
 
-    The first model that uses the folder writes its inputs and outputs there. A message has the
-    `seconds` of a measurement.
+    single: float
+    full: float
+    cores: float
+
+
+def measure(
+    arguments: Mapping[str, str], configured: Mapping[str, str], rows: int, inputs: str | None
+) -> dict[str, Any]:
+    """Load a candidate and the model as configured, compare their outputs, and time them in turn.
 
     Args:
-        arguments: Triton's arguments.
-        folder: for the inputs, and for the outputs to compare with.
+        arguments: Triton's arguments for the candidate. It is loaded first, in a process that has
+            not compiled anything yet.
+        configured: Triton's arguments for the model as configured.
         rows: rows of a full batch.
         inputs: a safetensors file; None: the model's example, else made-up values.
 
-    Yields:
-        First the artifact's `kind`, `rows`, `ready_s` and `error`; then for each message the
-        milliseconds of a call with one row, `latency_ms`, the seconds of a full batch, `full_s`,
-        and the `cores` in use during the latter.
+    Returns:
+        The artifact's `kind`, and the figures of `tuning.Row` for the candidate.
 
     Raises:
-        LoadError: the model cannot be loaded or run, or the inputs do not fit it.
-        OutputError: its outputs differ from those in the folder in shape or in infinities.
+        LoadError: a model cannot be loaded or run, or the inputs do not fit it.
+        OutputError: the outputs differ in shape or in infinities.
     """
-    started = time.perf_counter()
+    began = time.perf_counter()
+    candidate = _warmed_up(arguments, rows)
+    ready_s = time.perf_counter() - began
+    engines = candidate, _warmed_up(configured, rows)
+    item, _ = find_inputs(candidate.config, inputs)
+    single, full = (tile(candidate.config, item, size) for size in (1, rows))
+    turns: tuple[list[Times], list[Times]] = [], []
+    with runtime.mode(candidate.config.options):
+        error = max(_error(*engines, batch) for batch in (single, full))
+        for turn in range(_ROUNDS):
+            for number in (0, 1) if turn % 2 else (1, 0):
+                turns[number].append(_times(engines[number], single, full))
+    latencies, throughputs = (
+        [before[figure] / after[figure] for after, before in zip(*turns, strict=True)]
+        for figure in (0, 1)
+    )
+    return {
+        "kind": candidate.kind.name,
+        "latency_ms": 1e3 * median(times.single for times in turns[0]),
+        "latency_gain": median(latencies),
+        "throughput": rows / median(times.full for times in turns[0]),
+        "throughput_gain": median(throughputs),
+        "spread": max(map(_spread, (latencies, throughputs))),
+        "cores": median(times.cores for times in turns[0]),
+        "ready_s": ready_s,
+        "error": error,
+    }
+
+
+def _warmed_up(arguments: Mapping[str, str], rows: int) -> Engine:
     settings = model_config.parse(arguments)
     engine = builder.build(settings, threads.budget(settings))
-    settings = engine.config
-    with runtime.mode(settings.options):
-        warm_up(engine)
-        ready_s = time.perf_counter() - started
-        path = Path(folder) / _INPUTS
-        if not path.exists():
-            torch.save(find_inputs(settings, inputs)[0], path)
-        batches = {size: tile(settings, read_values(path), size) for size in sorted({1, rows})}
-        error = max(
-            _error(engine, batch, Path(folder, f"{size}.pt")) for size, batch in batches.items()
-        )
-        message = yield {
-            "kind": engine.kind.name,
-            "rows": rows,
-            "ready_s": ready_s,
-            "error": error,
-        }
-        while True:
-            single, _ = _timed(engine, batches[1], message["seconds"])
-            full, cores = _timed(engine, batches[rows], message["seconds"])
-            message = yield {"latency_ms": 1e3 * single, "full_s": full, "cores": cores}
+    warm_up(engine, (1, rows))
+    return engine
 
 
-def _error(engine: Engine, batch: Item, path: Path) -> float:
-    """Return the largest difference from the outputs in a file, which is written if it is new."""
+def _error(candidate: Engine, configured: Engine, batch: Item) -> float:
+    """Return the largest difference from the outputs of the model as configured."""
     for _ in range(_FIRST_CALLS):
-        outputs = _run(engine, batch)
-    if not path.exists():
-        torch.save(outputs, path)
-        return 0.0
+        outputs, references = _run(candidate, batch), _run(configured, batch)
     return max(
-        difference(engine.config.name, name, outputs[name], expected)
-        for name, expected in read_values(path).items()
+        difference(candidate.config.name, name, outputs[name], expected)
+        for name, expected in references.items()
     )
 
 
-def _timed(engine: Engine, batch: Item, seconds: float) -> tuple[float, float]:
+def _times(engine: Engine, single: Item, full: Item) -> Times:
+    latency, _ = _timed(engine, single)
+    return Times(latency, *_timed(engine, full))
+
+
+def _timed(engine: Engine, batch: Item) -> tuple[float, float]:
     """Return the mean seconds of a call, and the cores in use."""
     calls, began, used = 0, time.perf_counter(), time.process_time()
-    while not calls or time.perf_counter() < began + seconds:
+    while not calls or time.perf_counter() < began + _SECONDS:
         _run(engine, batch)
         calls += 1
     elapsed = time.perf_counter() - began
     return elapsed / calls, (time.process_time() - used) / elapsed
+
+
+def _spread(ratios: Sequence[float]) -> float:
+    """Return the largest relative distance of a round's ratio from the median."""
+    return max(abs(ratio / median(ratios) - 1) for ratio in ratios)

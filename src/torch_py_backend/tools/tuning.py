@@ -1,8 +1,8 @@
 """Measures ways to run a model beside the way that config.pbtxt has, and says which is fastest.
 
-The model as configured and each candidate run in processes of their own, and are timed in turn
-(A B B A), because the speed of a machine drifts within minutes. Numbers of threads and instances
-are not searched: docs/performance.md says how to choose them.
+Each candidate runs in a process of its own, together with the model as configured. The two are
+timed in turn (A B B A), because the speed of a machine drifts within minutes. Numbers of threads
+and instances are not searched: docs/performance.md says how to choose them.
 
 Imports no torch: the models run in child processes (`trial.measure`).
 """
@@ -10,23 +10,19 @@ Imports no torch: the models run in child processes (`trial.measure`).
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import LoadError
-from torch_py_backend.processes.child_process import Workers
+from torch_py_backend.processes import child_process
 
 COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 TUNED = ("OPTIMIZE", COMPILE, "BATCH_BUCKETS")
 """The options that a candidate replaces."""
-_ROUNDS = 5
-_SECONDS = 0.2
 _MEASURE = "torch_py_backend.tools.trial:measure"
 # A candidate is better from this mean gain on, and if neither gain is a loss.
 _LEAST_GAIN, _LOSS = 1.03, 0.98
@@ -120,7 +116,7 @@ class Plan:
         version: the version to measure.
         document: the complete config, as Triton's JSON.
         inputs: a safetensors file; None: the model's example, else made-up values.
-        timeout_s: the time limit of each load.
+        timeout_s: the time limit of each candidate.
         reduced: whether 16-bit types are tried.
     """
 
@@ -153,79 +149,34 @@ class Plan:
 def measure(plan: Plan) -> Iterator[Row]:
     """Yield the figures of the model as configured, and then of each candidate that suits it.
 
+    Those of the model as configured show how far two measurements of one model differ.
+
     Raises:
         LoadError: the model as configured cannot be run.
     """
-    with (
-        tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder,
-        Workers(plan.folder.name, _MEASURE, 1) as configured,
-    ):
-        facts = _load(plan, AS_CONFIGURED, folder, configured)
-        yield _row(AS_CONFIGURED, facts, [_turn(plan, configured) for _ in range(_ROUNDS)], [])
-        instance = plan.document["instance_group"][0]["kind"]
-        for runtime in RUNTIMES:
-            suits = ArtifactType[facts["kind"]] in runtime.kinds
-            if suits and runtime.kind in ("", instance) and plan.reduced >= runtime.reduced:
-                yield _candidate(plan, runtime, folder, configured)
+    kind, row = _figures(plan, AS_CONFIGURED)
+    yield row
+    instance = plan.document["instance_group"][0]["kind"]
+    for runtime in RUNTIMES:
+        suits = ArtifactType[kind] in runtime.kinds and runtime.kind in ("", instance)
+        if not suits or runtime.reduced > plan.reduced:
+            continue
+        try:
+            yield _figures(plan, runtime)[1]
+        except LoadError as error:
+            yield Row(runtime, failure=str(error))
 
 
-def _load(plan: Plan, runtime: Runtime, folder: str, workers: Workers) -> dict[str, Any]:
-    message = {
+def _figures(plan: Plan, runtime: Runtime) -> tuple[str, Row]:
+    """Return the kind of the model's artifact, and the figures of a runtime."""
+    task = {
         "arguments": plan.arguments(runtime),
-        "folder": folder,
+        "configured": plan.arguments(AS_CONFIGURED),
         "rows": plan.rows,
         "inputs": None if plan.inputs is None else str(plan.inputs),
     }
-    facts: dict[str, Any] = workers.ask([message], plan.timeout_s)[0]
-    return facts
-
-
-def _turn(plan: Plan, workers: Workers) -> dict[str, float]:
-    """Return one measurement."""
-    figures: dict[str, float] = workers.ask([{"seconds": _SECONDS}], plan.timeout_s)[0]
-    return figures
-
-
-def _candidate(plan: Plan, runtime: Runtime, folder: str, configured: Workers) -> Row:
-    try:
-        with Workers(plan.folder.name, _MEASURE, 1) as workers:
-            facts = _load(plan, runtime, folder, workers)
-            measured: tuple[list[dict[str, float]], ...] = ([], [])
-            for turn in range(_ROUNDS):
-                for number in (0, 1) if turn % 2 else (1, 0):
-                    measured[number].append(_turn(plan, (workers, configured)[number]))
-            return _row(runtime, facts, *measured)
-    except LoadError as error:
-        if not configured.alive:
-            raise
-        return Row(runtime, failure=str(error))
-
-
-def _row(
-    runtime: Runtime,
-    facts: Mapping[str, Any],
-    turns: list[dict[str, float]],
-    configured: list[dict[str, float]],
-) -> Row:
-    """Return a row; without the turns of the model as configured, its gains are 1."""
-    gains, spread = {"latency_ms": 1.0, "full_s": 1.0}, 0.0
-    for figure in gains if configured else ():
-        ratios = [
-            before[figure] / after[figure] for before, after in zip(configured, turns, strict=True)
-        ]
-        gains[figure] = median(ratios)
-        spread = max(spread, *(abs(ratio / gains[figure] - 1) for ratio in ratios))
-    return Row(
-        runtime,
-        latency_ms=median(turn["latency_ms"] for turn in turns),
-        latency_gain=gains["latency_ms"],
-        throughput=facts["rows"] / median(turn["full_s"] for turn in turns),
-        throughput_gain=gains["full_s"],
-        spread=spread,
-        cores=median(turn["cores"] for turn in turns),
-        ready_s=facts["ready_s"],
-        error=facts["error"],
-    )
+    figures = child_process.run(plan.folder.name, _MEASURE, task, plan.timeout_s, quiet=True)
+    return figures.pop("kind"), Row(runtime, **figures)
 
 
 def best(rows: list[Row], max_error: float) -> Row | None:
