@@ -1361,7 +1361,7 @@ LOAD_ERRORS = (
         "whole_module_as_weights",
         both(python(models.Affine), saved(nn.Linear(4, 4))),
         _X_TO_3,
-        "the weights model.pt are a pickle of a whole module",
+        "the weights model.pt hold torch.nn.modules.linear.Linear, which weights_only refuses",
     ),
     refused(
         "state_dict_alone",
@@ -1424,14 +1424,14 @@ LOAD_ERRORS = (
         "other_keys",
         both(python(models.Affine), safe({"weight": torch.ones(4, 4)})),
         _X_TO_3,
-        "missing keys (3): offset, linear.weight, linear.bias",
-        "unexpected keys (1): weight",
+        'Missing key(s) in state_dict: "offset", "linear.weight", "linear.bias"',
+        'Unexpected key(s) in state_dict: "weight"',
     ),
     refused(
         "other_shapes",
         both(python(models.Affine), safe(affine(width=5).state_dict())),
         _X_TO_3,
-        "wrong shapes (1): linear.weight [3, 5] instead of [3, 4]",
+        "size mismatch for linear.weight: copying a param with shape torch.Size([3, 5])",
     ),
     refused(
         "bad_option",

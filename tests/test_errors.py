@@ -14,7 +14,6 @@ from torch_py_backend.errors import (
     ModelError,
     OptionError,
     UnavailableError,
-    WeightsError,
     join_names,
     summarize,
 )
@@ -101,17 +100,6 @@ def test_gradients(forward: Callable[[torch.Tensor], object], scripted: bool) ->
         error = RuntimeError(f"… the TorchScript interpreter.\nRuntimeError: {error}")
     needs = 'need the parameter INFERENCE_MODE "false", and torch.enable_grad() in forward().'
     assert str(ForwardError(build.MODEL, error)).endswith(f". Gradients {needs}")
-
-
-def test_weights_error() -> None:
-    """Missing keys, unexpected keys and wrong shapes are counted and listed; a hint is the cure."""
-    layers = [f"layer{number}" for number in range(100)]
-    text = str(WeightsError(build.MODEL, "model.pt", missing=layers, shapes=["d [1]"]))
-    assert "the weights in model.pt do not fit the module: missing keys (100): layer0," in text
-    assert "layer7 and 92 more; wrong shapes (1): d [1]. Save module.state_dict() of" in text
-    assert str(
-        WeightsError(build.MODEL, "model.pt", unexpected=["a"], hint="Strip `module.`.")
-    ).endswith("unexpected keys (1): a. Strip `module.`.")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ the server.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
+from textwrap import shorten
 
 
 class BackendError(Exception):
@@ -76,30 +77,23 @@ class SourceError(LoadError):
 
 
 class WeightsError(LoadError):
-    """Weights that do not fit the module. The message lists at most `_SHOWN` keys of each kind."""
+    """Weights that the module does not load, with the reasons of load_state_dict()."""
 
-    def __init__(
-        self,
-        model: str,
-        file: str,
-        *,
-        missing: Collection[str] = (),
-        unexpected: Collection[str] = (),
-        shapes: Collection[str] = (),
-        hint: str = "",
-    ) -> None:
-        kinds = {"missing keys": missing, "unexpected keys": unexpected, "wrong shapes": shapes}
-        lists = [
-            f"{title} ({len(names)}): {join_names(names)}"
-            for title, names in kinds.items()
-            if names
+    def __init__(self, model: str, file: str, error: BaseException, *, cure: str = "") -> None:
+        lines = f"{type(error).__name__}: {error}".splitlines()
+        # torch's first line says only that there are errors.
+        reasons = [
+            shorten(line.strip(" \t."), _LONGEST, placeholder=" ...") for line in lines[1:] or lines
         ]
+        more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
         super().__init__(
             model,
-            f"the weights in {file} do not fit the module: {'; '.join(lists)}",
-            cure=hint
-            or "Save module.state_dict() of the class that is served, or change"
-            " MODEL_KWARGS so that the constructor builds the module the weights belong to.",
+            f"the weights in {file} do not fit the module:"
+            f" {printable('; '.join(reasons[:_SHOWN]))}{more}",
+            cure=cure
+            or "Save module.state_dict() of the class that is served, not of a DataParallel or"
+            " compiled module around it; or change MODEL_KWARGS so that the constructor builds"
+            " the module the weights belong to.",
         )
 
 

@@ -1,6 +1,7 @@
 import argparse
 import collections
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.errors import ArtifactError, LoadError, WeightsError
+from torch_py_backend.errors import ArtifactError, WeightsError
 from torch_py_backend.loading import state_dict
 
 State = Mapping[str, Any]
@@ -67,29 +68,21 @@ def _quantized() -> nn.Module:
     return module
 
 
-class Renamed(Net):
-    """Translates the keys of an earlier version."""
+class Copying(Net):
+    """Copies the weights itself, and returns nothing."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_load_state_dict_pre_hook(self._rename)  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def _rename(module: nn.Module, state: dict[str, Tensor], *_: object) -> None:
-        for key in [key for key in state if key.startswith("old.")]:
-            state[key.replace("old.", "linear.")] = state.pop(key)
+    def load_state_dict(self, state_dict: State, *_: object, **__: object) -> None:
+        for name, value in self.state_dict().items():
+            value.copy_(state_dict[name])
 
 
+INDEX = "model.safetensors.index.json"
 STATE = {
     "linear.weight": torch.arange(6.0).reshape(3, 2),
     "linear.bias": torch.tensor([10.0, 20.0, 30.0]),
 }
 X = torch.tensor([[1.0, 2.0]])
 Y = torch.tensor([[12.0, 28.0, 44.0]])
-
-
-def prefixed(prefix: str) -> dict[str, Tensor]:
-    return {f"{prefix}{key}": value for key, value in STATE.items()}
 
 
 def zipped(state: State, path: Path) -> None:
@@ -104,21 +97,13 @@ def safe(state: State, path: Path) -> None:
     safetensors.torch.save_file(dict(state), path)
 
 
-FORMATS = [
-    pytest.param(zipped, "model.pt", id="pt"),
-    pytest.param(legacy, "model.pth", id="legacy pth"),
-    pytest.param(safe, "model.safetensors", id="safetensors"),
-]
+FORMATS = [(zipped, "model.pt"), (legacy, "model.pth"), (safe, "model.safetensors")]
 
 
-def artifact(folder: Path, name: str | None) -> Artifact:
-    version = folder / "1"
-    return Artifact(ArtifactType.MODULE, version / "model.py", version / name if name else None)
-
-
-def load(folder: Path, name: str | None, module: nn.Module, **options: Any) -> nn.Module:
+def load(folder: Path, name: str, module: nn.Module, **options: Any) -> nn.Module:
     """Return the module, filled from a file of its version folder."""
-    state_dict.load_into(build.config(folder, **options), artifact(folder, name), module)
+    artifact = Artifact(ArtifactType.MODULE, folder / "1" / "model.py", folder / "1" / name)
+    state_dict.load_into(build.config(folder, **options), artifact, module)
     return module.eval()
 
 
@@ -141,7 +126,6 @@ def filled(
 @pytest.mark.parametrize(
     ("dtype", "saved", "write", "name"),
     [
-        (torch.float32, torch.float32, zipped, "model.pt"),
         (torch.float32, torch.bfloat16, safe, "model.safetensors"),
         (torch.float32, torch.float64, legacy, "model.pth"),
         (torch.bfloat16, torch.float32, zipped, "model.pt"),
@@ -161,7 +145,6 @@ def test_module_keeps_its_dtype(
     ("names", "write", "name"),
     [
         (["embedding.weight", "head.weight"], zipped, "model.pt"),
-        (["embedding.weight", "head.weight"], legacy, "model.pt"),
         (["embedding.weight"], safe, "model.safetensors"),
         (["head.weight"], safe, "model.safetensors"),
     ],
@@ -175,62 +158,38 @@ def test_tied_weights_stay_tied(names: list[str], write: Writer, name: str, tmp_
     assert torch.equal(module.embedding.weight, matrix)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch warns about its own quantized modules
 @pytest.mark.parametrize(
-    ("make", "x"),
+    ("make", "saved", "x"),
     [
-        pytest.param(lambda: nn.BatchNorm1d(3), torch.rand(2, 3), id="buffers"),
-        pytest.param(lambda: nn.LSTM(2, 3), torch.rand(5, 2), id="LSTM"),
-        pytest.param(
-            lambda: nn.TransformerEncoderLayer(4, 2, batch_first=True),
-            torch.rand(1, 3, 4),
-            id="transformer",
-        ),
-        pytest.param(
-            lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
-            torch.rand(1, 2),
-            id="parametrized",
-        ),
-        pytest.param(lambda: nn.LazyLinear(3), torch.rand(1, 2), id="lazy"),
-        pytest.param(Unusual, X, id="list, view, buffer that is not saved"),
+        (lambda: nn.BatchNorm1d(3), None, torch.rand(2, 3)),
+        (lambda: nn.LSTM(2, 3, proj_size=1), None, torch.rand(5, 2)),
+        (lambda: nn.TransformerEncoderLayer(4, 2), None, torch.rand(1, 3, 4)),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), None, X),
+        (lambda: nn.LazyLinear(3), None, X),
+        (Unusual, None, X),
+        (Copying, None, X),
+        # Entries that are no tensors, and extra states.
+        (_quantized, None, torch.rand(1, 4)),
+        (models.Factor, lambda: models.Factor(3.0), X[0, 0]),
+        (lambda: models.Factor(torch.ones(1)), lambda: models.Factor(torch.rand(4)), X[0, 0]),
     ],
 )
 def test_module_computes_as_the_one_that_was_saved(
-    make: Callable[[], nn.Module], x: Tensor, tmp_path: Path
+    make: Callable[[], nn.Module],
+    saved: Callable[[], nn.Module] | None,
+    x: Tensor,
+    tmp_path: Path,
 ) -> None:
-    """A module computes like the saved one, however it holds its weights."""
-    saved = make().eval()
-    saved(x)
-    for tensor in saved.state_dict().values():
-        tensor.copy_(torch.rand(tensor.shape) + 0.5)
-    expected = saved(x)
-    for write, name in ((zipped, "model.pt"), (safe, "model.safetensors")):
-        result = filled(tmp_path, make(), saved.state_dict(), write, name)(x)
-        if isinstance(expected, tuple):
-            assert torch.equal(result[0], expected[0])
-        else:
-            assert torch.equal(result, expected)
-
-
-@pytest.mark.parametrize(
-    ("make", "state"),
-    [
-        # torch adds num_batches_tracked.
-        (
-            lambda: nn.BatchNorm1d(2, affine=False),
-            {"running_mean": torch.tensor([1.0, 2.0]), "running_var": torch.tensor([3.0, 4.0])},
-        ),
-        (Renamed, {key.replace("linear.", "old."): tensor for key, tensor in STATE.items()}),
-    ],
-    ids=["added value", "translated keys"],
-)
-def test_old_checkpoint(
-    make: Callable[[], nn.Module], state: dict[str, Tensor], tmp_path: Path
-) -> None:
-    """A module may add values to an old checkpoint, and translate its keys."""
-    expected = make()
-    expected.load_state_dict(dict(state))
-    actual = filled(tmp_path, make(), state).state_dict()
-    assert all(torch.equal(actual[name], value) for name, value in expected.state_dict().items())
+    """A module computes like the saved one, however it holds its weights and other entries."""
+    original = (saved or make)().eval()
+    original(x)  # a lazy module gets its shapes
+    for tensor in (*original.parameters(), *original.buffers()):
+        tensor.data.copy_(torch.rand(tensor.shape) + 0.5)
+    module, fresh = filled(tmp_path, make(), original.state_dict()), make().eval()
+    (expected, *_), (actual, *_), (other, *_) = original(x), module(x), fresh(x)
+    assert torch.equal(actual, expected)
+    assert not torch.equal(other, expected)
 
 
 @pytest.mark.parametrize(("write", "name"), FORMATS)
@@ -243,175 +202,86 @@ def test_file_may_change_while_it_is_served(write: Writer, name: str, tmp_path: 
     assert torch.equal(module(X), Y)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns about its own quantized modules
-@pytest.mark.parametrize(
-    ("make", "saved"),
-    [
-        pytest.param(_quantized, _quantized, id="quantized"),
-        pytest.param(
-            lambda: nn.Sequential(models.Factor()),
-            lambda: nn.Sequential(models.Factor(3.0)),
-            id="extra state of a submodule",
-        ),
-        pytest.param(
-            lambda: models.Factor(torch.ones(1)),
-            lambda: models.Factor(torch.rand(4)),
-            id="extra state that is a tensor of another size",
-        ),
-    ],
-)
-def test_entries_that_the_module_loads_itself(
-    make: Callable[[], nn.Module], saved: Callable[[], nn.Module], tmp_path: Path
-) -> None:
-    """Entries that are no tensors, or extra states, are passed to a module that has them."""
-    original, x = saved(), torch.rand(2, 4)
-    module = filled(tmp_path, make(), original.state_dict())
-    assert torch.equal(module(x), original(x))
-    assert not torch.equal(make()(x), original(x))
-
-
 # --- what does not fit -----------------------------------------------------------------------
 
 
-def test_missing_file(tmp_path: Path) -> None:
-    """A module with weights or buffers and without a file is refused; one without any is not."""
-    for module, count in ((Net(), 2), (nn.BatchNorm1d(2, affine=False), 3)):
-        with pytest.raises(ArtifactError, match=f"has {count} weights, and there is no weights"):
-            load(tmp_path, None, module)
-    load(tmp_path, None, nn.ReLU())
-
-
 @pytest.mark.parametrize(
-    ("module", "changes", "message"),
+    ("make", "state", "messages"),
     [
         (
-            Net(),
-            {"linear.bias": None, "linear.weight": None, "module.linear.weight": torch.ones(1)},
-            "missing keys (2): linear.weight, linear.bias; unexpected keys (1): module.linear.weig",
+            Net,
+            {**STATE, "linear.weight": torch.ones(5), "more": torch.ones(1)},
+            ['fit the module: Unexpected key(s) in state_dict: "more"; size mismatch for linear.w'],
         ),
         (
-            Net(),
-            {"linear.bias": None, "linear.weight": torch.ones(5), "more": torch.ones(1)},
-            "missing keys (1): linear.bias; unexpected keys (1): more; wrong shapes (1): linear.w",
+            nn.Identity,
+            STATE,
+            ['"linear.weight", "linear.bias". Save module.state_dict() of the cl'],
         ),
-        (nn.Identity(), {}, "unexpected keys (2): linear.weight, linear.bias"),
-        # A lazy module, whose shapes come from the file, needs every key.
+        (lambda: nn.LazyLinear(3), {"weight": torch.ones(3, 2)}, ["Missing key(s)", '"bias"']),
+        (Tied, {"head.weight": torch.ones(3)}, ["module: size mismatch for embedding.weight: "]),
         (
-            nn.LazyLinear(3),
-            {"weight": torch.ones(3, 2), **dict.fromkeys(STATE)},
-            "missing keys (1): bias",
+            lambda: nn.ModuleList(nn.Linear(2, 2) for _ in range(99)),
+            {f"{number}.weight": torch.ones(3) for number in range(99)},
+            ['"9.bias", "10.bias"', " ...; size mismatch for 0.weight: ", "; and 92 more. Save "],
         ),
-        # The other name of a tied weight is not missing.
         (
-            Tied(),
-            {"head.weight": torch.ones(3), **dict.fromkeys(STATE)},
-            "wrong shapes (1): head.weight [3] instead of [4, 2]",
+            Net,
+            {"_orig_mod.module.linear.weight": torch.ones(3, 2)},
+            ['"_orig_mod.module.linear.weight"', "not of a DataParallel or compiled module"],
         ),
+        (Copying, {}, ["do not fit the module: KeyError: 'linear.weight'. Save "]),
+        (
+            Net,
+            {"optimizer": {}, "ema": {0: torch.ones(1)}, "model": STATE},
+            ['Unexpected key(s) in state_dict: "optimizer"', "Save its entry 'model' alone."],
+        ),
+        (Net, {**STATE, "epoch": 3}, ['module: Unexpected key(s) in state_dict: "epoch". Save ']),
     ],
 )
 def test_weights_of_another_module(
-    module: nn.Module, changes: dict[str, Tensor | None], message: str, tmp_path: Path
+    make: Callable[[], nn.Module], state: State, messages: list[str], tmp_path: Path
 ) -> None:
-    """One message names all missing and unexpected keys and other shapes."""
-    changed = {**STATE, **changes}
-    state = {key: tensor for key, tensor in changed.items() if tensor is not None}
+    """The message has torch's reasons, and what to save instead."""
     with pytest.raises(WeightsError) as raised:
-        filled(tmp_path, module, state)
-    assert isinstance(raised.value, LoadError)
-    start = "model 'digits': the weights in model.pt do not fit the module: "
-    assert str(raised.value).startswith(start + message)
-
-
-@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.module."])
-def test_weights_of_a_wrapped_module(prefix: str, tmp_path: Path) -> None:
-    """The error names what DataParallel and torch.compile put before all keys."""
-    with pytest.raises(WeightsError, match=f"Save them without '{prefix}' before their keys"):
-        filled(tmp_path, Net(), prefixed(prefix))
+        filled(tmp_path, make(), state)
+    text = str(raised.value)
+    assert text.startswith("model 'digits': the weights in model.pt do not fit the module: ")
+    assert all(message in text for message in messages), text
+    assert len(text) < 5000
 
 
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (
-            {"state_dict": STATE, "epoch": 3},
-            "that is not a state_dict: 'state_dict' is a dict; expected tensors by name. Save its",
-        ),
-        ({"optimizer": {}, "model_state_dict": STATE}, "Save its entry 'model_state_dict' alone."),
-        ({"ema": {0: torch.ones(1)}, "model": STATE}, "Save its entry 'model' alone."),
-        (
-            {"epoch": 3, "state_dict": prefixed("model.") | {"loss._extra_state": {}}},
-            "Save its entry 'state_dict' alone, without 'model.' before its keys.",
-        ),
-        ({"epoch": np.float64(3), "state_dict": STATE}, ".multiarray.scalar, which weights_only"),
-        (
-            {"args": argparse.Namespace(lr=1), "model": STATE},
-            "hold argparse.Namespace, which weights_only refuses to load; expected a state_dict",
-        ),
-        ({**STATE, "epoch": 3}, "hold a dict that is not a state_dict: 'epoch' is an int"),
+        ({"epoch": np.float64(3)}, ".multiarray.scalar, which weights_only refuses to load"),
+        ({"args": argparse.Namespace(lr=1), "model": STATE}, "hold argparse.Namespace, which"),
+        (Net(), "test_state_dict.Net, which weights_only refuses to load; expected a state_dict"),
         ({0: torch.ones(3)}, "hold a dict that is not a state_dict"),
-        (torch.ones(3), "hold a Tensor that is not a state_dict"),
+        (torch.ones(3), "hold a Tensor that is not a state_dict; expected tensors by name"),
     ],
 )
-def test_file_without_a_state_dict(state: object, message: str, tmp_path: Path) -> None:
-    """A file without tensors by name is an error that names the entry to save."""
-    with pytest.raises(ArtifactError) as raised:
-        filled(tmp_path, Net(), state)
-    assert "model 'digits': the weights model.pt " in str(raised.value)
-    assert message in str(raised.value)
-
-
-class Repeated(Net):
-    """Has a buffer whose rows share their memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("rows", torch.ones(3).expand(2, 3))
-
-
-class Copying(Net):
-    """Copies the weights itself, and returns nothing."""
-
-    def load_state_dict(self, state_dict: State, *_: object, **__: object) -> None:
-        for name, value in self.state_dict().items():
-            value.copy_(state_dict[name])
-
-
-def test_errors_of_torch(tmp_path: Path) -> None:
-    """The message has the reason why torch does not load the weights."""
-    with pytest.raises(ArtifactError, match=r"do not fit Repeated: .*parameter named \"rows\""):
-        filled(tmp_path, Repeated(), {**STATE, "rows": torch.ones(2, 3)})
-
-
-def test_load_state_dict_of_the_module(tmp_path: Path) -> None:
-    """A module may load the weights itself; without its comparison, the keys are compared here."""
-    assert torch.equal(filled(tmp_path, Copying(), STATE)(X), Y)
-    with pytest.raises(WeightsError, match=r"unexpected keys \(1\): more"):
-        filled(tmp_path, Copying(), {**STATE, "more": torch.ones(2)})
-
-
-def test_other_files_are_refused(tmp_path: Path) -> None:
-    """A pickled module, or TorchScript, is not a file of weights."""
-    with pytest.raises(ArtifactError, match="expected a state_dict"):
-        filled(tmp_path, Net(), Net(), legacy)
-    torch.jit.save(torch.jit.script(Net()), tmp_path / "1" / "model.pt")
-    with pytest.raises(ArtifactError, match=r"the weights model\.pt are TorchScript"):
-        load(tmp_path, "model.pt", Net())
+def test_file_without_a_state_dict(state: Any, message: str, tmp_path: Path) -> None:
+    """A file without tensors by name is refused; classes of a pickle are named, not loaded."""
+    for write in (zipped, legacy):
+        with pytest.raises(ArtifactError, match=f"the weights model.pt .*{re.escape(message)}"):
+            filled(tmp_path, Net(), state, write)
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("name", "contents"),
     [
-        pytest.param(b"", id="empty"),
-        pytest.param(b"\x80\x02abc", id="start of a pickle"),
-        pytest.param(b"\x80\x02}." * 5, id="empty pickles"),
-        pytest.param(b"PK\x03\x04" + bytes(40), id="start of a zip"),
-        pytest.param((2).to_bytes(8, "little") + b"{}" + b"rest", id="safetensors with a rest"),
-        pytest.param((9).to_bytes(8, "little") + b'{"a": 1}}', id="safetensors without tensors"),
+        ("model.pt", [b"", b"\x80\x02abc", b"\x80\x02}." * 5, b"PK\x03\x04" + bytes(40)]),
+        (
+            "model.safetensors",
+            [b"", (2).to_bytes(8, "little") + b"{}rest", (9).to_bytes(8, "little") + b'{"a": 1}}'],
+        ),
+        (INDEX, [b"{", b"[]", b"{}", b'{"weight_map": {"a": "b", "c": 3}}', b"\xff\xfe\x00"]),
     ],
 )
-def test_damaged_weights(content: bytes, tmp_path: Path) -> None:
+def test_damaged_weights(name: str, contents: list[bytes], tmp_path: Path) -> None:
     """A damaged file fails the load with an error that names it."""
-    for name in ("model.pt", "model.safetensors"):
+    for content in contents:
         build.write(tmp_path, name, content)
         with pytest.raises(ArtifactError, match=f"model 'digits': (the weights )?{name} "):
             load(tmp_path, name, Net())
@@ -430,8 +300,6 @@ def test_truncated_weights(write: Writer, name: str, tmp_path: Path) -> None:
 
 
 # --- sharded safetensors ---------------------------------------------------------------------
-
-INDEX = "model.safetensors.index.json"
 
 
 def store_shards(folder: Path, shards: Mapping[str, State], **changes: Any) -> None:
@@ -473,32 +341,11 @@ def test_linked_index_has_linked_shards(tmp_path: Path) -> None:
 def test_keys_of_shards(tmp_path: Path) -> None:
     """A key that is in no shard is missing; a damaged shard is named."""
     store_shards(tmp_path, {"a.safetensors": {"linear.weight": STATE["linear.weight"]}})
-    with pytest.raises(WeightsError, match=rf"in {INDEX} do not fit.*\(1\): linear\.bias"):
+    with pytest.raises(WeightsError, match=rf"in {INDEX} do not fit.*Missing.*linear\.bias"):
         load(tmp_path, INDEX, Net())
     path = tmp_path / "1" / "a.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(ArtifactError, match=r"a\.safetensors is not valid safeten"):
-        load(tmp_path, INDEX, Net())
-
-
-@pytest.mark.parametrize("name", ["../../secret.safetensors", "gone.safetensors", ".", ""])
-def test_missing_shard(name: str, tmp_path: Path) -> None:
-    """A missing shard, or one outside of the folder, is refused; see test_security, too."""
-    safe(STATE, tmp_path / "secret.safetensors")
-    store_shards(tmp_path / "digits", {}, weight_map=dict.fromkeys(STATE, name))
-    with pytest.raises(ArtifactError) as raised:
-        load(tmp_path / "digits", INDEX, Net())
-    message = f"'digits': the weights {INDEX} name {name}; expected a file beside the index"
-    assert message in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    "content", [b"{", b"[]", b"{}", b'{"weight_map": {"a": "b", "c": 3}}', b"\xff\xfe\x00"]
-)
-def test_damaged_index(content: bytes, tmp_path: Path) -> None:
-    """A damaged index fails the load with an error that names it."""
-    build.write(tmp_path, INDEX, content)
-    with pytest.raises(ArtifactError, match=f"{INDEX} are not an index of safetensors"):
+    with pytest.raises(ArtifactError, match=r"a\.safetensors cannot be read: SafetensorErr"):
         load(tmp_path, INDEX, Net())
 
 
@@ -522,9 +369,6 @@ _UNUSED = {
     "truncated": "self.positions = nn.Parameter(torch.empty(4))\n"
     "nn.init.trunc_normal_(self.positions, std=0.02)",
     "through data": "self.linear.weight.data.normal_(0, 0.02)",
-    "own generator": _NOISE.format(
-        "torch.randn(3, generator=torch.Generator().manual_seed(1))", False
-    ),
     "saved buffer": _NOISE.format("torch.empty(3).normal_()", True),
     "freed": "torch.empty(3).normal_()",
     "tied": "self.head = nn.Linear(3, 3, bias=False)\nself.head.weight = self.linear.weight",
@@ -535,15 +379,18 @@ _UNUSED = {
 def test_weights_that_a_file_will_fill_are_not_drawn(code: str) -> None:
     """The module is built once, and its weights are uninitialized."""
     construct = mock.Mock(side_effect=lambda: Constructed(code))
-    keys = Constructed(code).state_dict().keys()
+    saved = Constructed(code).state_dict()
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
-    state_dict.build_uninitialized(construct, lambda: keys)
+    state_dict.build_uninitialized(construct, lambda: saved)
     assert construct.call_count == 1
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 _USED = {
+    "own generator": _NOISE.format(
+        "torch.randn(3, generator=torch.Generator().manual_seed(1))", False
+    ),
     "unsaved buffer": _NOISE.format("torch.empty(3).normal_()", False),
     "drawn later": _NOISE.format("torch.randn(3)", False),
     "plain tensor": "self.noise = torch.empty(3).uniform_()",
@@ -575,6 +422,18 @@ def test_a_module_that_uses_its_random_values_has_them(code: str) -> None:
     for name in (*tensors, *buffers):
         assert torch.equal(getattr(built, name), getattr(expected, name)), name
     assert torch.equal(built.linear.weight, expected.linear.weight)
+
+
+@pytest.mark.parametrize("bias", [None, torch.ones(1), "text"])
+def test_weights_that_the_file_lacks_have_their_random_values(bias: object) -> None:
+    """A module may keep such weights: it is built again."""
+    torch.manual_seed(0)
+    expected = Constructed("")
+    torch.manual_seed(0)
+    state: dict[str, Any] = {"linear.weight": expected.linear.weight}
+    state |= {} if bias is None else {"linear.bias": bias}
+    built = state_dict.build_uninitialized(lambda: Constructed(""), lambda: state)
+    assert torch.equal(built.linear.bias, expected.linear.bias)
 
 
 def test_error_of_a_constructor() -> None:

@@ -127,7 +127,7 @@ def test_inputs(tmp_path: Path, example: bool, measured: list[Item]) -> None:
         ({"x": torch.ones(4)}, "float32 [4]; expected one row at least"),
         ({"x": torch.ones(2, 5)}, "[2, 5]; expected one row at least of x"),
         ({"x": torch.ones(2, 4).int()}, "is int32 [2, 4]"),
-        (None, "real.safetensors is not valid safetensors"),
+        (None, "real.safetensors cannot be read: SafetensorError"),
     ],
     ids=["name", "nothing", "rows", "dims", "type", "damaged"],
 )

@@ -195,21 +195,18 @@ class Mapped(NamedTuple):
 
 def measure(weights: Iterable[object]) -> Mapped:
     """Return which weights are in mapped files, according to /proc/self/maps."""
-    files: list[tuple[int, int]] = []
+    edges: list[int] = []  # the start and the end of each mapped file, in ascending order
     with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:  # in ascending order
+        for line in lines:
             addresses, _, _, _, inode, *_ = line.split()
             if inode != "0":
-                start, _, end = addresses.partition("-")
-                files.append((int(start, 16), int(end, 16)))
-    starts = [start for start, _ in files]
+                edges += (int(address, 16) for address in addresses.split("-"))
     shared = total = 0
     storages = {storage_id(weight): weight for weight in weights if has_plain_storage(weight)}
     for weight in storages.values():
         storage = weight.untyped_storage()
         total += storage.nbytes()
-        if weight.device.type == "cpu":
-            position = bisect.bisect_right(starts, storage.data_ptr()) - 1
-            if position >= 0 and storage.data_ptr() < files[position][1]:
-                shared += storage.nbytes()
+        # Behind an odd number of edges: behind a start, and before its end.
+        if weight.device.type == "cpu" and bisect.bisect_right(edges, storage.data_ptr()) % 2:
+            shared += storage.nbytes()
     return Mapped(shared, total)
