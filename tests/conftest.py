@@ -12,7 +12,7 @@ import pytest
 from fixtures import dynamo, no_collector, process, start
 from xdist.scheduler import LoadScopeScheduling
 
-from torch_py_backend.processes import server_folder
+from torch_py_backend.processes import private_files
 
 __all__ = ["dynamo", "no_collector", "process", "start"]
 
@@ -53,9 +53,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 @pytest.fixture(scope="session", autouse=True)
 def server_of_its_own() -> Iterator[None]:
     """Give each process its own server folder: all processes of a run have the same parent."""
-    name = server_folder.server_name
+    name = private_files.server_name
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server_folder, "server_name", lambda _parent: f"{name(os.getpid())}-itself")
+        patch.setattr(private_files, "server_name", lambda _parent: f"{name(os.getpid())}-itself")
         yield
 
 

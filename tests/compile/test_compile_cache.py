@@ -15,7 +15,7 @@ import pytest
 import starts
 
 from torch_py_backend.compile import compile_cache
-from torch_py_backend.processes import server_folder
+from torch_py_backend.processes import private_files
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def _compile(folder: Path, start: Any, others: Any, compiled: Any) -> None:
 def test_one_of_several_instances_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of instances that start together one compiles; the others then start at the same time."""
     server = f"{os.getpid()}-compiles"
-    monkeypatch.setattr(server_folder, "server_name", lambda _parent: server)
+    monkeypatch.setattr(private_files, "server_name", lambda _parent: server)
     context = multiprocessing.get_context("fork")
     compiled = context.Value("i", 0)
     arguments = (tmp_path, context.Barrier(3), context.Barrier(2), compiled)

@@ -64,5 +64,5 @@ def test_release(version: str, release: str) -> None:
 def test_modules_without_torch() -> None:
     """Tests that need no torch are those whose imports, direct and indirect, import none."""
     chosen = compatibility.without_torch()
-    assert {"tests/config/test_options.py", "tests/processes/test_procfs.py"} <= set(chosen)
+    assert {"tests/config/test_options.py", "tests/processes/test_private_files.py"} <= set(chosen)
     assert not {"tests/engine/test_engine.py", "tests/test_scenarios.py"} & set(chosen)

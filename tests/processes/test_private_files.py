@@ -1,18 +1,52 @@
-"""Cached code must not come from other users."""
+"""Cached code must not come from other users; instances of one model load in turn."""
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import stat
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from children import starting
 
+from torch_py_backend.errors import PlatformError
 from torch_py_backend.processes import private_files
 
 _ME = os.geteuid()
+_SECONDS = 60
+# Takes its turn to load a model, and holds it until it gets a line; its fork outlives it. Prints
+# whether a marker existed when its turn came.
+_LOADER = """
+import os, sys
+from torch_py_backend.processes import private_files
+print("starts", flush=True)
+with private_files.turn(sys.argv[1]):
+    print(os.path.exists(sys.argv[2]), flush=True)
+    input()
+    if not os.fork():
+        os.close(1)
+        sys.stdin.read()  # until the end of the test
+        os._exit(0)
+print("done", flush=True)
+"""
+# As a server: a process of its own whose child is an instance.
+_SERVER = """
+import subprocess, sys
+subprocess.run([sys.executable, "-c", *sys.argv[1:]])
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This process's temporary folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -47,42 +81,122 @@ def test_created_folder_is_private(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o777
 
 
-def test_locked_file(tmp_path: Path) -> None:
-    """The lock is exclusive, and free afterwards; a link is not followed."""
-    path = tmp_path / "lock"
-    path.touch()
-    with path.open() as file:
-        with private_files.locked(path):
-            assert not private_files.try_lock(file.fileno())
-        assert private_files.try_lock(file.fileno())
-    (tmp_path / "link").symlink_to(path)
+def _shared(base: Path) -> None:
+    base.mkdir()
+    base.chmod(0o770)
+
+
+def _link(base: Path) -> None:
+    base.with_name("elsewhere").mkdir(mode=0o700)
+    base.symlink_to(base.with_name("elsewhere"))
+
+
+def _foreign(base: Path) -> None:
+    base.mkdir(mode=0o700)
+    os.chown(base, 12345, 12345)
+
+
+@pytest.mark.parametrize(
+    ("occupy", "says"),
+    [
+        (_shared, "others may write to it .mode 770"),
+        (_link, "it is a link"),
+        (Path.touch, "File exists"),
+        pytest.param(
+            _foreign,
+            "belongs to user 12345",
+            marks=pytest.mark.skipif(_ME != 0, reason="only root can give a folder away"),
+        ),
+    ],
+)
+def test_folder_of_another_user_is_not_used(
+    occupy: Callable[[Path], None], says: str, temporary: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All processes of a user use the same folder, unless others can write to it.
+
+    Then it is an error with its cure, or another folder takes its place.
+    """
+    shared = temporary / f"torch-py-backend-{_ME}"
+    assert private_files.user_folder("digits") == private_files.shared_folder("digits") == shared
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o700
+    shared.rmdir()
+    occupy(shared)
+    with pytest.raises(PlatformError, match=says) as refusal:
+        private_files.shared_folder("digits")
+    assert "TMPDIR" in str(refusal.value)
+    folder = private_files.user_folder("digits")
+    assert folder != shared
+    assert folder.parent == temporary
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert str(refusal.value) in caplog.text
+
+
+def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the variable to set."""
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
+    with pytest.raises(PlatformError, match=r"No usable temporary directory.* Set TMPDIR"):
+        private_files.shared_folder("digits")
+
+
+# --- locks -----------------------------------------------------------------------------------
+
+
+def _until_waiting(pid: int) -> None:
+    """Wait until a process waits for a lock that another one holds: see proc_locks(5)."""
+    end = time.monotonic() + _SECONDS
+    while not re.search(rf"-> FLOCK .* {pid} ", Path("/proc/locks").read_text()):
+        assert time.monotonic() < end, "it does not wait"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_instances_of_a_model_load_one_after_another(killed: bool, tmp_path: Path) -> None:
+    """One that is killed, or that has forked, keeps no other waiting.
+
+    Other models, and other servers, do not wait. No file is left.
+    """
+    marker = tmp_path / "first is done"
+    with starting(tmp_path) as start:
+        first = start(_LOADER, "digits", marker)
+        assert [first.hear(), first.hear()] == ["starts", "False"]
+        waiting = [start(_LOADER, "digits", marker) for _ in range(2)]
+        others = [start(_LOADER, "resnet", marker), start(_SERVER, _LOADER, "digits", marker)]
+        for other in others:
+            assert [other.hear(), other.hear()] == ["starts", "False"]
+        for process in waiting:
+            assert process.hear() == "starts"
+            _until_waiting(process.pid)
+        marker.touch()
+        if killed:
+            first.kill()
+        else:
+            assert first.ask() == "done"
+        # The kernel decides which of them is next.
+        for process in waiting:
+            process.tell()
+        for process in waiting:
+            assert [process.hear(), process.hear()] == ["True", "done"]
+        assert [other.ask() for other in others] == ["done"] * 2
+    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
+
+
+def test_a_lock_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "lock")
     with pytest.raises(OSError, match="symbolic links"), private_files.locked(tmp_path / "link"):
         pass
 
 
-def _link_to_a_folder(folder: Path) -> None:
-    elsewhere = folder.with_name("elsewhere")
-    elsewhere.mkdir(mode=0o700)
-    folder.symlink_to(elsewhere)
-
-
-@pytest.mark.parametrize(
-    "occupy", [lambda path: path.mkdir() or path.chmod(0o777), _link_to_a_folder, Path.touch]
-)
-def test_folder_of_another_user_is_not_used(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    occupy: Callable[[Path], object],
-    caplog: pytest.LogCaptureFixture,
+def test_without_a_lock_an_instance_loads_at_once(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All processes of a user use the same folder, unless it is shared, a link or a file."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    shared = tmp_path / f"torch-py-backend-{_ME}"
-    assert private_files.user_folder() == private_files.user_folder() == shared
-    shared.rmdir()
-    occupy(shared)
-    folder = private_files.user_folder()
-    assert folder != shared
-    assert folder.parent == tmp_path
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    assert "is not used" in caplog.text
+    """As on a full disk, or without a temporary folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        full = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        patch.setattr(private_files, "locked", full)
+        with private_files.turn("digits"):
+            assert "load at the same time: OSError: [Errno 28] No space left" in caplog.text
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary / "missing"))
+    with private_files.turn("digits"):
+        assert "Its instances load at the same time." in caplog.text
+        assert "Set TMPDIR" in caplog.text

@@ -15,7 +15,7 @@ from pathlib import Path
 from torch_py_backend import files
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError, PlatformError, summarize
-from torch_py_backend.processes import private_files, server_folder
+from torch_py_backend.processes import private_files
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def used(config: ModelConfig) -> Iterator[None]:
     folder = _choose(config, shipped)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(server_folder.turn(config.name))
+        stack.enter_context(private_files.turn(config.name))
         if folder != shipped and not (folder / _GRAPHS).exists():
             _copy(shipped, folder)
         if (folder / _GRAPHS).exists():
@@ -86,7 +86,7 @@ def _choose(config: ModelConfig, folder: Path) -> Path:
         home = home.expanduser()
     replacement = home / "torch-py-backend" / _FOLDER / config.name
     if not home.is_absolute() or _obstacle(replacement):
-        replacement = private_files.user_folder() / _FOLDER / config.name
+        replacement = private_files.user_folder(config.name) / _FOLDER / config.name
         replacement.mkdir(parents=True, exist_ok=True)
     log.warning(
         "model '%s': compiled code is kept in %s, because %s cannot be used: %s.",

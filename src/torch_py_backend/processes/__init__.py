@@ -1,4 +1,4 @@
-"""Child processes, locks between the instances of a server, instance status, orphan cleanup.
+"""Child processes, private files and locks, instance status, orphan cleanup.
 
 Imports no torch.
 """

@@ -1,15 +1,22 @@
-"""Folders and files that only this user can write: cached code must not come from other users."""
+"""Folders and files that only this user can write, and locks between processes.
+
+Cached code must not come from other users.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import logging
 import os
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+from torch_py_backend.errors import PlatformError, summarize
+from torch_py_backend.processes import procfs
 
 log = logging.getLogger(__name__)
 
@@ -56,59 +63,99 @@ def tree_risk(folder: Path) -> str:
     return ""
 
 
+def shared_folder(model: str) -> Path:
+    """Create this user's folder in the temporary folder, which all of its processes share.
+
+    Raises:
+        PlatformError: the folder cannot be created, or other users can write to it.
+    """
+    try:
+        folder = Path(tempfile.gettempdir()) / f"torch-py-backend-{os.geteuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        reason = "it is a link" if folder.is_symlink() else risk(folder.stat())
+    except OSError as error:
+        raise PlatformError(
+            model,
+            f"the temporary folder cannot be used: {summarize(error)}",
+            cure="Set TMPDIR to a folder that can be written.",
+        ) from error
+    if reason:
+        raise PlatformError(
+            model,
+            f"{folder} cannot be used: {reason}",
+            expected=f"a folder of user {os.geteuid()} with mode 0700",
+            cure="Remove it, or set TMPDIR to a folder of the user that the server runs as.",
+        )
+    return folder
+
+
+def user_folder(model: str) -> Path:
+    """Return the shared folder, or a new temporary folder if the shared one cannot be used."""
+    try:
+        return shared_folder(model)
+    except PlatformError as error:
+        log.warning("%s", error)
+        return Path(tempfile.mkdtemp(prefix="torch-py-backend-"))
+
+
+# --- between the instances of a server ---------------------------------------------------------
+
+
+def server_path(model: str, purpose: str) -> Path:
+    """Return the path of a file that the instances of a model on one server share.
+
+    Raises:
+        PlatformError: the temporary folder cannot be used.
+    """
+    folder = shared_folder(model) / "servers"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    key = hashlib.sha256(f"{model} {purpose}".encode()).hexdigest()[:16]
+    return folder / f"{server_name(os.getppid())}-{key}"
+
+
+def server_name(pid: int) -> str:
+    """Return the unique name of a server: process ID, start time and PID namespace."""
+    return f"{pid}-{procfs.start_time(pid)}-{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+@contextlib.contextmanager
+def turn(model: str) -> Iterator[None]:
+    """Hold a lock that the instances of a model take one after another to load it."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(locked(server_path(model, "turn")))
+        except PlatformError as error:
+            log.warning("%s Its instances load at the same time.", error)
+        except OSError as error:  # such as a full disk
+            log.warning(
+                "model '%s': its instances load at the same time: %s.", model, summarize(error)
+            )
+        yield
+
+
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on a file, which is created if it is missing.
+    """Hold an exclusive lock on a file, which exists while a process holds or awaits the lock.
 
     The kernel releases the lock when the process ends.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-    with open(os.open(path, flags, 0o600), "rb") as file:  # noqa: PTH123  a descriptor
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            # A process that was forked meanwhile keeps the file open, and the lock with it.
-            fcntl.flock(file, fcntl.LOCK_UN)
+    while True:
+        with open(os.open(path, flags, 0o600), "rb") as file:  # noqa: PTH123  a descriptor
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not is_same(path, os.fstat(file.fileno())):
+                continue  # the process that held the lock before has removed the file
+            try:
+                yield
+            finally:
+                path.unlink()
+                # A process that was forked meanwhile keeps the file open, and the lock with it.
+                fcntl.flock(file, fcntl.LOCK_UN)
+            return
 
 
-def try_lock(descriptor: int) -> bool:
-    """Try to take an exclusive lock; return whether it was taken.
-
-    If the descriptor has a shared lock, that may get lost.
-    """
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
-
-
-def is_current(descriptor: int, path: Path) -> bool:
-    """Return whether a path still names an open file or folder, which may have been replaced."""
+def is_same(path: Path, file: os.stat_result) -> bool:
+    """Return whether a path still names a file, which may have been removed or replaced."""
     with contextlib.suppress(FileNotFoundError):
-        return os.path.samestat(path.lstat(), os.fstat(descriptor))
+        return os.path.samestat(path.lstat(), file)
     return False
-
-
-def shared_folder() -> tuple[Path, str]:
-    """Create this user's folder in the temporary folder, which all of its processes share.
-
-    Returns:
-        The folder, and why it must not be used; empty: it may be.
-    """
-    folder = Path(tempfile.gettempdir()) / f"torch-py-backend-{os.geteuid()}"
-    try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        reason = risk(folder.stat())
-    except OSError as error:
-        reason = error.strerror or str(error)
-    return folder, "it is a link" if folder.is_symlink() else reason
-
-
-def user_folder() -> Path:
-    """Return the shared folder, or a new temporary folder if another user has created that."""
-    folder, reason = shared_folder()
-    if not reason:
-        return folder
-    log.warning("%s is not used: %s.", folder, reason)
-    return Path(tempfile.mkdtemp(prefix=f"{folder.name}-"))

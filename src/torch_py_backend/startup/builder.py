@@ -16,7 +16,7 @@ from torch_py_backend.config.threads import Threads
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.hooks import user_hooks
 from torch_py_backend.loading import registry
-from torch_py_backend.processes import server_folder
+from torch_py_backend.processes import private_files
 from torch_py_backend.sequences import state_store
 from torch_py_backend.weights import gpu_sharing
 
@@ -39,7 +39,7 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     artifact = discovery.find(config)
     # TorchScript and exported programs are copied before their weights are shared: instances that
     # loaded at the same time would need that memory several times.
-    with server_folder.turn(config.name):
+    with private_files.turn(config.name):
         if not gpu_sharing.requested(config):
             return _engine(config, artifact, device, device)
         return _sharing_engine(config, artifact, device)

@@ -9,13 +9,13 @@ until the model is loaded again.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import logging
 import os
 import socket
+import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError, join_names, summarize
-from torch_py_backend.processes import orphan_cleanup, server_folder
+from torch_py_backend.processes import orphan_cleanup, private_files, procfs
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def not_shared_error(config: ModelConfig, reason: str) -> ConfigError:
 class SharedWeights:
     """The weights of one instance, shared with the others of its model on the same GPU.
 
-    Create and `share` it in the model's turn (`server_folder.turn`): then an owner that has begun
+    Create and `share` it in the model's turn (`private_files.turn`): then an owner that has begun
     has also made its offer.
 
     Attributes:
@@ -63,7 +63,7 @@ class SharedWeights:
 
     Raises:
         ConfigError: the weights cannot be shared.
-        PlatformError: the server's folder cannot be used.
+        PlatformError: the temporary folder cannot be used.
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | None) -> None:
@@ -71,16 +71,12 @@ class SharedWeights:
         if reason or device is None:
             raise not_shared_error(config, reason)
         self._config, self._device = config, device
-        self._folder = server_folder.enter(config.name)
-        key = hashlib.sha256(f"{config.version_folder.resolve()} {device}".encode()).hexdigest()
-        self._socket = f"{key[:16]}.weights"
-        self._owner: Connection | None = None
+        key = f"{config.version_folder.resolve()} {device}"
+        self._socket = private_files.server_path(config.name, key)
+        self._offered: os.stat_result | None = None
+        self._owner: tuple[int, str] | None = None  # its process ID and the start of the process
         self._weights: Mapping[str, Tensor] = {}
-        try:
-            self._connect()
-        except BaseException:
-            self._folder.leave()
-            raise
+        self._connect()
 
     @property
     def owns(self) -> bool:
@@ -101,42 +97,58 @@ class SharedWeights:
 
     def lost(self) -> bool:
         """Return whether the owner of the weights has ended."""
-        return self._owner is not None and self._owner.poll()
+        return self._owner is not None and procfs.start_time(self._owner[0]) != self._owner[1]
 
     def close(self) -> None:
-        """Leave the server's folder. May be called twice."""
-        self._folder.leave()
+        """Withdraw the offer, unless a later load has replaced it. May be called twice."""
+        if self._offered is not None and private_files.is_same(self._socket, self._offered):
+            self._socket.unlink()
 
     # --- exchange ---
 
+    @contextlib.contextmanager
+    def _address(self) -> Iterator[str]:
+        """Yield the socket's address: its path may be too long for one."""
+        folder = os.open(self._socket.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield f"/proc/self/fd/{folder}/{self._socket.name}"
+        finally:
+            os.close(folder)
+
     def _connect(self) -> None:
         """Get the tensors of the owner; without an owner, this instance becomes it."""
-        with socket.socket(socket.AF_UNIX) as client:
-            try:
-                client.connect(self._folder.address(self._socket))
-            except OSError:  # no instance owns the weights, or the owner has ended
-                return
-            owner = Connection(server_folder.close_on_fork(client.detach()))
-        owner.send(self._config.instance)
+        client = socket.socket(socket.AF_UNIX)
         try:
-            received = owner.recv()
-        except EOFError:  # the owner has ended, or belongs to an earlier load
-            _hang_up(owner)
+            with self._address() as address:
+                client.connect(address)
+        except OSError:  # no instance owns the weights, or the owner has ended
+            client.close()
             return
+        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid, _, _ = struct.unpack("3i", credentials)
+        started = procfs.start_time(pid)
+        with Connection(client.detach()) as owner:
+            # None: a process that the owner forked, before it ended, has kept the socket open.
+            if started is None:
+                return
+            owner.send(self._config.instance)
+            try:
+                received = owner.recv()
+            except EOFError:  # the owner has ended, or belongs to an earlier load
+                return
         if isinstance(received, str):
             raise not_shared_error(self._config, received)
-        self._owner, self._weights = owner, received
+        self._owner, self._weights = (pid, started), received
 
     def _offer(self, weights: Mapping[str, Tensor]) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        address = self._folder.address(self._socket)
-        with contextlib.suppress(FileNotFoundError):  # of an owner that has ended
-            os.unlink(address)  # noqa: PTH108  through a descriptor of the folder
+        self._socket.unlink(missing_ok=True)  # of an owner that has ended
         listening = socket.socket(socket.AF_UNIX)
-        server_folder.close_on_fork(listening.fileno())
-        listening.bind(address)
+        with self._address() as address:
+            listening.bind(address)
         listening.listen()
+        self._offered = self._socket.lstat()
         offered = {
             name: weight.detach()
             for name, weight in weights.items()
@@ -159,20 +171,18 @@ class SharedWeights:
 
         Names of instances that were served belong to a later load, which gets an owner of its own.
         """
-        sharers: dict[str, Connection | None] = {self._config.instance: None}
+        served = {self._config.instance}
         while True:
             accepted, _ = listening.accept()
-            sharer = Connection(server_folder.close_on_fork(accepted.detach()))
-            try:
+            with contextlib.suppress(OSError, EOFError), Connection(accepted.detach()) as sharer:
                 name = sharer.recv()
-                if name not in sharers:
-                    sharer.send(weights)
-                    sharers[name] = sharer
+                if name in served:
                     continue
-            except Exception as error:  # such as memory that the driver does not export
-                with contextlib.suppress(OSError):
+                try:
+                    sharer.send(weights)
+                    served.add(name)
+                except Exception as error:  # such as memory that the driver does not export
                     sharer.send(summarize(error))
-            _hang_up(sharer)
 
     def _place(self, module: nn.Module) -> None:
         """Give the module the owner's tensors, and move what the owner did not send."""
@@ -200,11 +210,6 @@ class SharedWeights:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         log.info("model '%s': '%s' maps the weights.", self._config.name, self._config.instance)
-
-
-def _hang_up(connection: Connection) -> None:
-    server_folder.keep_on_fork(connection.fileno())
-    connection.close()
 
 
 def named(module: nn.Module) -> dict[str, Tensor]:
