@@ -226,24 +226,6 @@ def test_rows_of_a_package(
     assert [[leaf.shape for leaf in leaves] for leaves in loader.calls] == [[(1, 2)] * 3]
 
 
-MESSAGE = "input_handles[1]: dim value is too small at 1, expected it to be >= 2, but got: 1\n"
-
-
-@pytest.mark.usefixtures("process")
-def test_refused_size_names_the_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusal names the input and the limit; an error that is not about a size stays."""
-    loader = Loader(MESSAGE, 9)
-    module = aoti(tmp_path, monkeypatch, loader, rows=0).module
-    with pytest.raises(InputError) as refused:
-        module(A, torch.rand(2, 1), C)
-    # Without rows: they may fill the batch.
-    message = "input 'b' has the size 1 in dimension 1; expected at least 2, for which the package"
-    assert message in str(refused.value)
-    loader.refuses = "out of memory"
-    with pytest.raises(RuntimeError, match="out of memory"):
-        module(A, B, C)
-
-
 class Positions(nn.Module):
     """Reads as many values of a buffer as the last dimension of `x` has."""
 

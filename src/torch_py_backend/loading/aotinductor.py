@@ -23,9 +23,8 @@ from torch.utils import _pytree as pytree
 from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
-from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, ConfigError, InputError
+from torch_py_backend.errors import ArtifactError, InputError
 from torch_py_backend.loading import example_inputs, registrations
 from torch_py_backend.loading.loaded import Loaded, refuse_method, warn_unused
 from torch_py_backend.processes import orphan_cleanup
@@ -45,10 +44,6 @@ _SIZE = re.compile(
     r"input_handles\[(?P<leaf>\d+)\]: .*dim value .*at (?P<dim>\d+),"
     r" expected.*?(?P<relation>>=|<=|:) (?P<limit>\d+)"
 )
-_TYPE = re.compile(
-    r"input_handles\[(?P<leaf>\d+)\]: unmatched dtype, expected: \d+\(at::k(?P<type>\w+)\)"
-)
-_BYTES = {"byte": "uint8", "char": "int8"}  # types whose name in C++ torch's Python does not have
 _RELATIONS = {">=": "at least", "<=": "at most", ":": "exactly"}
 
 # Calls a package with its leaves, and returns the leaves of its result.
@@ -151,37 +146,16 @@ def _checked(
     """Return how many rows a package takes, and a function to call it.
 
     The function raises InputError with the limit if the package does not accept a size.
-
-    Raises:
-        ConfigError: the package does not accept the type of an input.
     """
     config = state_store.with_controls(config, signature)
-    specs = {spec.name: spec for spec in config.inputs}
-    if len(specs) != len(signature.leaves or ()) or not all(
-        spec.dtype.torch for spec in specs.values()
-    ):
+    specs = config.inputs
+    if len(specs) != len(signature.leaves or ()) or not all(spec.dtype.torch for spec in specs):
         return ANY_ROWS, run  # binding or the warm-up reports inputs that do not match
-    names = binding.bind_inputs(config.name, list(specs), signature).names
-
-    def run_typed(leaves: list[Tensor]) -> list[Tensor]:
-        try:
-            return run(leaves)
-        except RuntimeError as error:
-            refused = _TYPE.search(str(error))
-            if refused is None:
-                raise
-            name, kind = names[int(refused["leaf"])], refused["type"].lower()
-            dtype = getattr(torch, _BYTES.get(kind, kind), kind)
-            raise ConfigError(
-                config.name,
-                f"input '{name}' is {specs[name].dtype.config}",
-                expected=f"{dtypes.config_name(dtype)}, for which the package was compiled",
-                cure="Write that type into config.pbtxt.",
-            ) from error
+    names = binding.bind_inputs(config.name, [spec.name for spec in specs], signature).names
 
     def call(leaves: list[Tensor]) -> list[Tensor]:
         try:
-            return run_typed(leaves)
+            return run(leaves)
         except RuntimeError as error:
             refused = _SIZE.search(str(error))
             if refused is None:
@@ -199,9 +173,7 @@ def _checked(
         return ANY_ROWS, call
     item = example_inputs.item(config, 1)
     # The checks compare devices before sizes.
-    return _rows(
-        run_typed, [torch.as_tensor(item[name]).to(device or "cpu") for name in names]
-    ), call
+    return _rows(run, [torch.as_tensor(item[name]).to(device or "cpu") for name in names]), call
 
 
 def _rows(run: _Run, row: list[Tensor]) -> Rows:
