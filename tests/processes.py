@@ -15,12 +15,11 @@ from torch_py_backend.processes import orphan_cleanup
 _PUBLISH = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
-from torch_py_backend.processes import instance_status
+from torch_py_backend.processes import instance_status, orphan_cleanup
 from torch_py_backend.processes.instance_status import Identity, InstanceState, InstanceStatus
 folder, model, limit = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) or None
-identity = Identity(os.getpid(), model, "1", model + "_0_0", limit)
-status = InstanceStatus()
-status.publish(folder, identity)
+os.environ[orphan_cleanup.VARIABLE] = str(folder)  # /proc shows what it was at the start
+status = InstanceStatus(identity=Identity(os.getpid(), model, "1", model + "_0_0", limit))
 {what}
 print("published", flush=True)
 {then}

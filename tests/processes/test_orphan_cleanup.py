@@ -17,26 +17,26 @@ import pytest
 from processes import instance
 
 from torch_py_backend.processes import orphan_cleanup, procfs
-from torch_py_backend.processes.orphan_cleanup import ResourceOwner, ServerResources
+from torch_py_backend.processes.orphan_cleanup import ServerFolder
 
 _OWNER = """
 import os, subprocess, sys, time
 from pathlib import Path
 from torch_py_backend.processes import orphan_cleanup
 orphan_cleanup.SHARED_MEMORY = Path(sys.argv[1])
-owner = orphan_cleanup.ResourceOwner()
+owner = orphan_cleanup.ServerFolder()
 if sys.argv[2] == "guarded":
     owner.start_guard()
-environment = os.environ | {orphan_cleanup.VARIABLE: str(owner.resources.status_folder)}
+environment = os.environ | {orphan_cleanup.VARIABLE: str(owner.status)}
 code = "import time; print(flush=True); time.sleep(1000)"
 sleeper = subprocess.Popen(
     [sys.executable, "-c", code], env=environment, start_new_session=True, stdout=subprocess.PIPE
 )
 sleeper.stdout.readline()
-(orphan_cleanup.SHARED_MEMORY / (owner.resources.prefix + "region")).write_bytes(b"?")
+(orphan_cleanup.SHARED_MEMORY / (owner.prefix + "region")).write_bytes(b"?")
 (orphan_cleanup.SHARED_MEMORY / "another").write_bytes(b"?")
 guard = owner._guard.pid if owner._guard else 0
-print(owner.resources.prefix, owner.resources.folder, sleeper.pid, guard, flush=True)
+print(owner.prefix, owner.path, sleeper.pid, guard, flush=True)
 time.sleep(1000)
 """
 
@@ -63,28 +63,22 @@ def _start_owner(shared: Path, how: str) -> tuple[subprocess.Popen[str], str, Pa
 
 def test_an_owner_cleans_up(shared: Path) -> None:
     """Processes, regions and the private folder are removed; `close` may be called twice."""
-    owner = ResourceOwner()
+    owner = ServerFolder()
     owner.start_guard()
-    for folder in (owner.resources.status_folder, owner.resources.folder):
+    for folder in (owner.status, owner.path):
         assert folder.stat().st_mode & 0o777 == 0o700
-    (shared / f"{owner.resources.prefix}region").write_bytes(b"?")
-    with instance(owner.resources.status_folder, "status.idle()") as process:
+    (shared / f"{owner.prefix}region").write_bytes(b"?")
+    # A lock holds systemd-tmpfiles off, which removes old files in /tmp, see tmpfiles.d(5).
+    descriptor = os.open(owner.path, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with instance(owner.status, "status.idle()") as process:
         owner.close()
         assert process.wait(30) == -signal.SIGKILL
     owner.close()
-    assert list(shared.iterdir()) == []
-    assert not owner.resources.folder.exists()
-
-
-def test_systemd_does_not_age_the_folder(shared: Path) -> None:
-    """A lock holds systemd-tmpfiles off, which removes old files in /tmp, see tmpfiles.d(5)."""
-    owner = ResourceOwner()
-    descriptor = os.open(owner.resources.folder, os.O_RDONLY)
-    with pytest.raises(BlockingIOError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    owner.close()
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(descriptor)
+    assert list(shared.iterdir()) == []
+    assert not owner.path.exists()
 
 
 def test_a_folder_that_cannot_be_locked(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,8 +91,8 @@ def test_a_folder_that_cannot_be_locked(shared: Path, monkeypatch: pytest.Monkey
         lock(descriptor, operation)
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    owner = ResourceOwner()
-    assert owner.resources.status_folder.is_dir()
+    owner = ServerFolder()
+    assert owner.status.is_dir()
     owner.close()
     assert list(shared.iterdir()) == []
 
@@ -110,7 +104,7 @@ def test_shared_memory_that_cannot_be_written(
     monkeypatch.setattr(orphan_cleanup, "SHARED_MEMORY", tmp_path / "none")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     with pytest.raises(FileNotFoundError):
-        ResourceOwner()
+        ServerFolder()
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
@@ -187,34 +181,28 @@ def test_only_folders_of_servers_are_removed(tmp_path: Path) -> None:
     """Whatever folder is named, only one with the name of a server's folder is removed."""
     for name in ("precious", "torch-py-backend-a"):
         (tmp_path / name).mkdir()
-        ServerResources("torch_py_backend_none_", tmp_path / name).remove()
+        orphan_cleanup.remove("torch_py_backend_none_", tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
-def test_only_processes_of_the_server_are_killed(tmp_path: Path) -> None:
+def test_only_processes_of_the_server_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list is repeated: the kernel does not show a process's environment during exec()."""
     with (
         instance(tmp_path, "status.idle()") as ours,
         instance(tmp_path, "status.idle()", mark=False) as other,
     ):
-        assert not orphan_cleanup.kill(other.pid, tmp_path)
-        assert not orphan_cleanup.kill(ours.pid, tmp_path / "other")
         assert orphan_cleanup.belongs_to_server(other.pid, tmp_path) is False
         assert orphan_cleanup.belongs_to_server(ours.pid, tmp_path)
-        assert other.poll() is None
+        orphan_cleanup.kill_all(tmp_path / "other")
         assert ours.poll() is None
-        assert orphan_cleanup.kill(ours.pid, tmp_path)
-        assert ours.wait(30) == -signal.SIGKILL
-        assert not orphan_cleanup.kill(ours.pid, tmp_path)
-    assert orphan_cleanup.belongs_to_server(os.getpid(), tmp_path) is False
-
-
-def test_a_process_during_exec_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel does not show its environment for a moment: the list of processes is repeated."""
-    with instance(tmp_path, "status.idle()") as ours:
-        lists = iter([[], [ours.pid]])
-        monkeypatch.setattr(procfs, "process_ids", lambda: next(lists, []))
+        pids = iter([[], [ours.pid, other.pid]])
+        monkeypatch.setattr(procfs, "process_ids", lambda: next(pids, []))
         orphan_cleanup.kill_all(tmp_path)
         assert ours.wait(60) == -signal.SIGKILL
+        assert other.poll() is None
+    assert orphan_cleanup.belongs_to_server(os.getpid(), tmp_path) is False
 
 
 def test_region_of_this_process() -> None:

@@ -20,7 +20,7 @@ from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
 _IDLE, _LOADING = InstanceState.IDLE, InstanceState.LOADING
 # Publishes another identity: in another state, with the name of a region of shared memory.
 _PUBLISH = (
-    "status = InstanceStatus(InstanceState.{state}); status.publish(folder,"
+    "status = InstanceStatus(InstanceState.{state},"
     " Identity(os.getpid(), model, '', '', None, {region!r}))"
 )
 
@@ -247,14 +247,17 @@ def test_an_instance_that_overwrites_its_environment(
         assert process.wait(60) == -signal.SIGKILL
 
 
-def test_a_process_id_that_was_used_again(monitor: InstanceMonitor, tmp_path: Path) -> None:
+def test_a_process_id_that_was_used_again(
+    monitor: InstanceMonitor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An instance died before it was checked, and another process has its ID: it died."""
     code = "import time; print(flush=True); time.sleep(1000)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as stranger:
         assert stranger.stdout is not None
         stranger.stdout.readline()  # until it runs, its environment cannot be read
         identity = Identity(stranger.pid, "m", "1", "m_0_0", 1)
-        InstanceStatus(InstanceState.BUSY).publish(tmp_path, identity)
+        monkeypatch.setenv(orphan_cleanup.VARIABLE, str(tmp_path))
+        InstanceStatus(InstanceState.BUSY, identity)
         assert _next_failure(monitor).reason == "instance m_0_0 died"
         assert stranger.poll() is None
         stranger.kill()

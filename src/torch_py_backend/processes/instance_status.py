@@ -18,7 +18,6 @@ import json
 import mmap
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -82,29 +81,27 @@ class Status:
 
 
 class InstanceStatus:
-    """The status of this instance, for its metrics and, once published, for the supervisor."""
+    """The status of this instance, for its metrics and, in a supervised server, in a file.
 
-    def __init__(self, state: InstanceState = InstanceState.LOADING) -> None:
+    Args:
+        state: the first state.
+        identity: written to the file; None: there is no file.
+    """
+
+    def __init__(
+        self, state: InstanceState = InstanceState.LOADING, identity: Identity | None = None
+    ) -> None:
+        folder = os.environ.get(VARIABLE, "")
         self._path: Path | None = None
         self._poisoned = False
-        self._map = mmap.mmap(-1, _SIZE)
+        if identity is not None and folder and Path(folder).is_dir():
+            self._path = Path(folder) / f"{identity.pid}{SUFFIX}"
+            self._map = _create(self._path, identity)
+        else:
+            self._map = mmap.mmap(-1, _SIZE)
         # Reads and writes of an aligned word are atomic.
         self._word = memoryview(self._map).cast("Q")
         self._set(state)
-
-    def publish(self, folder: Path, identity: Identity) -> None:
-        """Move the status to a file that the supervisor reads."""
-        self._path = folder / f"{identity.pid}{SUFFIX}"
-        text = json.dumps(asdict(identity), ensure_ascii=False).encode()
-        self._map[_IDENTITY] = text.ljust(_SIZE - _IDENTITY.start, b"\0")
-        # Written under another name first, so that readers see complete files only. mkstemp
-        # creates a new file with mode 0600.
-        handle, part = tempfile.mkstemp(dir=folder)
-        with open(handle, "r+b", buffering=0) as file:  # noqa: PTH123  a descriptor
-            file.write(self._map)
-            self._map = mmap.mmap(file.fileno(), _SIZE)
-        self._word = memoryview(self._map).cast("Q")
-        Path(part).rename(self._path)
 
     def report(self, document: Mapping[str, object]) -> None:
         """Write the load report, once the model is loaded and before Triton reports it READY."""
@@ -148,18 +145,32 @@ class InstanceStatus:
 
 
 def start(config: ModelConfig) -> InstanceStatus:
-    """Return the status of this instance, published if the server is supervised."""
-    limit_ms, region = config.options.execution_timeout_ms, orphan_cleanup.region()
+    """Return the status of this instance."""
     identity = Identity(
         os.getpid(),
         config.name,
         config.version,
         config.instance,
-        limit_ms,
-        region,
+        config.options.execution_timeout_ms,
+        orphan_cleanup.region(),
         copied=is_copy(config),
     )
-    return _publish(InstanceStatus(), identity)
+    return InstanceStatus(identity=identity)
+
+
+def start_completing(model: str) -> InstanceStatus:
+    """Return the status of a process that completes a model's config and then ends."""
+    identity = Identity(os.getpid(), model, "", "", None, orphan_cleanup.region())
+    return InstanceStatus(InstanceState.COMPLETING, identity)
+
+
+def _create(path: Path, identity: Identity) -> mmap.mmap:
+    """Create and map the status file; it has no state yet, and readers do not accept it."""
+    text = json.dumps(asdict(identity), ensure_ascii=False).encode()
+    page = bytes(_IDENTITY.start) + text.ljust(_SIZE - _IDENTITY.start, b"\0")
+    replace(path, page, 0o600)
+    with path.open("r+b") as file:
+        return mmap.mmap(file.fileno(), _SIZE)
 
 
 def is_copy(config: ModelConfig) -> bool:
@@ -170,19 +181,6 @@ def is_copy(config: ModelConfig) -> bool:
     that a model's folder has the model's name.
     """
     return config.folder.absolute().name != config.name
-
-
-def start_completing(model: str) -> InstanceStatus:
-    """Return the status of a process that completes a model's config and then ends."""
-    identity = Identity(os.getpid(), model, "", "", None, orphan_cleanup.region())
-    return _publish(InstanceStatus(InstanceState.COMPLETING), identity)
-
-
-def _publish(status: InstanceStatus, identity: Identity) -> InstanceStatus:
-    folder = os.environ.get(VARIABLE)
-    if folder and Path(folder).is_dir():
-        status.publish(Path(folder), identity)
-    return status
 
 
 def files(folder: Path) -> list[Path]:

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import time
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch_py_backend.processes import procfs
@@ -28,7 +27,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Triton keeps its regions
 VARIABLE = "TORCH_PY_BACKEND_STATUS"
 _NAME = "torch_py_backend_"
 _FOLDER = "torch-py-backend-"
-# The prefix that ResourceOwner passes to Triton, and the suffix that Triton appends.
+# The prefix that ServerFolder passes to Triton, and the suffix that Triton appends.
 _REGION = re.compile(rb"torch_py_backend_[0-9a-f]{12}_(?!owner$)[0-9A-Za-z-]+")
 _OWNER = "owner"
 _ROUNDS = 20
@@ -40,73 +39,37 @@ _START = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ServerResources:
-    """The resources of one server.
+class ServerFolder:
+    """The resources of one server, which are removed when this is closed.
+
+    A locked file marks the owner, and not a process ID, which means nothing in other containers.
 
     Attributes:
         prefix: the prefix of the names of its regions of shared memory.
-        folder: its temporary folder, which only its user can read.
-    """
-
-    prefix: str
-    folder: Path
-
-    @property
-    def status_folder(self) -> Path:
-        """The folder with the status files of its instances."""
-        return self.folder / "status"
-
-    @property
-    def backends(self) -> Path:
-        """Its backend directory."""
-        return self.folder / "backends"
-
-    def remove(self) -> None:
-        """Kill the remaining processes, then remove the regions and the folder."""
-        kill_all(self.status_folder)
-        for region in SHARED_MEMORY.glob(f"{self.prefix}*"):
-            with contextlib.suppress(OSError):  # owned by another user, or removed already
-                region.unlink()
-        # Checked again here: this may run as root, for a path that was read from a file.
-        if self.folder.name.startswith(_FOLDER):
-            shutil.rmtree(self.folder, ignore_errors=True)
-
-
-def server_folder() -> Path | None:
-    """Return the temporary folder of the server that this process belongs to.
-
-    None: that server was not started by this package, and its folder is not removed.
-    """
-    status = os.environ.get(VARIABLE)
-    return Path(status).parent if status and Path(status).is_dir() else None
-
-
-class ResourceOwner:
-    """Creates the resources of a server, and removes them when it is closed.
-
-    A locked file marks the owner, and not a process ID, which means nothing in other containers.
+        path: its temporary folder, which only its user can read.
+        status: the folder with the status files of its instances.
+        backends: its backend directory.
 
     Raises:
         OSError: /dev/shm is full, or cannot be written.
     """
 
     def __init__(self) -> None:
-        self.resources = ServerResources(
-            f"{_NAME}{uuid.uuid4().hex[:12]}_", Path(tempfile.mkdtemp(prefix=_FOLDER))
-        )
+        self.prefix = f"{_NAME}{uuid.uuid4().hex[:12]}_"
+        self.path = Path(tempfile.mkdtemp(prefix=_FOLDER))
+        self.status, self.backends = self.path / "status", self.path / "backends"
         self._guard: subprocess.Popen[bytes] | None = None
         self._locks: list[int] = []
-        path = SHARED_MEMORY / f"{self.resources.prefix}{_OWNER}"
         try:
-            self.resources.status_folder.mkdir(mode=0o700)
+            self.status.mkdir(mode=0o700)
             # systemd-tmpfiles, which removes old files in /tmp, leaves locked folders alone. Other
             # file systems, such as NFS, may not lock folders.
             with contextlib.suppress(OSError):
-                self._lock(self.resources.folder, os.O_RDONLY)
+                self._lock(self.path, os.O_RDONLY)
             # Locked before it is written: `sweep` ignores an empty file.
-            file = self._lock(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-            os.write(file, os.fsencode(self.resources.folder))
+            owner = SHARED_MEMORY / f"{self.prefix}{_OWNER}"
+            file = self._lock(owner, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            os.write(file, os.fsencode(self.path))
         except BaseException:
             self.close()
             raise
@@ -121,7 +84,7 @@ class ResourceOwner:
         package = Path(__file__).parents[2]
         command = [sys.executable, "-I", "-S", "-c", _START, str(package)]
         self._guard = subprocess.Popen(  # noqa: S603  this Python, this package
-            [*command, self.resources.prefix, str(self.resources.folder)],
+            [*command, self.prefix, str(self.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             # Signals to this process group, such as Ctrl-C or `kill -9 -group`, must not reach it.
@@ -131,13 +94,33 @@ class ResourceOwner:
 
     def close(self) -> None:
         """Remove the resources, and release the locks. May be called twice."""
-        self.resources.remove()
+        remove(self.prefix, self.path)
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.kill()
             guard.communicate()
         while self._locks:
             os.close(self._locks.pop())
+
+
+def server_folder() -> Path | None:
+    """Return the temporary folder of the server that this process belongs to.
+
+    None: that server was not started by this package, and its folder is not removed.
+    """
+    status = os.environ.get(VARIABLE)
+    return Path(status).parent if status and Path(status).is_dir() else None
+
+
+def remove(prefix: str, folder: Path) -> None:
+    """Kill the remaining processes of a server, then remove its regions and its folder."""
+    kill_all(folder / "status")
+    for region in SHARED_MEMORY.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):  # owned by another user, or removed already
+            region.unlink()
+    # Checked again here: this may run as root, for a path that was read from a file.
+    if folder.name.startswith(_FOLDER):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def guard(prefix: str, folder: str) -> None:
@@ -147,7 +130,7 @@ def guard(prefix: str, folder: str) -> None:
     # Nothing is written to this pipe: it is closed when the owner ends.
     while os.read(0, 1):
         pass
-    ServerResources(prefix, Path(folder)).remove()
+    remove(prefix, Path(folder))
 
 
 def sweep() -> list[str]:
@@ -165,16 +148,15 @@ def sweep() -> list[str]:
                 users.add(folder.lstat().st_uid)
             is_ours = users == {os.getuid()} and folder.name.startswith(_FOLDER)
             if is_ours and not folder.is_symlink():
-                resources = ServerResources(path.name.removesuffix(_OWNER), folder)
-                resources.remove()
-                prefixes.append(resources.prefix)
+                prefixes.append(path.name.removesuffix(_OWNER))
+                remove(prefixes[-1], folder)
     return prefixes
 
 
 def region() -> str:
     """Return the name of the shared memory between Triton and this process; empty if unknown.
 
-    Triton passes it on the command line of its stub. Only names of `ResourceOwner` are recognized.
+    Triton passes it on the command line of its stub. Only names of `ServerFolder` are recognized.
     """
     with contextlib.suppress(OSError):
         words = Path("/proc/self/cmdline").read_bytes().split(b"\0")
@@ -199,20 +181,14 @@ def kill_all(status_folder: Path) -> None:
     was_empty = False
     for _ in range(_ROUNDS):
         pids = [pid for pid in procfs.process_ids() if pid != os.getpid()]
-        is_empty = not [pid for pid in pids if kill(pid, status_folder)]
-        if was_empty and is_empty:
+        ours = [pid for pid in pids if belongs_to_server(pid, status_folder)]
+        for pid in ours:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if was_empty and not ours:
             return
-        was_empty = is_empty
+        was_empty = not ours
         time.sleep(_PAUSE_S)
-
-
-def kill(pid: int, status_folder: Path) -> bool:
-    """Kill a process if it belongs to the server with this status folder; return whether it did."""
-    if not belongs_to_server(pid, status_folder):
-        return False
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
-    return True
 
 
 def belongs_to_server(pid: int, status_folder: Path) -> bool | None:

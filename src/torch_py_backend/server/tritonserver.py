@@ -24,7 +24,7 @@ import psutil
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes import instance_status, orphan_cleanup
-from torch_py_backend.processes.orphan_cleanup import ResourceOwner
+from torch_py_backend.processes.orphan_cleanup import ServerFolder
 from torch_py_backend.server import model_status, server_arguments, triton_installation
 from torch_py_backend.server.model_status import ModelState
 from torch_py_backend.server.ports import choose_ports, client_address
@@ -101,7 +101,7 @@ class Server:
         self._exit_seconds = exit_seconds(arguments)
         self.log = log
         self.keys = server_arguments.required_keys(arguments)
-        self._resource_owner: ResourceOwner | None = None
+        self._folder: ServerFolder | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -113,9 +113,9 @@ class Server:
     @property
     def status_folder(self) -> Path:
         """The folder with the status files of the instances of the running server."""
-        if self._resource_owner is None:
+        if self._folder is None:
             raise ServerError("the server was not started; call start() first.")
-        return self._resource_owner.resources.status_folder
+        return self._folder.status
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
@@ -133,27 +133,26 @@ class Server:
         try:
             self._refuse_in_shell()
             orphan_cleanup.sweep()
-            self._resource_owner = ResourceOwner()
+            folder = self._folder = ServerFolder()
         except OSError as error:
             raise ServerError(
                 f"cannot write to {orphan_cleanup.SHARED_MEMORY} and to the temporary folder, as"
                 f" Triton must: {error}."
             ) from None
-        resources = self._resource_owner.resources
-        variables[orphan_cleanup.VARIABLE] = str(resources.status_folder)
+        variables[orphan_cleanup.VARIABLE] = str(folder.status)
         try:
-            self._resource_owner.start_guard()
-            triton_installation.populate_backends(self._triton, resources.backends)
+            folder.start_guard()
+            triton_installation.populate_backends(self._triton, folder.backends)
             # A session of its own: Ctrl-C reaches this process, which then stops the server. A
             # folder of its own: Triton's stub would import a model.py from the current folder.
             self._process = subprocess.Popen(  # noqa: S603  the executable found above
                 [
                     str(self._triton.executable),
                     f"--model-repository={self._repository}",
-                    f"--backend-directory={resources.backends}",
+                    f"--backend-directory={folder.backends}",
                     f"--cache-directory={self._triton.caches}",
                     # Distinguishes its shared memory from that of other servers.
-                    f"--backend-config=python,shm-region-prefix-name={resources.prefix}",
+                    f"--backend-config=python,shm-region-prefix-name={folder.prefix}",
                     f"--{_EXIT_OPTION}={_EXIT_SECONDS}",
                     # A model that does not load must not stop the server.
                     "--exit-on-error=false",
@@ -165,7 +164,7 @@ class Server:
                     *self._arguments,
                 ],
                 env=variables,
-                cwd=resources.folder,
+                cwd=folder.path,
                 stdout=self.log,
                 stderr=self.log,
                 start_new_session=True,
@@ -318,9 +317,9 @@ class Server:
                 in_children = self._process.poll() is None and self._computes_in_children()
                 process, self._process = self._process, None
                 terminate(process, self._exit_seconds, in_children=in_children)
-        resource_owner, self._resource_owner = self._resource_owner, None
-        if resource_owner is not None:
-            resource_owner.close()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.close()
 
     def __enter__(self) -> Self:
         self.start()
