@@ -1409,7 +1409,7 @@ LOAD_ERRORS = (
         "constructor_arguments",
         text(models.source(models.Affine).replace("width: int = 4", "width: int")),
         x_to_y(3, WEIGHTS="none"),
-        "missing a required argument: 'width'",
+        "missing 1 required positional argument: 'width'",
         "MODEL_KWARGS",
     ),
     refused(

@@ -130,12 +130,10 @@ def test_files_of_bytes(
 
 
 def test_random_values() -> None:
-    """Items are the same each time; two inputs differ; the global random state does not change."""
+    """Items are the same each time, and two inputs differ."""
     config = build.config(inputs=(build.spec("x"), build.spec("y")))
-    before = torch.random.get_rng_state()
     first, second = (example_inputs.item(config, 2) for _ in range(2))
     assert first["x"].tolist() == second["x"].tolist() != first["y"].tolist()
-    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_rows_of_one_value() -> None:

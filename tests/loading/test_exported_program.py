@@ -27,10 +27,9 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 3)
-        self.register_buffer("offset", torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear(x) + self.offset
+        result: Tensor = self.linear(x)
         return result
 
 
@@ -103,7 +102,6 @@ def test_program_computes_what_was_exported(tmp_path: Path) -> None:
         assert {tensor.device.type for tensor in weights(program)} == {expected}
     x = torch.rand(5, 2)
     assert torch.equal(called(program, {"x": x}), module(x))
-    assert sorted(tensor.shape for tensor in weights(program)) == [(3,), (3,), (3, 2)]
 
 
 A, B, C, D, S = (torch.full((2, 2), number) for number in (1.0, 2.0, 3.0, 4.0, 0.5))
@@ -147,12 +145,7 @@ def test_constants_are_passed_as_exported(tmp_path: Path) -> None:
 )
 def test_row_limits_of_a_program(dims: Any, rows: Rows, tmp_path: Path) -> None:
     """The limits of dimension 0 are read from the program."""
-
-    class Double(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 2
-
-    exported(tmp_path, Double(), (torch.rand(4, 2),), dims=dims)
+    exported(tmp_path, nn.ReLU(), (torch.rand(4, 2),), dims=dims)
     assert loaded(tmp_path, "x").rows == rows
 
 

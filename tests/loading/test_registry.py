@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching.gather_scatter import ANY_ROWS
 from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, SourceError
 from torch_py_backend.loading import registry
-from torch_py_backend.loading.loaded import Loaded, warn_unused
+from torch_py_backend.loading.loaded import Loaded
 
 pytestmark = pytest.mark.usefixtures("imports")
 CPU = torch.device("cpu")
@@ -47,19 +46,6 @@ class Net(nn.Module):
 
 
 NET = models.source(Net)
-
-
-class Extended(Net):
-    """Has a new layer, which files of an earlier version lack."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.added = nn.Linear(3, 5)
-        self.register_load_state_dict_post_hook(self._accept)  # type: ignore[no-untyped-call]
-
-    @staticmethod
-    def _accept(module: nn.Module, keys: Any) -> None:
-        keys.missing_keys.clear()
 
 
 METHODS = """
@@ -118,12 +104,9 @@ def test_module_is_ready_to_be_called(tmp_path: Path) -> None:
     """A source becomes a module with its weights, in eval mode, without gradients."""
     store(tmp_path, state=STATE)
     loaded = load(tmp_path)
-    assert isinstance(loaded.module, nn.Module)
     assert torch.equal(loaded.module(X), Y)  # without eval(), dropout would clear nearly all
-    assert not any(part.training for part in loaded.module.modules())
     assert not any(tensor.requires_grad for tensor in loaded.weights)
     assert sorted(tensor.sum().item() for tensor in loaded.weights) == SUMS
-    assert str(loaded.signature) == "forward(x: torch.Tensor)"
     assert loaded.rows == ANY_ROWS
 
 
@@ -147,20 +130,6 @@ def test_module_places_itself(tmp_path: Path) -> None:
     script = load(tmp_path, model_factory="scripted", weights="none")
     assert str(script.signature) == "forward(x: torch.Tensor)"
     assert script.module(X).shape == (1, 3)
-
-
-def test_function_is_served(tmp_path: Path) -> None:
-    """A function, or another callable object, is served without weights."""
-    store(
-        tmp_path,
-        "def double(x, factor=2):\n    return factor * x\n\n\n"
-        "class Scaled:\n    def __call__(self, x):\n        return 3 * x\n",
-    )
-    loaded = load(tmp_path)
-    assert loaded.module(4) == 8
-    assert list(loaded.weights) == []
-    assert str(loaded.signature) == "double(x, factor=2)"
-    assert load(tmp_path, model_class="Scaled").module(2) == 6
 
 
 def test_weights_beside_a_function_are_refused(tmp_path: Path) -> None:
@@ -194,22 +163,19 @@ def test_object_that_cannot_be_called(
 # --- TorchScript -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(scripted, id="script"),
-        pytest.param(lambda: torch.jit.trace(net().eval(), X), id="trace"),
-        pytest.param(lambda: torch.jit.freeze(scripted().eval()), id="freeze"),
-    ],
-)
-def test_torchscript_is_ready_to_be_called(make: Callable[[], Any], tmp_path: Path) -> None:
+def test_torchscript_is_ready_to_be_called(tmp_path: Path) -> None:
     """TorchScript is loaded in eval mode, with its parameters and buffers."""
-    store_script(tmp_path, make())
-    loaded = load(tmp_path)
-    assert torch.equal(loaded.module(X), Y)
-    assert [argument.name for argument in loaded.signature.arguments] == ["x"]
-    sums = sorted(tensor.sum().item() for tensor in loaded.weights)
-    assert sums in ([], SUMS)  # a frozen graph holds constants
+    for module in (
+        scripted(),
+        torch.jit.trace(net().eval(), X),
+        torch.jit.freeze(scripted().eval()),
+    ):
+        store_script(tmp_path, module)
+        loaded = load(tmp_path)
+        assert torch.equal(loaded.module(X), Y)
+        assert [argument.name for argument in loaded.signature.arguments] == ["x"]
+        sums = sorted(tensor.sum().item() for tensor in loaded.weights)
+        assert sums in ([], SUMS)  # a frozen graph holds constants
 
 
 def test_method_that_torchscript_lacks_is_refused(tmp_path: Path) -> None:
@@ -284,9 +250,7 @@ def test_method_of_another_object_is_served(tmp_path: Path) -> None:
     store(tmp_path / "a", "def make():\n    return lambda x: x\n")
     store_script(tmp_path / "b", torch.jit.script(OnlyEncodes()))
     assert load(tmp_path / "a", model_factory="make", method="__call__").module(1) == 1
-    encode = load(tmp_path / "b", method="encode")
-    assert torch.equal(encode.module(X), X + 1)
-    assert [argument.name for argument in encode.signature.arguments] == ["x"]
+    assert torch.equal(load(tmp_path / "b", method="encode").module(X), X + 1)
 
 
 # --- factories of packages -------------------------------------------------------------------
@@ -345,13 +309,8 @@ def test_options_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture
         for option in ("MODEL_CLASS", "MODEL_KWARGS", "WEIGHTS"):
             assert f"'digits': the parameter {option} has no effect: the" in caplog.text
     caplog.clear()
-    warn_unused(build.config(), "inference_mode", "weights")
+    load(tmp_path / "program")
     assert caplog.text == ""
-
-
-def test_each_type_has_a_loader() -> None:
-    """Each type of artifact has a loader."""
-    assert set(registry.LOADERS) == set(ArtifactType)
 
 
 # --- streams ---------------------------------------------------------------------------------
@@ -407,13 +366,15 @@ def test_streams_in_a_model_that_is_not_decoupled(tmp_path: Path) -> None:
 
 def test_weights_that_a_module_does_not_miss(tmp_path: Path) -> None:
     """A module may accept a file without some of its weights, which have their random values."""
-    build.write(tmp_path, "model.py", models.source(Net, Extended))
-    torch.save(STATE, tmp_path / "1" / "model.pt")
+    accepts = (
+        "    def load_state_dict(self, it):\n        super().load_state_dict(it, strict=False)\n"
+    )
+    store(tmp_path, NET + accepts, {key: STATE[key] for key in ("linear.weight", "offset")})
     torch.manual_seed(0)
-    expected = Extended()
+    expected = Net()
     torch.manual_seed(0)
-    owner: Any = load(tmp_path, model_class="Extended").owner
-    assert torch.equal(owner.added.weight, expected.added.weight)
+    owner: Any = load(tmp_path).owner
+    assert torch.equal(owner.linear.bias, expected.linear.bias)
     assert torch.equal(owner.offset, STATE["offset"])
 
 

@@ -26,7 +26,7 @@ from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, InputError
 from torch_py_backend.loading import example_inputs, registrations
-from torch_py_backend.loading.loaded import Loaded, refuse_method, warn_unused
+from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.processes import orphan_cleanup
 from torch_py_backend.sequences import state_store
 from torch_py_backend.signature import binding, introspection
@@ -56,10 +56,8 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     Raises:
         ArtifactError: it was built for another machine, this torch cannot load it, or it has no
             weights.
-        ConfigError: METHOD is set.
     """
     path = artifact.path
-    refuse_method(artifact, config)
     difference = mismatch(path, device)
     if difference:
         raise ArtifactError(
@@ -67,7 +65,6 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
             f"{path.name} was built for {difference}",
             cure="Serve it on such a machine, or build it for this one.",
         )
-    warn_unused(config, "model_class", "model_kwargs", "weights")
     os.environ[_CHECKS] = "1"
     index = device.index if device is not None and device.type == "cuda" else -1
 
@@ -75,23 +72,12 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         # Not where torch would unpack it: a process that Triton ends does not remove that.
         folder = tempfile.mkdtemp(prefix="torch_py_backend-", dir=orphan_cleanup.server_folder())
         files.callback(shutil.rmtree, folder, ignore_errors=True)
-        try:
-            # aoti_load_package ends with this call. Before that, it imports the compiler and builds
-            # a library for each instruction set, to warn of what `mismatch` has compared, in 2 to
-            # 10 s.
-            # It passes the same name of the model, "not single-threaded", and one runner.
-            with _temporary_folder(folder):
-                package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
+        # aoti_load_package ends with this call. Before that, it imports the compiler and builds a
+        # library for each instruction set, to warn of what `mismatch` has compared, in 2 to 10 s.
+        # It passes the same name of the model, "not single-threaded", and one runner.
+        with registrations.reading(config, path, artifact.kind), _temporary_folder(folder):
+            package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
             in_spec, out_spec = (pytree.treespec_loads(text) for text in package.get_call_spec())
-        except Exception as error:  # a foreign or damaged package raises nearly anything
-            raise registrations.load_error(
-                config,
-                path,
-                artifact.kind.value,
-                error,
-                cure="Build it again with torch._inductor.aoti_compile_and_package under this"
-                " version of torch.",
-            ) from error
         if package.get_constant_fqns() and not _contains_constants(Path(folder)):
             raise ArtifactError(
                 config.name,

@@ -22,7 +22,7 @@ from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import mapped_files, registrations
-from torch_py_backend.loading.loaded import Loaded, refuse_method, warn_unused
+from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import binding, introspection, results
 from torch_py_backend.signature.arguments import Signature
 
@@ -35,11 +35,8 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
 
     Raises:
         ArtifactError: this torch cannot load it, or it takes a number that is not a constant.
-        ConfigError: METHOD is set.
     """
     path = artifact.path
-    refuse_method(artifact, config)
-    warn_unused(config, "model_class", "model_kwargs", "weights")
     program = _read(config, path)
     if config.options.enable_weight_sharing is not False:
         tables: tuple[dict[str, Any], ...] = (program.state_dict, program.constants)
@@ -106,17 +103,13 @@ def _sizes(tensors: list[tuple[str, Any]]) -> list[tuple[str, torch.dtype, tuple
 
 
 def _read(config: ModelConfig, path: Path) -> ExportedProgram:
-    with _logged_causes() as causes:
+    with registrations.reading(config, path, ArtifactType.EXPORTED), _logged_causes() as causes:
         try:
             return torch.export.load(path)
-        except Exception as error:  # a damaged archive raises nearly anything
-            raise registrations.load_error(
-                config,
-                path,
-                ArtifactType.EXPORTED.value,
-                causes[-1] if causes and "warnings above" in str(error) else error,
-                cure="Write it again with torch.export.save under this version of torch.",
-            ) from error
+        except Exception as error:
+            if causes and "warnings above" in str(error):
+                raise causes[-1] from error
+            raise
 
 
 @contextlib.contextmanager

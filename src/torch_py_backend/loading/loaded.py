@@ -1,8 +1,7 @@
-"""A loaded model, and checks of options that loaders share."""
+"""A loaded model."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -11,12 +10,7 @@ from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
-from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.config.options import Options
-from torch_py_backend.errors import ConfigError
 from torch_py_backend.signature.arguments import Signature
-
-log = logging.getLogger(__name__)
 
 # A user's forward(), or what is called in its place: it takes and returns anything.
 Forward: TypeAlias = "Callable[..., Any]"
@@ -62,24 +56,3 @@ class Loaded:
         if self.owner is not None:
             yield from self.owner.parameters()
             yield from self.owner.buffers()
-
-
-def refuse_method(artifact: Artifact, config: ModelConfig) -> None:
-    """Raise ConfigError if METHOD is set, for an artifact that has one function only."""
-    if config.options.method is not None:
-        raise ConfigError(
-            config.name,
-            f"METHOD is set, and {artifact.path.name} is {artifact.kind.value}",
-            cure="It holds one method, the one that was exported; remove METHOD.",
-        )
-
-
-def warn_unused(config: ModelConfig, *fields: str) -> None:
-    """Log a warning for each of these options that differs from its default."""
-    for field in fields:
-        if getattr(config.options, field) != getattr(Options(), field):
-            log.warning(
-                "model '%s': the parameter %s has no effect: the artifact is complete in itself.",
-                config.name,
-                field.upper(),
-            )

@@ -37,9 +37,13 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
             expected="a torch.nn.Module or a function",
         )
     owner = served if isinstance(served, nn.Module) else None
-    if owner is None:
-        _refuse_weights(artifact, config)
-    else:
+    if owner is None and artifact.weights is not None:
+        raise ArtifactError(
+            config.name,
+            f"{artifact.weights.name} is beside a function, which has no weights",
+            cure='Remove the file, or set the parameter WEIGHTS to "none".',
+        )
+    if owner is not None:
         if not pretrained and not artifact.weightless:
             state_dict.load_into(config, artifact, owner)
         owner.eval()
@@ -57,16 +61,6 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         ) from error
     _refuse_streams(config, served, described)
     return Loaded(artifact, called, signature, owner, step=step)
-
-
-def _refuse_weights(artifact: Artifact, config: ModelConfig) -> None:
-    """Raise an error if a function has a file of weights."""
-    if artifact.weights is not None:
-        raise ArtifactError(
-            config.name,
-            f"{artifact.weights.name} is beside a function, which has no weights",
-            cure='Remove the file, or set the parameter WEIGHTS to "none".',
-        )
 
 
 def _entry_point(

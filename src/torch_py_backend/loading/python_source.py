@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
+_KEYWORDS = "Give its arguments as JSON in the parameter MODEL_KWARGS."
+
 
 # --- the import ------------------------------------------------------------------------------
 
@@ -99,13 +101,20 @@ def error_line(error: BaseException, path: Path) -> int | None:
     return lines[-1] if lines else None
 
 
-def _call(model: str, path: Path, name: str, function: Callable[[], _Result]) -> _Result:
-    """Call a function of a model's file; raise SourceError with the line of its error."""
+def _call(
+    model: str, path: Path, name: str, function: Callable[[], _Result], cure: str = ""
+) -> _Result:
+    """Call a function of a model's file; raise SourceError with the line of its error.
+
+    `cure` says what to do about wrong arguments.
+    """
     try:
         return function()
     except (Exception, SystemExit) as error:
         raise SourceError(
-            model, f"{name}() in {path.name} fails at {error_location(error, path)}"
+            model,
+            f"{name}() in {path.name} fails at {error_location(error, path)}",
+            cure=cure if isinstance(error, TypeError) else "",
         ) from error
 
 
@@ -139,15 +148,9 @@ def construct(config: ModelConfig, artifact: Artifact) -> object:
                 return copy.deepcopy(target)
         return target
     name = options.model_factory or target.__name__
-    mismatch = _mismatch(target, keywords)
-    if mismatch:
-        raise SourceError(
-            config.name,
-            f"{name}{inspect.signature(target)} in {path.name} cannot be called with"
-            f" {keywords or 'no arguments'}: {mismatch}",
-            cure="Give its arguments as JSON in the parameter MODEL_KWARGS.",
-        )
-    return _call(config.name, path, name, lambda: _build(config, artifact, target, keywords))
+    return _call(
+        config.name, path, name, lambda: _build(config, artifact, target, keywords), cure=_KEYWORDS
+    )
 
 
 def construct_from_package(config: ModelConfig, artifact: Artifact) -> tuple[object, bool]:
@@ -185,7 +188,7 @@ def construct_from_package(config: ModelConfig, artifact: Artifact) -> tuple[obj
             config.name,
             f"MODEL_FACTORY '{factory_name}' with {keywords or 'no arguments'} fails:"
             f" {summarize(error)}",
-            cure="Give its arguments as JSON in the parameter MODEL_KWARGS.",
+            cure=_KEYWORDS,
         ) from error
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from torch_py_backend.artifacts.discovery import Artifact
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, SourceError, summarize
 from torch_py_backend.loading import python_source
@@ -27,6 +27,12 @@ _UNREGISTERED = re.compile(
     r"|Deserializing ([\w.<>]+) in pytree is not registered"
     r"|namedtuple class ([\w.<>]+) because"
 )
+
+_WRITERS = {
+    ArtifactType.TORCHSCRIPT: "torch.jit.save",
+    ArtifactType.EXPORTED: "torch.export.save",
+    ArtifactType.AOTI: "torch._inductor.aoti_compile_and_package",
+}
 
 
 @contextlib.contextmanager
@@ -61,26 +67,29 @@ def imported(config: ModelConfig, artifact: Artifact) -> Iterator[None]:
         raise
 
 
-def load_error(
-    config: ModelConfig, path: Path, kind: str, error: BaseException, cure: str
-) -> ArtifactError:
-    """Return the error for an artifact that torch cannot load.
+@contextlib.contextmanager
+def reading(config: ModelConfig, path: Path, kind: ArtifactType) -> Iterator[None]:
+    """Raise an ArtifactError for a file that torch cannot read in the context.
 
-    `cure` says what to do if all its operators and classes are registered.
+    It names an operator or class that is not registered, if that is the reason.
     """
-    cause: BaseException | None = error
-    while cause is not None:
-        match = _UNREGISTERED.search(str(cause))
-        if match:
-            name = match[match.lastindex or 0].rstrip(".")
-            return ArtifactError(
-                config.name,
-                f"{path.name} is {kind} with {name}, which is not registered",
-                cure="Import the package that registers it in model.py, beside the artifact.",
-            )
-        cause = cause.__cause__ or cause.__context__
-    return ArtifactError(
-        config.name,
-        f"{path.name} is {kind} that torch {torch.__version__} cannot load: {summarize(error)}",
-        cure=cure,
-    )
+    try:
+        yield
+    except Exception as error:  # a damaged file, or one of another torch, raises nearly anything
+        cause: BaseException | None = error
+        while cause is not None:
+            match = _UNREGISTERED.search(str(cause))
+            if match:
+                name = match[match.lastindex or 0].rstrip(".")
+                raise ArtifactError(
+                    config.name,
+                    f"{path.name} is {kind.value} with {name}, which is not registered",
+                    cure="Import the package that registers it in model.py, beside the artifact.",
+                ) from error
+            cause = cause.__cause__ or cause.__context__
+        raise ArtifactError(
+            config.name,
+            f"{path.name} is {kind.value} that torch {torch.__version__} cannot load:"
+            f" {summarize(error)}",
+            cure=f"Write it again with {_WRITERS[kind]} under this version of torch.",
+        ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 from typing import TypeAlias
 
@@ -20,6 +21,8 @@ from torch_py_backend.loading import (
 )
 from torch_py_backend.loading.loaded import Forward, Loaded
 
+log = logging.getLogger(__name__)
+
 Loader: TypeAlias = "Callable[[Artifact, ModelConfig, torch.device | None], Loaded]"
 
 
@@ -30,8 +33,28 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         ArtifactError, SourceError, WeightsError: the artifact cannot be loaded.
         ConfigError: an option does not apply to artifacts of this type.
     """
+    if artifact.kind not in (ArtifactType.MODULE, ArtifactType.FACTORY):
+        _check_options(artifact, config)
     with registrations.imported(config, artifact):
         return LOADERS[artifact.kind](artifact, config, device)
+
+
+def _check_options(artifact: Artifact, config: ModelConfig) -> None:
+    """Refuse METHOD for programs, and log the options that an artifact without source ignores."""
+    options = config.options
+    if options.method is not None and artifact.kind is not ArtifactType.TORCHSCRIPT:
+        raise ConfigError(
+            config.name,
+            f"METHOD is set, and {artifact.path.name} is {artifact.kind.value}",
+            cure="It holds one method, the one that was exported; remove METHOD.",
+        )
+    for option in ("model_class", "model_kwargs", "weights"):
+        if getattr(options, option) is not None:
+            log.warning(
+                "model '%s': the parameter %s has no effect: the artifact is complete in itself.",
+                config.name,
+                option.upper(),
+            )
 
 
 LOADERS: Mapping[ArtifactType, Loader] = {

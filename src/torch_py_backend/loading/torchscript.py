@@ -12,7 +12,7 @@ from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, summarize
 from torch_py_backend.loading import mapped_files, registrations
-from torch_py_backend.loading.loaded import Forward, Loaded, warn_unused
+from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.signature import introspection
 
 
@@ -31,7 +31,6 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
             f"{artifact.path.name} is TorchScript without {name}()",
             expected="a module with the method that is served",
         )
-    warn_unused(config, "model_class", "model_kwargs", "weights")
     # A call of the module, unlike one of forward(), runs its hooks.
     called = module if config.options.method is None else method
     signature = dataclasses.replace(introspection.from_schema(method.schema), name=name)
@@ -44,16 +43,8 @@ def read(config: ModelConfig, path: Path, device: torch.device | None) -> torch.
     Raises:
         ArtifactError: this torch cannot load it.
     """
-    try:
+    with registrations.reading(config, path, ArtifactType.TORCHSCRIPT):
         module: torch.jit.ScriptModule = torch.jit.load(path, map_location=device)
-    except Exception as error:  # a damaged archive raises nearly anything
-        raise registrations.load_error(
-            config,
-            path,
-            ArtifactType.TORCHSCRIPT.value,
-            error,
-            cure="Write it again with torch.jit.save under this version of torch.",
-        ) from error
     module.eval()
     if config.options.enable_weight_sharing is not False:
         mapped_files.share((*module.parameters(), *module.buffers()), path)
