@@ -19,7 +19,7 @@ import build
 from torch_py_backend.artifacts import discovery, file_types, source_dependencies
 from torch_py_backend.config import options, pbtxt
 from torch_py_backend.errors import ArchiveError, LoadError
-from torch_py_backend.tools import torchserve_archive
+from torch_py_backend.tools import artifact_files
 
 Target = Callable[[Path, bytes], None]
 
@@ -74,7 +74,7 @@ def archive(folder: Path, data: bytes) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         target = Path(scratch, "net")
         with contextlib.suppress(ArchiveError):
-            torchserve_archive.unpack(path, target)
+            artifact_files.unpack(path, target)
         assert {path.name for path in Path(scratch).iterdir()} <= {"net"}
 
 

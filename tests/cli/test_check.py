@@ -9,7 +9,6 @@ from typing import Any
 
 import command_line
 import models
-import numpy as np
 import pytest
 import refused_configs
 import scenarios
@@ -280,47 +279,12 @@ def test_an_empty_folder(tmp_path: Path) -> None:
     )
 
 
-_LOOKS_UP = """
-import torch
-
-
-class Net(torch.nn.Module):
-    def forward(self, ids, text: list[bytes]):
-        assert b"two" not in text or (text, ids.tolist()) == ([b"two", b""], [[1], [2]])
-        return {"y": torch.arange(10.0)[ids]}
-"""
-_SAMPLE = """{{ name: "{}" batch_size: 2
-    inputs {{ key: "ids" value {{ data_type: TYPE_INT64 dims: [ 1 ] {} }} }}
-    inputs {{ key: "text" value {{ data_type: TYPE_STRING dims: [ 1 ] {} }} }} }}"""
-_ZEROS, _FILE = "zero_data: true", 'input_data_file: "{}"'
-
-
 def test_samples_of_model_warmup(here: None, tmp_path: Path) -> None:
-    """Each sample that fails is a warning: tritonserver 24.10 may die of it."""
-    samples = {
-        "zeros": (_ZEROS, _ZEROS),
-        "files": (_FILE.format("ids"), _FILE.format("text")),
-        "random": ("random_data: true", _ZEROS),
-        "absent": (_FILE.format("none"), _ZEROS),
-        "short": (_FILE.format("text"), _ZEROS),
-    }
-    blocks = [_SAMPLE.format(name, *values) for name, values in samples.items()]
-    ids = scenarios.tensor("input", "ids", [1], "INT64")
-    text = scenarios.tensor("input", "text", [1], "STRING")
-    config = f"{_BARE}max_batch_size: 2\n{ids}{text}{scenarios.tensor('output', 'y', [1])}"
-    folder = tmp_path / "net"
-    (folder / "1").mkdir(parents=True)
-    (folder / "warmup").mkdir()
-    (folder / "config.pbtxt").write_text(f"{config}model_warmup [ {', '.join(blocks)} ]\n")
-    (folder / "1" / "model.py").write_text(_LOOKS_UP)
-    (folder / "warmup" / "ids").write_bytes(np.array([1, 2], dtype=np.int64).tobytes())
-    (folder / "warmup" / "text").write_bytes(b"\3\0\0\0two\0\0\0\0")
-    (report,) = json.loads(run("check", "--json", "net", cwd=tmp_path).stdout)["models"]
-    reasons = {
-        "random": "forward() raised IndexError",
-        "absent": "its values cannot be read: FileNotFoundError",
-        "short": "its values cannot be read: ValueError",
-    }
-    for warning, (name, reason) in zip(report["warnings"], reasons.items(), strict=True):
-        assert f"the sample '{name}' of model_warmup fails" in warning
-        assert reason in warning
+    """They are noted: tritonserver 24.10 may die of one that fails."""
+    _lay_out(tmp_path, "good")
+    sample = 'inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 4 ] zero_data: true } }'
+    config = tmp_path / "good" / "config.pbtxt"
+    config.write_text(f'{config.read_text()}model_warmup [ {{ name: "zeros" {sample} }} ]\n')
+    (report,) = json.loads(run("check", "--json", "good", cwd=tmp_path).stdout)["models"]
+    (note,) = report["notes"]
+    assert note.startswith("model_warmup is not needed")

@@ -21,6 +21,10 @@ from torch_py_backend.errors import BackendError, ConfigError, ServerError
 from torch_py_backend.server import preflight
 from torch_py_backend.tools import model_folder
 
+_SAMPLES = (
+    "model_warmup is not needed, because this backend warms up without it; tritonserver 24.10 may"
+    " end, with all models, if one of its samples fails. Remove it."
+)
 # A frame of a traceback: file, line number, function and source line.
 _FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)(?:\n +(.+))?', re.MULTILINE)
 
@@ -76,6 +80,8 @@ def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, 
                 f"config.pbtxt names the model '{document['name']}'",
                 expected="the folder's name; Triton refuses another",
             )
+        if document.get("model_warmup"):
+            notes.append(_SAMPLES)
         preflight.check_execution_environment(folder, document)
         preflight.check_server(folder, document)
         incomplete = completion.is_incomplete(document)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -18,9 +18,10 @@ from rich.table import Table
 
 from torch_py_backend import files
 from torch_py_backend.config import pbtxt
+from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import ToolError
 from torch_py_backend.tools import model_folder, tuning
-from torch_py_backend.tools.tuning import Plan, Row
+from torch_py_backend.tools.tuning import Row
 
 _MAX_ERROR, _MAX_ERROR_REDUCED = 1e-4, 0.03
 # Above these, figures are noted as doubtful: cores that other processes use, and the spread.
@@ -73,10 +74,12 @@ def tune(
     version, document = model_folder.completed(folder)
     if document.get("model_transaction_policy", {}).get("decoupled"):
         raise ToolError("the model is decoupled; expected one with a response for each request.")
-    plan = Plan(folder, version, document, inputs, timeout, reduced_precision)
     busy = psutil.cpu_percent(0.5) / 100 * (psutil.cpu_count() or 1)
-    rows = _measure(plan)
-    _print(plan, rows, busy)
+    candidates = tuning.measure(
+        folder, version, document, inputs, timeout, reduced=reduced_precision
+    )
+    rows = _report_progress(candidates)
+    _print(document, rows, busy)
     if json_path is not None:
         _write(json_path, json.dumps([asdict(row) for row in rows], indent=2, default=str) + "\n")
     choice = tuning.best(rows[1:], max_error)
@@ -85,14 +88,14 @@ def tune(
         return
     gain = f"{choice.latency_gain:.2f} in latency, {choice.throughput_gain:.2f} in rows/s"
     _OUT.print(f"fastest: {choice.runtime.title} ({gain}, with {choice.cores:.1f} cores)")
-    _apply(plan, choice, write=write)
+    _apply(folder, document, choice, write=write)
 
 
-def _measure(plan: Plan) -> list[Row]:
+def _report_progress(candidates: Iterator[Row]) -> list[Row]:
     """Return the rows; each is printed to standard error as it is measured."""
     rows = []
     with _ERR.status("measuring the model as configured") as status:
-        for row in tuning.measure(plan):
+        for row in candidates:
             rows.append(row)
             status.update("measuring the candidates")
             text = row.failure or f"{row.latency_gain:.2f}, {row.throughput_gain:.2f}"
@@ -100,7 +103,7 @@ def _measure(plan: Plan) -> list[Row]:
     return rows
 
 
-def _print(plan: Plan, rows: Sequence[Row], busy: float) -> None:
+def _print(document: Document, rows: Sequence[Row], busy: float) -> None:
     """Print the table, and a note for each reason to doubt it."""
     if not _OUT.is_terminal:
         _OUT.width = max(_OUT.width, _WIDTH)
@@ -121,7 +124,8 @@ def _print(plan: Plan, rows: Sequence[Row], busy: float) -> None:
         ]
         table.add_row(escape(row.runtime.title), *([""] * 8 if row.failure else cells))
     _OUT.print(table, soft_wrap=False)
-    _OUT.print(f"ms: one row; rows/s: batches of {plan.rows} rows; one instance of each")
+    full = tuning.full_rows(document)
+    _OUT.print(f"ms: one row; rows/s: batches of {full} rows; one instance of each")
     for row in rows:
         if row.failure:
             _OUT.print(f"{row.runtime.title}: {row.failure}", markup=False)
@@ -131,31 +135,27 @@ def _print(plan: Plan, rows: Sequence[Row], busy: float) -> None:
         _OUT.print("the rounds differ widely (±); measure again on a quiet machine")
 
 
-def _apply(plan: Plan, choice: Row, *, write: bool) -> None:
+def _apply(folder: Path, document: Document, choice: Row, *, write: bool) -> None:
     """Print the lines for config.pbtxt, or append them; keys that are set are only printed."""
-    path = plan.folder / "config.pbtxt"
-    present = plan.document.get("parameters", {})
-    lines = {key: pbtxt.parameter(key, text) for key, text in choice.runtime.parameters.items()}
-    to_change = [key for key in tuning.TUNED if key in present and key not in lines]
-    conflicts = [key for key in lines if key in present] + to_change
-    if conflicts or not write:
-        _OUT.print(f"for {path}:", markup=False)
-        for line in lines.values():
-            _OUT.print(line, markup=False)
-        if conflicts:
-            _OUT.print(f"set already, to be replaced or removed by hand: {', '.join(conflicts)}")
-        return
-    text = pbtxt.text(plan.folder) if path.is_file() else ""
-    edited = f"{text.rstrip()}\n" + "".join(f"{line}\n" for line in lines.values())
-    expected = pbtxt.parse(plan.folder.name, text)
-    for key, value in choice.runtime.parameters.items():
-        expected.parameters[key].string_value = value
-    if pbtxt.parse(plan.folder.name, edited) != expected:
-        raise ToolError(f"{path} cannot be edited as text; add the lines by hand.")
-    _write(path, edited)
-    _OUT.print(f"appended to {path}:", markup=False)
-    for line in lines.values():
+    path = folder / "config.pbtxt"
+    wanted = choice.runtime.parameters
+    lines = [pbtxt.parameter(key, text) for key, text in wanted.items()]
+    conflicts = [key for key in tuning.TUNED if key in document.get("parameters", {})]
+    appends = write and not conflicts
+    if appends:
+        text = pbtxt.text(folder)
+        edited = "\n".join([text.rstrip(), *lines, ""])
+        expected = pbtxt.parse(folder.name, text)
+        for key, value in wanted.items():
+            expected.parameters[key].string_value = value
+        if pbtxt.parse(folder.name, edited) != expected:
+            raise ToolError(f"{path} cannot be edited as text; add the lines by hand.")
+        _write(path, edited)
+    _OUT.print(f"{'appended to' if appends else 'for'} {path}:", markup=False)
+    for line in lines:
         _OUT.print(line, markup=False)
+    if conflicts:
+        _OUT.print(f"set already, to be replaced or removed by hand: {', '.join(conflicts)}")
 
 
 def _write(path: Path, text: str) -> None:

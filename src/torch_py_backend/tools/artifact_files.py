@@ -8,7 +8,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import lzma
+import re
 import tempfile
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +20,7 @@ from typing import Any
 
 from torch_py_backend.artifacts import discovery, file_types, source_dependencies
 from torch_py_backend.artifacts.file_types import FileType
-from torch_py_backend.errors import ArtifactError
-from torch_py_backend.tools import torchserve_archive
+from torch_py_backend.errors import ArchiveError, ArtifactError, summarize
 
 EXAMPLE = "example_inputs.safetensors"
 _SERVED_NAMES = {
@@ -27,6 +30,25 @@ _SERVED_NAMES = {
 }
 _WEIGHTS = (FileType.STATE_DICT, FileType.SAFETENSORS)
 _SOURCE = "Python source and weights"
+# The handlers of TorchServe itself, which are not part of an archive.
+_HANDLERS = ("base_handler", "image_classifier", "image_segmenter", "object_detector")
+# Numbers of model-config.yaml, for which a YAML parser would be a dependency.
+_BATCH_SETTING = re.compile(
+    r"^(batchSize|maxBatchDelay):[ \t]*(\d{1,9})[ \t]*(?:#.*)?$", re.MULTILINE
+)
+# What zipfile, its decompressors and a manifest of another form raise; RuntimeError: the archive is
+# encrypted, or its compression is unknown.
+_DAMAGED = (
+    zipfile.BadZipFile,
+    zlib.error,
+    lzma.LZMAError,
+    EOFError,
+    OSError,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    TypeError,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +90,54 @@ def opened(model: str, path: Path, example: Path | None) -> Iterator[ArtifactFil
         yield find(model, path, example)
         return
     with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
-        archive = torchserve_archive.unpack(path, Path(folder))
-        artifact = find(model, archive.model_file, example)
-        yield dataclasses.replace(artifact, settings=archive.settings)
+        model_file, settings = unpack(path, Path(folder))
+        artifact = find(model, model_file, example)
+        yield dataclasses.replace(artifact, settings=settings)
+
+
+def unpack(archive: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Unpack an archive of torch-model-archiver (.mar), which has TorchScript or class and weights.
+
+    Returns:
+        The file of TorchScript, or of weights with a source file of the same name beside it; and
+        entries of config.pbtxt for a model with a batch dimension.
+
+    Raises:
+        ArchiveError: it is damaged, is not such an archive, or has a handler of its own.
+    """
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            opened.extractall(folder)  # drops `..` and roots, and creates no links
+        model = json.loads((folder / "MAR-INF" / "MANIFEST.json").read_bytes())["model"]
+        handler = str(model["handler"])
+        weights = folder / Path(str(model["serializedFile"])).name
+        if source := model.get("modelFile"):
+            (folder / Path(source).name).rename(weights.with_suffix(".py"))
+        config = model.get("configFile")
+        text = (folder / Path(config).name).read_text() if config else ""
+        weights.stat()
+    except _DAMAGED as error:
+        raise ArchiveError(
+            archive.name,
+            f"it is not an archive with a model file: {summarize(error)}",
+            expected="a .mar file of torch-model-archiver with --serialized-file",
+        ) from error
+    if handler.removesuffix(".py") not in _HANDLERS:
+        raise ArchiveError(
+            archive.name,
+            f"it has a handler of its own, {handler}",
+            expected=f"one of TorchServe's: {', '.join(_HANDLERS)}",
+            cure="Write its preprocess() and postprocess() into a class Hooks in hooks.py, and its"
+            " inference() into forward() of a module in model.py: see docs/migrate.md.",
+        )
+    numbers = {key: int(digits) for key, digits in _BATCH_SETTING.findall(text)}
+    settings: dict[str, Any] = {}
+    if "batchSize" in numbers:
+        settings["max_batch_size"] = max(1, numbers["batchSize"])
+    if "maxBatchDelay" in numbers:
+        delay = 1000 * numbers["maxBatchDelay"]
+        settings["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
+    return weights, settings
 
 
 def find(model: str, path: Path, example: Path | None) -> ArtifactFiles:

@@ -6,7 +6,6 @@ of `initialize`.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +32,6 @@ from torch_py_backend.errors import (
 from torch_py_backend.loading import example_inputs, state_dict
 from torch_py_backend.signature import binding
 from torch_py_backend.startup import builder, warmup
-from torch_py_backend.tools import warmup_samples
 
 # Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
 _FIRST_CALLS = 3
@@ -81,11 +79,9 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
     share = threads.budget(settings)
     engine = builder.build(settings, share)
     warm_up(engine)
-    with runtime.mode(settings.options):
-        if reference is not None:
+    if reference is not None:
+        with runtime.mode(settings.options):
             _compare(engine, Path(reference))
-        samples = json.loads(arguments["model_config"]).get("model_warmup", ())
-        warmup_samples.warn_of_failures(engine, samples)
     engine.close()
     sent = [spec.name for spec in _sent(engine.config)]
     # Inputs of hooks are bound to the hooks' own methods.
@@ -112,7 +108,7 @@ def _compare(engine: Engine, reference: Path) -> None:
     A batch of the example's first row alone must have the outputs of that row, where they have the
     same sizes: a module, or its hooks, may pad to the longest row of a batch.
     """
-    item, _ = find_inputs(engine.config, None)
+    item = find_inputs(engine.config, None)
     expected: Item = torch.load(reference, "cpu", weights_only=False)
     rows = next(iter(item.values())).shape[0] if engine.config.max_batch_size else 1
     _compare_outputs(
@@ -161,8 +157,8 @@ def _described(spec: TensorSpec) -> str:
 # --- inputs and outputs ------------------------------------------------------------------------
 
 
-def find_inputs(settings: ModelConfig, inputs: str | None) -> tuple[Item, str]:
-    """Return the inputs of a file, else the model's examples, else made-up values; their source.
+def find_inputs(settings: ModelConfig, inputs: str | None) -> Item:
+    """Return the inputs of a file, else the model's examples, else made-up values.
 
     Raises:
         LoadError: the inputs cannot be read, or do not fit the config.
@@ -171,7 +167,7 @@ def find_inputs(settings: ModelConfig, inputs: str | None) -> tuple[Item, str]:
     if inputs is None:
         example = example_inputs.find(settings, discovery.find(settings))
         if example is None:
-            return example_inputs.item(settings, settings.max_batch_size or None), "made-up values"
+            return example_inputs.item(settings, settings.max_batch_size or None)
         item, source = example, example_inputs.NAME
     else:
         path = Path(inputs)
@@ -194,7 +190,7 @@ def find_inputs(settings: ModelConfig, inputs: str | None) -> tuple[Item, str]:
                 f"the input '{name}' in {source} is {kind} {list(value.shape)}",
                 expected=f"{rows}{specs[name]}",
             )
-    return item, source
+    return item
 
 
 def tile(settings: ModelConfig, item: Item, rows: int) -> Item:
@@ -257,7 +253,7 @@ def measure(
     candidate = _warmed_up(arguments, rows)
     ready_s = time.perf_counter() - began
     engines = candidate, _warmed_up(configured, rows)
-    item, _ = find_inputs(candidate.config, inputs)
+    item = find_inputs(candidate.config, inputs)
     single, full = (tile(candidate.config, item, size) for size in (1, rows))
     turns: tuple[list[Times], list[Times]] = [], []
     with runtime.mode(candidate.config.options):

@@ -13,10 +13,11 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config import pbtxt
+from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import LoadError
 from torch_py_backend.processes import child_process
 
@@ -38,16 +39,17 @@ class Runtime(NamedTuple):
     Attributes:
         kinds: the artifacts that can be run so.
         reduced: whether it computes in 16 bits.
-        kind: the instance that it needs; empty: any.
+        instance: the kind of instance that it needs; empty: any.
     """
 
     title: str
     kinds: tuple[ArtifactType, ...]
     parameters: Mapping[str, str]
     reduced: bool = False
-    kind: str = ""
+    instance: str = ""
 
 
+AS_CONFIGURED = Runtime("as configured", tuple(ArtifactType), {})
 RUNTIMES = (
     Runtime("eager", _MODULES, {}),
     Runtime("channels_last", _WEIGHTS, {"OPTIMIZE": "channels_last"}),
@@ -60,7 +62,7 @@ RUNTIMES = (
         "compile, CUDA graphs",
         _MODULES,
         {COMPILE: '{"mode": "reduce-overhead"}', "BATCH_BUCKETS": "auto"},
-        kind="KIND_GPU",
+        instance="KIND_GPU",
     ),
     Runtime("bf16", _WEIGHTS, {"OPTIMIZE": "bf16"}, reduced=True),
     Runtime(
@@ -77,6 +79,7 @@ class Row:
     """A candidate's figures.
 
     Attributes:
+        kind: the name of the artifact's type.
         latency_ms: milliseconds of a call with one row.
         throughput: rows per second of a full batch.
         latency_gain, throughput_gain: ratios to the model as configured, medians of the rounds.
@@ -88,6 +91,7 @@ class Row:
     """
 
     runtime: Runtime
+    kind: str = ""
     latency_ms: float = 0.0
     latency_gain: float = 1.0
     throughput: float = 0.0
@@ -104,79 +108,61 @@ class Row:
         return math.sqrt(self.latency_gain * self.throughput_gain)
 
 
-AS_CONFIGURED = Runtime("as configured", tuple(ArtifactType), {})
+def full_rows(document: Document) -> int:
+    """Return the rows of a full batch."""
+    return max(1, int(document["max_batch_size"]))
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The model to tune.
+def measure(
+    folder: Path,
+    version: str,
+    document: Document,
+    inputs: Path | None,
+    timeout_s: float,
+    *,
+    reduced: bool,
+) -> Iterator[Row]:
+    """Yield the figures of the model as configured, and then of each candidate that suits it.
 
-    Attributes:
+    Those of the model as configured show how far two measurements of one model differ.
+
+    Args:
         folder: the model's folder.
         version: the version to measure.
         document: the complete config, as Triton's JSON.
         inputs: a safetensors file; None: the model's example, else made-up values.
         timeout_s: the time limit of each candidate.
         reduced: whether 16-bit types are tried.
-    """
-
-    folder: Path
-    version: str
-    document: Mapping[str, Any]
-    inputs: Path | None
-    timeout_s: float
-    reduced: bool
-
-    @property
-    def rows(self) -> int:
-        """The rows of a full batch."""
-        return max(1, int(self.document["max_batch_size"]))
-
-    def arguments(self, runtime: Runtime) -> dict[str, str]:
-        """Return Triton's arguments for the model with the parameters of a runtime."""
-        document = dict(self.document)
-        if runtime is not AS_CONFIGURED:
-            others = {
-                key: entry
-                for key, entry in document.get("parameters", {}).items()
-                if key not in TUNED
-            }
-            changed = {key: {"string_value": text} for key, text in runtime.parameters.items()}
-            document["parameters"] = {**others, **changed}
-        return pbtxt.arguments(self.folder, self.version, document)
-
-
-def measure(plan: Plan) -> Iterator[Row]:
-    """Yield the figures of the model as configured, and then of each candidate that suits it.
-
-    Those of the model as configured show how far two measurements of one model differ.
 
     Raises:
         LoadError: the model as configured cannot be run.
     """
-    kind, row = _figures(plan, AS_CONFIGURED)
-    yield row
-    instance = plan.document["instance_group"][0]["kind"]
+    configured = pbtxt.arguments(folder, version, document)
+    parameters = document.get("parameters", {})
+    others = {key: entry for key, entry in parameters.items() if key not in TUNED}
+
+    def row(runtime: Runtime, arguments: Mapping[str, str]) -> Row:
+        task = {
+            "arguments": arguments,
+            "configured": configured,
+            "rows": full_rows(document),
+            "inputs": None if inputs is None else str(inputs),
+        }
+        return Row(runtime, **child_process.run(folder.name, _MEASURE, task, timeout_s, quiet=True))
+
+    first = row(AS_CONFIGURED, configured)
+    yield first
+    instance = document["instance_group"][0]["kind"]
     for runtime in RUNTIMES:
-        suits = ArtifactType[kind] in runtime.kinds and runtime.kind in ("", instance)
-        if not suits or runtime.reduced > plan.reduced:
+        suits = ArtifactType[first.kind] in runtime.kinds and runtime.instance in ("", instance)
+        if not suits or runtime.reduced > reduced:
             continue
+        changed = {key: {"string_value": text} for key, text in runtime.parameters.items()}
+        candidate = {**document, "parameters": {**others, **changed}}
         try:
-            yield _figures(plan, runtime)[1]
+            yield row(runtime, pbtxt.arguments(folder, version, candidate))
         except LoadError as error:
             yield Row(runtime, failure=str(error))
-
-
-def _figures(plan: Plan, runtime: Runtime) -> tuple[str, Row]:
-    """Return the kind of the model's artifact, and the figures of a runtime."""
-    task = {
-        "arguments": plan.arguments(runtime),
-        "configured": plan.arguments(AS_CONFIGURED),
-        "rows": plan.rows,
-        "inputs": None if plan.inputs is None else str(plan.inputs),
-    }
-    figures = child_process.run(plan.folder.name, _MEASURE, task, plan.timeout_s, quiet=True)
-    return figures.pop("kind"), Row(runtime, **figures)
 
 
 def best(rows: list[Row], max_error: float) -> Row | None:
