@@ -9,12 +9,13 @@ import re
 import subprocess
 import sys
 from typing import Any
+from unittest import mock
 
 import build
 import pytest
 
 from torch_py_backend.autocomplete import completion
-from torch_py_backend.errors import ConfigError, LoadError
+from torch_py_backend.errors import ConfigError
 from torch_py_backend.processes import child_process
 
 Entry = dict[str, Any]
@@ -36,23 +37,11 @@ _ROWS = {
 }
 
 
-class _Model:
-    """Replaces the child process: returns a schema and records its arguments."""
-
-    def __init__(self, schema: Entry) -> None:
-        self.schema = schema
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __call__(self, *arguments: Any) -> Entry:
-        self.calls.append(arguments)
-        return copy.deepcopy(self.schema)
-
-
-def _complete(monkeypatch: pytest.MonkeyPatch, schema: Entry, **written: Any) -> Entry:
-    monkeypatch.setattr(child_process, "run", _Model(schema))
+def _filled(schema: Entry, **written: Any) -> Entry:
+    """Return a config whose gaps a model's schema fills."""
     arguments = build.arguments(**({"max_batch_size": 0, "input": [], "output": []} | written))
     document: Entry = json.loads(arguments["model_config"])
-    completion.complete(arguments, document)
+    completion.fill(build.MODEL, document, copy.deepcopy(schema))
     return document
 
 
@@ -133,130 +122,104 @@ def test_arguments_of_the_child_process(
     monkeypatch: pytest.MonkeyPatch, seconds: float, limit: float
 ) -> None:
     """The child process gets Triton's arguments, and the smaller one of two time limits."""
-    model = _Model(_BATCHED)
-    monkeypatch.setattr(child_process, "run", model)
+    run = mock.Mock(return_value=copy.deepcopy(_BATCHED))
+    monkeypatch.setattr(child_process, "run", run)
     arguments = build.arguments(input=[], output=[])
-    completion.complete(arguments, json.loads(arguments["model_config"]), seconds)
-    target = "torch_py_backend.autocomplete.schema:describe"
-    assert model.calls == [(build.MODEL, target, {"arguments": arguments}, limit)]
-
-
-def test_errors_of_the_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of the child process is raised again, and the config is unchanged."""
-
-    def fail(*args: Any) -> Any:
-        raise LoadError.from_message("model 'digits': it hangs.")
-
-    monkeypatch.setattr(child_process, "run", fail)
-    arguments = build.arguments(input=[])
     document = json.loads(arguments["model_config"])
-    with pytest.raises(LoadError, match=r"^model 'digits': it hangs\.$"):
-        completion.complete(arguments, document)
-    assert document == json.loads(arguments["model_config"])
+    completion.complete(arguments, document, seconds)
+    target = "torch_py_backend.autocomplete.schema:describe"
+    run.assert_called_once_with(build.MODEL, target, {"arguments": arguments}, limit)
+    assert {key: document[key] for key in _BATCHED} == _BATCHED
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [
+        ({"input": [_X], "batch_input": [{}]}, "a model with ragged inputs"),
+        ({"input": [_X], "batch_output": [{}]}, "a model with ragged outputs"),
+        ({"output": [_Y], "sequence_batching": {}}, "a model of sequences"),
+        ({"model_transaction_policy": {"decoupled": True}}, "a decoupled model"),
+    ],
+)
+def test_models_that_are_not_run(written: Entry, kind: str) -> None:
+    """A config of such a model needs all its tensors."""
+    with pytest.raises(ConfigError, match=f"not inferred for {kind}; expected data_type and dims"):
+        completion.describe(build.arguments(), written)
 
 
 # --- what is filled in -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schema", [_BATCHED, _SINGLE], ids=["batched", "single"])
-def test_empty_config(monkeypatch: pytest.MonkeyPatch, schema: Entry) -> None:
-    """An empty config gets the schema of the model, and its other fields are unchanged."""
-    document = _complete(monkeypatch, schema)
-    assert {key: document[key] for key in schema} == schema
-    before = json.loads(build.arguments()["model_config"])
-    assert {key: document[key] for key in before if key not in schema} == {
-        key: before[key] for key in before if key not in schema
-    }
+_NO_DIMS = {"dims": [1], "reshape": {"shape": []}}
+_VALUES = {
+    "input": [{**_X, **_NO_DIMS}],
+    "output": [{**_Y, **_NO_DIMS}],
+    "max_batch_size": 8,
+}
 
 
 @pytest.mark.parametrize(
     ("schema", "written", "size", "x", "y"),
     [
-        (_BATCHED, {"max_batch_size": 32}, 32, [4], [3]),
-        (_BATCHED, {"max_batch_size": 1}, 1, [4], [3]),
-        (_SINGLE, {}, 0, [4], [3]),
-        (_BATCHED, {}, 8, [4], [3]),
-        (_ROWS, {"max_batch_size": 16}, 16, [4], [3]),
-        (_BATCHED, {"input": [_tensor("x", dims=[-1, 4])]}, 0, [-1, 4], [-1, 3]),
-        (_BATCHED, {"input": [_tensor("x")]}, 0, [-1, 4], [-1, 3]),
-        (_BATCHED, {"input": [_tensor("x")], "max_batch_size": 4}, 4, [4], [3]),
-        (_BATCHED, {"output": [_tensor("y")]}, 8, [4], [3]),
+        (_BATCHED, {"max_batch_size": 32}, 32, {"dims": [4]}, {"dims": [3]}),
+        (_SINGLE, {}, 0, {"dims": [4]}, {"dims": [3]}),
+        (_BATCHED, {}, 8, {"dims": [4]}, {"dims": [3]}),
+        (_ROWS, {"max_batch_size": 16}, 16, {"dims": [4]}, {"dims": [3]}),
+        (
+            _BATCHED,
+            {"input": [_tensor("x", dims=[-1, 4])]},
+            0,
+            {"dims": [-1, 4]},
+            {"dims": [-1, 3]},
+        ),
+        (_BATCHED, {"input": [_tensor("x")]}, 0, {"dims": [-1, 4]}, {"dims": [-1, 3]}),
+        (_BATCHED, {"input": [_tensor("x")], "max_batch_size": 4}, 4, {"dims": [4]}, {"dims": [3]}),
+        (_BATCHED, {"output": [_tensor("y")]}, 8, {"dims": [4]}, {"dims": [3]}),
+        # Triton needs a dimension for one value per row, which a reshape removes.
+        (_VALUES, {}, 8, _NO_DIMS, _NO_DIMS),
+        (_VALUES, {"input": [_tensor("x", None)], "max_batch_size": 8}, 8, _NO_DIMS, _NO_DIMS),
+        (_VALUES, {"input": [_tensor("x", None)]}, 0, {"dims": [-1]}, {"dims": [-1]}),
     ],
 )
-def test_batch(
-    monkeypatch: pytest.MonkeyPatch,
-    schema: Entry,
-    written: Entry,
-    size: int,
-    x: list[int],
-    y: list[int],
-) -> None:
+def test_batch(schema: Entry, written: Entry, size: int, x: Entry, y: Entry) -> None:
     """A written max_batch_size is kept and decides whether dims include the batch."""
-    document = _complete(monkeypatch, schema, **written)
+    document = _filled(schema, **written)
     assert document["max_batch_size"] == size
-    assert document["input"][0]["dims"] == x
-    assert document["output"][0]["dims"] == y
+    assert document["input"][0] == {**_X, **x}
+    assert document["output"][0] == {**_Y, **y}
 
 
 @pytest.mark.parametrize(
-    ("written", "completed"),
+    ("role", "written", "completed"),
     [
-        (_tensor("x"), _X),
-        (_tensor("mask", None), _MASK),
-        (_tensor("x", None, [-1]), _tensor("x", dims=[-1])),
-        (_tensor("INPUT__1", None), _tensor("INPUT__1", "TYPE_BOOL", [-1])),
-        (_tensor("input__0", None), _tensor("input__0", dims=[4])),
-        (_tensor("other", "TYPE_INT8", [9]), _tensor("other", "TYPE_INT8", [9])),
-        (_tensor("x") | {"optional": True}, _X | {"optional": True}),
+        ("input", [_tensor("x")], [_X]),
+        ("input", [_tensor("mask", None)], [_MASK]),
+        ("input", [_tensor("x", None, [-1])], [_tensor("x", dims=[-1])]),
+        ("input", [_tensor("INPUT__1", None)], [_tensor("INPUT__1", "TYPE_BOOL", [-1])]),
+        ("input", [_tensor("input__0", None)], [_tensor("input__0", dims=[4])]),
+        ("input", [_tensor("other", "TYPE_INT8", [9])], [_tensor("other", "TYPE_INT8", [9])]),
+        ("input", [_tensor("x") | {"optional": True}], [_X | {"optional": True}]),
+        # A config may list a part of the outputs.
+        (
+            "output",
+            [_tensor("OUTPUT__1", None), _tensor("y")],
+            [_tensor("OUTPUT__1", "TYPE_STRING", [1]), _Y],
+        ),
     ],
 )
-def test_partial_inputs(monkeypatch: pytest.MonkeyPatch, written: Entry, completed: Entry) -> None:
+def test_partial_tensors(role: str, written: list[Entry], completed: list[Entry]) -> None:
     """Fields of an entry are kept; missing ones come from the tensor of its name or number."""
-    document = _complete(monkeypatch, _BATCHED, input=[written], max_batch_size=8)
-    assert document["input"] == [completed]
-    assert document["output"] == _BATCHED["output"]
+    document = _filled(_BATCHED, **{role: written}, max_batch_size=8)
+    other = "output" if role == "input" else "input"
+    assert document[role] == completed
+    assert document[other] == _BATCHED[other]
 
 
-def test_partial_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A config may list a part of the outputs; names come before numbers."""
-    written = [_tensor("OUTPUT__1", None), _tensor("y")]
-    document = _complete(monkeypatch, _BATCHED, output=written)
-    assert document["output"] == [_tensor("OUTPUT__1", "TYPE_STRING", [1]), _Y]
-    assert document["input"] == _BATCHED["input"]
+def test_names_come_before_numbers() -> None:
+    """The tensor with the name of an entry describes it, and not the one with that number."""
     swapped = [_tensor("OUTPUT__1", dims=[1]), _tensor("OUTPUT__0", dims=[2])]
-    document = _complete(
-        monkeypatch, {**_BATCHED, "output": swapped}, output=[_tensor("OUTPUT__0")]
-    )
+    document = _filled({**_BATCHED, "output": swapped}, output=[_tensor("OUTPUT__0")])
     assert document["output"] == [_tensor("OUTPUT__0", dims=[2])]
-
-
-_NO_DIMS = {"dims": [1], "reshape": {"shape": []}}
-
-
-@pytest.mark.parametrize(
-    ("dims", "written", "completed"),
-    [
-        ([], {}, _NO_DIMS),
-        ([], {"input": [_tensor("x", None)], "max_batch_size": 8}, _NO_DIMS),
-        ([], {"input": [_tensor("x", None)]}, {"dims": [-1]}),
-        ([4], {"max_batch_size": 8}, _NO_DIMS),
-    ],
-)
-def test_one_value_a_row(
-    monkeypatch: pytest.MonkeyPatch, dims: list[int], written: Entry, completed: Entry
-) -> None:
-    """A tensor [rows] gets a dimension for Triton, and a reshape that removes it."""
-    shape = {"dims": dims} if dims else _NO_DIMS
-    entry = {"data_type": "TYPE_FP32", **shape}
-    schema = {
-        "input": [{"name": "x", **entry}],
-        "output": [{"name": "y", **entry}],
-        "max_batch_size": 0 if dims else 8,
-    }
-    document = _complete(monkeypatch, schema, **written)
-    expected = {"data_type": "TYPE_FP32", **completed}
-    assert document["input"] == [{"name": "x", **expected}]
-    assert document["output"] == [{"name": "y", **expected}]
 
 
 @pytest.mark.parametrize(
@@ -266,14 +229,9 @@ def test_one_value_a_row(
         ({"input": [_tensor("picture", None)]}, "expected names among x, mask, INPUT__0"),
         ({"output": [_tensor("OUTPUT__2", None)]}, "output 'OUTPUT__2' lacks data_type or dims"),
         ({"output": [_tensor("x", None)]}, "output 'x' lacks"),
-        # Their models are not run.
-        ({"input": [_X], "batch_input": [{}]}, "not inferred for a model with ragged inputs"),
-        ({"input": [_X], "batch_output": [{}]}, "not inferred for a model with ragged outputs"),
-        ({"output": [_Y], "sequence_batching": {}}, "not inferred for a model of sequences"),
-        ({"model_transaction_policy": {"decoupled": True}}, "not inferred for a decoupled model"),
     ],
 )
-def test_refused(monkeypatch: pytest.MonkeyPatch, written: Entry, message: str) -> None:
+def test_refused(written: Entry, message: str) -> None:
     """Tensors that the model lacks or has with another type are refused."""
     with pytest.raises(ConfigError, match=re.escape(message)):
-        _complete(monkeypatch, _BATCHED, max_batch_size=8, **written)
+        _filled(_BATCHED, max_batch_size=8, **written)

@@ -125,14 +125,11 @@ def test_nested_inputs_reach_their_places(tmp_path: Path) -> None:
 
 def test_constants_are_passed_as_exported(tmp_path: Path) -> None:
     """A number of the export is not an input, and is passed with each call."""
-    path = exported(tmp_path, Power(), (torch.rand(2, 2), 3, torch.rand(2, 2)))
+    exported(tmp_path, Power(), (torch.rand(2, 2), 3, torch.rand(2, 2)))
     program = loaded(tmp_path, "x", "y")
     assert program.signature.leaves == ("ARGS[0]", "ARGS[2]")
     for names in (["x", "y"], ["INPUT__0", "INPUT__1"], ["ARGS[0]", "ARGS[2]"]):
         assert torch.equal(called(program, dict(zip(names, (B, A), strict=True))), B**3 + A)
-    description = exported_program.describe(config(tmp_path), path)
-    assert [name for name, _, _ in description.inputs] == ["x", "y"]
-    assert [name for name, _, _ in description.outputs] == ["OUTPUT__0"]
 
 
 @pytest.mark.parametrize(
@@ -175,28 +172,6 @@ def test_program_that_cannot_be_loaded(member: str, content: bytes | None, tmp_p
     text = str(raised.value)
     assert f"'digits': model.pt2 is a torch.export program that torch {torch.__version__}" in text
     assert str(tmp_path) not in text
-
-
-# --- descriptions -----------------------------------------------------------
-
-
-def test_description_of_a_program(tmp_path: Path) -> None:
-    """Names, dtypes and shapes of input and output tensors are known without a call."""
-
-    class Scores(nn.Module):
-        def forward(self, image: Tensor, extra: dict[str, Tensor]) -> dict[str, Any]:
-            scores = image.half() * extra["weight"]
-            best = scores.argmax(dim=1)
-            return {"none": None, "scores": scores, "best": best, "three": 3}
-
-    args = (torch.ones(4, 3, dtype=torch.uint8), {"weight": torch.ones(4, 1).half()})
-    rows = torch.export.Dim("rows")
-    path = exported(tmp_path, Scores(), args, dims=({0: rows}, {"weight": {0: rows}}))
-    description = exported_program.describe(config(tmp_path), path)
-    half = torch.float16
-    assert description.inputs == [("image", torch.uint8, (-1, 3)), ("weight", half, (-1, 1))]
-    assert description.outputs == [("scores", half, (-1, 3)), ("best", torch.int64, (-1,))]
-    assert description.rows.most is None
 
 
 def test_symbolic_number(tmp_path: Path) -> None:

@@ -10,19 +10,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.autocomplete import specs
 from torch_py_backend.autocomplete.specs import Schema
+from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.batching.grouping import Grouping
+from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
-from torch_py_backend.errors import ConfigError, ForwardError, InputError, join_names
-from torch_py_backend.loading import example_inputs, registry
+from torch_py_backend.errors import ForwardError, InputError
+from torch_py_backend.loading import example_inputs
 from torch_py_backend.loading.loaded import Loaded
 
 
 def infer(
-    config: ModelConfig, artifact: Artifact, device: torch.device, listed: Sequence[TensorSpec]
+    config: ModelConfig,
+    loaded: Loaded,
+    device: torch.device,
+    listed: Sequence[TensorSpec],
+    example: Item | None,
 ) -> Schema:
     """Run the model with the example, or with made-up values for listed inputs.
 
@@ -30,12 +35,11 @@ def infer(
         ConfigError: there is neither an example nor listed inputs.
         ForwardError: forward() fails with the example.
     """
-    runs = _Runs(config, registry.load(artifact, config, device), device)
-    example = example_inputs.find(config, artifact)
+    runs = _Runs(config, loaded, runtime.create(config.options, device, ()))
     if listed:
         return runs.schema_of_listed(listed, example or {})
     if example is None:
-        kind, signature = artifact.kind.value, runs.loaded.signature
+        kind, signature = loaded.kind.value, loaded.signature
         raise specs.no_example(config, f"{kind} does not define the shapes that {signature} takes")
     return runs.schema(example)
 
@@ -46,7 +50,7 @@ class _Runs:
 
     config: ModelConfig
     loaded: Loaded
-    device: torch.device
+    runtime: Runtime
 
     def schema_of_listed(self, listed: Sequence[TensorSpec], example: Item) -> Schema:
         """Return the schema for the inputs in the config, with the values that the warm-up uses.
@@ -67,34 +71,33 @@ class _Runs:
             smaller = self.schema(example_inputs.item(config, rows, shrunk=True, example=valid))
         except ForwardError:
             return schema  # the model takes the sizes of the example only
-        forms = [
-            [(spec.name, spec.dtype, len(spec.dims)) for spec in outputs]
-            for outputs in (schema.outputs, smaller.outputs)
-        ]
-        if forms[0] != forms[1]:
-            raise ConfigError(
-                self.config.name,
-                "config.pbtxt lists no outputs, and the model returns other outputs for other"
-                f" sizes: {join_names(map(str, schema.outputs))}, or"
-                f" {join_names(map(str, smaller.outputs))}",
-                cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
-            )
-        return specs.with_varying(schema, smaller)
+        return specs.with_varying(config, schema, smaller)
 
     def schema(self, item: Item) -> Schema:
         """Return the schema from a run with an item and one with twice its rows.
 
-        The first dimension is the batch if it grows.
+        The first dimension is the batch if it, and no other, doubles in every output.
         """
-        inputs = specs.of_values(self.config, item)
-        outputs = self._call(item)
-        first_dims = {spec.dims[:1] for spec in inputs}
-        batched = len(first_dims) == 1 and first_dims != {()} and self._grows(item, outputs)
-        return Schema(
-            specs.row_specs(inputs, batched=batched),
-            specs.row_specs(outputs, batched=batched),
-            specs.batch_size(self.loaded.rows.most) if batched else 0,
-        )
+        inputs, outputs = specs.of_values(self.config, item), self._call(item)
+        batched = len({spec.dims[:1] for spec in inputs}) == 1 and bool(inputs[0].dims)
+        if batched:
+            rows = inputs[0].dims[0]
+            grown = [
+                dataclasses.replace(spec, dims=(2 * rows, *spec.dims[1:]))
+                for spec in outputs
+                if spec.dims[:1] == (rows,)
+            ]
+            doubled: Item = {
+                name: torch.cat([value, value])
+                if isinstance(value, Tensor)
+                else np.concatenate([value, value])
+                for name, value in item.items()
+            }
+            try:
+                batched = grown == [*self._call(doubled)]
+            except ForwardError:
+                batched = False
+        return specs.schema_of(inputs, outputs, self.loaded.rows.most, batched=batched)
 
     def _call(self, item: Item) -> tuple[TensorSpec, ...]:
         """Return the specs of all outputs."""
@@ -107,33 +110,10 @@ class _Runs:
             raise admitted
         (group,) = grouping.group([(0, admitted)])
         columns = [admitted[name] for name in group.inputs.names]
-        guard = torch.inference_mode if config.options.inference_mode else torch.no_grad
         try:
-            arguments = grouping.convert(group.inputs, columns)
-            with guard(), self.device:
-                arguments = [
-                    argument.to(self.device) if isinstance(argument, Tensor) else argument
-                    for argument in arguments
-                ]
+            with self.runtime.guard():
+                arguments = grouping.convert(group.inputs, self.runtime.to_device(columns))
                 result = group.inputs.call(self.loaded.module, arguments)
         except Exception as error:  # the model's own code runs here
             raise ForwardError(config.name, error, self.loaded.signature.name) from error
-        return specs.of_parts(config, specs.named_parts(config, result, "forward()"))
-
-    def _grows(self, example: Item, outputs: Sequence[TensorSpec]) -> bool:
-        """Return whether the first dim of every output, and no other, doubles with the rows."""
-        doubled: Item = {
-            name: torch.cat([value, value])
-            if isinstance(value, Tensor)
-            else np.concatenate([value, value])
-            for name, value in example.items()
-        }
-        try:
-            twice = self._call(doubled)
-        except ForwardError:
-            return False
-        rows = next(iter(example.values())).shape[0]
-        grown = [(spec.name, (2 * rows, *spec.dims[1:])) for spec in outputs]
-        return all(spec.dims[:1] == (rows,) for spec in outputs) and grown == [
-            (spec.name, spec.dims) for spec in twice
-        ]
+        return specs.of_result(config, result, "forward()")

@@ -67,7 +67,7 @@ def infer(
             single = {name: value[row : row + 1] for name, value in item.items()}
             with contextlib.suppress(ConfigError):  # the model takes no single row
                 varied = run_hooks(settings, loaded, hooks, single, device)
-                schema = specs.with_varying(schema, varied)
+                schema = specs.with_varying(config, schema, varied)
         return schema
 
     if example is None:
@@ -127,7 +127,7 @@ def run_hooks(
             cure=f"Put valid inputs beside the model, in a function {example_inputs.NAME}() or"
             f" {example_inputs.NAME}.safetensors, or write the outputs into config.pbtxt.",
         ) from error
-    outputs = specs.of_parts(config, specs.named_parts(config, result, "postprocess()"))
+    outputs = specs.of_result(config, result, "postprocess()")
     batched = config.max_batch_size > 0
     if not (batched and of_row):
         outputs = specs.row_specs(outputs, batched=batched)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
 
 import torch
 
@@ -39,15 +40,8 @@ def describe(arguments: Mapping[str, str]) -> JsonObject:
     Raises:
         LoadError: the model cannot be loaded, or its schema cannot be inferred.
     """
-    document = json.loads(arguments["model_config"])
     config = model_config.parse(arguments, complete=False)
-    try:
-        schema = _infer(config, model_config.listed_inputs(arguments))
-    except specs.NoExampleError as error:
-        for entry in document.get("input", ()):
-            if not entry.get("dims"):
-                raise specs.without_dims(config, entry["name"]) from error
-        raise
+    schema = _infer(config, arguments)
     return {
         "input": [specs.entry_of(spec) for spec in schema.inputs],
         "output": [specs.entry_of(spec) for spec in schema.outputs],
@@ -99,14 +93,15 @@ def _trial_device(artifact: Artifact) -> torch.device:
     return aotinductor.device_of(artifact.path) if packaged else torch.device("cpu")
 
 
-def _infer(config: ModelConfig, listed: Sequence[TensorSpec]) -> Schema:
+def _infer(config: ModelConfig, arguments: Mapping[str, str]) -> Schema:
     """Return the schema of the artifact in a model's version folder.
 
-    `listed` are the inputs in config.pbtxt, if all are complete. Without an example, their values
-    are made up.
+    Without an example, the values of the inputs in config.pbtxt are made up.
     """
     artifact = discovery.find(config)
     device = _trial_device(artifact)
+    # Inputs of which one lacks its type or dims are not listed.
+    listed = model_config.listed_inputs(arguments)
     # The batch dimension is not known yet; hooks for batches need one.
     batched = dataclasses.replace(config, max_batch_size=config.max_batch_size or 1)
     hooks = user_hooks.load(batched, artifact)
@@ -114,11 +109,17 @@ def _infer(config: ModelConfig, listed: Sequence[TensorSpec]) -> Schema:
         return hook_runs.infer(config, artifact, hooks, listed, device)
     if artifact.kind is ArtifactType.EXPORTED:
         with registrations.imported(config, artifact):
-            return _from_program(config, exported_program.describe(config, artifact.path))
+            return _from_program(config, artifact.path)
+    loaded = registry.load(artifact, config, device)
+    example = example_inputs.find(config, artifact)
+    if not listed and example is None:
+        for entry in json.loads(arguments["model_config"]).get("input", ()):
+            if not entry.get("dims"):
+                raise specs.without_dims(config, entry["name"])
     try:
-        return example_runs.infer(config, artifact, device, listed)
+        return example_runs.infer(config, loaded, device, listed, example)
     except ForwardError as error:
-        if not listed or example_inputs.find(config, artifact) is not None:
+        if not listed or example is not None:
             raise
         raise ConfigError(
             config.name,
@@ -129,18 +130,10 @@ def _infer(config: ModelConfig, listed: Sequence[TensorSpec]) -> Schema:
         ) from error
 
 
-def _from_program(config: ModelConfig, described: exported_program.Description) -> Schema:
+def _from_program(config: ModelConfig, path: Path) -> Schema:
     """Return the schema that an exported program declares; sizes that are not fixed are -1."""
-    first_dims = {dims[:1] for _, _, dims in (*described.inputs, *described.outputs)}
-    batched = first_dims == {(-1,)}  # a fixed first dimension is not taken for a batch
-    inputs, outputs = (
-        specs.row_specs(
-            (
-                TensorSpec(name, specs.triton_type(config, name, dtype), dims)
-                for name, dtype, dims in tensors
-            ),
-            batched=batched,
-        )
-        for tensors in (described.inputs, described.outputs)
-    )
-    return Schema(inputs, outputs, specs.batch_size(described.rows.most) if batched else 0)
+    *tensors, rows = exported_program.describe(config, path)
+    inputs, outputs = (specs.of_values(config, values) for values in tensors)
+    # A fixed first dimension is not taken for a batch.
+    batched = {spec.dims[:1] for spec in (*inputs, *outputs)} == {(-1,)}
+    return specs.schema_of(inputs, outputs, rows.most, batched=batched)

@@ -15,7 +15,7 @@ from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.dtypes import DType
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.errors import ConfigError, SourceError
+from torch_py_backend.errors import ConfigError, SourceError, join_names
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.signature import results
 
@@ -34,17 +34,43 @@ class Schema:
     max_batch_size: int
 
 
-def with_varying(schema: Schema, other: Schema) -> Schema:
-    """Return a schema with -1 for the dims of outputs that differ from those of another run."""
-    outputs = (
-        dataclasses.replace(
-            spec,
-            dims=tuple(a if a == b else -1 for a, b in zip(spec.dims, varied.dims, strict=True)),
-        )
-        if len(spec.dims) == len(varied.dims)
-        else spec
-        for spec, varied in zip(schema.outputs, other.outputs, strict=True)
+def schema_of(
+    inputs: Iterable[TensorSpec],
+    outputs: Iterable[TensorSpec],
+    max_rows: int | None,
+    *,
+    batched: bool,
+) -> Schema:
+    """Return the schema of tensors with all dims; `max_rows` limits the batch; None: no limit."""
+    return Schema(
+        row_specs(inputs, batched=batched),
+        row_specs(outputs, batched=batched),
+        batch_size(max_rows) if batched else 0,
     )
+
+
+def with_varying(config: ModelConfig, schema: Schema, other: Schema) -> Schema:
+    """Return a schema with -1 for the dims of outputs that differ from those of another run.
+
+    Raises:
+        ConfigError: the other run has other outputs.
+    """
+    forms = [
+        [(spec.name, spec.dtype, len(spec.dims)) for spec in outputs]
+        for outputs in (schema.outputs, other.outputs)
+    ]
+    if forms[0] != forms[1]:
+        raise ConfigError(
+            config.name,
+            "config.pbtxt lists no outputs, and the model returns other outputs for other sizes:"
+            f" {join_names(map(str, schema.outputs))}, or {join_names(map(str, other.outputs))}",
+            cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
+        )
+    outputs = []
+    for spec, varied in zip(schema.outputs, other.outputs, strict=True):
+        sizes = zip(spec.dims, varied.dims, strict=True)
+        dims = tuple(size if size == changed else -1 for size, changed in sizes)
+        outputs.append(dataclasses.replace(spec, dims=dims))
     return dataclasses.replace(schema, outputs=tuple(outputs))
 
 
@@ -81,13 +107,13 @@ def triton_type(config: ModelConfig, name: str, dtype: torch.dtype) -> DType:
 
 
 def of_values(config: ModelConfig, values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
-    """Return the specs of values, with all dims."""
+    """Return the specs of values, with all dims; -1 for a size that a program does not fix."""
     strings = dtypes.from_triton("BYTES")
     return tuple(
         TensorSpec(
             name,
             triton_type(config, name, value.dtype) if isinstance(value, Tensor) else strings,
-            tuple(value.shape),
+            tuple(size if isinstance(size, int) else -1 for size in value.shape),
         )
         for name, value in values.items()
     )
@@ -102,26 +128,19 @@ def row_specs(specs: Iterable[TensorSpec], *, batched: bool) -> tuple[TensorSpec
     )
 
 
-def named_parts(config: ModelConfig, result: object, of: str) -> dict[str, object]:
-    """Return the leaves of a result of the function `of` by their names."""
+def of_result(config: ModelConfig, result: object, of: str) -> tuple[TensorSpec, ...]:
+    """Return the specs of the leaves of a result of the function `of`, with all dims."""
     names = results.leaf_names(result)
     parts = results.bind_outputs(config.name, names, result, of)(result)
-    return dict(zip(names, parts, strict=True))
+    named = zip(names, parts, strict=True)
+    return of_values(
+        config, {name: result_parts.unchecked(config.name, name, part) for name, part in named}
+    )
 
 
-def of_parts(config: ModelConfig, parts: Mapping[str, object]) -> tuple[TensorSpec, ...]:
-    """Return the specs of a result's leaves, with all dims."""
-    unchecked = result_parts.unchecked
-    return of_values(config, {name: unchecked(config.name, name, parts[name]) for name in parts})
-
-
-class NoExampleError(ConfigError):
-    """Neither the config nor an example defines the inputs."""
-
-
-def no_example(config: ModelConfig, reason: str) -> NoExampleError:
+def no_example(config: ModelConfig, reason: str) -> ConfigError:
     """Return the error of a model whose inputs neither the config nor an example defines."""
-    return NoExampleError(
+    return ConfigError(
         config.name,
         f"config.pbtxt lists no inputs or no outputs, and {reason}",
         expected=f"{example_inputs.NAME}.safetensors in the version folder, or a function"

@@ -7,9 +7,8 @@ import dataclasses
 import inspect
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +27,9 @@ from torch_py_backend.signature.arguments import Signature
 
 # Its logger is named here, because an import of the module imports the compiler.
 _SERIALIZER = "torch._export.serde.serialize"
+
+# Fake tensors by name. A size of them that is not fixed is no int.
+Values: TypeAlias = "dict[str, Tensor]"
 
 
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
@@ -62,44 +64,28 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     return Loaded(artifact, module, signature, module, rows)
 
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """The tensors of a program: name, dtype and shape of each (-1 is any size), and its rows."""
-
-    inputs: list[tuple[str, torch.dtype, tuple[int, ...]]]
-    outputs: list[tuple[str, torch.dtype, tuple[int, ...]]]
-    rows: Rows
-
-
-def describe(config: ModelConfig, path: Path) -> Description:
-    """Return the inputs and outputs of a program without running it.
+def describe(config: ModelConfig, path: Path) -> tuple[Values, Values, Rows]:
+    """Return the inputs and outputs of a program by name, as traced, and its rows.
 
     Raises:
         ArtifactError: this torch cannot load it.
     """
     program = _read(config, path)
     signature = _signature(program, program.module())
-    nodes = {node.name: node for node in program.graph.nodes}
+    values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     output_nodes = program.graph_signature.user_outputs
     out_spec: Any = program.call_spec.out_spec
     names = results.leaf_names(pytree.tree_unflatten(list(range(len(output_nodes))), out_spec))
-    inputs = [
-        (binding.leaf_name(index, signature), value)
+    inputs = {
+        binding.leaf_name(index, signature): value
         for index, value in enumerate(_input_values(program))
-    ]
-    outputs = [
-        (name, nodes[node].meta["val"])
+    }
+    outputs = {
+        name: values[node]
         for name, node in zip(names, output_nodes, strict=True)
-        if node in nodes  # None and numbers in a result are not outputs
-    ]
-    return Description(_sizes(inputs), _sizes(outputs), _rows(program))
-
-
-def _sizes(tensors: list[tuple[str, Any]]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
-    return [
-        (name, value.dtype, tuple(size if isinstance(size, int) else -1 for size in value.shape))
-        for name, value in tensors
-    ]
+        if node in values  # None and numbers in a result are not outputs
+    }
+    return inputs, outputs, _rows(program)
 
 
 def _read(config: ModelConfig, path: Path) -> ExportedProgram:
