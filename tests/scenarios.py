@@ -1354,7 +1354,7 @@ LOAD_ERRORS = (
         "whole_module",
         saved(nn.Linear(4, 4)),
         _X_TO_Y,
-        "model.pt is a pickle of a whole module",
+        "model.pt is a state_dict, or a pickled module",
         "Save module.state_dict()",
     ),
     refused(

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import enum
 import json
-import re
 import zipfile
 from collections.abc import Collection
 from pathlib import Path
 
 from torch_py_backend.errors import summarize
 
-_HEAD_BYTES = 1024
+_HEAD_BYTES = 64
 _METADATA_BYTES = 1 << 16
 
 # Suffixes of weights of other frameworks, which `save_pretrained` folders may hold too.
@@ -27,8 +26,7 @@ class FileType(enum.Enum):
     TORCHSCRIPT = "TorchScript"
     EXPORTED = "a torch.export program"
     AOTI = "an AOTInductor package"
-    STATE_DICT = "a state_dict: weights without code"
-    PICKLED_MODULE = "a pickle of a whole module"
+    STATE_DICT = "a state_dict, or a pickled module"
     SAFETENSORS = "safetensors: weights without code"
     GIT_LFS = "a git-lfs pointer, not the file that it stands for"
     UNKNOWN = "not a PyTorch file, or a damaged one"
@@ -41,10 +39,9 @@ def advice(content: FileType, path: Path) -> str:
 
 
 _CURES = {
-    FileType.STATE_DICT: "Put the class that it belongs to in {source}.",
+    FileType.STATE_DICT: "Put the class that it belongs to in {source}. Save module.state_dict():"
+    " pickled modules can run any code and are not loaded.",
     FileType.SAFETENSORS: "Put the class that it belongs to in {source}.",
-    FileType.PICKLED_MODULE: "Pickles can run any code and are not loaded. Save module.state_dict()"
-    " instead and put the class in {source}, or save TorchScript or a torch.export program.",
     FileType.GIT_LFS: "Fetch the file with `git lfs pull`.",
 }
 
@@ -56,51 +53,32 @@ _MEMBERS = (
     ("", "serialized_exported_program.json", FileType.EXPORTED),  # before torch 2.7
     ("/code/", "", FileType.TORCHSCRIPT),
     ("", "/constants.pkl", FileType.TORCHSCRIPT),
-)
-# A pickle that begins with a class, other than those that state_dicts begin with; torch before 1.6
-# wrote it behind other pickles, and marked the classes of modules.
-_PICKLED_CLASS = re.compile(
-    rb"(?:\A|\.)\x80.(?:(?:\(X\x06\0{3}moduleq\0)?c|\x95.{8}\x8c.)"
-    rb"(?!collections|torch\._utils)",
-    re.DOTALL,
+    ("", "data.pkl", FileType.STATE_DICT),
 )
 
 
 def file_type(path: Path) -> FileType:
-    """Return the type of a file from its first bytes and its zip members."""
+    """Return the type of a file from its first bytes and the names of its zip members."""
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
     if head.startswith(b"\x80"):  # a pickle's first opcode: torch.save before torch 1.6
-        return _pickle_type(head)
+        return FileType.STATE_DICT
     if head.startswith(b"PK"):
         try:
             with zipfile.ZipFile(path) as archive:
-                return _archive_type(archive)
-        except Exception:  # zipfile, zlib, lzma and bz2 raise different errors
+                # A user's own files (`_extra_files`) may have any name.
+                names = [name for name in archive.namelist() if "/extra/" not in name]
+        except Exception:  # a damaged archive raises nearly anything
             return FileType.UNKNOWN
+        for part, suffix, content in _MEMBERS:
+            if any(part in name and name.endswith(suffix) for name in names):
+                return content
     if head.startswith(b"version https://git-lfs"):
         return FileType.GIT_LFS
     # safetensors: eight bytes with the length of the JSON header.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size:
         return FileType.SAFETENSORS
     return FileType.UNKNOWN
-
-
-def _archive_type(archive: zipfile.ZipFile) -> FileType:
-    # A user's own files (`_extra_files`) may have any name.
-    names = [name for name in archive.namelist() if "/extra/" not in name]
-    for part, suffix, content in _MEMBERS:
-        if any(part in name and name.endswith(suffix) for name in names):
-            return content
-    for name in names:
-        if name.endswith("data.pkl"):
-            with archive.open(name) as file:
-                return _pickle_type(file.read(_HEAD_BYTES))
-    return FileType.UNKNOWN
-
-
-def _pickle_type(head: bytes) -> FileType:
-    return FileType.PICKLED_MODULE if _PICKLED_CLASS.search(head) else FileType.STATE_DICT
 
 
 def mmap_obstacle(weights: Path) -> str:
