@@ -39,6 +39,17 @@ def start(tmp_path: Path) -> Iterator[children.Start]:
 
 
 @pytest.fixture
+def imports(tmp_path: Path) -> Iterator[None]:
+    """Removes the modules of the test's models, and restores sys.path."""
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+@pytest.fixture
 def dynamo() -> Iterator[None]:
     """What a compiled model changes of torch.compile's settings is put back afterwards."""
     settings = torch._dynamo.config

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,8 @@ from torch_py_backend.errors import (
 from torch_py_backend.loading import registry
 from torch_py_backend.loading.loaded import Loaded
 
+pytestmark = pytest.mark.usefixtures("imports")
 _HEADER = "import numpy as np\nimport torch\nfrom torch import nn\n\n"
-
-
-@pytest.fixture(autouse=True)
-def imports(tmp_path: Path) -> Iterator[None]:
-    """Remove the models' modules, and no others: torch cannot be imported twice."""
-    path = list(sys.path)
-    yield
-    sys.path[:] = path
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
-            del sys.modules[name]
 
 
 def _describe(folder: Path, **document: Any) -> tuple[str, str, int]:

@@ -23,7 +23,6 @@ from torch_py_backend.errors import ArtifactError, InputError
 from torch_py_backend.loading import aotinductor
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.processes import orphan_cleanup
-from torch_py_backend.signature import binding
 
 CPU = torch.device("cpu")
 PACKAGE = Path(__file__).parents[2] / "examples/model_repository/digits_aoti/1/model.pt2"
@@ -165,19 +164,6 @@ def aoti(
     return aotinductor.load(Artifact(ArtifactType.AOTI, folder / "model.pt2"), settings, device)
 
 
-def test_device_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package for CUDA is tried on the GPU, although the config names no device yet."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    for name, gpu, device in (
-        ("cuda", True, torch.device("cuda", 0)),
-        ("cuda", False, CPU),
-        ("cpu", True, CPU),
-    ):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        path = package(tmp_path, {"AOTI_DEVICE_KEY": name})
-        assert aotinductor.device_of(path) == device
-
-
 @pytest.mark.usefixtures("process")
 def test_calls_of_a_package_when_it_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -188,17 +174,6 @@ def test_calls_of_a_package_when_it_is_loaded(
     assert loader.calls == []
     aoti(tmp_path, monkeypatch, loader, device=torch.device("meta"))
     assert {leaf.device.type for leaves in loader.calls for leaf in leaves} == {"meta"}
-
-
-@pytest.mark.usefixtures("process")
-def test_package_is_called_with_its_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package gets its leaves in its own order, and its result has its own structure."""
-    program = aoti(tmp_path, monkeypatch, Loader())
-    inputs = binding.bind_inputs(build.MODEL, ["a", "b", "arg0"], program.signature)
-    values = {"a": C, "b": B, "arg0": A}
-    result: Any = inputs.call(program.module, [values[name] for name in inputs.names])
-    assert torch.equal(result["y"], A + 10 * B + 100 * C)
-    assert program.signature.leaves == ("ARGS[0]", "ARGS[1][b]", "ARGS[1][a]")
 
 
 AT_LEAST = "input_handles[0]: dim value is too small at 0, expected it to be >= 2, but got: 1\n"

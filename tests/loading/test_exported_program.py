@@ -33,14 +33,6 @@ class Net(nn.Module):
         return result
 
 
-class Nested(nn.Module):
-    """Keys that are not in alphabetical order."""
-
-    def forward(self, x: Tensor, extra: dict[str, Any], *, scale: Tensor) -> dict[str, Any]:
-        total = x + 10 * extra["z"] + 100 * extra["a"][0] + 1000 * extra["a"][1]
-        return {"total": total * scale, "parts": (x, [extra["z"]])}
-
-
 class Power(nn.Module):
     def forward(self, x: Tensor, n: int, y: Tensor) -> Tensor:
         return x**n + y
@@ -61,11 +53,10 @@ def exported(
     folder: Path,
     module: nn.Module,
     args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
     dims: Any = None,
 ) -> Path:
     path = build.write(folder, "model.pt2", "")
-    program = torch.export.export(module.eval(), args, dict(kwargs or {}), dynamic_shapes=dims)
+    program = torch.export.export(module.eval(), args, dynamic_shapes=dims)
     torch.export.save(program, path)
     return path
 
@@ -104,23 +95,7 @@ def test_program_computes_what_was_exported(tmp_path: Path) -> None:
     assert torch.equal(called(program, {"x": x}), module(x))
 
 
-A, B, C, D, S = (torch.full((2, 2), number) for number in (1.0, 2.0, 3.0, 4.0, 0.5))
-
-
-def test_nested_inputs_reach_their_places(tmp_path: Path) -> None:
-    """Inputs under names, numbers or paths, in any order, reach their arguments."""
-    sample = {"z": B.clone(), "a": [C.clone(), D.clone()]}
-    exported(tmp_path, Nested(), (A.clone(), sample), {"scale": S.clone()})
-    program = loaded(tmp_path, "x", "z", "c", "d", "scale")
-    assert str(program.signature) == "forward(x, extra, *, scale)"
-    for columns in (
-        {"scale": S, "ARGS[1][a][1]": D, "z": B, "ARGS[1][a][0]": C, "x": A},
-        {f"INPUT__{number}": value for number, value in enumerate([A, B, C, D, S])},
-        {"KWARGS[scale]": S, "ARGS[0]": A, "ARGS[1][a][0]": C, "ARGS[1][a][1]": D, "ARGS[1][z]": B},
-    ):
-        result = called(program, columns)
-        assert torch.equal(result["total"], (A + 10 * B + 100 * C + 1000 * D) * S)
-        assert torch.equal(result["parts"][1][0], B)
+A, B = torch.full((2, 2), 1.0), torch.full((2, 2), 2.0)
 
 
 def test_constants_are_passed_as_exported(tmp_path: Path) -> None:

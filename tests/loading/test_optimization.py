@@ -45,11 +45,6 @@ def module() -> Iterator[nn.Module]:
         yield Convolved().eval()
 
 
-def test_module_is_not_changed(module: nn.Module) -> None:
-    """Without OPTIMIZE a model is not changed."""
-    assert registry.optimize(build.config(), loaded(ArtifactType.MODULE, module)) is module
-
-
 @pytest.mark.parametrize("kind", [ArtifactType.MODULE, ArtifactType.TORCHSCRIPT])
 def test_channels_last(module: nn.Module, kind: ArtifactType) -> None:
     """The weights of convolutions change their layout, not their values, also for a method."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import build
 import pytest
-import torch
 from torch import nn
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
@@ -129,17 +128,6 @@ def test_a_sibling_named_model_is_imported(tmp_path: Path, stub_module: None) ->
     """`import model` imports the model's own module, not the backend's file."""
     build.write(tmp_path, "model.py", NET)
     assert constructed(tmp_path, "from model import Net\n", "served.py", model_class="Net")(1) == 2
-
-
-@pytest.mark.parametrize("option", ["model_class", "model_factory"])
-def test_keyword_arguments_reach_class_and_factory(option: str, tmp_path: Path) -> None:
-    """MODEL_KWARGS are the keyword arguments of the class or the factory, which computes."""
-    source = SIZED + "def make(size, bias):\n    return Net(size, bias=bias)\n"
-    name = "Net" if option == "model_class" else "make"
-    keywords = {"size": 3, "bias": False}
-    module = constructed(tmp_path, source, model_kwargs=keywords, **{option: name})
-    assert module.linear.bias is None
-    assert module(torch.ones(2, 3)).shape == (2, 1)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching.gather_scatter import ANY_ROWS
 from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, SourceError
 from torch_py_backend.loading import registry
@@ -251,28 +250,6 @@ def test_method_of_another_object_is_served(tmp_path: Path) -> None:
     store_script(tmp_path / "b", torch.jit.script(OnlyEncodes()))
     assert load(tmp_path / "a", model_factory="make", method="__call__").module(1) == 1
     assert torch.equal(load(tmp_path / "b", method="encode").module(X), X + 1)
-
-
-# --- factories of packages -------------------------------------------------------------------
-
-
-def test_module_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A class of an installed package is filled from the version folder, or fills itself."""
-    pretrained = (
-        "\nclass Pretrained(Net):\n    @classmethod\n"
-        "    def from_pretrained(cls, folder, local_files_only):\n        return cls()\n"
-    )
-    (tmp_path / "package_with_a_net.py").write_text(NET + pretrained)
-    monkeypatch.syspath_prepend(tmp_path)
-    folder = tmp_path / "digits"
-    build.write(folder, "config.json", "{}")
-    assert len(list(load(folder, model_factory="package_with_a_net:Pretrained").weights)) == 3
-    with pytest.raises(ArtifactError, match="Net has 3 weights, and there is no weights file"):
-        load(folder, model_factory="package_with_a_net:Net")
-    torch.save(STATE, folder / "1" / "model.pt")
-    loaded = load(folder, model_factory="package_with_a_net:Net")
-    assert loaded.kind is ArtifactType.FACTORY
-    assert torch.equal(loaded.module(X), Y)
 
 
 # --- programs --------------------------------------------------------------------------------
