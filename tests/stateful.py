@@ -16,12 +16,7 @@ from torch_py_backend.batching.gather_scatter import Outcome
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.config.options import Options
-from torch_py_backend.config.sequence_config import (
-    ControlInput,
-    InitialState,
-    SequenceConfig,
-    State,
-)
+from torch_py_backend.config.sequence_config import ControlInput, SequenceConfig, State
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.loaded import Loaded
@@ -37,10 +32,11 @@ def make_state(
     names: tuple[str, str] = ("total", "sum"),
     dtype: str = "FP32",
     dims: tuple[int, ...] = (4,),
-    initial: InitialState | None = None,
+    initial: tuple[int, ...] | None = None,
+    file: str | None = None,
 ) -> State:
-    begins = initial or InitialState(tuple(max(1, size) for size in dims))
-    return State(*names, dtypes.from_triton(dtype), dims, begins)
+    begins = initial or tuple(max(1, size) for size in dims)
+    return State(*names, dtypes.from_triton(dtype), dims, begins, file)
 
 
 def config(*states: State, controls: Sequence[ControlInput] = (), **overrides: Any) -> ModelConfig:

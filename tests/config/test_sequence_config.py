@@ -11,7 +11,6 @@ from torch_py_backend.config import dtypes, model_config, sequence_config
 from torch_py_backend.config.model_config import ModelConfig, Origin
 from torch_py_backend.config.sequence_config import (
     ControlInput,
-    InitialState,
     SequenceConfig,
     State,
 )
@@ -82,18 +81,19 @@ def test_controls(control: dict[str, Any], dtype: str, idle: float | None) -> No
 
 
 @pytest.mark.parametrize(
-    ("entry", "initial"),
+    ("entry", "initial", "file"),
     [
-        (block(), InitialState((2, 1))),  # undefined in Triton, zeros here
-        (with_initial(), InitialState((2, 3))),
-        (with_initial(dims=["2", "0"]), InitialState((2, 0))),
-        (block(initial_state=[_FILE]), InitialState((2, 3), "f")),
+        (block(), (2, 1), None),  # undefined in Triton, zeros here
+        (with_initial(), (2, 3), None),
+        (with_initial(dims=["2", "0"]), (2, 0), None),
+        (block(initial_state=[_FILE]), (2, 3), "f"),
     ],
     ids=["none", "zeros", "empty", "file"],
 )
-def test_states(entry: dict[str, Any], initial: InitialState) -> None:
+def test_states(entry: dict[str, Any], initial: tuple[int, ...], file: str | None) -> None:
     """A state has the settings of its block; sizes of -1 are 1 at first, as in Triton."""
-    assert parsed({"state": [entry]}).states == (State("past", "present", _FP32, (2, -1), initial),)
+    state = State("past", "present", _FP32, (2, -1), initial, file)
+    assert parsed({"state": [entry]}).states == (state,)
 
 
 def test_states_are_inputs_and_outputs() -> None:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.config.sequence_config import InitialState
 from torch_py_backend.errors import ArtifactError, ConfigError
 from torch_py_backend.sequences import initial_states
 
@@ -33,9 +32,7 @@ def test_zeros(dtype: str, rows: int | None) -> None:
 def _file(folder: Path, content: bytes, dtype: str, dims: tuple[int, ...]) -> ModelConfig:
     (folder / "initial_state").mkdir()
     (folder / "initial_state" / "f").write_bytes(content)
-    return config(
-        make_state(dtype=dtype, dims=dims, initial=InitialState(dims, "f")), folder=folder
-    )
+    return config(make_state(dtype=dtype, dims=dims, file="f"), folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +74,7 @@ def test_missing_file(tmp_path: Path) -> None:
     secret, folder = tmp_path / "secret", tmp_path / "model" / "initial_state"
     secret.write_bytes(bytes(16))
     folder.mkdir(parents=True)
-    settings = config(make_state(initial=InitialState((4,), "f")), folder=tmp_path / "model")
+    settings = config(make_state(file="f"), folder=tmp_path / "model")
     with pytest.raises(ArtifactError, match=r"cannot be read.*initial_state/f in the model's"):
         initial_states.find(settings, 1)
     (folder / "f").symlink_to(secret)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import Origin
-from torch_py_backend.config.sequence_config import ControlInput, InitialState
+from torch_py_backend.config.sequence_config import ControlInput
 from torch_py_backend.errors import ForwardError, InputError, OutputError
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.sequences import state_store
@@ -294,7 +294,7 @@ def test_buckets_fill_up_with_states() -> None:
 
 def test_samples_are_first_steps() -> None:
     """Sample inputs have initial states, and controls of a single step."""
-    settings = config(make_state(dims=(-1, 2), initial=InitialState((0, 2))), controls=_CONTROLS)
+    settings = config(make_state(dims=(-1, 2), initial=(0, 2)), controls=_CONTROLS)
     sample = example_inputs.item(
         state_store.with_controls(settings, introspection.from_function(_takes_total)), 3
     )

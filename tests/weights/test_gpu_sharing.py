@@ -261,16 +261,12 @@ def test_a_model_that_changes_attributes(monkeypatch: pytest.MonkeyPatch) -> Non
     ("overrides", "reason"),
     [({"kind": "MODEL"}, "places itself"), ({"optimize": ("freeze",)}, "freezing makes them")],
 )
-def test_refusals(overrides: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    """Weights that cannot be shared are refused with a reason."""
-    settings = build.config(tmp_path, **({"kind": "GPU"} | overrides))
+def test_requested(overrides: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    """Weights on a GPU are shared on request only, and refused with a reason if they cannot be."""
+    options = {"kind": "GPU", "enable_weight_sharing": True} | overrides
+    settings = build.config(tmp_path, **options)
+    assert gpu_sharing.requested(settings)
     with pytest.raises(ConfigError, match=reason):
         SharedWeights(settings, torch.device("cpu"))
-
-
-def test_requested() -> None:
-    """Weights on a GPU are shared on request only; those on a CPU are shared by mapped files."""
-    cases = [("GPU", True, True), ("GPU", None, False), ("MODEL", True, True), ("CPU", True, False)]
-    for kind, option, expected in cases:
-        settings = build.config(kind=kind, enable_weight_sharing=option)
-        assert gpu_sharing.requested(settings) is expected
+    for unasked in ({"kind": "GPU"}, {"kind": "CPU", "enable_weight_sharing": True}):
+        assert not gpu_sharing.requested(build.config(**unasked))

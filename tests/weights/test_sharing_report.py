@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import build
+import models
 import pytest
 import safetensors.torch
 import torch
@@ -21,20 +22,6 @@ from torch_py_backend.signature import introspection
 from torch_py_backend.weights import sharing_report
 from torch_py_backend.weights.sharing_report import Sharing
 
-SOURCE = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3)
-        self.register_buffer("steps", torch.arange(5), persistent=False)
-
-    def forward(self, x):
-        return self.conv(x)
-"""
-
 
 class Net(nn.Module):
     def __init__(self) -> None:
@@ -46,6 +33,11 @@ class Net(nn.Module):
         return result
 
 
+# With a buffer that no file has.
+SOURCE = models.source(Net).replace(
+    "nn.Conv2d(3, 8, 3)",
+    "nn.Conv2d(3, 8, 3)\n        self.register_buffer('steps', torch.arange(5), persistent=False)",
+)
 NET = Net().eval()
 STATE = NET.state_dict()
 BYTES = sum(tensor.nbytes for tensor in STATE.values())
@@ -125,7 +117,7 @@ OBSTACLES = [
     pytest.param(_compressed, {}, "the entries of model.pt are compressed", id="compressed"),
     pytest.param(_half, {}, "the module converts or computes the rest", id="converted"),
     pytest.param(
-        _state_dict, {"optimize": ("channels_last",)}, "channels_last changes", id="channels_last"
+        _state_dict, {"optimize": ("channels_last",)}, "channels_last converts", id="channels_last"
     ),
     pytest.param(_state_dict, {"optimize": ("bf16",)}, "bf16 converts them", id="16 bits"),
     pytest.param(
@@ -170,7 +162,7 @@ _QUANTISED = pytest.mark.filterwarnings(
 
 
 class Odd(nn.Module):
-    """State that is not a plain tensor: an extra state, a sparse, a quantized and an empty one."""
+    """State that is not a plain tensor: a sparse, a quantized and an empty one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,14 +174,6 @@ class Odd(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.linear(x)
         return result
-
-
-class Extra(Odd):
-    def get_extra_state(self) -> Any:
-        return {"version": 3}
-
-    def set_extra_state(self, state: Any) -> None:
-        pass
 
 
 @_QUANTISED
@@ -206,9 +190,8 @@ def test_unusual_tensors(tmp_path: Path) -> None:
         dense = filled.dequantize() if filled.is_quantized else filled.to_dense()
         assert torch.equal(dense, tensor.dequantize() if tensor.is_quantized else tensor.to_dense())
     size = sum(parameter.nbytes for parameter in module.parameters())
-    for owner, shared in ((module, size), (Extra(), 0)):
-        loaded = Loaded(artifact, owner, introspection.from_function(owner.forward), owner)
-        assert sharing_report.mapped(loaded)[:2] == (shared, size)
+    loaded = Loaded(artifact, module, introspection.from_function(module.forward), module)
+    assert sharing_report.mapped(loaded)[:2] == (size, size)
 
 
 class Quantised(nn.Module):

@@ -252,14 +252,6 @@ TABLE = tuple(
 _LIBTORCH_PARSERS = {"INTRA_OP_THREAD_COUNT": count, "INTER_OP_THREAD_COUNT": count}
 
 
-def is_unset(key: str, text: str) -> bool:
-    """Return whether a number leaves its option unset, as in the LibTorch backend."""
-    try:
-        return key in _LIBTORCH_PARSERS and _LIBTORCH_PARSERS[key].parse(text) is None
-    except ValueError:
-        return False
-
-
 def parse(model: str, parameters: Mapping[str, object]) -> Options:
     """Parse Triton's `parameters`; log a warning for each unknown key.
 

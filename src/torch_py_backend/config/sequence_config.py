@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -18,24 +17,6 @@ _BOOLEANS = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false
 
 
 @dataclass(frozen=True, slots=True)
-class InitialState:
-    """The value of a state in the first step of a sequence.
-
-    Attributes:
-        dims: its shape, without the batch dimension.
-        file: the file with its bytes, in the folder `initial_state` of the model; None: zeros.
-    """
-
-    dims: tuple[int, ...]
-    file: str | None = None
-
-    @property
-    def size(self) -> int:
-        """The number of values."""
-        return math.prod(self.dims)
-
-
-@dataclass(frozen=True, slots=True)
 class State:
     """A tensor that a step of a sequence passes to the next step.
 
@@ -44,14 +25,17 @@ class State:
         output: the name of the output of the previous step.
         dtype: its type.
         dims: its shape, without the batch dimension; -1 means any size.
-        initial: its value in the first step.
+        initial: its shape in the first step.
+        file: the file with its bytes in the first step, in the folder `initial_state` of the model;
+            None: it begins with zeros.
     """
 
     input: str
     output: str
     dtype: DType
     dims: tuple[int, ...]
-    initial: InitialState
+    initial: tuple[int, ...]
+    file: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +133,7 @@ def _parse_state(model: str, entry: Document) -> State:
         )
     dtype = dtypes.parse(model, f"the state '{names[0]}'", entry.get("data_type", "unset"))
     dims = _dims(entry)
-    return State(*names, dtype, dims, _parse_initial(model, names[0], dims, entry))
+    return State(*names, dtype, dims, *_parse_initial(model, names[0], dims, entry))
 
 
 def _dims(entry: Document) -> tuple[int, ...]:
@@ -157,11 +141,14 @@ def _dims(entry: Document) -> tuple[int, ...]:
     return tuple(int(size) for size in entry.get("dims", ()))
 
 
-def _parse_initial(model: str, name: str, dims: Sequence[int], entry: Document) -> InitialState:
+def _parse_initial(
+    model: str, name: str, dims: Sequence[int], entry: Document
+) -> tuple[tuple[int, ...], str | None]:
+    """Return the shape of a state in the first step, and its file."""
     blocks = entry.get("initial_state", ())
     if not blocks:
         # Triton leaves the values undefined then, and uses 1 for sizes of -1.
-        return InitialState(tuple(1 if size == -1 else size for size in dims))
+        return tuple(1 if size == -1 else size for size in dims), None
     block, sizes = blocks[0], _dims(blocks[0])
     if len(blocks) > 1:
         raise ConfigError(
@@ -191,7 +178,7 @@ def _parse_initial(model: str, name: str, dims: Sequence[int], entry: Document) 
             f"the data_file of the state '{name}' is '{file}'",
             expected="a file in the folder initial_state of the model",
         )
-    return InitialState(sizes, file or None)
+    return sizes, file or None
 
 
 def _check_names(model: str, document: Document, sequencing: SequenceConfig) -> None:

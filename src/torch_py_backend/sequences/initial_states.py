@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.batching.gather_scatter import Item, Strings, Value
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.config.sequence_config import InitialState, State
+from torch_py_backend.config.sequence_config import State
 from torch_py_backend.errors import ArtifactError, counted
 
 _FOLDER = "initial_state"
@@ -30,9 +31,7 @@ def find(config: ModelConfig, rows: int | None) -> Item:
     """
     states: Item = {}
     for state in config.states:
-        if state.initial is None:
-            continue
-        value = _one_row(config, state, state.initial)
+        value = _one_row(config, state)
         if rows is None:
             states[state.input] = value
         elif isinstance(value, Tensor):
@@ -42,49 +41,47 @@ def find(config: ModelConfig, rows: int | None) -> Item:
     return states
 
 
-def _one_row(config: ModelConfig, state: State, initial: InitialState) -> Value:
-    name = state.dtype.torch if state.dtype is not None else None
-    if initial.file is None:
+def _one_row(config: ModelConfig, state: State) -> Value:
+    name = state.dtype.torch
+    if state.file is None:
         if name is None:
-            return np.full(initial.dims, b"", dtype=np.object_)
-        return torch.zeros(initial.dims, dtype=getattr(torch, name))
+            return np.full(state.initial, b"", dtype=np.object_)
+        return torch.zeros(state.initial, dtype=getattr(torch, name))
     folder = config.folder / _FOLDER
     role = f"the data_file of the state '{state.input}'"
-    discovery.check_inside(config, role, initial.file, folder)
+    discovery.check_inside(config, role, state.file, folder)
     try:
-        content = (folder / initial.file).read_bytes()
+        content = (folder / state.file).read_bytes()
     except OSError as error:
         raise ArtifactError(
             config.name,
             f"{role} cannot be read: {error.strerror}",
-            expected=f"{_FOLDER}/{initial.file} in the model's folder",
+            expected=f"{_FOLDER}/{state.file} in the model's folder",
         ) from None
     if name is None:
-        return _parse_strings(config, state, initial, content)
+        return _parse_strings(config, state, content)
     dtype: torch.dtype = getattr(torch, name)
-    needed = initial.size * dtype.itemsize
+    needed = math.prod(state.initial) * dtype.itemsize
     if len(content) < needed:
         raise _misfit(config, state, counted(len(content), "byte"), counted(needed, "byte"))
     if not needed:  # torch.frombuffer refuses empty buffers
-        return torch.zeros(initial.dims, dtype=dtype)
-    return torch.frombuffer(bytearray(content[:needed]), dtype=dtype).reshape(initial.dims)
+        return torch.zeros(state.initial, dtype=dtype)
+    return torch.frombuffer(bytearray(content[:needed]), dtype=dtype).reshape(state.initial)
 
 
-def _parse_strings(
-    config: ModelConfig, state: State, initial: InitialState, content: bytes
-) -> Strings:
+def _parse_strings(config: ModelConfig, state: State, content: bytes) -> Strings:
     """Parse strings, each with its length in four bytes before its text."""
-    texts, position = [], 0
+    texts, position, count = [], 0, math.prod(state.initial)
     while position + 4 <= len(content):
         (size,) = struct.unpack_from("<I", content, position)
         position += 4 + size
         texts.append(content[position - size : position])
-    if position != len(content) or len(texts) != initial.size:
-        expected = f"{initial.size}, each behind its length"
+    if position != len(content) or len(texts) != count:
+        expected = f"{count}, each behind its length"
         raise _misfit(config, state, f"{len(texts)} strings", expected)
     strings: Strings = np.empty(len(texts), dtype=np.object_)
     strings[:] = texts
-    return strings.reshape(initial.dims)
+    return strings.reshape(state.initial)
 
 
 def _misfit(config: ModelConfig, state: State, found: str, expected: str) -> ArtifactError:

@@ -34,15 +34,6 @@ def requested(config: ModelConfig) -> bool:
     return config.kind != "CPU" and bool(config.options.enable_weight_sharing)
 
 
-def refusal(config: ModelConfig) -> str:
-    """Return why the weights of a model on a GPU cannot be shared; empty: they can."""
-    if config.kind == "MODEL":
-        return "the instance is KIND_MODEL: the model places itself"
-    if config.options.freezes:
-        return "freezing makes them constants of each instance's own graph"
-    return ""
-
-
 def not_shared_error(config: ModelConfig, reason: str) -> ConfigError:
     """Return the error for ENABLE_WEIGHT_SHARING where the weights cannot be shared."""
     return ConfigError(
@@ -67,8 +58,11 @@ class SharedWeights:
     """
 
     def __init__(self, config: ModelConfig, device: torch.device | None) -> None:
-        reason = refusal(config)
-        if reason or device is None:
+        if config.kind == "MODEL" or device is None:
+            reason = "the instance is KIND_MODEL: the model places itself"
+            raise not_shared_error(config, reason)
+        if config.options.freezes:
+            reason = "freezing makes them constants of each instance's own graph"
             raise not_shared_error(config, reason)
         self._config, self._device = config, device
         key = f"{config.version_folder.resolve()} {device}"
@@ -187,17 +181,15 @@ class SharedWeights:
     def _place(self, module: nn.Module) -> None:
         """Give the module the owner's tensors, and move what the owner did not send."""
         own, weights = named(module), self._weights
+        kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
         differing = [
             name
-            for name, weight in weights.items()
-            if name not in own or own[name].shape != weight.shape or own[name].dtype != weight.dtype
+            for name, tensor in weights.items()
+            if kinds.get(name) != (tensor.shape, tensor.dtype)
         ]
         if differing:
-            raise not_shared_error(
-                self._config,
-                f"the owner and '{self._config.instance}' disagree about"
-                f" {join_names(sorted(differing))}",
-            )
+            reason = f"the owner and '{self._config.instance}' disagree about "
+            raise not_shared_error(self._config, reason + join_names(sorted(differing)))
         shared = {id(own[name]): weight for name, weight in weights.items()}
         # As Module.to() does it.
         module._apply(  # noqa: SLF001

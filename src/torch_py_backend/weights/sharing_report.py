@@ -76,24 +76,16 @@ def mapped(loaded: Loaded) -> Mapped:
 
 
 def _obstacle(config: ModelConfig, loaded: Loaded, weights: Mapped) -> str:
-    optimize = config.options.optimize
+    """Return why not all weights are in mapped files; empty: they are."""
     if loaded.kind is ArtifactType.AOTI:
         return "the AOTInductor package contains them"
     if config.options.freezes:
         return "freezing makes them constants of a graph"
     if weights.shared == weights.total:
         return ""
-    obstacle = discovery.mapping_obstacle(config, loaded.artifact)
     if config.kind != "CPU" and config.options.enable_weight_sharing is not False:
         return "each instance has a copy on its device"
-    conversions = {
-        "channels_last": "changes the layout of the weights of convolutions",
-        "bf16": "converts them",
-        "fp16": "converts them",
-    }
-    converted = [
-        f"OPTIMIZE's {name} {conversions[name]}" for name in optimize if name in conversions
-    ]
-    return obstacle or next(
-        iter(converted), "the module converts or computes the rest, or holds views of it"
-    )
+    obstacle = "the module converts or computes the rest, or holds views of it"
+    if config.options.optimize:
+        obstacle = f"OPTIMIZE's {', '.join(config.options.optimize)} converts them"
+    return discovery.mapping_obstacle(config, loaded.artifact) or obstacle
