@@ -6,13 +6,11 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from torch_py_backend.batching import result_parts
 from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.config import dtypes, pbtxt
-from torch_py_backend.config.dtypes import DType
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ConfigError, SourceError, join_names
@@ -23,6 +21,7 @@ from torch_py_backend.signature import results
 DEFAULT_BATCH_SIZE = 8
 # A larger limit in an exported program stands for "any number of rows".
 _MAX_BATCH_SIZE = 4096
+_STRINGS = dtypes.from_triton("BYTES")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,33 +89,26 @@ def batch_size(max_rows: int | None) -> int:
     return DEFAULT_BATCH_SIZE if max_rows is None or max_rows > _MAX_BATCH_SIZE else max_rows
 
 
-def triton_type(config: ModelConfig, name: str, dtype: torch.dtype) -> DType:
-    """Return the type of a tensor in Triton.
+def of_values(config: ModelConfig, values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
+    """Return the specs of values, with all dims; -1 for a size that a program does not fix.
 
     Raises:
-        SourceError: Triton has no such type.
+        SourceError: Triton lacks the type of one.
     """
-    try:
-        return dtypes.from_torch(dtype)
-    except KeyError:
-        raise SourceError(
-            config.name,
-            f"tensor '{name}' is {str(dtype).removeprefix('torch.')}, which no request can carry",
-            expected=", ".join(row.torch for row in dtypes.TABLE if row.torch),
-        ) from None
-
-
-def of_values(config: ModelConfig, values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
-    """Return the specs of values, with all dims; -1 for a size that a program does not fix."""
-    strings = dtypes.from_triton("BYTES")
-    return tuple(
-        TensorSpec(
-            name,
-            triton_type(config, name, value.dtype) if isinstance(value, Tensor) else strings,
-            tuple(size if isinstance(size, int) else -1 for size in value.shape),
-        )
-        for name, value in values.items()
-    )
+    specs = []
+    for name, value in values.items():
+        dims = tuple(size if isinstance(size, int) else -1 for size in value.shape)
+        try:
+            dtype = dtypes.from_torch(value.dtype) if isinstance(value, Tensor) else _STRINGS
+        except KeyError:
+            raise SourceError(
+                config.name,
+                f"tensor '{name}' is {str(value.dtype).removeprefix('torch.')}, which no request"
+                " can carry",
+                expected=", ".join(row.torch for row in dtypes.TABLE if row.torch),
+            ) from None
+        specs.append(TensorSpec(name, dtype, dims))
+    return tuple(specs)
 
 
 def row_specs(specs: Iterable[TensorSpec], *, batched: bool) -> tuple[TensorSpec, ...]:
