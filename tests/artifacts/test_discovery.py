@@ -255,18 +255,12 @@ def test_named_hooks(name: str, tmp_path: Path) -> None:
     ("artifact", "expected"),
     [
         (Artifact(ArtifactType.MODULE, Path("model.py")), ["model.py"]),
-        (
-            Artifact(ArtifactType.MODULE, Path("model.py"), Path("model.pt")),
-            ["model.pt"],
-        ),
+        (Artifact(ArtifactType.MODULE, Path("model.py"), Path("model.pt")), ["model.pt"]),
         (
             Artifact(ArtifactType.MODULE, Path("model.py"), Path("model.safetensors.index.json")),
             ["model.safetensors.index.json", "a", "b"],
         ),
-        (
-            Artifact(ArtifactType.MODULE, Path("model.py"), Path("broken.json")),
-            ["broken.json"],
-        ),
+        (Artifact(ArtifactType.MODULE, Path("model.py"), Path("broken.json")), ["broken.json"]),
         (Artifact(ArtifactType.FACTORY, Path()), ["a", "b", "broken.json", "model.pt", "model.py"]),
         (Artifact(ArtifactType.FACTORY, Path(), Path("model.pt")), ["model.pt"]),
     ],

@@ -106,10 +106,7 @@ CONTENTS: dict[str, tuple[_Write, FileType]] = {
     "numpy archive": (numpy_file(np.savez), FileType.UNKNOWN),
     "random bytes": (raw(bytes(range(7, 250))), FileType.UNKNOWN),
     "other zip": (archive("notes.txt"), FileType.UNKNOWN),
-    "safetensors": (
-        lambda path: safetensors.torch.save_file(_STATE, path),
-        FileType.SAFETENSORS,
-    ),
+    "safetensors": (lambda path: safetensors.torch.save_file(_STATE, path), FileType.SAFETENSORS),
     "exported program": (
         lambda path: torch.export.save(torch.export.export(_MODULE, (torch.ones(1, 4),)), path),
         FileType.EXPORTED,

@@ -151,11 +151,7 @@ def test_models_that_are_not_run(written: Entry, kind: str) -> None:
 
 
 _NO_DIMS = {"dims": [1], "reshape": {"shape": []}}
-_VALUES = {
-    "input": [{**_X, **_NO_DIMS}],
-    "output": [{**_Y, **_NO_DIMS}],
-    "max_batch_size": 8,
-}
+_VALUES = {"input": [{**_X, **_NO_DIMS}], "output": [{**_Y, **_NO_DIMS}], "max_batch_size": 8}
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,7 @@ from torch import Tensor, nn
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.autocomplete import schema
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import (
-    ArtifactError,
-    ConfigError,
-    ForwardError,
-    LoadError,
-)
+from torch_py_backend.errors import ArtifactError, ConfigError, ForwardError, LoadError
 from torch_py_backend.loading import registry
 from torch_py_backend.loading.loaded import Loaded
 
@@ -421,11 +416,7 @@ _PAIR = "def example_inputs():\n    return {'x': torch.rand(2, 4), 'm': torch.ra
             {},
             ("texts STRING [1]", "label STRING [1]", 8),
         ),
-        (
-            {},
-            {"input": "x", "max_batch_size": 2},
-            ("x FP32 [4]", "OUTPUT__0 FP32 [3]", 2),
-        ),
+        ({}, {"input": "x", "max_batch_size": 2}, ("x FP32 [4]", "OUTPUT__0 FP32 [3]", 2)),
         (
             {"hook": "preprocess(self, x, m)", "example": _PAIR},
             {},
@@ -453,10 +444,7 @@ _PAIR = "def example_inputs():\n    return {'x': torch.rand(2, 4), 'm': torch.ra
     ids=["annotated", "batch-annotated", "listed", "example", "without-a-batch", "varying"],
 )
 def test_hooks(
-    parts: dict[str, str],
-    config: dict[str, Any],
-    described: tuple[str, str, int],
-    tmp_path: Path,
+    parts: dict[str, str], config: dict[str, Any], described: tuple[str, str, int], tmp_path: Path
 ) -> None:
     """Inputs come from annotations, the config or an example, outputs from a run of the hooks."""
     build.write(tmp_path, "model.py", _HOOKS.format(**_ROW | parts))

@@ -254,10 +254,7 @@ def test_package_without_its_weights(tmp_path: Path) -> None:
     """A package that was compiled without its weights, which would end the process, is refused."""
     path = tmp_path / "model.pt2"
     program = torch.export.export(nn.Linear(2, 2).eval(), (A,))
-    without = {
-        "aot_inductor.package_constants_in_so": False,
-        "always_keep_tensor_constants": True,
-    }
+    without = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
     torch._inductor.aoti_compile_and_package(
         program, package_path=str(path), inductor_configs=without
     )

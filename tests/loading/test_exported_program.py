@@ -49,12 +49,7 @@ def config(folder: Path, *names: str, rows: int = 8) -> ModelConfig:
     )
 
 
-def exported(
-    folder: Path,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    dims: Any = None,
-) -> Path:
+def exported(folder: Path, module: nn.Module, args: tuple[Any, ...], dims: Any = None) -> Path:
     path = build.write(folder, "model.pt2", "")
     program = torch.export.export(module.eval(), args, dynamic_shapes=dims)
     torch.export.save(program, path)

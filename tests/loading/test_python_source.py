@@ -305,11 +305,7 @@ def test_class_of_a_package_is_built(package: str, tmp_path: Path, stub_module: 
 
 @pytest.mark.parametrize(
     ("files", "expected"),
-    [
-        (["config.json"], ""),
-        (["1/config.json", "config.json"], "1"),
-        ([], None),
-    ],
+    [(["config.json"], ""), (["1/config.json", "config.json"], "1"), ([], None)],
 )
 def test_from_pretrained(
     files: list[str], expected: str | None, package: str, tmp_path: Path

@@ -176,10 +176,7 @@ def test_tied_weights_stay_tied(names: list[str], write: Writer, name: str, tmp_
     ],
 )
 def test_module_computes_as_the_one_that_was_saved(
-    make: Callable[[], nn.Module],
-    saved: Callable[[], nn.Module] | None,
-    x: Tensor,
-    tmp_path: Path,
+    make: Callable[[], nn.Module], saved: Callable[[], nn.Module] | None, x: Tensor, tmp_path: Path
 ) -> None:
     """A module computes like the saved one, however it holds its weights and other entries."""
     original = (saved or make)().eval()
@@ -369,6 +366,9 @@ _UNUSED = {
     "truncated": "self.positions = nn.Parameter(torch.empty(4))\n"
     "nn.init.trunc_normal_(self.positions, std=0.02)",
     "through data": "self.linear.weight.data.normal_(0, 0.02)",
+    "own generator": _NOISE.format(
+        "torch.randn(3, generator=torch.Generator().manual_seed(1))", False
+    ),
     "saved buffer": _NOISE.format("torch.empty(3).normal_()", True),
     "freed": "torch.empty(3).normal_()",
     "tied": "self.head = nn.Linear(3, 3, bias=False)\nself.head.weight = self.linear.weight",
@@ -388,9 +388,6 @@ def test_weights_that_a_file_will_fill_are_not_drawn(code: str) -> None:
 
 
 _USED = {
-    "own generator": _NOISE.format(
-        "torch.randn(3, generator=torch.Generator().manual_seed(1))", False
-    ),
     "unsaved buffer": _NOISE.format("torch.empty(3).normal_()", False),
     "drawn later": _NOISE.format("torch.randn(3)", False),
     "plain tensor": "self.noise = torch.empty(3).uniform_()",

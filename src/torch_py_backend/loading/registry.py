@@ -87,11 +87,7 @@ def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
             _CONVERSIONS,
             "Its code fixes the types: convert the module before you save it.",
         ),
-        (
-            loaded.owner is None,
-            ("channels_last", *_CONVERSIONS),
-            "A function has no weights.",
-        ),
+        (loaded.owner is None, ("channels_last", *_CONVERSIONS), "A function has no weights."),
         (not is_script, ("freeze",), removed_names.FREEZING),
     )
     for holds, affected, cure in refusals:

@@ -184,7 +184,7 @@ def build_uninitialized(
 
 
 class _SkipDraws(mapped_files.DispatchMode):
-    """Skips random operations that fill a tensor in place, and copies of such tensors."""
+    """Skips in-place random operations, and in-place operations on their results and copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,13 +203,14 @@ class _SkipDraws(mapped_files.DispatchMode):
         keywords = kwargs or {}
         tensors = [it for it in pytree.tree_leaves((args, keywords)) if isinstance(it, Tensor)]
         used = self._skipped.keys() & {mapped_files.storage_id(tensor) for tensor in tensors}
-        draws = torch.Tag.nondeterministic_seeded in func.tags
-        target = args[0] if args else None
-        if isinstance(target, Tensor) and func._schema.is_mutable:
-            if draws:
-                self._skip(target)
-                return target
-            used.discard(mapped_files.storage_id(target))
+        # A generator that the caller passes is not affected by what is skipped.
+        draws = torch.Tag.nondeterministic_seeded in func.tags and keywords.get("generator") is None
+        target = args[0] if args and func._schema.is_mutable else None
+        if isinstance(target, Tensor) and (
+            draws or mapped_files.storage_id(target) in self._skipped
+        ):
+            self._skip(target)
+            return target
         if used and func is torch.ops.aten.clone.default:  # copy.deepcopy of a layer
             copied = torch.ops.aten.empty_like.default(*args, **keywords)
             self._skip(copied)
