@@ -9,7 +9,6 @@ import ast
 import contextlib
 import dataclasses
 import enum
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +37,7 @@ class Artifact:
         path: the file; for a FACTORY the version folder.
         weights: the weights file of a MODULE or a FACTORY; None: there is none.
         weightless: the config sets `WEIGHTS: "none"`.
-        hooks: the source file with the class whose methods run around forward(); None: no hooks.
+        hooks: hooks.py, whose class `Hooks` runs around forward(); None: there is none.
     """
 
     kind: ArtifactType
@@ -67,18 +66,9 @@ class Artifact:
         return [self.path] if self.path.is_file() else []
 
 
+HOOKS = "hooks.py"
+"""The name of the file of hooks in a version folder."""
 _WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
-# The default class of hooks, and the methods that it may have.
-HOOKS_CLASS = "Hooks"
-HOOK_METHODS = (
-    "preprocess",
-    "preprocess_batch",
-    "collate",
-    "inference",
-    "forward",
-    "postprocess",
-    "postprocess_batch",
-)
 # Bases of classes that programs take and return.
 _CONTAINERS = {"NamedTuple", "OrderedDict", "dict", "ModelOutput"}
 _DEFAULTS = ("model.py", "model.pt", "model.pt2")
@@ -94,8 +84,8 @@ def find(config: ModelConfig) -> Artifact:
 
     The order is: MODEL_FACTORY of a package, `default_model_filename`, model.py, model.pt,
     model.pt2. A state_dict belongs to the source file with the same stem, if there is one. If
-    model.py defines hooks or no module, and there is a complete model.pt or model.pt2, then this
-    file is the model; model.py is imported before it and provides the hooks.
+    model.py defines no module, and there is a complete model.pt or model.pt2, then this file is the
+    model; model.py is imported before it.
 
     Raises:
         ArtifactError: there is no such file, or it cannot be served.
@@ -103,53 +93,10 @@ def find(config: ModelConfig) -> Artifact:
     """
     if ":" in (config.options.model_factory or ""):
         artifact = _with_weights(config, ArtifactType.FACTORY, config.version_folder, "model")
-        source = config.version_folder / "model.py"
     else:
         artifact = _from_file(config, _model_file(config))
-        source = artifact.path.with_suffix(".py")
-    return dataclasses.replace(artifact, hooks=_hooks(config, source))
-
-
-# --- hooks -----------------------------------------------------------------------------------
-
-
-def _hooks(config: ModelConfig, source: Path) -> Path | None:
-    """Return the source file if it defines the hooks."""
-    name = config.options.hooks
-    if name is None:
-        return source if _defines_hooks(source) else None
-    if name.lower() == "none":
-        return None
-    if not source.is_file():
-        raise ArtifactError(
-            config.name,
-            f"HOOKS is '{name}', and version {config.version} has no {source.name}",
-            cure="Put the class there, or remove HOOKS from config.pbtxt.",
-        )
-    return source
-
-
-def _defines_hooks(source: Path) -> bool:
-    """Return whether a file defines a class `Hooks` with hooks, which is not a module.
-
-    A subclass counts, since its base may define them. If the file has a syntax error, the name
-    decides; loading the file then reports the error.
-    """
-    try:
-        text = source.read_bytes()
-    except OSError:  # missing; or unreadable, which loading it reports
-        return False
-    try:
-        body = ast.parse(text).body
-    except (SyntaxError, ValueError, RecursionError):
-        return re.search(rb"^class Hooks\b", text, re.MULTILINE) is not None
-    for node in body:
-        if isinstance(node, ast.ClassDef) and node.name == HOOKS_CLASS:
-            bases = [ast.unparse(base) for base in node.bases]
-            if bases:
-                return not any(base.endswith("Module") for base in bases)
-            return any(getattr(part, "name", None) in HOOK_METHODS for part in node.body)
-    return False
+    hooks = config.version_folder / HOOKS
+    return dataclasses.replace(artifact, hooks=hooks) if hooks.is_file() else artifact
 
 
 def defines_module(source: Path) -> bool:
@@ -215,9 +162,8 @@ def _model_file(config: ModelConfig) -> Path:
             cure="Put the model there, or name its file with default_model_filename.",
         )
     first = present[0]
-    if first.suffix != ".py" or options.model_class or options.model_factory:
-        return first
-    if _hooks(config, first) is not None or not (options.weights or defines_module(first)):
+    selected = options.model_class or options.model_factory
+    if first.suffix == ".py" and not (selected or options.weights or defines_module(first)):
         # It is not the model if there is a model without further files.
         for path in present[1:]:
             with contextlib.suppress(OSError):

@@ -165,8 +165,6 @@ class Options:
     model_factory: str | None = _option(name)
     model_kwargs: JsonObject | None = _option(json_object)
     method: str | None = _option(name)
-    hooks: str | None = _option(name)
-    preprocess_threads: int | None = _option(positive)
     cast_inputs: str | None = _option(floating)
     weights: str | None = _option(name)
     num_threads: int | None = _option(positive, aliases=("INTRA_OP_THREAD_COUNT",))

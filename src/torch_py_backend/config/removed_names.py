@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 _BLOCKS = "Declare the states in config.pbtxt: sequence_batching { state { … } }."
-_HOOKS_FILE = "Move the class to hooks.py beside the model and name it Hooks."
+HOOKS_FILE = "Move the class to hooks.py beside the model and name it Hooks."
 FREEZING = (
     'Set TORCH_COMPILE_OPTIONAL_PARAMETERS to {"options": {"freezing": true}}; `tune` tries it.'
 )
@@ -23,7 +23,7 @@ OPTIONS: Mapping[str, str] = {
         " device_map in MODEL_KWARGS for a Hugging Face model."
     ),
     "FALLBACK": "Compile the package on the machine that serves it, or serve the module itself.",
-    "HOOKS": _HOOKS_FILE,
+    "HOOKS": HOOKS_FILE,
     "ON_FATAL": "An instance without its device stays and answers 503; remove the option.",
     "PARALLEL_LOADS": "Instances take turns where memory or a compiler requires it; remove it.",
     "PREPROCESS_THREADS": "Use a thread pool in preprocess_batch() of hooks.py.",

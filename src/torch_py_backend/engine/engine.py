@@ -280,25 +280,19 @@ class Engine:
 
     def _run_hooked(self, pipeline: HookedPipeline, items: Sequence[Item]) -> Sequence[Outcome]:
         """Return the outcomes; hooks run before and after the engine's own stages."""
-        # The result of a hook for one item is in use until all items are prepared and sent.
-        copies = len(items) > 1
         with self.guard():
             began = time.perf_counter()
-            begin = partial(pipeline.begin, copies=copies)
-            begun = [self._call_hook(place, begin, item) for place, item in enumerate(items)]
             prepared = [
-                prepare if isinstance(prepare, BackendError) else self._call_hook(place, prepare)
-                for place, prepare in enumerate(begun)
+                self._call_hook(place, pipeline.prepare, item) for place, item in enumerate(items)
             ]
             self.counts.preprocess_seconds += time.perf_counter() - began
             outcomes: Sequence[Outcome] = self._run_admitted(list(prepared))
             if pipeline.postprocesses:
                 ran = time.perf_counter()
-                finish = partial(pipeline.finish, copies=copies)
                 outcomes = [
                     outcome
                     if isinstance(outcome, BackendError)
-                    else self._call_hook(place, finish, outcome, prepared[place])
+                    else self._call_hook(place, pipeline.finish, outcome, prepared[place])
                     for place, outcome in enumerate(outcomes)
                 ]
                 self.counts.postprocess_seconds += time.perf_counter() - ran

@@ -26,7 +26,6 @@ from torch_py_backend.hooks.preprocessing import (
     BatchPreprocessor,
     RowParameters,
     RowPreprocessor,
-    by_name,
 )
 from torch_py_backend.hooks.user_hooks import Hooks, Tree
 from torch_py_backend.signature.arguments import ArgumentType, Signature
@@ -48,7 +47,7 @@ def copy_rows(column: Value) -> Value:
 class HookedPipeline:
     """The stages before and after the engine's own for a model with hooks.
 
-    It takes the place of `Grouping`: `begin` prepares items, `group` groups them, and each group
+    It takes the place of `Grouping`: `prepare` prepares items, `group` groups them, and each group
     has the function that calls the module.
 
     Raises:
@@ -67,11 +66,9 @@ class HookedPipeline:
         self._dtype = getattr(torch, dtype) if dtype else None
         self._preprocessor: BatchPreprocessor | RowPreprocessor
         if hooks.preprocess is None and hooks.collate is None:
-            # inference() gets the inputs by name and calls the module itself.
-            target = signature if hooks.inference is None else by_name(config, of_row=False)
-            self._preprocessor = BatchPreprocessor(config, hooks.preprocess_batch, target)
+            self._preprocessor = BatchPreprocessor(config, hooks.preprocess_batch, signature)
         else:
-            self._preprocessor = RowPreprocessor(config, hooks, runtime)
+            self._preprocessor = RowPreprocessor(config, hooks)
         self.places = self._preprocessor.grouping.places
         self.patterns = self._preprocessor.grouping.patterns
         # Request parameters stay with the rows for hooks after preprocess() that take them.
@@ -87,30 +84,15 @@ class HookedPipeline:
 
     # --- before the module ---------------------------------------------------------------------
 
-    def begin(self, item: Item, *, copies: bool = False) -> Callable[[], Item | InputError]:
-        """Begin to prepare a request's item.
+    def prepare(self, item: Item) -> Item | InputError:
+        """Return a request's prepared item, or the reason to refuse it.
 
-        Args:
-            item: the request's item.
-            copies: whether results of hooks are copied. They must be if other items are prepared
-                before this one is used: a hook may return views of memory that its next call
-                overwrites.
-
-        Returns:
-            A function that returns the prepared item or its refusal; it raises a hook's exception.
+        Raises:
+            BackendError: a hook fails.
         """
         item = dict(item)
         parameters = request_parameters.pop(item)
-        return partial(
-            self._prepare,
-            self._preprocessor.begin(item, parameters, copies=copies),
-            parameters,
-        )
-
-    def _prepare(
-        self, prepare: Callable[[], Item | InputError], parameters: Parameters
-    ) -> Item | InputError:
-        prepared = prepare()
+        prepared = self._preprocessor.prepare(item, parameters)
         if isinstance(prepared, InputError) or not self._passes_parameters:
             return prepared
         first = next(iter(prepared.values()), None)
@@ -166,10 +148,7 @@ class HookedPipeline:
             parameters = request_parameters.values(last)
         prepared = self._preprocessor.batch(inputs, columns, parameters)
         batch = trees.to_device(prepared, self._runtime.device, self._dtype)
-        if self.hooks.inference is not None:
-            result = self.hooks.inference.with_parameters(parameters)(module, batch)
-        else:
-            result = self._call_module(module, batch)
+        result = self._call_module(module, batch)
         if self.hooks.postprocess_batch is not None:
             result = self.hooks.postprocess_batch.with_parameters(parameters)(result)
         return result
@@ -210,15 +189,12 @@ class HookedPipeline:
         """Whether outcomes hold results of `split`, which `finish` converts to outputs."""
         return self.hooks.postprocess is not None
 
-    def finish(
-        self, outcome: Mapping[str, Value], item: Item, *, copies: bool = False
-    ) -> dict[str, Value]:
+    def finish(self, outcome: Mapping[str, Value], item: Item) -> dict[str, Value]:
         """Return one request's outputs: call postprocess() for each of its rows.
 
         Args:
             outcome: the request's part of the column from `split`.
             item: the prepared item.
-            copies: as for `begin`.
 
         Raises:
             BackendError: postprocess() fails, or its result contradicts the config.
@@ -227,13 +203,10 @@ class HookedPipeline:
         parameters: Sequence[Parameters] = [{}] * len(results)
         if self._passes_parameters:
             parameters = request_parameters.values(item[request_parameters.KEY])
-        # A single row is copied into its batch below, before the next call of the hook.
-        copies = len(results) > 1 or (copies and not self._batched)
         rows = []
         for result, row_parameters in zip(results, parameters, strict=True):
-            finished = self._postprocess(result, row_parameters)
-            row = self._extractor.extract(self._convert_outputs(finished), 1)
-            rows.append([gather_scatter.clone(value) for value in row] if copies else row)
+            finished = self._convert_outputs(self._postprocess(result, row_parameters))
+            rows.append(self._extractor.extract(finished, 1))
         outputs: dict[str, Value] = {}
         for name, column in zip(self._names, zip(*rows, strict=True), strict=True):
             stack: Callable[..., Value] = torch.stack if isinstance(column[0], Tensor) else np.stack
@@ -308,7 +281,7 @@ class HookedPipeline:
         Raises:
             BackendError: a hook fails, or refuses the item.
         """
-        prepared = self.begin(item)()
+        prepared = self.prepare(item)
         if isinstance(prepared, InputError):
             raise prepared
         ((inputs, items, _),) = self.group([(0, prepared)])

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import contextvars
-import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend import composition
-from torch_py_backend.batching import runtime, trees
 from torch_py_backend.batching.gather_scatter import Item, Value, to_column
 from torch_py_backend.batching.grouping import Group, Grouping, count_rows
-from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.request_parameters import Parameters
@@ -34,8 +27,6 @@ ROWS = "rows"
 NUMBERED = "INPUT__"
 
 RowParameters: TypeAlias = "Sequence[Parameters]"
-# Returns a row's result of preprocess(), or the refusal of the row.
-Prepare: TypeAlias = "Callable[[], Tree]"
 
 
 class BatchPreprocessor:
@@ -46,6 +37,7 @@ class BatchPreprocessor:
 
     Args:
         hook: preprocess_batch; None: the class does not define it.
+        signature: that of the module.
     """
 
     def __init__(self, config: ModelConfig, hook: Hook | None, signature: Signature) -> None:
@@ -55,14 +47,8 @@ class BatchPreprocessor:
             _check_annotations(config, signature)
         self.grouping = Grouping(config, signature)
 
-    def begin(
-        self,
-        item: Item,
-        _: Parameters,
-        *,
-        copies: bool = False,  # noqa: ARG002  the interface of `RowPreprocessor.begin`
-    ) -> Callable[[], Item | InputError]:
-        return partial(self.grouping.admit, item)
+    def prepare(self, item: Item, _: Parameters) -> Item | InputError:
+        return self.grouping.admit(item)
 
     def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
         return self.grouping.group(items)
@@ -77,40 +63,6 @@ class BatchPreprocessor:
         return inputs.call(self._hook.with_parameters(parameters), passed)
 
 
-class _PreparedRow:
-    """A prepared row for collate(), which may change it.
-
-    Args:
-        row: the result of preprocess().
-        prepare: runs preprocess() once more, in this thread.
-        calls_others: whether that calls other models.
-    """
-
-    __slots__ = ("_calls_others", "_is_used", "_prepare", "_row")
-
-    def __init__(self, row: Tree, prepare: Prepare, *, calls_others: bool) -> None:
-        self._row = row
-        self._prepare = prepare
-        self._calls_others = calls_others
-        self._is_used = False
-
-    def use(self) -> Tree:
-        """Return the row. Prepare it again if a batch that failed has used it."""
-        if self._is_used:
-            self._row = self._prepare()
-        elif self._calls_others:
-            composition.count_call()  # a batch that uses the row must not be run again
-        self._is_used = True
-        return self._row
-
-    def copy(self) -> Tree:
-        """Return a copy of the row that `use` has just returned."""
-        try:
-            return copy.deepcopy(self._row)
-        except Exception:  # of any class: preprocess() may return anything
-            return self._prepare()
-
-
 class RowPreprocessor:
     """Prepares each row of a request separately; collate() makes batches, or rows are stacked.
 
@@ -120,55 +72,43 @@ class RowPreprocessor:
     Args:
         hooks: without preprocess(), a row is a dict of its inputs; without collate(), rows with
             equal shapes share a batch.
-        device_runtime: the device and the context for threads that prepare rows.
     """
 
-    def __init__(self, config: ModelConfig, hooks: Hooks, device_runtime: Runtime) -> None:
-        preprocess, collate = hooks.preprocess, hooks.collate
+    def __init__(self, config: ModelConfig, hooks: Hooks) -> None:
         self._model = config.name
         self._batched = config.max_batch_size > 0
-        self._preprocess, self._collate = preprocess, collate
+        self._preprocess, self._collate = hooks.preprocess, hooks.collate
         self._axes = {spec.name: len(spec.dims) + 1 for spec in config.inputs}
-        signature = by_name(config, of_row=True) if preprocess is None else preprocess.signature()
-        if preprocess is not None:
+        if hooks.preprocess is None:
+            signature = _of_row(config)
+        else:
+            signature = hooks.preprocess.signature()
             _check_annotations(config, signature)
-        count = config.options.preprocess_threads
-        enter = partial(runtime.make_current, device_runtime.device)
-        self._threads = None if count is None else ThreadPoolExecutor(count, initializer=enter)
-        self._guard = device_runtime.guard
         self.grouping = Grouping(dataclasses.replace(config, max_batch_size=0), signature)
 
-    def begin(
-        self, item: Item, parameters: Parameters, *, copies: bool = False
-    ) -> Callable[[], Item | InputError]:
-        count = count_rows(self._model, item, self._axes) if self._batched else 1
-        if count == 0:
-            count = InputError(self._model, "the request has no rows")
-        if isinstance(count, InputError):
-            refusal = count
-            return lambda: refusal
-        rows = [item]
+    def prepare(self, item: Item, parameters: Parameters) -> Item | InputError:
+        """Return the prepared rows of a request, or the refusal of one of them."""
+        items = [item]
         if self._batched:
-            rows = [{name: value[row, ...] for name, value in item.items()} for row in range(count)]
-        copies = (copies or count > 1) and self._preprocess is not None
-        calls_before = composition.calls
-        prepares = [partial(self._prepare_row, row, parameters, copies=copies) for row in rows]
-        results: Sequence[Prepare] = prepares
-        if self._threads is not None:
-            # Context variables of this request, such as a trace's context, apply to its rows.
-            results = [
-                self._threads.submit(
-                    contextvars.copy_context().run, self._run_guarded, prepare
-                ).result
-                for prepare in prepares
+            count = count_rows(self._model, item, self._axes)
+            if isinstance(count, InputError):
+                return count
+            if count == 0:
+                return InputError(self._model, "the request has no rows")
+            items = [
+                {name: value[row, ...] for name, value in item.items()} for row in range(count)
             ]
-        return partial(self._join, results, prepares, calls_before)
+        rows = []
+        for row in items:
+            prepared = self._prepare_row(row, parameters)
+            if isinstance(prepared, InputError):
+                return prepared
+            rows.append(prepared)
+        if self._collate is not None:
+            return {ROWS: request_parameters.column(rows)}
+        return self._stacked([self._tensors(row) for row in rows])
 
-    def _run_guarded(self, prepare: Prepare) -> Tree:
-        with self._guard():  # thread-local
-            return prepare()
-
-    def _prepare_row(self, row: Item, parameters: Parameters, *, copies: bool) -> Tree:
+    def _prepare_row(self, row: Item, parameters: Parameters) -> Tree:
         """Return the result of preprocess() for one row, or its refusal."""
         admitted = self.grouping.admit(row)
         if isinstance(admitted, InputError):
@@ -176,30 +116,16 @@ class RowPreprocessor:
         ((inputs, _, _),) = self.grouping.group([(0, admitted)])
         columns = [to_column(admitted[name]) for name in inputs.names]
         call = dict if self._preprocess is None else self._preprocess.with_parameters(parameters)
-        prepared = inputs.call(call, self.grouping.convert(inputs, columns))
-        return trees.clone(prepared) if copies else prepared
+        return inputs.call(call, self.grouping.convert(inputs, columns))
 
-    def _join(
-        self, results: Sequence[Prepare], prepares: Sequence[Prepare], calls_before: int
-    ) -> Item | InputError:
-        """Return the item of a request's rows, or the refusal of one of them."""
-        rows = [result() for result in results]
-        refusal = next((row for row in rows if isinstance(row, InputError)), None)
-        if refusal is not None:
-            return refusal
-        if self._collate is not None:
-            calls_others = composition.calls != calls_before
-            kept = map(partial(_PreparedRow, calls_others=calls_others), rows, prepares)
-            return {ROWS: request_parameters.column(kept)}
-        tensors = [self._tensors(row) for row in rows]
+    def _stacked(self, rows: Sequence[Mapping[str, Tensor]]) -> Item | InputError:
+        """Return the item of a request's rows."""
         if not self._batched:
-            return {**tensors[0]}
-        if len(rows) == 1:
-            return {name: tensor.unsqueeze(0) for name, tensor in tensors[0].items()}
+            return {**rows[0]}
         try:
-            return {name: torch.stack([row[name] for row in tensors]) for name in tensors[0]}
+            return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
         except (RuntimeError, LookupError):
-            shapes = {name: list(tensor.shape) for name, tensor in tensors[0].items()}
+            shapes = {name: list(tensor.shape) for name, tensor in rows[0].items()}
             raise OutputError(
                 self._model,
                 f"preprocess() returned {shapes} and others for rows of one request",
@@ -214,12 +140,11 @@ class RowPreprocessor:
             row = {f"{NUMBERED}{number}": part for number, part in enumerate(parts)}
         tensors = {}
         for name, value in row.items():
-            key = str(name)
             try:
                 # torch takes no negative strides.
                 part = np.asarray(value, order="C") if isinstance(value, np.ndarray) else value
                 # as_tensor() would move a tensor to torch's default device.
-                tensors[key] = part if isinstance(part, Tensor) else torch.as_tensor(part)
+                tensors[str(name)] = part if isinstance(part, Tensor) else torch.as_tensor(part)
             except Exception:  # an object of the user may raise any class
                 raise OutputError(
                     self._model,
@@ -246,12 +171,7 @@ class RowPreprocessor:
             groups.setdefault(key, []).append((position, item))
         return [
             Group(
-                # Inputs that are known only by their names.
-                InputBinding(
-                    tuple(members[0][1]),
-                    (ArgumentType.TENSOR,) * len(members[0][1]),
-                    lambda *_: None,
-                ),
+                _named_only(members[0][1]),
                 [item for _, item in members],
                 [position for position, _ in members],
             )
@@ -263,29 +183,27 @@ class RowPreprocessor:
     ) -> Tree:
         """Return the argument for the module's call."""
         if self._collate is not None:
-            (column,) = columns
-            rows: list[Tree] = []
-            last: _PreparedRow | None = None
-            prepared: list[_PreparedRow] = request_parameters.values(column)
-            for row in prepared:
-                # A batch is filled up with its last row, which collate() gets as copies.
-                rows.append(row.copy() if row is last else row.use())
-                last = row
+            rows = request_parameters.values(columns[0])
             return self._collate.with_parameters(parameters)(rows)
         if not inputs.names or not inputs.names[0].startswith(NUMBERED):
             return dict(zip(inputs.names, columns, strict=True))
         return columns[0] if len(columns) == 1 else tuple(columns)
 
 
-def by_name(config: ModelConfig, *, of_row: bool) -> Signature:
-    """Return the signature of a function that takes each input by its name."""
+def _named_only(item: Item) -> InputBinding:
+    """Return a binding with the names of an item; `HookedPipeline` calls the module itself."""
+    return InputBinding(tuple(item), (ArgumentType.TENSOR,) * len(item), lambda *_: None)
+
+
+def _of_row(config: ModelConfig) -> Signature:
+    """Return the signature of a function that takes each input of one row by its name."""
     arguments = []
     for spec in config.inputs:
         takes = ArgumentType.TENSOR
         if spec.dtype.torch is None:
-            takes = ArgumentType.RAW if of_row and spec.dims in ((), (1,)) else ArgumentType.BYTES
+            takes = ArgumentType.RAW if spec.dims in ((), (1,)) else ArgumentType.BYTES
         arguments.append(Argument(spec.name, not spec.optional, Passing.KEYWORD, takes, spec.name))
-    return Signature(tuple(arguments), name="collate" if of_row else "inference")
+    return Signature(tuple(arguments), name="collate")
 
 
 def _check_annotations(config: ModelConfig, signature: Signature) -> None:

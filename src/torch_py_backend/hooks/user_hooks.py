@@ -1,8 +1,8 @@
-"""Hooks: a class in model.py whose methods make batches and read results.
+"""Hooks: the class `Hooks` of hooks.py, whose methods make batches and read results.
 
 `preprocess` prepares a request's rows one by one and `collate` makes a batch of rows, or
-`preprocess_batch` prepares a whole batch. `inference` calls the module. `postprocess` reads the
-result of each row, or `postprocess_batch` that of the batch. Each method is optional.
+`preprocess_batch` prepares a whole batch. `postprocess` reads the result of each row, or
+`postprocess_batch` that of the batch. Each method is optional.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from torch_py_backend.artifacts.discovery import HOOK_METHODS, Artifact, ArtifactType
-from torch_py_backend.config import conflicts, request_parameters
+from torch_py_backend.artifacts.discovery import Artifact
+from torch_py_backend.config import conflicts, removed_names, request_parameters
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.request_parameters import Parameters
 from torch_py_backend.errors import (
@@ -30,6 +30,7 @@ from torch_py_backend.errors import (
     summarize,
 )
 from torch_py_backend.loading import python_source
+from torch_py_backend.loading.python_source import HOOK_METHODS
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.arguments import Passing, Signature
 
@@ -38,20 +39,13 @@ log = logging.getLogger(__name__)
 # What the methods of a user take and return: trees of anything.
 Tree: TypeAlias = Any
 
-# The arguments of the hooks that do not take the inputs by name.
-_ARGUMENTS = {
-    "collate": ("items",),
-    "inference": ("module", "batch"),
-    "forward": ("module", "batch"),
-    "postprocess": ("result",),
-    "postprocess_batch": ("result",),
-}
+# The argument of the hooks that do not take the inputs by name.
+_ARGUMENTS = {"collate": "items", "postprocess": "result", "postprocess_batch": "result"}
 _PER_BATCH = ("collate", "preprocess_batch", "postprocess_batch")
 # Methods that exclude each other.
 _EXCLUSIVE = (
     ("preprocess", "preprocess_batch"),
     ("preprocess_batch", "collate"),
-    ("inference", "forward"),
     ("postprocess", "postprocess_batch"),
 )
 
@@ -74,7 +68,7 @@ class Hook:
     method: Callable[..., Tree]
     text: str
     takes_parameters: bool
-    file: Path = Path("model.py")
+    file: Path = Path("hooks.py")
     _logged: set[int | None] = field(default_factory=set)
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
@@ -142,7 +136,6 @@ class Hooks:
     preprocess: Hook | None = None
     preprocess_batch: Hook | None = None
     collate: Hook | None = None
-    inference: Hook | None = None
     postprocess: Hook | None = None
     postprocess_batch: Hook | None = None
 
@@ -171,9 +164,6 @@ class Hooks:
         return ", ".join(hook.text for hook in self.defined)
 
 
-# --- load ------------------------------------------------------------------------------------
-
-
 def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
     """Load the hooks in a model's folder; None: there are none.
 
@@ -181,122 +171,110 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
         SourceError: the class cannot be created, or its methods take other arguments.
         ConfigError: the config contradicts the hooks.
     """
-    file = artifact.hooks
-    instance: object = None if file is None else python_source.construct_hooks(config, file)
-    hooks: dict[str, Hook] = {}
-    if file is not None and instance is not None:
-        named = config.default_model_filename not in (None, "model.pt")
-        is_module = artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY)
-        modules = [] if named or is_module else python_source.module_names(config.name, file)
-        if modules:
-            raise ConfigError(
-                config.name,
-                f"{file.name} defines the module {modules[0]} and hooks, and"
-                f" {artifact.path.name} beside it is {artifact.kind.value}",
-                expected="one model",
-                cure="Say which with default_model_filename.",
+    path = artifact.hooks
+    if path is None:
+        return None
+    instance = python_source.construct_hooks(config, path)
+    names = [name for name in HOOK_METHODS if getattr(instance, name, None) is not None]
+    _check_names(config, path, instance, names)
+    hooks = Hooks(**{name: _create_hook(config, path, instance, name) for name in names})
+    _check_config(config, hooks)
+    return hooks
+
+
+def _check_names(config: ModelConfig, path: Path, instance: object, names: Collection[str]) -> None:
+    """Raise SourceError for a removed method, two methods for one step, or no method."""
+    for name, advice in removed_names.HOOKS.items():
+        if hasattr(instance, name):
+            raise SourceError(
+                config.name, f"Hooks in {path.name} has {name}(), which was removed", cure=advice
             )
-        for name in HOOK_METHODS:
-            if getattr(instance, name, None) is not None:
-                hooks[name] = _create_hook(config, file, instance, name)
-        _check_conflicts(config, type(instance).__name__, hooks)
-    if config.options.preprocess_threads is not None and "preprocess" not in hooks:
-        raise ConfigError(
+    for first, second in _EXCLUSIVE:
+        if first in names and second in names:
+            raise SourceError(
+                config.name,
+                f"Hooks in {path.name} has {first}() and {second}()",
+                expected="one of them: they do the same",
+            )
+    if not names:
+        raise SourceError(
             config.name,
-            "PREPROCESS_THREADS is set, and there is no preprocess()",
-            cure="Remove it, or write a class Hooks with that method.",
+            f"the class Hooks in {path.name} has no hooks",
+            expected="some of the methods " + ", ".join(HOOK_METHODS),
         )
-    if "forward" in hooks:
-        hooks["inference"] = hooks.pop("forward")
-    return Hooks(**hooks) if hooks else None
 
 
 def _create_hook(config: ModelConfig, path: Path, instance: object, name: str) -> Hook:
     """Return the hook of this name after checking its arguments."""
-    method, file = getattr(instance, name), path.name
-    place = f"{type(instance).__name__}.{name}"
+    method, place = getattr(instance, name), f"Hooks.{name}"
     if not callable(method):
         raise SourceError(
-            config.name, f"{place} in {file} is {a_type(method)}", expected="a method"
+            config.name, f"{place} in {path.name} is {a_type(method)}", expected="a method"
         )
     if inspect.iscoroutinefunction(method) or introspection.is_generator(method):
         raise SourceError(
             config.name,
-            f"{place}() in {file} is asynchronous or a generator",
+            f"{place}() in {path.name} is asynchronous or a generator",
             expected="a method that returns its result",
         )
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError) as error:
         raise SourceError(
-            config.name, f"the arguments of {place}() in {file} cannot be read: {error}"
+            config.name, f"the arguments of {place}() in {path.name} cannot be read: {error}"
         ) from error
     takes_parameters = request_parameters.ARGUMENT in signature.parameters
-    arguments = _ARGUMENTS.get(name)
-    if arguments is not None:
+    argument = _ARGUMENTS.get(name)
+    if argument is not None:
         parameters = {request_parameters.ARGUMENT: None} if takes_parameters else {}
         try:
-            signature.bind(*arguments, **parameters)
+            signature.bind(argument, **parameters)
         except TypeError as error:
             raise SourceError(
                 config.name,
-                f"{place}{signature} in {file} cannot be called: {error}",
-                expected=f"{name}(self, {', '.join(arguments)}), with"
-                f" {request_parameters.ARGUMENT} as the last argument if it takes them",
+                f"{place}{signature} in {path.name} cannot be called: {error}",
+                expected=f"{name}(self, {argument}), with {request_parameters.ARGUMENT} as the"
+                " last argument if it takes them",
             ) from None
     text = f"{name}{signature}"
     return Hook(config.name, name, method, text, takes_parameters, path)
 
 
-def _check_conflicts(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) -> None:
-    if not hooks:
-        raise SourceError(
-            config.name,
-            f"the class {name}, which is to run around forward(), has no hooks",
-            expected="some of the methods " + ", ".join(HOOK_METHODS),
-        )
-    for first, second in _EXCLUSIVE:
-        if first in hooks and second in hooks:
-            raise SourceError(
-                config.name,
-                f"{name} has {first}() and {second}()",
-                expected="one of them: they do the same",
-            )
-    batches = [hook for hook in _PER_BATCH if hook in hooks]
+def _check_config(config: ModelConfig, hooks: Hooks) -> None:
+    """Raise ConfigError if the config contradicts the hooks."""
+    batches = [hook.name for hook in hooks.defined if hook.name in _PER_BATCH]
     argument = request_parameters.ARGUMENT
-    named = any(spec.name == argument for spec in config.inputs)
-    in_forward = {
-        "config.pbtxt has sequence_batching": config.sequencing is not None,
-        "config.pbtxt has batch_input or batch_output": config.concatenates,
-        "the model is decoupled": config.decoupled,
-    }
+    in_forward = "Do in forward() what the hooks do, or remove hooks.py."
     rules = (
         (
             bool(batches) and not config.max_batch_size,
-            f"{name} has {', '.join(batches)}(), and max_batch_size is 0",
+            f"Hooks has {', '.join(batches)}(), and max_batch_size is 0",
             "Set max_batch_size, or remove them: each request is then one item.",
         ),
         (
             config.options.pad is not None,
-            f"PAD is set, and {name} has hooks",
+            "PAD is set, and the model has hooks",
             "Pad in collate() or preprocess_batch(), and remove PAD.",
         ),
-        *(
-            (
-                is_set,
-                f"{setting}, and {name} has hooks",
-                "Do in forward() what the hooks do, or remove them.",
-            )
-            for setting, is_set in in_forward.items()
+        (
+            config.sequencing is not None,
+            "config.pbtxt has sequence_batching, and the model has hooks",
+            in_forward,
         ),
         (
-            named and any(hook.takes_parameters for hook in hooks.values()),
+            config.concatenates,
+            "config.pbtxt has batch_input or batch_output, and the model has hooks",
+            in_forward,
+        ),
+        (config.decoupled, "the model is decoupled, and has hooks", in_forward),
+        (
+            hooks.takes_parameters and any(spec.name == argument for spec in config.inputs),
             f"an input is named {argument}, like the argument of hooks for a request's parameters",
             "Rename the input.",
         ),
         (
-            config.response_cache and any(hook.takes_parameters for hook in hooks.values()),
-            f"response_cache is enabled, and {name} reads the parameters of requests",
+            hooks.takes_parameters and config.response_cache,
+            "response_cache is enabled, and Hooks reads the parameters of requests",
             conflicts.CACHE_CURE,
         ),
     )

@@ -31,7 +31,7 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     """Return example inputs by name; None: there are none.
 
     They are tensors in a file beside the model, bytes in a folder with a file for each input, or
-    what a function in model.py returns.
+    what a function in hooks.py or model.py returns.
 
     Raises:
         ArtifactError: the file is damaged.
@@ -43,8 +43,10 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     folder = config.version_folder / NAME
     if folder.is_dir() and not (folder / "__init__.py").exists():
         return _read_bytes(config, folder)
-    source = artifact.path if artifact.kind is ArtifactType.MODULE else artifact.hooks
-    inputs = None if source is None else python_source.example_inputs(config.name, source)
+    inputs = None
+    for source in (artifact.hooks, artifact.path if artifact.kind is ArtifactType.MODULE else None):
+        if inputs is None and source is not None:
+            inputs = python_source.example_inputs(config.name, source)
     if inputs is None:
         return None
     item: Item = {}

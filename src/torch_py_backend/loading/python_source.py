@@ -19,13 +19,16 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact
+from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import SourceError, a_type, join_names, summarize
 from torch_py_backend.loading import state_dict
 
 log = logging.getLogger(__name__)
+
+# The methods that the class of hooks may have, in the order in which they run.
+HOOK_METHODS = ("preprocess", "preprocess_batch", "collate", "postprocess", "postprocess_batch")
 
 _Result = TypeVar("_Result")
 
@@ -130,6 +133,7 @@ def construct(config: ModelConfig, artifact: Artifact) -> object:
         SourceError: the file defines no model, or several, or it fails.
     """
     path, options = artifact.path, config.options
+    refuse_hooks(config.name, path)
     target = _select(config, path, import_source(config.name, path))
     keywords = options.model_kwargs or {}
     if not isinstance(target, type) and options.model_factory is None:
@@ -287,11 +291,6 @@ def _is_module_class(value: object) -> bool:
 # --- beside the model ------------------------------------------------------------------------
 
 
-def module_names(model: str, path: Path) -> list[str]:
-    """Return the names of the nn.Module classes that a source defines."""
-    return list(_defined(import_source(model, path), _is_module_class))
-
-
 def function_names(model: str, path: Path) -> list[str]:
     """Return the names of the public functions that a source defines."""
     return list(_defined(import_source(model, path), inspect.isfunction))
@@ -316,25 +315,35 @@ def example_inputs(model: str, path: Path) -> Mapping[str, object] | None:
     return inputs
 
 
-def construct_hooks(config: ModelConfig, path: Path) -> Any:
-    """Return an instance of the class whose methods run before and after forward().
+def refuse_hooks(model: str, path: Path) -> None:
+    """Raise SourceError if a model's source defines the class of hooks, which is for hooks.py."""
+    source = import_source(model, path)
+    hooks_class = _defined(source, lambda value: isinstance(value, type)).get("Hooks")
+    if hooks_class is None or _is_module_class(hooks_class):
+        return
+    names = [name for name in HOOK_METHODS if hasattr(hooks_class, name)]
+    if names:
+        raise SourceError(
+            model,
+            f"{path.name} defines the class Hooks with {names[0]}()",
+            cure=removed_names.HOOKS_FILE,
+        )
 
-    None: the class of that name is the module itself.
+
+def construct_hooks(config: ModelConfig, path: Path) -> Any:
+    """Return an instance of the class `Hooks` of hooks.py.
 
     Raises:
         SourceError: there is no such class, or it cannot be constructed.
     """
-    name = config.options.hooks or discovery.HOOKS_CLASS
-    hooks_class = getattr(import_source(config.name, path), name, None)
-    is_module = _is_module_class(hooks_class)
-    if is_module and config.options.hooks is None:
-        return None
-    if is_module or not isinstance(hooks_class, type):
+    hooks_class = getattr(import_source(config.name, path), "Hooks", None)
+    if not isinstance(hooks_class, type) or _is_module_class(hooks_class):
         raise SourceError(
             config.name,
-            f"{name}, which is to run around forward(), is"
-            f" {'an nn.Module' if is_module else 'not a class'} in {path.name}",
-            expected="a plain class with some of the methods " + ", ".join(discovery.HOOK_METHODS),
+            f"{path.name} does not define the class Hooks",
+            expected="a plain class of that name with some of the methods "
+            + ", ".join(HOOK_METHODS),
+            cure="Rename the file if it serves another purpose.",
         )
     keywords: dict[str, Path] = {}
     with contextlib.suppress(TypeError, ValueError):  # some built-in classes have no signature
@@ -344,7 +353,7 @@ def construct_hooks(config: ModelConfig, path: Path) -> Any:
     if mismatch:
         raise SourceError(
             config.name,
-            f"{name}{inspect.signature(hooks_class)} in {path.name} cannot be called: {mismatch}",
+            f"Hooks{inspect.signature(hooks_class)} in {path.name} cannot be called: {mismatch}",
             expected="no arguments, or `folder`, which is the version's folder",
         )
-    return _call(config.name, path, name, lambda: hooks_class(**keywords))
+    return _call(config.name, path, "Hooks", lambda: hooks_class(**keywords))

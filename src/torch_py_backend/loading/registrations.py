@@ -37,11 +37,13 @@ _WRITERS = {
 
 @contextlib.contextmanager
 def imported(config: ModelConfig, artifact: Artifact) -> Iterator[None]:
-    """Import the source file beside an artifact, which is loaded in the context.
+    """Import hooks.py and the source file beside an artifact, which is loaded in the context.
 
     The artifact may not need what the file registers: if it cannot be imported, that is a warning,
     and the error of an artifact that cannot be loaded either.
     """
+    if artifact.hooks is not None:
+        python_source.import_source(config.name, artifact.hooks)
     failure: SourceError | None = None
     if artifact.source is not None:
         try:
@@ -50,7 +52,8 @@ def imported(config: ModelConfig, artifact: Artifact) -> Iterator[None]:
             failure = error
             log.warning("%s %s is loaded without it.", error, artifact.path.name)
         else:
-            if functions and artifact.hooks is None and config.default_model_filename is None:
+            python_source.refuse_hooks(config.name, artifact.source)
+            if functions and config.default_model_filename is None:
                 log.warning(
                     "model '%s': %s is served, and %s() in %s is not called. Name the file to serve"
                     " with default_model_filename.",

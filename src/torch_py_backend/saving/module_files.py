@@ -28,7 +28,7 @@ from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles
 
 Format: TypeAlias = Literal["module", "export", "aoti"]
 
-# The files with the hooks for a processor, which are copied into model.py.
+# The files with the hooks for a processor, which are copied as hooks.py.
 _TEXT, _IMAGE = "text_hooks.py", "image_hooks.py"
 # A PNG of one gray pixel.
 _PIXEL = bytes.fromhex(
@@ -158,30 +158,37 @@ class ModuleFiles:
             The options that name the classes.
         """
         parameters: dict[str, str] = {}
-        writer = SourceFiles(self._name)
         if self._kind == "module":
             if self._kwargs:
                 parameters["MODEL_KWARGS"] = self._json()
             if not self._pretrained:
-                writer.add(type(self._module))
-                parameters["MODEL_CLASS"] = type(self._module).__name__
+                name = type(self._module).__name__
+                self._write("model", self._source("model", type(self._module), name))
+                parameters["MODEL_CLASS"] = name
                 self._check_class()
+        hooks = ""
         if self._hooks is not None:
-            writer.add(self._hooks, write_out=True)
-            parameters["HOOKS"] = self._hooks.__name__
-        text = writer.text()
-        for place, source in writer.files.items():
+            hooks = self._source("hooks", self._hooks, "Hooks", write_out=True)
+        elif template is not None:
+            hooks = Path(__file__).with_name(template).read_text(encoding="utf-8")
+        self._write("hooks", hooks + self._write_example())
+        return parameters
+
+    def _source(self, stem: str, value: type, name: str, *, write_out: bool = False) -> str:
+        """Return a source file with a class, after copying the files that it needs beside it."""
+        source = SourceFiles(self._name, stem)
+        source.add(value, name, write_out=write_out)
+        text = source.text()
+        for place, file in source.files.items():
             path = self._folder / place
             path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, path)
-        if template is not None:
-            hooks = Path(__file__).with_name(template).read_text(encoding="utf-8")
-            # After other source, without its docstring.
-            text += "\n\n" + hooks.split('"""', 2)[2].lstrip() if text else hooks
-        text += self._write_example()
+            shutil.copyfile(file, path)
+        return text
+
+    def _write(self, stem: str, text: str) -> None:
         if text:
-            (self._folder / "model.py").write_text(text.rstrip() + "\n", encoding="utf-8")
-        return parameters
+            path = self._folder / f"{stem}.py"
+            path.write_text(text.rstrip() + "\n", encoding="utf-8")
 
     def _write_example(self) -> str:
         """Write the example; return the function that returns it if it is not in files."""

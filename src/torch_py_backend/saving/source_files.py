@@ -1,4 +1,4 @@
-"""The model.py of a saved module: it imports the module's class and the hooks.
+"""A source file of a saved module: model.py imports the module's class, hooks.py the hooks.
 
 The files of classes that are not installed are copied beside it. A class of hooks in a script or
 notebook is written out.
@@ -29,32 +29,38 @@ _INSTALLED = [
 
 
 class SourceFiles:
-    """Collects what a model.py needs.
+    """Collects what a source file needs.
 
     Attributes:
-        files: files beside model.py, by their paths in the version folder.
+        files: the files beside it, by their paths in the version folder.
+
+    Args:
+        model: the model's name.
+        stem: the name of the file without its suffix.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, stem: str) -> None:
         self.files: dict[str, Path] = {}
-        self._model = model
+        self._model, self._stem = model, stem
         self._lines: list[str] = []
 
-    def add(self, value: type, *, write_out: bool = False) -> None:
-        """Add a class under its own name.
+    def add(self, value: type, name: str, *, write_out: bool = False) -> None:
+        """Add a class.
 
         Args:
             value: the class.
-            write_out: write the source of a class of a script or notebook into model.py.
+            name: its name in the file.
+            write_out: write the source of a class of a script or notebook into the file.
 
         Raises:
             SaveError: the class cannot be imported.
         """
         origin = None if "<locals>" in value.__qualname__ else _origin(value.__name__, value)
         if origin is not None:
-            self._import(value.__name__, *origin)
+            self._import(name, *origin)
         elif write_out and value.__module__ == _MAIN:
             self._write_out(value)
+            self._rename(value.__name__, name)
         else:
             place = "a function" if "<locals>" in value.__qualname__ else "a script or a notebook"
             raise SaveError(
@@ -64,8 +70,8 @@ class SourceFiles:
             )
 
     def text(self) -> str:
-        """Return the text of model.py, which begins with that of a user's own model.py."""
-        own = self.files.pop("model.py", None)
+        """Return the text of the file, which begins with that of a user's own file of its name."""
+        own = self.files.pop(f"{self._stem}.py", None)
         if own is not None:
             return "".join([own.read_text(encoding="utf-8").rstrip() + "\n", *self._lines])
         return "".join(self._lines)
@@ -77,11 +83,16 @@ class SourceFiles:
             parts = module.split(".")
             packaged = len(parts) - (path.name != "__init__.py")
             self.files |= source_dependencies.modules(path.parents[packaged], tuple(parts))
-        if module == "model" and "model.py" in self.files:
-            return  # the user's own model.py is the start of this one
+        if module == self._stem and f"{module}.py" in self.files:
+            self._rename(attribute, name)  # the user's own file is the start of this one
+            return
         source = f"from {module} import {attribute}" if attribute else f"import {module}"
         renamed = "" if name == (attribute or module) else f" as {name}"
         self._lines.append(f"{source}{renamed}\n")
+
+    def _rename(self, old: str, name: str) -> None:
+        if old != name:
+            self._lines.append(f"\n\n{name} = {old}\n")
 
     def _write_out(self, value: type) -> None:
         """Write the source of a class after the imports of what it uses."""

@@ -1,4 +1,4 @@
-"""Hooks of a transformers model that takes text. `save_model` writes this file as model.py."""
+"""Hooks of a transformers model that takes text. `save_model` writes this file as hooks.py."""
 
 from __future__ import annotations
 

@@ -155,6 +155,9 @@ def find(model: str, path: Path, example: Path | None) -> ArtifactFiles:
     extra = {EXAMPLE: example_file.absolute()} if example_file.is_file() else {}
     if path.is_dir():
         return _pretrained(model, path, {} if example is None else extra)
+    hooks = path.with_name(discovery.HOOKS)
+    if hooks.is_file() and b"Hooks" in hooks.read_bytes():
+        extra |= source_dependencies.modules(hooks.parent, (hooks.stem,))
     if path.suffix == ".py":
         return ArtifactFiles(_SOURCE, path.name, source_dependencies.find(model, path) | extra)
     content = file_types.file_type(path)

@@ -350,9 +350,8 @@ def _report_gaps(
     except LoadError as refusal:
         report.lines.append(f"does not load: {refusal}")
         return {}
-    source = folder / "1" / "model.py"
-    has_example = (folder / "1" / EXAMPLE).exists() or (
-        source.is_file() and b"def example_inputs" in source.read_bytes()
+    has_example = (folder / "1" / EXAMPLE).exists() or any(
+        b"def example_inputs" in source.read_bytes() for source in (folder / "1").glob("*.py")
     )
     reason = str(error)
     if not document["input"] and not has_example:
