@@ -10,10 +10,11 @@ from scenarios import (
     Call,
     Refused,
     Scenario,
+    Writer,
     both,
     config,
     floats,
-    safe,
+    hooked,
     script,
     tensor,
     text,
@@ -95,25 +96,6 @@ class Hooks:
     def collate(self, items: list) -> Tensor:
         return nn.utils.rnn.pad_sequence(items, batch_first=True)
 """
-# Its weights lie beside it.
-INFERS = """\
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.zeros(4))
-
-    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
-        return x * factor * self.scale
-
-
-class Hooks:
-    def __init__(self, folder) -> None:
-        assert (folder / "model.safetensors").is_file()
-
-    def inference(self, module, batch, parameters):
-        factors = torch.tensor([[float(sent.get("factor", 1))] for sent in parameters])
-        return module(batch["x"], factors)
-"""
 ALONE = """\
 class Sums(nn.Module):
     def forward(self, x: Tensor, scale: float) -> Tensor:
@@ -154,8 +136,8 @@ def example_inputs():
 )
 
 
-def model(code: str) -> Any:
-    return text(_HEADER + code)
+def model(code: str) -> Writer:
+    return hooked(_HEADER + code)
 
 
 def strings(*rows: str) -> np.ndarray[Any, Any]:
@@ -285,12 +267,6 @@ GOOD = (
         ),
     ),
     Scenario(
-        "hooks_infer",
-        both(model(INFERS), safe({"scale": torch.full((4,), 2.0)})),
-        config({"x": [4]}, {"y": [4]}),
-        (Call({"x": _X}, {"y": 2 * _X}), Call({"x": _X}, {"y": -6 * _X}, {"factor": -3})),
-    ),
-    Scenario(
         "hooks_without_batches",
         model(ALONE),
         config({"x": [-1]}, {"total": [1], "all": [2]}, max_batch_size=0)
@@ -332,7 +308,7 @@ BAD = (
         "wrong_signature",
         COUNTS.replace("result: Tensor, parameters", "result: Tensor, labels: list"),
         COUNTS_CONFIG,
-        "Hooks.postprocess(result: torch.Tensor, labels: list) -> dict in model.py",
+        "Hooks.postprocess(result: torch.Tensor, labels: list) -> dict in hooks.py",
         "missing a required argument: 'labels'",
         "expected postprocess(self, result), with parameters as the last argument if it takes them",
     ),

@@ -100,7 +100,7 @@ def _compile(package: Any, path: Path) -> None:
 
 
 def write(name: str, save: _Save, source: str | None) -> Writer:
-    """Return the writer of an artifact, the package `name` beside it, and a model.py.
+    """Return the writer of an artifact, the package `name` beside it, and a source file.
 
     The package is not registered in this process any more when the artifact is written.
     """
@@ -108,7 +108,7 @@ def write(name: str, save: _Save, source: str | None) -> Writer:
     def write(folder: Path) -> None:
         (folder / f"{name}.py").write_text(_PACKAGE.replace("NAME", name))
         if source is not None:
-            (folder / "model.py").write_text(source)
+            (folder / ("hooks.py" if "class Hooks" in source else "model.py")).write_text(source)
         sys.path.insert(0, str(folder))
         package = importlib.import_module(name)
         try:
@@ -151,7 +151,7 @@ TABLE = (
         config({"x": [4]}, {"first": [4], "second": [4]}),
         Call({"x": _X}, {"first": 2 * _X + 1, "second": _X}),
     ),
-    # The same file has the hooks, and Triton names the artifact.
+    # hooks.py registers it, and Triton names the artifact.
     _served(
         "operator_of_program",
         _export,

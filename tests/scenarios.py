@@ -114,6 +114,12 @@ def text(content: str, name: str = "model.py") -> Writer:
     return raw(content.encode(), name)
 
 
+def hooked(code: str) -> Writer:
+    """Write code up to `class Hooks:` to model.py; if there is such a class, all to hooks.py."""
+    module, found, _ = code.partition("class Hooks:")
+    return both(text(module), *([text(code, "hooks.py")] if found else ()))
+
+
 def raw(content: bytes, name: str = "model.pt") -> Writer:
     def write(folder: Path) -> None:
         (folder / name).write_bytes(content)

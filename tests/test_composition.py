@@ -14,6 +14,7 @@ import build
 import fake_triton
 import numpy as np
 import pytest
+import scenarios
 import torch
 from fake_triton import InferenceRequest, InferenceResponse, TritonError
 from instances import logged, request
@@ -334,7 +335,8 @@ def test_batches_that_called_other_models(
     head = "import torch\nfrom torch import Tensor, nn\n"
     head += "from torch_py_backend.composition import model\n"
     head += "from torch_py_backend.errors import NoServerError\n"
-    build.write(tmp_path, "model.py", head + code)
+    (tmp_path / "1").mkdir()
+    scenarios.hooked(head + code)(tmp_path / "1")
     rows: list[int] = []
 
     def counted(sent: InferenceRequest) -> InferenceResponse:

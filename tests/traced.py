@@ -95,7 +95,7 @@ class Raises(nn.Module):
 def _scenario(name: str, code: str, more: str = "", **parameters: str) -> Scenario:
     text = scenarios.config({"x": [1]}, {}, max_batch_size=4, parameters=parameters, more=more)
     text += scenarios.tensor("output", "y", [2], "INT64")
-    return Scenario(name, scenarios.text(_HEADER + code), text)
+    return Scenario(name, scenarios.hooked(_HEADER + code), text)
 
 
 _DECOUPLED = "model_transaction_policy { decoupled: true }\n"
@@ -108,7 +108,6 @@ TABLE = {
         _scenario("plain", _PLAIN),
         _scenario("unprepared", _PLAIN, WARMUP="false"),
         _scenario("hooked", _HOOKED),
-        _scenario("threaded", _HOOKED, PREPROCESS_THREADS="2"),
         _scenario("yields", _YIELDS, _DECOUPLED),
         _scenario("steps", _STEPS, _DECOUPLED),
         _scenario("sums", _SUM, _SEQUENCES),

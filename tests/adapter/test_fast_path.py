@@ -75,11 +75,6 @@ class Hooks:
     def preprocess_batch(self, x):
         return {"x": x.double()}
 """
-_INFERENCE = """
-class Hooks:
-    def inference(self, module, batch):
-        return module(batch["x"])[:, :4] + 1
-"""
 
 
 class Case(NamedTuple):
@@ -118,7 +113,6 @@ _CASES = {
     "casts": Case(models.Negate, _X, _Y, {"CAST_INPUTS": "FP16"}),
     "hooks for batches": Case(Keywords, _TWO, "", hooks=_BATCH_HOOKS),
     "hooks, 16 bits": Case(WithParameter, _X, _Y, {"OPTIMIZE": "bf16"}, _FLOATS),
-    "inference()": Case(models.Negate, _X, _Y, {"BATCH_BUCKETS": "4"}, hooks=_INFERENCE),
 }
 
 
@@ -127,7 +121,7 @@ def _plain(
 ) -> TritonPythonModel:
     options = {**case.parameters, **(parameters or {})}
     text = scenarios.config({}, {}, parameters=options, more=case.inputs + case.outputs + _CPU)
-    write: Callable[[Path], None] = scenarios.text(models.source(case.definition) + case.hooks)
+    write: Callable[[Path], None] = scenarios.hooked(models.source(case.definition) + case.hooks)
     if script:
         write = scenarios.script(case.definition())
     return load(folder, Scenario("plain", write, text))

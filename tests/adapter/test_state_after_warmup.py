@@ -174,7 +174,7 @@ class Negated(nn.Module):
         return -x
 
 
-class Hooked:
+class Hooks:
     """Hooks around Negated with a state of their own."""
 
     def __init__(self) -> None:
@@ -317,7 +317,7 @@ def test_state_that_is_put_back(
         pytest.param(Remembers, _python(Remembers()), "history", id="list"),
         pytest.param(Attentive, _python(Attentive(), Memory), "memory", id="object"),
         pytest.param(Large, _python(Large()), "large", id="large buffer"),
-        pytest.param(Hooked, _python(Negated(), Hooked), "hooks.calls", id="hooks"),
+        pytest.param(Hooks, scenarios.hooked(models.source(Negated, Hooks)), "hooks.calls", id="hooks"),
         pytest.param(Outside, _python(Outside(), Buffers), "parts", id="module in a list"),
         pytest.param(build, scenarios.python(Called, build), "calls", id="no module"),
     ],
@@ -326,8 +326,11 @@ def test_models_that_are_built_again(
     fresh: Callable[[], Any], write: Writer, name: str, tmp_path: Path
 ) -> None:
     """A model whose Python attributes have changed is built again, and a warning names them."""
-    key = {build: "MODEL_FACTORY", Hooked: "HOOKS"}.get(fresh, "MODEL_CLASS")
-    parameters = {key: fresh.__name__}
+    parameters = {"MODEL_CLASS": fresh.__name__}
+    if fresh is build:
+        parameters = {"MODEL_FACTORY": "build"}
+    elif fresh is Hooks:
+        parameters = {}
     config = scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters)
     model, log = _served(tmp_path, write, config)
     (line,) = [line for line in log.splitlines() if _BUILT_AGAIN in line]

@@ -215,40 +215,32 @@ def test_factory_of_the_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "model", "hooks"),
+    ("text", "model"),
     [
-        ("class Hooks:\n    def preprocess(self): ...\n", "model.pt", True),
-        ("class Hooks(Base): ...\n", "model.pt", True),
-        ("class Hooks:\n  def (", "model.pt", True),  # loading reports the error
-        ("class Hooks:\n    def other(self): ...\n", "model.pt", False),
-        ("class Hooks(nn.Module): ...\n", "model.py", False),
+        ("class Hooks(nn.Module): ...\n", "model.py"),
         # Without a module, it registers what the model needs.
-        ("import torchvision\n", "model.pt", False),
-        ("@op('shop::f')\ndef f(x): ...\nclass Pair(typing.NamedTuple): ...\n", "model.pt", False),
-        ("try:\n    class Net(Base): ...\nfinally: ...\n", "model.py", False),
-        ("def (", "model.py", False),
+        ("import torchvision\n", "model.pt"),
+        ("@op('shop::f')\ndef f(x): ...\nclass Pair(typing.NamedTuple): ...\n", "model.pt"),
+        ("try:\n    class Net(Base): ...\nfinally: ...\n", "model.py"),
+        ("def (", "model.py"),
     ],
 )
-def test_source_beside_a_complete_model(text: str, model: str, hooks: bool, tmp_path: Path) -> None:
-    """A model.py with hooks or without a module belongs to the complete model beside it."""
+def test_source_beside_a_complete_model(text: str, model: str, tmp_path: Path) -> None:
+    """A model.py without a module belongs to the complete model beside it."""
     version = store(tmp_path, {"model.pt": script})
     build.write(tmp_path, "model.py", text)
     artifact = discovery.find(build.config(tmp_path))
     assert artifact.path == version / model
-    assert artifact.hooks == (version / "model.py" if hooks else None)
     assert artifact.source == (version / "model.py" if model == "model.pt" else None)
 
 
-@pytest.mark.parametrize("name", ["None", "Mine"])
-def test_named_hooks(name: str, tmp_path: Path) -> None:
-    """HOOKS names the class in model.py, which must exist, or says that there are none."""
-    version = store(tmp_path, {"net.pt": script})
-    config = build.config(tmp_path, default_model_filename="net.pt", hooks=name)
-    if name == "Mine":
-        with pytest.raises(ArtifactError, match=r"HOOKS is 'Mine', and version 1 has no net\.py"):
-            discovery.find(config)
-    build.write(tmp_path, "net.py", "class Hooks(Base): ...\nclass Mine: ...\n")
-    assert discovery.find(config).hooks == (version / "net.py" if name == "Mine" else None)
+@pytest.mark.parametrize("options", [{}, {"model_factory": "torch.nn:Identity"}])
+def test_hooks(options: dict[str, str], tmp_path: Path) -> None:
+    """The hooks of any artifact are in hooks.py."""
+    store(tmp_path, {"model.pt": script})
+    assert discovery.find(build.config(tmp_path, **options)).hooks is None
+    path = build.write(tmp_path, "hooks.py", "class Hooks: ...\n")
+    assert discovery.find(build.config(tmp_path, **options)).hooks == path
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import build
 import kinds
 import pytest
 import safetensors.torch
+import scenarios
 import torch
 from torch import Tensor, nn
 
@@ -232,7 +233,7 @@ def test_device_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ho
         archive.writestr(metadata, '{"AOTI_DEVICE_KEY": "cuda"}')
     if hooks:
         source = "class Hooks:\n    def preprocess(self, text: str): ..."
-        build.write(tmp_path, "model.py", source)
+        build.write(tmp_path, "hooks.py", source)
     devices: list[torch.device | None] = []
 
     def load(artifact: Artifact, settings: ModelConfig, device: torch.device | None) -> Loaded:
@@ -447,7 +448,8 @@ def test_hooks(
     parts: dict[str, str], config: dict[str, Any], described: tuple[str, str, int], tmp_path: Path
 ) -> None:
     """Inputs come from annotations, the config or an example, outputs from a run of the hooks."""
-    build.write(tmp_path, "model.py", _HOOKS.format(**_ROW | parts))
+    (tmp_path / "1").mkdir()
+    scenarios.hooked(_HOOKS.format(**_ROW | parts))(tmp_path / "1")
     if "input" in config:
         config = {**config, "input": _listed(x=[4])}
     assert _describe(tmp_path, **config) == described
@@ -467,6 +469,7 @@ def test_hooks(
 )
 def test_hooks_that_cannot_be_run(parts: dict[str, str], message: str, tmp_path: Path) -> None:
     """The error asks for inputs, or for an example that the hooks accept."""
-    build.write(tmp_path, "model.py", _HOOKS.format(**_ROW | parts))
+    (tmp_path / "1").mkdir()
+    scenarios.hooked(_HOOKS.format(**_ROW | parts))(tmp_path / "1")
     with pytest.raises(ConfigError, match=f"(?s){message}.*example_inputs.safetensors"):
         _describe(tmp_path)

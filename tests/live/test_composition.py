@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import serving
 import tritonclient.grpc
-from scenarios import config, tensor
+from scenarios import config, hooked, tensor
 from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.server.model_status import ModelState
@@ -146,7 +146,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
         (folder / "repository" / name / "1").mkdir(parents=True)
         (folder / "repository" / name / "config.pbtxt").write_text(text)
         if code:
-            (folder / "repository" / name / "1" / "model.py").write_text(_CALLS + code)
+            hooked(_CALLS + code)(folder / "repository" / name / "1")
     with serving.running(folder, ready=False) as server:
         states = {state.name: state for state in server.models()}
         client = tritonclient.grpc.InferenceServerClient(server.grpc_address)

@@ -130,7 +130,7 @@ class Hooks:
 """
 _OVERLAPPING = scenarios.Scenario(
     "overlapping",
-    scenarios.text(_MARKS),
+    scenarios.hooked(_MARKS),
     scenarios.config(
         {"x": [1]},
         {"seen": [1], "process": [1]},

@@ -161,11 +161,11 @@ def serving(
     folder = tmp_path_factory.mktemp("pipelines")
     repository = folder / "repository"
     writers = scenarios.both(
-        classifier.save_pretrained, tokenizer.save_pretrained, scenarios.text(_CODE)
+        classifier.save_pretrained, tokenizer.save_pretrained, scenarios.text(_CODE, "hooks.py")
     )
     Scenario("texts", writers, _CONFIG).lay_out(repository)
     pictures = scenarios.both(
-        watcher.save_pretrained, processor.save_pretrained, scenarios.text(_PICTURES)
+        watcher.save_pretrained, processor.save_pretrained, scenarios.text(_PICTURES, "hooks.py")
     )
     Scenario("pictures", pictures, _IMAGES + _FACTORY).lay_out(repository)
     shutil.copytree(_EXAMPLES / "digits_png", repository / "digits_png")

@@ -67,10 +67,9 @@ def test_batch(name: str, tmp_path: Path) -> None:
     assert served.run(served.request(), served.request()) == [_NONE] * 2
 
 
-@pytest.mark.parametrize("name", ["hooked", "threaded"])
-def test_hooks(name: str, tmp_path: Path) -> None:
-    """Hooks run in the context of their request, in any thread."""
-    served = _Served(tmp_path, name)
+def test_hooks(tmp_path: Path) -> None:
+    """Hooks run in the context of their request."""
+    served = _Served(tmp_path, "hooked")
     requests = served.request(*_FIRST), served.request(), served.request(*_SECOND)
     assert served.run(*requests) == [traced.ends(*_FIRST), _NONE, traced.ends(*_SECOND)]
 
