@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -49,7 +48,7 @@ class Recorder:
 def hook(name: str, function: Callable[..., Any]) -> Hook:
     arguments = introspection.from_function(function).arguments
     takes_parameters = any(each.name == request_parameters.ARGUMENT for each in arguments)
-    return Hook(build.MODEL, name, function, name, takes_parameters)
+    return Hook(build.MODEL, name, function, takes_parameters)
 
 
 def engine(
@@ -181,26 +180,6 @@ def test_collate() -> None:
     assert [len(call) for call in module.calls] == [2]
 
 
-@pytest.mark.parametrize(
-    ("hooks", "expects"),
-    [
-        ({}, dict),
-        ({"preprocess": lambda x: (x, x)}, tuple),
-        ({"preprocess": lambda x: {"x": x}}, dict),
-    ],
-)
-def test_inference(hooks: dict[str, Any], expects: type) -> None:
-    """inference() gets the module, and the inputs by name or the results of preprocess()."""
-
-    def inference(module: Any, batch: Any) -> Any:
-        x = batch["x" if expects is dict else 0]
-        assert isinstance(batch, expects)
-        return module(x) + module(x)
-
-    model = engine(doubled, {"inference": inference, **hooks})
-    assert values(model.run([item([1.0], [2.0])])) == [[[4], [8]]]
-
-
 # --- after the module ------------------------------------------------------------------------
 
 
@@ -245,9 +224,9 @@ def test_outputs(kind: str, dims: tuple[int, ...], returned: Any, expected: Any)
 @pytest.mark.parametrize(
     ("kind", "returned", "message"),
     [
-        ("INT64", [1.5], "a list for output 'y': numbers of float32; expected y INT64 [1]"),
-        ("BOOL", [1], "numbers of int64"),
-        ("FP32", [True], "numbers of bool"),
+        ("INT64", [1.5], "output 'y' is float32 [1]; expected int64 [1]"),
+        ("BOOL", [1], "output 'y' is int64 [1]; expected bool [1]"),
+        ("FP32", [True], "output 'y' is bool [1]"),
         ("FP32", [[1.0], [1.0, 2.0]], "a list for output 'y'"),
         ("FP32", torch.ones(2), "output 'y' is float32 [2]; expected float32 [1]"),
         ("FP32", {"z": torch.ones(1)}, "not fit what postprocess() returns, dict with z; expected"),
@@ -273,16 +252,6 @@ def test_rows_of_one_request_have_one_shape() -> None:
         outcomes[0]
     )
     assert values(outcomes[1:]) == [[[1]]]
-
-
-def test_postprocess_batch() -> None:
-    """postprocess_batch() gets the whole result; its outputs are checked like forward()'s."""
-    model = engine(doubled, {"postprocess_batch": lambda result: {"y": result + 1}})
-    assert values(model.run([item([1.0]), item([2.0])])) == [[[3]], [[5]]]
-    model = engine(doubled, {"postprocess_batch": lambda result: {"y": result[:1]}})
-    (outcome,) = model.run([item([1.0], [2.0])])
-    assert isinstance(outcome, OutputError)
-    assert "has 1 row for a batch of 2" in str(outcome)
 
 
 def test_check_finite() -> None:
@@ -311,21 +280,17 @@ def test_parameters_of_each_row() -> None:
         received["collate"].append([row["n"] for row in parameters])
         return torch.stack(items)
 
-    def inference(module: Any, batch: Tensor, parameters: Any) -> Any:
-        received["inference"].append([row["n"] for row in parameters])
-        return module(batch)
-
     def postprocess(result: Tensor, parameters: Any) -> Tensor:
         received["postprocess"].append(parameters["n"])
         return result * parameters["n"]  # type: ignore[no-any-return]
 
-    functions: list[Callable[..., Any]] = [preprocess, collate, inference, postprocess]
+    functions: list[Callable[..., Any]] = [preprocess, collate, postprocess]
     model = engine(doubled, {each.__name__: each for each in functions}, batch_buckets=(4,))
     sent = [item([1.0], [2.0], parameters={"n": 3}), item([3.0], parameters={"n": 5})]
     outcomes = model.run(sent)
     assert values(outcomes) == [[[6], [12]], [[30]]]
     assert received["preprocess"] == received["postprocess"] == [3, 3, 5]
-    assert received["collate"] == received["inference"] == [[3, 3, 5, 5]]  # the last row fills
+    assert received["collate"] == [[3, 3, 5, 5]]  # the last row fills
 
 
 def test_parameters_between_arguments() -> None:
@@ -355,37 +320,6 @@ def test_parameters_without_preprocessing() -> None:
     assert values(model.run([both, item([1.0], parameters={"n": 3})])) == [[[4]], [[3]]]
 
 
-# --- threads ---------------------------------------------------------------------------------
-
-
-def test_rows_are_prepared_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With PREPROCESS_THREADS rows of one request and of several are prepared in parallel.
-
-    Each thread uses the GPU of the instance.
-    """
-    on_device = threading.local()
-
-    def make_current(device: torch.device) -> None:
-        on_device.type = device.type
-
-    monkeypatch.setattr(runtime, "make_current", make_current)
-    all_four = threading.Barrier(4, timeout=60)
-    modes: list[bool] = []
-
-    def preprocess(x: Tensor, parameters: Any) -> Tensor:
-        all_four.wait()
-        assert on_device.type == "cpu"
-        modes.append(torch.is_inference_mode_enabled())
-        shifted: Tensor = x + parameters.get("n", 0)
-        return shifted
-
-    model = engine(doubled, {"preprocess": preprocess}, preprocess_threads=4)
-    sent = [item([1.0], [2.0], parameters={"n": 1}), item([3.0]), item([4.0])]
-    for _ in range(2):
-        assert values(model.run(sent)) == [[[4], [6]], [[6]], [[8]]]
-    assert modes == [True] * 8
-
-
 # --- errors ----------------------------------------------------------------------------------
 
 
@@ -402,11 +336,10 @@ def kinds(outcomes: Any) -> list[type]:
     return [type(outcome) for outcome in outcomes]
 
 
-@pytest.mark.parametrize("threads", [None, 2])
-def test_a_failed_row_fails_only_its_request(threads: int | None) -> None:
+def test_a_failed_row_fails_only_its_request() -> None:
     """The other requests are answered in one call; the log has no mistakes of clients."""
     module = Recorder()
-    model = engine(module, {"preprocess": picky}, preprocess_threads=threads)
+    model = engine(module, {"preprocess": picky})
     sent = [item([1.0]), item([1.0], [-1.0]), item([0.0]), {}, item([2.0])]
     outcomes: list[Any] = list(model.run(sent))
     assert kinds(outcomes) == [dict, InputError, HookError, InputError, dict]
@@ -445,50 +378,23 @@ def test_a_failed_batch_is_bisected(name: str, kind: type) -> None:
     assert f"{name}() r" in str(outcomes[2])
 
 
-class Changed:
-    """A result of preprocess() that collate() consumes."""
-
-    def __init__(self, x: Tensor) -> None:
-        self.parts = {"x": 10 * x}
-
-
-class Uncopied(Changed):
-    """An object that cannot be copied, like an open file."""
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise TypeError("cannot be copied")
-
-
-def uses_up(rows: list[Changed]) -> Tensor:
-    """Return a batch of rows that it changes in place and removes."""
-    for row in rows:
-        row.parts["x"] += 1
-    return torch.stack([row.parts.pop("x") for row in rows])
-
-
-@pytest.mark.parametrize(("kind", "threads"), [(Changed, None), (Uncopied, 2)])
-def test_collate_may_change_its_rows(kind: type[Changed], threads: int | None) -> None:
-    """Rows are prepared again for a retry, and the last row of a batch is copied to fill it up."""
+def test_collate_may_remove_entries_of_its_rows() -> None:
+    """A retry passes whole rows again, and those that fill a batch up are whole, too."""
     prepared: list[float] = []
 
-    def preprocess(x: Tensor) -> Changed:
+    def preprocess(x: Tensor) -> dict[str, Tensor]:
         prepared.append(float(x))
-        return kind(x)
+        return {"x": 10 * x}
 
-    hooks: dict[str, Callable[..., Any]] = {"preprocess": preprocess, "collate": uses_up}
-    model = engine(picky, hooks, preprocess_threads=threads)
-    assert values(model.run([item([1.0]), item([2.0], [3.0])])) == [[[11]], [[21], [31]]]
-    assert sorted(prepared) == [1, 2, 3]
-    outcomes = model.run([item([1.0]), item([2.0]), item([-1.0]), item([3.0])])
-    assert values([*outcomes[:2], outcomes[3]]) == [[[11]], [[21]], [[31]]]
+    hooks: dict[str, Callable[..., Any]] = {
+        "preprocess": preprocess,
+        "collate": lambda rows: torch.stack([row.pop("x") for row in rows]),
+    }
+    model = engine(picky, hooks, rows=Rows(4, 4))
+    outcomes = model.run([item([1.0]), item([2.0]), item([-1.0])])
+    assert values(outcomes[:2]) == [[[10]], [[20]]]
     assert isinstance(outcomes[2], BackendError)
-    prepared.clear()
-    assert values(engine(doubled, hooks, rows=Rows(4, 4)).run([item([1.0], [2.0])])) == [
-        [[22], [42]]
-    ]
-    assert len(prepared) == (
-        4 if kind is Uncopied else 2
-    )  # what cannot be copied is prepared again
+    assert prepared == [1, 2, -1]
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -592,50 +498,11 @@ def test_refused_hooks(name: str, function: Any, kind: str, message: str) -> Non
     assert message in str(refusal.value)
 
 
-class Scratch:
-    """Doubles into a buffer that the next call reuses."""
-
-    def __init__(self) -> None:
-        self._memory = torch.zeros(4096)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._memory[: x.numel()].view(x.shape).copy_(x * 2)
-
-
-@pytest.mark.parametrize(
-    ("names", "batch", "wide"),
-    [
-        ({"preprocess"}, 8, False),
-        ({"preprocess"}, 8, True),
-        ({"preprocess"}, 0, False),
-        ({"postprocess"}, 8, True),
-        ({"postprocess"}, 0, False),
-        ({"preprocess", "collate"}, 8, False),
-        ({"preprocess", "collate"}, 0, False),
-    ],
-)
-def test_hooks_and_models_that_reuse_memory(names: set[str], batch: int, wide: bool) -> None:
-    """Rows, batches and results keep their values until they are sent."""
-    rows = [(1.0,), (2.0,), (3.0, 4.0)] if wide else [(1.0,), (2.0,), (3.0,)]
-
-    def collate(rows: list[Tensor]) -> Tensor:
-        if batch == 0:
-            return rows[0]
-        return torch.stack([torch.nn.functional.pad(row, (0, 2)) for row in rows])
-
-    hooks: dict[str, Any] = {
-        "preprocess": Scratch(),
-        "collate": collate,
-        "postprocess": lambda result, again=Scratch(): again(result)[: 1 + wide],  # noqa: B008
-    }
-    model = engine(Scratch(), {name: hooks[name] for name in names}, max_batch_size=batch)
-    outcomes = model.run([item(*row) if batch == 0 else item(row) for row in rows])
-    firsts = [torch.as_tensor(outcome["y"]).flatten()[0].item() for outcome in outcomes]  # type: ignore[index]
-    assert firsts == [4 * row[0] for row in rows]
-
-
-def test_hook_that_reuses_memory_for_rows_of_one_request() -> None:
-    """Each row of a request has its own result of the hook."""
-    hooks: dict[str, Any] = {"preprocess": Scratch(), "postprocess": Scratch()}
-    (outcome,) = values(engine(Scratch(), hooks).run([item((1.0,), (2.0,), (3.0,))]))
-    assert outcome == [[8.0], [16.0], [24.0]]
+@pytest.mark.parametrize("hooks", [{"preprocess": doubled}, {"postprocess": doubled}])
+@pytest.mark.parametrize("wide", [False, True], ids=["one call", "two calls"])
+def test_models_that_reuse_memory(hooks: dict[str, Any], wide: bool) -> None:
+    """Results keep their values when the next call of the model overwrites its memory."""
+    memory = torch.zeros(4096)
+    model = engine(lambda x: memory[: x.numel()].view(x.shape).copy_(x * 2), hooks)
+    outcomes = values(model.run([item([1.0]), item([3.0, 5.0] if wide else [3.0])]))
+    assert outcomes == [[[4.0]], [[12.0, 20.0] if wide else [12.0]]]

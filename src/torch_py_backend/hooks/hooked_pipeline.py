@@ -19,7 +19,7 @@ from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.request_parameters import Parameters
-from torch_py_backend.errors import BackendError, InputError, OutputError, a_type, summarize
+from torch_py_backend.errors import BackendError, OutputError, a_type, summarize
 from torch_py_backend.hooks.preprocessing import (
     NUMBERED,
     ROWS,
@@ -64,6 +64,8 @@ class HookedPipeline:
         self._runtime = runtime
         dtype = config.options.weights_dtype
         self._dtype = getattr(torch, dtype) if dtype else None
+        # Names from hooks are argument names; names from the config may be bound in order.
+        self._ordered = not (hooks.preprocess or hooks.preprocess_batch or hooks.collate)
         self._preprocessor: BatchPreprocessor | RowPreprocessor
         if hooks.preprocess is None and hooks.collate is None:
             self._preprocessor = BatchPreprocessor(config, hooks.preprocess_batch, signature)
@@ -76,24 +78,23 @@ class HookedPipeline:
             hook.takes_parameters for hook in hooks.defined if hook.name != "preprocess"
         )
         self._bound: dict[tuple[str, ...], InputBinding] = {}
-        row_config = dataclasses.replace(config, max_batch_size=0)
         self._specs = {spec.name: spec for spec in config.outputs}
+        row_config = dataclasses.replace(config, max_batch_size=0)
         self._extractor = OutputExtractor(row_config, "postprocess()")
-        self._names = tuple(self._specs)
         self._finite = Finite(config) if config.options.check_finite else None
 
     # --- before the module ---------------------------------------------------------------------
 
-    def prepare(self, item: Item) -> Item | InputError:
-        """Return a request's prepared item, or the reason to refuse it.
+    def prepare(self, item: Item) -> Item:
+        """Return a request's prepared item.
 
         Raises:
-            BackendError: a hook fails.
+            BackendError: a hook fails, or the request is refused.
         """
         item = dict(item)
         parameters = request_parameters.pop(item)
         prepared = self._preprocessor.prepare(item, parameters)
-        if isinstance(prepared, InputError) or not self._passes_parameters:
+        if not self._passes_parameters:
             return prepared
         first = next(iter(prepared.values()), None)
         rows = first.shape[0] if self._batched and first is not None else 1
@@ -107,11 +108,10 @@ class HookedPipeline:
             (position, {name: item[name] for name in item if name not in extra})
             for position, item in items
         ]
-        groups = []
-        for inputs, _, positions in self._preprocessor.group(without_parameters):
-            members = [by_position[place] for place in positions]
-            groups.append(Group(self._bind(inputs, extra), members, positions))
-        return groups
+        return [
+            Group(self._bind(inputs, extra), [by_position[at] for at in positions], positions)
+            for inputs, _, positions in self._preprocessor.group(without_parameters)
+        ]
 
     @property
     def passes_columns(self) -> bool:
@@ -165,9 +165,7 @@ class HookedPipeline:
         names = tuple(named)
         inputs = self._bound.get(names)
         if inputs is None:
-            # Names from hooks are argument names; names from the config may be bound in order.
-            ordered = not self.hooks.makes_batches
-            inputs = bind_inputs(self._model, names, self._signature, ordered=ordered)
+            inputs = bind_inputs(self._model, names, self._signature, ordered=self._ordered)
             if len(self._bound) < MAX_SETS:  # hooks may pass only what a client has sent
                 self._bound[names] = inputs
         return inputs.call(module, [named[name] for name in inputs.names])
@@ -203,12 +201,12 @@ class HookedPipeline:
         parameters: Sequence[Parameters] = [{}] * len(results)
         if self._passes_parameters:
             parameters = request_parameters.values(item[request_parameters.KEY])
-        rows = []
-        for result, row_parameters in zip(results, parameters, strict=True):
-            finished = self._convert_outputs(self._postprocess(result, row_parameters))
-            rows.append(self._extractor.extract(finished, 1))
+        rows = [
+            self._extractor.extract(self._converted(self._postprocess(result, sent)), 1)
+            for result, sent in zip(results, parameters, strict=True)
+        ]
         outputs: dict[str, Value] = {}
-        for name, column in zip(self._names, zip(*rows, strict=True), strict=True):
+        for name, column in zip(self._specs, zip(*rows, strict=True), strict=True):
             stack: Callable[..., Value] = torch.stack if isinstance(column[0], Tensor) else np.stack
             try:
                 outputs[name] = stack(column) if self._batched else column[0]
@@ -220,8 +218,7 @@ class HookedPipeline:
                     f" request: {shapes[:3]}",
                     expected="one shape for all",
                 ) from None
-        refusal = self._finite.refusal(outputs) if self._finite is not None else None
-        if refusal is not None:
+        if self._finite is not None and (refusal := self._finite.refusal(outputs)) is not None:
             raise refusal
         return outputs
 
@@ -238,40 +235,38 @@ class HookedPipeline:
         assert self.hooks.postprocess is not None  # noqa: S101  checked by `postprocesses`
         return self.hooks.postprocess.with_parameters(parameters)(result)
 
-    def _convert_outputs(self, result: Tree) -> Tree:
+    def _converted(self, result: Tree) -> Tree:
         """Convert lists and numbers in the result of postprocess() to the types of the outputs."""
         if isinstance(result, Mapping):
             return {
-                name: self._convert_output(self._specs.get(name), part)
+                name: self._convert(self._specs[name], part) if name in self._specs else part
                 for name, part in result.items()
             }
         if len(self._specs) == 1 and not isinstance(result, tuple):
             (spec,) = self._specs.values()
-            return self._convert_output(spec, result)
+            return self._convert(spec, result)
         return result
 
-    def _convert_output(self, spec: TensorSpec | None, part: Tree) -> Tree:
-        """Convert a list to the output's type without loss; a number or an array as it is."""
+    def _convert(self, spec: TensorSpec, part: Tree) -> Tree:
+        """Convert a list to the output's type without loss, and a number of numpy to Python's."""
         if isinstance(part, np.generic):
             return part.item()
-        if spec is None or not isinstance(part, list | tuple):
+        if not isinstance(part, list | tuple):
             return part
         if spec.dtype.torch is None:
             return np.array(part, dtype=np.object_)
         dtype: torch.dtype = getattr(torch, spec.dtype.torch)
         try:
-            tensor = torch.as_tensor(part)
-            both_bool = (tensor.dtype is torch.bool) is (dtype is torch.bool)
-            if not part or (both_bool and torch.can_cast(tensor.dtype, dtype)):
-                return torch.tensor(part, dtype=dtype)
-            problem = f"numbers of {str(tensor.dtype).removeprefix('torch.')}"
+            tensor, converted = torch.as_tensor(part), torch.tensor(part, dtype=dtype)
         except Exception as error:  # tensors, strings, ragged lists, numbers that are too large
-            problem = summarize(error)
-        raise OutputError(
-            self._model,
-            f"postprocess() gives {a_type(part)} for output '{spec.name}': {problem}",
-            expected=str(spec),
-        )
+            raise OutputError(
+                self._model,
+                f"postprocess() gives {a_type(part)} for output '{spec.name}': {summarize(error)}",
+                expected=str(spec),
+            ) from None
+        both_bool = (tensor.dtype is torch.bool) is (dtype is torch.bool)
+        lossless = not part or (both_bool and torch.can_cast(tensor.dtype, dtype))
+        return converted if lossless else tensor  # of another type, which the extractor refuses
 
     # --- without a config ----------------------------------------------------------------------
 
@@ -281,10 +276,7 @@ class HookedPipeline:
         Raises:
             BackendError: a hook fails, or refuses the item.
         """
-        prepared = self.prepare(item)
-        if isinstance(prepared, InputError):
-            raise prepared
-        ((inputs, items, _),) = self.group([(0, prepared)])
+        ((inputs, items, _),) = self.group([(0, self.prepare(item))])
         columns = gather_scatter.gather(items, inputs.names).columns
         result = inputs.call(module, columns)
         if self.hooks.postprocess is None:

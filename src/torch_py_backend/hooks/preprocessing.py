@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -47,8 +48,8 @@ class BatchPreprocessor:
             _check_annotations(config, signature)
         self.grouping = Grouping(config, signature)
 
-    def prepare(self, item: Item, _: Parameters) -> Item | InputError:
-        return self.grouping.admit(item)
+    def prepare(self, item: Item, _: Parameters) -> Item:
+        return _admit(self.grouping, item)
 
     def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
         return self.grouping.group(items)
@@ -86,39 +87,37 @@ class RowPreprocessor:
             _check_annotations(config, signature)
         self.grouping = Grouping(dataclasses.replace(config, max_batch_size=0), signature)
 
-    def prepare(self, item: Item, parameters: Parameters) -> Item | InputError:
-        """Return the prepared rows of a request, or the refusal of one of them."""
-        items = [item]
-        if self._batched:
-            count = count_rows(self._model, item, self._axes)
-            if isinstance(count, InputError):
-                return count
-            if count == 0:
-                return InputError(self._model, "the request has no rows")
-            items = [
-                {name: value[row, ...] for name, value in item.items()} for row in range(count)
-            ]
-        rows = []
-        for row in items:
-            prepared = self._prepare_row(row, parameters)
-            if isinstance(prepared, InputError):
-                return prepared
-            rows.append(prepared)
+    def prepare(self, item: Item, parameters: Parameters) -> Item:
+        """Return the prepared rows of a request.
+
+        Raises:
+            InputError: a row is refused, or there is none.
+        """
+        rows = [self._prepare_row(row, parameters) for row in self._split(item)]
         if self._collate is not None:
             return {ROWS: request_parameters.column(rows)}
         return self._stacked([self._tensors(row) for row in rows])
 
+    def _split(self, item: Item) -> list[Item]:
+        """Return each row of a request as an item."""
+        if not self._batched:
+            return [item]
+        count = count_rows(self._model, item, self._axes)
+        if isinstance(count, InputError):
+            raise count
+        if count == 0:
+            raise InputError(self._model, "the request has no rows")
+        return [{name: value[row, ...] for name, value in item.items()} for row in range(count)]
+
     def _prepare_row(self, row: Item, parameters: Parameters) -> Tree:
-        """Return the result of preprocess() for one row, or its refusal."""
-        admitted = self.grouping.admit(row)
-        if isinstance(admitted, InputError):
-            return admitted
+        """Return the result of preprocess() for one row."""
+        admitted = _admit(self.grouping, row)
         ((inputs, _, _),) = self.grouping.group([(0, admitted)])
         columns = [to_column(admitted[name]) for name in inputs.names]
         call = dict if self._preprocess is None else self._preprocess.with_parameters(parameters)
         return inputs.call(call, self.grouping.convert(inputs, columns))
 
-    def _stacked(self, rows: Sequence[Mapping[str, Tensor]]) -> Item | InputError:
+    def _stacked(self, rows: Sequence[Mapping[str, Tensor]]) -> Item:
         """Return the item of a request's rows."""
         if not self._batched:
             return {**rows[0]}
@@ -183,11 +182,21 @@ class RowPreprocessor:
     ) -> Tree:
         """Return the argument for the module's call."""
         if self._collate is not None:
-            rows = request_parameters.values(columns[0])
+            # A retry passes the same rows, and some functions remove entries of their rows.
+            rows = [
+                copy.copy(row) if isinstance(row, MutableMapping | list) else row
+                for row in request_parameters.values(columns[0])
+            ]
             return self._collate.with_parameters(parameters)(rows)
-        if not inputs.names or not inputs.names[0].startswith(NUMBERED):
-            return dict(zip(inputs.names, columns, strict=True))
-        return columns[0] if len(columns) == 1 else tuple(columns)
+        return dict(zip(inputs.names, columns, strict=True))
+
+
+def _admit(grouping: Grouping, item: Item) -> Item:
+    """Return an item as the grouping admits it, or raise the reason to refuse it."""
+    admitted = grouping.admit(item)
+    if isinstance(admitted, InputError):
+        raise admitted
+    return admitted
 
 
 def _named_only(item: Item) -> InputBinding:

@@ -7,10 +7,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from torch_py_backend.errors import (
 from torch_py_backend.loading import python_source
 from torch_py_backend.loading.python_source import HOOK_METHODS
 from torch_py_backend.signature import introspection
-from torch_py_backend.signature.arguments import Passing, Signature
+from torch_py_backend.signature.arguments import Signature
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +57,6 @@ class Hook:
         model: the model's name.
         name: the method's name.
         method: the method.
-        text: its declaration, for messages.
         takes_parameters: whether it takes the request's parameters.
         file: the file that defines it.
     """
@@ -66,7 +64,6 @@ class Hook:
     model: str
     name: str
     method: Callable[..., Tree]
-    text: str
     takes_parameters: bool
     file: Path = Path("hooks.py")
     _logged: set[int | None] = field(default_factory=set)
@@ -87,11 +84,12 @@ class Hook:
             unreadable = isinstance(error, ValueError) or (
                 isinstance(error, OSError) and error.errno is None
             )
-            if unreadable and self.name.startswith("preprocess"):
-                reason = summarize(error)
-                self._log_refusal(error)
-                raise InputError(self.model, f"{self.name}() refuses the input: {reason}") from None
-            raise HookError(self.model, self.name, error) from error
+            if not (unreadable and self.name.startswith("preprocess")):
+                raise HookError(self.model, self.name, error) from error
+            self._log_refusal(error)
+            raise InputError(
+                self.model, f"{self.name}() refuses the input: {summarize(error)}"
+            ) from None
 
     def _log_refusal(self, error: BaseException) -> None:
         """Log the first refusal of each line, which may be a mistake in the method."""
@@ -109,29 +107,28 @@ class Hook:
 
     def with_parameters(self, parameters: Parameters | Sequence[Parameters]) -> Callable[..., Tree]:
         """Bind the parameters of a request, or of each row, if the method takes them."""
-        return (
-            partial(self, **{request_parameters.ARGUMENT: parameters})
-            if self.takes_parameters
-            else self
-        )
+        if not self.takes_parameters:
+            return self
+        return partial(self, **{request_parameters.ARGUMENT: parameters})
 
     def signature(self) -> Signature:
         """Return the method's signature without the request's parameters."""
-        arguments = []
-        gap = False
-        for argument in introspection.from_function(self.method).arguments:
-            if argument.name == request_parameters.ARGUMENT:
-                gap = True  # arguments after a gap cannot be passed by position
-            elif gap and argument.passing is Passing.POSITIONAL:
-                arguments.append(dataclasses.replace(argument, passing=Passing.KEYWORD))
-            else:
-                arguments.append(argument)
-        return Signature(tuple(arguments), name=self.name)
+        method = self.method
+        if self.takes_parameters:  # the arguments after it are then passed by name
+            method = partial(method, **{request_parameters.ARGUMENT: None})
+        arguments = introspection.from_function(method).arguments
+        return Signature(
+            tuple(each for each in arguments if each.name != request_parameters.ARGUMENT),
+            name=self.name,
+        )
+
+    def __str__(self) -> str:
+        return f"{self.name}{inspect.signature(self.method)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """A model's hooks; None for each that is not defined."""
+    """A model's hooks, in the order in which they run; None for each that is not defined."""
 
     preprocess: Hook | None = None
     preprocess_batch: Hook | None = None
@@ -142,7 +139,7 @@ class Hooks:
     @property
     def defined(self) -> list[Hook]:
         """The defined hooks, in the order in which they run."""
-        hooks = (getattr(self, field.name) for field in dataclasses.fields(self))
+        hooks = (getattr(self, name) for name in HOOK_METHODS)
         return [hook for hook in hooks if hook is not None]
 
     @property
@@ -151,17 +148,12 @@ class Hooks:
         return any(hook.takes_parameters for hook in self.defined)
 
     @property
-    def per_batch(self) -> bool:
-        """Whether any hook takes or returns a batch."""
-        return any(hook.name in _PER_BATCH for hook in self.defined)
-
-    @property
-    def makes_batches(self) -> bool:
-        """Whether hooks make the arguments of the module's call."""
-        return any((self.preprocess, self.preprocess_batch, self.collate))
+    def per_batch(self) -> list[str]:
+        """The names of the hooks that take or return a batch."""
+        return [hook.name for hook in self.defined if hook.name in _PER_BATCH]
 
     def __str__(self) -> str:
-        return ", ".join(hook.text for hook in self.defined)
+        return ", ".join(map(str, self.defined))
 
 
 def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
@@ -175,109 +167,92 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
     if path is None:
         return None
     instance = python_source.construct_hooks(config, path)
-    names = [name for name in HOOK_METHODS if getattr(instance, name, None) is not None]
-    _check_names(config, path, instance, names)
-    hooks = Hooks(**{name: _create_hook(config, path, instance, name) for name in names})
+    methods = {name: getattr(instance, name, None) for name in HOOK_METHODS}
+    hooks = Hooks(
+        **{
+            name: _create_hook(config, path, name, method)
+            for name, method in methods.items()
+            if method is not None
+        }
+    )
+    _check_methods(config, f"the class Hooks in {path.name}", instance, hooks)
     _check_config(config, hooks)
     return hooks
 
 
-def _check_names(config: ModelConfig, path: Path, instance: object, names: Collection[str]) -> None:
+def _create_hook(config: ModelConfig, path: Path, name: str, method: Any) -> Hook:
+    """Return the hook of this name after checking its arguments."""
+    place = f"Hooks.{name} in {path.name}"
+    if not callable(method):
+        raise SourceError(config.name, f"{place} is {a_type(method)}", expected="a method")
+    if inspect.iscoroutinefunction(method) or introspection.is_generator(method):
+        raise SourceError(
+            config.name,
+            f"{place} is asynchronous or a generator",
+            expected="a method that returns its result",
+        )
+    arguments = _ARGUMENTS.get(name)
+    signature: object = ""
+    try:
+        signature = inspect.signature(method)
+        takes_parameters = request_parameters.ARGUMENT in signature.parameters
+        if arguments is not None:
+            keywords = {request_parameters.ARGUMENT: None} if takes_parameters else {}
+            signature.bind(arguments, **keywords)
+    except (TypeError, ValueError) as error:
+        raise SourceError(
+            config.name,
+            f"Hooks.{name}{signature} in {path.name} cannot be called: {error}",
+            expected=f"{name}(self, {arguments or 'inputs by name'}), with"
+            f" {request_parameters.ARGUMENT} as the last argument if it takes them",
+        ) from None
+    return Hook(config.name, name, method, takes_parameters, path)
+
+
+def _check_methods(config: ModelConfig, place: str, instance: object, hooks: Hooks) -> None:
     """Raise SourceError for a removed method, two methods for one step, or no method."""
     for name, advice in removed_names.HOOKS.items():
         if hasattr(instance, name):
-            raise SourceError(
-                config.name, f"Hooks in {path.name} has {name}(), which was removed", cure=advice
-            )
+            raise SourceError(config.name, f"{place} has {name}(), which was removed", cure=advice)
     for first, second in _EXCLUSIVE:
-        if first in names and second in names:
+        if getattr(hooks, first) and getattr(hooks, second):
             raise SourceError(
                 config.name,
-                f"Hooks in {path.name} has {first}() and {second}()",
+                f"{place} has {first}() and {second}()",
                 expected="one of them: they do the same",
             )
-    if not names:
+    if not hooks.defined:
         raise SourceError(
             config.name,
-            f"the class Hooks in {path.name} has no hooks",
+            f"{place} has no hooks",
             expected="some of the methods " + ", ".join(HOOK_METHODS),
         )
 
 
-def _create_hook(config: ModelConfig, path: Path, instance: object, name: str) -> Hook:
-    """Return the hook of this name after checking its arguments."""
-    method, place = getattr(instance, name), f"Hooks.{name}"
-    if not callable(method):
-        raise SourceError(
-            config.name, f"{place} in {path.name} is {a_type(method)}", expected="a method"
-        )
-    if inspect.iscoroutinefunction(method) or introspection.is_generator(method):
-        raise SourceError(
-            config.name,
-            f"{place}() in {path.name} is asynchronous or a generator",
-            expected="a method that returns its result",
-        )
-    try:
-        signature = inspect.signature(method)
-    except (TypeError, ValueError) as error:
-        raise SourceError(
-            config.name, f"the arguments of {place}() in {path.name} cannot be read: {error}"
-        ) from error
-    takes_parameters = request_parameters.ARGUMENT in signature.parameters
-    argument = _ARGUMENTS.get(name)
-    if argument is not None:
-        parameters = {request_parameters.ARGUMENT: None} if takes_parameters else {}
-        try:
-            signature.bind(argument, **parameters)
-        except TypeError as error:
-            raise SourceError(
-                config.name,
-                f"{place}{signature} in {path.name} cannot be called: {error}",
-                expected=f"{name}(self, {argument}), with {request_parameters.ARGUMENT} as the"
-                " last argument if it takes them",
-            ) from None
-    text = f"{name}{signature}"
-    return Hook(config.name, name, method, text, takes_parameters, path)
-
-
 def _check_config(config: ModelConfig, hooks: Hooks) -> None:
     """Raise ConfigError if the config contradicts the hooks."""
-    batches = [hook.name for hook in hooks.defined if hook.name in _PER_BATCH]
     argument = request_parameters.ARGUMENT
-    in_forward = "Do in forward() what the hooks do, or remove hooks.py."
-    rules = (
-        (
-            bool(batches) and not config.max_batch_size,
-            f"Hooks has {', '.join(batches)}(), and max_batch_size is 0",
-            "Set max_batch_size, or remove them: each request is then one item.",
-        ),
-        (
-            config.options.pad is not None,
-            "PAD is set, and the model has hooks",
-            "Pad in collate() or preprocess_batch(), and remove PAD.",
-        ),
-        (
-            config.sequencing is not None,
-            "config.pbtxt has sequence_batching, and the model has hooks",
-            in_forward,
-        ),
-        (
-            config.concatenates,
-            "config.pbtxt has batch_input or batch_output, and the model has hooks",
-            in_forward,
-        ),
-        (config.decoupled, "the model is decoupled, and has hooks", in_forward),
-        (
-            hooks.takes_parameters and any(spec.name == argument for spec in config.inputs),
-            f"an input is named {argument}, like the argument of hooks for a request's parameters",
-            "Rename the input.",
-        ),
-        (
-            hooks.takes_parameters and config.response_cache,
-            "response_cache is enabled, and Hooks reads the parameters of requests",
-            conflicts.CACHE_CURE,
-        ),
-    )
-    for applies, problem, cure in rules:
-        if applies:
-            raise ConfigError(config.name, problem, cure=cure)
+    excluded = {
+        "sequence_batching": config.sequencing is not None,
+        "batch_input or batch_output": config.concatenates,
+        "a decoupled policy": config.decoupled,
+    }
+    conflicting = [name for name, is_set in excluded.items() if is_set]
+    problem = cure = ""
+    if hooks.per_batch and not config.max_batch_size:
+        problem = f"Hooks has {', '.join(hooks.per_batch)}(), and max_batch_size is 0"
+        cure = "Set max_batch_size, or remove them: each request is then one item."
+    elif config.options.pad is not None:
+        problem = "PAD is set, and the model has hooks"
+        cure = "Pad in collate() or preprocess_batch(), and remove PAD."
+    elif conflicting:
+        problem = f"config.pbtxt has {conflicting[0]}, and the model has hooks"
+        cure = "Do in forward() what the hooks do, or remove hooks.py."
+    elif hooks.takes_parameters and any(spec.name == argument for spec in config.inputs):
+        problem = f"an input is named {argument}, like the argument for a request's parameters"
+        cure = "Rename the input."
+    elif hooks.takes_parameters and config.response_cache:
+        problem = "response_cache is enabled, and Hooks reads the parameters of requests"
+        cure = conflicts.CACHE_CURE
+    if problem:
+        raise ConfigError(config.name, problem, cure=cure)
