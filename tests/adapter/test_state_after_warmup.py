@@ -317,7 +317,9 @@ def test_state_that_is_put_back(
         pytest.param(Remembers, _python(Remembers()), "history", id="list"),
         pytest.param(Attentive, _python(Attentive(), Memory), "memory", id="object"),
         pytest.param(Large, _python(Large()), "large", id="large buffer"),
-        pytest.param(Hooks, scenarios.hooked(models.source(Negated, Hooks)), "hooks.calls", id="hooks"),
+        pytest.param(
+            Hooks, scenarios.hooked(models.source(Negated, Hooks)), "hooks.calls", id="hooks"
+        ),
         pytest.param(Outside, _python(Outside(), Buffers), "parts", id="module in a list"),
         pytest.param(build, scenarios.python(Called, build), "calls", id="no module"),
     ],
