@@ -315,7 +315,7 @@ def test_hooks(tmp_path: Path) -> None:
     )  # fmt: skip
     assert _tensors(document, "input") == {"text": [1]}
     assert _tensors(document, "output") == {"label": [], "scores": [3]}
-    source = (tmp_path / "models" / "net" / "1" / "model.py").read_text()
+    source = (tmp_path / "models" / "net" / "1" / "hooks.py").read_text()
     assert "'text': [['a'], ['longer']]" in source
 
 
@@ -339,7 +339,7 @@ def test_example_of_bytes(tmp_path: Path) -> None:
     document = _saved(tmp_path, models.Affine(), hooks=Bytes, example_inputs={"data": [content]})
     version = tmp_path / "models" / "net" / "1"
     assert (version / "example_inputs" / "data").read_bytes() == content
-    assert "example_inputs" not in (version / "model.py").read_text()
+    assert "example_inputs" not in (version / "hooks.py").read_text()
     assert _tensors(document, "input") == {"data": [1]}
 
 
