@@ -99,15 +99,8 @@ def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
                 expected="what applies to it",
                 cure=cure,
             )
-    convert_weights(config, loaded)
-    return torchscript.freeze(config, loaded) if is_script and "freeze" in names else loaded.module
-
-
-def convert_weights(config: ModelConfig, loaded: Loaded) -> None:
-    """Convert the weights to the type and the memory format that OPTIMIZE names, if any."""
-    if loaded.owner is None:
-        return
-    if config.options.weights_dtype is not None:
+    if loaded.owner is not None and config.options.weights_dtype is not None:
         loaded.owner.to(getattr(torch, config.options.weights_dtype))
-    if "channels_last" in config.options.optimize:
+    if loaded.owner is not None and "channels_last" in names:
         loaded.owner.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return torchscript.freeze(config, loaded) if is_script and "freeze" in names else loaded.module

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
+from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, summarize
 from torch_py_backend.loading import mapped_files, registrations
@@ -17,38 +16,29 @@ from torch_py_backend.signature import introspection
 
 
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
-    """Load an archive that torch.jit.save wrote.
+    """Load an archive that torch.jit.save wrote, in eval mode, with its weights in the mapped file.
 
     Raises:
         ArtifactError: this torch cannot load it, or it lacks the method to serve.
     """
-    module = read(config, artifact.path, device)
+    path = artifact.path
+    with registrations.reading(config, path, artifact.kind):
+        module: torch.jit.ScriptModule = torch.jit.load(path, map_location=device)
+    module.eval()
+    if config.options.enable_weight_sharing is not False:
+        mapped_files.share((*module.parameters(), *module.buffers()), path)
     name = config.options.method or "forward"
     method: Any = getattr(module, name, None)
     if not hasattr(method, "schema"):
         raise ArtifactError(
             config.name,
-            f"{artifact.path.name} is TorchScript without {name}()",
+            f"{path.name} is TorchScript without {name}()",
             expected="a module with the method that is served",
         )
     # A call of the module, unlike one of forward(), runs its hooks.
     called = module if config.options.method is None else method
     signature = dataclasses.replace(introspection.from_schema(method.schema), name=name)
     return Loaded(artifact, called, signature, module)
-
-
-def read(config: ModelConfig, path: Path, device: torch.device | None) -> torch.jit.ScriptModule:
-    """Return the module of an archive in eval mode, with its weights in the mapped file.
-
-    Raises:
-        ArtifactError: this torch cannot load it.
-    """
-    with registrations.reading(config, path, ArtifactType.TORCHSCRIPT):
-        module: torch.jit.ScriptModule = torch.jit.load(path, map_location=device)
-    module.eval()
-    if config.options.enable_weight_sharing is not False:
-        mapped_files.share((*module.parameters(), *module.buffers()), path)
-    return module
 
 
 def freeze(config: ModelConfig, loaded: Loaded) -> Forward:
