@@ -6,9 +6,10 @@ import enum
 from dataclasses import dataclass
 
 from torch_py_backend.config import dtypes, pbtxt
+from torch_py_backend.config.conflicts import refuse
 from torch_py_backend.config.dtypes import DType
 from torch_py_backend.config.pbtxt import Document
-from torch_py_backend.errors import ConfigError, join_names
+from torch_py_backend.errors import join_names
 
 # The types that Triton's core accepts.
 _DATA_TYPES = ("TYPE_INT32", "TYPE_FP32")
@@ -63,25 +64,21 @@ def parse_inputs(model: str, document: Document) -> tuple[BatchInput, ...]:
     parsed = []
     for entry in document.get("batch_input", ()):
         kind = entry.get("kind", BatchInputKind.ELEMENT_COUNT.value)
-        if kind not in kinds:
-            raise ConfigError(model, f"batch_input has the kind {kind}", expected=join_names(kinds))
-        data_type = entry.get("data_type")
-        if data_type not in _DATA_TYPES:
-            raise ConfigError(
-                model,
-                f"batch_input {kind} has data_type {data_type}",
-                expected=" or ".join(_DATA_TYPES),
-            )
-        dtype = dtypes.parse(model, "batch_input", data_type)
-        source, targets = _source_and_targets(model, f"batch_input {kind}", entry, document)
+        subject, data_type = f"batch_input {kind}", entry.get("data_type")
+        refuse(
+            model,
+            (kind not in kinds, f"batch_input has the kind {kind}", join_names(kinds)),
+            (
+                data_type not in _DATA_TYPES,
+                f"{subject} has data_type {data_type}",
+                " or ".join(_DATA_TYPES),
+            ),
+        )
+        dtype = dtypes.parse(model, subject, data_type)
+        source, targets = _source_and_targets(model, subject, entry, document)
         for name in targets:
-            if name in names:
-                raise ConfigError(
-                    model,
-                    f"batch_input {kind} makes '{name}', and config.pbtxt has that name as"
-                    " an input or a batch_input already",
-                    cure="Rename its target_name, and the argument of the model.",
-                )
+            problem = f"{subject} makes '{name}', which is an input or a batch_input already"
+            refuse(model, (name in names, problem, "another target_name, as in the model"))
             names.add(name)
             parsed.append(BatchInput(name, BatchInputKind(kind), dtype, source))
     return tuple(parsed)
@@ -99,24 +96,22 @@ def parse_outputs(model: str, document: Document) -> tuple[BatchOutput, ...]:
     parsed: dict[str, BatchOutput] = {}
     for entry in document.get("batch_output", ()):
         kind = entry.get("kind", _SCATTER)
-        if kind != _SCATTER:
-            raise ConfigError(model, f"batch_output has the kind {kind}", expected=_SCATTER)
+        refuse(model, (kind != _SCATTER, f"batch_output has the kind {kind}", _SCATTER))
         source, targets = _source_and_targets(model, f"batch_output {kind}", entry, document)
+        shape = source_dims[source]
         for name in targets:
-            if name not in dims or name in parsed:
-                problem = "twice" if name in parsed else "which is no output"
-                raise ConfigError(
-                    model,
-                    f"batch_output names '{name}', {problem}",
-                    expected=f"names among {join_names(dims)}, each once",
-                )
-            if -1 in dims[name][len(source_dims[source]) :]:
-                raise ConfigError(
-                    model,
-                    f"batch_output gives '{name}' of dims {dims[name]} the shape of '{source}' of"
-                    f" dims {source_dims[source]}",
-                    expected="for each dim of -1 one of the input at the same place",
-                )
+            outputs = f"names among {join_names(dims)}, each once"
+            given = f"'{name}' of dims {dims.get(name)} the shape of '{source}' of dims {shape}"
+            refuse(
+                model,
+                (name in parsed, f"batch_output names '{name}', twice", outputs),
+                (name not in dims, f"batch_output names '{name}', which is no output", outputs),
+                (
+                    -1 in dims.get(name, ())[len(shape) :],
+                    f"batch_output gives {given}",
+                    "for each dim of -1 one of the input at the same place",
+                ),
+            )
             parsed[name] = BatchOutput(name, source)
     return tuple(parsed.values())
 
@@ -127,21 +122,17 @@ def _source_and_targets(
     """Return the only source_input of an entry, and its target_name."""
     inputs = {tensor["name"]: tensor for tensor in document.get("input", ())}
     sources, targets = entry.get("source_input", ()), entry.get("target_name", [])
-    if len(sources) != 1:
-        raise ConfigError(model, f"{subject} has {len(sources)} source_input", expected="one")
+    refuse(model, (len(sources) != 1, f"{subject} has {len(sources)} source_input", "one"))
     source = str(sources[0])
-    if source not in inputs:
-        raise ConfigError(
-            model,
-            f"{subject} has the source_input '{source}', which is no input",
-            expected=f"one of {join_names(inputs)}",
-        )
-    if inputs[source].get("optional"):
-        raise ConfigError(
-            model,
-            f"{subject} has the source_input '{source}', which requests may leave out",
-            cure=f"Remove optional from '{source}', or choose another input.",
-        )
-    if not targets:
-        raise ConfigError(model, f"{subject} has no target_name", expected="at least one")
+    problem = f"{subject} has the source_input '{source}', which"
+    refuse(
+        model,
+        (source not in inputs, f"{problem} is no input", f"one of {join_names(inputs)}"),
+        (
+            bool(inputs.get(source, {}).get("optional")),
+            f"{problem} requests may leave out",
+            "an input that is not optional",
+        ),
+        (not targets, f"{subject} has no target_name", "at least one"),
+    )
     return source, targets

@@ -1,4 +1,4 @@
-"""Settings of config.pbtxt that conflict with each other: tables of rules, ours and Triton's."""
+"""Settings of config.pbtxt that are refused: tables of rules, ours and Triton's."""
 
 from __future__ import annotations
 
@@ -34,6 +34,17 @@ def check(config: ModelConfig, *, complete: bool = True) -> None:
     for applies, problem, cure in (*rules, *_rules(config)) if complete else rules:
         if applies:
             raise ConfigError(config.name, problem, cure=cure)
+
+
+def refuse(model: str, *rules: tuple[bool, str, str]) -> None:
+    """Raise for the first rule that applies: whether it does, what was found, what was expected.
+
+    Raises:
+        ConfigError: a rule applies.
+    """
+    for applies, found, expected in rules:
+        if applies:
+            raise ConfigError(model, found, expected=expected)
 
 
 def check_for_triton(model: str, document: Document) -> None:

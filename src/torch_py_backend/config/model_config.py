@@ -110,12 +110,6 @@ class ModelConfig:
         """Whether the model may keep states by the place of a request in the batch."""
         return self.sequencing is not None and self.sequencing.direct and not self.states
 
-    @property
-    def sequence_inputs(self) -> tuple[str, ...]:
-        """The names of the inputs that are states and controls of sequences."""
-        controls = self.sequencing.controls if self.sequencing is not None else ()
-        return (*(state.input for state in self.states), *(entry.name for entry in controls))
-
 
 def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     """Parse the arguments of Triton's `initialize`.

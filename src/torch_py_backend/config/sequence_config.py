@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from torch_py_backend.config import dtypes, pbtxt
+from torch_py_backend.config.conflicts import refuse
 from torch_py_backend.config.dtypes import DType
 from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import ConfigError
@@ -82,13 +83,11 @@ def parse(model: str, document: Document) -> SequenceConfig | None:
     if batching is None:
         return None
     for key in ("iterative_sequence", "generative_sequence"):
-        if batching.get(key):
-            raise ConfigError(
-                model,
-                f"sequence_batching contains {key}, and no Python-based backend can give a request"
-                " back to the scheduler",
-                cure=f"Remove {key} from config.pbtxt.",
-            )
+        problem = (
+            f"sequence_batching contains {key}, and no Python-based backend can give a request back"
+            " to the scheduler"
+        )
+        refuse(model, (bool(batching.get(key)), problem, "a config without it"))
     oldest, direct = batching.get("oldest"), batching.get("direct") or {}
     slots = int((oldest or {}).get("max_candidate_sequences", 0))
     sequencing = SequenceConfig(
@@ -124,13 +123,10 @@ def _parse_control(model: str, entry: Document) -> ControlInput:
 
 def _parse_state(model: str, entry: Document) -> State:
     names = entry.get("input_name", ""), entry.get("output_name", "")
-    if not all(names):
-        raise ConfigError(
-            model,
-            f"a state of sequence_batching is called '{names[0]}' as input and '{names[1]}' as"
-            " output",
-            expected="input_name and output_name",
-        )
+    problem = (
+        f"a state of sequence_batching is called '{names[0]}' as input and '{names[1]}' as output"
+    )
+    refuse(model, (not all(names), problem, "input_name and output_name"))
     dtype = dtypes.parse(model, f"the state '{names[0]}'", entry.get("data_type", "unset"))
     dims = _dims(entry)
     return State(*names, dtype, dims, *_parse_initial(model, names[0], dims, entry))
@@ -150,34 +146,32 @@ def _parse_initial(
         # Triton leaves the values undefined then, and uses 1 for sizes of -1.
         return tuple(1 if size == -1 else size for size in dims), None
     block, sizes = blocks[0], _dims(blocks[0])
-    if len(blocks) > 1:
-        raise ConfigError(
-            model, f"the state '{name}' has {len(blocks)} entries of initial_state", expected="one"
-        )
-    if block.get("data_type") != entry["data_type"]:
-        raise ConfigError(
-            model,
-            f"the initial_state of '{name}' has data_type {block.get('data_type')}",
-            expected=f"{entry['data_type']}, as the state has",
-        )
-    if min(sizes, default=0) < 0 or not pbtxt.fits(sizes, dims):
-        raise ConfigError(
-            model,
-            f"the initial_state of '{name}' has dims {list(sizes)}",
-            expected=f"fixed sizes that fit {list(dims)}, as the state has",
-        )
-    file: str | None = block.get("data_file")
-    if file is None and "zero_data" not in block:
-        raise ConfigError(
-            model, f"the initial_state of '{name}' has no values", expected="zero_data or data_file"
-        )
+    subject, file = f"the initial_state of '{name}' has", block.get("data_file")
     path = PurePosixPath(file or "")
-    if path.is_absolute() or ".." in path.parts:
-        raise ConfigError(
-            model,
+    refuse(
+        model,
+        (len(blocks) > 1, f"the state '{name}' has {len(blocks)} entries of initial_state", "one"),
+        (
+            block.get("data_type") != entry["data_type"],
+            f"{subject} data_type {block.get('data_type')}",
+            f"{entry['data_type']}, as the state has",
+        ),
+        (
+            min(sizes, default=0) < 0 or not pbtxt.fits(sizes, dims),
+            f"{subject} dims {list(sizes)}",
+            f"fixed sizes that fit {list(dims)}, as the state has",
+        ),
+        (
+            file is None and "zero_data" not in block,
+            f"{subject} no values",
+            "zero_data or data_file",
+        ),
+        (
+            path.is_absolute() or ".." in path.parts,
             f"the data_file of the state '{name}' is '{file}'",
-            expected="a file in the folder initial_state of the model",
-        )
+            "a file in the folder initial_state of the model",
+        ),
+    )
     return sizes, file or None
 
 
@@ -193,10 +187,6 @@ def _check_names(model: str, document: Document, sequencing: SequenceConfig) -> 
         ("input", inputs),
         ("state output", [state.output for state in sequencing.states]),
     ):
-        duplicates = sorted({name for name in names if names.count(name) > 1})
-        if duplicates:
-            raise ConfigError(
-                model,
-                f"the {role} '{duplicates[0]}' is defined twice among inputs, controls and states",
-                expected="unique names",
-            )
+        for name in names:
+            problem = f"the {role} '{name}' is defined twice among inputs, controls and states"
+            refuse(model, (names.count(name) > 1, problem, "unique names"))

@@ -194,31 +194,20 @@ def inspect(
     """
     conflicts.check_for_triton(folder.name, document)
     path = None if reference is None else str(reference)
-    return run("tools.trial:inspect", folder, version, document, seconds, reference=path)
+    return _run("tools.trial:inspect", folder, version, document, seconds, reference=path)
 
 
-def run(
+def _run(
     task: str,
     folder: Path,
     version: str,
     document: Document,
     seconds: float = _TIMEOUT_S,
-    /,
     **options: object,
 ) -> JsonObject:
     """Run a function of this package on a model in a child process, and return its result.
 
-    Args:
-        task: the function, as `module:function` in this package. Its first parameter is
-            `arguments`, those of `initialize`.
-        folder: the model's folder.
-        version: the version of the model.
-        document: the complete config.
-        seconds: the time limit.
-        options: the function's other parameters; JSON.
-
-    Raises:
-        LoadError: the function raised, the child died, or it took too long.
+    Its first parameter is `arguments`, those of `initialize`; `options` are the others.
     """
     sent = {"arguments": pbtxt.arguments(folder, version, document), **options}
     result: JsonObject = child_process.run(folder.name, f"torch_py_backend.{task}", sent, seconds)
@@ -306,7 +295,7 @@ def _add_pretrained(folder: Path, artifact: ArtifactFiles, document: JsonObject)
     """Add what is known of the inputs and the constructor of a transformers model."""
     arguments: Sequence[str] = ()
     with contextlib.suppress(LoadError):  # `_complete` raises the same error
-        arguments = run(_SIGNATURE, folder, "1", document)["arguments"]
+        arguments = _run(_SIGNATURE, folder, "1", document)["arguments"]
     if kwargs := artifact_files.pretrained_kwargs(arguments):
         document["parameters"]["MODEL_KWARGS"] = {"string_value": json.dumps(kwargs)}
     if not document["input"] and EXAMPLE not in artifact.files:
@@ -346,7 +335,7 @@ def _report_gaps(
 ) -> Document:
     """Report the gaps of a config that could not be completed; return the model's signature."""
     try:
-        signature = run(_SIGNATURE, folder, "1", document)
+        signature = _run(_SIGNATURE, folder, "1", document)
     except LoadError as refusal:
         report.lines.append(f"does not load: {refusal}")
         return {}
