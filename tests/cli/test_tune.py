@@ -171,7 +171,7 @@ def test_runtimes_that_suit(simulated: _Measured, tmp_path: Path) -> None:
     ("text", "arguments", "says"),
     [
         (None, (), "is not a folder"),
-        (_CONFIG, ("--inputs=/no/file",), "/no/file is not a file"),
+        (_CONFIG, ("--inputs=inputs.safetensors",), "as example_inputs.safetensors"),
         (_CONFIG, ("--max-error=-1",), "--max-error is -1"),
         (
             f"{_CONFIG}model_transaction_policy {{ decoupled: true }}",

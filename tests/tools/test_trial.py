@@ -13,7 +13,7 @@ import build
 import models
 import pytest
 import torch
-from safetensors.torch import save, save_file
+from safetensors.torch import save_file
 
 from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.engine.engine import Engine
@@ -78,17 +78,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Item]:
     return batches
 
 
-def _measure(
-    given: dict[str, str], rows: int = 8, inputs: Path | None = None, other: Any = None
-) -> dict[str, Any]:
-    path = None if inputs is None else str(inputs)
-    return trial.measure(given, other or given, rows, path)
-
-
 @pytest.mark.parametrize(("size", "rows"), [(6, 6), (0, 1)])
 def test_same_model(tmp_path: Path, size: int, rows: int, measured: list[Item]) -> None:
     """Figures of one row and of a full batch; the same model has no error."""
-    figures = _measure(_arguments(tmp_path, max_batch_size=size), rows)
+    given = _arguments(tmp_path, max_batch_size=size)
+    figures = trial.measure(given, given, rows)
     assert (figures.pop("kind"), figures.pop("error")) == ("MODULE", 0)
     assert figures.pop("spread") >= 0
     assert min(figures.values()) > 0
@@ -101,45 +95,17 @@ def test_another_result_is_an_error(tmp_path: Path, measured: list[Item]) -> Non
     """The error is relative to the outputs of the model as configured."""
     configured = _arguments(tmp_path)
     candidate = _arguments(tmp_path / "other", _module("2.2 * x"))
-    figures = _measure(candidate, other=configured)
+    figures = trial.measure(candidate, configured, 8)
     assert figures["error"] == pytest.approx(0.1, rel=0.2)
 
 
-@pytest.mark.parametrize("example", [False, True])
-def test_inputs(tmp_path: Path, example: bool, measured: list[Item]) -> None:
-    """Inputs of a file, or of the model, are repeated to the number of rows."""
+def test_inputs(tmp_path: Path, measured: list[Item]) -> None:
+    """The model's example is repeated to the number of rows."""
     rows = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8], [9, 8, 7, 6]])
-    source = (
-        f"{_DOUBLE}\n\ndef example_inputs():\n    return {{'x': torch.tensor({rows.tolist()})}}\n"
-    )
-    path = None if example else tmp_path / "real.safetensors"
-    if path is not None:
-        save_file({"x": rows}, path)
-    _measure(_arguments(tmp_path, source if example else _DOUBLE), 4, path)
+    given = _arguments(tmp_path)
+    save_file({"x": rows}, tmp_path / "1" / "example_inputs.safetensors")
+    trial.measure(given, given, 4)
     assert torch.equal(torch.as_tensor(measured[-1]["x"]), rows[[0, 1, 2, 0]])
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        ({"z": torch.ones(1, 4)}, "has z; expected the inputs x"),
-        ({}, "has no inputs"),
-        ({"x": torch.ones(4)}, "float32 [4]; expected one row at least"),
-        ({"x": torch.ones(2, 5)}, "[2, 5]; expected one row at least of x"),
-        ({"x": torch.ones(2, 4).int()}, "is int32 [2, 4]"),
-        (None, "real.safetensors cannot be read: SafetensorError"),
-    ],
-    ids=["name", "nothing", "rows", "dims", "type", "damaged"],
-)
-def test_inputs_that_do_not_fit(
-    tmp_path: Path, content: dict[str, torch.Tensor] | None, says: str
-) -> None:
-    """Inputs that do not fit the config are refused, and a file that is not safetensors."""
-    path = tmp_path / "real.safetensors"
-    path.write_bytes(b"PK" if content is None else save(content))
-    with pytest.raises(LoadError) as refusal:
-        _measure(_arguments(tmp_path), inputs=path)
-    assert says in str(refusal.value)
 
 
 @pytest.mark.parametrize("kind", ["strings", "ragged"])
@@ -157,7 +123,7 @@ def test_other_inputs(tmp_path: Path, kind: str, measured: list[Item]) -> None:
             batch_input=[_SIZES],
             max_batch_size=2,
         )
-    assert _measure(given, 2)["error"] == 0
+    assert trial.measure(given, given, 2)["error"] == 0
 
 
 # --- the report --------------------------------------------------------------------------------
@@ -279,23 +245,6 @@ def test_warmup_shows_what_loading_does_not(tmp_path: Path) -> None:
         _inspect(tmp_path, source, parameters=_parameters(WEIGHTS="none"))
     report = _inspect(tmp_path, source, parameters=_parameters(WEIGHTS="none", WARMUP="off"))
     assert report["options"]["WARMUP"] is False
-
-
-@pytest.mark.parametrize(
-    ("source", "parameters", "says"),
-    [
-        ("import nowhere\n", {}, "No module named 'nowhere'"),
-        (_LINEAR, {"WARMUP": "maybe"}, "WARMUP is 'maybe'"),
-        (_LINEAR, {}, "Net has 2 weights, and there is no weights file"),
-    ],
-    ids=["import", "option", "no-weights"],
-)
-def test_refused(tmp_path: Path, source: str, parameters: dict[str, str], says: str) -> None:
-    """A model that would not be served is refused with the message of the server."""
-    with pytest.raises(LoadError) as refusal:
-        _inspect(tmp_path, source, parameters=_parameters(**parameters))
-    assert says in str(refusal.value)
-    assert "model 'digits'" in str(refusal.value)
 
 
 def test_nothing_is_written(tmp_path: Path) -> None:

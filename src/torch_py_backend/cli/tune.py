@@ -44,13 +44,6 @@ def tune(
             f" {_MAX_ERROR_REDUCED:g}."
         ),
     ] = None,
-    inputs: Annotated[
-        Path | None,
-        typer.Option(
-            help="Inputs by name as safetensors; by default the model's example_inputs, else"
-            " made-up values."
-        ),
-    ] = None,
     timeout: Annotated[
         float, typer.Option(min=1, help="Time limit of each candidate, in seconds.")
     ] = 600.0,
@@ -64,8 +57,6 @@ def tune(
     """Measure ways to run a model; print the options of the fastest one for config.pbtxt."""
     if not model.is_dir():
         raise ToolError(f"{model} is not a folder; expected a model's folder.")
-    if inputs is not None and not inputs.is_file():
-        raise ToolError(f"{inputs} is not a file; expected inputs in safetensors.")
     if max_error is None:
         max_error = _MAX_ERROR_REDUCED if reduced_precision else _MAX_ERROR
     if not (math.isfinite(max_error) and max_error >= 0):
@@ -75,9 +66,7 @@ def tune(
     if document.get("model_transaction_policy", {}).get("decoupled"):
         raise ToolError("the model is decoupled; expected one with a response for each request.")
     busy = psutil.cpu_percent(0.5) / 100 * (psutil.cpu_count() or 1)
-    candidates = tuning.measure(
-        folder, version, document, inputs, timeout, reduced=reduced_precision
-    )
+    candidates = tuning.measure(folder, version, document, timeout, reduced=reduced_precision)
     rows = _report_progress(candidates)
     _print(document, rows, busy)
     if json_path is not None:

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_py_backend.artifacts import discovery
 from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.differences import MAX_ERROR_REDUCED, difference, tolerance
 from torch_py_backend.batching.gather_scatter import Item, Value
@@ -24,12 +23,11 @@ from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
-    ConfigError,
     LoadError,
     OutputError,
     WarmupError,
 )
-from torch_py_backend.loading import example_inputs, state_dict
+from torch_py_backend.loading import example_inputs
 from torch_py_backend.signature import binding
 from torch_py_backend.startup import builder, warmup
 
@@ -108,12 +106,11 @@ def _compare(engine: Engine, reference: Path) -> None:
     A batch of the example's first row alone must have the outputs of that row, where they have the
     same sizes: a module, or its hooks, may pad to the longest row of a batch.
     """
-    item = find_inputs(engine.config, None)
     expected: Item = torch.load(reference, "cpu", weights_only=False)
-    rows = next(iter(item.values())).shape[0] if engine.config.max_batch_size else 1
+    rows = next(iter(expected.values())).shape[0] if engine.config.max_batch_size else 1
     _compare_outputs(
         engine,
-        _run(engine, tile(engine.config, item, rows)),
+        _run(engine, _batch(engine, rows)),
         expected,
         "of the saved model differs from the module's own by",
         "Check that the module can be built again from model_kwargs and its weights, that its"
@@ -121,7 +118,7 @@ def _compare(engine: Engine, reference: Path) -> None:
         " it is exported or traced.",
     )
     if rows > 1:
-        outputs = _run(engine, tile(engine.config, item, 1))
+        outputs = _run(engine, _batch(engine, 1))
         first = {name: value[:1] for name, value in expected.items()}
         _compare_outputs(
             engine,
@@ -154,50 +151,12 @@ def _described(spec: TensorSpec) -> str:
     return str(spec) if spec.origin is Origin.CLIENT else f"{spec} ({spec.origin.value})"
 
 
-# --- inputs and outputs ------------------------------------------------------------------------
+# --- calls -----------------------------------------------------------------------------------
 
 
-def find_inputs(settings: ModelConfig, inputs: str | None) -> Item:
-    """Return the inputs of a file, else the model's examples, else made-up values.
-
-    Raises:
-        LoadError: the inputs cannot be read, or do not fit the config.
-    """
-    torch.manual_seed(0)
-    if inputs is None:
-        example = example_inputs.find(settings, discovery.find(settings))
-        if example is None:
-            return example_inputs.item(settings, settings.max_batch_size or None)
-        item, source = example, example_inputs.NAME
-    else:
-        path = Path(inputs)
-        item, source = dict(state_dict.read_safetensors(settings, path)), path.name
-    # Names, types and sizes that Triton refuses in a request.
-    specs = {spec.name: spec for spec in settings.inputs}
-    needed = {spec.name for spec in _sent(settings) if not spec.optional}
-    if not needed <= item.keys() <= specs.keys():
-        raise ConfigError(
-            settings.name,
-            f"{source} has {', '.join(sorted(item)) or 'no inputs'}",
-            expected=f"the inputs {', '.join(sorted(specs))}",
-        )
-    for name, value in item.items():
-        if not example_inputs.fits(settings, specs[name], value):
-            kind = str(value.dtype).removeprefix("torch.")
-            rows = "one row at least of " if settings.max_batch_size else ""
-            raise ConfigError(
-                settings.name,
-                f"the input '{name}' in {source} is {kind} {list(value.shape)}",
-                expected=f"{rows}{specs[name]}",
-            )
-    return item
-
-
-def tile(settings: ModelConfig, item: Item, rows: int) -> Item:
-    """Return a batch of this many rows, which repeats the item's rows."""
-    absent = {spec.name for spec in _sent(settings)} - item.keys()
-    count = rows if settings.max_batch_size else None
-    return example_inputs.item(settings, count, without=absent, example=item)
+def _batch(engine: Engine, rows: int) -> Item:
+    """Return the warm-up's batch of this many rows: of the model's example, else made up."""
+    return next(warmup.batches(engine, [rows if engine.config.max_batch_size else None]))
 
 
 def _sent(settings: ModelConfig) -> Iterator[TensorSpec]:
@@ -231,7 +190,7 @@ class Times(NamedTuple):
 
 
 def measure(
-    arguments: Mapping[str, str], configured: Mapping[str, str], rows: int, inputs: str | None
+    arguments: Mapping[str, str], configured: Mapping[str, str], rows: int
 ) -> dict[str, Any]:
     """Load a candidate and the model as configured, compare their outputs, and time them in turn.
 
@@ -240,21 +199,19 @@ def measure(
             not compiled anything yet.
         configured: Triton's arguments for the model as configured.
         rows: rows of a full batch.
-        inputs: a safetensors file; None: the model's example, else made-up values.
 
     Returns:
         The artifact's `kind`, and the figures of `tuning.Row` for the candidate.
 
     Raises:
-        LoadError: a model cannot be loaded or run, or the inputs do not fit it.
+        LoadError: a model cannot be loaded or run.
         OutputError: the outputs differ in shape or in infinities.
     """
     began = time.perf_counter()
     candidate = _warmed_up(arguments, rows)
     ready_s = time.perf_counter() - began
     engines = candidate, _warmed_up(configured, rows)
-    item = find_inputs(candidate.config, inputs)
-    single, full = (tile(candidate.config, item, size) for size in (1, rows))
+    single, full = _batch(candidate, 1), _batch(candidate, rows)
     turns: tuple[list[Times], list[Times]] = [], []
     with runtime.mode(candidate.config.options):
         error = max(_error(*engines, batch) for batch in (single, full))

@@ -117,7 +117,6 @@ def measure(
     folder: Path,
     version: str,
     document: Document,
-    inputs: Path | None,
     timeout_s: float,
     *,
     reduced: bool,
@@ -130,7 +129,6 @@ def measure(
         folder: the model's folder.
         version: the version to measure.
         document: the complete config, as Triton's JSON.
-        inputs: a safetensors file; None: the model's example, else made-up values.
         timeout_s: the time limit of each candidate.
         reduced: whether 16-bit types are tried.
 
@@ -142,12 +140,8 @@ def measure(
     others = {key: entry for key, entry in parameters.items() if key not in TUNED}
 
     def row(runtime: Runtime, arguments: Mapping[str, str]) -> Row:
-        task = {
-            "arguments": arguments,
-            "configured": configured,
-            "rows": full_rows(document),
-            "inputs": None if inputs is None else str(inputs),
-        }
+        rows = full_rows(document)
+        task = {"arguments": arguments, "configured": configured, "rows": rows}
         return Row(runtime, **child_process.run(folder.name, _MEASURE, task, timeout_s, quiet=True))
 
     first = row(AS_CONFIGURED, configured)
