@@ -59,9 +59,23 @@ def test_module_beside_the_source_is_files(tmp_path: Path, statement: str) -> No
     ("files", "expected"),
     [
         pytest.param(
-            {"net.py": "import a", "a.py": "import b", "b.py": "import a", "c.py": ""},
-            {"a.py", "b.py"},
-            id="of-a-module",
+            {
+                "net.py": "import a, both, fast, broken, null, absent, c.d",
+                "a.py": "import b\nfrom net import X",
+                "b.py": "import a",
+                "both.py": "",
+                "both/__init__.py": "",
+                f"fast{EXTENSION_SUFFIXES[0]}": "\x7fELF",
+                "broken.py": "def broken(:",
+                "null.py": "x = '\0'",
+                "absent.txt": "",
+                "c/other.py": "",
+            },
+            {
+                *("a.py", "net.py", "b.py", "both/__init__.py", "broken.py", "null.py"),
+                f"fast{EXTENSION_SUFFIXES[0]}",
+            },
+            id="modules",
         ),
         pytest.param(
             {
@@ -92,23 +106,6 @@ def test_module_beside_the_source_is_files(tmp_path: Path, statement: str) -> No
             },
             {"plain/conv.py", "plain/norm.py", "plain/parts.py", "sizes.py"},
             id="package-without-init",
-        ),
-        pytest.param(
-            {"net.py": "import a", "a.py": "", "a/__init__.py": ""}, {"a/__init__.py"}, id="both"
-        ),
-        pytest.param(
-            {"net.py": "import fast", f"fast{EXTENSION_SUFFIXES[0]}": "\x7fELF"},
-            {f"fast{EXTENSION_SUFFIXES[0]}"},
-            id="compiled",
-        ),
-        pytest.param(
-            {"net.py": "import a", "a.py": "from net import X"}, {"a.py", "net.py"}, id="back"
-        ),
-        pytest.param({"net.py": "import a, b.c", "a.txt": "", "b/d.py": ""}, set(), id="absent"),
-        pytest.param(
-            {"net.py": "import a, b", "a.py": "def broken(:", "b.py": "x = '\0'"},
-            {"a.py", "b.py"},
-            id="broken",
         ),
         pytest.param({"net.py": "def broken(:", "a.py": ""}, set(), id="broken-source"),
     ],

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import builtins
 import copy
 import json
 import math
 import re
-import subprocess
-import sys
 from typing import Any
 from unittest import mock
 
 import build
+import fake_triton
 import pytest
 
+from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.processes import child_process
@@ -64,57 +65,19 @@ def test_incomplete(document: Entry, incomplete: bool) -> None:
     assert completion.is_incomplete(document) is incomplete
 
 
-_ADAPTER = """
-import importlib.machinery
-import json
-import math
-import re
-import sys
-import types
-
-
-
-class Installed:
-    # torch is there, and an import of it fails.
-
-    def find_spec(self, name, path=None, target=None):
-        return importlib.machinery.ModuleSpec(name, self) if name == "torch" else None
-
-    def create_module(self, spec):
-        raise AssertionError("torch was imported")
-
-
-sys.meta_path.insert(0, Installed())
-utils = types.ModuleType("triton_python_backend_utils")
-utils.get_model_dir = lambda: "/models/digits/1"
-sys.modules["triton_python_backend_utils"] = utils
-from torch_py_backend.processes import child_process
-from torch_py_backend.adapter import TritonPythonModel
-
-
-def run(*args):
-    raise AssertionError("a child was started")
-
-
-class Config:
-    def as_dict(self):
-        return json.loads(sys.argv[1])
-
-
-child_process.run = run
-config = Config()
-assert TritonPythonModel.auto_complete_config(config) is config
-"""
-
-
-def test_complete_config_starts_no_child() -> None:
+def test_complete_config_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """A complete config starts no child process and does not import torch."""
-    document = build.arguments()["model_config"]
-    finished = subprocess.run(
-        [sys.executable, "-c", _ADAPTER, document], capture_output=True, text=True, check=False
-    )
-    assert finished.stderr == ""
-    assert finished.returncode == 0
+    monkeypatch.setattr(child_process, "run", mock.Mock(side_effect=AssertionError))
+    imported = builtins.__import__
+
+    def without_torch(name: str, *arguments: Any, **keywords: Any) -> Any:
+        assert name.partition(".")[0] != "torch"
+        return imported(name, *arguments, **keywords)
+
+    monkeypatch.setattr(builtins, "__import__", without_torch)
+    monkeypatch.setattr(fake_triton, "_model_dir", "/models/digits/1")
+    config: Any = fake_triton.ModelConfig(json.loads(build.arguments()["model_config"]))
+    assert TritonPythonModel.auto_complete_config(config) is config
 
 
 @pytest.mark.parametrize(("seconds", "limit"), [(math.inf, 600), (5.5, 5.5)])
