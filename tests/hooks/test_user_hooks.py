@@ -62,7 +62,7 @@ def test_folder(tmp_path: Path) -> None:
     [
         (
             f"class Hooks:\n    def __init__(self, folder, size):\n        pass\n{_POST}",
-            "Hooks(folder, size) in hooks.py cannot be called",
+            "missing 1 required positional argument: 'size'. Its arguments are none, or `folder`",
         ),
         (
             f"class Hooks:\n    def __init__(self):\n        raise OSError('no labels')\n{_POST}",

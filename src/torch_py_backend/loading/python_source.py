@@ -210,19 +210,6 @@ def _build(
     )
 
 
-def _mismatch(function: Callable[..., object], keywords: Mapping[str, object]) -> str:
-    """Return why a function cannot be called with these arguments; empty: it can."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-in functions have none
-        return ""
-    try:
-        signature.bind(**keywords)
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
 def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
     """Return the class, function or module object in the source that is to be served."""
     options = config.options
@@ -349,11 +336,10 @@ def construct_hooks(config: ModelConfig, path: Path) -> Any:
     with contextlib.suppress(TypeError, ValueError):  # some built-in classes have no signature
         if "folder" in inspect.signature(hooks_class).parameters:
             keywords["folder"] = config.version_folder
-    mismatch = _mismatch(hooks_class, keywords)
-    if mismatch:
-        raise SourceError(
-            config.name,
-            f"Hooks{inspect.signature(hooks_class)} in {path.name} cannot be called: {mismatch}",
-            expected="no arguments, or `folder`, which is the version's folder",
-        )
-    return _call(config.name, path, "Hooks", lambda: hooks_class(**keywords))
+    return _call(
+        config.name,
+        path,
+        "Hooks",
+        lambda: hooks_class(**keywords),
+        cure="Its arguments are none, or `folder`, which is the version's folder.",
+    )
