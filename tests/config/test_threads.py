@@ -79,23 +79,21 @@ def test_budget(
     assert threads.budget(build.config(instances=instances, **options)) == expected
 
 
-def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """set_environment() sets the variables of OpenMP and MKL."""
+@pytest.mark.parametrize(
+    ("own", "count"),
+    [({}, "4000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, None)],
+)
+def test_environment(
+    own: dict[str, str], count: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The variables of OpenMP and MKL are set; those for waiting threads unless the user did."""
     for variable in VARIABLES:
         monkeypatch.setenv(variable, "")
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    for count, expected in (("", "4000"), ("7", "7")):
-        monkeypatch.setenv("GOMP_SPINCOUNT", count)
-        if not count:
-            monkeypatch.delenv("GOMP_SPINCOUNT")
-        threads.set_environment(Threads(intra_op=3, inter_op=7))
-        assert [os.environ[variable] for variable in VARIABLES] == ["3", "3"]
-        assert os.environ["GOMP_SPINCOUNT"] == expected
-
-
-def test_users_own_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenMP's own variable for waiting threads takes precedence."""
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    threads.limit_spinning()
-    assert "GOMP_SPINCOUNT" not in os.environ
+    for variable in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.setenv(variable, "")  # restored after the test
+        monkeypatch.delenv(variable)
+    for variable, value in own.items():
+        monkeypatch.setenv(variable, value)
+    threads.set_environment(Threads(intra_op=3, inter_op=7))
+    assert [os.environ[variable] for variable in VARIABLES] == ["3", "3"]
+    assert os.environ.get("GOMP_SPINCOUNT") == count

@@ -180,7 +180,6 @@ class TritonPythonModel:
         is_mapped = self._engine.sharing.mapped.shared > 0
         paths = self._engine.loaded.artifact.weight_files() if is_mapped else ()
         self._weights = file_changes.MappedFiles(paths)
-        self._modes.callback(self._weights.close)
 
     def _rebuild(self, share: threads.Threads) -> None:
         """Replace the model with one that was not called yet, which compiles nothing."""

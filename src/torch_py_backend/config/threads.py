@@ -36,18 +36,14 @@ _SPIN_COUNT = 4000
 
 
 def set_environment(threads: Threads) -> None:
-    """Set the thread count of OpenMP and MKL in the environment, which they read once."""
+    """Set the variables of OpenMP and MKL, which they read once.
+
+    By default, waiting threads of PyTorch's OpenMP spin for milliseconds on a core. If another
+    process needs it, such as an instance of another model, an operator takes several times as long.
+    They sleep after some microseconds then.
+    """
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(threads.intra_op)
-    limit_spinning()
-
-
-def limit_spinning() -> None:
-    """Let the threads of PyTorch's OpenMP sleep when they have waited for some microseconds.
-
-    By default they wait for milliseconds on a core. If another process needs it, such as an
-    instance of another model, an operator then takes several times as long.
-    """
     if not any(variable in os.environ for variable in _SPINNING):
         os.environ["GOMP_SPINCOUNT"] = str(_SPIN_COUNT)
 

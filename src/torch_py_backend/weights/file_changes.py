@@ -8,7 +8,6 @@ that reads them with SIGBUS.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,17 +16,10 @@ _PERIOD_S = 1.0
 
 
 class MappedFiles:
-    """The files of a model's weights, whose contents must stay as they were mapped.
-
-    A file that cannot be opened, because it was removed meanwhile, is left out.
-    """
+    """The files of a model's weights, whose contents must stay as they were mapped."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
-        self._files: list[tuple[str, int, tuple[int, int]]] = []
-        for path in paths:
-            with contextlib.suppress(OSError):
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-                self._files.append((path.name, descriptor, _state(descriptor)))
+        self._states = {path: _state(path) for path in paths}
         self._due = 0.0
 
     def changed(self) -> str:
@@ -39,16 +31,16 @@ class MappedFiles:
         if now < self._due:
             return ""
         self._due = now + _PERIOD_S
-        return next(
-            (name for name, descriptor, before in self._files if _state(descriptor) != before), ""
-        )
-
-    def close(self) -> None:
-        """Close the files. May be called twice."""
-        while self._files:
-            os.close(self._files.pop()[1])
+        for path, before in self._states.items():
+            state = _state(path)
+            if state != before and state[:1] == before[:1]:
+                return path.name
+        return ""
 
 
-def _state(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_mtime_ns, status.st_size
+def _state(path: Path) -> tuple[int, ...]:
+    """Return the number of a file, which differs if it is replaced, its time and its size."""
+    with contextlib.suppress(OSError):  # it was removed
+        status = path.stat()
+        return status.st_ino, status.st_mtime_ns, status.st_size
+    return ()
