@@ -6,6 +6,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import build
 import kinds
@@ -15,12 +16,9 @@ import scenarios
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.autocomplete import schema
-from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, ForwardError, LoadError
 from torch_py_backend.loading import registry
-from torch_py_backend.loading.loaded import Loaded
 
 pytestmark = pytest.mark.usefixtures("imports")
 _HEADER = "import numpy as np\nimport torch\nfrom torch import nn\n\n"
@@ -234,18 +232,13 @@ def test_device_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ho
     if hooks:
         source = "class Hooks:\n    def preprocess(self, text: str): ..."
         build.write(tmp_path, "hooks.py", source)
-    devices: list[torch.device | None] = []
-
-    def load(artifact: Artifact, settings: ModelConfig, device: torch.device | None) -> Loaded:
-        devices.append(device)
-        raise ArtifactError(settings.name, "this test has no GPU")
-
+    load = mock.Mock(side_effect=ArtifactError("digits", "this test has no GPU"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(registry, "load", load)
     with pytest.raises(ArtifactError, match="this test has no GPU"):
         _describe(tmp_path)
-    assert devices == [torch.device("cuda", 0)]
+    load.assert_called_once_with(mock.ANY, mock.ANY, torch.device("cuda", 0))
 
 
 # --- by example ------------------------------------------------------------------------------

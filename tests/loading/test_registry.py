@@ -255,39 +255,17 @@ def test_method_of_another_object_is_served(tmp_path: Path) -> None:
 # --- programs --------------------------------------------------------------------------------
 
 
-def store_program(folder: Path) -> None:
-    path = build.write(folder, "model.pt2", "")
-    rows = torch.export.Dim("rows", min=2, max=16)
-    x = torch.rand(4, 2)
-    torch.export.save(torch.export.export(net().eval(), (x,), dynamic_shapes=({0: rows},)), path)
-
-
-def store_package(folder: Path) -> None:
-    """Write a file with the type of a package that cannot be loaded."""
-    with zipfile.ZipFile(build.write(folder, "model.pt2", ""), "w") as file:
+def test_options_of_sources(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """METHOD is refused for a package, which is one method; options without effect are logged."""
+    with zipfile.ZipFile(build.write(tmp_path, "model.pt2", ""), "w") as file:
         file.writestr("model/data/aotinductor/model/abc.wrapper.so", "")
-
-
-def test_method_of_a_program_is_refused(tmp_path: Path) -> None:
-    """METHOD is refused for a program, which is one method."""
-    for write in (store_program, store_package):
-        write(tmp_path)
-        with pytest.raises(ConfigError, match=r"METHOD is set, and model\.pt2 is "):
-            load(tmp_path, method="encode")
-
-
-def test_options_without_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Options without effect on the artifact are logged."""
-    store_program(tmp_path / "program")
-    store_script(tmp_path / "script", scripted())
-    for name in ("program", "script"):
-        caplog.clear()
-        load(tmp_path / name, model_class="Net", model_kwargs={}, weights="none")
-        for option in ("MODEL_CLASS", "MODEL_KWARGS", "WEIGHTS"):
-            assert f"'digits': the parameter {option} has no effect: the" in caplog.text
-    caplog.clear()
-    load(tmp_path / "program")
-    assert caplog.text == ""
+    with pytest.raises(ConfigError, match=r"METHOD is set, and model\.pt2 is "):
+        load(tmp_path, method="encode")
+    with pytest.raises(ArtifactError):  # it is not a package
+        load(tmp_path, model_class="Net", weights="none")
+    for option in ("MODEL_CLASS", "WEIGHTS"):
+        assert f"'digits': the parameter {option} has no effect: the" in caplog.text
+    assert "MODEL_KWARGS" not in caplog.text
 
 
 # --- streams ---------------------------------------------------------------------------------

@@ -274,24 +274,18 @@ def test_file_without_a_state_dict(state: Any, message: str, tmp_path: Path) -> 
             [b"", (2).to_bytes(8, "little") + b"{}rest", (9).to_bytes(8, "little") + b'{"a": 1}}'],
         ),
         (INDEX, [b"{", b"[]", b"{}", b'{"weight_map": {"a": "b", "c": 3}}', b"\xff\xfe\x00"]),
+        *((name, write) for write, name in FORMATS),
     ],
 )
-def test_damaged_weights(name: str, contents: list[bytes], tmp_path: Path) -> None:
-    """A damaged file fails the load with an error that names it."""
-    for content in contents:
-        build.write(tmp_path, name, content)
-        with pytest.raises(ArtifactError, match=f"model 'digits': (the weights )?{name} "):
-            load(tmp_path, name, Net())
-
-
-@pytest.mark.parametrize(("write", "name"), FORMATS)
-def test_truncated_weights(write: Writer, name: str, tmp_path: Path) -> None:
-    """A truncated file fails the load with an error that names it."""
+def test_damaged_weights(name: str, contents: list[bytes] | Writer, tmp_path: Path) -> None:
+    """A damaged or truncated file fails the load with an error that names it."""
     path = build.write(tmp_path, name, "")
-    write(STATE, path)
-    content = path.read_bytes()
-    for share in (0.05, 0.4, 0.6, 0.95):
-        path.write_bytes(content[: int(len(content) * share)])
+    if callable(contents):
+        contents(STATE, path)
+        whole = path.read_bytes()
+        contents = [whole[: int(len(whole) * share)] for share in (0.05, 0.4, 0.6, 0.95)]
+    for content in contents:
+        path.write_bytes(content)
         with pytest.raises(ArtifactError, match=f"model 'digits': (the weights )?{name} "):
             load(tmp_path, name, Net())
 
