@@ -28,7 +28,6 @@ from torch_py_backend.processes import child_process
 from torch_py_backend.tools import model_folder
 
 transformers = pytest.importorskip("transformers")
-HubMixin: Any = pytest.importorskip("huggingface_hub").PyTorchModelHubMixin
 
 _FORMATS = ("module", "export")
 
@@ -103,26 +102,6 @@ class Branches(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor if x.sum() > 0 else x
-
-
-class Switching(models.Affine):
-    """Takes arguments, and cannot be exported."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        return y if y.sum() > 0 else -y
-
-
-class Shared(nn.Module, HubMixin):  # type: ignore[misc]  # Any, so that it may be missing
-    """Has save_pretrained() and is no model of transformers."""
-
-    def __init__(self, size: int = 4) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, size)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear(x)
-        return result
 
 
 class Lazy(nn.Module):
@@ -291,8 +270,6 @@ def test_rows_of_a_package(shapes: Any, rows: int, tmp_path: Path) -> None:
         pytest.param(lambda: nn.Sequential(nn.Linear(4, 3)), {}, "model.pt2", id="no-constructor"),
         pytest.param(lambda: models.Affine().bfloat16(), {}, "model.pt2", id="other-types"),
         pytest.param(lambda: nn.Linear(4, 3).eval(), {}, "model.pt2", id="package"),
-        pytest.param(Shared, {}, "model.py", id="hub"),
-        pytest.param(lambda: Shared(5), {}, "model.pt2", id="hub-other-weights"),
     ],
 )
 def test_default_format(
@@ -326,11 +303,6 @@ class Bytes:
         if data[0]:
             raise ValueError("not such a file")
         return torch.tensor(list(data)) / 255
-
-
-class Failing:
-    def preprocess(self, text: str) -> Tensor:
-        raise ValueError(f"{text} has no letters")
 
 
 def test_example_of_bytes(tmp_path: Path) -> None:
@@ -448,7 +420,10 @@ def test_hooks_with_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_model_kwargs_ask_for_the_source(tmp_path: Path) -> None:
     """Arguments that make another module are refused; they would have no effect on a program."""
-    with pytest.raises(SaveError, match="has weights of other shapes"):
+    with pytest.raises(
+        SaveError,
+        match=r"Affine\(out=7\) does not make .*size mismatch for offset",
+    ):
         _saved(tmp_path, models.Affine(), example_inputs=_X, model_kwargs={"out": 7})
 
 
@@ -494,19 +469,7 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         ExampleError,
         r"example_inputs does not fit forward\(x\): RuntimeError: mat1 and mat2",
     ),
-    "argument": (
-        models.Affine(),
-        {"example_inputs": {"y": _X}},
-        ExampleError,
-        r"example_inputs does not fit forward\(x\): TypeError: .*unexpected keyword",
-    ),
     "kind": (models.Affine(), {"example_inputs": 3}, ExampleError, "example_inputs is an int"),
-    "nothing": (
-        models.WithDefault(),
-        {"example_inputs": ()},
-        ExampleError,
-        r"example_inputs does not fit forward\(x, scale, bias\): TypeError",
-    ),
     "number": (
         Nested(),
         {"example_inputs": (_X, {"bias": 1.0}, (_X, _X))},
@@ -529,7 +492,7 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         Total(),
         {"example_inputs": _X, "max_batch_size": 4},
         ExampleError,
-        "max_batch_size is 4, and twice the rows in the example do not give twice the rows",
+        "max_batch_size is 4, and with twice the rows in the example, the outputs have not twice",
     ),
     "request": (
         models.Affine(),
@@ -543,7 +506,6 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         SaveError,
         r"hooks are given, and the module is saved as a program.*write hooks\.py",
     ),
-    "list": (models.Negate(), {"example_inputs": [_X]}, ExampleError, "is a list; expected valid"),
     "script": (
         torch.jit.script(models.Affine()),
         {"example_inputs": _X},
@@ -564,7 +526,7 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         Branches(2.0),
         {"example_inputs": _X, "format": "module"},
         SaveError,
-        r"Branches\(\) fails: TypeError: .*Pass its arguments: model_kwargs=\{'factor': …\}\.",
+        r"Branches\(\) does not make this module again: .*: model_kwargs=\{'factor': …\}\.",
     ),
     "JSON": (
         Branches(2.0),
@@ -582,13 +544,7 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         Branches(2.0),
         {"example_inputs": _X},
         SaveError,
-        r"neither as source \(Branches\(\) fails.*\) nor as a program \(torch.*\)\. Pass its",
-    ),
-    "neither, of other weights": (
-        Switching(4, 7),
-        {"example_inputs": _X},
-        SaveError,
-        r"Pass its arguments: model_kwargs=\{'width': …, 'out': …\}, or change forward\(\)",
+        r"neither as source \(Branches\(\) does not.*\) nor as a program \(torch.*\)\. Pass its",
     ),
     "answers": (
         Branches(2.0),
@@ -606,7 +562,7 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         Centering(),
         {"example_inputs": _X, "max_batch_size": 4},
         ExampleError,
-        "max_batch_size is 4, and output 'OUTPUT__0' for a row alone differs from that row in",
+        "max_batch_size is 4, and with twice the rows .* the same rows other values",
     ),
     "processor": (
         models.Affine(),

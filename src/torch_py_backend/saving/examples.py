@@ -80,36 +80,24 @@ def from_arguments(
     """
     call = _call(model, signature, example_inputs)
     if by_name:
-        call = by_keyword(signature, call)
+        call = _by_keyword(signature, call)
     outputs = outputs_of(model, signature, module, call)
     named = named_tensors(model, signature, call, dynamic_shapes)
     item: Item = {name: tensor for name, tensor, _ in named}
     dynamic = {name: dims for name, _, dims in named}
-    grows = _grows(model, signature, module, call, item, outputs)
-    if max_batch_size and not grows:
+    batched = max_batch_size != 0 and _is_batch(model, signature, module, call, item, outputs)
+    if max_batch_size and not batched:
         raise ExampleError(
             model,
-            f"max_batch_size is {max_batch_size}, and twice the rows in the example do not give"
-            " twice the rows in every output",
-            expected="tensors whose first dimension is the batch",
+            f"max_batch_size is {max_batch_size}, and with twice the rows in the example, the"
+            " outputs have not twice the rows, or the same rows other values when they are alone",
+            expected="tensors whose dimension 0 is the batch, with rows that do not depend on each"
+            " other: Triton batches those of all clients",
             cure="Set max_batch_size to 0, or correct the example.",
         )
-    dependence = _dependence(model, signature, module, call) if grows else ""
-    if max_batch_size and dependence:
-        raise ExampleError(
-            model,
-            f"max_batch_size is {max_batch_size}, and {dependence}",
-            expected="rows that do not depend on each other: Triton batches those of all clients",
-            cure="Set max_batch_size to 0.",
-        )
-    batched = grows and not dependence
-    example = _describe(model, item, dynamic, max_batch_size, batched=batched, arguments=call)
-    most = example.max_batch_size
-    if not most or example.rows <= most:
-        return example
-    cut = {name: value[:most] for name, value in example.item.items()}
-    arguments = call.map(lambda tensor: tensor[:most])
-    return Example(cut, example.entries, most, arguments, example.dynamic)
+    if max_batch_size is None:
+        max_batch_size = max(_BATCH_SIZE, _rows(item)) if batched else 0
+    return _describe(model, item, dynamic, max_batch_size, call)
 
 
 def from_requests(model: str, example_inputs: object, max_batch_size: int | None) -> Example:
@@ -129,14 +117,14 @@ def from_requests(model: str, example_inputs: object, max_batch_size: int | None
         strings = isinstance(value, list) and all(isinstance(x, str | bytes) for x in value)
         if not isinstance(value, Tensor) and not strings:
             raise _unsupported(model, name, value, "a tensor, or a list of str or bytes")
-        batched = max_batch_size != 0 and strings
-        item[name] = (
-            np.array(value, dtype=np.object_).reshape((-1, 1) if batched else -1)
-            if strings
-            else value.detach().cpu()
-        )
-    batched = max_batch_size != 0
-    return _describe(model, item, {}, max_batch_size, batched=batched, arguments=None)
+        if strings:
+            shape = (-1,) if max_batch_size == 0 else (-1, 1)
+            item[name] = np.array(value, dtype=np.object_).reshape(shape)
+        else:
+            item[name] = value.detach().cpu()
+    if max_batch_size is None:
+        max_batch_size = max(_BATCH_SIZE, _rows(item))
+    return _describe(model, item, {}, max_batch_size, None)
 
 
 def outputs_of(
@@ -211,7 +199,7 @@ def _call(model: str, signature: Signature, example: object) -> Arguments:
     )
 
 
-def by_keyword(signature: Signature, call: Arguments) -> Arguments:
+def _by_keyword(signature: Signature, call: Arguments) -> Arguments:
     """Return a call with all arguments by name; unchanged if forward() does not allow that."""
     arguments = signature.arguments[: len(call.args)]
     if len(arguments) < len(call.args) or any(
@@ -281,7 +269,7 @@ def _rows(item: Item) -> int:
     return next(iter(next(iter(item.values())).shape), 0)
 
 
-def _grows(
+def _is_batch(
     model: str,
     signature: Signature,
     module: nn.Module,
@@ -289,41 +277,28 @@ def _grows(
     item: Item,
     outputs: Mapping[str, Tensor],
 ) -> bool:
-    """Return whether the first dimension of every output, and no other, doubles with the rows."""
-    counts = {tuple(value.shape[:1]) for value in item.values()}
-    if len(counts) != 1 or counts in ({()}, {(0,)}):
-        return False
-    ((rows,),) = counts
-    try:
-        doubled = call.map(lambda tensor: torch.cat([tensor, tensor]))
-        twice = outputs_of(model, signature, module, doubled)
-    except (ExampleError, RuntimeError):  # the module takes this number of rows only
-        return False
-    return outputs.keys() == twice.keys() and all(
-        value.shape[:1] == (rows,) and twice[name].shape == (2 * rows, *value.shape[1:])
-        for name, value in outputs.items()
-    )
+    """Return whether dimension 0 is that of a batch, whose rows do not depend on each other.
 
-
-def _dependence(model: str, signature: Signature, module: nn.Module, call: Arguments) -> str:
-    """Return how an output for a row alone differs from that row in a batch, as a clause.
-
-    Empty: there is no such output.
+    With twice the rows, dimension 0 of every output doubles, and no other. The outputs of the first
+    and the last row alone are those in the batch.
     """
-    # An example may have one row, or repeat it.
-    batch = call.map(lambda value: distinct_rows(torch.cat([value, value])))
+    sizes = {tuple(value.shape[:1]) for value in item.values()}
+    if len(sizes) != 1 or sizes in ({()}, {(0,)}):
+        return False
     try:
+        # An example may have one row, or repeat it.
+        batch = call.map(lambda value: distinct_rows(torch.cat([value, value])))
         together, first, last = (
             outputs_of(model, signature, module, batch.map(itemgetter(rows)))
             for rows in (slice(None), slice(0, 1), slice(-1, None))
         )
-    except (ExampleError, RuntimeError):  # the warm-up, which calls it with one row, reports that
-        return ""
-    dependent = differences.dependent_output(model, together, first, last)
-    if dependent is None:
-        return ""
-    return "output '{}' for a row alone differs from that row in the batch by {:.2g}".format(
-        *dependent
+    except (ExampleError, RuntimeError):  # forward() takes no other number of rows
+        return False
+    rows = 2 * _rows(item)
+    twice = {name: (rows, *value.shape[1:]) for name, value in outputs.items()}
+    return (
+        twice == {name: tuple(value.shape) for name, value in together.items()}
+        and differences.dependent_output(model, together, first, last) is None
     )
 
 
@@ -331,16 +306,12 @@ def _describe(
     model: str,
     item: Item,
     dynamic: Mapping[str, set[int]],
-    max_batch_size: int | None,
-    *,
-    batched: bool,
+    max_batch_size: int,
     arguments: Arguments | None,
 ) -> Example:
     """Return the example with its entries in config.pbtxt."""
     if not item:
         raise ExampleError(model, "example_inputs has no tensors", expected=_KINDS)
-    if max_batch_size is None:
-        max_batch_size = max(_BATCH_SIZE, _rows(item)) if batched else 0
     entries, dimensions = [], {}
     for name, value in item.items():
         if not max_batch_size and value.ndim == 0:

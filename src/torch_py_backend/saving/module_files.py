@@ -6,6 +6,7 @@ import inspect
 import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +16,12 @@ import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
+from torch_py_backend.artifacts.discovery import HOOKS
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.errors import SaveError, a_type, join_names, summarize
-from torch_py_backend.saving import examples, formats
+from torch_py_backend.errors import SaveError, a_type, summarize
+from torch_py_backend.saving import examples, formats, source_files
 from torch_py_backend.saving.examples import Arguments, Example
-from torch_py_backend.saving.source_files import SourceFiles
 from torch_py_backend.signature import introspection
 from torch_py_backend.tools import artifact_files
 from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles
@@ -109,6 +109,7 @@ class ModuleFiles:
                 example_inputs = _EXAMPLES[template]
             self.example = examples.from_requests(self._name, example_inputs, max_batch_size)
         parameters = self._write_source(template)
+        self._write_example()
         artifact = artifact_files.find(self._name, self._write_model(dynamic_shapes), None)
         if self._pretrained and self.example.arguments is not None:
             names = list(self.example.item)
@@ -152,46 +153,26 @@ class ModuleFiles:
     # --- source and example --------------------------------------------------------------------
 
     def _write_source(self, template: str | None) -> dict[str, str]:
-        """Write the classes of the module and the hooks, and the example.
-
-        Returns:
-            The options that name the classes.
-        """
+        """Write the classes of the module and the hooks; return the options for the module's."""
         parameters: dict[str, str] = {}
         if self._kind == "module":
             if self._kwargs:
                 parameters["MODEL_KWARGS"] = self._json()
             if not self._pretrained:
-                name = type(self._module).__name__
-                self._write("model", self._source("model", type(self._module), name))
-                parameters["MODEL_CLASS"] = name
+                built = type(self._module)
+                name = parameters["MODEL_CLASS"] = built.__name__
+                source_files.write(self._name, self._folder, "model", built, name)
                 self._check_class()
-        hooks = ""
         if self._hooks is not None:
-            hooks = self._source("hooks", self._hooks, "Hooks", write_out=True)
+            source_files.write(
+                self._name, self._folder, "hooks", self._hooks, "Hooks", write_out=True
+            )
         elif template is not None:
-            hooks = Path(__file__).with_name(template).read_text(encoding="utf-8")
-        self._write("hooks", hooks + self._write_example())
+            shutil.copyfile(Path(__file__).with_name(template), self._folder / HOOKS)
         return parameters
 
-    def _source(self, stem: str, value: type, name: str, *, write_out: bool = False) -> str:
-        """Return a source file with a class, after copying the files that it needs beside it."""
-        source = SourceFiles(self._name, stem)
-        source.add(value, name, write_out=write_out)
-        text = source.text()
-        for place, file in source.files.items():
-            path = self._folder / place
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, path)
-        return text
-
-    def _write(self, stem: str, text: str) -> None:
-        if text:
-            path = self._folder / f"{stem}.py"
-            path.write_text(text.rstrip() + "\n", encoding="utf-8")
-
-    def _write_example(self) -> str:
-        """Write the example; return the function that returns it if it is not in files."""
+    def _write_example(self) -> None:
+        """Write the example into files, or into a function of hooks.py."""
         item = self.example.item
         tensors = {
             name: value.detach().cpu().clone().contiguous()  # they may share memory
@@ -200,7 +181,7 @@ class ModuleFiles:
         }
         if len(tensors) == len(item):
             safetensors.torch.save_file(tensors, self._folder / EXAMPLE)
-            return ""
+            return
         if tensors:
             raise SaveError(
                 self._name,
@@ -218,9 +199,10 @@ class ModuleFiles:
             folder.mkdir()
             for name, content in contents.items():
                 (folder / name).write_bytes(content)
-            return ""
+            return
         lines = (f"        {name!r}: {value.tolist()!r},\n" for name, value in item.items())
-        return f"\n\ndef example_inputs():\n    return {{\n{''.join(lines)}    }}\n"
+        with (self._folder / HOOKS).open("a", encoding="utf-8") as file:
+            file.write(f"\n\ndef example_inputs():\n    return {{\n{''.join(lines)}    }}\n")
 
     def _json(self) -> str:
         try:
@@ -233,34 +215,25 @@ class ModuleFiles:
             ) from None
 
     def _check_class(self) -> None:
-        """Raise SaveError if the class does not build a module with the same weights again."""
-        built = type(self._module)
-        text = f"{built.__name__}({', '.join(f'{k}={v!r}' for k, v in self._kwargs.items())})"
-        cure = _constructor_cure(built)
+        """Raise SaveError if the class does not build a module that takes the same weights."""
+        built, weights = type(self._module), self._module.state_dict()
+        problem = ""
         for device in ("meta", "cpu"):  # some constructors read values
             try:
                 with torch.random.fork_rng(devices=[]), torch.device(device):
                     again = built(**self._kwargs)
-                break
+                again.load_state_dict(weights, assign=True)
             except Exception as error:  # of the module's own code
-                if device == "cpu":
-                    problem = f"{text} fails: {summarize(error)}"
-                    raise SaveError(self._name, problem, cure=cure) from error
-        states = [module.state_dict() for module in (again, self._module)]
-        lazy = [key for key, value in states[0].items() if is_lazy(value)]  # as in the file
-        kinds, wanted = (
-            {
-                key: (getattr(value, "shape", None), getattr(value, "dtype", None))
-                for key, value in state.items()
-                if key not in lazy
-            }
-            for state in states
+                lines = (summarize(error), *str(error).splitlines()[1:])  # torch's reasons
+                problem = textwrap.shorten(" ".join(lines), 300)
+            else:
+                return
+        text = f"{built.__name__}({', '.join(f'{k}={v!r}' for k, v in self._kwargs.items())})"
+        raise SaveError(
+            self._name,
+            f"{text} does not make this module again: {problem}",
+            cure=_constructor_cure(built),
         )
-        keys = sorted(kinds.keys() | wanted.keys())
-        different = [key for key in keys if kinds.get(key) != wanted.get(key)]
-        if different:
-            problem = f"{text} has weights of other shapes or types at {join_names(different)}"
-            raise SaveError(self._name, problem, cure=cure)
 
     # --- the module's own answers --------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import shutil
 import site
 import symtable
 import sys
@@ -28,92 +29,77 @@ _INSTALLED = [
 ]
 
 
-class SourceFiles:
-    """Collects what a source file needs.
-
-    Attributes:
-        files: the files beside it, by their paths in the version folder.
+def write(
+    model: str, folder: Path, stem: str, value: type, name: str, *, write_out: bool = False
+) -> None:
+    """Write a source file that has a class, after a user's own file with its name.
 
     Args:
         model: the model's name.
+        folder: the version folder.
         stem: the name of the file without its suffix.
+        value: the class.
+        name: its name in the file.
+        write_out: write the source of a class of a script or notebook into the file.
+
+    Raises:
+        SaveError: the class cannot be imported.
     """
+    origin = None if "<locals>" in value.__qualname__ else _origin(value.__name__, value)
+    if origin is not None:
+        lines = _imported(folder, stem, name, *origin)
+    elif write_out and value.__module__ == _MAIN:
+        lines = _written_out(model, folder, stem, value, name)
+    else:
+        place = "a function" if "<locals>" in value.__qualname__ else "a script or a notebook"
+        raise SaveError(
+            model,
+            f"{value.__qualname__} is defined in {place}, which cannot be imported",
+            cure=_CURE,
+        )
+    path = folder / f"{stem}.py"
+    own = path.read_text(encoding="utf-8").rstrip() + "\n" if path.exists() else ""
+    path.write_text(own + lines, encoding="utf-8")
 
-    def __init__(self, model: str, stem: str) -> None:
-        self.files: dict[str, Path] = {}
-        self._model, self._stem = model, stem
-        self._lines: list[str] = []
 
-    def add(self, value: type, name: str, *, write_out: bool = False) -> None:
-        """Add a class.
+def _imported(folder: Path, stem: str, name: str, module: str, attribute: str) -> str:
+    """Return the import of a value, after copying the files of a module that is not installed."""
+    path = _local_file(module)
+    if path is not None:
+        parts = module.split(".")
+        root = path.parents[len(parts) - (path.name != "__init__.py")]
+        for place, file in source_dependencies.modules(root, tuple(parts)).items():
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, folder / place)
+        if module == stem:  # this file begins with the module
+            return f"\n\n{name} = {attribute}\n" if name != attribute else ""
+    source = f"from {module} import {attribute}" if attribute else f"import {module}"
+    renamed = "" if name == (attribute or module) else f" as {name}"
+    return f"{source}{renamed}\n"
 
-        Args:
-            value: the class.
-            name: its name in the file.
-            write_out: write the source of a class of a script or notebook into the file.
 
-        Raises:
-            SaveError: the class cannot be imported.
-        """
-        origin = None if "<locals>" in value.__qualname__ else _origin(value.__name__, value)
-        if origin is not None:
-            self._import(name, *origin)
-        elif write_out and value.__module__ == _MAIN:
-            self._write_out(value)
-            self._rename(value.__name__, name)
-        else:
-            place = "a function" if "<locals>" in value.__qualname__ else "a script or a notebook"
+def _written_out(model: str, folder: Path, stem: str, value: type, name: str) -> str:
+    """Return the source of a class after the imports of what it uses."""
+    try:
+        text = textwrap.dedent(inspect.getsource(value))
+    except (OSError, TypeError) as error:
+        raise SaveError(
+            model, f"the source of {value.__name__} cannot be read: {error}", cure=_CURE
+        ) from None
+    scope = vars(sys.modules[_MAIN])
+    used = {*_global_names(symtable.symtable(text, value.__name__, "exec"))}
+    imports = ""
+    for used_name in sorted(used & scope.keys() - {value.__name__, "__name__", "__file__"}):
+        origin = _origin(used_name, scope[used_name])
+        if origin is None:
             raise SaveError(
-                self._model,
-                f"{value.__qualname__} is defined in {place}, which cannot be imported",
+                model,
+                f"{value.__name__} uses '{used_name}', which is defined in the script",
                 cure=_CURE,
             )
-
-    def text(self) -> str:
-        """Return the text of the file, which begins with that of a user's own file of its name."""
-        own = self.files.pop(f"{self._stem}.py", None)
-        if own is not None:
-            return "".join([own.read_text(encoding="utf-8").rstrip() + "\n", *self._lines])
-        return "".join(self._lines)
-
-    def _import(self, name: str, module: str, attribute: str) -> None:
-        """Import a value under a name, and take the files of a module that is not installed."""
-        path = _local_file(module)
-        if path is not None:
-            parts = module.split(".")
-            packaged = len(parts) - (path.name != "__init__.py")
-            self.files |= source_dependencies.modules(path.parents[packaged], tuple(parts))
-        if module == self._stem and f"{module}.py" in self.files:
-            self._rename(attribute, name)  # the user's own file is the start of this one
-            return
-        source = f"from {module} import {attribute}" if attribute else f"import {module}"
-        renamed = "" if name == (attribute or module) else f" as {name}"
-        self._lines.append(f"{source}{renamed}\n")
-
-    def _rename(self, old: str, name: str) -> None:
-        if old != name:
-            self._lines.append(f"\n\n{name} = {old}\n")
-
-    def _write_out(self, value: type) -> None:
-        """Write the source of a class after the imports of what it uses."""
-        try:
-            text = textwrap.dedent(inspect.getsource(value))
-        except (OSError, TypeError) as error:
-            raise SaveError(
-                self._model, f"the source of {value.__name__} cannot be read: {error}", cure=_CURE
-            ) from None
-        scope = vars(sys.modules[_MAIN])
-        used = {*_global_names(symtable.symtable(text, value.__name__, "exec"))}
-        for name in sorted(used & scope.keys() - {value.__name__, "__name__", "__file__"}):
-            origin = _origin(name, scope[name])
-            if origin is None:
-                raise SaveError(
-                    self._model,
-                    f"{value.__name__} uses '{name}', which is defined in the script",
-                    cure=_CURE,
-                )
-            self._import(name, *origin)
-        self._lines.append(f"\n\n{text.rstrip()}\n")
+        imports += _imported(folder, stem, used_name, *origin)
+    renamed = "" if name == value.__name__ else f"\n\n{name} = {value.__name__}\n"
+    return f"{imports}\n\n{text.rstrip()}\n{renamed}"
 
 
 def _global_names(table: symtable.SymbolTable) -> Iterator[str]:
