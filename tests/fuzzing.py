@@ -18,7 +18,7 @@ import build
 
 from torch_py_backend.artifacts import discovery, file_types, source_dependencies
 from torch_py_backend.config import options, pbtxt
-from torch_py_backend.errors import ArchiveError, LoadError
+from torch_py_backend.errors import LoadError
 from torch_py_backend.tools import artifact_files
 
 Target = Callable[[Path, bytes], None]
@@ -73,7 +73,7 @@ def archive(folder: Path, data: bytes) -> None:
     path.write_bytes(data)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         target = Path(scratch, "net")
-        with contextlib.suppress(ArchiveError):
+        with contextlib.suppress(LoadError):
             artifact_files.unpack(path, target)
         assert {path.name for path in Path(scratch).iterdir()} <= {"net"}
 

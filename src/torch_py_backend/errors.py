@@ -248,14 +248,6 @@ class ToolError(BackendError):
     """A command, `save_model` or a benchmark cannot work, or cannot write its result."""
 
 
-class ArchiveError(BackendError):
-    """An error about an archive; the arguments are those of ModelError."""
-
-    def __init__(self, archive: str, found: str, *, expected: str = "", cure: str = "") -> None:
-        # Text from an archive may contain control characters of a terminal.
-        super().__init__(printable(_message(archive, found, expected, cure)))
-
-
 _SHOWN = 8
 _LONGEST = 500
 # What is searched of a message, which may contain megabytes of a client's text. A search holds the

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch_py_backend.artifacts import discovery, file_types, source_dependencies
 from torch_py_backend.artifacts.file_types import FileType
-from torch_py_backend.errors import ArchiveError, ArtifactError, summarize
+from torch_py_backend.errors import ArtifactError, printable, summarize
 
 EXAMPLE = "example_inputs.safetensors"
 _SERVED_NAMES = {
@@ -83,7 +83,6 @@ def opened(model: str, path: Path, example: Path | None) -> Iterator[ArtifactFil
     """Find the files to serve as `find` does; those of a TorchServe archive end with the block.
 
     Raises:
-        ArchiveError: the archive cannot be used.
         ArtifactError: the path is not an artifact that can be served.
     """
     if path.suffix != ".mar":
@@ -103,7 +102,7 @@ def unpack(archive: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
         entries of config.pbtxt for a model with a batch dimension.
 
     Raises:
-        ArchiveError: it is damaged, is not such an archive, or has a handler of its own.
+        ArtifactError: it is damaged, is not such an archive, or has a handler of its own.
     """
     try:
         with zipfile.ZipFile(archive) as opened:
@@ -117,15 +116,15 @@ def unpack(archive: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
         text = (folder / Path(config).name).read_text() if config else ""
         weights.stat()
     except _DAMAGED as error:
-        raise ArchiveError(
+        raise ArtifactError(
             archive.name,
             f"it is not an archive with a model file: {summarize(error)}",
             expected="a .mar file of torch-model-archiver with --serialized-file",
         ) from error
     if handler.removesuffix(".py") not in _HANDLERS:
-        raise ArchiveError(
+        raise ArtifactError(
             archive.name,
-            f"it has a handler of its own, {handler}",
+            f"it has a handler of its own, {printable(handler)}",
             expected=f"one of TorchServe's: {', '.join(_HANDLERS)}",
             cure="Write its preprocess() and postprocess() into a class Hooks in hooks.py, and its"
             " inference() into forward() of a module in model.py: see docs/migrate.md.",
