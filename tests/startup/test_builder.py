@@ -25,30 +25,26 @@ def _build(config: ModelConfig) -> Any:
     return builder.build(config, Threads(torch.get_num_threads(), torch.get_num_interop_threads()))
 
 
-_WITH_DEFAULTS = "inference mode on; JIT switches unset; torch.compile off; warm-up on; fast path"
-_WITH_OPTIONS = (
-    "inference mode off; JIT switches ENABLE_JIT_EXECUTOR off; torch.compile {};"
-    " OPTIMIZE channels_last, bf16; warm-up off; general path"
+@pytest.mark.usefixtures("process")
+@pytest.mark.parametrize(
+    ("overrides", "plain", "says"),
+    [
+        ({}, True, "fast path; options {}"),
+        (
+            {"enable_jit_executor": False, "optimize": ("bf16",)},
+            False,
+            'general path; options {"OPTIMIZE": ["bf16"], "ENABLE_JIT_EXECUTOR": false}',
+        ),
+    ],
 )
-
-
-@pytest.mark.usefixtures("process", "dynamo")
-def test_summary(tmp_path: Path) -> None:
-    """`summary` names the artifact, the device, the threads and the switches of an instance."""
+def test_summary(overrides: dict[str, Any], plain: bool, says: str, tmp_path: Path) -> None:
+    """`summary` names the artifact, the device, the threads and the options of an instance."""
     build.write(tmp_path, "model.py", models.source(models.Negate))
-    options = {
-        "inference_mode": False,
-        "enable_jit_executor": False,
-        "torch_compile_optional_parameters": {},
-        "optimize": ("channels_last", "bf16"),
-        "warmup": False,
-    }
-    for overrides, plain, parts in (({}, True, _WITH_DEFAULTS), (options, False, _WITH_OPTIONS)):
-        engine = _build(build.config(tmp_path, **overrides))
-        assert builder.summary(engine, Threads(2, 3), plain=plain) == (
-            "model 'digits': instance digits_0_0 serves model.py (Python source and weights) on"
-            f" cpu; threads 2 intra-op, 3 inter-op; {parts}."
-        )
+    engine = _build(build.config(tmp_path, **overrides))
+    assert builder.summary(engine, Threads(2, 3), plain=plain) == (
+        "model 'digits': instance digits_0_0 serves model.py: Python source and weights on cpu;"
+        f" threads 2 intra-op, 3 inter-op; {says}."
+    )
 
 
 @pytest.mark.usefixtures("process")

@@ -20,13 +20,6 @@ from torch_py_backend.processes import private_files
 from torch_py_backend.sequences import state_store
 from torch_py_backend.weights import gpu_sharing
 
-_JIT_SWITCHES = (
-    "disable_optimized_execution",
-    "enable_jit_executor",
-    "enable_jit_profiling",
-    "enable_tensor_fuser",
-)
-
 
 def build(config: ModelConfig, threads: Threads) -> Engine:
     """Load the model of a config and return its engine.
@@ -60,36 +53,6 @@ def _sharing_engine(config: ModelConfig, artifact: Artifact, device: torch.devic
     return engine
 
 
-def summary(engine: Engine, threads: Threads, *, plain: bool) -> str:
-    """Return a line for the log with the artifact, device, threads and switches of an instance.
-
-    Args:
-        engine: the model.
-        threads: the threads of the instance.
-        plain: whether its requests take the fast path.
-    """
-    config, options = engine.config, engine.config.options
-    switches = [
-        f"{row.key} {'on' if value else 'off'}"
-        for row in TABLE
-        if row.field in _JIT_SWITCHES
-        and (value := getattr(options, row.field)) is not None
-        and value != row.default
-    ]
-    compiled = json.dumps(options.torch_compile_optional_parameters or {})
-    parts = [
-        f"{engine.loaded.artifact.path.name} ({engine.kind.value}) on {engine.device}",
-        f"threads {threads.intra_op} intra-op, {threads.inter_op} inter-op",
-        f"inference mode {'on' if options.inference_mode else 'off'}",
-        f"JIT switches {', '.join(switches) or 'unset'}",
-        f"torch.compile {compiled if engine.runner.compiles else 'off'}",
-        *([f"OPTIMIZE {', '.join(options.optimize)}"] if options.optimize else []),
-        f"warm-up {'off' if options.warmup is False else 'on'}",
-        f"{'fast' if plain else 'general'} path",
-    ]
-    return f"model '{config.name}': instance {config.instance} serves {'; '.join(parts)}."
-
-
 def report(engine: Engine) -> dict[str, object]:
     """Return what an engine loaded, how it shares its weights, and the options in effect."""
     options = engine.config.options
@@ -100,6 +63,22 @@ def report(engine: Engine) -> dict[str, object]:
             row.key: value for row in TABLE if (value := getattr(options, row.field)) != row.default
         },
     }
+
+
+def summary(engine: Engine, threads: Threads, *, plain: bool) -> str:
+    """Return a line for the log with what an instance loaded, and how it serves.
+
+    Args:
+        engine: the model.
+        threads: the threads of the instance.
+        plain: whether its requests take the fast path.
+    """
+    config, loaded = engine.config, report(engine)
+    return (
+        f"model '{config.name}': instance {config.instance} serves {loaded['artifact']} on"
+        f" {engine.device}; threads {threads.intra_op} intra-op, {threads.inter_op} inter-op;"
+        f" {'fast' if plain else 'general'} path; options {json.dumps(loaded['options'])}."
+    )
 
 
 def _engine(
