@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import random
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -328,6 +329,44 @@ def test_model_py_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert (sys.modules.pop("model"), sys.path) == (module, paths)
     text = (tmp_path / "models" / "net" / "1" / "model.py").read_text()
     assert text.startswith(models.source(models.Affine).rstrip())
+
+
+_SCRIPT = """
+import sys
+from collections import Counter as Counts
+from pathlib import Path
+
+import torch
+
+from torch_py_backend.errors import SaveError
+from torch_py_backend.saving import source_files
+
+LIMIT = 3
+
+
+class Letters:
+    def preprocess(self, text: str):
+        return torch.tensor([len(Counts(text[:BOUND]))])
+
+
+try:
+    source_files.write("net", Path(sys.argv[1]), "hooks", Letters, "Hooks", write_out=True)
+except SaveError as error:
+    print(error)
+"""
+
+
+def test_hooks_of_a_script(tmp_path: Path) -> None:
+    """A class of a script is written out with its imports; it may use no other name of it."""
+    script = tmp_path / "script.py"
+    for bound, says in (("9", ""), ("LIMIT", "Letters uses 'LIMIT', which is defined in the scr")):
+        script.write_text(_SCRIPT.replace("BOUND", bound))
+        command = [sys.executable, str(script), str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert says in done.stdout
+    scope: dict[str, Any] = {}
+    exec((tmp_path / "hooks.py").read_text(), scope)
+    assert scope["Hooks"]().preprocess("abba") == 2
 
 
 def test_settings(tmp_path: Path) -> None:
