@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,32 +18,22 @@ def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None)
 
     Return the same tree if nothing changes.
     """
-    if isinstance(tree, Tensor):
-        return tree.to(device, dtype if tree.is_floating_point() else None)
-    if isinstance(tree, Mapping | list | tuple) or _is_record(tree):
-        parts = _parts(tree)
-        moved = [to_device(part, device, dtype) for part in parts]
-        if any(new is not part for new, part in zip(moved, parts, strict=True)):
-            return _like(tree, moved)
-    return tree
+    return _map(lambda part: part.to(device, dtype if part.is_floating_point() else None), tree)
 
 
 def clone(tree: Any) -> Any:
-    """Copy the containers, tensors and arrays of a tree.
+    """Copy the tensors of a tree; other leaves stay the same objects."""
+    return _map(torch.clone, tree)
 
-    Other leaves, and containers that cannot be copied, stay the same objects.
-    """
-    if isinstance(tree, Tensor | np.ndarray):
-        return tree.clone() if isinstance(tree, Tensor) else tree.copy()
-    if type(tree) is dict:
-        return {key: clone(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(map(clone, tree))
+
+def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    if isinstance(tree, Tensor):
+        return function(tree)
     if isinstance(tree, Mapping | list | tuple) or _is_record(tree):
-        try:  # classes such as transformers' BatchEncoding
-            return copy.deepcopy(tree)
-        except Exception:  # noqa: S110  such a class may raise anything
-            pass
+        parts = _parts(tree)
+        mapped = [_map(function, part) for part in parts]
+        if any(new is not part for new, part in zip(mapped, parts, strict=True)):
+            return _like(tree, mapped)
     return tree
 
 

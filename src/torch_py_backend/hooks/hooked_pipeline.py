@@ -73,10 +73,8 @@ class HookedPipeline:
             self._preprocessor = RowPreprocessor(config, hooks)
         self.places = self._preprocessor.grouping.places
         self.patterns = self._preprocessor.grouping.patterns
-        # Request parameters stay with the rows for hooks after preprocess() that take them.
-        self._passes_parameters = any(
-            hook.takes_parameters for hook in hooks.defined if hook.name != "preprocess"
-        )
+        # Request parameters stay with the rows, for hooks after preprocess().
+        self._passes_parameters = hooks.takes_parameters
         self._bound: dict[tuple[str, ...], InputBinding] = {}
         self._specs = {spec.name: spec for spec in config.outputs}
         row_config = dataclasses.replace(config, max_batch_size=0)
