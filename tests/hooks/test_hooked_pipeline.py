@@ -88,21 +88,6 @@ def doubled(x: Tensor) -> Tensor:
     return 2 * x
 
 
-def test_each_row_is_prepared_separately() -> None:
-    """preprocess() gets a row without its batch dimension; the module gets one batch."""
-    received: list[list[float]] = []
-
-    def preprocess(x: Tensor) -> Tensor:
-        received.append(x.tolist())
-        return x + 1
-
-    module = Recorder()
-    model = engine(module, {"preprocess": preprocess})
-    assert values(model.run([item([1.0], [2.0]), item([3.0])])) == [[[2], [3]], [[4]]]
-    assert received == [[1], [2], [3]]
-    assert [call.tolist() for call in module.calls] == [[[2], [3], [4]]]
-
-
 @pytest.mark.parametrize(
     ("returned", "module", "batched"),
     [
@@ -184,15 +169,10 @@ def test_collate() -> None:
 
 
 def test_parts() -> None:
-    """Each row gets its part of the module's result, which must have a dimension of rows."""
+    """Each row gets its part of the module's result."""
     hooks: dict[str, Any] = {"postprocess": lambda row: row["a"]["b"] * 10}
     model = engine(Recorder(lambda x: {"a": {"b": x}, "c": None}), hooks)
     assert values(model.run([item([1.0], [2.0]), item([3.0])])) == [[[10], [20]], [[30]]]
-    model = engine(Recorder(lambda x: {"a": x.sum(0)}), hooks)
-    (outcome,) = model.run([item([1.0], [2.0], [3.0])])
-    assert isinstance(outcome, OutputError)
-    assert "the result for 3 rows holds a Tensor [1]" in str(outcome)
-    assert "write postprocess_batch()" in str(outcome)
 
 
 @pytest.mark.parametrize(
@@ -219,50 +199,6 @@ def test_outputs(kind: str, dims: tuple[int, ...], returned: Any, expected: Any)
     for value in (returned, {"y": returned}):
         hooks = {"postprocess": lambda result, value=value: value}
         assert values(engine(doubled, hooks, outputs=outputs).run([item([1.0])])) == [expected]
-
-
-@pytest.mark.parametrize(
-    ("kind", "returned", "message"),
-    [
-        ("INT64", [1.5], "output 'y' is float32 [1]; expected int64 [1]"),
-        ("BOOL", [1], "output 'y' is int64 [1]; expected bool [1]"),
-        ("FP32", [True], "output 'y' is bool [1]"),
-        ("FP32", [[1.0], [1.0, 2.0]], "a list for output 'y'"),
-        ("FP32", torch.ones(2), "output 'y' is float32 [2]; expected float32 [1]"),
-        ("FP32", {"z": torch.ones(1)}, "not fit what postprocess() returns, dict with z; expected"),
-        ("BYTES", [1], "expected strings [1]"),
-        ("FP32", "text", "output 'y' is a str"),
-    ],
-)
-def test_refused_outputs(kind: str, returned: Any, message: str) -> None:
-    """A result that contradicts the config is the request's error and names the value."""
-    outputs = (build.spec("y", kind, (1,)),)
-    model = engine(doubled, {"postprocess": lambda result: returned}, outputs=outputs)
-    (outcome,) = model.run([item([1.0])])
-    assert isinstance(outcome, OutputError | BindingError)
-    assert message in str(outcome)
-
-
-def test_rows_of_one_request_have_one_shape() -> None:
-    """Outputs of one request are one tensor; other requests may have other shapes."""
-    model = engine(doubled, {"postprocess": lambda result: torch.ones(int(result))})
-    outcomes = model.run([item([1.0], [2.0]), item([0.5])])
-    assert isinstance(outcomes[0], OutputError)
-    assert "gives output 'y' other shapes for other rows of one request: [[2], [4]]" in str(
-        outcomes[0]
-    )
-    assert values(outcomes[1:]) == [[[1]]]
-
-
-def test_check_finite() -> None:
-    """CHECK_FINITE checks the result of postprocess() for each request."""
-    model = engine(
-        doubled, {"postprocess": lambda result: result / (result - 2)}, check_finite=True
-    )
-    outcomes = model.run([item([2.0]), item([1.0])])
-    assert values(outcomes[:1]) == [[[2]]]
-    assert isinstance(outcomes[1], OutputError)
-    assert "holds NaN or infinity" in str(outcomes[1])
 
 
 # --- parameters ------------------------------------------------------------------------------
@@ -416,60 +352,85 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
     assert outcome["y"].tolist() == [[2, 2]]
 
 
-def test_memory_in_hooks() -> None:
-    """Out of memory in a hook is reported as elsewhere, and the next request is served."""
+@pytest.mark.parametrize(
+    ("returned", "kind", "message"),
+    [
+        ([1.5], "INT64", "output 'y' is float32 [1]; expected int64 [1]"),
+        ([1], "BOOL", "output 'y' is int64 [1]; expected bool [1]"),
+        ([True], "FP32", "output 'y' is bool [1]"),
+        ([[1.0], [1.0, 2.0]], "FP32", "a list for output 'y'"),
+        (torch.ones(2), "FP32", "output 'y' is float32 [2]; expected float32 [1]"),
+        ({"z": torch.ones(1)}, "FP32", "not fit what postprocess() returns, dict with z; expected"),
+        ([1], "BYTES", "expected strings [1]"),
+        ("text", "FP32", "output 'y' is a str"),
+    ],
+)
+def test_refused_outputs(returned: Any, kind: str, message: str) -> None:
+    """A result that contradicts the config is the request's error and names the value."""
+    outputs = (build.spec("y", kind, (1,)),)
+    (outcome,) = engine(doubled, {"postprocess": lambda _: returned}, outputs=outputs).run([_ONE])
+    assert isinstance(outcome, OutputError | BindingError)
+    assert message in str(outcome)
 
-    def greedy(x: Tensor) -> Tensor:
-        if x.min() < 0:
-            raise MemoryError
-        return x
 
-    first, second = engine(doubled, {"preprocess": greedy}).run([item([-1.0]), item([1.0])])
-    assert getattr(first, "code", "") == "UNAVAILABLE"
-    assert values([second]) == [[[2]]]
+def _with_optional(x: Tensor, z: Tensor | None = None) -> Tensor:
+    return x
+
+
+def _out_of_memory(x: Tensor) -> Tensor:
+    if len(x) > 1:
+        raise MemoryError
+    return x
+
+
+_ONE, _TWO = item([1.0]), item([1.0], [2.0])
 
 
 @pytest.mark.parametrize(
-    ("sent", "message"),
+    ("name", "hook", "sent", "message"),
     [
-        ({}, "the request has no inputs"),
-        ({"x": torch.ones(1)}, "has the shape [1] and no rows"),
-        ({"x": torch.ones(0, 1), "z": torch.ones(0, 1)}, "has no rows"),
-        ({"z": torch.ones(1, 1)}, "lacks the input 'x'"),
+        ("preprocess", _with_optional, {}, "the request has no inputs"),
+        ("preprocess", _with_optional, {"x": torch.ones(1)}, "has the shape [1] and no rows"),
+        ("preprocess", _with_optional, {"x": torch.ones(0, 1)}, "has no rows"),
+        ("preprocess", _with_optional, {"z": torch.ones(1, 1)}, "lacks the input 'x'"),
+        ("preprocess", _out_of_memory, item([1.0, 2.0]), "memory"),
+        (
+            "preprocess",
+            lambda x: object() if x > 1 else x,
+            _TWO,
+            "returned an object, which cannot be batched",
+        ),
+        ("preprocess", lambda x: torch.ones(int(x)), _TWO, "{'INPUT__0': [1]} and others"),
+        ("preprocess", lambda x: {"a": x} if x > 1 else {"x": x}, _TWO, "others for rows of one"),
+        ("preprocess", lambda x: {"x" if x < 2 else "b": x}, item([2.0]), "has no b"),
+        ("postprocess_batch", lambda y: y[:1], _TWO, "has 1 row for a batch of 2"),
+        ("postprocess", lambda y: y / (y - 4), item([2.0]), "holds NaN or infinity"),
+        (
+            "postprocess",
+            lambda y: torch.ones(int(y)),
+            _TWO,
+            "gives output 'y' other shapes for other rows of one request: [[2], [4]]",
+        ),
     ],
 )
-def test_refused_requests(sent: dict[str, Any], message: str) -> None:
-    """Requests that contradict the config are refused before hooks get them."""
-
-    def preprocess(x: Tensor, z: Tensor | None = None) -> Tensor:
-        return x
-
+def test_refused_requests(name: str, hook: Any, sent: dict[str, Any], message: str) -> None:
+    """The error of a request names what was found; the next request is served."""
     optional = dataclasses.replace(build.spec("z", dims=(-1,)), optional=True)
-    model = engine(doubled, {"preprocess": preprocess}, inputs=(_X, optional))
-    (outcome,) = model.run([sent])
-    assert isinstance(outcome, InputError)
-    assert message in str(outcome)
+    inputs = (_X, optional) if hook is _with_optional else (_X,)
+    model = engine(doubled, {name: hook}, inputs=inputs, check_finite=True)
+    refused, served = model.run([sent, _ONE])
+    assert message in str(refused)
+    assert isinstance(refused, BackendError)
+    assert isinstance(served, dict)
 
 
-@pytest.mark.parametrize(
-    ("returned", "message"),
-    [
-        (lambda x: object(), "preprocess() returned an object, which cannot be batched"),
-        (lambda x: torch.ones(int(x)), "preprocess() returned {'INPUT__0': [1]} and others"),
-        (lambda x: {"a": x} if x > 1 else {"x": x}, "and others for rows of one request"),
-        (lambda x: {"other": x}, "has no other"),
-    ],
-)
-def test_refused_rows(returned: Callable[[Tensor], Any], message: str) -> None:
-    """Rows that cannot be batched, or that forward() does not take, are named."""
-
-    def preprocess(x: Tensor) -> Any:
-        return returned(x)
-
-    model = engine(doubled, {"preprocess": preprocess})
-    (outcome,) = model.run([item([1.0], [2.0])])
-    assert isinstance(outcome, BackendError)
-    assert message in str(outcome)
+def test_parts_without_rows() -> None:
+    """A result without a dimension of rows cannot be split for postprocess()."""
+    (outcome,) = engine(lambda x: {"a": x.sum(0)}, {"postprocess": picky}).run(
+        [item([1.0], [2.0], [3.0])]
+    )
+    assert "the result for 3 rows holds a Tensor [1]" in str(outcome)
+    assert "write postprocess_batch()" in str(outcome)
 
 
 # --- load ------------------------------------------------------------------------------------
