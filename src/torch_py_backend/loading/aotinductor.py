@@ -23,8 +23,9 @@ from torch.utils import _pytree as pytree
 from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
+from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, InputError
+from torch_py_backend.errors import ArtifactError, ConfigError, InputError
 from torch_py_backend.loading import example_inputs, registrations
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.processes import orphan_cleanup
@@ -44,6 +45,8 @@ _SIZE = re.compile(
     r"input_handles\[(?P<leaf>\d+)\]: .*dim value .*at (?P<dim>\d+),"
     r" expected.*?(?P<relation>>=|<=|:) (?P<limit>\d+)"
 )
+_TYPE = re.compile(r"input_handles\[(\d+)\]: unmatched dtype, expected: \d+\(at::k(\w+)\)")
+_BYTES = {"byte": "uint8", "char": "int8"}  # types whose name in C++ torch's Python does not have
 _RELATIONS = {">=": "at least", "<=": "at most", ":": "exactly"}
 
 # Calls a package with its leaves, and returns the leaves of its result.
@@ -131,18 +134,29 @@ def _checked(
 ) -> tuple[Rows, _Run]:
     """Return how many rows a package takes, and a function to call it.
 
-    The function raises InputError with the limit if the package does not accept a size.
+    The function raises InputError with the limit if the package does not accept a size, and
+    ConfigError if it does not accept the type of an input.
     """
     config = state_store.with_controls(config, signature)
     specs = config.inputs
     if len(specs) != len(signature.leaves or ()) or not all(spec.dtype.torch for spec in specs):
         return ANY_ROWS, run  # binding or the warm-up reports inputs that do not match
-    names = binding.bind_inputs(config.name, [spec.name for spec in specs], signature).names
+    types = {spec.name: spec.dtype.config for spec in specs}
+    names = binding.bind_inputs(config.name, [*types], signature).names
 
     def call(leaves: list[Tensor]) -> list[Tensor]:
         try:
             return run(leaves)
         except RuntimeError as error:
+            if refused := _TYPE.search(str(error)):
+                name, kind = names[int(refused[1])], refused[2].lower()
+                dtype = getattr(torch, _BYTES.get(kind, kind), kind)
+                raise ConfigError(
+                    config.name,
+                    f"input '{name}' is {types[name]}",
+                    expected=f"{dtypes.config_name(dtype)}, for which the package was compiled",
+                    cure="Write that type into config.pbtxt.",
+                ) from error
             refused = _SIZE.search(str(error))
             if refused is None:
                 raise
@@ -159,10 +173,10 @@ def _checked(
         return ANY_ROWS, call
     item = example_inputs.item(config, 1)
     # The checks compare devices before sizes.
-    return _rows(run, [torch.as_tensor(item[name]).to(device or "cpu") for name in names]), call
+    return _rows(call, [torch.as_tensor(item[name]).to(device or "cpu") for name in names]), call
 
 
-def _rows(run: _Run, row: list[Tensor]) -> Rows:
+def _rows(call: _Run, row: list[Tensor]) -> Rows:
     """Return how many rows a package takes, from a call with one.
 
     Most packages with a dynamic batch take at least two, because torch.export specializes a size
@@ -170,14 +184,14 @@ def _rows(run: _Run, row: list[Tensor]) -> Rows:
     """
     try:
         with torch.inference_mode():
-            run(row)
-    except RuntimeError as error:
-        refused = _SIZE.search(str(error))
-        if refused is None:
-            return Rows(2)
-        if refused["dim"] == "0":
+            call(row)
+    except InputError as error:
+        refused = _SIZE.search(str(error.__cause__))
+        if refused is not None and refused["dim"] == "0":
             limit = int(refused["limit"])
             return Rows(limit, limit if refused["relation"] == ":" else None)
+    except RuntimeError:  # up to torch 2.11, which prints the limit
+        return Rows(2)
     return ANY_ROWS
 
 
