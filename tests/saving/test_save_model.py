@@ -555,7 +555,7 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         models.Affine(),
         {"example_inputs": _X, "format": "torchscript"},
         SaveError,
-        "format is 'torchscript'; .*It was removed: Use format=",
+        "format is 'torchscript'; expected one of module, export, aoti. Use format=",
     ),
     "module": (lambda x: x, {}, SaveError, "module is a function; expected a torch.nn.Module"),
     "format": (models.Affine(), {"format": "onnx"}, SaveError, "format is 'onnx'; expected one"),

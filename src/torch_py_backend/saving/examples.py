@@ -46,14 +46,12 @@ class Example:
         entries: the inputs in config.pbtxt.
         max_batch_size: that of config.pbtxt.
         arguments: those of forward(); None: hooks make them from the item.
-        dynamic: the dimensions of any size of each input, the batch dimension included.
     """
 
     item: Item
     entries: list[JsonObject]
     max_batch_size: int
     arguments: Arguments | None
-    dynamic: Mapping[str, set[int]]
 
     @property
     def rows(self) -> int:
@@ -61,10 +59,22 @@ class Example:
         return _rows(self.item)
 
 
+class Callee(NamedTuple):
+    """A module in memory, as examples call it.
+
+    Attributes:
+        model: the model's name.
+        module: the module.
+        signature: that of forward().
+    """
+
+    model: str
+    module: nn.Module
+    signature: Signature
+
+
 def from_arguments(
-    model: str,
-    module: nn.Module,
-    signature: Signature,
+    callee: Callee,
     example_inputs: object,
     max_batch_size: int | None,
     dynamic_shapes: Any,
@@ -78,17 +88,17 @@ def from_arguments(
     Raises:
         ExampleError: an example is missing or does not fit forward(), or has no batch dimension.
     """
-    call = _call(model, signature, example_inputs)
+    call = _call(callee, example_inputs)
     if by_name:
-        call = _by_keyword(signature, call)
-    outputs = outputs_of(model, signature, module, call)
-    named = named_tensors(model, signature, call, dynamic_shapes)
+        call = _by_keyword(callee.signature, call)
+    outputs = outputs_of(callee, call)
+    named = named_tensors(callee, call, dynamic_shapes)
     item: Item = {name: tensor for name, tensor, _ in named}
     dynamic = {name: dims for name, _, dims in named}
-    batched = max_batch_size != 0 and _is_batch(model, signature, module, call, item, outputs)
+    batched = max_batch_size != 0 and _is_batch(callee, call, item, outputs)
     if max_batch_size and not batched:
         raise ExampleError(
-            model,
+            callee.model,
             f"max_batch_size is {max_batch_size}, and with twice the rows in the example, the"
             " outputs have not twice the rows, or the same rows other values when they are alone",
             expected="tensors whose dimension 0 is the batch, with rows that do not depend on each"
@@ -97,7 +107,7 @@ def from_arguments(
         )
     if max_batch_size is None:
         max_batch_size = max(_BATCH_SIZE, _rows(item)) if batched else 0
-    return _describe(model, item, dynamic, max_batch_size, call)
+    return _describe(callee.model, item, dynamic, max_batch_size, call)
 
 
 def from_requests(model: str, example_inputs: object, max_batch_size: int | None) -> Example:
@@ -127,13 +137,7 @@ def from_requests(model: str, example_inputs: object, max_batch_size: int | None
     return _describe(model, item, {}, max_batch_size, None)
 
 
-def outputs_of(
-    model: str,
-    signature: Signature,
-    module: nn.Module,
-    call: Arguments,
-    names: Sequence[str] = (),
-) -> dict[str, Tensor]:
+def outputs_of(callee: Callee, call: Arguments, names: Sequence[str] = ()) -> dict[str, Tensor]:
     """Call a module and return the outputs of these names, on the CPU.
 
     Without names, all outputs that are tensors are returned, under their own names.
@@ -143,15 +147,15 @@ def outputs_of(
     """
     args, kwargs = call.map(torch.clone)  # forward() may change them in place
     try:
-        result = module(*args, **kwargs)
+        result = callee.module(*args, **kwargs)
     except Exception as error:  # the module's own code
         raise ExampleError(
-            model,
-            f"example_inputs does not fit {_declaration(signature)}: {summarize(error)}",
+            callee.model,
+            f"example_inputs does not fit {_declaration(callee.signature)}: {summarize(error)}",
             expected=_KINDS,
         ) from error
     chosen = list(names) or results.leaf_names(result)
-    values = results.bind_outputs(model, chosen, result)(result)
+    values = results.bind_outputs(callee.model, chosen, result)(result)
     outputs = {
         name: value.detach().cpu()
         for name, value in zip(chosen, values, strict=True)
@@ -159,7 +163,9 @@ def outputs_of(
     }
     if not outputs:
         kind = a_type(result)
-        raise ExampleError(model, f"forward() returns {kind} without tensors", expected="tensors")
+        raise ExampleError(
+            callee.model, f"forward() returns {kind} without tensors", expected="tensors"
+        )
     return outputs
 
 
@@ -184,7 +190,7 @@ def _unsupported(model: str, name: str, value: object, expected: str) -> Example
 # --- the arguments of forward() --------------------------------------------------------------
 
 
-def _call(model: str, signature: Signature, example: object) -> Arguments:
+def _call(callee: Callee, example: object) -> Arguments:
     """Return the arguments in an example."""
     if isinstance(example, Tensor):
         return Arguments((example,), {})
@@ -193,9 +199,9 @@ def _call(model: str, signature: Signature, example: object) -> Arguments:
     if isinstance(example, Mapping) and example:
         return Arguments((), {str(name): value for name, value in example.items()})
     raise ExampleError(
-        model,
+        callee.model,
         f"example_inputs is {describe_type(example)}",
-        expected=f"valid arguments of {_declaration(signature)}: {_KINDS}",
+        expected=f"valid arguments of {_declaration(callee.signature)}: {_KINDS}",
     )
 
 
@@ -211,10 +217,10 @@ def _by_keyword(signature: Signature, call: Arguments) -> Arguments:
 
 
 def named_tensors(
-    model: str, signature: Signature, call: Arguments, dynamic_shapes: Any
+    callee: Callee, call: Arguments, dynamic_shapes: Any
 ) -> list[tuple[str, Tensor, set[int]]]:
     """Return the tensors of a call with the names of their inputs and their dynamic dimensions."""
-    slots = signature.slots(len(call.args))[: len(call.args)]
+    slots = callee.signature.slots(len(call.args))[: len(call.args)]
     places = {
         slot: (f"ARGS[{index}]", value)
         for index, (slot, value) in enumerate(zip(slots, call.args, strict=True))
@@ -224,7 +230,7 @@ def named_tensors(
     for index, (slot, (root, value)) in enumerate(places.items()):
         spec = _part(dynamic_shapes, slot, index)
         names = list(value) if isinstance(value, Mapping) else []
-        if len(places) == 1 and names and signature.container_argument(names) is not None:
+        if len(places) == 1 and names and callee.signature.container_argument(names) is not None:
             leaves += [
                 leaf
                 for name, part in value.items()
@@ -235,7 +241,7 @@ def named_tensors(
             leaves += _flatten(name, value, spec)
     for name, tensor, _ in leaves:
         if not isinstance(tensor, Tensor):
-            raise _unsupported(model, name, tensor, "a tensor")
+            raise _unsupported(callee.model, name, tensor, "a tensor")
     return leaves
 
 
@@ -269,14 +275,7 @@ def _rows(item: Item) -> int:
     return next(iter(next(iter(item.values())).shape), 0)
 
 
-def _is_batch(
-    model: str,
-    signature: Signature,
-    module: nn.Module,
-    call: Arguments,
-    item: Item,
-    outputs: Mapping[str, Tensor],
-) -> bool:
+def _is_batch(callee: Callee, call: Arguments, item: Item, outputs: Mapping[str, Tensor]) -> bool:
     """Return whether dimension 0 is that of a batch, whose rows do not depend on each other.
 
     With twice the rows, dimension 0 of every output doubles, and no other. The outputs of the first
@@ -289,7 +288,7 @@ def _is_batch(
         # An example may have one row, or repeat it.
         batch = call.map(lambda value: distinct_rows(torch.cat([value, value])))
         together, first, last = (
-            outputs_of(model, signature, module, batch.map(itemgetter(rows)))
+            outputs_of(callee, batch.map(itemgetter(rows)))
             for rows in (slice(None), slice(0, 1), slice(-1, None))
         )
     except (ExampleError, RuntimeError):  # forward() takes no other number of rows
@@ -298,7 +297,7 @@ def _is_batch(
     twice = {name: (rows, *value.shape[1:]) for name, value in outputs.items()}
     return (
         twice == {name: tuple(value.shape) for name, value in together.items()}
-        and differences.dependent_output(model, together, first, last) is None
+        and differences.dependent_output(callee.model, together, first, last) is None
     )
 
 
@@ -312,7 +311,7 @@ def _describe(
     """Return the example with its entries in config.pbtxt."""
     if not item:
         raise ExampleError(model, "example_inputs has no tensors", expected=_KINDS)
-    entries, dimensions = [], {}
+    entries = []
     for name, value in item.items():
         if not max_batch_size and value.ndim == 0:
             raise ExampleError(
@@ -321,11 +320,10 @@ def _describe(
                 " dimension",
                 expected="at least one dimension, as Triton requires",
             )
-        dims = dynamic.get(name, set())
+        dims = dynamic.get(name, ())
         sizes = [-1 if dim in dims else size for dim, size in enumerate(value.shape)]
         entries.append(_entry(model, name, value, sizes[1:] if max_batch_size else sizes))
-        dimensions[name] = dims | ({0} if max_batch_size else set())
-    return Example(item, entries, max_batch_size, arguments, dimensions)
+    return Example(item, entries, max_batch_size, arguments)
 
 
 def _entry(model: str, name: str, value: Value, dims: list[int]) -> JsonObject:

@@ -16,12 +16,13 @@ import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torch_py_backend.artifacts.discovery import HOOKS
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import SaveError, a_type, summarize
 from torch_py_backend.saving import examples, formats, source_files
-from torch_py_backend.saving.examples import Arguments, Example
+from torch_py_backend.saving.examples import Callee, Example
 from torch_py_backend.signature import introspection
 from torch_py_backend.tools import artifact_files
 from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles
@@ -77,11 +78,11 @@ class ModuleFiles:
         self._name, self._module, self._kind = name, module, kind
         self._hooks, self._processor = hooks, processor
         self._folder = folder / "1"
-        self._signature = introspection.from_function(module.forward)
+        self._callee = Callee(name, module, introspection.from_function(module.forward))
         self._pretrained = kind == "module" and is_pretrained(module)
         self._kwargs = dict(model_kwargs)
         if self._pretrained:
-            kwargs = artifact_files.pretrained_kwargs(self._signature.named)
+            kwargs = artifact_files.pretrained_kwargs(self._callee.signature.named)
             self._kwargs = kwargs | self._kwargs
 
     def write(
@@ -96,9 +97,7 @@ class ModuleFiles:
         template = self._template()
         if self._hooks is None and template is None:
             self.example = examples.from_arguments(
-                self._name,
-                self._module,
-                self._signature,
+                self._callee,
                 example_inputs,
                 max_batch_size,
                 dynamic_shapes,
@@ -251,13 +250,8 @@ class ModuleFiles:
         """
         if self.example.arguments is None:
             return None
-        outputs = examples.outputs_of(
-            self._name,
-            self._signature,
-            self._module,
-            self.example.arguments,
-            [entry["name"] for entry in document["output"]],
-        )
+        names = [entry["name"] for entry in document["output"]]
+        outputs = examples.outputs_of(self._callee, self.example.arguments, names)
         if not self.example.max_batch_size:  # Triton has no tensors without dimensions
             outputs = {name: value.reshape(value.shape or 1) for name, value in outputs.items()}
         path = folder.parent / "reference.pt"
@@ -292,29 +286,22 @@ class ModuleFiles:
         if self.example.max_batch_size and self.example.rows == 1:
             # torch.export takes a size of 1 for a constant.
             call = call.map(lambda tensor: torch.cat([tensor, tensor]))
-        shapes = self._dynamic_shapes(call) if dynamic_shapes is None else dynamic_shapes
-        only_batch_varies = (
-            self.example.max_batch_size > 0
-            and dynamic_shapes is None
-            and all(dims <= {0} for dims in self.example.dynamic.values())
-        )
+        shapes = dynamic_shapes
+        if shapes is None and self.example.max_batch_size:
+            shapes, batch = torch.export.ShapesCollection(), torch.export.Dim("batch", min=1)
+            for tensor in pytree.tree_leaves(tuple(call)):
+                shapes[tensor] = {0: batch}
         path = folder / "model.pt2"
-        compiled = self._kind == "aoti"
         formats.write_program(
-            name, module, call, shapes, path, compiled=compiled, one_row=only_batch_varies
+            name,
+            module,
+            call,
+            shapes,
+            path,
+            compiled=self._kind == "aoti",
+            one_row=self.example.max_batch_size > 0 and dynamic_shapes is None,
         )
         return path
-
-    def _dynamic_shapes(self, call: Arguments) -> torch.export.ShapesCollection:
-        shapes = torch.export.ShapesCollection()
-        batch = torch.export.Dim("batch", min=1)
-        batched = self.example.max_batch_size > 0
-        for name, tensor, _ in examples.named_tensors(self._name, self._signature, call, None):
-            dims = self.example.dynamic.get(name, {0} if batched else set())
-            shapes[tensor] = {
-                dim: batch if batched and dim == 0 else torch.export.Dim.DYNAMIC for dim in dims
-            }
-        return shapes
 
 
 def _constructor_cure(built: type) -> str:

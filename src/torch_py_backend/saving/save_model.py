@@ -152,42 +152,24 @@ def _check(
     name: str, module: object, kind: object, max_batch_size: int | None, instances: int
 ) -> None:
     """Raise SaveError for arguments that are wrong whatever the module is."""
-    problems = (
-        (
-            not model_folder.NAME.fullmatch(name),
-            f"the name of the folder is '{name}'",
-            "letters, digits, _, -, . and blanks, not first a . or a blank",
-        ),
-        (
-            not isinstance(module, nn.Module),
-            f"module is {examples.describe_type(module)}",
-            "a torch.nn.Module",
-        ),
-        (
-            isinstance(module, torch.jit.ScriptModule),
-            "module is TorchScript",
-            "a torch.nn.Module; for TorchScript: torch.jit.save and `torch-py-backend init`",
-        ),
-        (kind in removed_names.FORMATS, f"format is {kind!r}", _removed(kind)),
-        (
-            kind not in (None, *get_args(Format)),
-            f"format is {kind!r}",
-            f"one of {', '.join(get_args(Format))}",
-        ),
-        (
-            max_batch_size is not None and max_batch_size < 0,
-            f"max_batch_size is {max_batch_size}",
-            "a number of rows, or 0",
-        ),
-        (instances < 1, f"instances is {instances}", "at least 1"),
-    )
-    for applies, found, expected in problems:
-        if applies:
-            raise SaveError(name, found, expected=expected)
-
-
-def _removed(kind: object) -> str:
-    return f"another one. It was removed: {removed_names.FORMATS.get(str(kind), '')}"
+    found = expected = cure = ""
+    if not model_folder.NAME.fullmatch(name):
+        found = f"the name of the folder is '{name}'"
+        expected = "letters, digits, _, -, . and blanks, not first a . or a blank"
+    elif not isinstance(module, nn.Module):
+        found, expected = f"module is {examples.describe_type(module)}", "a torch.nn.Module"
+    elif isinstance(module, torch.jit.ScriptModule):
+        found, expected = "module is TorchScript", "a torch.nn.Module"
+        cure = "Use torch.jit.save and `torch-py-backend init`."
+    elif kind not in (None, *get_args(Format)):
+        found, expected = f"format is {kind!r}", f"one of {', '.join(get_args(Format))}"
+        cure = removed_names.FORMATS.get(str(kind), "")
+    elif max_batch_size is not None and max_batch_size < 0:
+        found, expected = f"max_batch_size is {max_batch_size}", "a number of rows, or 0"
+    elif instances < 1:
+        found, expected = f"instances is {instances}", "at least 1"
+    if found:
+        raise SaveError(name, found, expected=expected, cure=cure)
 
 
 @contextlib.contextmanager
