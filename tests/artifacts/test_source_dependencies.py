@@ -131,28 +131,14 @@ def test_module_named_model(tmp_path: Path) -> None:
 # --- weights ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", [".pt", ".safetensors.index.json"])
-def test_weights_are_renamed_with_the_source(tmp_path: Path, suffix: str) -> None:
-    """Weights with the source's stem are renamed with it; others keep their names."""
-    source = _lay_out(tmp_path, {"net.py": "", f"net{suffix}": "", f"other{suffix}": ""})
-    assert _files(source) == {"model.py": "net.py", f"model{suffix}": f"net{suffix}"}
-
-
-def test_two_weights_files(tmp_path: Path) -> None:
-    """Two weights files are an error."""
-    source = _lay_out(tmp_path, {"net.py": "", "net.pt": "", "net.safetensors": ""})
-    with pytest.raises(ArtifactError, match=r"net\.safetensors and net\.pt; expected one"):
-        source_dependencies.find("digits", source)
-
-
 def test_shards_keep_their_names(tmp_path: Path) -> None:
-    """Shards in an index are included, unless they are missing or outside the folder."""
+    """The index is renamed with the source; shards in its folder are included, and no others."""
     names = ["net-1.safetensors", "parts/2.safetensors", "gone.safetensors"]
     outside = ["../secret.safetensors", os.fspath(tmp_path / "secret.safetensors")]
     keys = dict(enumerate([*names, *outside]))
     files = {"net.py": "", "net.safetensors.index.json": json.dumps({"weight_map": keys})}
     source = _lay_out(tmp_path / "mine", files | dict.fromkeys(names[:2], ""))
-    _lay_out(tmp_path, {"secret.safetensors": ""})
+    _lay_out(tmp_path, {"secret.safetensors": "", "mine/other.safetensors": ""})
     assert _files(source) == {
         "model.py": "net.py",
         "model.safetensors.index.json": "net.safetensors.index.json",
