@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -46,12 +46,14 @@ class Example:
         entries: the inputs in config.pbtxt.
         max_batch_size: that of config.pbtxt.
         arguments: those of forward(); None: hooks make them from the item.
+        outputs: those of the module, on the CPU; empty with hooks.
     """
 
     item: Item
     entries: list[JsonObject]
     max_batch_size: int
-    arguments: Arguments | None
+    arguments: Arguments | None = None
+    outputs: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def rows(self) -> int:
@@ -91,8 +93,8 @@ def from_arguments(
     call = _call(callee, example_inputs)
     if by_name:
         call = _by_keyword(callee.signature, call)
-    outputs = outputs_of(callee, call)
-    named = named_tensors(callee, call, dynamic_shapes)
+    outputs = _outputs(callee, call)
+    named = _named_tensors(callee, call, dynamic_shapes)
     item: Item = {name: tensor for name, tensor, _ in named}
     dynamic = {name: dims for name, _, dims in named}
     batched = max_batch_size != 0 and _is_batch(callee, call, item, outputs)
@@ -107,7 +109,10 @@ def from_arguments(
         )
     if max_batch_size is None:
         max_batch_size = max(_BATCH_SIZE, _rows(item)) if batched else 0
-    return _describe(callee.model, item, dynamic, max_batch_size, call)
+    entries = _entries(callee.model, item, dynamic, max_batch_size)
+    if not max_batch_size:  # Triton has no tensors without dimensions
+        outputs = {output: value.reshape(value.shape or 1) for output, value in outputs.items()}
+    return Example(item, entries, max_batch_size, call, outputs)
 
 
 def from_requests(model: str, example_inputs: object, max_batch_size: int | None) -> Example:
@@ -134,13 +139,11 @@ def from_requests(model: str, example_inputs: object, max_batch_size: int | None
             item[name] = value.detach().cpu()
     if max_batch_size is None:
         max_batch_size = max(_BATCH_SIZE, _rows(item))
-    return _describe(model, item, {}, max_batch_size, None)
+    return Example(item, _entries(model, item, {}, max_batch_size), max_batch_size)
 
 
-def outputs_of(callee: Callee, call: Arguments, names: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Call a module and return the outputs of these names, on the CPU.
-
-    Without names, all outputs that are tensors are returned, under their own names.
+def _outputs(callee: Callee, call: Arguments) -> dict[str, Tensor]:
+    """Call a module and return the outputs that are tensors, on the CPU.
 
     Raises:
         ExampleError: the call fails, or returns no tensors.
@@ -154,11 +157,11 @@ def outputs_of(callee: Callee, call: Arguments, names: Sequence[str] = ()) -> di
             f"example_inputs does not fit {_declaration(callee.signature)}: {summarize(error)}",
             expected=_KINDS,
         ) from error
-    chosen = list(names) or results.leaf_names(result)
-    values = results.bind_outputs(callee.model, chosen, result)(result)
+    names = results.leaf_names(result)
+    values = results.bind_outputs(callee.model, names, result)(result)
     outputs = {
         name: value.detach().cpu()
-        for name, value in zip(chosen, values, strict=True)
+        for name, value in zip(names, values, strict=True)
         if isinstance(value, Tensor)
     }
     if not outputs:
@@ -216,7 +219,7 @@ def _by_keyword(signature: Signature, call: Arguments) -> Arguments:
     return Arguments((), by_name | call.kwargs)
 
 
-def named_tensors(
+def _named_tensors(
     callee: Callee, call: Arguments, dynamic_shapes: Any
 ) -> list[tuple[str, Tensor, set[int]]]:
     """Return the tensors of a call with the names of their inputs and their dynamic dimensions."""
@@ -288,7 +291,7 @@ def _is_batch(callee: Callee, call: Arguments, item: Item, outputs: Mapping[str,
         # An example may have one row, or repeat it.
         batch = call.map(lambda value: distinct_rows(torch.cat([value, value])))
         together, first, last = (
-            outputs_of(callee, batch.map(itemgetter(rows)))
+            _outputs(callee, batch.map(itemgetter(rows)))
             for rows in (slice(None), slice(0, 1), slice(-1, None))
         )
     except (ExampleError, RuntimeError):  # forward() takes no other number of rows
@@ -301,14 +304,10 @@ def _is_batch(callee: Callee, call: Arguments, item: Item, outputs: Mapping[str,
     )
 
 
-def _describe(
-    model: str,
-    item: Item,
-    dynamic: Mapping[str, set[int]],
-    max_batch_size: int,
-    arguments: Arguments | None,
-) -> Example:
-    """Return the example with its entries in config.pbtxt."""
+def _entries(
+    model: str, item: Item, dynamic: Mapping[str, set[int]], max_batch_size: int
+) -> list[JsonObject]:
+    """Return the inputs in config.pbtxt."""
     if not item:
         raise ExampleError(model, "example_inputs has no tensors", expected=_KINDS)
     entries = []
@@ -323,7 +322,7 @@ def _describe(
         dims = dynamic.get(name, ())
         sizes = [-1 if dim in dims else size for dim, size in enumerate(value.shape)]
         entries.append(_entry(model, name, value, sizes[1:] if max_batch_size else sizes))
-    return Example(item, entries, max_batch_size, arguments)
+    return entries
 
 
 def _entry(model: str, name: str, value: Value, dims: list[int]) -> JsonObject:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.artifacts.discovery import HOOKS
-from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import SaveError, a_type, summarize
 from torch_py_backend.saving import examples, formats, source_files
 from torch_py_backend.saving.examples import Callee, Example
@@ -234,29 +233,10 @@ class ModuleFiles:
             cure=_constructor_cure(built),
         )
 
-    # --- the module's own answers --------------------------------------------------------------
-
     @property
     def on_gpu(self) -> bool:
         """Whether the module is on a GPU."""
         return any(weight.device.type == "cuda" for weight in self._module.parameters())
-
-    def reference(self, folder: Path, document: JsonObject) -> Path | None:
-        """Write the module's own outputs for the example to a file; None: hooks make its inputs.
-
-        Args:
-            folder: the model's folder.
-            document: its completed config.
-        """
-        if self.example.arguments is None:
-            return None
-        names = [entry["name"] for entry in document["output"]]
-        outputs = examples.outputs_of(self._callee, self.example.arguments, names)
-        if not self.example.max_batch_size:  # Triton has no tensors without dimensions
-            outputs = {name: value.reshape(value.shape or 1) for name, value in outputs.items()}
-        path = folder.parent / "reference.pt"
-        torch.save(outputs, path)
-        return path
 
     # --- the model -----------------------------------------------------------------------------
 

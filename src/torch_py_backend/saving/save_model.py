@@ -107,6 +107,9 @@ def save_model(
             try:
                 artifact = writer.write(example_inputs, max_batch_size, dynamic_shapes)
                 _make_readable(scratch / kind)
+                reference = scratch / kind / "reference.pt" if writer.example.outputs else None
+                if reference is not None:
+                    torch.save(writer.example.outputs, reference)
                 report = model_folder.create(
                     target,
                     replace(artifact, parameters={**artifact.parameters, **options}),
@@ -116,7 +119,7 @@ def save_model(
                         writer.example.max_batch_size,
                         instances,
                         writer.on_gpu,
-                        writer.reference,
+                        reference,
                     ),
                 )
             except (SaveError, LoadError) as error:

@@ -58,14 +58,14 @@ class SavedModule:
         max_batch_size: that of the config.
         instances: the number of instances; on a GPU, of each GPU.
         on_gpu: whether the instances run on GPUs.
-        reference: returns the file with the module's own outputs for the example, from the model's
-            folder and its completed config; None: they are not compared.
+        reference: a file with the module's own outputs for the example; None: they are not
+            compared.
     """
 
     max_batch_size: int
     instances: int
     on_gpu: bool
-    reference: Callable[[Path, JsonObject], Path | None]
+    reference: Path | None
 
 
 def refuse_target(target: Path, linked: Sequence[Path], *, force: bool) -> None:
@@ -227,7 +227,7 @@ def _configure_saved(
     kind = "KIND_GPU" if saved.on_gpu else "KIND_CPU"
     document["instance_group"] = [{"kind": kind, "count": saved.instances}]
     document = _write(folder, artifact, document, {})
-    inspection = inspect(folder, "1", document, reference=saved.reference(folder, document))
+    inspection = inspect(folder, "1", document, reference=saved.reference)
     return FolderReport(_notes(inspection), loads=True)
 
 
