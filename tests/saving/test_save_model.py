@@ -23,7 +23,7 @@ from torch_py_backend import save_model
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config import model_config, pbtxt
-from torch_py_backend.errors import ExampleError, LoadError, SaveError, ToolError
+from torch_py_backend.errors import ExampleError, LoadError, SaveError, SourceError, ToolError
 from torch_py_backend.loading import registry
 from torch_py_backend.processes import child_process
 from torch_py_backend.tools import model_folder
@@ -518,14 +518,14 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "type": (
         models.Negate(),
         {"example_inputs": _X.to(torch.complex64)},
-        ExampleError,
-        "the value of 'x' in example_inputs is torch.complex64; expected a type that Triton has",
+        SourceError,
+        "tensor 'x' is complex64, which no request can carry",
     ),
     "no dimensions": (
         models.AddSub(),
         {"example_inputs": (torch.tensor(1.0), torch.tensor(2.0))},
         ExampleError,
-        "the value of 'INPUT0' in example_inputs has no dimensions, and there is no batch dim",
+        "a value in example_inputs has no dimensions, and there is no batch dimension",
     ),
     "batch": (
         Total(),

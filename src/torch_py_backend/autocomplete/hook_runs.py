@@ -72,7 +72,7 @@ def infer(
 
     if example is None:
         return run(inputs, config.max_batch_size if listed else specs.DEFAULT_BATCH_SIZE)
-    inputs = specs.of_values(config, example)
+    inputs = specs.of_values(config.name, example)
     if len({spec.dims[:1] for spec in inputs}) == 1 and all(spec.dims for spec in inputs):
         try:
             return run(specs.row_specs(inputs, batched=True), specs.batch_size(loaded.rows.most))

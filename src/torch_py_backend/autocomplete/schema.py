@@ -146,7 +146,7 @@ def _infer(config: ModelConfig, arguments: Mapping[str, str]) -> Schema:
 def _from_program(config: ModelConfig, path: Path) -> Schema:
     """Return the schema that an exported program declares; sizes that are not fixed are -1."""
     *tensors, rows = exported_program.describe(config, path)
-    inputs, outputs = (specs.of_values(config, values) for values in tensors)
+    inputs, outputs = (specs.of_values(config.name, values) for values in tensors)
     # A fixed first dimension is not taken for a batch.
     batched = {spec.dims[:1] for spec in (*inputs, *outputs)} == {(-1,)}
     return specs.schema_of(inputs, outputs, rows.most, batched=batched)
@@ -189,7 +189,7 @@ class _Runs:
 
         The first dimension is the batch if it, and no other, doubles in every output.
         """
-        inputs, outputs = specs.of_values(self.config, item), self._call(item)
+        inputs, outputs = specs.of_values(self.config.name, item), self._call(item)
         batched = len({spec.dims[:1] for spec in inputs}) == 1 and bool(inputs[0].dims)
         if batched:
             rows = inputs[0].dims[0]
@@ -213,7 +213,7 @@ class _Runs:
     def _call(self, item: Item) -> tuple[TensorSpec, ...]:
         """Return the specs of all outputs."""
         config = dataclasses.replace(
-            self.config, max_batch_size=0, inputs=specs.of_values(self.config, item)
+            self.config, max_batch_size=0, inputs=specs.of_values(self.config.name, item)
         )
         grouping = Grouping(config, self.loaded.signature)
         admitted = grouping.admit(item)

@@ -89,7 +89,7 @@ def batch_size(max_rows: int | None) -> int:
     return DEFAULT_BATCH_SIZE if max_rows is None or max_rows > _MAX_BATCH_SIZE else max_rows
 
 
-def of_values(config: ModelConfig, values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
+def of_values(model: str, values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
     """Return the specs of values, with all dims; -1 for a size that a program does not fix.
 
     Raises:
@@ -102,7 +102,7 @@ def of_values(config: ModelConfig, values: Mapping[str, Value]) -> tuple[TensorS
             dtype = dtypes.from_torch(value.dtype) if isinstance(value, Tensor) else _STRINGS
         except KeyError:
             raise SourceError(
-                config.name,
+                model,
                 f"tensor '{name}' is {str(value.dtype).removeprefix('torch.')}, which no request"
                 " can carry",
                 expected=", ".join(row.torch for row in dtypes.TABLE if row.torch),
@@ -126,7 +126,7 @@ def of_result(config: ModelConfig, result: object, of: str) -> tuple[TensorSpec,
     parts = results.bind_outputs(config.name, names, result, of)(result)
     named = zip(names, parts, strict=True)
     return of_values(
-        config, {name: result_parts.unchecked(config.name, name, part) for name, part in named}
+        config.name, {name: result_parts.unchecked(config.name, name, part) for name, part in named}
     )
 
 

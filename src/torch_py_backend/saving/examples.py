@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from torch_py_backend.autocomplete import specs
 from torch_py_backend.batching import differences
-from torch_py_backend.batching.gather_scatter import Item, Value
-from torch_py_backend.config import dtypes, pbtxt
+from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ExampleError, a_type, join_names, summarize
 from torch_py_backend.loading.example_inputs import distinct_rows
@@ -89,6 +89,7 @@ def from_arguments(
 
     Raises:
         ExampleError: an example is missing or does not fit forward(), or has no batch dimension.
+        SourceError: Triton lacks the type of a tensor.
     """
     call = _call(callee, example_inputs)
     if by_name:
@@ -310,32 +311,20 @@ def _entries(
     """Return the inputs in config.pbtxt."""
     if not item:
         raise ExampleError(model, "example_inputs has no tensors", expected=_KINDS)
-    entries = []
-    for name, value in item.items():
-        if not max_batch_size and value.ndim == 0:
-            raise ExampleError(
-                model,
-                f"the value of '{name}' in example_inputs has no dimensions, and there is no batch"
-                " dimension",
-                expected="at least one dimension, as Triton requires",
-            )
-        dims = dynamic.get(name, ())
-        sizes = [-1 if dim in dims else size for dim, size in enumerate(value.shape)]
-        entries.append(_entry(model, name, value, sizes[1:] if max_batch_size else sizes))
-    return entries
-
-
-def _entry(model: str, name: str, value: Value, dims: list[int]) -> JsonObject:
-    try:
-        dtype = (
-            dtypes.from_torch(value.dtype)
-            if isinstance(value, Tensor)
-            else dtypes.from_triton("BYTES")
-        )
-    except KeyError:
+    if not max_batch_size and any(value.ndim == 0 for value in item.values()):
         raise ExampleError(
             model,
-            f"the value of '{name}' in example_inputs is {value.dtype}",
-            expected="a type that Triton has",
-        ) from None
-    return {"name": name, "data_type": dtype.config, **pbtxt.dims_entry(dims)}
+            "a value in example_inputs has no dimensions, and there is no batch dimension",
+            expected="at least one dimension, as Triton requires",
+        )
+    whole = [
+        replace(
+            spec,
+            dims=tuple(
+                -1 if dim in dynamic.get(spec.name, ()) else size
+                for dim, size in enumerate(spec.dims)
+            ),
+        )
+        for spec in specs.of_values(model, item)
+    ]
+    return [specs.entry_of(spec) for spec in specs.row_specs(whole, batched=max_batch_size > 0)]

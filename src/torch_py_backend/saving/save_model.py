@@ -21,6 +21,7 @@ from torch_py_backend.errors import (
     LoadError,
     PlatformError,
     SaveError,
+    SourceError,
 )
 from torch_py_backend.saving import examples, module_files
 from torch_py_backend.saving.module_files import Format, ModuleFiles
@@ -123,7 +124,9 @@ def save_model(
                     ),
                 )
             except (SaveError, LoadError) as error:
-                if len(formats) == 1 or isinstance(error, ExampleError | PlatformError):
+                if len(formats) == 1 or isinstance(
+                    error, ExampleError | PlatformError | SourceError
+                ):
                     raise
                 refusals.append(error)
                 continue
