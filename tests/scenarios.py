@@ -1301,7 +1301,7 @@ LOAD_ERRORS = (
         "batch_input_named_twice",
         python(models.LastSums),
         ragged(_ragged_input("x", [-1]), {"y": [1]}, batch_input("ACCUMULATED_ELEMENT_COUNT", "x")),
-        "batch_input BATCH_ACCUMULATED_ELEMENT_COUNT makes 'x', and config.pbtxt has that name",
+        "makes 'x', which is an input or a batch_input already",
     ),
     refused(
         "batch_output_too_deep",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -212,34 +213,40 @@ def test_response_that_cannot_be_written(
     assert "(requests two)" in logged()[0]
 
 
-def test_internal_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception of the backend is one sentence for clients, and a traceback in the log."""
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt("Ctrl-C"), MemoryError("no memory for the traceback")], ids=repr
+)
+def test_internal_errors(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing leaves execute(): Triton would send the traceback to every client.
+
+    An exception of the backend is one sentence for clients, and a traceback in the log.
+    """
     model = load(tmp_path)
 
-    def retry_or_refuse(*args: object) -> Any:
-        raise KeyboardInterrupt
+    def fail(*_: object) -> Any:
+        raise error
 
-    monkeypatch.setattr(model._engine.recovery, "retry_or_refuse", retry_or_refuse)
+    monkeypatch.setattr(model._engine.failures, "halve", fail)
     sent = [request(1, "one"), request(-1, "two")]
     responses = model.execute(sent)
     assert check(sent, responses) == [TritonError.INTERNAL] * 2
     assert "the backend raised an unexpected error" in responses[0].error().message()
-    assert "Traceback" in logged()[0]
-    assert "KeyboardInterrupt" in logged()[0]
+    assert str(error) in logged()[0]
     assert "(requests one, two)" in logged()[0]
 
 
 def test_a_failure_that_cannot_be_classified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing leaves execute(): Triton would send the traceback to every client."""
+    """Without memory for the traceback of a failure, its own text is logged."""
     model = load(tmp_path)
-    monkeypatch.setattr(model, "_answer", model._answering.answer)
 
-    def classify(error: BaseException) -> Any:
+    def fail(*_: object, **__: object) -> Any:
         raise MemoryError("no memory for the traceback")
 
-    monkeypatch.setattr(model._engine.recovery, "classify", classify)
+    monkeypatch.setattr(traceback, "format_exception", fail)
     sent = [request(-1, "one")]
     assert check(sent, model.execute(sent)) == [TritonError.INTERNAL]
     assert "no memory for the traceback" in logged()[0]

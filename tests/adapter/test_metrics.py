@@ -168,50 +168,17 @@ _HOOKED = (
 )
 
 
-_SECONDS_OF = dict.fromkeys((*metric_families.STAGES, *metric_families.HOOK_STAGES), 0) | {
-    "preprocess": 1,
-    "gather": 2,
-    "host_to_device": 4,
-    "forward": 8,
-    "device_to_host": 16,
-    "postprocess": 32,
-}
-
-
-def test_seconds_of_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of each stage, hooks included, is counted for that stage; refusals by their code."""
+def test_seconds_of_stages(tmp_path: Path) -> None:
+    """Each stage has its seconds, those of hooks where there are some; refusals have their code."""
     model = load(tmp_path, Scenario("hooked", hooked.model(_HOOKED), scenarios.x_to_y(4)))
-    engine, now = model._engine, [0.0]
-    assert engine.hooks is not None
-    stages = {
-        "preprocess": (engine.hooks.preprocess, "method"),
-        "gather": (engine.batch_call, "gather"),
-        "host_to_device": (engine.batch_call, "to_device"),
-        "forward": (engine.runner, "forward"),
-        "device_to_host": (engine.batch_call, "to_host"),
-        "postprocess": (engine.hooks.postprocess, "method"),
-    }
-
-    def timed(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            now[0] += _SECONDS_OF[stage]
-            return function(*args, **kwargs)
-
-        return call
-
-    for stage, (owner, name) in stages.items():
-        monkeypatch.setattr(owner, name, timed(stage, getattr(owner, name)))
-    with monkeypatch.context() as patched:
-        patched.setattr(time, "perf_counter", lambda: now[0])
-        model.execute([request(1)])
+    model.execute([request(1)])
     assert model.execute([request(-1)])[0].has_error()
     model.finalize()
-
     assert published("requests_total", "code") == {"OK": 1, "INVALID_ARG": 1}
-    seconds = {
-        stage: int(took) for stage, took in published("stage_seconds_total", "stage").items()
-    }
-    assert seconds == _SECONDS_OF
+    seconds = published("stage_seconds_total", "stage")
+    copies = {"host_to_device", "device_to_host"}  # on a GPU
+    stages = {*metric_families.STAGES, *metric_families.HOOK_STAGES}
+    assert {stage for stage, took in seconds.items() if took} == stages - copies
 
 
 def test_streams(tmp_path: Path) -> None:

@@ -367,12 +367,12 @@ def test_a_fatal_error_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             "            raise RuntimeError('device gone')\n        yield x\n"
         ),
     )
-    recovery = served.model._engine.recovery
+    failures = served.model._engine.failures
     living = served.request(_X)
     served.start(living)
     _until(lambda: living.sender.responses)
     monkeypatch.setattr(
-        "torch_py_backend.engine.faults.is_sticky", lambda error: "gone" in str(error)
+        "torch_py_backend.pipeline.faults.is_sticky", lambda error: "gone" in str(error)
     )
     guilty, late = served.request({"x": streamed.floats(2)}), served.request(_X)
     served.start(guilty)
@@ -381,7 +381,7 @@ def test_a_fatal_error_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     served.start(late)
     (refused,) = _ended(late)
     assert "fatal error" in refused.error().message()
-    assert recovery.fatal is not None
+    assert failures.fatal is not None
     assert not served.model.is_ready()
     (poisoned,) = fake_triton.MetricFamily.made["pytorch_py_poisoned"]
     assert poisoned.value() == 1

@@ -98,7 +98,7 @@ def test_item_without_rows(shape: tuple[int, ...], dims: tuple[int, ...]) -> Non
     refused = grouping.admit(item)
     assert isinstance(refused, InputError)
     assert f"input 'x' has the shape {list(shape)} and no rows" in str(refused)
-    assert grouping.single_group([{"x": torch.ones(2, 4)}, item]) is None
+    assert not grouping.alike([{"x": torch.ones(2, 4)}, item])
 
 
 def test_padded_item_without_rows() -> None:
@@ -443,9 +443,8 @@ def test_items_that_share_a_call_by_the_config_alone(
 ) -> None:
     """Shapes that Triton has compared are not compared again; states and devices are."""
     grouping = Grouping(build.config(**overrides), introspection.from_function(lambda x, n=None: x))
-    group = grouping.single_group(items)
-    assert (group is not None) is shares
-    if group is not None:
-        assert list(group.positions) == list(range(len(items)))
-    elif len({len(item) for item in items}) == 1 == len({item["n"].shape for item in items}):
+    assert grouping.alike(items) is shares
+    if not shares and len({len(item) for item in items}) == 1 == len(
+        {item["n"].shape for item in items}
+    ):
         assert (len(positions(grouping, *items)) > 1) == (len(items) > 1)

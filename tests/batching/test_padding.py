@@ -181,7 +181,7 @@ def test_listed_outputs_get_their_own_lengths(
     padding = create((IDS,), (spec("y", "FP32", dims),), ids=pad)
     items: list[Any] = [{"ids": torch.zeros(1, length)} for length in (2, 4)]
     outcomes: list[dict[str, Any]] = [{"y": output[row : row + 1]} for row in range(2)]
-    padding.cut(outcomes, items, {"ids": (2, 4)})
+    padding.cut(outcomes, items)
     assert [outcome["y"][0].tolist() for outcome in outcomes] == expected
     assert all(outcome["y"].is_contiguous() for outcome in outcomes)
 
@@ -201,10 +201,10 @@ def test_outputs_that_follow_a_length(
     """Without a list, an output is cut if it was as long as the padded input at two lengths."""
     padding = create((IDS,), (spec("y"),), ids={})
     for padded, size in sizes:
-        padding.cut([{"y": torch.zeros(1, size)}], [{}], {"ids": (1, padded)})
+        padding.cut([{"y": torch.zeros(1, size)}], [{"ids": torch.zeros(1, padded)}])
     padding.choose_cuts()
-    outcomes: list[dict[str, Any]] = [{"y": torch.zeros(1, 4)}]
-    padding.cut(outcomes, [{"ids": torch.zeros(1, 2)}], {"ids": (1, 4)})
+    outcomes: list[dict[str, Any]] = [{"y": torch.zeros(1, 4)} for _ in range(2)]
+    padding.cut(outcomes, [{"ids": torch.zeros(1, length)} for length in (2, 4)])
     assert outcomes[0]["y"].shape == (1, 2 if cut else 4)
     assert ('{"ids": {"outputs": ["y"]}}' in caplog.text) is warned
 
@@ -227,8 +227,8 @@ def test_strings_are_cut_too() -> None:
     """Strings for padding are not sent."""
     padding = create((IDS,), (spec("y", "BYTES"),), ids=_LISTED)
     words = np.array([["a", "b", "?"]], dtype=np.object_)
-    outcomes: list[dict[str, Any]] = [{"y": words}]
-    padding.cut(outcomes, [{"ids": torch.zeros(1, 2)}], {"ids": (1, 3)})
+    outcomes: list[dict[str, Any]] = [{"y": words}, {"y": words}]
+    padding.cut(outcomes, [{"ids": torch.zeros(1, length)} for length in (2, 3)])
     assert outcomes[0]["y"].tolist() == [["a", "b"]]
 
 

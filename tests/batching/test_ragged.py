@@ -71,9 +71,7 @@ def test_batch_inputs(kind: BatchInputKind, dtype: str, expected: list[Any]) -> 
     layout = Ragged(
         config(inputs=(ragged(dims=(-1, -1)),), batch_inputs=(batch_input(kind, dtype),))
     )
-    batch = layout.gather(
-        [item(1, 1, 2, 3), item(2, 2, 3, 2), item(3, 1, 1, 1)], ["n", "x"], {}, ()
-    )
+    batch = layout.gather([item(1, 1, 2, 3), item(2, 2, 3, 2), item(3, 1, 1, 1)], ["n", "x"])
     column = batch.columns[0]
     assert isinstance(column, Tensor)
     assert column.dtype == {"INT32": torch.int32, "FP32": torch.float32}[dtype]
@@ -86,7 +84,7 @@ def test_batch_inputs(kind: BatchInputKind, dtype: str, expected: list[Any]) -> 
 def test_a_single_request_is_flattened_too(rows: int) -> None:
     """The model gets one dimension for any number of requests; a single one is not copied."""
     sent = item(1, 1, 4)
-    (column, n), sizes = Ragged(config(max_batch_size=rows)).gather([sent], ["x", "n"], {}, ())
+    (column, n), sizes = Ragged(config(max_batch_size=rows)).gather([sent], ["x", "n"])
     assert (column.shape, n.tolist(), list(sizes)) == ((4,), [4], [1])
     assert np.shares_memory(column.numpy(), np.asarray(sent["x"]))  # type: ignore[union-attr]
 
@@ -103,8 +101,8 @@ def test_strings() -> None:
         {"x": np.array([[b"c"]], dtype=np.object_)},
     ]
     first, second = model.run(sent)
-    assert first["y"].tolist() == [["A", "B"]]  # type: ignore[index]
-    assert second["y"].tolist() == [["C"]]  # type: ignore[index]
+    assert first["y"].tolist() == [["A", "B"]]
+    assert second["y"].tolist() == [["C"]]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +131,7 @@ def test_one_dimension_without_batch_inputs() -> None:
 
     model = create_engine(forward, outputs=(build.spec("y", dims=(1,)),), batch_inputs=())
     outcomes = model.run([item(1, 1, 2), item(2, 3, 2)])
-    values = [outcome["y"].tolist() for outcome in outcomes]  # type: ignore[index]
+    values = [outcome["y"].tolist() for outcome in outcomes]
     assert values == [[[2.0]], [[4.0], [4.0], [4.0]]]
 
 

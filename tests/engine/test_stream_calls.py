@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.batching import runtime
-from torch_py_backend.batching.gather_scatter import Item
-from torch_py_backend.batching.grouping import Grouping
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item
 from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config.options import Options
-from torch_py_backend.engine.batch_call import BatchCall
+from torch_py_backend.engine import build
 from torch_py_backend.engine.stream_calls import StreamCalls
 from torch_py_backend.errors import BackendError, InputError, OutputError
 
@@ -73,21 +72,13 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
         Runtime, "to_device", lambda _, columns: [fake_gpu.put(column) for column in columns]
     )
     engine = streamed.engine(double)
-    device = dataclasses.replace(runtime.create(Options(), CPU, ()), device=fake_gpu.DEVICE)
-    batch_call = BatchCall(
-        engine.config,
-        engine.runner,
-        device,
-        padding=None,
-        outputs=(),
-        finite=None,
+    device = dataclasses.replace(
+        runtime.create(Options(), CPU, ()), device=fake_gpu.DEVICE, host_inputs=False
     )
-    calls = StreamCalls(
-        engine.config,
-        Grouping(engine.config, engine.loaded.signature, None),
-        batch_call,
-        None,
+    parts = build.parts(
+        engine.config, engine.loaded, device, None, rows=ANY_ROWS, counts=engine.counts
     )
+    calls = StreamCalls(parts, build.chosen(parts, double), None)
     item = streamed.item(1, 2)
     if on_gpu:
         item = {name: fake_gpu.put(torch.as_tensor(value)) for name, value in item.items()}

@@ -14,10 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import gather_scatter, runtime
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Batch, Rows
+from torch_py_backend.batching import runtime
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config import request_parameters
-from torch_py_backend.config.options import Options
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -60,7 +59,7 @@ def engine(
     """Return an engine around a function: input x and output y, both FP32 [-1] by default."""
     settings = build.config(**{"inputs": (_X,), "outputs": (_Y,), **overrides})
     loaded = Loaded(build.artifact(), module, introspection.from_function(module), None, rows)
-    device_runtime = runtime.create(Options(), torch.device("cpu"), ())
+    device_runtime = runtime.create(settings.options, torch.device("cpu"), ())
     loaded_hooks = Hooks(**{name: hook(name, function) for name, function in hooks.items()})
     return Engine(settings, loaded, device_runtime, build.artifact(), loaded_hooks)
 
@@ -337,13 +336,7 @@ def test_collate_may_remove_entries_of_its_rows() -> None:
 def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A hook that moves its inputs to the GPU does not change where the outputs go."""
     fake_gpu.install(monkeypatch)
-    model = engine(fake_gpu.put, {"preprocess": doubled})
-
-    def gather(*args: Any) -> Batch:
-        columns, sizes = gather_scatter.gather(*args)
-        return Batch([fake_gpu.put(torch.as_tensor(column)) for column in columns], sizes)
-
-    model.batch_call.gather = gather
+    model = engine(fake_gpu.put, {"preprocess": doubled}, force_cpu_only_input_tensors=False)
     x = torch.ones(1, 2)
     (outcome,) = model.run([{"x": fake_gpu.put(x) if on_gpu else x}])
     assert isinstance(outcome, dict)

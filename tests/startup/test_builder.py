@@ -27,21 +27,20 @@ def _build(config: ModelConfig) -> Any:
 
 @pytest.mark.usefixtures("process")
 @pytest.mark.parametrize(
-    ("overrides", "plain", "says"),
+    ("overrides", "says"),
     [
-        ({}, True, "fast path; options {}"),
+        ({}, "options {}"),
         (
             {"enable_jit_executor": False, "optimize": ("bf16",)},
-            False,
-            'general path; options {"OPTIMIZE": ["bf16"], "ENABLE_JIT_EXECUTOR": false}',
+            'options {"OPTIMIZE": ["bf16"], "ENABLE_JIT_EXECUTOR": false}',
         ),
     ],
 )
-def test_summary(overrides: dict[str, Any], plain: bool, says: str, tmp_path: Path) -> None:
+def test_summary(overrides: dict[str, Any], says: str, tmp_path: Path) -> None:
     """`summary` names the artifact, the device, the threads and the options of an instance."""
     build.write(tmp_path, "model.py", models.source(models.Negate))
     engine = _build(build.config(tmp_path, **overrides))
-    assert builder.summary(engine, Threads(2, 3), plain=plain) == (
+    assert builder.summary(engine, Threads(2, 3)) == (
         "model 'digits': instance digits_0_0 serves model.py: Python source and weights on cpu;"
         f" threads 2 intra-op, 3 inter-op; {says}."
     )
@@ -78,7 +77,7 @@ def test_torchscript_with_bytes(optimize: tuple[str, ...], tmp_path: Path) -> No
     outputs = (build.spec("OUTPUT__0", "INT64", (1,)), build.spec("OUTPUT__1", "BYTES", (1,)))
     inputs = (build.spec("x", "BYTES", (1,)),)
     engine = _build(build.config(tmp_path, optimize=optimize, inputs=inputs, outputs=outputs))
-    module: Any = engine.runner.forward
+    module: Any = engine.loaded.module
     assert module.original_name == "Echo"  # hooks may use attributes of the module
     items: list[Any] = [
         {"x": np.array([[text]], dtype=np.object_)}

@@ -142,7 +142,12 @@ class Divided(nn.Module):
     ],
 )
 def test_row_counts_of_compiled_models(
-    module: nn.Module, parameters: dict[str, Any], rows: int, buckets: Any, called: list[int]
+    module: nn.Module,
+    parameters: dict[str, Any],
+    rows: int,
+    buckets: Any,
+    called: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A compiled model is called with rows that may need a graph; others have one after READY."""
     parameters = {"backend": "eager", **parameters}
@@ -151,14 +156,13 @@ def test_row_counts_of_compiled_models(
     )
     model = engine(config, module)
     sizes: set[int] = set()
-    original = model.batch_call.gather
+    original = model.run
 
-    def gather(*args: Any) -> Any:
-        batch = original(*args)
-        sizes.add(sum(batch.sizes))
-        return batch
+    def run(items: Any) -> Any:
+        sizes.update(len(item["x"]) for item in items)
+        return original(items)
 
-    model.batch_call.gather = gather
+    monkeypatch.setattr(model, "run", run)
     with runtime.mode(config.options):
         warmup.run(model)
         assert sorted(sizes, reverse=True) == called

@@ -195,7 +195,7 @@ def test_context_of_each_step() -> None:
 
     model, recorder = engine(forward), Recorder()
     events: list[str] = []
-    model.recovery.on_call = lambda: events.append("busy")
+    model.failures.on_call = lambda: events.append("busy")
 
     @contextlib.contextmanager
     def around_call() -> Iterator[None]:

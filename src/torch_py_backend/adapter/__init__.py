@@ -25,7 +25,7 @@ from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import execution_env, model_config, threads
-from torch_py_backend.errors import BackendError, PlatformError, UnavailableError
+from torch_py_backend.errors import BackendError, PlatformError
 from torch_py_backend.processes import child_process, instance_status
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class TritonPythonModel:
         share = threads.budget(settings)
         threads.set_environment(share)
         # Import torch only now: it reads its environment variables when it is imported.
-        from torch_py_backend.adapter import calling, fast_path, messages, streaming
+        from torch_py_backend.adapter import calling, messages, streaming
         from torch_py_backend.batching import runtime
         from torch_py_backend.observability import profiling, tracing
         from torch_py_backend.startup import builder, warmup
@@ -131,11 +131,9 @@ class TritonPythonModel:
                 self._rebuild(share)
         # Triton calls only this thread, so the mode is entered once instead of for each batch.
         self._modes.enter_context(runtime.mode(settings.options))
-        unusual = settings.decoupled or settings.sequencing
-        plain = None if unusual else self._engine.plain_call()
         # Not as the last step: a log message in transit while the load ends can hang Triton. The
         # metrics that follow wait until it has arrived.
-        log.info("%s", builder.summary(self._engine, share, plain=plain is not None))
+        log.info("%s", builder.summary(self._engine, share))
         self._loaded = builder.report(self._engine)
         # Closed after the objects that are created below, to publish their last counts.
         self._publisher = metrics.Publisher(self._engine, self._status)
@@ -148,7 +146,7 @@ class TritonPythonModel:
             calling.ModelCaller(settings.name, contexts.handle if contexts else lambda: None)
         )
         # Only now: loading has no time limit.
-        self._engine.recovery.on_call = self._status.busy
+        self._engine.failures.on_call = self._status.busy
         profiler = profiling.Profiler(settings) if settings.options.profile_dir else None
         if settings.decoupled:
             self._streaming = streaming.Streaming(
@@ -159,9 +157,6 @@ class TritonPythonModel:
         else:
             self._answering = self._create_answering(contexts)
             answer: Callable[[Sequence[Request]], Any] = self._answering.answer
-            if plain is not None:
-                is_traced = messages.any_traced if contexts else None
-                answer = fast_path.build(self._engine, self._answering, plain, is_traced)
             if profiler is not None:
                 self._modes.enter_context(profiler)
                 answer = profiler.batch()(answer)  # as a decorator: each call enters a new one
@@ -193,30 +188,39 @@ class TritonPythonModel:
         with self._engine.preparing():
             pass
 
-    def _create_answering(self, contexts: TraceContexts | None) -> Answering[Any]:
+    def _create_answering(self, contexts: TraceContexts | None) -> Answering:
         from torch_py_backend.adapter import answering, messages, sequencing
 
-        engine = self._engine
+        engine, config = self._engine, self._settings
         read: Callable[[Request], Any]
-        if self._settings.sequencing is None:
-            # Reading parameters takes time, so do it only for hooks that take them.
-            takes_parameters = engine.hooks is not None and engine.hooks.takes_parameters
-            read = messages.read_with_parameters if takes_parameters else messages.read
-            if contexts is not None:
-                read = messages.traced(read, contexts.carry)
-            return answering.Answering(engine, self._on_fatal, read, engine.run)
-        steps = sequencing.SequenceReader(engine)
-        self._modes.callback(steps.close)
-        self._publisher.follow(sequences=steps.sequences)
-        read = steps.read if contexts is None else messages.traced(steps.read, contexts.carry)
-        return answering.Answering(
-            engine,
-            self._on_fatal,
-            read,
-            steps.run,
-            count_sent=steps.count_sent,
-            skips_cancelled=False,  # cancelled steps run, too: the next step needs their states
+        if config.sequencing is not None:
+            steps = sequencing.SequenceReader(engine, traced=contexts is not None)
+            self._modes.callback(steps.close)
+            self._publisher.follow(sequences=steps.sequences)
+            read = steps.read if contexts is None else messages.traced(steps.read, contexts.carry)
+            return answering.Answering(
+                engine,
+                self._on_fatal,
+                read,
+                steps.run,
+                count_sent=steps.count_sent,
+                skips_cancelled=False,  # cancelled steps run, too: the next step needs their states
+            )
+        # Reading parameters takes time, so do it only for hooks that take them.
+        takes_parameters = engine.hooks is not None and engine.hooks.takes_parameters
+        read = messages.read_with_parameters if takes_parameters else messages.read
+        are_numbers = config.options.force_cpu_only_input_tensors and all(
+            spec.dtype.numpy for spec in config.inputs
         )
+        read_all: Callable[[Sequence[Request]], Any] | None = None
+        if are_numbers and not takes_parameters:
+            read_all = messages.read_numbers
+        if contexts is not None:
+            read = messages.traced(read, contexts.carry)
+            read_all = messages.unless_traced(read_all, read)
+        writer = messages.writer([spec.name for spec in config.outputs])
+        run = engine.pipeline(writer, traced=contexts is not None)
+        return answering.Answering(engine, self._on_fatal, read, run, read_all=read_all)
 
     def execute(self, requests: Sequence[Any]) -> Any:
         """Return one response for each request, in order; None for a decoupled model."""
@@ -235,12 +239,11 @@ class TritonPythonModel:
             orphans.end_if_orphaned()
 
     def _is_ready(self) -> bool:
-        return self._engine.recovery.fatal is None
+        return self._engine.failures.fatal is None
 
     def _refuse_all(self, reason: str) -> None:
         """Answer requests with 503 from now on, until the model is loaded again."""
-        recovery = self._engine.recovery
-        recovery.fatal = recovery.fatal or UnavailableError.fatal(self._settings.name, reason)
+        self._engine.failures.poison(reason)
         self._on_fatal(reason)
 
     def _on_fatal(self, reason: str) -> None:

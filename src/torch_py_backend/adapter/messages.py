@@ -11,7 +11,8 @@ import triton_python_backend_utils as pb_utils
 from torch import Tensor
 from torch.utils import dlpack
 
-from torch_py_backend.batching.gather_scatter import Array, Item, Outcome, Value
+from torch_py_backend.batching import gather_scatter
+from torch_py_backend.batching.gather_scatter import Array, Item, Value
 from torch_py_backend.config import request_parameters
 from torch_py_backend.errors import BackendError, printable
 from torch_py_backend.sequences.state_store import Step
@@ -23,6 +24,12 @@ _MAX_ID_LENGTH = 64
 # `pb_utils.InferenceResponse` and `pb_utils.Tensor`, which only Triton reads.
 Response: TypeAlias = Any
 OutputTensor: TypeAlias = Any
+
+
+class Responses(list[Response]):
+    """The responses of a batch without errors."""
+
+
 # What a request is read as: an item, or a step of a sequence.
 T = TypeVar("T")
 
@@ -93,6 +100,17 @@ def read_with_parameters(request: Request) -> Item:
     return {**item, request_parameters.KEY: request_parameters.column([parameters])}
 
 
+def read_numbers(requests: Sequence[Request]) -> list[Item]:
+    """Return the tensors of each request of a batch; all are numbers in host memory, none BF16.
+
+    Raises:
+        Exception: Triton's utilities cannot read a request.
+    """
+    return [
+        {tensor.name(): tensor.as_numpy() for tensor in request.inputs()} for request in requests
+    ]
+
+
 def has_traces() -> bool:
     """Return whether this server's requests have traces: 24.04 and later."""
     return hasattr(getattr(pb_utils, "InferenceRequest", None), "trace")
@@ -134,6 +152,24 @@ def traced(
     return read_traced
 
 
+def unless_traced(
+    read_all: Callable[[Sequence[Request]], list[Item]] | None, read: Callable[[Request], Item]
+) -> Callable[[Sequence[Request]], list[Item]]:
+    """Return a function that reads a batch with `read_all`, and one with traced requests by `read`.
+
+    Args:
+        read_all: None: every batch is read by `read`.
+        read: reads a request and its trace.
+    """
+
+    def read_batch(requests: Sequence[Request]) -> list[Item]:
+        if read_all is None or any_traced(requests):
+            return [read(request) for request in requests]
+        return read_all(requests)
+
+    return read_batch
+
+
 def read_tensor(tensor: TritonTensor) -> Value:
     """Convert one of Triton's tensors to an array with its own memory, or to a tensor."""
     if not tensor.is_cpu():
@@ -150,14 +186,49 @@ def request_id(request: Request) -> str:
     return printable(request.request_id()[:_MAX_ID_LENGTH])
 
 
-def write(outcome: Outcome) -> Response:
-    """Return a response with the result, or with the error."""
-    if isinstance(outcome, BackendError):
-        code = getattr(pb_utils.TritonError, outcome.code)
-        return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(outcome), code))
-    return pb_utils.InferenceResponse(
-        [write_tensor(name, value) for name, value in outcome.items()]
-    )
+def write(result: Any) -> Response:
+    """Return a response with outputs by name, or with an error; a response as it is."""
+    if isinstance(result, dict):
+        return pb_utils.InferenceResponse(
+            [write_tensor(name, value) for name, value in result.items()]
+        )
+    if isinstance(result, BackendError):
+        code = getattr(pb_utils.TritonError, result.code)
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(result), code))
+    return result
+
+
+def writer(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
+    """Return a function that makes responses of a batch's outputs in as few calls as possible.
+
+    It takes the place of `scatter` of a pipeline. If Triton refuses an output, it returns outputs
+    by name: writing each response alone finds which.
+    """
+    to_capsule = dlpack.to_dlpack  # type: ignore[attr-defined]
+    from_array, from_dlpack = pb_utils.Tensor, pb_utils.Tensor.from_dlpack
+    response = pb_utils.InferenceResponse
+
+    def write_batch(
+        outputs: Sequence[Value], sizes: Sequence[int], _: Sequence[Item]
+    ) -> Sequence[Any]:
+        count = len(sizes)
+        try:
+            written = []
+            for name, output in zip(names, outputs, strict=True):
+                if not isinstance(output, Tensor) or not output.nbytes or output.is_cuda:
+                    values = gather_scatter.split(output, sizes)
+                    written.append([write_tensor(name, value) for value in values])
+                    continue
+                parts = (output,) if count == 1 else output.split_with_sizes(list(sizes))
+                if output.nbytes < DLPACK_BYTES * count or output.dtype is torch.bfloat16:
+                    written.append([from_dlpack(name, to_capsule(part)) for part in parts])
+                else:
+                    written.append([from_array(name, part.numpy()) for part in parts])
+            return Responses([response(list(tensors)) for tensors in zip(*written, strict=True)])
+        except Exception:
+            return gather_scatter.scatter(outputs, names, sizes)
+
+    return write_batch
 
 
 def write_tensor(name: str, value: Value) -> OutputTensor:

@@ -199,7 +199,7 @@ class Publisher:
         for series, value in self._counted():
             yield series, value - self._warmed_up.get(series, 0)
         counts = self._engine.counts
-        if self._engine.runner.compiles:  # in the warm-up
+        if self._engine.compiles:  # in the warm-up
             yield ("pytorch_py_compiled_graphs_total", ()), counts.compiled_graphs
             for result in ("hit", "miss"):
                 loads = counts.compile_cache.get(result, 0)
@@ -222,7 +222,7 @@ class Publisher:
         totals = ["retried_rows"]
         if self._engine.pads_batches:
             totals += ["rows", "filled_rows"]
-        if self._engine.runner.compiles:
+        if self._engine.compiles:
             totals.append("eager_calls")
         for name in totals:
             yield (f"pytorch_py_{name}_total", ()), getattr(counts, name)

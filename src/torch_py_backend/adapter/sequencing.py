@@ -41,8 +41,9 @@ class SequenceReader:
         run: runs what `read` has returned; returns one outcome for each.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, traced: bool = False) -> None:
         config = engine.config
+        self._run_items = engine.pipeline(traced=traced)
         # Without states: Triton passes uninitialized memory for them.
         self._names = frozenset(
             spec.name for spec in config.inputs if spec.origin is not Origin.STATE
@@ -57,10 +58,10 @@ class SequenceReader:
         controls = config.sequencing.controls if config.sequencing is not None else ()
         self._idle = {entry.name: entry.idle for entry in controls if entry.idle is not None}
         self.sequences: Sequences | None = None
-        self.run: Callable[[Sequence[Any]], Sequence[Outcome]] = engine.run
+        self.run: Callable[[Sequence[Any]], Sequence[Outcome]] = self._run_items
         self._closed = threading.Event()
         if config.states:
-            self.sequences = Sequences(config, engine.run, engine.device)
+            self.sequences = Sequences(config, self._run_items, engine.device)
             self.run = self.sequences.run
             self._thread = threading.Thread(
                 target=self._sweep, args=(self.sequences,), name="sequences", daemon=True
@@ -108,7 +109,7 @@ class SequenceReader:
                 raise
             controls = self._names.difference(self._sent)
             item = _Unreadable(messages.read_some(request, controls))
-            item.error = self._engine.recovery.unreadable(error)
+            item.error = self._engine.failures.unreadable(error)
         return item
 
     def _run_in_slots(self, steps: Sequence[Step]) -> Sequence[Outcome]:
@@ -127,7 +128,7 @@ class SequenceReader:
                 refused[place] = admitted
                 item = self._fill(step, shaped)
             items.append(item)
-        outcomes = self._engine.run(items) if shaped else [*refused.values()]
+        outcomes = self._run_items(items) if shaped else [*refused.values()]
         return [refused.get(place, outcome) for place, outcome in enumerate(outcomes)]
 
     def _fill(self, step: Step, shaped: Item) -> Item:

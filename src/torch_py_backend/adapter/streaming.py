@@ -15,9 +15,8 @@ import triton_python_backend_utils as pb_utils
 
 from torch_py_backend.adapter import messages, orphans
 from torch_py_backend.adapter.messages import Request
-from torch_py_backend.batching import runtime
+from torch_py_backend.batching import runtime, traced_item
 from torch_py_backend.batching.gather_scatter import Item, Value
-from torch_py_backend.batching.traced_item import EnterContext
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -124,8 +123,7 @@ class Streaming:
         try:
             return self._read_request(request)
         except Exception as error:  # from Triton's utilities, or because of a lost device
-            with self.engine.lock:
-                refusal = self.engine.recovery.unreadable(error)
+            refusal = self.engine.unreadable(error)
         client.end(refusal, refusal.traceback)
         return None
 
@@ -160,8 +158,7 @@ class Streaming:
             self._on_idle()
 
     def _launch(self, item: Item, client: _Client) -> None:
-        context: EnterContext = getattr(item, "context", None)
-        with context() if context else contextlib.nullcontext():  # which the task keeps
+        with traced_item.entered((item,)):  # a context that the task keeps
             task = self._loop.create_task(self.streams.run(item, client))
         self._clients[task] = client
         task.add_done_callback(self._finalize)
@@ -176,8 +173,8 @@ class Streaming:
             return
         error = task.exception()
         if error is not None:
-            text = self.engine.recovery.classify(error).text
-            client.end(self.engine.recovery.fatal or InternalError(self.model), text)
+            text = self.engine.failures.classify(error).text
+            client.end(self.engine.failures.fatal or InternalError(self.model), text)
 
     def _schedule_poll(self) -> None:
         if not self._polling:
@@ -249,9 +246,9 @@ class _Client:
         if error is not None and not isinstance(error, InputError | CancelledError):
             named = f" (request {self._name})" if self._name else ""
             log.error("%s%s%s", error, named, f"\n{text}" if text else "")
-        recovery = self._streaming.engine.recovery
-        if recovery.fatal is not None:
-            self._streaming.on_fatal(recovery.reason)
+        failures = self._streaming.engine.failures
+        if failures.fatal is not None:
+            self._streaming.on_fatal(failures.reason)
 
     def cancelled(self) -> bool:
         """Return whether the client has gone; check at most once per interval."""

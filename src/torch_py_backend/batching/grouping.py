@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import input_types
+from torch_py_backend.batching import input_types, traced_item
 from torch_py_backend.batching.gather_scatter import Item, Strings, Value
 from torch_py_backend.batching.padding import Pad, Padding
 from torch_py_backend.config import dtypes
@@ -41,6 +41,7 @@ class Grouping:
     Attributes:
         patterns: the sets of optional inputs that are left out at load: none of them, and all.
         binding: how a batch is passed whose items have all inputs.
+        takes_arrays: whether items that are `alike` hold arrays of numbers, and nothing is added.
 
     Raises:
         BindingError: the config's inputs do not match the signature.
@@ -97,9 +98,13 @@ class Grouping:
                 for spec in config.inputs
             )
         )
+        self.takes_arrays = (
+            self._uniform
+            and not self._flattened
+            and all(spec.dtype.numpy and spec.origin is Origin.CLIENT for spec in config.inputs)
+        )
         # Triton leaves inputs on their device then, so items may be on different devices.
         self._any_device = not config.options.force_cpu_only_input_tensors
-        self._in_numpy = all(spec.dtype.numpy for spec in config.inputs)  # all but BF16
         self._strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
         self._partial: dict[frozenset[str], InputBinding] = {}
         configured = config.options.cast_inputs
@@ -119,37 +124,35 @@ class Grouping:
         return dict(zip(self.binding.names, self.binding.places, strict=True))
 
     @property
-    def passes_columns(self) -> bool:
-        """Whether batches are columns of numbers, with all inputs of every item."""
-        return (
-            self._batched
-            and self._padding is None
-            and not (self._special or self._strings or self._flattened)
-            and self._in_numpy
-            and not self._batch_inputs
-            and self._required == self._names
-        )
+    def converts(self) -> bool:
+        """Whether `convert` changes any column."""
+        return self._cast is not None or bool(self._special)
 
-    def single_group(self, items: Sequence[Item]) -> Group | None:
-        """Return all items as one group if the config alone allows that; else None.
+    def alike(self, items: Sequence[Any]) -> bool:
+        """Return whether the config alone shows that all items are valid and can share a call.
 
-        A fast path with the result of `admit` and `group`.
+        Some may be errors of refused requests instead.
         """
-        if not self._uniform or not items:
-            return None
-        inputs = len(self._names)
-        (name, axes), *others = self._sent
-        for item in items:
+        if not self._uniform:
+            return False
+        try:
             # Triton drops the batch dimension of a request whose shape says 0 rows.
-            if len(item) != inputs or item[name].ndim != axes:
-                return None
-            if others and len({item[input_name].shape[0] for input_name, _ in self._sent}) > 1:
-                return None
-        if self._any_device:
-            for name, _ in self._sent:
-                if len({_device(item[name]) for item in items}) > 1:
-                    return None
-        return Group(self.binding, items, range(len(items)))
+            for name, axes in self._sent:
+                for item in items:
+                    if item[name].ndim != axes:
+                        return False
+            (first, _), *others = self._sent
+            if others:
+                rows = [item[first].shape[0] for item in items]
+                for name, _ in others:
+                    if [item[name].shape[0] for item in items] != rows:
+                        return False
+        except (LookupError, TypeError):  # an input is missing, or an item was refused
+            return False
+        return not self._any_device or self._on_one_device(items)
+
+    def _on_one_device(self, items: Sequence[Item]) -> bool:
+        return all(len({_device(item[name]) for item in items}) == 1 for name, _ in self._sent)
 
     def admit(self, item: Item) -> Item | InputError:
         """Return the item with masks added and strings decoded, or the reason to refuse it."""
@@ -173,7 +176,7 @@ class Grouping:
         return self._admit_values(item) if self._special or self._strings else item
 
     def _admit_values(self, item: Item) -> Item | InputError:
-        admitted = dict(item)
+        admitted = traced_item.like(item, dict(item))
         for name, value in item.items():
             takes = self._special.get(name, ArgumentType.TENSOR)
             if name in self._strings and not takes.raw:
@@ -251,7 +254,7 @@ class Grouping:
 
     def convert(self, inputs: InputBinding, columns: Sequence[Value]) -> Sequence[object]:
         """Convert columns to arguments of forward(): cast them, make scalars and lists of them."""
-        if self._cast is None and not self._special:
+        if not self.converts:
             return columns
         arguments: list[object] = []
         for name, column, takes in zip(inputs.names, columns, inputs.types, strict=True):

@@ -298,9 +298,13 @@ class Padding:
         self,
         outcomes: Sequence[dict[str, Value]],
         items: Sequence[Item],
-        shapes: Mapping[str, Sequence[int]],
     ) -> None:
-        """Cut outputs to the lengths of their items."""
+        """Cut outputs to the lengths of the items of a batch."""
+        shapes = {
+            name: pad.padded_shape([item[name].shape for item in items])
+            for name, pad in self.pads.items()
+            if name in items[0]
+        }
         for cut, sizes in self._possible_cuts.items():
             if cut.input in shapes:
                 padded = shapes[cut.input][cut.input_axis]

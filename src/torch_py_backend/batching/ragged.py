@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Batch, Gather, Item, ItemRows, Value
+from torch_py_backend.batching.gather_scatter import Batch, Item, ItemRows, Value
 from torch_py_backend.config.batch_io import BatchInputKind
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import OutputError, counted
@@ -49,8 +49,7 @@ class Ragged:
         self,
         items: Sequence[Item],
         names: Sequence[str],
-        _pads: Mapping[str, Gather],
-        copied: Collection[str],
+        copied: Collection[str] = (),
     ) -> Batch:
         """Gather as `gather_scatter.gather` does; flatten ragged inputs, create batch inputs."""
         sent = [name for name in names if name not in self._batch_inputs]

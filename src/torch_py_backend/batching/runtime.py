@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,27 +66,6 @@ class Runtime:
             else column
             for column in columns
         ]
-
-    def to_host(self, outputs: Sequence[T], inputs: Sequence[Value]) -> Sequence[T]:
-        """Copy outputs to the host where needed, and wait for the device's work on them.
-
-        Args:
-            outputs: the model's outputs; `ItemRows` columns, which are states, stay on their
-                device.
-            inputs: the requests' inputs; if all tensors are on a GPU, outputs stay there.
-        """
-        # A model that was placed on the CPU may itself use a GPU.
-        if self.device.type == "cpu" and not torch.cuda.is_initialized():
-            return outputs
-        tensors = [column for column in inputs if isinstance(column, Tensor)]
-        if not tensors or not all(column.is_cuda for column in tensors):
-            copies: list[Any] = [
-                output.cpu() if isinstance(output, Tensor) else output for output in outputs
-            ]
-            outputs = copies
-        if self.device.type == "cuda":  # an error of a kernel belongs to this batch
-            torch.cuda.synchronize(self.device)
-        return outputs
 
 
 def thread_state(device: torch.device) -> tuple[bool, int]:

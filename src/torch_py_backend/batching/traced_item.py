@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeAlias
 
 from torch_py_backend.batching.gather_scatter import Item, Value
 
-# Returns a context manager in which the trace context of a request is current; None: the request is
-# not traced.
-EnterContext: TypeAlias = "Callable[[], AbstractContextManager[None]] | None"
+_NO_CONTEXT = contextlib.nullcontext()
 
 
 class TracedItem(dict[str, Value]):
@@ -33,7 +31,14 @@ class TracedItem(dict[str, Value]):
         return TracedItem({**self, **other}, self.context)
 
 
-def contexts(items: Sequence[Item]) -> Sequence[EnterContext]:
-    """Return the context of each item; empty if none of their requests is traced."""
-    entered = [getattr(item, "context", None) for item in items]
-    return entered if any(entered) else ()
+def entered(items: Sequence[Item]) -> AbstractContextManager[None]:
+    """Return the trace context of the first item of a traced request; an empty one without any."""
+    for item in items:
+        if isinstance(item, TracedItem):
+            return item.context()
+    return _NO_CONTEXT
+
+
+def like(item: Item, values: Item) -> Item:
+    """Return other values with the trace context of an item, if it has one."""
+    return TracedItem(values, item.context) if isinstance(item, TracedItem) else values

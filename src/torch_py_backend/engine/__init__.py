@@ -1,1 +1,1 @@
-"""Run batches: call the model, check its outputs, retry after a failure, replace weights."""
+"""A loaded model: which stages its pipeline has, its device, and what is compiled."""

@@ -5,21 +5,21 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter, trees
-from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
+from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.batching.grouping import MAX_SETS, Group
 from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
 from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.request_parameters import Parameters
-from torch_py_backend.errors import BackendError, OutputError, a_type, summarize
+from torch_py_backend.errors import InputError, OutputError, a_type, summarize
 from torch_py_backend.hooks.preprocessing import (
     NUMBERED,
     ROWS,
@@ -112,14 +112,22 @@ class HookedPipeline:
         ]
 
     @property
-    def passes_columns(self) -> bool:
-        """As `Grouping.passes_columns`; only with hooks for batches, without parameters."""
-        return (
-            isinstance(self._preprocessor, BatchPreprocessor)
-            and self._preprocessor.grouping.passes_columns
-            and not self._passes_parameters
-            and not self.postprocesses
-        )
+    def prepares(self) -> bool:
+        """Whether `prepare` is needed for each request, not only checks of its inputs."""
+        return isinstance(self._preprocessor, RowPreprocessor) or self._passes_parameters
+
+    @property
+    def takes_arrays(self) -> bool:
+        """As `Grouping.takes_arrays`."""
+        return not self.prepares and self._preprocessor.grouping.takes_arrays
+
+    def alike(self, items: Sequence[Any]) -> bool:
+        """As `Grouping.alike`."""
+        return not self.prepares and self._preprocessor.grouping.alike(items)
+
+    def admit(self, item: Item) -> Item | InputError:
+        """As `Grouping.admit`; a prepared item was checked before."""
+        return item if self.prepares else self._preprocessor.grouping.admit(item)
 
     @property
     def binding(self) -> InputBinding:
@@ -131,10 +139,6 @@ class HookedPipeline:
         types = (*inputs.types, *(ArgumentType.TENSOR,) * len(extra))
         call = partial(self._call, inputs)
         return InputBinding((*inputs.names, *extra), types, call, inputs.places)
-
-    def convert(self, _: InputBinding, columns: Sequence[Value]) -> Sequence[Value]:
-        """Return the columns unchanged: `_call` converts them."""
-        return columns
 
     # --- the module ----------------------------------------------------------------------------
 
@@ -219,15 +223,6 @@ class HookedPipeline:
         if self._finite is not None and (refusal := self._finite.refusal(outputs)) is not None:
             raise refusal
         return outputs
-
-    def send_back(self, outcome: Outcome, item: Item) -> Outcome:
-        """Copy outputs to the host for a request from there: hooks may prepare it on a GPU."""
-        if isinstance(outcome, BackendError) or not any(
-            isinstance(value, Tensor) and value.is_cuda for value in outcome.values()
-        ):
-            return outcome
-        sent = [gather_scatter.to_column(value) for value in item.values()]
-        return dict(zip(outcome, self._runtime.to_host([*outcome.values()], sent), strict=True))
 
     def _postprocess(self, result: Tree, parameters: Parameters) -> Tree:
         assert self.hooks.postprocess is not None  # noqa: S101  checked by `postprocesses`

@@ -65,19 +65,13 @@ def report(engine: Engine) -> dict[str, object]:
     }
 
 
-def summary(engine: Engine, threads: Threads, *, plain: bool) -> str:
-    """Return a line for the log with what an instance loaded, and how it serves.
-
-    Args:
-        engine: the model.
-        threads: the threads of the instance.
-        plain: whether its requests take the fast path.
-    """
+def summary(engine: Engine, threads: Threads) -> str:
+    """Return a line for the log with what an instance loaded, and how it serves."""
     config, loaded = engine.config, report(engine)
     return (
         f"model '{config.name}': instance {config.instance} serves {loaded['artifact']} on"
         f" {engine.device}; threads {threads.intra_op} intra-op, {threads.inter_op} inter-op;"
-        f" {'fast' if plain else 'general'} path; options {json.dumps(loaded['options'])}."
+        f" options {json.dumps(loaded['options'])}."
     )
 
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.jit import ScriptModule
 
-from torch_py_backend.engine import side_effects
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import join_names
+from torch_py_backend.pipeline import failures
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class ModelState:
 
     def _version(self, value: object) -> object:
         if isinstance(value, Tensor):
-            return id(value), side_effects.version(value)
+            return id(value), failures.version(value)
         return _content(value, {})
 
 
@@ -234,7 +234,7 @@ def _tensor_content(tensor: Tensor) -> int:
         return id(tensor)
     try:
         if tensor.nbytes > _READ_BYTES:
-            return hash(side_effects.version(tensor))
-        return hash((tensor.dtype, tensor.shape, side_effects.digest(tensor)))
+            return hash(failures.version(tensor))
+        return hash((tensor.dtype, tensor.shape, failures.digest(tensor)))
     except Exception:  # sparse, quantized, meta and fake tensors lack one or the other
         return id(tensor)

@@ -76,7 +76,7 @@ def run(
     """
     model = engine.config.name
     call = streams.trial(engine) if engine.config.decoupled else engine.run
-    compiles = "; torch.compile may take minutes" if engine.runner.compiles else ""
+    compiles = "; torch.compile may take minutes" if engine.compiles else ""
     log.info("model '%s': the warm-up begins%s.", model, compiles)
     first: LoadError | None = None
     state = model_state.ModelState(engine)
@@ -111,7 +111,7 @@ def run(
         changed = state.put_back()
     if first is not None:
         consequence = "the first requests may take longer."
-        if engine.runner.compiles:
+        if engine.compiles:
             consequence = "calls that need another graph run eagerly."
         log.warning("%s The model is served anyway; %s\n%s", first, consequence, first.traceback)
     return changed
@@ -170,7 +170,7 @@ def _run_sample(engine: Engine, call: _Call, sample: Item) -> tuple[Item, Backen
     """
     config = engine.config
     items = example_inputs.requests(config, sample)
-    compiled = engine.runner.compiles and engine.device.type == "cpu" and not config.states
+    compiled = engine.compiles and engine.device.type == "cpu" and not config.states
     for number in range(1, _REPEATS * (2 if config.states else 1) + 1):
         graphs = torch_compile.graph_count() if compiled else 0  # it imports the compiler
         results: list[dict[str, Value]] = []
@@ -235,7 +235,7 @@ def _may_fail(engine: Engine, error: BackendError) -> bool:
         isinstance(error, _OF_MODEL)
         and not _certain_cure(engine.config, error)
         and options.warmup is None
-        and engine.recovery.fatal is None
+        and engine.failures.fatal is None
         # Other instances read the same memory: the warm-up must show that the model does not write.
         and not gpu_sharing.requested(engine.config)
         and not example_inputs.find(engine.config, engine.artifact)
@@ -290,9 +290,9 @@ def _few_row_counts(engine: Engine) -> Sequence[int | None]:
     largest = engine.config.max_batch_size
     if largest == 0:
         return [None]
-    if engine.runner.rows.buckets:
-        return engine.runner.rows.buckets[::-1]
-    smaller = 2 if engine.runner.compiles else largest - 1
+    if engine.rows.buckets:
+        return engine.rows.buckets[::-1]
+    smaller = 2 if engine.compiles else largest - 1
     return sorted({largest, min(largest, max(1, smaller)), 1}, reverse=True)
 
 
@@ -301,7 +301,7 @@ def _row_counts(engine: Engine) -> Iterator[int | None]:
     few = _few_row_counts(engine)
     yield from few
     largest = engine.config.max_batch_size
-    if not engine.runner.compiles or engine.runner.rows.buckets:
+    if not engine.compiles or engine.rows.buckets:
         return
     known = _has_graph(engine, largest) is not None
     every = largest if known or engine.config.options.static_shapes else _EVERY_ROW_COUNT
@@ -319,4 +319,4 @@ def _has_graph(engine: Engine, rows: int) -> bool | None:
     if engine.hooks or engine.config.concatenates or engine.device.type != "cpu":
         return None
     with engine.guard():
-        return engine.runner.has_graph(rows)
+        return engine.has_graph(rows)

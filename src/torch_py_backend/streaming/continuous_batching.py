@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -21,19 +22,21 @@ from dataclasses import dataclass
 
 from torch_py_backend import composition
 from torch_py_backend.batching.gather_scatter import Outcome
-from torch_py_backend.engine.bisection import bisect
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.retry import Failure
 from torch_py_backend.engine.stream_calls import StreamInputs
-from torch_py_backend.errors import OutputError, a_type, counted
+from torch_py_backend.errors import BackendError, OutputError, a_type, counted
 
 
 class StepError(Exception):
     """A step failed for a stream."""
 
-    def __init__(self, failure: Failure) -> None:
+    def __init__(self, error: BackendError) -> None:
         super().__init__()
-        self.failure = failure
+        self.error = error
+
+
+class _WrongResultError(OutputError):
+    """step() returned no pairs. With fewer streams, the wrong value may look right: no retry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,42 +100,34 @@ class Stepper:
             waiting = [pending for pending in waiting if not pending.result.done()]
             results = self._run_batch(waiting) if waiting else ()
             for pending, result in zip(waiting, results, strict=True):
-                if isinstance(result, Failure):
+                if isinstance(result, BackendError):
                     pending.result.set_exception(StepError(result))
                 else:
                     pending.result.set_result(result)
             # Streams receive their results, new streams begin, and both request their next step.
             await asyncio.sleep(0)
 
-    def _run_batch(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult | Failure]:
-        results = self._attempt(batch)
-        if not isinstance(results, Failure):
-            return results
-        engine = self._engine
-        final = results.repeats or engine.recovery.fatal is not None or not engine.repeats()
-        if len(batch) == 1 or final:
-            return [results] * len(batch)
-        return bisect(
-            batch,
-            self._retry,
-            results,
-            hopeless=lambda: engine.recovery.fatal is not None,
-        )
+    def _run_batch(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult | BackendError]:
+        failures, called = self._engine.failures, self._engine.loaded.returns
+        failures.calls_before = composition.calls
+        try:
+            return self._attempt(batch)
+        except BaseException as error:  # its streams wait for a result, whatever was raised
+            failure = failures.classify(error, called)
+        if isinstance(failure.error, _WrongResultError):
+            failure = dataclasses.replace(failure, final=True)
+        return failures.halve(batch, self._retry, failure, called)
 
-    def _retry(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult] | Failure:
+    def _retry(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult]:
         self._engine.counts.retried_rows += len(batch)
         return self._attempt(batch)
 
-    def _attempt(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult] | Failure:
-        try:
-            with self._calling():
-                self._engine.recovery.calls_before = composition.calls
-                # Context variables, such as a trace's context, are those of the first stream.
-                return batch[0].context.run(self._step, batch)
-        except BaseException as error:  # its streams wait for a result, whatever was raised
-            return self._engine.recovery.classify(error, self._engine.loaded.returns)
+    def _attempt(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult]:
+        with self._calling():
+            # Context variables, such as a trace's context, are those of the first stream.
+            return batch[0].context.run(self._step, batch)
 
-    def _step(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult] | Failure:
+    def _step(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult]:
         step = self._engine.stream_calls.step
         assert step is not None  # noqa: S101  a Stepper is made for a model with step()
         self.streams += len(batch)
@@ -141,13 +136,10 @@ class Stepper:
         self._engine.counts.forward_seconds += time.perf_counter() - began
         pairs = _pairs(returned, len(batch))
         if isinstance(pairs, str):
-            return Failure(
-                OutputError(
-                    self._engine.config.name,
-                    f"step() returned {pairs}",
-                    expected="a list with a pair (next state, outputs) for each stream",
-                ),
-                repeats=True,  # no retry: with fewer streams, the wrong value may look right
+            raise _WrongResultError(
+                self._engine.config.name,
+                f"step() returned {pairs}",
+                expected="a list with a pair (next state, outputs) for each stream",
             )
         results = [
             (outputs, pending.inputs)

@@ -29,9 +29,7 @@ from typing import Protocol, TypeAlias, TypeVar
 
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
-from torch_py_backend.engine import faults
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.retry import Failure, reported
 from torch_py_backend.engine.stream_calls import StreamInputs
 from torch_py_backend.errors import (
     BackendError,
@@ -40,6 +38,8 @@ from torch_py_backend.errors import (
     UnavailableError,
     summarize,
 )
+from torch_py_backend.pipeline import faults
+from torch_py_backend.pipeline.failures import Failure, reported
 from torch_py_backend.streaming.continuous_batching import StepError, Stepper
 
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class Streams:
         finally:
             self.live -= 1
         if failure is not None:
-            consumer.end(self._engine.recovery.fatal or failure.error, failure.text)
+            consumer.end(self._engine.failures.fatal or failure.error, failure.text)
 
     async def _send(self, outcomes: Outcomes, consumer: Consumer) -> None:
         async for outcome, last in outcomes:
@@ -139,8 +139,8 @@ class Streams:
 
     def _check_device(self) -> None:
         """Raise the fatal error of the process, which another stream may have met."""
-        if self._engine.recovery.fatal is not None:
-            raise self._engine.recovery.fatal
+        if self._engine.failures.fatal is not None:
+            raise self._engine.failures.fatal
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -218,7 +218,7 @@ class Streams:
         """Return the failure for an exception that ended a stream, and clear its frames."""
         try:
             if isinstance(error, StepError):
-                return error.failure
+                return Failure(error.error, error.error.traceback)
             if isinstance(error, asyncio.CancelledError) and self.closing:
                 return Failure(
                     UnavailableError(
@@ -227,7 +227,7 @@ class Streams:
                 )
             if isinstance(error, asyncio.CancelledError | CancelledError) and consumer.cancelled():
                 return Failure(CancelledError(self._model, "in mid-stream"))
-            return self._engine.recovery.classify(error)
+            return self._engine.failures.classify(error)
         finally:
             # The future that a task awaits refers to the exception that it raises: a reference
             # cycle, which would keep the request's tensors until the next garbage collection.

@@ -1,8 +1,9 @@
-"""The engine: calls of the model, their arguments, and the outcome of each item."""
+"""The pipeline: calls of the model, their arguments, and the outcome of each item."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,7 +13,10 @@ import torch
 from engines import engine, texts
 from torch import Tensor
 
+from torch_py_backend.batching.counters import Counts
+from torch_py_backend.batching.gather_scatter import Rows
 from torch_py_backend.errors import ForwardError, InputError, OutputError
+from torch_py_backend.pipeline import run
 
 FREE = build.spec("x", dims=(-1,))
 
@@ -188,3 +192,67 @@ def test_outputs_in_reused_memory(
         outcome["y"].flatten()[0].item() if isinstance(outcome, dict) else type(outcome)
         for outcome in outcomes
     ] == expected
+
+
+def test_seconds_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of each stage of a batch is counted for that stage."""
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def taking(seconds: float, value: Callable[..., Any]) -> Callable[..., Any]:
+        def stage(*args: Any) -> Any:
+            now[0] += seconds
+            return value(*args)
+
+        return stage
+
+    stages = run.Stages(
+        before=(),
+        group=lambda entries: (entries, ()),
+        send=taking(2, lambda columns: columns),
+        extract=taking(8, lambda result, _: [result]),
+        fill=None,
+        copy=lambda value: value,
+        fetch=taking(16, lambda values: values),
+        scatter=lambda values, sizes, _: list(torch.as_tensor(values[0]).split(list(sizes))),
+        after=(),
+    )
+    counts = Counts()
+    gather = taking(1, lambda items: ([torch.cat(items)], [len(item) for item in items]))
+    items: list[Any] = [torch.ones(2), torch.ones(1)]
+    group = run.Group(gather, taking(4, torch.neg), items, (0, 1))
+    results = run.attempt(stages, counts)(group, False)
+    assert [result.tolist() for result in results] == [[-1, -1], [-1]]
+    assert counts == Counts(
+        rows=3,
+        gather_seconds=1,
+        host_to_device_seconds=2,
+        forward_seconds=12,
+        device_to_host_seconds=16,
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "sent", "calls"),
+    [
+        pytest.param(Rows(4, 4), 9, [4, 4, 4], id="fixed, in pieces"),
+        pytest.param(Rows(2, None), 1, [2], id="at least two"),
+        pytest.param(Rows(2, 3), 7, [3, 3, 2], id="in pieces, the last filled up"),
+    ],
+)
+def test_rows_that_a_program_takes(rows: Rows, sent: int, calls: list[int]) -> None:
+    """A batch is as many calls as needed; rows that fill a call are counted and dropped."""
+    rows_called: list[int] = []
+
+    def double(x: Tensor) -> Tensor:
+        rows_called.append(x.shape[0])
+        return x * 2
+
+    model = engine(double, rows, max_batch_size=16)
+    x = torch.rand(sent, 4)
+    (outcome,) = model.run([{"x": x}])
+    assert rows_called == calls
+    assert isinstance(outcome, dict)
+    assert torch.equal(torch.as_tensor(outcome["y"]), x * 2)
+    assert model.counts.rows == sum(calls)
+    assert model.counts.filled_rows == sum(calls) - sent

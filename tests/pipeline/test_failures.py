@@ -1,4 +1,4 @@
-"""Retries: which items fail, which batches fit in memory, and which errors are fatal."""
+"""After a failed call: which items fail, which batches fit, and which errors are fatal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
-from torch_py_backend.batching.output_extraction import OutputExtractor
 from torch_py_backend.errors import (
     BackendError,
     BindingError,
@@ -29,6 +28,7 @@ from torch_py_backend.errors import (
     OutputError,
     UnavailableError,
 )
+from torch_py_backend.pipeline.failures import Failures
 
 engine = functools.partial(engines.engine, max_batch_size=32)
 
@@ -108,9 +108,7 @@ def test_invalid_outputs_of_one_request(result: Callable[[Tensor], Any]) -> None
 def test_binding_errors_are_not_retried() -> None:
     """A config that names missing outputs fails every request, so it is not retried."""
     model = Model()
-    served = engine(model)
-    extractor = OutputExtractor(build.config(outputs=(build.spec("RESULT[3]"),)))
-    served.runner.extract = extractor.extract
+    served = engine(model, outputs=(build.spec("RESULT[3]", dims=(-1,)),))
     outcomes = served.run(items([1.0, 2.0, 3.0]))
     assert [type(outcome) for outcome in outcomes] == [BindingError] * 3
     assert model.calls == [3]
@@ -262,7 +260,7 @@ def test_every_retry_is_announced() -> None:
     model = Model(bad)
     served = engine(model)
     begun: list[int] = []
-    served.recovery.on_call = lambda: begun.append(len(model.calls))
+    served.failures.on_call = lambda: begun.append(len(model.calls))
     served.run(items([1.0, BAD, 3.0, 4.0]))
     assert begun == [1, 2, 3, 4]
 
@@ -301,7 +299,7 @@ def test_only_what_never_fits_is_refused() -> None:
     sent = items([1.0, 2.0, BAD, 4.0, 5.0])
     outcomes = served.run(sent)
     assert check(sent, outcomes, OutOfMemoryError) == [2]
-    assert outcomes[2].code == "UNAVAILABLE"  # type: ignore[union-attr]
+    assert outcomes[2].code == "UNAVAILABLE"
     model.calls.clear()
     served.run(items([1.0, 2.0, 3.0]))
     assert model.calls == [3], "one request slows down those that come after it"
@@ -442,7 +440,6 @@ def test_device_that_breaks(tells: bool, monkeypatch: pytest.MonkeyPatch, freed:
     monkeypatch.setattr(runtime, "probe", device.probe)
     model = Model(device.judge)
     served = engine(model)
-    served._clean = lambda: freed.append(2)
     served.run(items([1.0]))
     sent = [*items([1.0, BAD, 3.0]), *items([4.0], length=6)]
 
@@ -452,11 +449,11 @@ def test_device_that_breaks(tells: bool, monkeypatch: pytest.MonkeyPatch, freed:
     assert check(sent, outcomes, UnavailableError) == [0, 1, 2, 3]
     assert [type(outcome) for outcome in later] == [UnavailableError] * 2
     assert model.calls == [1, 3]
-    assert freed == [2], "freeing the cache of a broken device would raise again"
+    assert freed == [], "freeing the cache of a broken device would raise again"
     assert "device-side assert triggered" in str(outcomes[0])
-    assert served.recovery.fatal is outcomes[0]
-    assert served.recovery.fatal.reported
-    assert "Traceback" in served.recovery.fatal.traceback
+    assert served.failures.fatal is outcomes[0]
+    assert served.failures.fatal.reported
+    assert "Traceback" in served.failures.fatal.traceback
 
 
 @pytest.mark.parametrize("first", [RuntimeError("bisection"), MemoryError()])
@@ -487,7 +484,7 @@ def test_values_that_are_not_finite(value: float, rows: int) -> None:
     served = engine(Model(), check_finite=True)
     outcomes = served.run(sent)
     assert check(sent, outcomes, OutputError) == [1]
-    assert outcomes[1].reported  # type: ignore[union-attr]
+    assert outcomes[1].reported
 
 
 def test_padding_that_is_not_finite() -> None:
@@ -501,3 +498,79 @@ def test_padding_that_is_not_finite() -> None:
     )
     sent = [*items([1.0], length=3), *items([2.0], length=6)]
     assert check(sent, served.run(sent), OutputError) == []
+
+
+# --- buffers ---------------------------------------------------------------------------------
+
+
+class Written(nn.Module):
+    """Counts in a buffer: in place, or by replacing it."""
+
+    count: Tensor
+
+    def __init__(self, *, in_place: bool = True) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+        self._in_place = in_place
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._in_place:
+            self.count += 1
+        else:
+            self.count = self.count + 1
+        return x
+
+
+def of(model: nn.Module) -> Failures:
+    return Failures("digits", "forward", device=torch.device("cpu"), owner=model)
+
+
+@pytest.mark.parametrize(
+    ("in_place", "mode"), [(True, torch.inference_mode), (False, torch.no_grad)]
+)
+def test_buffers_that_are_written(in_place: bool, mode: Any) -> None:
+    """A buffer that is written or replaced is detected; first calls may fill tables."""
+    model = Written(in_place=in_place)
+    failures = of(model)
+    assert not failures.writes_buffers()
+    with mode():
+        model(torch.ones(1))
+    assert failures.writes_buffers()
+    failures.reset()
+    assert not failures.writes_buffers()
+
+
+class Late(nn.Module):
+    """Creates its counter in the first call, in inference mode; torch does not count its writes."""
+
+    count: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "count"):
+            self.register_buffer("count", torch.zeros((), dtype=torch.bfloat16))
+        self.count += x.sum()
+        return x
+
+
+@pytest.mark.parametrize(("value", "writes"), [(1.0, True), (0.0, False)])
+def test_buffers_made_in_inference_mode(value: float, writes: bool) -> None:
+    """A buffer created in inference mode is compared by its values."""
+    model = Late()
+    failures = of(model)
+    with torch.inference_mode():
+        model(torch.ones(1))
+        failures.reset()
+        assert not failures.writes_buffers()
+        model(torch.full((1,), value))
+    assert failures.writes_buffers() == writes
+
+
+@pytest.mark.parametrize(
+    "model", [nn.BatchNorm1d(4).eval(), torch.jit.script(nn.BatchNorm1d(4).eval())]
+)
+def test_models_that_keep_their_buffers(model: nn.Module) -> None:
+    """A model in eval mode keeps its buffers; also in TorchScript."""
+    failures = of(model)
+    with torch.inference_mode():
+        model(torch.rand(2, 4))
+    assert not failures.writes_buffers()

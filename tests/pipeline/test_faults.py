@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_py_backend.engine import faults
+from torch_py_backend.pipeline import faults
 
 _SCRIPT = """\
 The following operation failed in the TorchScript interpreter.

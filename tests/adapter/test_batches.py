@@ -1,9 +1,8 @@
-"""The fast path gives the answers of the general path, and is taken by plain models only."""
+"""A request has the same answer alone, in a batch, and after a failure of another request."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,27 +153,13 @@ def _contents(responses: Sequence[Any]) -> list[object]:
     ]
 
 
-def _counted(
-    model: TritonPythonModel, answer: Callable[[], Sequence[Any]]
-) -> tuple[list[object], dict[str, object]]:
-    """Return the contents of the responses, and by how much each counter grew."""
-    counts = model._engine.counts
-
-    def read() -> dict[str, int]:
-        return {"rows": counts.rows, "filled rows": counts.filled_rows, **counts.requests}
-
-    before = read()
-    contents = _contents(answer())
-    return contents, {name: number - before.get(name, 0) for name, number in read().items()}
-
-
-def _forbid(*args: object) -> Any:
-    raise AssertionError("the general path was taken")
+def _alone(model: TritonPythonModel, requests: Sequence[Any]) -> list[object]:
+    return [content for one in requests for content in _contents(model.execute([one]))]
 
 
 @pytest.mark.parametrize("name", _CASES)
-def test_same_answers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches of one or several requests, without the general path."""
+def test_alone_and_in_a_batch(name: str, tmp_path: Path) -> None:
+    """Batches of one or several requests; another request that is refused changes nothing."""
     model = _plain(tmp_path, _CASES[name], parameters={"WEIGHTS": "none"})
     inputs = [spec.name for spec in model._engine.config.inputs]
     shape = (2, 3) if name == "open dims" else (4,)
@@ -183,23 +168,30 @@ def test_same_answers(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             _request(dict.fromkeys(inputs, (count, *shape)), seed)
             for seed, count in enumerate(rows)
         ]
-        expected, counted = _counted(model, partial(model._answering.answer, requests))
+        expected = _alone(model, requests)
         assert not any(isinstance(content, str) for content in expected)
-        with monkeypatch.context() as patched:
-            patched.setattr(model._answering, "answer", _forbid)
-            assert _counted(model, partial(model.execute, requests)) == (expected, counted)
+        before = model._engine.counts.requests["OK"]
+        assert _contents(model.execute(requests)) == expected
+        assert model._engine.counts.requests["OK"] - before == len(rows)
+        *others, refused = _contents(model.execute([*requests, _request({}, 0)]))
+        assert others == expected
+        assert isinstance(refused, str)
 
 
-def test_torchscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchscript(tmp_path: Path) -> None:
     """A ScriptModule's method is called, with the inputs in the order of its arguments."""
     names = ["INPUT1", "INPUT0"]
     inputs = "".join(tensor("input", name, [4]) for name in names)
     outputs = "".join(tensor("output", f"OUTPUT__{place}", [4]) for place in range(2))
     model = _plain(tmp_path, Case(models.AddSub, inputs, outputs), script=True)
     requests = [_request(dict.fromkeys(names, (1, 4)), seed) for seed in range(2)]
-    expected = _contents(model._answering.answer(requests))
-    monkeypatch.setattr(model._answering, "answer", _forbid)
+    expected = _alone(model, requests)
     assert _contents(model.execute(requests)) == expected
+    first, second = (requests[0].inputs()[place].as_numpy() for place in (1, 0))
+    assert expected[0] == {
+        "OUTPUT__0": (first + second).tolist(),
+        "OUTPUT__1": (first - second).tolist(),
+    }
 
 
 @pytest.mark.parametrize(
@@ -219,46 +211,12 @@ def test_torchscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unusual_batches(
     name: str, shapes: list[dict[str, tuple[int, ...]]], tmp_path: Path
 ) -> None:
-    """They get the answers of the general path: results in groups, or refusals."""
+    """Each request has its result, in a call of its shape, or is refused."""
     model = _plain(tmp_path, _CASES[name])
     requests = [_request(sizes, seed) for seed, sizes in enumerate(shapes)]
-    expected = _contents(model._answering.answer(requests))
+    expected = _alone(model, requests)
+    assert isinstance(expected[0], str) == (name != "open dims")
     assert _contents(model.execute(requests)) == expected
-
-
-@pytest.mark.parametrize(
-    "parameters",
-    [
-        {"CHECK_FINITE": "true"},
-        {"INFERENCE_MODE": "false"},
-        {"PAD": '{"x": {}}'},
-    ],
-    ids=str,
-)
-def test_other_models(parameters: dict[str, str], tmp_path: Path) -> None:
-    """Options that need further steps keep the general path."""
-    name = "open dims" if "PAD" in parameters else "one input"
-    model = _plain(tmp_path, _CASES[name], parameters=parameters)
-    assert model._answer == model._answering.answer
-
-
-_ROW_HOOKS = """
-class Hooks:
-    def preprocess(self, x):
-        return x
-"""
-_PARAMETERS = """
-class Hooks:
-    def postprocess_batch(self, result, parameters):
-        return result
-"""
-
-
-@pytest.mark.parametrize("hooks", [_ROW_HOOKS, _PARAMETERS], ids=["rows", "parameters"])
-def test_other_hooks(hooks: str, tmp_path: Path) -> None:
-    """Hooks for rows, and hooks that take a request's parameters, keep the general path."""
-    model = _plain(tmp_path, _CASES["one input"]._replace(hooks=hooks))
-    assert model._answer == model._answering.answer
 
 
 class Moody(nn.Module):
@@ -303,20 +261,15 @@ class Hooks:
 def test_failed_calls(
     values: list[int], failed: list[bool], calls: list[int] | None, hooks: str, tmp_path: Path
 ) -> None:
-    """Both paths answer, call the model, count and log in the same way."""
+    """Only requests that fail alone get an error; each call of the model is counted once."""
     model = _plain(tmp_path, Case(Moody, _X, _Y, hooks=hooks))
-    assert model._answer != model._answering.answer
     module: Any = model._engine.loaded.module
     requests = [request(value) for value in values]
-    outcomes = []
-    for answer in (model._answering.answer, model.execute):
-        module.calls.clear()
-        fake_triton.Logger.lines.clear()
-        contents, counted = _counted(model, partial(answer, requests))
-        assert [isinstance(content, str) for content in contents] == failed
-        sentences = [text.splitlines()[0] for _, text in fake_triton.Logger.lines]
-        outcomes.append((contents, counted, sentences, list(module.calls)))
-    assert outcomes[0] == outcomes[1]
+    module.calls.clear()
+    rows = model._engine.counts.rows
+    contents = _contents(model.execute(requests))
+    assert [isinstance(content, str) for content in contents] == failed
+    assert model._engine.counts.rows - rows == sum(module.calls)
     if calls is not None:
         assert module.calls == calls
 

@@ -1,0 +1,277 @@
+"""What follows a failed call: its halves are run until only failing requests have the error."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from torch_py_backend import composition
+from torch_py_backend.batching import runtime
+from torch_py_backend.errors import (
+    BackendError,
+    ForwardError,
+    HookError,
+    InputError,
+    InternalError,
+    LoadError,
+    OutOfMemoryError,
+    UnavailableError,
+    summarize,
+)
+from torch_py_backend.pipeline import faults
+
+# The most calls for one failed batch: enough for 64 items.
+MAX_CALLS = 128
+# Log only the innermost frames of a traceback: an endless recursion has a thousand.
+_FRAMES = -64
+# The log gets the beginning and the end of a longer traceback: an exception's message may contain
+# megabytes of a client's text, and Triton passes log messages through shared memory.
+_MAX_CHARACTERS = 1 << 16
+
+T = TypeVar("T")
+R = TypeVar("R")
+E = TypeVar("E", bound=BackendError)
+
+
+def reported(error: E, text: str = "") -> E:
+    """Return the error of a request, marked for the log with the traceback of its cause."""
+    error.reported, error.traceback = True, text
+    return error
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The cause of a failed call, without the frames that would keep its memory alive.
+
+    Attributes:
+        error: the error for the clients.
+        text: the traceback; empty where it adds nothing to the error.
+        final: whether no item is run again: each would fail with this error, or the failed call has
+            called other models, which would get its rows twice.
+    """
+
+    error: BackendError
+    text: str = ""
+    final: bool = False
+
+
+class Failures:
+    """The failures of one model's calls.
+
+    Attributes:
+        fatal: the error of every request once the process cannot use its device; else None.
+        reason: the cause of `fatal` in a few words.
+        calls_before: `composition.calls` before the last call.
+        on_call: called before a failed batch is run again, and gets a time limit of its own.
+
+    Args:
+        model: the model's name, for messages.
+        called: the name of the model's function, for messages.
+        device: the device that is probed after a failure.
+        owner: the module with the model's buffers; None: they are not accessible.
+        repeats: whether failed items are run again; None: unless the model has written to its
+            buffers, or the failed call has called other models.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        called: str,
+        *,
+        device: torch.device,
+        owner: nn.Module | None = None,
+        repeats: bool | None = None,
+    ) -> None:
+        self.fatal: UnavailableError | None = None
+        self.reason = ""
+        self.calls_before = 0
+        self.on_call: Callable[[], None] = lambda: None
+        self._model, self._called = model, called
+        self._device = device
+        self._owner = owner
+        self._repeats = repeats
+        self.reset()
+
+    def reset(self) -> None:
+        """Take the present buffers as the baseline: first calls may fill tables or learn sizes."""
+        self._buffers = self._versions()
+
+    def writes_buffers(self) -> bool:
+        """Return whether a buffer has changed since `reset`."""
+        return self._versions() != self._buffers
+
+    def _versions(self) -> list[tuple[int, int | bytes]]:
+        buffers = self._owner.buffers() if self._owner is not None else ()
+        return [version(buffer) for buffer in buffers]
+
+    def halve(
+        self,
+        items: Sequence[T],
+        attempt: Callable[[Sequence[T]], Sequence[R]],
+        failure: Failure,
+        called: str | None = None,
+    ) -> list[R | BackendError]:
+        """Return a result or an error for each item of a call that failed.
+
+        The halves of each failed range are run, the larger ranges first, until a failed range has
+        one item. A single item is not run again. k failing items of n take at most 2 k log2(n)
+        calls, and never more than MAX_CALLS; undecided items keep the failure of their range.
+
+        Do not call this in an except block: the next exception would keep the handled one as its
+        context, and the memory of its frames.
+
+        Args:
+            items: the items of the call, in order.
+            attempt: runs some of them; returns one result for each, or raises.
+            failure: the failure of the call.
+            called: as for `classify`.
+        """
+        results: list[R | Failure] = [failure] * len(items)
+        again = not failure.final and self._may_repeat()
+        ranges, left = deque([(0, len(items))] if again else ()), MAX_CALLS
+        while ranges:
+            start, stop = ranges.popleft()
+            middle = (start + stop) // 2
+            for first, last in ((start, middle), (middle, stop)) if stop - start > 1 else ():
+                if left == 0 or self.fatal is not None:
+                    break
+                left -= 1
+                outcome = self._try(attempt, items[first:last], called)
+                if isinstance(outcome, Failure):
+                    results[first:last] = [outcome] * (last - first)
+                    ranges.append((first, last))
+                else:
+                    results[first:last] = outcome
+        return [self.refusal(one) if isinstance(one, Failure) else one for one in results]
+
+    def _may_repeat(self) -> bool:
+        """Return whether the model may be called again with items that were passed to it.
+
+        A batch of several items is a copy: a model that writes to its inputs leaves the items
+        unchanged. A single item, which is passed without a copy, is never run again.
+        """
+        if self._repeats is not None:
+            return self._repeats
+        return not self.writes_buffers()
+
+    def _try(
+        self,
+        attempt: Callable[[Sequence[T]], Sequence[R]],
+        items: Sequence[T],
+        called: str | None,
+    ) -> Sequence[R] | Failure:
+        self.on_call()
+        self.calls_before = composition.calls
+        try:
+            return attempt(items)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return self.classify(error, called)
+
+    def classify(self, error: BaseException, called: str | None = None) -> Failure:
+        """Return what an exception means, and release its frames; never raise.
+
+        Args:
+            error: the exception.
+            called: the name of the model's function that raised it, if not the one that is served.
+        """
+        text = ""
+        try:
+            text = _traceback(error)
+            if not isinstance(error, KeyboardInterrupt):
+                return self._classify(error, text, called or self._called)
+        except BaseException as second:  # such as no memory for the traceback
+            text = text or summarize(second)
+        return Failure(InternalError(self._model), text, final=True)
+
+    def _classify(self, error: BaseException, text: str, called: str) -> Failure:
+        memory = faults.out_of_memory(error)
+        cause = self._fatal_cause(error)
+        if cause is not None:
+            if self.fatal is None:
+                self.reason = summarize(cause)
+                self.fatal = reported(UnavailableError.fatal(self._model, self.reason), text)
+            failure = Failure(self.fatal, text, final=True)
+        elif memory:
+            failure = Failure(OutOfMemoryError(self._model), text)
+        elif isinstance(error, BackendError):
+            # A LoadError is a conflict between config and model: every item fails with it. Only
+            # errors of the user's own code need a traceback.
+            shown = text if isinstance(error, HookError) else ""
+            failure = Failure(error, shown, final=isinstance(error, LoadError))
+        else:
+            failure = Failure(ForwardError(self._model, error, called), text)
+        if composition.calls != self.calls_before and not self._repeats:
+            failure = dataclasses.replace(failure, final=True)
+        faults.release(error)
+        if memory and cause is None:
+            runtime.free()
+        return failure
+
+    def _fatal_cause(self, error: BaseException) -> BaseException | None:
+        """Return the error that made the device unusable for this process, or None.
+
+        Not all runtimes pass on CUDA's errors (AOTInductor does not), so the device is probed.
+        """
+        if faults.is_sticky(error):
+            return error
+        try:
+            runtime.probe(self._device)
+        except Exception as probe_error:  # torch raises many classes for a lost device
+            return probe_error
+        return None
+
+    def poison(self, reason: str) -> UnavailableError:
+        """Refuse every request from now on; return the error, the first one if there is one."""
+        if self.fatal is None:
+            self.reason = reason
+            self.fatal = reported(UnavailableError.fatal(self._model, reason))
+        return self.fatal
+
+    def unreadable(self, error: Exception) -> BackendError:
+        """Return the error of a request that cannot be read, due to its client or the device."""
+        reason, failure = summarize(error), self.classify(error)
+        if self.fatal is not None or isinstance(failure.error, OutOfMemoryError):
+            return self.refusal(failure)
+        return InputError(self._model, f"the request cannot be read: {reason}")
+
+    def refusal(self, failure: Failure) -> BackendError:
+        """Return the error of a failure, marked for the log unless its client caused it.
+
+        Return `fatal` once there is that.
+        """
+        if self.fatal is None and isinstance(failure.error, InputError):
+            return failure.error
+        return self.fatal or reported(failure.error, failure.text)
+
+
+def _traceback(error: BaseException) -> str:
+    text = "".join(traceback.format_exception(error, limit=_FRAMES)).rstrip()
+    if len(text) > 2 * _MAX_CHARACTERS:
+        text = f"{text[:_MAX_CHARACTERS]} […] {text[-_MAX_CHARACTERS:]}"
+    return text
+
+
+def version(tensor: Tensor) -> tuple[int, int | bytes]:
+    """Return a tensor's address and version; a hash where torch counts no versions.
+
+    Inference tensors (buffers that `forward()` creates in inference mode) have no version.
+    """
+    counted = digest(tensor) if tensor.is_inference() else tensor._version  # noqa: SLF001  has no public name
+    return tensor.data_ptr(), counted
+
+
+def digest(tensor: Tensor) -> bytes:
+    """Return a hash of a tensor's values."""
+    # contiguous() keeps a stride of 0 of a tensor with one value.
+    values = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
+    return hashlib.blake2b(values.view(torch.uint8).cpu().numpy().data).digest()

@@ -1,0 +1,191 @@
+"""The path of a batch: a tuple of stages, chosen at load, and one function that runs them.
+
+    before → group → gather → send → call → extract → fetch → scatter → after
+
+A model without features has neither `before` nor `after`. An error is a value: it takes the place
+of an item or of its result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias
+
+from torch_py_backend import composition
+from torch_py_backend.batching.counters import Counts
+from torch_py_backend.batching.gather_scatter import Item, Value
+from torch_py_backend.errors import BackendError
+from torch_py_backend.pipeline.failures import Failure, Failures
+
+# One request's tensors by name, or why it is refused.
+Entry: TypeAlias = "Item | BackendError"
+# What `scatter` and `after` make of a request: its result, by default its outputs by name, or its
+# error.
+Result: TypeAlias = Any
+Run: TypeAlias = "Callable[[Sequence[Entry]], Sequence[Result]]"
+
+
+class Group(NamedTuple):
+    """Items that share a call.
+
+    Attributes:
+        gather: returns the items' columns, [rows, ...], in the order in which `call` takes them,
+            and the rows of each item.
+        call: calls the model with columns.
+        items: the items.
+        places: the positions of the items among all entries of the run.
+    """
+
+    gather: Callable[[Sequence[Item]], tuple[Sequence[Value], Sequence[int]]]
+    call: Callable[..., Any]
+    items: Sequence[Item]
+    places: Sequence[int]
+
+
+class Stages(NamedTuple):
+    """What differs between models.
+
+    Attributes:
+        before: each takes and returns the entries of a run: hooks, states.
+        group: refuses entries, and puts those that can share a call together.
+        send: copies columns to the device; None: they are there.
+        extract: returns the outputs of the model's result for a number of rows, checked.
+        fill: calls the model, in place of a plain call and `extract`, in as many calls as needed
+            with the rows that it takes; None: it takes any number of rows.
+        copy: copies an output, whose memory a later call may overwrite.
+        fetch: copies outputs to the host; None: they are there.
+        scatter: returns a result for each item from the outputs, the rows of each, and the items.
+        after: each takes and returns the results of a run, and takes its entries.
+    """
+
+    before: tuple[Callable[[Sequence[Entry]], Sequence[Entry]], ...]
+    group: Callable[[Sequence[Entry]], tuple[Sequence[Entry], Sequence[Group]]]
+    send: Callable[[Sequence[Value]], Sequence[Value]] | None
+    extract: Callable[[Any, int], Sequence[Value]]
+    fill: Callable[[Callable[..., Any], Sequence[Value], int], Sequence[Value]] | None
+    copy: Callable[[Value], Value]
+    fetch: Callable[[Sequence[Value]], Sequence[Value]] | None
+    scatter: Callable[[Sequence[Value], Sequence[int], Sequence[Item]], Sequence[Result]]
+    after: tuple[Callable[[Sequence[Result], Sequence[Entry]], Sequence[Result]], ...]
+
+
+# Runs one group; with `copies`, the model may be called again before the results are sent.
+Attempt: TypeAlias = "Callable[[Group, bool], Sequence[Result]]"
+
+
+def attempt(stages: Stages, counts: Counts) -> Attempt:
+    """Return the function that runs a group as one batch; it raises whatever the model raises."""
+    # Locals: each attribute that a call looks up costs time.
+    send, extract, fill, copy = stages.send, stages.extract, stages.fill, stages.copy
+    fetch, scatter = stages.fetch, stages.scatter
+    clock = time.perf_counter
+
+    def run_group(group: Group, copies: bool) -> Sequence[Result]:  # noqa: FBT001  hot
+        began = clock()
+        columns, sizes = group.gather(group.items)
+        rows = sum(sizes)
+        counts.rows += rows
+        gathered = sent = clock()
+        if send is not None:
+            columns = send(columns)
+            sent = clock()
+        if fill is None:
+            values = extract(group.call(*columns), rows)
+        else:
+            values = fill(group.call, columns, rows)
+        called = fetched = clock()
+        if fetch is not None:
+            values = fetch(values)
+            fetched = clock()
+        if copies:
+            values = [copy(value) for value in values]
+        results = scatter(values, sizes, group.items)
+        # Inline: a method call would cost more than these additions.
+        counts.gather_seconds += gathered - began
+        counts.host_to_device_seconds += sent - gathered
+        counts.forward_seconds += called - sent
+        counts.device_to_host_seconds += fetched - called
+        return results
+
+    return run_group
+
+
+class Guard(NamedTuple):
+    """The context of calls of the model, such as inference mode.
+
+    Attributes:
+        enter: returns the context.
+        is_entered: returns whether the thread is in it.
+    """
+
+    enter: Callable[[], AbstractContextManager[object]]
+    is_entered: Callable[[], bool]
+
+
+def build(
+    stages: Stages, run_group: Attempt, failures: Failures, counts: Counts, guard: Guard
+) -> Run:
+    """Return the function that runs entries: it returns a result or an error for each, in order."""
+    enter, is_entered = guard
+    before, group_entries, after = stages.before, stages.group, stages.after
+
+    def retried(group: Group, failure: Failure) -> Sequence[Result]:
+        def run_some(items: Sequence[Item]) -> Sequence[Result]:
+            rows = counts.rows
+            try:
+                return run_group(group._replace(items=items), True)  # noqa: FBT003
+            finally:
+                counts.retried_rows += counts.rows - rows
+
+        return failures.halve(group.items, run_some, failure)
+
+    def run(entries: Sequence[Entry]) -> Sequence[Result]:
+        if not is_entered():
+            with enter():
+                return run(entries)
+        for prepare in before:
+            entries = prepare(entries)
+        entries, groups = group_entries(entries)
+        results: Sequence[Result] = entries
+        for number, group in enumerate(groups, 1):
+            if failures.fatal is not None:
+                results = _refused(results, groups[number - 1 :], failures.fatal)
+                break
+            failure = None
+            failures.calls_before = composition.calls
+            try:
+                outcomes = run_group(group, number < len(groups))
+            except KeyboardInterrupt:  # of `check` or `tune`
+                raise
+            except BaseException as error:
+                failure = failures.classify(error)
+            if failure is not None:  # outside of `except`, which would keep the frames of the call
+                outcomes = retried(group, failure)
+            whole = len(group.items) == len(entries)
+            results = outcomes if whole else _placed(results, group.places, outcomes)
+        for finish in after:
+            results = finish(results, entries)
+        return results
+
+    return run
+
+
+def _placed(
+    results: Sequence[Result], places: Sequence[int], outcomes: Sequence[Result]
+) -> Sequence[Result]:
+    """Return results with those of a group in their places."""
+    changed = list(results)
+    for place, outcome in zip(places, outcomes, strict=True):
+        changed[place] = outcome
+    return changed
+
+
+def _refused(
+    results: Sequence[Result], groups: Sequence[Group], error: BackendError
+) -> Sequence[Result]:
+    """Return results with an error in the places of some groups."""
+    for group in groups:
+        results = _placed(results, group.places, [error] * len(group.items))
+    return results
