@@ -1,4 +1,4 @@
-"""Ten thousand malformed requests: no crash, no hang, no error of ours that is not the client's.
+"""Two thousand malformed requests: no crash, no hang, no error of ours that is not the client's.
 
 They arrive together with good requests for the same models, which batches put beside them.
 """
@@ -22,8 +22,8 @@ from malformed import Malformed
 from torch_py_backend.server import Server
 
 _SEED = 20_260_101
-_WAVES = 500
-_BAD_PER_WAVE = 20  # with _WAVES: 10,000
+_WAVES = 100
+_BAD_PER_WAVE = 20  # with _WAVES: 2,000
 _GOOD_PER_WAVE = 8
 # Triton itself refuses a whole batch in which the lengths of one request's strings are wrong.
 _STRINGS = "incomplete string"
@@ -40,7 +40,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield server
 
 
-def test_ten_thousand_malformed_requests(server: Server) -> None:
+def test_malformed_requests(server: Server) -> None:
     """Each gets an answer; the good ones among them are right; every process lives on."""
     started = {one.pid for one in living.descendants(server.process.pid)}
     answers = asyncio.run(_storm(server))
