@@ -25,6 +25,8 @@ from pathlib import Path
 from torch_py_backend.processes import orphan_cleanup
 orphan_cleanup.SHARED_MEMORY = Path(sys.argv[1])
 owner = orphan_cleanup.ServerFolder()
+if sys.argv[2] == "guarded":
+    owner.start_guard()
 environment = os.environ | {orphan_cleanup.VARIABLE: str(owner.status)}
 code = "import time; print(flush=True); time.sleep(1000)"
 sleeper = subprocess.Popen(
@@ -33,7 +35,8 @@ sleeper = subprocess.Popen(
 sleeper.stdout.readline()
 (orphan_cleanup.SHARED_MEMORY / (owner.prefix + "region")).write_bytes(b"?")
 (orphan_cleanup.SHARED_MEMORY / "another").write_bytes(b"?")
-print(owner.prefix, owner.path, sleeper.pid, flush=True)
+guard = owner._guard.pid if owner._guard else 0
+print(owner.prefix, owner.path, sleeper.pid, guard, flush=True)
 time.sleep(1000)
 """
 
@@ -48,19 +51,20 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shm"
 
 
-def _start_owner(shared: Path) -> tuple[subprocess.Popen[str], str, Path, int]:
-    """Start a process that owns a server; return its prefix, its folder and its child."""
+def _start_owner(shared: Path, how: str) -> tuple[subprocess.Popen[str], str, Path, int, int]:
+    """Start a process that owns a server; return its prefix, folder, child and guard."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _OWNER, str(shared)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", _OWNER, str(shared), how], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None
-    prefix, folder, child = process.stdout.readline().split()
-    return process, prefix, Path(folder), int(child)
+    prefix, folder, child, guard = process.stdout.readline().split()
+    return process, prefix, Path(folder), int(child), int(guard)
 
 
 def test_an_owner_cleans_up(shared: Path) -> None:
     """Processes, regions and the private folder are removed; `close` may be called twice."""
     owner = ServerFolder()
+    owner.start_guard()
     for folder in (owner.status, owner.path):
         assert folder.stat().st_mode & 0o777 == 0o700
     (shared / f"{owner.prefix}region").write_bytes(b"?")
@@ -104,10 +108,24 @@ def test_shared_memory_that_cannot_be_written(
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_a_sweep_cleans_up(shared: Path) -> None:
-    """After a server whose owner was killed, the next one cleans up; live servers are kept."""
-    dead, prefix, folder, child = _start_owner(shared)
-    alive, other, kept, sleeper = _start_owner(shared)
+def test_the_guard_cleans_up_after_its_owner() -> None:
+    """After kill -9 of the owner, no process, region or folder is left."""
+    process, prefix, folder, child, guard = _start_owner(orphan_cleanup.SHARED_MEMORY, "guarded")
+    regions = orphan_cleanup.SHARED_MEMORY
+    (regions / "another").unlink(missing_ok=True)  # other tests may run
+    assert list(regions.glob(f"{prefix}*"))
+    process.kill()
+    process.communicate()
+    assert living.pid_ends(guard)
+    assert living.pid_ends(child)
+    assert list(regions.glob(f"{prefix}*")) == []
+    assert not folder.exists()
+
+
+def test_a_sweep_cleans_up_without_guard(shared: Path) -> None:
+    """If the guard was killed as well, the next server cleans up; live servers are kept."""
+    dead, prefix, folder, child, _ = _start_owner(shared, "alone")
+    alive, other, kept, sleeper, _ = _start_owner(shared, "alone")
     dead.kill()
     dead.communicate()
     assert orphan_cleanup.sweep() == [prefix]

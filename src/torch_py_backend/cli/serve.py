@@ -226,7 +226,7 @@ def _triton_arguments(
     arguments: Sequence[str], restrict: str, *, reload: bool
 ) -> tuple[str, list[str], list[str]]:
     """Return the model control mode, the models to load, and the arguments for tritonserver."""
-    # Removed, so that tritonserver and its instances do not inherit the key.
+    # Removed, so that tritonserver, its instances and the guard do not inherit the key.
     key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
     kept = list(arguments)
     if restrict:

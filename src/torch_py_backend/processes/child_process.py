@@ -7,6 +7,7 @@ the whole server, would wait without end.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import io
 import json
@@ -22,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from torch_py_backend.errors import BackendError, LoadError, summarize
-from torch_py_backend.processes import orphan_cleanup, procfs
+from torch_py_backend.processes import procfs
 
 _START = (
     # Replaces the current folder, whose files must not shadow other modules.
     "import sys; sys.path[0] = sys.argv[1];"
     " from torch_py_backend.processes import child_process; child_process.main()"
 )
+_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 # The longest time limit that the system takes.
 _LONGEST_S = 1e6
 _CURE = "The server's log may say more."
@@ -98,7 +100,7 @@ def main() -> None:
     _, _, task, path = sys.argv
     child = os.getpid()
     # A model's call may not return: the kernel kills this process when its parent dies.
-    orphan_cleanup.end_with_parent()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     use_utf8()
     arguments = json.loads(sys.stdin.buffer.read())
     module, _, function = task.partition(":")

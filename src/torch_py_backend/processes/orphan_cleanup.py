@@ -1,19 +1,20 @@
 """Cleanup after a server: its processes, its regions of shared memory and its folder.
 
-A server that is stopped removes all of them itself. If its owner is killed, the kernel ends
-tritonserver, whose instances then end by themselves; the next server finds the owner's file without
-a lock, and removes what is left.
+It happens in one of three ways. A server that is stopped removes all of them itself. If its owner
+dies, a guard, which is a small process beside it, does the same. If both are killed, the next
+server finds the owner's file without a lock.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -31,13 +32,11 @@ _REGION = re.compile(rb"torch_py_backend_[0-9a-f]{12}_(?!owner$)[0-9A-Za-z-]+")
 _OWNER = "owner"
 _ROUNDS = 20
 _PAUSE_S = 0.05
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-
-
-def end_with_parent() -> None:
-    """Let the kernel kill this process when the thread that has started it ends."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+_START = (
+    "import sys; sys.path.insert(0, sys.argv[1]);"
+    " from torch_py_backend.processes import orphan_cleanup;"
+    " orphan_cleanup.guard(*sys.argv[2:])"
+)
 
 
 class ServerFolder:
@@ -59,6 +58,7 @@ class ServerFolder:
         self.prefix = f"{_NAME}{uuid.uuid4().hex[:12]}_"
         self.path = Path(tempfile.mkdtemp(prefix=_FOLDER))
         self.status, self.backends = self.path / "status", self.path / "backends"
+        self._guard: subprocess.Popen[bytes] | None = None
         self._locks: list[int] = []
         try:
             self.status.mkdir(mode=0o700)
@@ -79,9 +79,26 @@ class ServerFolder:
         fcntl.flock(self._locks[-1], fcntl.LOCK_EX)
         return self._locks[-1]
 
+    def start_guard(self) -> None:
+        """Start the process that cleans up when this one dies."""
+        package = Path(__file__).parents[2]
+        command = [sys.executable, "-I", "-S", "-c", _START, str(package)]
+        self._guard = subprocess.Popen(  # noqa: S603  this Python, this package
+            [*command, self.prefix, str(self.path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            # Signals to this process group, such as Ctrl-C or `kill -9 -group`, must not reach it.
+            start_new_session=True,
+            cwd="/",
+        )
+
     def close(self) -> None:
         """Remove the resources, and release the locks. May be called twice."""
         remove(self.prefix, self.path)
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.kill()
+            guard.communicate()
         while self._locks:
             os.close(self._locks.pop())
 
@@ -106,8 +123,18 @@ def remove(prefix: str, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def guard(prefix: str, folder: str) -> None:
+    """Wait until the owner has ended, and clean up after it; called in the guard process."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    # Nothing is written to this pipe: it is closed when the owner ends.
+    while os.read(0, 1):
+        pass
+    remove(prefix, Path(folder))
+
+
 def sweep() -> list[str]:
-    """Clean up after servers whose owners were killed; return their prefixes."""
+    """Clean up after servers whose owners and guards were killed; return their prefixes."""
     prefixes = []
     for path in sorted(SHARED_MEMORY.glob(f"{_NAME}*_{_OWNER}")):
         # OSError: it is no file of this user, or another process holds the lock. ValueError: it

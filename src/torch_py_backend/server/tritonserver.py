@@ -141,6 +141,7 @@ class Server:
             ) from None
         variables[orphan_cleanup.VARIABLE] = str(folder.status)
         try:
+            folder.start_guard()
             triton_installation.populate_backends(self._triton, folder.backends)
             # A session of its own: Ctrl-C reaches this process, which then stops the server. A
             # folder of its own: Triton's stub would import a model.py from the current folder.
@@ -167,7 +168,6 @@ class Server:
                 stdout=self.log,
                 stderr=self.log,
                 start_new_session=True,
-                preexec_fn=orphan_cleanup.end_with_parent,  # noqa: PLW1509  one call of the kernel
             )
         except BaseException as error:
             self.stop()

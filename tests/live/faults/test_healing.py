@@ -479,21 +479,28 @@ def _held(prefix: str) -> Iterator[None]:
 
 
 def test_serve_is_killed(tmp_path: Path) -> None:
-    """Kill -9 of serve ends tritonserver at once; the next serve removes what is left."""
+    """Kill -9 of serve, and of its guard, leaves no process and no shared memory for long."""
     _model("steady").lay_out(tmp_path)
     _model("hangs").lay_out(tmp_path)
     with serve(tmp_path) as served:
         family, prefix = _one_hangs(served)
         triton = served.triton()
+        _guard(family).kill()
         with _held(prefix):
             served.process.kill()
             served.process.wait()
-            assert living.all_end([triton])
             assert regions(prefix)
     with serve(tmp_path) as served:
-        served.wait_loaded()
+        new_family, new_prefix = _one_hangs(served)
+        # The next start removes what was left.
         assert regions(prefix) == []
         assert living.all_end(family)
+        assert living.ended(triton)
+        assert _guard(new_family)
+        served.process.kill()
+        # The guard takes tritonserver and all instances along.
+        assert living.all_end(new_family)
+        until(lambda: not regions(new_prefix), served)
 
 
 def _one_hangs(served: Supervised) -> tuple[list[psutil.Process], str]:
@@ -503,6 +510,10 @@ def _one_hangs(served: Supervised) -> tuple[list[psutil.Process], str]:
     for stub in served.stubs("hangs"):
         stub.suspend()
     return family, prefix
+
+
+def _guard(family: list[psutil.Process]) -> psutil.Process:
+    return next(one for one in family if "orphan_cleanup" in living.command(one))
 
 
 def _check_death(served: Supervised, number: signal.Signals) -> None:
