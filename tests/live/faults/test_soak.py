@@ -28,7 +28,7 @@ import tritonclient.grpc.aio
 from hostile import SERVED, Answer, Grpc, Http
 from supervised import Supervised
 
-_SECONDS = float(os.environ.get("SOAK_SECONDS", "10"))
+_SECONDS = float(os.environ.get("SOAK_SECONDS", "20"))
 _CLIENTS = 6  # of each protocol
 _SAMPLE_S = 0.5
 # Between two cycles of unload and load.
