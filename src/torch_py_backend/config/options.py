@@ -150,10 +150,9 @@ def _option(
     *,
     default: object = None,
     aliases: tuple[str, ...] = (),
-    inert: str = "",
 ) -> Any:
     """Return a field of Options: a row of the table without its name."""
-    metadata = {"parser": parser, "aliases": aliases, "inert": inert}
+    metadata = {"parser": parser, "aliases": aliases}
     return field(default=default, metadata=metadata)
 
 
@@ -179,7 +178,6 @@ class Options:
     enable_jit_executor: bool | None = _option(boolean)
     enable_jit_profiling: bool | None = _option(boolean)
     enable_tensor_fuser: bool | None = _option(boolean)
-    enable_nvfuser: bool | None = _option(boolean, inert="PyTorch no longer has nvFuser")
     float32_matmul_precision: str | None = _option(matmul_precision)
     disable_cudnn: bool = _option(boolean, default=False)
     cuda_memory_fraction: float | None = _option(fraction)
@@ -231,7 +229,6 @@ class OptionRow:
         field: its name in Options.
         default: the value if the parameter is not set.
         aliases: other keys of the same option.
-        inert: why the option has no effect.
     """
 
     key: str
@@ -239,7 +236,6 @@ class OptionRow:
     default: object
     parser: Parser[object]
     aliases: tuple[str, ...]
-    inert: str
 
 
 TABLE = tuple(
@@ -261,6 +257,10 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
     keys: dict[str, str] = {}
     rows = {key: row for row in TABLE for key in (row.key, *row.aliases)}
     for key, entry in parameters.items():
+        ignored = removed_names.IGNORED_OPTIONS.get(key)
+        if ignored is not None:
+            log.warning("model '%s': the parameter %s has no effect: %s.", model, key, ignored)
+            continue
         row = rows.get(key)
         removed = removed_names.OPTIONS.get(key)
         if row is None and removed is not None:
@@ -275,8 +275,6 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
         value = _parse_value(model, key, _LIBTORCH_PARSERS.get(key, row.parser), entry)
         if value is None:
             continue
-        if row.inert and value:
-            log.warning("model '%s': the parameter %s has no effect: %s.", model, key, row.inert)
         if row.field in values and values[row.field] != value:
             raise ConfigError(
                 model,

@@ -34,6 +34,9 @@ OPTIONS: Mapping[str, str] = {
     "WATCH_WEIGHTS": "Add a new version folder: Triton switches to it without a gap.",
 }
 
+# LibTorch's options that a repository may set, and why they have no effect.
+IGNORED_OPTIONS: Mapping[str, str] = {"ENABLE_NVFUSER": "PyTorch no longer has nvFuser"}
+
 OPTIMIZE: Mapping[str, str] = {
     "auto": "`torch-py-backend tune` prints the options to set.",
     "bf16_weights": "Use bf16, which converts the weights at load.",
