@@ -102,8 +102,8 @@ def from_arguments(
     if max_batch_size and not batched:
         raise ExampleError(
             callee.model,
-            f"max_batch_size is {max_batch_size}, and with twice the rows in the example, the"
-            " outputs have not twice the rows, or the same rows other values when they are alone",
+            f"max_batch_size is {max_batch_size}, and the example's outputs are none of a batch:"
+            " with twice the rows they have not twice the rows, or a row alone has other values",
             expected="tensors whose dimension 0 is the batch, with rows that do not depend on each"
             " other: Triton batches those of all clients",
             cure="Set max_batch_size to 0, or correct the example.",
