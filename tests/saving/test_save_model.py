@@ -531,7 +531,7 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         Total(),
         {"example_inputs": _X, "max_batch_size": 4},
         ExampleError,
-        "max_batch_size is 4, and with twice the rows in the example, the outputs have not twice",
+        "max_batch_size is 4, and .*with twice the rows they have not twice the rows",
     ),
     "request": (
         models.Affine(),
