@@ -40,21 +40,26 @@ def method(definition: str) -> str:
 # --- the class -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "code",
-    [f"class Hooks:\n{_POST}", "class Hooks:\n    postprocess = staticmethod(lambda result: 1)\n"],
-)
-def test_class(code: str, tmp_path: Path) -> None:
-    """The hooks are methods of the class Hooks, or functions that it holds."""
-    assert [hook.name for hook in load(tmp_path, code).defined] == ["postprocess"]
+def test_class(tmp_path: Path) -> None:
+    """The hooks are methods or functions of the class Hooks, whose constructor may get the folder.
 
+    The text lists them in the order in which they run, as they are declared.
+    """
+    hooks = load(
+        tmp_path,
+        """
+class Hooks:
+    def __init__(self, folder):
+        self.folder = folder
 
-def test_folder(tmp_path: Path) -> None:
-    """A constructor with an argument for the folder gets the version folder."""
-    code = f"class Hooks:\n    def __init__(self, folder):\n        self.folder = folder\n{_POST}"
-    hook = load(tmp_path, code).postprocess
-    assert hook is not None
-    assert hook.method.__self__.folder == tmp_path / "1"  # type: ignore[attr-defined]
+    postprocess = staticmethod(lambda result: 1)
+
+    def preprocess(self, x, y=1): ...
+""",
+    )
+    assert hooks.preprocess is not None
+    assert hooks.preprocess.method.__self__.folder == tmp_path / "1"  # type: ignore[attr-defined]
+    assert str(hooks) == "preprocess(x, y=1), postprocess(result)"
 
 
 @pytest.mark.parametrize(
@@ -225,9 +230,3 @@ def test_class_in_the_wrong_file(tmp_path: Path) -> None:
             )
         ):
             registry.load(discovery.find(settings), settings, None)
-
-
-def test_as_text(tmp_path: Path) -> None:
-    """The text lists the methods in the order in which they run, as they are declared."""
-    code = "class Hooks:\n    def postprocess(self, x): ...\n    def preprocess(self, y=1): ...\n"
-    assert str(load(tmp_path, code)) == "preprocess(y=1), postprocess(x)"

@@ -56,71 +56,6 @@ _CONFIG = (
 )
 
 
-_KINDS = ("cat", "dog", "newt", "owl")
-_SIDE = 32
-# What a model card of Hugging Face's says.
-_PICTURES = """\
-from io import BytesIO
-
-from PIL import Image
-from transformers import AutoImageProcessor
-
-
-class Hooks:
-    def __init__(self, folder):
-        self.processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
-
-    def preprocess(self, image: bytes):
-        opened = Image.open(BytesIO(image)).convert("RGB")
-        return {"pixel_values": self.processor(opened, return_tensors="pt")["pixel_values"][0]}
-
-    def postprocess(self, result):
-        shares = result.logits.softmax(0)
-        return {"label": KINDS[int(shares.argmax())], "share": shares.max()}
-
-
-KINDS = ("cat", "dog", "newt", "owl")
-"""
-_IMAGES = (
-    'backend: "pytorch_py"\nmax_batch_size: 8\n'
-    + tensor("input", "image", [1], "STRING")
-    + tensor("output", "label", [1], "STRING")
-    + tensor("output", "share", [1])
-    + "dynamic_batching { max_queue_delay_microseconds: 20000 }\n"
-    + "instance_group [{ kind: KIND_CPU count: 1 }]\n"
-    # Made-up bytes are no image.
-    + 'parameters { key: "WARMUP" value { string_value: "false" } }\n'
-)
-_FACTORY = (
-    'parameters { key: "MODEL_FACTORY" value'
-    ' { string_value: "transformers:AutoModelForImageClassification" } }\n'
-)
-
-
-@pytest.fixture(scope="module")
-def watcher() -> Any:
-    """Looks at images; random weights, the same in every run."""
-    settings = transformers.ViTConfig(
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=32,
-        image_size=_SIDE,
-        patch_size=8,
-        num_labels=len(_KINDS),
-        initializer_range=1.0,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        return transformers.ViTForImageClassification(settings).eval()
-
-
-@pytest.fixture(scope="module")
-def processor() -> Any:
-    """Made without a network, and without torchvision."""
-    return transformers.ViTImageProcessorPil(size={"height": _SIDE, "width": _SIDE})
-
-
 @pytest.fixture(scope="module")
 def classifier() -> Any:
     """Random weights, the same in every run."""
@@ -154,8 +89,6 @@ def tokenizer() -> Any:
 def serving(
     classifier: Any,
     tokenizer: Any,
-    watcher: Any,
-    processor: Any,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("pipelines")
@@ -164,10 +97,6 @@ def serving(
         classifier.save_pretrained, tokenizer.save_pretrained, scenarios.text(_CODE, "hooks.py")
     )
     Scenario("texts", writers, _CONFIG).lay_out(repository)
-    pictures = scenarios.both(
-        watcher.save_pretrained, processor.save_pretrained, scenarios.text(_PICTURES, "hooks.py")
-    )
-    Scenario("pictures", pictures, _IMAGES + _FACTORY).lay_out(repository)
     shutil.copytree(_EXAMPLES / "digits_png", repository / "digits_png")
     with asked(folder) as running:
         yield running
@@ -272,46 +201,3 @@ def test_images(serving: Serving) -> None:
         for protocol in ("http", "grpc"):
             serving.check(protocol, "digits_png", call)
     serving.check_together("digits_png", calls)
-
-
-def _photo(kind: str, width: int, height: int, seed: int) -> bytes:
-    """Noise in colours, as a file."""
-    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    file = BytesIO()
-    Image.fromarray(noise).save(file, format=kind)
-    return file.getvalue()
-
-
-def _seen(shares: list[Any], *files: bytes) -> Call:
-    """Files, and the shares of each kind that eager PyTorch gives each of them."""
-    labels = [_KINDS[int(one.argmax())] for one in shares]
-    best = np.array([[float(one.max())] for one in shares], dtype=np.float32)
-    return Call({"image": column(*files)}, {"label": column(*labels), "share": best})
-
-
-def test_an_image_processor_of_hugging_face(serving: Serving, watcher: Any, processor: Any) -> None:
-    """A processor's settings beside the weights; labels and shares as in eager.
-
-    PNG and JPEG, of all sizes, one and two a request, alone and together; and what is no image.
-    """
-    assert serving.states["pictures"].ready, serving.states["pictures"].reason
-    files = [
-        _photo("PNG", 40, 40, 0),
-        _photo("JPEG", 200, 120, 1),
-        _photo("PNG", 31, 77, 2),
-        _photo("JPEG", 32, 32, 3),
-    ]
-    images = [Image.open(BytesIO(file)).convert("RGB") for file in files]
-    with torch.inference_mode():
-        logits = [watcher(**processor(image, return_tensors="pt")).logits[0] for image in images]
-    shares = [one.softmax(0) for one in logits]
-    calls = [
-        _seen(shares[:1], files[0]),
-        _seen(shares[1:3], *files[1:3]),
-        _seen(shares[3:], files[3]),
-        Call({"image": column(b"none")}, Refused(400, ("preprocess() refuses the input",))),
-    ]
-    for call in calls:
-        for protocol in ("http", "grpc"):
-            serving.check(protocol, "pictures", call)
-    serving.check_together("pictures", calls)

@@ -8,14 +8,17 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import command_line
 import models
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.export import Dim
 
@@ -26,6 +29,7 @@ from torch_py_backend.config import model_config, pbtxt
 from torch_py_backend.errors import ExampleError, LoadError, SaveError, SourceError, ToolError
 from torch_py_backend.loading import registry
 from torch_py_backend.processes import child_process
+from torch_py_backend.saving import image_hooks
 from torch_py_backend.tools import model_folder
 
 transformers = pytest.importorskip("transformers")
@@ -491,6 +495,12 @@ def test_model_that_takes_images(tmp_path: Path) -> None:
     document = _saved(tmp_path, model, processor=processor)
     assert _tensors(document, "input") == {"image": [1]}
     assert _tensors(document, "output") == {"logits": [2]}
+    image = Image.fromarray(np.arange(5 * 7 * 3, dtype=np.uint8).reshape(5, 7, 3))
+    file = BytesIO()
+    image.save(file, format="PNG")
+    prepared = image_hooks.Hooks(tmp_path / "models" / "net" / "1").preprocess(file.getvalue())
+    expected = processor(image, return_tensors="pt")["pixel_values"]
+    assert torch.equal(prepared["pixel_values"], expected[0])
 
 
 # --- bad input -------------------------------------------------------------------------------

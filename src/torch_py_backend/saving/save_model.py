@@ -30,6 +30,8 @@ from torch_py_backend.tools.model_folder import SavedModule
 
 log = logging.getLogger(__name__)
 
+_OF_ANY_FORMAT = ExampleError, PlatformError, SourceError
+
 
 def save_model(
     module: nn.Module,
@@ -124,9 +126,7 @@ def save_model(
                     ),
                 )
             except (SaveError, LoadError) as error:
-                if len(formats) == 1 or isinstance(
-                    error, ExampleError | PlatformError | SourceError
-                ):
+                if len(formats) == 1 or isinstance(error, _OF_ANY_FORMAT):
                     raise
                 refusals.append(error)
                 continue
@@ -138,15 +138,12 @@ def save_model(
                     log.warning("model '%s': %s", name, line.removeprefix("note").strip())
             return target
     source, program = refusals
-    cure = "Change forward() so that torch.export supports it."
-    if isinstance(source, SaveError):
-        of_source = source.cure or "Put the class into a .py file and import it."
-        cure = f"{of_source.removesuffix('.')}, or change{cure.removeprefix('Change')}"
+    cure = source.cure if isinstance(source, SaveError) else ""
     raise SaveError(
         name,
         f"it can be saved neither as source ({_found(source)}) nor as a program"
         f" ({_found(program)})",
-        cure=cure,
+        cure=f"{cure} Or change forward() so that torch.export supports it.".lstrip(),
     )
 
 
