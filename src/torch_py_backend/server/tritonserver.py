@@ -312,14 +312,14 @@ class Server:
 
     def stop(self) -> None:
         """Stop the server, and remove its instances and shared memory. May be called twice."""
-        if self._process is not None:
-            with _interrupts_deferred():
+        with _interrupts_deferred():
+            if self._process is not None:
                 in_children = self._process.poll() is None and self._computes_in_children()
                 process, self._process = self._process, None
                 terminate(process, self._exit_seconds, in_children=in_children)
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            folder.close()
+            folder, self._folder = self._folder, None
+            if folder is not None:
+                folder.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -337,41 +337,29 @@ def exit_seconds(arguments: Sequence[str]) -> int:
 
 
 def terminate(process: subprocess.Popen[bytes], seconds: float, *, in_children: bool) -> None:
-    """Terminate the server; after its own time limit, kill it and its descendants.
+    """Terminate the server; after its own time limit, kill it.
 
     Triton 24.10 waits for the whole limit for an instance that it has lost: of a model whose
     process died in a call, or whose reload was refused. If all its models run in child processes,
     it has nothing to wait for once they are gone.
     """
-    descendants = _descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + seconds + _GRACE_SECONDS
     idle_since = math.inf
     while process.poll() is None:
         now = time.monotonic()
-        is_busy = not in_children or any(map(_is_running, _descendants(process.pid)))
+        is_busy = not in_children or _has_children(process.pid)
         idle_since = math.inf if is_busy else min(idle_since, now)
         if now > deadline or now - idle_since > _IDLE_SECONDS:
             process.kill()
         time.sleep(_POLL_SECONDS)
-    for descendant in descendants:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            descendant.kill()
-    # Not psutil.wait_procs, which raises FileNotFoundError while a process is being reaped.
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while any(map(_is_running, descendants)) and time.monotonic() < deadline:
-        time.sleep(_POLL_SECONDS)
 
 
-def _descendants(pid: int) -> list[psutil.Process]:
+def _has_children(pid: int) -> bool:
+    """Return whether a process has children that run."""
     with contextlib.suppress(psutil.NoSuchProcess):
-        return list(psutil.Process(pid).children(recursive=True))
-    return []
-
-
-def _is_running(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+        children = psutil.Process(pid).children()
+        return any(child.status() != psutil.STATUS_ZOMBIE for child in children)
     return False
 
 
