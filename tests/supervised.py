@@ -65,7 +65,7 @@ class Supervised:
         self.http, self.grpc, self.health = match.groups()
 
     def family(self) -> list[psutil.Process]:
-        """Return the server, its instances and the guard."""
+        """Return the server and its instances."""
         return living.descendants(self.process.pid)
 
     def triton(self) -> psutil.Process:
