@@ -110,13 +110,7 @@ def _parse_input(text: str) -> dict[str, Any]:
 
 
 def _next_steps(report: FolderReport, weights: str, folder: Path) -> Iterator[str]:
-    """Yield the steps after which a model may load.
-
-    Args:
-        report: the state of its folder.
-        weights: the path for weights that may be missing; empty: there are weights.
-        folder: the model's folder.
-    """
+    """Yield the steps after which a model may load; `weights` is the path of missing weights."""
     options = [] if "--force" in sys.argv else ["--force"]
     for argument in report.missing:
         data_type = argument.get("data_type", "TYPE_FP32").removeprefix("TYPE_")

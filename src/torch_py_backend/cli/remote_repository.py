@@ -14,12 +14,9 @@ from torch_py_backend.tools import artifact_files, model_folder
 
 
 def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
-    """Return the local folder of a model repository.
+    """Return the local folder of a model repository: the path itself, or what is fetched.
 
-    Args:
-        url: such as s3://bucket/folder, or the path of a local repository.
-        cache: the folder for what is fetched; None: ~/.cache/torch-py-backend.
-        report: called with what happens, a line each.
+    What happens is passed to `report`, a line each.
 
     Raises:
         ServerError: the store fails, or the cache cannot be used.

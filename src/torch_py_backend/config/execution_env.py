@@ -72,10 +72,7 @@ def check_path(model: str, folder: str) -> None:
 def check(folder: Path, document: Document, stub: str) -> None:
     """Check the environment in a model's config without unpacking it.
 
-    Args:
-        folder: the model's folder.
-        document: its config, as Triton's JSON.
-        stub: the version of Python that the server's stub is built for; empty if unknown.
+    `stub` is the version of Python that the server's stub is built for; empty: unknown.
 
     Raises:
         PlatformError: it cannot be read, is not an environment, or is for another version of

@@ -112,11 +112,7 @@ class ModelConfig:
 
 
 def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
-    """Parse the arguments of Triton's `initialize`.
-
-    Args:
-        args: Triton's arguments.
-        complete: inputs and outputs are required; otherwise they are not read.
+    """Parse the arguments of Triton's `initialize`, with inputs and outputs if `complete`.
 
     Raises:
         ConfigError: the config uses what a Python-based backend does not support, lacks inputs or

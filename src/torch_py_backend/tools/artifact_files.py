@@ -221,9 +221,7 @@ def pretrained_kwargs(arguments: Iterable[str]) -> dict[str, Any]:
 def pretrained_inputs(config: Mapping[str, Any], arguments: Sequence[str]) -> list[dict[str, Any]]:
     """Return the inputs of a transformers model: tokens or an image; empty for other models.
 
-    Args:
-        config: the contents of config.json.
-        arguments: the names of the arguments of `forward()`.
+    They follow from the contents of config.json and the arguments of `forward()`.
     """
     if "input_ids" in arguments:
         optional = ["attention_mask"]

@@ -16,13 +16,10 @@ _COMMENTS = {
 
 
 def text(document: Document, description: str, signature: Document) -> str:
-    """Return the text of a config.
+    """Return the text of a config; of its instance group, kind and count.
 
-    Args:
-        document: the config; its instance group is written with kind and count only.
-        description: the type of the model's artifact.
-        signature: the arguments of the model, as `autocomplete.schema.describe_arguments` returns
-            them: placeholders for inputs that the config lacks; empty: unknown.
+    `signature`, as of `autocomplete.schema.describe_arguments`, gives placeholders for inputs that
+    the config lacks; empty: it is unknown.
     """
     return "\n".join(_lines(document, description, signature)) + "\n"
 

@@ -71,10 +71,7 @@ class SavedModule:
 def refuse_target(target: Path, linked: Sequence[Path], *, force: bool) -> None:
     """Raise an error if the target exists and may not be replaced.
 
-    Args:
-        target: the model folder to write.
-        linked: the files that the folder will link to.
-        force: replace a model folder that holds version 1 only.
+    With `force`, a model folder with version 1 alone is, unless `linked` files are in it.
 
     Raises:
         ToolError: something else exists there, or `force` is not set.

@@ -63,9 +63,7 @@ def warm_up(engine: Engine, row_counts: Sequence[int] = ()) -> None:
 def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[str, Any]:
     """Load and warm up a model; return what it is, takes and gives, as JSON.
 
-    Args:
-        arguments: Triton's arguments.
-        reference: a file with outputs for the example beside the model, to compare with its own.
+    `reference` is a file with outputs for the example beside the model, to compare with its own.
 
     Raises:
         LoadError: the model cannot be served.
@@ -192,16 +190,10 @@ class Times(NamedTuple):
 def measure(
     arguments: Mapping[str, str], configured: Mapping[str, str], rows: int
 ) -> dict[str, Any]:
-    """Load a candidate and the model as configured, compare their outputs, and time them in turn.
+    """Return the figures of `tuning.Row` for a candidate, timed beside the model as configured.
 
-    Args:
-        arguments: Triton's arguments for the candidate. It is loaded first, in a process that has
-            not compiled anything yet.
-        configured: Triton's arguments for the model as configured.
-        rows: rows of a full batch.
-
-    Returns:
-        The artifact's `kind`, and the figures of `tuning.Row` for the candidate.
+    The candidate is loaded first, in a process that has not compiled anything yet. A full batch has
+    `rows` rows.
 
     Raises:
         LoadError: a model cannot be loaded or run.

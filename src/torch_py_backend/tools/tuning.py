@@ -123,14 +123,8 @@ def measure(
 ) -> Iterator[Row]:
     """Yield the figures of the model as configured, and then of each candidate that suits it.
 
-    Those of the model as configured show how far two measurements of one model differ.
-
-    Args:
-        folder: the model's folder.
-        version: the version to measure.
-        document: the complete config, as Triton's JSON.
-        timeout_s: the time limit of each candidate.
-        reduced: whether 16-bit types are tried.
+    Those of the model as configured show how far two measurements of one model differ. Each
+    candidate has `timeout_s` seconds; 16-bit types are tried if `reduced`.
 
     Raises:
         LoadError: the model as configured cannot be run.
