@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.batching import runtime
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item
+from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine import build
@@ -72,13 +72,10 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
         Runtime, "to_device", lambda _, columns: [fake_gpu.put(column) for column in columns]
     )
     engine = streamed.engine(double)
-    device = dataclasses.replace(
+    engine.runtime = dataclasses.replace(
         runtime.create(Options(), CPU, ()), device=fake_gpu.DEVICE, host_inputs=False
     )
-    parts = build.parts(
-        engine.config, engine.loaded, device, None, rows=ANY_ROWS, counts=engine.counts
-    )
-    calls = StreamCalls(parts, build.chosen(parts, double), None)
+    calls = StreamCalls(engine, build.chosen(engine, double))
     item = streamed.item(1, 2)
     if on_gpu:
         item = {name: fake_gpu.put(torch.as_tensor(value)) for name, value in item.items()}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.counters import Counts
-from torch_py_backend.batching.gather_scatter import Gather, Item, Rows, Value
+from torch_py_backend.batching.gather_scatter import Gather, Item, Value
 from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
 from torch_py_backend.batching.padding import Padding
@@ -27,103 +26,80 @@ from torch_py_backend.pipeline import stages
 from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.pipeline.run import Entry, Group, Result, Stages
 from torch_py_backend.pipeline.stages import Filled, Hooked, Scatter
+from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.calls import InputBinding
 
+if TYPE_CHECKING:
+    from torch_py_backend.engine.engine import Engine
 
-class Parts(NamedTuple):
-    """The parts of one model's pipeline, which the warm-up and the served pipeline share.
+
+class Outputs(NamedTuple):
+    """How the result of a call becomes the columns of a batch.
 
     Attributes:
-        grouping: checks, binds and groups items; with hooks, their pipeline.
-        outputs: the names of the columns that `extract` returns.
-        extract: returns the outputs of a result for a number of rows.
+        names: the names of the columns.
+        extract: returns them for a number of rows.
         only_tensor: returns the type and dims of the only output, if a result is that output; None:
-            `extract` does not extract the model's outputs.
-        copy: copies an output.
-        rows: how many rows a call takes.
-        padding: pads inputs and cuts outputs; None: PAD is not set.
+            the columns are not the model's outputs, or have no rows.
+        copy: copies a column.
         finite: checks outputs; None: they are not checked, or after hooks.
     """
 
-    config: ModelConfig
-    runtime: Runtime
-    grouping: Grouping | HookedPipeline
-    outputs: tuple[str, ...]
+    names: tuple[str, ...]
     extract: Callable[[Any, int], Sequence[Value]]
     only_tensor: Callable[[], tuple[torch.dtype, tuple[int, ...]] | None] | None
-    copy: Callable[[Value], Value]
-    rows: Rows
-    padding: Padding | None
-    finite: Finite | None
-    counts: Counts
-    failures: Failures
+    copy: Callable[[Value], Value] = gather_scatter.clone
+    finite: Finite | None = None
 
 
-def parts(
+def grouping(
     config: ModelConfig,
-    loaded: Loaded,
-    runtime: Runtime,
+    signature: Signature,
     hooks: Hooks | None,
-    *,
-    rows: Rows,
-    counts: Counts,
-) -> Parts:
-    """Return the parts of a model's pipeline.
+    runtime: Runtime,
+    padding: Padding | None,
+) -> Grouping | HookedPipeline:
+    """Return what checks, binds and groups items; with hooks, their pipeline.
 
     Raises:
         BindingError: the config's inputs do not match the signature of the model or the hooks.
-        ConfigError: PAD does not match the inputs and outputs.
     """
-    padding = Padding(config) if config.options.pad else None
-    finite = Finite(config) if config.options.check_finite else None
+    if hooks is not None:
+        return HookedPipeline(config, signature, hooks, runtime)
+    dtype = config.options.weights_dtype
+    return Grouping(config, signature, padding, cast=getattr(torch, dtype) if dtype else None)
+
+
+def outputs_of(config: ModelConfig, loaded: Loaded, grouped: Grouping | HookedPipeline) -> Outputs:
+    """Return how the results of a model become outputs."""
+    if isinstance(grouped, HookedPipeline) and grouped.postprocesses:  # after scatter
+        rows = hooked_pipeline.UNPROCESSED
+        return Outputs(rows, grouped.split, None, hooked_pipeline.copy_rows)
     extractor = OutputExtractor(
         config, f"{loaded.returns}()", torchscript=loaded.signature.torchscript
     )
-    outputs = tuple(spec.name for spec in config.outputs)
-    copy: Callable[[Value], Value] = gather_scatter.clone
-    extract: Callable[[Any, int], Sequence[Value]] = extractor.extract
-    grouping: Grouping | HookedPipeline
-    if hooks is None:
-        dtype = config.options.weights_dtype
-        cast = getattr(torch, dtype) if dtype else None
-        grouping = Grouping(config, loaded.signature, padding, cast=cast)
-    else:
-        grouping = HookedPipeline(config, loaded.signature, hooks, runtime)
-        if grouping.postprocesses:  # after scatter
-            outputs, extract, finite = hooked_pipeline.UNPROCESSED, grouping.split, None
-            copy = hooked_pipeline.copy_rows
+    return Outputs(
+        tuple(spec.name for spec in config.outputs),
+        extractor.extract,
+        extractor.only_tensor if config.max_batch_size else None,
+        finite=Finite(config) if config.options.check_finite else None,
+    )
+
+
+def failures(config: ModelConfig, loaded: Loaded, device: torch.device) -> Failures:
+    """Return what follows a failed call of a model."""
     repeats = config.options.retry_failed_batch
     if repeats is None and config.sequencing is not None and not config.states:
         repeats = False  # the model keeps states itself
-    failures = Failures(
-        config.name,
-        loaded.signature.name,
-        device=runtime.device,
-        owner=loaded.owner,
-        repeats=repeats,
-    )
-    batched = config.max_batch_size > 0 and extract == extractor.extract
-    return Parts(
-        config=config,
-        runtime=runtime,
-        grouping=grouping,
-        outputs=outputs,
-        extract=extract,
-        only_tensor=extractor.only_tensor if batched else None,
-        copy=copy,
-        rows=rows,
-        padding=padding,
-        finite=finite,
-        counts=counts,
-        failures=failures,
-    )
+    name = loaded.signature.name
+    return Failures(config.name, name, device=device, owner=loaded.owner, repeats=repeats)
 
 
-def chosen(made: Parts, forward: Forward, writer: Scatter | None = None) -> Stages:
+def chosen(made: Engine, forward: Forward, writer: Scatter | None = None) -> Stages:
     """Return the stages of a model's pipeline.
 
     Args:
-        made: the model's parts.
+        made: the model.
         forward: the callable for inputs, compiled as configured.
         writer: takes the place of `scatter` for a model without features; None: results are outputs
             by name.
@@ -132,11 +108,13 @@ def chosen(made: Parts, forward: Forward, writer: Scatter | None = None) -> Stag
     before: tuple[Callable[[Sequence[Entry]], Sequence[Entry]], ...] = ()
     after: tuple[Callable[[Sequence[Result], Sequence[Entry]], Sequence[Result]], ...] = ()
     if isinstance(made.grouping, HookedPipeline):
-        hooks, failures = made.grouping, made.failures
+        hooks, counts = made.grouping, made.counts
         if hooks.prepares:
-            before = (Hooked(hooks.prepare, made.counts.count_preprocess, failures).before,)
+            before = (Hooked(hooks.prepare, counts.count_preprocess, made.failures).before,)
         if hooks.postprocesses:
-            after = (Hooked(hooks.finish, made.counts.count_postprocess, failures).after,)
+            after = (Hooked(hooks.finish, counts.count_postprocess, made.failures).after,)
+    outputs = made.outputs
+    fill = Filled(made.rows, outputs.extract, outputs.copy, made.counts)
     limited = made.rows.most is not None and made.rows.most < config.max_batch_size
     takes_any_rows = not limited and not made.rows.buckets and made.rows.least <= 1
     return Stages(
@@ -144,8 +122,10 @@ def chosen(made: Parts, forward: Forward, writer: Scatter | None = None) -> Stag
         group=_group(made, forward, served=writer is not None),
         send=None if runtime.on_cpu else runtime.to_device,
         extract=_extract(made),
-        fill=None if takes_any_rows else Filled(made.rows, made.extract, made.copy, made.counts),
-        copy=made.copy,
+        fill=None
+        if takes_any_rows
+        else Filled(made.rows, made.outputs.extract, made.outputs.copy, made.counts),
+        copy=made.outputs.copy,
         fetch=_fetch(made),
         scatter=_scatter(made, writer if not after else None),
         after=after,
@@ -156,19 +136,19 @@ def chosen(made: Parts, forward: Forward, writer: Scatter | None = None) -> Stag
 
 
 def _group(
-    made: Parts, forward: Forward, *, served: bool
+    made: Engine, forward: Forward, *, served: bool
 ) -> Callable[[Sequence[Entry]], tuple[Sequence[Entry], Sequence[Group]]]:
-    grouping = made.grouping
-    complete = grouping.binding
+    grouped = made.grouping
+    complete = grouped.binding
     gather, call = _bind(made, forward, complete)
-    if served and grouping.takes_arrays and made.runtime.host_inputs:
+    if served and grouped.takes_arrays and made.runtime.host_inputs:
         gather = gather_scatter.numbers(complete.names)
 
     def group(entries: Sequence[Entry]) -> tuple[Sequence[Entry], Sequence[Group]]:
-        if grouping.alike(entries):
+        if grouped.alike(entries):
             return entries, (Group(gather, call, entries, range(len(entries))),)  # type: ignore[arg-type]
         admitted = [
-            entry if isinstance(entry, BackendError) else grouping.admit(entry) for entry in entries
+            entry if isinstance(entry, BackendError) else grouped.admit(entry) for entry in entries
         ]
         items = [
             (place, entry)
@@ -176,7 +156,7 @@ def _group(
             if not isinstance(entry, BackendError)
         ]
         groups = []
-        for inputs, members, places in grouping.group(items):
+        for inputs, members, places in grouped.group(items):
             bound = (gather, call) if inputs is complete else _bind(made, forward, inputs)
             groups.append(Group(*bound, members, places))
         return admitted, groups
@@ -185,7 +165,7 @@ def _group(
 
 
 def _bind(
-    made: Parts, forward: Forward, inputs: InputBinding
+    made: Engine, forward: Forward, inputs: InputBinding
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the functions that gather some inputs, and call the model with their columns."""
     config, names = made.config, inputs.names
@@ -239,7 +219,7 @@ def _without_hooks(module: Forward) -> Forward:
 # --- outputs -----------------------------------------------------------------------------------
 
 
-def _fetch(made: Parts) -> Callable[[Sequence[Value]], Sequence[Value]] | None:
+def _fetch(made: Engine) -> Callable[[Sequence[Value]], Sequence[Value]] | None:
     """Return the function that copies outputs to the host, where the config says so, and waits.
 
     States stay on their device.
@@ -249,12 +229,12 @@ def _fetch(made: Parts) -> Callable[[Sequence[Value]], Sequence[Value]] | None:
     if device.type == "cpu" and not torch.cuda.is_available():
         return None
     states = {state.output for state in made.config.states}
-    kept = [name in states or not made.runtime.host_inputs for name in made.outputs]
+    kept = [name in states or not made.runtime.host_inputs for name in made.outputs.names]
 
-    def fetch(outputs: Sequence[Value]) -> Sequence[Value]:
+    def fetch(columns: Sequence[Value]) -> Sequence[Value]:
         fetched = [
             value.cpu() if isinstance(value, Tensor) and not keep else value
-            for value, keep in zip(outputs, kept, strict=True)
+            for value, keep in zip(columns, kept, strict=True)
         ]
         if device.type == "cuda":  # an error of a kernel belongs to this batch
             torch.cuda.synchronize(device)
@@ -263,11 +243,11 @@ def _fetch(made: Parts) -> Callable[[Sequence[Value]], Sequence[Value]] | None:
     return fetch
 
 
-def _extract(made: Parts) -> Callable[[Any, int], Sequence[Value]]:
+def _extract(made: Engine) -> Callable[[Any, int], Sequence[Value]]:
     """Return `extract`; without most of its calls if a result is the only output, of fixed dims."""
-    if made.only_tensor is None or (tensor := made.only_tensor()) is None:
-        return made.extract
-    extract, strided = made.extract, torch.strided
+    if made.outputs.only_tensor is None or (tensor := made.outputs.only_tensor()) is None:
+        return made.outputs.extract
+    extract, strided = made.outputs.extract, torch.strided
     dtype, dims = tensor
 
     def extract_tensor(result: Any, rows: int) -> Sequence[Value]:
@@ -288,8 +268,8 @@ def _extract(made: Parts) -> Callable[[Any, int], Sequence[Value]]:
     return extract_tensor
 
 
-def _scatter(made: Parts, writer: Scatter | None) -> Scatter:
-    names = made.outputs
+def _scatter(made: Engine, writer: Scatter | None) -> Scatter:
+    names = made.outputs.names
 
     def by_name(values: Sequence[Value], sizes: Sequence[int], _: Sequence[Item]) -> Any:
         return gather_scatter.scatter(values, names, sizes)
@@ -303,6 +283,6 @@ def _scatter(made: Parts, writer: Scatter | None) -> Scatter:
         scatter = partial(stages.scatter_ragged, scatter, Ragged(made.config))
     if made.padding is not None:
         scatter = partial(stages.scatter_padded, scatter, made.padding)
-    if made.finite is not None:
-        scatter = partial(stages.scatter_finite, scatter, made.finite)
+    if made.outputs.finite is not None:
+        scatter = partial(stages.scatter_finite, scatter, made.outputs.finite)
     return writer if scatter is by_name and writer is not None else scatter

@@ -15,6 +15,7 @@ from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Item
+from torch_py_backend.batching.padding import Padding
 from torch_py_backend.batching.traced_item import TracedItem
 from torch_py_backend.compile import batch_buckets, compile_cache, torch_compile
 from torch_py_backend.config.model_config import ModelConfig
@@ -37,7 +38,9 @@ class Engine:
         stream_calls: the calls of streams.
         lock: the lock that a stream's call holds; it is reentrant.
         hooks: the model's hooks; None: it has none.
-        grouping: binds and groups items.
+        grouping: checks, binds and groups items; with hooks, their pipeline.
+        outputs: how results become outputs.
+        runtime: the device, and the context of calls.
         failures: the failures of its calls.
         rows: how many rows a call takes.
         compiles: whether torch.compile was requested.
@@ -63,17 +66,18 @@ class Engine:
         self.device, self.guard = device_runtime.device, device_runtime.guard
         self.sharing = sharing_report.report(config, loaded)
         self.counts = Counts()
-        self._runtime = device_runtime
+        self.runtime = device_runtime
         self.lock = threading.RLock()
         self._compiled = torch_compile.apply(config, loaded.kind, loaded.module, self.counts)
         self.compiles = self._compiled is not None
         fixed = config.options.static_shapes or torch_compile.captures(config)
         self.rows = batch_buckets.row_counts(config, loaded.rows, fixed=fixed)
-        self._parts = build.parts(
-            config, loaded, device_runtime, hooks, rows=self.rows, counts=self.counts
+        self.padding = Padding(config) if config.options.pad else None
+        self.grouping = build.grouping(
+            config, loaded.signature, hooks, device_runtime, self.padding
         )
-        self.grouping, self.padding = self._parts.grouping, self._parts.padding
-        self.failures = self._parts.failures
+        self.outputs = build.outputs_of(config, loaded, self.grouping)
+        self.failures = build.failures(config, loaded, self.device)
         self.pads_batches = (
             self.padding is not None or bool(self.rows.buckets) or self.rows.least > 1
         )
@@ -83,9 +87,7 @@ class Engine:
     def _use(self, forward: Forward) -> None:
         self._forward = forward
         self.run = self.pipeline()
-        self.stream_calls = StreamCalls(
-            self._parts, build.chosen(self._parts, forward), self.loaded.step
-        )
+        self.stream_calls = StreamCalls(self, build.chosen(self, forward))
 
     def pipeline(self, writer: Scatter | None = None, *, traced: bool = False) -> Run:
         """Return the function that runs a batch of requests' items.
@@ -94,15 +96,15 @@ class Engine:
             writer: as for `build.chosen`.
             traced: whether items may have trace contexts.
         """
-        returns = not self._runtime.host_inputs  # each response is for the host or the GPU
-        stages = build.chosen(self._parts, self._forward, None if returns else writer)
+        returns = not self.runtime.host_inputs  # each response is for the host or the GPU
+        stages = build.chosen(self, self._forward, None if returns else writer)
         run_group = run.attempt(stages, self.counts)
         if traced:
             run_group = partial(_run_traced, run_group)
         enabled = torch.is_inference_mode_enabled
         guard = run.Guard(self.guard, enabled if self.config.options.inference_mode else _no_grad)
         run_batch = run.build(stages, run_group, self.failures, self.counts, guard)
-        if self._runtime.clean is not None:
+        if self.runtime.clean is not None:
             run_batch = partial(self._run_and_clean, run_batch)
         if self._shared is not None:
             run_batch = partial(self._run_shared, self._shared, run_batch)
@@ -177,8 +179,8 @@ class Engine:
 
     def clean(self) -> None:
         """Free cached device memory after an execution where the config enables that."""
-        if self._runtime.clean is not None and self.failures.fatal is None:
-            self._runtime.clean()
+        if self.runtime.clean is not None and self.failures.fatal is None:
+            self.runtime.clean()
 
     def _run_and_clean(self, run_batch: Run, entries: Sequence[Entry]) -> Sequence[Result]:
         results = run_batch(entries)

@@ -6,17 +6,19 @@ The package `streaming` resumes the streams in between.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
-from torch_py_backend.engine.build import Parts
 from torch_py_backend.errors import BackendError, OutputError
 from torch_py_backend.pipeline.run import Stages
+
+if TYPE_CHECKING:
+    from torch_py_backend.engine.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,11 @@ class StreamCalls:
         step: the module's step(), which runs all live streams; None: it has none.
     """
 
-    def __init__(
-        self, made: Parts, stages: Stages, step: Callable[[list[Any]], Any] | None
-    ) -> None:
-        self.step = step
+    def __init__(self, engine: Engine, stages: Stages) -> None:
+        self.step = engine.loaded.step
         self._stages = stages
-        self._finite, self._counts, self._names = made.finite, made.counts, made.outputs
-        self._host_inputs = made.runtime.host_inputs
+        self._names, self._finite = engine.outputs.names, engine.outputs.finite
+        self._counts, self._host_inputs = engine.counts, engine.runtime.host_inputs
 
     def begin(self, item: Item) -> tuple[Any, StreamInputs]:
         """Call the model for one item; return its result, a stream, and the stream's inputs.
