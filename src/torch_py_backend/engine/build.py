@@ -122,10 +122,8 @@ def chosen(made: Engine, forward: Forward, writer: Scatter | None = None) -> Sta
         group=_group(made, forward, served=writer is not None),
         send=None if runtime.on_cpu else runtime.to_device,
         extract=_extract(made),
-        fill=None
-        if takes_any_rows
-        else Filled(made.rows, made.outputs.extract, made.outputs.copy, made.counts),
-        copy=made.outputs.copy,
+        fill=None if takes_any_rows else fill,
+        copy=outputs.copy,
         fetch=_fetch(made),
         scatter=_scatter(made, writer if not after else None),
         after=after,
