@@ -10,6 +10,7 @@ import compatibility
 import fake_triton
 import hooked
 import kinds
+import numpy as np
 import pytest
 import registered
 import scenarios
@@ -42,7 +43,10 @@ def test_scenario(
     process: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each scenario behaves as the table says, with the oldest and the newest utilities."""
+    """Each scenario behaves as the table says, with the oldest and the newest utilities.
+
+    Requests have the same answers alone, in a batch, and beside one that cannot be read.
+    """
     fake_triton.become(generation, monkeypatch)
     model = TritonPythonModel()
     arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
@@ -62,6 +66,12 @@ def test_scenario(
     together = model.execute([_request(call, document) for call in good])
     for call, response in zip(good, together, strict=True):
         _check(call, response)
+    if not any(call.turn for call in scenario.calls):
+        unreadable = fake_triton.InferenceRequest([_Unreadable("x", np.zeros((1, 1)))])
+        *beside, refused = model.execute([*[_request(call, document) for call in good], unreadable])
+        for call, response in zip(good, beside, strict=True):
+            _check(call, response)
+        assert refused.error().code() == fake_triton.TritonError.INVALID_ARG
     for batch in scenario.batches:
         sent = [
             _request(call, document, f"{scenario.name}-{place}") for place, call in enumerate(batch)
@@ -72,6 +82,13 @@ def test_scenario(
     log = "\n".join(text for _, text in fake_triton.Logger.lines)
     for part in scenario.logs:
         assert part in log
+
+
+class _Unreadable(fake_triton.Tensor):
+    """A tensor whose bytes do not match its type."""
+
+    def as_numpy(self) -> Any:
+        raise ValueError("the bytes do not match")
 
 
 def _request(call: Call, document: dict[str, Any], request_id: str = "") -> Any:
