@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,9 +27,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T", bound="Value | ItemRows")
 
 Guard: TypeAlias = "Callable[[], AbstractContextManager[object]]"
-
-# A GPU architecture that torch has kernels (sm) or PTX (compute) for.
-_ARCHITECTURE = re.compile(r"(?P<kind>sm|compute)_(?P<major>\d+)(?P<minor>\d)(?P<suffix>[af]?)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +123,7 @@ def placement(config: ModelConfig) -> torch.device | None:
     """Return the device of this instance and make it current; None for KIND_MODEL.
 
     Raises:
-        PlatformError: the config's GPU is not visible to this process, or torch has no kernels for
-            it.
+        PlatformError: the config's GPU is not visible to this process, or torch cannot use it.
     """
     fraction = config.options.cuda_memory_fraction
     if fraction is not None and config.kind != "GPU":
@@ -153,7 +148,15 @@ def placement(config: ModelConfig) -> torch.device | None:
         raise _missing_gpu(config, visible)
     device = torch.device("cuda", config.device_id)
     torch.cuda.set_device(device)
-    _refuse_architecture(config, device)
+    try:
+        run_kernel(device)
+    except RuntimeError as error:
+        raise PlatformError(
+            config.name,
+            f"torch {torch.__version__} cannot run a kernel on GPU {device.index}"
+            f" ({summarize(error)})",
+            cure="Install a torch built for this GPU, or use KIND_CPU.",
+        ) from error
     if fraction is not None:
         torch.cuda.set_per_process_memory_fraction(fraction, device)
     return device
@@ -182,35 +185,13 @@ def _missing_gpu(config: ModelConfig, visible: int) -> PlatformError:
     )
 
 
-def _refuse_architecture(config: ModelConfig, device: torch.device) -> None:
-    """Refuse a GPU that torch was not built for: the first call would fail.
+def run_kernel(device: torch.device) -> None:
+    """Run a kernel on a GPU.
 
     Raises:
-        PlatformError: torch has neither kernels for the GPU nor PTX that its driver compiles.
+        RuntimeError: torch has none for it.
     """
-    capability = torch.cuda.get_device_capability(device)
-    built = [match for name in torch.cuda.get_arch_list() if (match := _ARCHITECTURE.match(name))]
-    if built and not any(_runs_on(match, capability) for match in built):
-        raise PlatformError(
-            config.name,
-            f"torch {torch.__version__} has no kernels for GPU {device.index}, which is"
-            f" sm_{capability[0]}{capability[1]} (built for:"
-            f" {' '.join(match[0] for match in built)})",
-            cure="Install a torch built for this GPU, or use KIND_CPU.",
-        )
-
-
-def _runs_on(architecture: re.Match[str], capability: tuple[int, int]) -> bool:
-    """Return whether a GPU runs code for an architecture.
-
-    https://docs.nvidia.com/cuda/cuda-c-programming-guide/index.html#binary-compatibility
-    """
-    built = int(architecture["major"]), int(architecture["minor"])
-    if architecture["suffix"] == "a":  # features that no other GPU has
-        return built == capability
-    if architecture["kind"] == "compute" and not architecture["suffix"]:
-        return built <= capability
-    return built[0] == capability[0] and built <= capability
+    torch.ones(1, device=device).neg().item()
 
 
 def set_switches(options: Options, threads: Threads) -> None:
