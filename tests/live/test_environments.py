@@ -63,7 +63,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Running]:
 
 def _named(model: str) -> str:
     name = "env" if model == "folder" else "env.tar.gz"
-    return f"{execution_env.MODEL_FOLDER}/{name}"
+    return f"$$TRITON_MODEL_DIRECTORY/{name}"
 
 
 def _pack_for_another(output: Path) -> None:

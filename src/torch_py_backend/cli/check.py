@@ -82,7 +82,6 @@ def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, 
             )
         if document.get("model_warmup"):
             notes.append(_SAMPLES)
-        preflight.check_execution_environment(folder, document)
         preflight.check_server(folder, document)
         incomplete = completion.is_incomplete(document)
         version, document = model_folder.completed(folder, timeout)

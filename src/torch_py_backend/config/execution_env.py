@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import re
 import sys
-import tarfile
 from pathlib import Path
 
 from torch_py_backend.config.pbtxt import Document
@@ -20,9 +18,6 @@ from torch_py_backend.errors import PlatformError
 KEY = "EXECUTION_ENV_PATH"
 # What an instance imports.
 PACKAGES = ("torch", "numpy", "safetensors")
-# Triton's placeholder for the model's folder.
-MODEL_FOLDER = "$$TRITON_MODEL_DIRECTORY"
-_LIBRARY = re.compile(r"(?:\./)?lib(?:64)?/python(3\.\d+)/.")
 
 
 def environment_path(document: Document) -> str:
@@ -69,49 +64,9 @@ def check_path(model: str, folder: str) -> None:
         ) from None
 
 
-def check(folder: Path, document: Document, stub: str) -> None:
-    """Check the environment in a model's config without unpacking it.
-
-    `stub` is the version of Python that the server's stub is built for; empty: unknown.
-
-    Raises:
-        PlatformError: it cannot be read, is not an environment, or is for another version of
-            Python.
-    """
-    environment = environment_path(document)
-    if not environment:
-        return
-    path = Path(environment.replace(MODEL_FOLDER, str(folder)))
-    try:
-        if path.is_dir():
-            versions = _library_versions(path)
-        else:
-            # Archives have one version, and reading all of one takes long.
-            with tarfile.open(path, "r|gz") as archive:
-                matches = (_LIBRARY.match(member.name) for member in archive)
-                first = next(filter(None, matches), None)
-            versions = {first[1]} if first else set()
-    except (OSError, EOFError, tarfile.TarError) as error:
-        raise _invalid(document["name"], f"cannot be read: {error}") from None
-    if not versions:
-        raise _invalid(document["name"], "contains no lib/python3.*")
-    if stub and stub not in versions:
-        raise _wrong_python(document["name"], min(versions), stub)
-
-
 def _library_versions(folder: Path) -> set[str]:
     """Return the versions of Python for which a folder has libraries."""
-    names = (f"{path.parent.name}/{path.name}/." for path in folder.glob("lib*/python3.*"))
-    return {match[1] for name in names if (match := _LIBRARY.match(name))}
-
-
-def _invalid(model: str, problem: str) -> PlatformError:
-    return PlatformError(
-        model,
-        f"the environment in {KEY} {problem}",
-        expected="an archive made by conda-pack, or the folder of an environment",
-        cure=f"Triton replaces {MODEL_FOLDER} by the model's folder.",
-    )
+    return {path.name.removeprefix("python") for path in folder.glob("lib*/python3.*")}
 
 
 def _wrong_python(model: str, version: str, stub: str) -> PlatformError:

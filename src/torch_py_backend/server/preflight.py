@@ -70,19 +70,6 @@ def corrupts_numpy_2(triton: TritonInstallation) -> bool:
     return "pytriton" in triton.executable.parts
 
 
-def check_execution_environment(path: Path, document: Mapping[str, Any]) -> None:
-    """Check the Python environment that a model's config names, if it names one.
-
-    Raises:
-        PlatformError: it is missing, or is not for the Python of this machine's server.
-    """
-    try:
-        stub = triton_installation.stub_python(triton_installation.find())
-    except ServerError:
-        stub = ""  # `environment` reports it
-    execution_env.check(path, document, stub)
-
-
 def check_server(path: Path, document: Mapping[str, Any]) -> None:
     """Check what this machine's server reads of a model of this backend before it loads it.
 

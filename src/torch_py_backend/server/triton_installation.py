@@ -17,7 +17,6 @@ from torch_py_backend.server import installation
 NGC = Path("/opt/tritonserver")
 _STUB = "triton_python_backend_stub"
 _PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
-_LIBPYTHON = re.compile(rb"libpython(3\.\d+)\.so")
 # Characters that split a word of a shell, or change it.
 _SHELL = re.compile(r"[\s\"'`$&;|<>()\\]")
 
@@ -90,21 +89,6 @@ def find(executable: Path | None = None) -> TritonInstallation:
             )
     libpython = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
     return TritonInstallation(executable, backend, stub, (libraries, libpython))
-
-
-def stub_python(triton: TritonInstallation) -> str:
-    """Return the Python version of a server's stub, such as 3.12, from the library that it loads.
-
-    Raises:
-        ServerError: the stub cannot be read, or names no library of Python.
-    """
-    try:
-        match = _LIBPYTHON.search(triton.stub.read_bytes())
-    except OSError as error:
-        raise ServerError(f"cannot read {triton.stub}: {error.strerror}.") from None
-    if match is None:
-        raise ServerError(f"{triton.stub} names no libpython; expected a stub of Triton's.")
-    return match[1].decode()
 
 
 def refuse_in_shell(subject: str, name: str, cure: str) -> None:
