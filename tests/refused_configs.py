@@ -21,59 +21,9 @@ TABLE: dict[str, tuple[str, str]] = {
         VALID.replace("dims: [ -1 ]", 'dims: [ -1 ] label_filename: "no.txt"'),
         "the label_filename of output 'y' is 'no.txt', which is not in the model's folder",
     ),
-    "reshape": (
-        _input("dims: [ 4 ] reshape { shape: [ 3 ] }"),
-        "input 'x' has dims [4] and reshape [3]",
-    ),
-    "reshape_of_parts": (
-        _input("dims: [ 2, -1, 3 ] reshape { shape: [ 3, -1, 2 ] }"),
-        "input 'x' has dims [2, -1, 3] and reshape [3, -1, 2]",
-    ),
-    "reshape_to_scalar": (
-        _input("dims: [ 1 ] reshape { shape: [ ] }", rows=0),
-        "input 'x' has an empty reshape, and max_batch_size is 0",
-    ),
     "no_size": (_input("dims: [ 0 ]"), "input 'x' has dims [0]"),
     "negative_size": (_input("dims: [ 4, -2 ]"), "input 'x' has dims [4, -2]"),
-    "format": (
-        _input("format: FORMAT_NCHW dims: [ 4 ]"),
-        "input 'x' has format: FORMAT_NCHW and 1 dim",
-    ),
-    "shape_tensor": (
-        _input("dims: [ 4 ] is_shape_tensor: true"),
-        "input 'x' has is_shape_tensor",
-    ),
     "negative_batch": (_input("dims: [ 4 ]", rows=-1), "max_batch_size is -1"),
-    "preferred": (
-        f"{VALID}dynamic_batching {{ preferred_batch_size: [ 4, 16 ] }}",
-        "preferred_batch_size is [4, 16], and max_batch_size is 8",
-    ),
-    "preferred_of_sequences": (
-        f"{VALID}sequence_batching {{ oldest {{ preferred_batch_size: [ 0 ] }} }}",
-        "preferred_batch_size is [0], and max_batch_size is 8",
-    ),
-    "default_priority": (
-        f"{VALID}dynamic_batching {{ priority_levels: 2 default_priority_level: 5 }}",
-        "dynamic_batching has priority_levels: 2, and names the levels [5]",
-    ),
-    "priority_policy": (
-        VALID + "dynamic_batching { priority_levels: 2 default_priority_level: 1"
-        " priority_queue_policy { key: 3 value { max_queue_size: 5 } } }",
-        "dynamic_batching has priority_levels: 2, and names the levels [1, 3]",
-    ),
-    "ordered_priorities": (
-        VALID + "dynamic_batching { preserve_ordering: true priority_levels: 2"
-        " default_priority_level: 1 }",
-        "preserve_ordering is set, and priority_levels is 2",
-    ),
-    "gpus_of_cpu": (
-        f"{VALID}instance_group [{{ kind: KIND_CPU gpus: [ 0 ] }}]",
-        "instance_group has gpus: [0], and its kind is KIND_CPU",
-    ),
-    "gpus_of_model": (
-        f"{VALID}instance_group [{{ kind: KIND_MODEL gpus: [ 0 ] }}]",
-        "instance_group has gpus: [0], and its kind is KIND_MODEL",
-    ),
     "renamed": (f'name: "other"\n{VALID}', "config.pbtxt names the model 'other'"),
     "versions": (
         f"{VALID}version_policy {{ specific {{ versions: [ 7 ] }} }}",

@@ -281,14 +281,6 @@ def test_inputs_that_triton_leaves_on_the_gpu_come_to_a_model_on_the_cpu() -> No
 # --- the context of a call -------------------------------------------------------------------
 
 
-def test_attention_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU torch chooses among the backends that are not switched off."""
-    monkeypatch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False)
-    backends = runtime.attention_backends(torch.device("cuda", 0))
-    assert backends == "cuDNN, memory-efficient, math"
-    assert runtime.attention_backends(torch.device("cpu")) == ""
-
-
 def test_the_current_gpu_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A runtime does not change the GPU of the thread, as of a user who calls `save_model`."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)

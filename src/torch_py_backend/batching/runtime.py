@@ -7,7 +7,7 @@ import ctypes
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,19 +73,6 @@ def make_current(device: torch.device) -> None:
     """Make a GPU the current device of this thread; by default that is the first one."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-
-
-def attention_backends(device: torch.device) -> str:
-    """Return the backends of `scaled_dot_product_attention` that torch may choose on a GPU."""
-    if device.type != "cuda":
-        return ""
-    backends: Mapping[str, Callable[[], bool]] = {
-        "flash": torch.backends.cuda.flash_sdp_enabled,
-        "cuDNN": torch.backends.cuda.cudnn_sdp_enabled,
-        "memory-efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-        "math": torch.backends.cuda.math_sdp_enabled,
-    }
-    return ", ".join(name for name, is_enabled in backends.items() if is_enabled())
 
 
 def free() -> None:

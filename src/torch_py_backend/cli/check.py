@@ -126,11 +126,10 @@ def _print_model(console: Console, report: Mapping[str, Any]) -> None:
             "bound": report["binding"],
             "outputs": ", ".join(report["outputs"]),
             "batch": f"at most {rows}" if rows else "no batching",
-            "SDPA": report["attention"],
             "options": json.dumps(report["options"]) if report["options"] else "defaults",
         }
         for label, value in lines.items():
-            if value or label not in ("hooks", "bound", "SDPA"):
+            if value or label not in ("hooks", "bound"):
                 console.print(f"        {label:9}{escape(str(value))}")
     for note in (*report["notes"], *report.get("warnings", ())):
         console.print(f"        [yellow]note[/]     {escape(note)}")

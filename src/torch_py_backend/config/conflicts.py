@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from torch_py_backend.config.pbtxt import Document
-from torch_py_backend.errors import ConfigError, counted
+from torch_py_backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch_py_backend.config.model_config import ModelConfig
@@ -161,74 +161,14 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
 
 
 def _rules_of_triton(document: Document) -> Iterator[Rule]:
+    """Yield the rules without which the model would be run with impossible sizes."""
     rows = document["max_batch_size"]
     yield rows < 0, f"max_batch_size is {rows}", "Write the largest number of rows, or 0."
     for role in ("input", "output"):
         for entry in document[role]:
-            yield from _rules_of_tensor(f"{role} '{entry['name']}'", entry, rows)
-    batching = document.get("dynamic_batching", {})
-    for scheduler in (batching, document.get("sequence_batching", {}).get("oldest", {})):
-        sizes = scheduler.get("preferred_batch_size", [])
-        yield (
-            any(not 0 < size <= rows for size in sizes),
-            f"preferred_batch_size is {sizes}, and max_batch_size is {rows}",
-            "Write sizes from 1 to max_batch_size.",
-        )
-    # protobuf's JSON has 64-bit integers as strings.
-    levels = int(batching.get("priority_levels", 0))
-    named = [batching.get("default_priority_level", 0), *batching.get("priority_queue_policy", ())]
-    used = [int(level) for level in named]
-    yield (
-        levels > 0 and any(not 0 < level <= levels for level in used),
-        f"dynamic_batching has priority_levels: {levels}, and names the levels {used}",
-        f"Write levels from 1 to {levels} as default_priority_level and priority_queue_policy.",
-    )
-    yield (
-        levels > 1 and bool(batching.get("preserve_ordering")),
-        f"preserve_ordering is set, and priority_levels is {levels}",
-        "Remove one of the two: requests of a higher priority overtake others.",
-    )
-    for group in document["instance_group"]:
-        yield (
-            group["kind"] in ("KIND_CPU", "KIND_MODEL") and bool(group.get("gpus")),
-            f"instance_group has gpus: {group.get('gpus')}, and its kind is {group['kind']}",
-            "Use KIND_GPU, or remove gpus.",
-        )
-
-
-def _rules_of_tensor(tensor: str, entry: Document, rows: int) -> Iterator[Rule]:
-    dims, layout = entry["dims"], entry.get("format")
-    shape = entry.get("reshape", {}).get("shape", dims)
-    yield (
-        any(size < 1 and size != -1 for size in (*dims, *shape)),
-        f"{tensor} has dims {dims}" + (f" and reshape {shape}" if shape != dims else ""),
-        "Write sizes of at least 1, or -1 for any size.",
-    )
-    yield (
-        "reshape" in entry and not shape and rows == 0,
-        f"{tensor} has an empty reshape, and max_batch_size is 0",
-        "Remove reshape: without a batch dimension, a tensor has at least one dimension.",
-    )
-    yield (
-        _counts(dims) != _counts(shape),
-        f"{tensor} has dims {dims} and reshape {shape}",
-        "Both need the same number of values before, between and after sizes of -1.",
-    )
-    yield (
-        layout in ("FORMAT_NHWC", "FORMAT_NCHW") and len(dims) != 3,  # noqa: PLR2004
-        f"{tensor} has format: {layout} and {counted(len(dims), 'dim')}",
-        "Remove format, or write three dims.",
-    )
-    for field in ("is_shape_tensor", "is_non_linear_format_io"):
-        yield bool(entry.get(field)), f"{tensor} has {field}", "Remove it: it is for TensorRT."
-
-
-def _counts(sizes: Sequence[int]) -> list[int]:
-    """Return the number of values before, between and after sizes of -1."""
-    counts = [1]
-    for size in sizes:
-        if size == -1:
-            counts.append(1)
-        else:
-            counts[-1] *= size
-    return counts
+            dims = entry["dims"]
+            yield (
+                any(size < 1 and size != -1 for size in dims),
+                f"{role} '{entry['name']}' has dims {dims}",
+                "Write sizes of at least 1, or -1 for any size.",
+            )

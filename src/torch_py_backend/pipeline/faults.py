@@ -12,19 +12,10 @@ from collections.abc import Iterator
 
 import torch
 
-# CUDA's documentation on each: "leaves the process in an inconsistent state and any further CUDA
-# work will return the same error. To continue using CUDA, the process must be terminated".
-_STICKY = {
-    700: "illegal address",
-    702: "launch timeout",
-    710: "device-side assert",
-    714: "hardware stack error",
-    715: "illegal instruction",
-    716: "misaligned address",
-    717: "invalid address space",
-    718: "invalid program counter",
-    719: "launch failure",
-}
+# Illegal address, launch timeout, assert, and the like. CUDA's documentation on each: "leaves the
+# process in an inconsistent state and any further CUDA work will return the same error. To continue
+# using CUDA, the process must be terminated".
+_STICKY = frozenset({700, 702, 710, *range(714, 720)})
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _MEMORY = re.compile(
     r"(\[enforce fail at alloc_cpu|CUDA out of memory\.|std::bad_alloc$"

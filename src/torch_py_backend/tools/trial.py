@@ -92,7 +92,6 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
         "inputs": [f"{text} → {engine.grouping.places[name]}" for name, text in inputs.items()],
         "outputs": [_described(spec) for spec in settings.outputs],
         "max_batch_size": settings.max_batch_size,
-        "attention": runtime.attention_backends(engine.device),
         "threads": {"intra_op": share.intra_op, "inter_op": share.inter_op},
         "warnings": warnings.sentences,
     }
