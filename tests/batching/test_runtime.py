@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -174,7 +173,7 @@ def test_missing_gpu(
 ) -> None:
     """A GPU that torch does not see fails the load with what it sees and what to do."""
     gpus(dict.fromkeys(range(visible), 0))
-    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
     with pytest.raises(PlatformError) as raised:
         runtime.placement(build.config(kind="GPU", device_id=1))
     text = str(raised.value)
@@ -183,17 +182,8 @@ def test_missing_gpu(
     assert "Use KIND_CPU" in text
 
 
-@pytest.mark.parametrize(
-    ("cuda", "driver", "reported"),
-    [("13.0", True, True), ("13.0", False, False), (None, True, False)],
-    ids=["too old", "no driver", "torch without CUDA"],
-)
 def test_a_driver_that_torch_cannot_use(
-    cuda: str | None,
-    driver: bool,
-    reported: bool,
-    gpus: Callable[[dict[int, int]], list[Any]],
-    monkeypatch: pytest.MonkeyPatch,
+    gpus: Callable[[dict[int, int]], list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A driver that is too old for torch is named, with torch's reason and what to do."""
 
@@ -201,15 +191,12 @@ def test_a_driver_that_torch_cannot_use(
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).")
 
     gpus({})
-    monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(torch.cuda, "init", init)
-    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if driver else None)
     with pytest.raises(PlatformError) as raised:
         runtime.placement(build.config(kind="GPU"))
     text = str(raised.value)
-    assert ("too old (found version 12020)" in text) == reported
-    assert ("Update the driver, or install a torch built for" in text) == reported
-    assert ("sees 0 GPUs" in text) != reported
+    assert "sees 0 GPUs (RuntimeError: The NVIDIA driver on your system is too old (found" in text
+    assert "update the driver, or install a torch built for" in text
 
 
 def test_a_gpu_that_torch_was_not_built_for(

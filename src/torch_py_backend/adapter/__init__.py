@@ -119,7 +119,6 @@ class TritonPythonModel:
         from torch_py_backend.startup import builder, warmup
 
         _check_numpy(settings.name)
-        _warn_of_copies(settings)
         profiling.check_writable(settings)
         self._settings = settings
         self._build(share)
@@ -290,16 +289,6 @@ def _arguments(document: Mapping[str, Any]) -> dict[str, str]:
         "model_instance_kind": "CPU",
         "model_instance_device_id": "0",
     }
-
-
-def _warn_of_copies(settings: model_config.ModelConfig) -> None:
-    """Log a warning if the model's folder is a temporary copy made by Triton."""
-    if instance_status.is_copy(settings):
-        log.warning(
-            "model '%s': Triton serves a temporary copy of the model (from a cloud store or a load"
-            " request). It is copied again at each load, and compiled code is not kept with it.",
-            settings.name,
-        )
 
 
 def _check_numpy(model: str) -> None:

@@ -43,11 +43,3 @@ class Counts:
     def count_requests(self, code: str, requests: int = 1) -> None:
         """Count answered requests."""
         self.requests[code] = self.requests.get(code, 0) + requests
-
-    def count_preprocess(self, seconds: float) -> None:
-        """Add the time of hooks before the calls of a batch."""
-        self.preprocess_seconds += seconds
-
-    def count_postprocess(self, seconds: float) -> None:
-        """Add the time of hooks after the calls of a batch."""
-        self.postprocess_seconds += seconds

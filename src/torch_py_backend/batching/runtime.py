@@ -6,11 +6,9 @@ import contextlib
 import ctypes
 import logging
 import os
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -150,25 +148,18 @@ def placement(config: ModelConfig) -> torch.device | None:
 
 
 def _missing_gpu(config: ModelConfig, visible: int) -> PlatformError:
-    """Return the error for a GPU that torch does not see, although there may be a driver."""
+    """Return the error for a GPU that torch does not see, with torch's reason if it sees none."""
     problem = f"sees {visible} GPUs"
-    cure = "Use KIND_CPU, or install a torch built for this machine's CUDA driver."
-    has_driver = Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
-    if torch.version.cuda is not None and not torch.cuda.is_available() and has_driver:
-        reason = "unknown reason"
+    if not torch.cuda.is_available():
         try:
             torch.cuda.init()
         except Exception as error:  # RuntimeError, AssertionError or torch's own classes
-            reason = summarize(error)
-        problem = f"cannot use this machine's NVIDIA driver ({reason})"
-        cure = (
-            "Update the driver, or install a torch built for at most the CUDA version that"
-            f" nvidia-smi prints (this one: {torch.version.cuda})."
-        )
+            problem += f" ({summarize(error)})"
     return PlatformError(
         config.name,
         f"instance_group asks for GPU {config.device_id}, and torch {torch.__version__} {problem}",
-        cure=cure,
+        cure="Use KIND_CPU, update the driver, or install a torch built for at most the CUDA"
+        " version that nvidia-smi prints.",
     )
 
 

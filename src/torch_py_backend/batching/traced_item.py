@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 from torch_py_backend.batching.gather_scatter import Item, Value
 
@@ -39,6 +40,6 @@ def entered(items: Sequence[Item]) -> AbstractContextManager[None]:
     return _NO_CONTEXT
 
 
-def like(item: Item, values: Item) -> Item:
+def like(item: Any, values: Item) -> Item:
     """Return other values with the trace context of an item, if it has one."""
     return TracedItem(values, item.context) if isinstance(item, TracedItem) else values

@@ -25,7 +25,7 @@ from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline import stages
 from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.pipeline.run import Entry, Group, Result, Stages
-from torch_py_backend.pipeline.stages import Filled, Hooked, Scatter
+from torch_py_backend.pipeline.stages import Scatter
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.calls import InputBinding
 
@@ -110,11 +110,11 @@ def chosen(made: Engine, forward: Forward, writer: Scatter | None = None) -> Sta
     if isinstance(made.grouping, HookedPipeline):
         hooks, counts = made.grouping, made.counts
         if hooks.prepares:
-            before = (Hooked(hooks.prepare, counts.count_preprocess, made.failures).before,)
+            before = (partial(stages.prepared, hooks.prepare, counts, made.failures),)
         if hooks.postprocesses:
-            after = (Hooked(hooks.finish, counts.count_postprocess, made.failures).after,)
+            after = (partial(stages.finished, hooks.finish, counts, made.failures),)
     outputs = made.outputs
-    fill = Filled(made.rows, outputs.extract, outputs.copy, made.counts)
+    fill = stages.filled(made.rows, outputs.extract, outputs.copy, made.counts)
     limited = made.rows.most is not None and made.rows.most < config.max_batch_size
     takes_any_rows = not limited and not made.rows.buckets and made.rows.least <= 1
     return Stages(

@@ -26,41 +26,32 @@ def without_rows(gather: Gather, items: Sequence[Item]) -> tuple[Sequence[Value]
     return columns, (1,)
 
 
-class Filled:
-    """Calls of a model that takes certain numbers of rows: as many as a batch needs.
+def filled(
+    limits: Rows,
+    extract: Callable[[Any, int], Sequence[Value]],
+    copy: Callable[[Value], Value],
+    counts: Counts,
+) -> Callable[[Callable[..., Any], Sequence[Value], int], Sequence[Value]]:
+    """Return `fill` for a model that takes certain numbers of rows.
 
-    Args:
-        rows: how many rows a call takes.
-        extract: returns the outputs of a result for a number of rows.
-        copy: copies an output.
-        counts: rows that fill a call are counted here, the others by the pipeline.
+    Rows that fill a call are counted here, the others by the pipeline.
     """
 
-    def __init__(
-        self,
-        rows: Rows,
-        extract: Callable[[Any, int], Sequence[Value]],
-        copy: Callable[[Value], Value],
-        counts: Counts,
-    ) -> None:
-        self._rows, self._extract, self._copy, self._counts = rows, extract, copy, counts
-
-    def __call__(
-        self, call: Callable[..., Any], columns: Sequence[Value], rows: int
-    ) -> Sequence[Value]:
-        """Return the outputs of a batch."""
-        if self._rows.accept(rows):
-            return self._extract(call(*columns), rows)
+    def fill(call: Callable[..., Any], columns: Sequence[Value], rows: int) -> Sequence[Value]:
+        if limits.accept(rows):
+            return extract(call(*columns), rows)
         pieces: list[list[Value]] = []
-        for piece, present in gather_scatter.fit(columns, self._rows):
+        for piece, present in gather_scatter.fit(columns, limits):
             # The model may overwrite the outputs of its previous call.
-            pieces[-1:] = [list(map(self._copy, last)) for last in pieces[-1:]]
+            pieces[-1:] = [list(map(copy, last)) for last in pieces[-1:]]
             size = piece[0].shape[0]
-            self._counts.rows += size - present
-            outputs = self._extract(call(*piece), size)
-            self._counts.filled_rows += size - present
+            counts.rows += size - present
+            outputs = extract(call(*piece), size)
+            counts.filled_rows += size - present
             pieces.append([value[:present] for value in outputs])
         return gather_scatter.join(pieces)
+
+    return fill
 
 
 # --- after the call ----------------------------------------------------------------------------
@@ -126,54 +117,48 @@ def scatter_finite(
 # --- hooks for each request --------------------------------------------------------------------
 
 
-class Hooked:
-    """Hooks that run for each request, before or after the calls of a batch.
+def prepared(
+    hook: Callable[[Item], Item], counts: Counts, failures: Failures, entries: Sequence[Entry]
+) -> Sequence[Entry]:
+    """Return the items that a hook prepares, with the trace contexts of their requests."""
+    began = time.perf_counter()
+    results = [
+        entry if isinstance(entry, BackendError) else _hooked(failures, entry, hook, entry)
+        for entry in entries
+    ]
+    counts.preprocess_seconds += time.perf_counter() - began
+    return [
+        result if isinstance(result, BackendError) else traced_item.like(entry, result)
+        for entry, result in zip(entries, results, strict=True)
+    ]
 
-    Args:
-        hook: takes what `entries` or `results` hold of a request.
-        count: adds the seconds that the hooks have taken.
-        failures: classifies their exceptions.
-    """
 
-    def __init__(
-        self,
-        hook: Callable[..., Any],
-        count: Callable[[float], None],
-        failures: Failures,
-    ) -> None:
-        self._hook, self._count, self._failures = hook, count, failures
+def finished(
+    hook: Callable[[Any, Item], Item],
+    counts: Counts,
+    failures: Failures,
+    results: Sequence[Result],
+    entries: Sequence[Entry],
+) -> Sequence[Result]:
+    """Return the outputs that a hook makes of each result."""
+    began = time.perf_counter()
+    outcomes = [
+        result
+        if isinstance(result, BackendError)
+        else _hooked(failures, entry, hook, result, entry)
+        for result, entry in zip(results, entries, strict=True)
+    ]
+    counts.postprocess_seconds += time.perf_counter() - began
+    return outcomes
 
-    def before(self, entries: Sequence[Entry]) -> Sequence[Entry]:
-        """Return the prepared items, with the trace contexts of their requests."""
-        began = time.perf_counter()
-        prepared: list[Entry] = []
-        for entry in entries:
-            result: Any = entry
-            if not isinstance(entry, BackendError):
-                result = self._call(entry, entry)
-                if not isinstance(result, BackendError):
-                    result = traced_item.like(entry, result)
-            prepared.append(result)
-        self._count(time.perf_counter() - began)
-        return prepared
 
-    def after(self, results: Sequence[Result], entries: Sequence[Entry]) -> Sequence[Result]:
-        """Return the finished results."""
-        began = time.perf_counter()
-        finished = [
-            result if isinstance(result, BackendError) else self._call(entry, result, entry)
-            for result, entry in zip(results, entries, strict=True)
-        ]
-        self._count(time.perf_counter() - began)
-        return finished
-
-    def _call(self, entry: Any, *args: Any) -> Any:
-        """Return the result of a hook in the trace context of a request, or the request's error."""
-        try:
-            with traced_item.entered((entry,)):
-                return self._hook(*args)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            failure = self._failures.classify(error)
-        return self._failures.refusal(failure)
+def _hooked(failures: Failures, entry: Any, hook: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a hook in the trace context of a request, or the request's error."""
+    try:
+        with traced_item.entered((entry,)):
+            return hook(*args)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        failure = failures.classify(error)
+    return failures.refusal(failure)
