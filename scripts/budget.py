@@ -31,9 +31,9 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "src": Limit("lines of src", 23_100),
-    "tests": Limit("lines of tests", 40_600),
-    "words": Limit("words of docs, CONTRIBUTING and README", 28_500),
+    "src": Limit("lines of src", 21_500),
+    "tests": Limit("lines of tests", 38_600),
+    "words": Limit("words of docs, CONTRIBUTING and README", 28_100),
     "longest": Limit("longest file of src, lines", 400),
     "tokens": Limit("tokens per line of code in src", 8.5),
     "prose": Limit("docstrings and comments, % of lines of src", 14, at_least=True),

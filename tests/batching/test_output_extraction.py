@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.batching import output_extraction, result_parts
+from torch_py_backend.batching import output_extraction
 from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.errors import OutputError
 
@@ -335,7 +335,7 @@ def test_strings_that_contradict_the_config_are_refused(
 def test_without_a_config() -> None:
     """A tensor stays as it is, and a number becomes a tensor."""
     tensor, number, strings = (
-        result_parts.unchecked("digits", "y", part)
+        output_extraction.unchecked("digits", "y", part)
         for part in (torch.ones(2, 3, requires_grad=True), True, [["a"]])
     )
     assert isinstance(tensor, Tensor)

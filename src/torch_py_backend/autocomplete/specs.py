@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torch_py_backend.batching import result_parts
 from torch_py_backend.batching.gather_scatter import Value
+from torch_py_backend.batching.output_extraction import unchecked
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import JsonObject
@@ -126,7 +126,8 @@ def of_result(config: ModelConfig, result: object, of: str) -> tuple[TensorSpec,
     parts = results.bind_outputs(config.name, names, result, of)(result)
     named = zip(names, parts, strict=True)
     return of_values(
-        config.name, {name: result_parts.unchecked(config.name, name, part) for name, part in named}
+        config.name,
+        {name: unchecked(config.name, name, part) for name, part in named},
     )
 
 

@@ -7,13 +7,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from torch_py_backend.batching import result_parts
 from torch_py_backend.batching.gather_scatter import ItemRows, Strings, Value
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
@@ -247,11 +246,11 @@ class _Tensor(_Output):
 
     def verify(self, part: object, rows: int) -> Tensor:
         if isinstance(part, np.ndarray | np.generic) and part.dtype.kind not in "OUS":
-            part = result_parts.from_numpy(part)
+            part = _from_numpy(part)
         if not isinstance(part, Tensor):
             part = self._from_number(part)
         if type(part) is not Tensor:
-            part = result_parts.without_operators(part)
+            part = _without_operators(part)
         if part.dtype is not self.dtype:
             castable = self.cast and part.is_floating_point() and not part.is_nested
             if not castable or part.layout is not torch.strided:
@@ -320,7 +319,7 @@ def _short(of: torch.dtype | torch.layout) -> str:
 
 class _Strings(_Output):
     def verify(self, part: object, rows: int) -> Strings:
-        strings = result_parts.strings(self.model, self.name, part)
+        strings = _strings(self.model, self.name, part)
         try:  # strings that cannot be encoded would fail the responses of the whole batch
             for text in strings.reshape(-1).tolist():
                 if not isinstance(text, bytes):
@@ -339,3 +338,52 @@ class _Strings(_Output):
         if self.batched and strings.shape[0] != rows:
             raise self.wrong_rows(strings.shape[0], rows)
         return strings
+
+
+# --- parts that are no plain tensors ------------------------------------------------------------
+
+
+def unchecked(model: str, name: str, part: object) -> Value:
+    """Convert a part of a result to a tensor or an array of strings, without checks.
+
+    Raises:
+        OutputError: the part is neither numbers nor strings.
+    """
+    if isinstance(part, Tensor):
+        return part.detach()
+    if isinstance(part, np.ndarray | np.generic) and part.dtype.kind not in "OUS":
+        return _from_numpy(part)
+    if isinstance(part, bool | int | float):
+        return torch.tensor(part)
+    return _strings(model, name, part)
+
+
+def _from_numpy(part: np.ndarray[Any, Any] | np.generic) -> Tensor:
+    """Convert numpy's numbers; those of types that torch does not have raise TypeError."""
+    # torch takes neither negative strides nor, without a warning, memory that cannot be written.
+    return torch.from_numpy(np.require(part, requirements=["C", "W"]))
+
+
+def _without_operators(part: Tensor) -> Tensor:
+    """Return a tensor of a subclass without the subclass, if its operators are all that it adds."""
+    kind = type(part)
+    operators = kind.__torch_function__ is not nn.Parameter.__torch_function__  # which has none
+    wraps = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return part.as_subclass(Tensor) if operators and not wraps else part
+
+
+def _strings(model: str, name: str, part: object) -> Strings:
+    """Convert strings to an array of objects: Triton's utilities refuse other string types."""
+    if isinstance(part, np.ndarray) and part.dtype.kind in "OUS":
+        return part.astype(np.object_)
+    if isinstance(part, str | bytes):
+        return np.array(part, dtype=np.object_)
+    if isinstance(part, list | tuple):
+        array = np.array(part, dtype=np.object_)
+        if all(isinstance(text, str | bytes) for text in array.flat):
+            return array
+    raise OutputError(
+        model,
+        f"output '{name}' is {a_type(part)}",
+        expected="a list of str or bytes",
+    )

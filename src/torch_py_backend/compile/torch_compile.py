@@ -78,16 +78,6 @@ def apply(
     return Compiled(config, module, counts)
 
 
-def parameter_error(config: ModelConfig, error: Exception) -> OptionError:
-    """Return the error for parameters that torch.compile does not accept."""
-    return OptionError(
-        config.name,
-        "TORCH_COMPILE_OPTIONAL_PARAMETERS",
-        json.dumps(config.options.torch_compile_optional_parameters or {}),
-        f"what torch.compile takes ({summarize(error)})",
-    )
-
-
 def _has_rows(leaf: object) -> TypeGuard[Tensor]:
     return isinstance(leaf, Tensor) and leaf.ndim > 0
 
@@ -112,7 +102,12 @@ class Compiled:
         try:
             self._compiled: Callable[..., object] = torch.compile(self._traced, **parameters)
         except Exception as error:  # torch.compile raises various errors for unknown values
-            raise parameter_error(config, error) from error
+            raise OptionError(
+                config.name,
+                "TORCH_COMPILE_OPTIONAL_PARAMETERS",
+                json.dumps(config.options.torch_compile_optional_parameters or {}),
+                f"what torch.compile takes ({summarize(error)})",
+            ) from error
 
     def _traced(self, *args: object, **kwargs: object) -> object:
         # False where torch.compile traces this function: a compiled graph records nothing.

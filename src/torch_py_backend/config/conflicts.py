@@ -1,8 +1,7 @@
-"""Settings of config.pbtxt that are refused: tables of rules, ours and Triton's."""
+"""Settings of config.pbtxt that are refused: a table of rules."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -48,14 +47,18 @@ def refuse(model: str, *rules: tuple[bool, str, str]) -> None:
 
 
 def check_for_triton(model: str, document: Document) -> None:
-    """Raise for the first setting that Triton refuses, before or after it completes the config.
+    """Raise for sizes that Triton refuses, before or after it completes the config.
 
     Raises:
         ConfigError: the server would not load the model.
     """
-    for applies, problem, cure in _rules_of_triton(document):
-        if applies:
-            raise ConfigError(model, problem, cure=cure)
+    rows = document["max_batch_size"]
+    refuse(model, (rows < 0, f"max_batch_size is {rows}", "the largest number of rows, or 0"))
+    for role in ("input", "output"):
+        for entry in document[role]:
+            is_wrong = any(size < 1 and size != -1 for size in entry["dims"])
+            found = f"{role} '{entry['name']}' has dims {entry['dims']}"
+            refuse(model, (is_wrong, found, "sizes of at least 1, or -1 for any size"))
 
 
 def _rules_before_completion(config: ModelConfig) -> tuple[Rule, ...]:
@@ -155,20 +158,3 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
             CACHE_CURE,
         ),
     )
-
-
-# --- what Triton refuses ---------------------------------------------------------------------
-
-
-def _rules_of_triton(document: Document) -> Iterator[Rule]:
-    """Yield the rules without which the model would be run with impossible sizes."""
-    rows = document["max_batch_size"]
-    yield rows < 0, f"max_batch_size is {rows}", "Write the largest number of rows, or 0."
-    for role in ("input", "output"):
-        for entry in document[role]:
-            dims = entry["dims"]
-            yield (
-                any(size < 1 and size != -1 for size in dims),
-                f"{role} '{entry['name']}' has dims {dims}",
-                "Write sizes of at least 1, or -1 for any size.",
-            )

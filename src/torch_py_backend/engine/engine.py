@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.batching import runtime
+from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.batching.padding import Padding
 from torch_py_backend.batching.traced_item import TracedItem
-from torch_py_backend.compile import batch_buckets, compile_cache, torch_compile
+from torch_py_backend.compile import compile_cache, torch_compile
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import build
 from torch_py_backend.engine.stream_calls import StreamCalls
@@ -71,7 +71,7 @@ class Engine:
         self._compiled = torch_compile.apply(config, loaded.kind, loaded.module, self.counts)
         self.compiles = self._compiled is not None
         fixed = config.options.static_shapes or torch_compile.captures(config)
-        self.rows = batch_buckets.row_counts(config, loaded.rows, fixed=fixed)
+        self.rows = gather_scatter.row_counts(config, loaded.rows, fixed=fixed)
         self.padding = Padding(config) if config.options.pad else None
         self.grouping = build.grouping(
             config, loaded.signature, hooks, device_runtime, self.padding

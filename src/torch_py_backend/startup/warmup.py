@@ -11,8 +11,9 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value, to_column
-from torch_py_backend.compile import batch_buckets, torch_compile
+from torch_py_backend.compile import torch_compile
 from torch_py_backend.config.model_config import ModelConfig, Origin
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
@@ -305,7 +306,7 @@ def _row_counts(engine: Engine) -> Iterator[int | None]:
         return
     known = _has_graph(engine, largest) is not None
     every = largest if known or engine.config.options.static_shapes else _EVERY_ROW_COUNT
-    others = {*range(1, min(largest, every) + 1), *batch_buckets.powers_of_two(largest)}
+    others = {*range(1, min(largest, every) + 1), *gather_scatter.powers_of_two(largest)}
     for rows in sorted(others.difference(few), reverse=True):
         if not _has_graph(engine, rows):
             yield rows
