@@ -25,7 +25,6 @@ from benchmarks import (
     first_answer,
     gauges,
     repositories,
-    serving,
     stubs,
 )
 from benchmarks.clients import Endpoint
@@ -36,7 +35,6 @@ from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import model_config, pbtxt, threads
 from torch_py_backend.errors import ToolError
-from torch_py_backend.server import triton_installation
 from torch_py_backend.startup import builder
 
 _PEERS = Path(contenders.__file__).parent / "peers"
@@ -268,31 +266,7 @@ def test_check_of_an_answer() -> None:
             _check(np.full(16, value, np.float32).tobytes())
 
 
-@pytest.mark.server
-def test_libtorch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A tritonserver of its own serves TorchScript by the backend `pytorch` of a folder."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    triton_installation.populate_backends(triton_installation.find(), tmp_path)
-    (tmp_path / "pytorch_py").rename(tmp_path / "pytorch")  # in place of the C++ backend
-    words = ["--models", "add,transformer", "--against", "libtorch", "--concurrency", "1"]
-    words += ["--seconds", "0.1", "--pairs", "1", "--libtorch", str(tmp_path)]
-    assert serving.main(words) == 0
-    printed = capsys.readouterr().out
-    for model in ("add", "transformer"):
-        assert f"|{model}|Triton's LibTorch backend|1|" in printed
-
-
 # --- the first answer ------------------------------------------------------------------------
-
-
-@pytest.mark.server
-@pytest.mark.slow
-@pytest.mark.parametrize("start", first_answer.WAYS)
-def test_first_answer(start: str) -> None:
-    """Our programs give the right answer."""
-    assert first_answer.seconds(start, first_answer.WAYS[start][0]) > 0
 
 
 def test_lines_of_the_first_answer() -> None:

@@ -226,10 +226,9 @@ def test_weights_that_share_memory(kind: Any, tmp_path: Path) -> None:
     assert _tensors(document, "output") == {"OUTPUT__0": [-1, 20], "OUTPUT__1": []}
 
 
-@pytest.mark.parametrize("module", [models.Affine(), models.Negate()])
-def test_package_of_aotinductor(module: nn.Module, tmp_path: Path) -> None:
-    """A package has the names of the arguments."""
-    document = _saved(tmp_path, module, format="aoti", example_inputs=_X)
+def test_package_of_aotinductor(tmp_path: Path) -> None:
+    """A package has the names of the arguments; one without weights is tested by its rows."""
+    document = _saved(tmp_path, models.Affine(), format="aoti", example_inputs=_X)
     files = {path.name for path in (tmp_path / "models" / "net" / "1").iterdir()}
     assert files == {"model.pt2", "example_inputs.safetensors"}
     assert _tensors(document, "input") == {"x": [4]}
