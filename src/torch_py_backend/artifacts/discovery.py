@@ -37,7 +37,7 @@ class Artifact:
         path: the file; for a FACTORY the version folder.
         weights: the weights file of a MODULE or a FACTORY; None: there is none.
         weightless: the config sets `WEIGHTS: "none"`.
-        hooks: hooks.py, whose class `Hooks` runs around forward(); None: there is none.
+        hooks: hooks.py, whose class `Hooks` runs around forward(); None: the model has no hooks.
     """
 
     kind: ArtifactType

@@ -91,7 +91,7 @@ class RowPreprocessor:
         """Return the prepared rows of a request.
 
         Raises:
-            InputError: a row is refused, or there is none.
+            InputError: a row is refused, or the request has no rows.
         """
         rows = [self._prepare_row(row, parameters) for row in self._split(item)]
         if self._collate is not None:
