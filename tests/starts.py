@@ -16,17 +16,17 @@ import build
 _START = """
 import json, sys
 import torch
-from torch_py_backend.startup import builder
+from torch_py_backend.engine import load
 from torch_py_backend.config import model_config
 from torch_py_backend.batching import runtime
 from torch_py_backend.config import threads
-from torch_py_backend.startup import warmup
+from torch_py_backend.engine import warmup
 
 reports = []
 for arguments in sys.argv[1:]:
     torch.manual_seed(0)
     settings = model_config.parse(json.loads(arguments))
-    engine = builder.build(settings, threads.budget(settings))
+    engine = load.build(settings, threads.budget(settings))
     with runtime.mode(settings.options):
         warmup.run(engine)
         (outcome,) = engine.run([{"x": torch.ones(2, 4)}])

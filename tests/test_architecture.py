@@ -89,8 +89,8 @@ def test_public_names_without_the_extras() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "startup.builder",
-        "startup.warmup",
+        "engine.load",
+        "engine.warmup",
         "autocomplete.schema",
         "tools.trial",
         "saving.save_model",
@@ -115,9 +115,9 @@ def test_what_an_eager_model_does_not_import(tmp_path: Path) -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import build; from pathlib import Path;"
         "from torch_py_backend.config import threads;"
-        "from torch_py_backend.startup import builder, warmup; import torch;"
+        "from torch_py_backend.engine import load, warmup; import torch;"
         "config = build.config(Path(sys.argv[2]));"
-        "made = builder.build(config, threads.budget(config)); warmup.run(made);"
+        "made = load.build(config, threads.budget(config)); warmup.run(made);"
         "(outcome,) = made.run([{'x': torch.ones(1, 4)}]);"
         "assert outcome['y'].tolist() == [[4] * 4], outcome;"
         "print([name for name in sys.argv[3:] if name in sys.modules])"

@@ -34,8 +34,8 @@ from benchmarks.peers import wire
 from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import model_config, pbtxt, threads
+from torch_py_backend.engine import load
 from torch_py_backend.errors import ToolError
-from torch_py_backend.startup import builder
 
 _PEERS = Path(contenders.__file__).parent / "peers"
 
@@ -79,7 +79,7 @@ def test_repository_loads_and_equals_eager(name: str, tmp_path: Path) -> None:
     assert document["max_batch_size"] == MAX_BATCH_SIZE
     assert "dynamic_batching" in document
     settings = model_config.parse(pbtxt.arguments(tmp_path / name, "1", document))
-    engine = builder.build(settings, threads.Threads(1, 1))
+    engine = load.build(settings, threads.Threads(1, 1))
     model = MODELS[name]
     named = zip(model.inputs, model.example(), strict=True)
     item: Any = {spec.name: tensor[None] for spec, tensor in named}

@@ -21,8 +21,8 @@ from torch._inductor import config as inductor
 
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.compile import compile_cache
 from torch_py_backend.config import options, threads
+from torch_py_backend.engine import compile_cache, load
 from torch_py_backend.errors import (
     ArtifactError,
     ConfigError,
@@ -31,7 +31,6 @@ from torch_py_backend.errors import (
     PlatformError,
 )
 from torch_py_backend.loading import example_inputs
-from torch_py_backend.startup import builder
 
 CPU = torch.device("cpu")
 
@@ -89,13 +88,13 @@ def test_pickles_run_no_code(
     write(mark, build.write(tmp_path, "model.pt", b""))
     config = build.config(tmp_path)
     with pytest.raises(LoadError):
-        builder.build(config, threads.budget(config))
+        load.build(config, threads.budget(config))
     build.write(tmp_path, "model.py", models.source(models.Affine))
     for name in ("model.pt", "model.pth"):
         (tmp_path / "1" / "model.pt").rename(tmp_path / "1" / name)
         config = build.config(tmp_path, weights=name)
         with pytest.raises(LoadError):
-            builder.build(config, threads.budget(config))
+            load.build(config, threads.budget(config))
     assert not mark.exists()
 
 
@@ -111,7 +110,7 @@ def test_repacked_weights_are_copied(tmp_path: Path, process: None) -> None:
         for name in sound.namelist():
             packed.writestr(name, sound.read(name))
     config = build.config(tmp_path)
-    loaded = builder.build(config, threads.budget(config)).loaded
+    loaded = load.build(config, threads.budget(config)).loaded
     assert loaded.owner is not None
     for name, tensor in loaded.owner.state_dict().items():
         assert torch.equal(tensor, expected[name])
@@ -208,7 +207,7 @@ def test_no_shard_leads_out_of_the_folder(tmp_path: Path, process: None, shard: 
     build.write(folder, "model.safetensors.index.json", json.dumps(index))
     config = build.config(folder)
     with pytest.raises(ArtifactError, match="expected a file beside the index"):
-        builder.build(config, threads.budget(config))
+        load.build(config, threads.budget(config))
 
 
 # --- what is compiled is this user's alone -----------------------------------------------------

@@ -14,6 +14,7 @@ from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.batch_io import BatchInput, BatchInputKind, BatchOutput
 from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.engine import warmup
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BindingError,
@@ -21,7 +22,6 @@ from torch_py_backend.errors import (
     OutputError,
 )
 from torch_py_backend.loading import example_inputs
-from torch_py_backend.startup import warmup
 
 
 def batch_input(

@@ -454,8 +454,8 @@ _INSTANCE = """
 import sys
 from pathlib import Path
 import build, numpy, torch
-from torch_py_backend.startup import builder
-from torch_py_backend.startup import warmup
+from torch_py_backend.engine import load
+from torch_py_backend.engine import warmup
 from torch_py_backend.config.threads import Threads
 
 config = build.config(
@@ -466,7 +466,7 @@ config = build.config(
     inputs=(build.spec("x", dims=(4096,)),),
     outputs=(build.spec("y", dims=(4096,)),),
 )
-made = builder.build(config, Threads(1, 1))
+made = load.build(config, Threads(1, 1))
 warmup.run(made)
 print("ready", flush=True)
 with torch.inference_mode():

@@ -20,12 +20,12 @@ from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import Origin
 from torch_py_backend.config.sequence_config import ControlInput
+from torch_py_backend.engine import warmup
 from torch_py_backend.errors import ForwardError, InputError, OutputError
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.sequences import state_store
 from torch_py_backend.sequences.state_store import Step
 from torch_py_backend.signature import introspection
-from torch_py_backend.startup import warmup
 
 # Longer than the idle time, plus the time a request may still be queued.
 _FORGOTTEN_S = IDLE_S + 1.5

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch_py_backend.adapter.answering import Answering
     from torch_py_backend.adapter.messages import Request
     from torch_py_backend.adapter.streaming import Streaming
-    from torch_py_backend.observability.tracing import TraceContexts
+    from torch_py_backend.engine.tracing import TraceContexts
 
 log = logging.getLogger(__name__)
 
@@ -115,8 +115,8 @@ class TritonPythonModel:
         # Import torch only now: it reads its environment variables when it is imported.
         from torch_py_backend.adapter import calling, messages, streaming
         from torch_py_backend.batching import runtime
-        from torch_py_backend.observability import profiling, tracing
-        from torch_py_backend.startup import builder, warmup
+        from torch_py_backend.engine import load, profiling, tracing, warmup
+        from torch_py_backend.streaming import streams
 
         _check_numpy(settings.name)
         profiling.check_writable(settings)
@@ -124,7 +124,8 @@ class TritonPythonModel:
         self._build(share)
         if settings.options.warmup is not False:
             with runtime.mode(settings.options):
-                changed = warmup.run(self._engine, serving=True)
+                call = streams.trial(self._engine) if settings.decoupled else None
+                changed = warmup.run(self._engine, call, serving=True)
             if changed:
                 warmup.warn_of_changes(settings, changed)
                 self._rebuild(share)
@@ -132,8 +133,8 @@ class TritonPythonModel:
         self._modes.enter_context(runtime.mode(settings.options))
         # Not as the last step: a log message in transit while the load ends can hang Triton. The
         # metrics that follow wait until it has arrived.
-        log.info("%s", builder.summary(self._engine, share))
-        self._loaded = builder.report(self._engine)
+        log.info("%s", load.summary(self._engine, share))
+        self._loaded = load.report(self._engine)
         # Closed after the objects that are created below, to publish their last counts.
         self._publisher = metrics.Publisher(self._engine, self._status)
         self._modes.callback(self._publisher.close)
@@ -166,14 +167,13 @@ class TritonPythonModel:
         gc.freeze()
 
     def _build(self, share: threads.Threads) -> None:
-        from torch_py_backend.startup import builder
-        from torch_py_backend.weights import file_changes
+        from torch_py_backend.engine import load, sharing
 
-        self._engine = builder.build(self._settings, share)
+        self._engine = load.build(self._settings, share)
         self._modes.callback(self._engine.close)
         is_mapped = self._engine.sharing.mapped.shared > 0
         paths = self._engine.loaded.artifact.weight_files() if is_mapped else ()
-        self._weights = file_changes.MappedFiles(paths)
+        self._weights = sharing.MappedFiles(paths)
 
     def _rebuild(self, share: threads.Threads) -> None:
         """Replace the model with one that was not called yet, which compiles nothing."""

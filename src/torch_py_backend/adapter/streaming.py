@@ -18,6 +18,8 @@ from torch_py_backend.adapter.messages import Request
 from torch_py_backend.batching import runtime, traced_item
 from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.engine.engine import Engine
+from torch_py_backend.engine.profiling import Profiler
+from torch_py_backend.engine.tracing import TraceContexts
 from torch_py_backend.errors import (
     BackendError,
     CancelledError,
@@ -27,8 +29,6 @@ from torch_py_backend.errors import (
     summarize,
 )
 from torch_py_backend.observability.metric_families import OK
-from torch_py_backend.observability.profiling import Profiler
-from torch_py_backend.observability.tracing import TraceContexts
 from torch_py_backend.streaming.streams import Streams
 
 log = logging.getLogger(__name__)

@@ -17,9 +17,8 @@ from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.batching.padding import Padding
 from torch_py_backend.batching.traced_item import TracedItem
-from torch_py_backend.compile import compile_cache, torch_compile
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine import build
+from torch_py_backend.engine import build, compilation, compile_cache, gpu_sharing, sharing
 from torch_py_backend.engine.stream_calls import StreamCalls
 from torch_py_backend.errors import BackendError
 from torch_py_backend.hooks.user_hooks import Hooks
@@ -27,7 +26,6 @@ from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline import run
 from torch_py_backend.pipeline.run import Attempt, Entry, Group, Result, Run
 from torch_py_backend.pipeline.stages import Scatter
-from torch_py_backend.weights import gpu_sharing, sharing_report
 
 
 class Engine:
@@ -64,13 +62,13 @@ class Engine:
         self.kind = loaded.kind
         self.hooks = hooks
         self.device, self.guard = device_runtime.device, device_runtime.guard
-        self.sharing = sharing_report.report(config, loaded)
+        self.sharing = sharing.report(config, loaded)
         self.counts = Counts()
         self.runtime = device_runtime
         self.lock = threading.RLock()
-        self._compiled = torch_compile.apply(config, loaded.kind, loaded.module, self.counts)
+        self._compiled = compilation.apply(config, loaded.kind, loaded.module, self.counts)
         self.compiles = self._compiled is not None
-        fixed = config.options.static_shapes or torch_compile.captures(config)
+        fixed = config.options.static_shapes or compilation.captures(config)
         self.rows = gather_scatter.row_counts(config, loaded.rows, fixed=fixed)
         self.padding = Padding(config) if config.options.pad else None
         self.grouping = build.grouping(
@@ -146,12 +144,11 @@ class Engine:
         if self._compiled is None:
             yield
         else:
-            before = torch_compile.progress()
+            before = compilation.progress()
             with compile_cache.used(self.config):
                 yield
             graphs, hits, misses = (
-                after - number
-                for after, number in zip(torch_compile.progress(), before, strict=True)
+                after - number for after, number in zip(compilation.progress(), before, strict=True)
             )
             self.counts.compiled_graphs += graphs
             if hits or misses:

@@ -1,1 +1,1 @@
-"""The table of metrics, OpenTelemetry traces of requests, and torch.profiler traces of batches."""
+"""The table of metrics."""

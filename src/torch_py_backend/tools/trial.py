@@ -20,6 +20,7 @@ from torch_py_backend.batching.differences import MAX_ERROR_REDUCED, difference,
 from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.config import model_config, threads
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
+from torch_py_backend.engine import load, warmup
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -29,7 +30,7 @@ from torch_py_backend.errors import (
 )
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.signature import binding
-from torch_py_backend.startup import builder, warmup
+from torch_py_backend.streaming import streams
 
 # Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
 _FIRST_CALLS = 3
@@ -54,7 +55,9 @@ def warm_up(engine: Engine, row_counts: Sequence[int] = ()) -> None:
     """Warm up a model as a server would, or for some row counts only."""
     if engine.config.options.warmup is not False:
         with runtime.mode(engine.config.options):
-            warmup.run(engine, row_counts=row_counts if engine.config.max_batch_size else ())
+            call = streams.trial(engine) if engine.config.decoupled else None
+            rows = row_counts if engine.config.max_batch_size else ()
+            warmup.run(engine, call, row_counts=rows)
 
 
 # --- the description -----------------------------------------------------------------------------
@@ -73,7 +76,7 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
     warnings.logger.propagate = False
     settings = model_config.parse(arguments)
     share = threads.budget(settings)
-    engine = builder.build(settings, share)
+    engine = load.build(settings, share)
     warm_up(engine)
     if reference is not None:
         with runtime.mode(settings.options):
@@ -85,7 +88,7 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
     inputs = {spec.name: _described(spec) for spec in engine.config.inputs}
     inputs |= {spec.name: str(spec) for spec in settings.batch_inputs}
     return {
-        **builder.report(engine),
+        **load.report(engine),
         "signature": str(engine.loaded.signature),
         "hooks": str(engine.hooks or ""),
         "binding": rule,
@@ -228,7 +231,7 @@ def measure(
 
 def _warmed_up(arguments: Mapping[str, str], rows: int) -> Engine:
     settings = model_config.parse(arguments)
-    engine = builder.build(settings, threads.budget(settings))
+    engine = load.build(settings, threads.budget(settings))
     warm_up(engine, (1, rows))
     return engine
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value, to_column
-from torch_py_backend.compile import torch_compile
 from torch_py_backend.config.model_config import ModelConfig, Origin
+from torch_py_backend.engine import compilation, gpu_sharing, model_state, row_check
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -28,9 +28,6 @@ from torch_py_backend.errors import (
 )
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.sequences import state_store
-from torch_py_backend.startup import model_state, row_check
-from torch_py_backend.streaming import streams
-from torch_py_backend.weights import gpu_sharing
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +55,11 @@ _Call: TypeAlias = "Callable[[Sequence[Item]], Sequence[Outcome]]"
 
 
 def run(
-    engine: Engine, *, serving: bool = False, row_counts: Sequence[int | None] = ()
+    engine: Engine,
+    call: _Call | None = None,
+    *,
+    serving: bool = False,
+    row_counts: Sequence[int | None] = (),
 ) -> list[str]:
     """Call the engine with a sample of every kind of batch.
 
@@ -66,6 +67,7 @@ def run(
 
     Args:
         engine: the model.
+        call: returns the outcomes of items; None: `engine.run` does.
         serving: whether the model is served next. Then a made-up sample that fails is a warning,
             where `_may_fail` allows it.
         row_counts: the only row counts that are going to be called; empty: any.
@@ -76,7 +78,7 @@ def run(
         WarmupError: forward() failed, or its result contradicts the config.
     """
     model = engine.config.name
-    call = streams.trial(engine) if engine.config.decoupled else engine.run
+    call = call or engine.run
     compiles = "; torch.compile may take minutes" if engine.compiles else ""
     log.info("model '%s': the warm-up begins%s.", model, compiles)
     first: LoadError | None = None
@@ -134,9 +136,7 @@ def warn_of_changes(config: ModelConfig, changed: Sequence[str]) -> None:
         " buffers does not need that.",
         config.name,
         join_names(changed),
-        ", and calls that need another graph run eagerly"
-        if torch_compile.requested(config)
-        else "",
+        ", and calls that need another graph run eagerly" if compilation.requested(config) else "",
     )
 
 
@@ -173,7 +173,7 @@ def _run_sample(engine: Engine, call: _Call, sample: Item) -> tuple[Item, Backen
     items = example_inputs.requests(config, sample)
     compiled = engine.compiles and engine.device.type == "cpu" and not config.states
     for number in range(1, _REPEATS * (2 if config.states else 1) + 1):
-        graphs = torch_compile.graph_count() if compiled else 0  # it imports the compiler
+        graphs = compilation.graph_count() if compiled else 0  # it imports the compiler
         results: list[dict[str, Value]] = []
         copies = [{**item, **_copied_tensors(item)} for item in items]  # forward() may write
         for item, outcome in zip(items, call(copies), strict=True):
@@ -182,7 +182,7 @@ def _run_sample(engine: Engine, call: _Call, sample: Item) -> tuple[Item, Backen
             if isinstance(outcome, BackendError):
                 return item, outcome
             results.append(outcome)
-        settled = compiled and torch_compile.graph_count() == graphs
+        settled = compiled and compilation.graph_count() == graphs
         if settled:
             break
         if number >= _REPEATS and config.states:

@@ -1,23 +1,29 @@
-"""Report of how much of a model's weights its instances share, and why the rest is not shared."""
+"""What instances share of a model's weights, and whether its mapped files stay as they were."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import time
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.engine import gpu_sharing
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.loading.mapped_files import Mapped
-from torch_py_backend.weights import gpu_sharing
 
 log = logging.getLogger(__name__)
 
 # Copies of fewer bytes are not logged.
 _MIN_LOGGED_BYTES = 1 << 20
+# Seconds between two looks at mapped files.
+_PERIOD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +95,39 @@ def _obstacle(config: ModelConfig, loaded: Loaded, weights: Mapped) -> str:
     if config.options.optimize:
         obstacle = f"OPTIMIZE's {', '.join(config.options.optimize)} converts them"
     return discovery.mapping_obstacle(config, loaded.artifact) or obstacle
+
+
+class MappedFiles:
+    """The files of a model's weights, whose contents must stay as they were mapped.
+
+    A file that is replaced by renaming keeps its pages for the processes that have mapped it.
+    Writing over it in place, as `cp` does, changes the weights during a request; truncating it ends
+    a process that reads them with SIGBUS.
+    """
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        self._states = {path: _state(path) for path in paths}
+        self._due = 0.0
+
+    def changed(self) -> str:
+        """Return the name of a file that was written; empty: none was, or the last look is new.
+
+        The files are looked at once a second.
+        """
+        now = time.monotonic()
+        if now < self._due:
+            return ""
+        self._due = now + _PERIOD_S
+        for path, before in self._states.items():
+            state = _state(path)
+            if state != before and state[:1] == before[:1]:
+                return path.name
+        return ""
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    """Return the number of a file, which differs if it is replaced, its time and its size."""
+    with contextlib.suppress(OSError):  # it was removed
+        status = path.stat()
+        return status.st_ino, status.st_mtime_ns, status.st_size
+    return ()

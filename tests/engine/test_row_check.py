@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.batching.gather_scatter import Item, Outcome
+from torch_py_backend.engine import row_check
 from torch_py_backend.errors import ConfigError, ForwardError
-from torch_py_backend.startup import row_check
 
 
 class _Recurrent(nn.Module):

@@ -17,12 +17,12 @@ from torch_py_backend.batching import runtime
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.threads import Threads
+from torch_py_backend.engine import load
 from torch_py_backend.errors import ForwardError
-from torch_py_backend.startup import builder
 
 
 def _build(config: ModelConfig) -> Any:
-    return builder.build(config, Threads(torch.get_num_threads(), torch.get_num_interop_threads()))
+    return load.build(config, Threads(torch.get_num_threads(), torch.get_num_interop_threads()))
 
 
 @pytest.mark.usefixtures("process")
@@ -40,7 +40,7 @@ def test_summary(overrides: dict[str, Any], says: str, tmp_path: Path) -> None:
     """`summary` names the artifact, the device, the threads and the options of an instance."""
     build.write(tmp_path, "model.py", models.source(models.Negate))
     engine = _build(build.config(tmp_path, **overrides))
-    assert builder.summary(engine, Threads(2, 3)) == (
+    assert load.summary(engine, Threads(2, 3)) == (
         "model 'digits': instance digits_0_0 serves model.py: Python source and weights on cpu;"
         f" threads 2 intra-op, 3 inter-op; {says}."
     )

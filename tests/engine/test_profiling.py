@@ -16,7 +16,7 @@ import torch
 from scenarios import Scenario
 
 from torch_py_backend.adapter import TritonPythonModel
-from torch_py_backend.observability.profiling import BATCHES
+from torch_py_backend.engine.profiling import BATCHES
 
 _SECONDS = 60
 _YIELDS = """\

@@ -14,7 +14,7 @@ import models
 import pytest
 import starts
 
-from torch_py_backend.compile import compile_cache
+from torch_py_backend.engine import compile_cache
 from torch_py_backend.processes import private_files
 
 

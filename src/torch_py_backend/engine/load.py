@@ -13,12 +13,12 @@ from torch_py_backend.batching import runtime
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import TABLE
 from torch_py_backend.config.threads import Threads
+from torch_py_backend.engine import gpu_sharing
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.hooks import user_hooks
 from torch_py_backend.loading import registry
 from torch_py_backend.processes import private_files
 from torch_py_backend.sequences import state_store
-from torch_py_backend.weights import gpu_sharing
 
 
 def build(config: ModelConfig, threads: Threads) -> Engine:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching.counters import Counts
-from torch_py_backend.compile import torch_compile
 from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.engine import compilation
 from torch_py_backend.errors import CompileError, LoadError, OptionError
 
 pytestmark = pytest.mark.usefixtures("dynamo")
@@ -32,18 +32,16 @@ def config(parameters: dict[str, Any] | None, **overrides: Any) -> ModelConfig:
     return build.config(torch_compile_optional_parameters=parameters, **overrides)
 
 
-def compiled(settings: ModelConfig, module: Any) -> torch_compile.Compiled:
+def compiled(settings: ModelConfig, module: Any) -> compilation.Compiled:
     """Compile a module."""
-    model = torch_compile.apply(settings, ArtifactType.MODULE, module, Counts())
+    model = compilation.apply(settings, ArtifactType.MODULE, module, Counts())
     assert model is not None
     return model
 
 
 def ours(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the log lines of this package."""
-    return [
-        record.getMessage() for record in caplog.records if record.name == torch_compile.__name__
-    ]
+    return [record.getMessage() for record in caplog.records if record.name == compilation.__name__]
 
 
 def graphs() -> int:
@@ -56,10 +54,10 @@ def test_model_without_compilation(caplog: pytest.LogCaptureFixture) -> None:
     """Without the parameter the module is not compiled; TorchScript is not, with a warning."""
     for parameters in (None, {"disable": True}):
         settings = config(parameters)
-        assert torch_compile.apply(settings, ArtifactType.MODULE, Scaled(), Counts()) is None
+        assert compilation.apply(settings, ArtifactType.MODULE, Scaled(), Counts()) is None
     assert not caplog.records
     module = torch.jit.script(Scaled())
-    assert torch_compile.apply(config({}), ArtifactType.TORCHSCRIPT, module, Counts()) is None
+    assert compilation.apply(config({}), ArtifactType.TORCHSCRIPT, module, Counts()) is None
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert "'digits': TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect" in record.getMessage()
@@ -95,7 +93,7 @@ def test_recompile_limit() -> None:
 def test_wrong_parameters(parameters: dict[str, Any], message: str) -> None:
     """A value that torch.compile refuses fails the load."""
     with pytest.raises(OptionError) as raised:
-        torch_compile.apply(config(parameters), ArtifactType.MODULE, Scaled(), Counts())
+        compilation.apply(config(parameters), ArtifactType.MODULE, Scaled(), Counts())
     assert isinstance(raised.value, LoadError)
     assert "'digits': the parameter TORCH_COMPILE_OPTIONAL_PARAMETERS is" in str(raised.value)
     assert message in str(raised.value)
@@ -116,7 +114,7 @@ def test_one_graph_serves_all_row_counts() -> None:
 def test_sealed_model_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """A shape outside the warm-up runs eagerly, and is logged once."""
     counts = Counts()
-    model = torch_compile.apply(config({"backend": "eager"}), ArtifactType.MODULE, Scaled(), counts)
+    model = compilation.apply(config({"backend": "eager"}), ArtifactType.MODULE, Scaled(), counts)
     assert model is not None
     model(torch.ones(8, 4))
     sealed = model.seal()

@@ -16,11 +16,10 @@ from children import Child, Start
 from torch import nn
 
 from torch_py_backend.config.threads import Threads
+from torch_py_backend.engine import gpu_sharing, load, warmup
+from torch_py_backend.engine.gpu_sharing import SharedWeights
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.processes import orphan_cleanup
-from torch_py_backend.startup import builder, warmup
-from torch_py_backend.weights import gpu_sharing
-from torch_py_backend.weights.gpu_sharing import SharedWeights
 
 # A complete instance. For each line it prints the output for ones, or the code of the error; for
 # "double" it doubles its weights before.
@@ -30,8 +29,8 @@ from pathlib import Path
 import build, numpy, torch
 from torch_py_backend.config.threads import Threads
 from torch_py_backend.processes import orphan_cleanup
-from torch_py_backend.startup import builder, warmup
-from torch_py_backend.weights import gpu_sharing
+from torch_py_backend.engine import load, warmup
+from torch_py_backend.engine import gpu_sharing
 
 # Descriptors are sent to processes that torch has started only.
 torch.multiprocessing.set_sharing_strategy("file_system")
@@ -44,7 +43,7 @@ gpu_sharing.named = lambda module: {
 }
 outputs = (build.spec("y", dims=(3,)),)
 config = build.config(Path(sys.argv[1]), instance=sys.argv[2], outputs=outputs)
-engine = builder.build(config, Threads(1, 1))
+engine = load.build(config, Threads(1, 1))
 warmup.run(engine)
 print("owns" if engine._shared.owns else "maps", flush=True)
 with torch.inference_mode():
@@ -243,7 +242,7 @@ def test_a_model_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     scenarios.python(Counting)(tmp_path / "1")
     scenarios.safe({"count": torch.zeros(3)})(tmp_path / "1")
     outputs = (build.spec("y", dims=(3,)),)
-    engine = builder.build(build.config(tmp_path, outputs=outputs), Threads(1, 1))
+    engine = load.build(build.config(tmp_path, outputs=outputs), Threads(1, 1))
     with pytest.raises(ConfigError, match="writes to its buffers"):
         warmup.run(engine)
     engine.close()

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.engine import sharing
+from torch_py_backend.engine.sharing import Sharing
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.loading import mapped_files, registry, state_dict
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
-from torch_py_backend.weights import sharing_report
-from torch_py_backend.weights.sharing_report import Sharing
 
 
 class Net(nn.Module):
@@ -95,7 +95,7 @@ def report(folder: Path, write: Callable[[Path], None], **options: Any) -> Shari
     artifact = discovery.find(config)
     loaded = registry.load(artifact, config, torch.device("cpu"))
     registry.optimize(config, loaded)
-    return sharing_report.report(config, loaded)
+    return sharing.report(config, loaded)
 
 
 @pytest.mark.parametrize("write", [_state_dict, _safetensors, _shards, _scripted, _exported])
@@ -150,7 +150,7 @@ def test_large_copies_are_logged(
     """Only large copies are logged, in one line with the reason."""
     caplog.set_level(logging.INFO)
     for least, lines in ((1 << 30, 0), (1, 1)):
-        monkeypatch.setattr(sharing_report, "_MIN_LOGGED_BYTES", least)
+        monkeypatch.setattr(sharing, "_MIN_LOGGED_BYTES", least)
         report(tmp_path, _compressed)
         assert len([text for text in caplog.messages if "compressed" in text]) == lines
 
@@ -191,7 +191,7 @@ def test_unusual_tensors(tmp_path: Path) -> None:
         assert torch.equal(dense, tensor.dequantize() if tensor.is_quantized else tensor.to_dense())
     size = sum(parameter.nbytes for parameter in module.parameters())
     loaded = Loaded(artifact, module, introspection.from_function(module.forward), module)
-    assert sharing_report.mapped(loaded)[:2] == (size, size)
+    assert sharing.mapped(loaded)[:2] == (size, size)
 
 
 class Quantised(nn.Module):

@@ -1,1 +1,0 @@
-"""torch.compile, its cache on disk, CUDA graphs, and the batch sizes they are made for."""

@@ -1,1 +1,0 @@
-"""Building an engine from a config, and warming it up before READY."""
