@@ -338,7 +338,11 @@ def _cold_start(checkout: Path) -> tuple[float, float]:
         text = config.read_text().replace("count: 1", "count: 2")
         option = _PARAMETER.format(key="TORCH_COMPILE_OPTIONAL_PARAMETERS", value="{}")
         config.write_text(text + option)
-        variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
+        # Without a folder for temporary files of its own, torch finds headers that an earlier start
+        # has precompiled.
+        temporary = Path(scratch, "temporary")
+        temporary.mkdir()
+        variables = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TMPDIR": str(temporary)}
         before, start = _processor_seconds(), time.perf_counter()
         with stubs.served(repository, {"pytorch_py": checkout}, variables):
             seconds = time.perf_counter() - start
