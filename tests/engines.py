@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.batching import runtime
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
+from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
+from torch_py_backend.values import ANY_ROWS, Item, Rows
 
 BAD = -7.0
 

@@ -18,7 +18,7 @@ import json, sys
 import torch
 from torch_py_backend.engine import load
 from torch_py_backend.config import model_config
-from torch_py_backend.batching import runtime
+from torch_py_backend.engine import runtime
 from torch_py_backend.config import threads
 from torch_py_backend.engine import warmup
 

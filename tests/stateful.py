@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from torch import nn
 
-from torch_py_backend.batching import runtime
-from torch_py_backend.batching.gather_scatter import Outcome
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.sequence_config import ControlInput, SequenceConfig, State
+from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences import state_store
 from torch_py_backend.sequences.state_store import Sequences, Step
 from torch_py_backend.signature import introspection
+from torch_py_backend.values import Outcome
 
 IDLE_S = 5.0
 SLOTS = 16

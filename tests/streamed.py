@@ -17,14 +17,14 @@ import scenarios
 import torch
 from scenarios import Arrays, Refused, Scenario
 
-from torch_py_backend.batching import runtime
-from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.config.options import Options
+from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 from torch_py_backend.streaming.streams import Streams
+from torch_py_backend.values import Value
 
 # --- engines of functions -----------------------------------------------------------------------
 

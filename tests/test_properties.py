@@ -20,16 +20,17 @@ from torch.utils import _pytree as pytree
 
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.batching import gather_scatter, runtime
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config import dtypes, model_config, options
 from torch_py_backend.config.options import Options
+from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import LoadError
 from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.pipeline import batches
 from torch_py_backend.signature import binding, introspection
 from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.signature.calls import InputBinding
+from torch_py_backend.values import ANY_ROWS, Item, Rows
 
 Result = TypeVar("Result")
 
@@ -292,12 +293,11 @@ def test_rows_return_to_their_items(
     sent = [_value((size, *shape), kind, 7 * index) for index, size in enumerate(sizes)]
     if tensors and kind.triton != "BYTES":
         sent = [torch.from_numpy(value) for value in sent]
-    batch = gather_scatter.gather([{"x": value} for value in sent], ["x"])
     pieces = []
-    for piece, present in gather_scatter.fit(batch.columns, rows):
+    for piece, present in batches.fit([batches.concatenate(sent)], rows):
         assert rows.accept(piece[0].shape[0])
         pieces.append([column[:present] for column in piece])
-    outcomes = gather_scatter.scatter(gather_scatter.join(pieces), ["y"], batch.sizes)
+    outcomes = batches.scatter(batches.join(pieces), ["y"], sizes)
     for value, outcome in zip(sent, outcomes, strict=True):
         assert np.array_equal(np.asarray(outcome["y"]), np.asarray(value))
 
@@ -348,7 +348,7 @@ def test_padded_items_get_their_own_back(
 ) -> None:
     """Items of any lengths share a batch, with and without a mask, and keep their own lengths."""
     engine = _padded_engine(pad, rows)
-    items: list[gather_scatter.Item] = []
+    items: list[Item] = []
     for number, (count, length, masked) in enumerate(shapes):
         ids = np.arange(count * length, dtype=np.int64).reshape(count, length) + 100 * number
         items.append({"ids": ids, **({"mask": ids % 2} if masked else {})})

@@ -12,10 +12,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from torch_py_backend.config.request_parameters import Parameters
 from torch_py_backend.errors import NoServerError
+
+if TYPE_CHECKING:  # the border: no torch before an instance has set its threads
+    from torch_py_backend.values import Parameters
 
 # The outputs of a model: tensors by name; strings are arrays of bytes.
 Results: TypeAlias = "dict[str, Any]"

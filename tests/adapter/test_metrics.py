@@ -23,7 +23,7 @@ from scenarios import Scenario
 from torch import nn
 
 from torch_py_backend.adapter import metrics
-from torch_py_backend.batching import runtime
+from torch_py_backend.engine import runtime
 from torch_py_backend.observability import metric_families
 from torch_py_backend.observability.metric_families import MetricKind
 

@@ -19,7 +19,7 @@ from scenarios import Refused, Scenario, assert_close
 from streamed import Stream, Streamed
 
 from torch_py_backend.adapter import metrics, streaming
-from torch_py_backend.batching import runtime
+from torch_py_backend.engine import runtime
 
 pytestmark = pytest.mark.usefixtures("process")
 

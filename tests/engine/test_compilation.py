@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import ArtifactType
-from torch_py_backend.batching.counters import Counts
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import compilation
 from torch_py_backend.errors import CompileError, LoadError, OptionError
+from torch_py_backend.pipeline.counters import Counts
 
 pytestmark = pytest.mark.usefixtures("dynamo")
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from torch_py_backend.batching import runtime
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.threads import Threads
-from torch_py_backend.engine import load
+from torch_py_backend.engine import load, runtime
 from torch_py_backend.errors import ForwardError
 
 

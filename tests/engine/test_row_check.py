@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.batching.gather_scatter import Item, Outcome
 from torch_py_backend.engine import row_check
 from torch_py_backend.errors import ConfigError, ForwardError
+from torch_py_backend.values import Item, Outcome
 
 
 class _Recurrent(nn.Module):

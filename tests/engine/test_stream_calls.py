@@ -11,13 +11,12 @@ import streamed
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import runtime
-from torch_py_backend.batching.gather_scatter import Item
-from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config.options import Options
-from torch_py_backend.engine import build
+from torch_py_backend.engine import build, runtime
+from torch_py_backend.engine.runtime import Runtime
 from torch_py_backend.engine.stream_calls import StreamCalls
 from torch_py_backend.errors import BackendError, InputError, OutputError
+from torch_py_backend.values import Item
 
 CPU = torch.device("cpu")
 

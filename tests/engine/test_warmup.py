@@ -12,14 +12,13 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.batching import runtime
-from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine import warmup
+from torch_py_backend.engine import runtime, warmup
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, BindingError, ConfigError, LoadError, WarmupError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
+from torch_py_backend.values import Item
 
 pytestmark = pytest.mark.usefixtures("dynamo")
 

@@ -21,14 +21,14 @@ import safetensors.torch
 import scenarios
 import stateful
 import torch
-from batching import test_ragged
 from children import Start, starting
+from pipeline import test_ragged
 from torch import Tensor
 
 from torch_py_backend.adapter import TritonPythonModel, messages
 from torch_py_backend.artifacts.discovery import ArtifactType
-from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.config import pbtxt
+from torch_py_backend.values import Item
 
 _ON_CPU = os.environ.get("GPU_DEVICE") == "cpu"
 _KIND = "CPU" if _ON_CPU else "GPU"
@@ -86,9 +86,8 @@ def test_scenario_on_the_gpu(scenario: scenarios.Scenario, tmp_path: Path, proce
 @_CUDA
 def test_batch_inputs_are_where_their_source_is() -> None:
     """What is made of the shapes of tensors on the GPU does not call the outputs to the host."""
-    (count, x), _ = Ragged(test_ragged.config()).gather(
-        [{"x": torch.ones(1, size, device="cuda")} for size in (2, 3)], ["n", "x"]
-    )
+    items: list[Item] = [{"x": torch.ones(1, size, device="cuda")} for size in (2, 3)]
+    (count, x), _ = test_ragged.gathered(test_ragged.config(), items)
     assert isinstance(count, torch.Tensor)
     assert isinstance(x, torch.Tensor)
     assert count.is_cuda
@@ -314,7 +313,7 @@ sys.modules["triton_python_backend_utils"] = fake_triton
 import numpy as np
 from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.artifacts.discovery import ArtifactType
-from torch_py_backend.batching.ragged import Ragged
+from torch_py_backend.pipeline.ragged import Ragged
 model = TritonPythonModel()
 model.initialize(json.loads({arguments!r}))
 for values in {batches!r}:

@@ -14,9 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import runtime
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
-from torch_py_backend.config import request_parameters
+from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -25,9 +23,10 @@ from torch_py_backend.errors import (
     InputError,
     OutputError,
 )
-from torch_py_backend.hooks.user_hooks import Hook, Hooks
+from torch_py_backend.hooks.user_hooks import ARGUMENT, Hook, Hooks
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
+from torch_py_backend.values import ANY_ROWS, RequestItem, Rows
 
 _X, _Y = build.spec("x", dims=(-1,)), build.spec("y", dims=(-1,))
 
@@ -46,7 +45,7 @@ class Recorder:
 
 def hook(name: str, function: Callable[..., Any]) -> Hook:
     arguments = introspection.from_function(function).arguments
-    takes_parameters = any(each.name == request_parameters.ARGUMENT for each in arguments)
+    takes_parameters = any(each.name == ARGUMENT for each in arguments)
     return Hook(build.MODEL, name, function, takes_parameters)
 
 
@@ -69,7 +68,7 @@ def item(*rows: Any, parameters: dict[str, Any] | None = None) -> dict[str, Any]
     tensors: dict[str, Any] = {"x": torch.tensor(rows, dtype=torch.float32)}
     if parameters is None:
         return tensors
-    return tensors | {request_parameters.KEY: request_parameters.column([parameters])}
+    return RequestItem(tensors, parameters=parameters)
 
 
 def values(outcomes: Any, name: str = "y") -> list[Any]:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, InputError
 from torch_py_backend.loading import aotinductor
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.processes import orphan_cleanup
+from torch_py_backend.values import ANY_ROWS, Rows
 
 CPU = torch.device("cpu")
 PACKAGE = Path(__file__).parents[2] / "examples/model_repository/digits_aoti/1/model.pt2"

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.config import dtypes
 from torch_py_backend.loading import example_inputs
+from torch_py_backend.values import Item
 
 FLOATS = ("FP16", "FP32", "FP64", "BF16")
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import exported_program
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import binding
+from torch_py_backend.values import ANY_ROWS, Rows
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,6 @@ import torch
 from engines import BAD, bad, check, items
 from torch import Tensor, nn
 
-from torch_py_backend.batching import runtime
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
 from torch_py_backend.errors import (
     BackendError,
     BindingError,
@@ -28,7 +26,9 @@ from torch_py_backend.errors import (
     OutputError,
     UnavailableError,
 )
+from torch_py_backend.pipeline import faults
 from torch_py_backend.pipeline.failures import Failures
+from torch_py_backend.values import ANY_ROWS, Item, Rows
 
 engine = functools.partial(engines.engine, max_batch_size=32)
 
@@ -329,7 +329,7 @@ def test_a_first_failure_that_hides_a_shortage() -> None:
 def freed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The number of calls that freed the cache."""
     times: list[int] = []
-    monkeypatch.setattr(runtime, "free", lambda: times.append(1))
+    monkeypatch.setattr(faults, "free", lambda: times.append(1))
     return times  # type: ignore[return-value]
 
 
@@ -437,7 +437,7 @@ class Device:
 def test_device_that_breaks(tells: bool, monkeypatch: pytest.MonkeyPatch, freed: list[int]) -> None:
     """After a sticky error nothing is run or freed; every request gets the error and its reason."""
     device = Device(tells=tells)
-    monkeypatch.setattr(runtime, "probe", device.probe)
+    monkeypatch.setattr(faults, "probe", device.probe)
     model = Model(device.judge)
     served = engine(model)
     served.runtime = dataclasses.replace(served.runtime, clean=lambda: freed.append(2))
@@ -462,7 +462,7 @@ def test_device_that_breaks(tells: bool, monkeypatch: pytest.MonkeyPatch, freed:
 def test_device_that_breaks_in_a_retry(first: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that were answered before the device broke stay answered; no other part is run."""
     device = Device(tells=True)
-    monkeypatch.setattr(runtime, "probe", device.probe)
+    monkeypatch.setattr(faults, "probe", device.probe)
 
     def judge(x: Tensor) -> None:
         if x.shape[0] > 2:

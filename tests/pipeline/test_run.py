@@ -13,10 +13,10 @@ import torch
 from engines import engine, texts
 from torch import Tensor
 
-from torch_py_backend.batching.counters import Counts
-from torch_py_backend.batching.gather_scatter import Rows
 from torch_py_backend.errors import ForwardError, InputError, OutputError
 from torch_py_backend.pipeline import run
+from torch_py_backend.pipeline.counters import Counts
+from torch_py_backend.values import Rows
 
 FREE = build.spec("x", dims=(-1,))
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from stateful import IDLE_S, SLOTS, Served, config, engine, make_state, step
 from torch import Tensor
 
-from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import Origin
 from torch_py_backend.config.sequence_config import ControlInput
@@ -26,6 +25,7 @@ from torch_py_backend.loading import example_inputs
 from torch_py_backend.sequences import state_store
 from torch_py_backend.sequences.state_store import Step
 from torch_py_backend.signature import introspection
+from torch_py_backend.values import Item
 
 # Longer than the idle time, plus the time a request may still be queued.
 _FORGOTTEN_S = IDLE_S + 1.5

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server.healing import Event, EventKind
+from torch_py_backend.server.healing import EventKind
 from torch_py_backend.server.reloading import Reloader
+from torch_py_backend.server.supervision import Event
 
 
 class Fake:
-    """Triton and the clock of a `Reloader`."""
+    """Triton, the clock and the threads of a `Reloader`."""
 
     def __init__(self, path: Path, *names: str) -> None:
         self.now = 0.0
         self.loads: list[str] = []
         self.refusal = ""
         self.events: list[Event] = []
-        self.pending: list[Future[None]] = []
+        self.threads: list[Callable[[], None]] = []
         self.reloader = Reloader(
             path,
             names,
@@ -29,12 +30,13 @@ class Fake:
             self.events.append,
             60,
             clock=lambda: self.now,
+            spawn=self.threads.append,
         )
 
-    def load(self, model: str, seconds: float) -> Future[None]:
+    def load(self, model: str, seconds: float) -> None:
         self.loads.append(model)
-        self.pending.append(Future())
-        return self.pending[-1]
+        if self.refusal:
+            raise ServerError(self.refusal)
 
     def run(self, seconds: int) -> list[Event]:
         """Let time pass; return what was reported."""
@@ -42,12 +44,9 @@ class Fake:
         for _ in range(5 * seconds):
             self.now += 0.2
             self.reloader.step()
-            for load in self.pending:
-                if self.refusal:
-                    load.set_exception(ServerError(self.refusal))
-                else:
-                    load.set_result(None)
-            self.pending.clear()
+            for thread in self.threads:
+                thread()
+            self.threads.clear()
         return list(self.events)
 
 
@@ -131,13 +130,15 @@ def test_a_load_that_fails(repository: Path) -> None:
 def test_one_load_at_a_time(repository: Path) -> None:
     """A change during a load is loaded afterwards."""
     server = Fake(repository)
+    thread: Callable[[], None] | None = None
     for text in ("12", "123"):
         _write(repository / "digits" / "1" / "model.py", text)
         for _ in range(20):
             server.now += 0.2
             server.reloader.step()
-        assert server.loads == ["digits"]
+        (thread,) = server.threads
     assert len(server.events) == 1
+    assert thread is not None
     again = [_changed("digits", "1/model.py"), _ready("digits")]
     assert server.run(5) == [_ready("digits"), *again]
     assert server.loads == ["digits", "digits"]

@@ -11,10 +11,10 @@ import torch
 from streamed import Recorder, engine, item, run
 from torch import Tensor
 
-from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.composition import model, stand_in
 from torch_py_backend.errors import ForwardError, OutputError
 from torch_py_backend.streaming.streams import Streams
+from torch_py_backend.values import Value
 
 State = tuple[Tensor, int]
 

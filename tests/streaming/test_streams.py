@@ -13,7 +13,7 @@ import torch
 from streamed import Recorder, engine, item, run
 from torch import Tensor
 
-from torch_py_backend.batching import runtime
+from torch_py_backend.engine import runtime
 from torch_py_backend.errors import BackendError, CancelledError, ForwardError
 from torch_py_backend.streaming.streams import Streams, trial
 

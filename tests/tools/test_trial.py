@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import LoadError
 from torch_py_backend.tools import trial, tuning
+from torch_py_backend.values import Item
 
 
 def _module(result: str, takes: str = "x") -> str:

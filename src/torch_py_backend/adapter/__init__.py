@@ -114,8 +114,7 @@ class TritonPythonModel:
         threads.set_environment(share)
         # Import torch only now: it reads its environment variables when it is imported.
         from torch_py_backend.adapter import calling, messages, streaming
-        from torch_py_backend.batching import runtime
-        from torch_py_backend.engine import load, profiling, tracing, warmup
+        from torch_py_backend.engine import load, profiling, runtime, tracing, warmup
         from torch_py_backend.streaming import streams
 
         _check_numpy(settings.name)

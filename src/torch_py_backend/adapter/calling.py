@@ -14,9 +14,9 @@ import triton_python_backend_utils as pb_utils
 from torch import Tensor
 
 from torch_py_backend.adapter import messages
-from torch_py_backend.batching.gather_scatter import Value, to_column
 from torch_py_backend.composition import Model, Results
 from torch_py_backend.errors import CallError, a_type, sanitize_line
+from torch_py_backend.values import Value, to_column
 
 # Error codes of the called model to pass on to the client; any other becomes INTERNAL.
 _PASSED_ON = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -11,11 +12,10 @@ import triton_python_backend_utils as pb_utils
 from torch import Tensor
 from torch.utils import dlpack
 
-from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Array, Item, Value
-from torch_py_backend.config import request_parameters
 from torch_py_backend.errors import BackendError, printable
+from torch_py_backend.pipeline import batches
 from torch_py_backend.sequences.state_store import Step
+from torch_py_backend.values import Array, Item, RequestItem, Value
 
 # Below this size a DLPack capsule is cheaper to pass to Triton than a numpy array.
 DLPACK_BYTES = 4096
@@ -94,10 +94,9 @@ def read_kept(request: Request) -> Item:
 
 
 def read_with_parameters(request: Request) -> Item:
-    """Return a request's tensors by name, with a column of its parameters."""
-    item = read(request)
-    parameters = request_parameters.parse(request.parameters())
-    return {**item, request_parameters.KEY: request_parameters.column([parameters])}
+    """Return a request's tensors by name, with its parameters."""
+    text = request.parameters()  # JSON; empty if there are none
+    return RequestItem(read(request), parameters=json.loads(text) if text else {})
 
 
 def read_numbers(requests: Sequence[Request]) -> list[Item]:
@@ -216,7 +215,7 @@ def writer(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
             written = []
             for name, output in zip(names, outputs, strict=True):
                 if not isinstance(output, Tensor) or not output.nbytes or output.is_cuda:
-                    values = gather_scatter.split(output, sizes)
+                    values = batches.split(output, sizes)
                     written.append([write_tensor(name, value) for value in values])
                     continue
                 parts = (output,) if count == 1 else output.split_with_sizes(list(sizes))
@@ -226,7 +225,7 @@ def writer(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
                     written.append([from_array(name, part.numpy()) for part in parts])
             return Responses([response(list(tensors)) for tensors in zip(*written, strict=True)])
         except Exception:
-            return gather_scatter.scatter(outputs, names, sizes)
+            return batches.scatter(outputs, names, sizes)
 
     return write_batch
 

@@ -220,7 +220,8 @@ class Publisher:
             seconds: float = getattr(counts, f"{stage}_seconds")
             yield ("pytorch_py_stage_seconds_total", (("stage", stage),)), seconds
         totals = ["retried_rows"]
-        if self._engine.pads_batches:
+        rows = self._engine.rows
+        if self._engine.padding is not None or rows.buckets or rows.least > 1:
             totals += ["rows", "filled_rows"]
         if self._engine.compiles:
             totals.append("eager_calls")

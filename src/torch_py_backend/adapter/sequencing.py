@@ -12,13 +12,11 @@ from torch import Tensor
 
 from torch_py_backend.adapter import messages
 from torch_py_backend.adapter.messages import Request
-from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Item, Outcome
-from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.config.model_config import Origin
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError
 from torch_py_backend.sequences.state_store import Sequences, Step
+from torch_py_backend.values import Item, Outcome, clone
 
 _SECONDS = 1.0
 
@@ -114,8 +112,6 @@ class SequenceReader:
 
     def _run_in_slots(self, steps: Sequence[Step]) -> Sequence[Outcome]:
         """Run steps of a model that keeps states by their places; refused ones fill their slots."""
-        grouping = self._engine.grouping
-        assert isinstance(grouping, Grouping)  # noqa: S101  hooks are refused for sequences
         # Triton sends batches of equal shapes.
         readable = (step.item for step in steps if not isinstance(step.item, _Unreadable))
         shaped: Item = next(readable, {})
@@ -123,7 +119,9 @@ class SequenceReader:
         refused: dict[int, BackendError] = {}
         for place, step in enumerate(steps):
             item = step.item
-            admitted = item.error if isinstance(item, _Unreadable) else grouping.admit(item)
+            admitted = (
+                item.error if isinstance(item, _Unreadable) else self._engine.inputs.admit(item)
+            )
             if isinstance(admitted, BackendError):
                 refused[place] = admitted
                 item = self._fill(step, shaped)
@@ -133,7 +131,7 @@ class SequenceReader:
 
     def _fill(self, step: Step, shaped: Item) -> Item:
         """Return an item that only fills a refused step's slot; a first one begins its sequence."""
-        copies = {name: gather_scatter.clone(value) for name, value in shaped.items()}
+        copies = {name: clone(value) for name, value in shaped.items()}
         controls = {name: step.item[name] for name in step.item if name not in self._sent}
         if not step.starts:
             idle = self._idle.items()

@@ -13,10 +13,10 @@ from functools import partial
 import torch
 import triton_python_backend_utils as pb_utils
 
+from torch_py_backend import values
 from torch_py_backend.adapter import messages, orphans
 from torch_py_backend.adapter.messages import Request
-from torch_py_backend.batching import runtime, traced_item
-from torch_py_backend.batching.gather_scatter import Item, Value
+from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.profiling import Profiler
 from torch_py_backend.engine.tracing import TraceContexts
@@ -30,6 +30,7 @@ from torch_py_backend.errors import (
 )
 from torch_py_backend.observability.metric_families import OK
 from torch_py_backend.streaming.streams import Streams
+from torch_py_backend.values import Item, Value
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +159,7 @@ class Streaming:
             self._on_idle()
 
     def _launch(self, item: Item, client: _Client) -> None:
-        with traced_item.entered((item,)):  # a context that the task keeps
+        with values.trace_context((item,)):  # a context that the task keeps
             task = self._loop.create_task(self.streams.run(item, client))
         self._clients[task] = client
         task.add_done_callback(self._finalize)

@@ -14,17 +14,17 @@ import torch
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.autocomplete import specs
 from torch_py_backend.autocomplete.specs import Schema
-from torch_py_backend.batching import runtime
-from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.dtypes import DType
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
+from torch_py_backend.engine import runtime
 from torch_py_backend.errors import BackendError, ConfigError, ForwardError
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 from torch_py_backend.hooks.user_hooks import Hooks
 from torch_py_backend.loading import example_inputs, registry
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.arguments import ArgumentType
+from torch_py_backend.values import Item
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def run_hooks(
     """
     device_runtime = runtime.create(config.options, device, ())
     without_outputs = dataclasses.replace(config, outputs=())
-    pipeline = HookedPipeline(without_outputs, loaded.signature, hooks, device_runtime)
+    pipeline = HookedPipeline(without_outputs, loaded.signature, hooks, device_runtime.device)
     try:
         with device_runtime.guard():
             result, of_row = pipeline.run_unchecked(loaded.module, example)

@@ -19,14 +19,12 @@ from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.autocomplete import hook_runs, specs
 from torch_py_backend.autocomplete.specs import Schema
-from torch_py_backend.batching import runtime
-from torch_py_backend.batching.gather_scatter import Item
-from torch_py_backend.batching.grouping import Grouping
-from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config import model_config
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.errors import ConfigError, ForwardError, InputError
+from torch_py_backend.engine import runtime
+from torch_py_backend.engine.runtime import Runtime
+from torch_py_backend.errors import BackendError, ConfigError, ForwardError
 from torch_py_backend.hooks import user_hooks
 from torch_py_backend.loading import (
     aotinductor,
@@ -36,6 +34,8 @@ from torch_py_backend.loading import (
     registry,
 )
 from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.pipeline.inputs import Inputs
+from torch_py_backend.values import Item
 
 
 def describe(arguments: Mapping[str, str]) -> JsonObject:
@@ -215,16 +215,15 @@ class _Runs:
         config = dataclasses.replace(
             self.config, max_batch_size=0, inputs=specs.of_values(self.config.name, item)
         )
-        grouping = Grouping(config, self.loaded.signature)
-        admitted = grouping.admit(item)
-        if isinstance(admitted, InputError):
-            raise admitted
-        (group,) = grouping.group([(0, admitted)])
-        columns = [admitted[name] for name in group.inputs.names]
+        inputs, module = Inputs(config, self.loaded.signature), self.loaded.module
+        group = inputs.stage(lambda binding: lambda *columns: binding.call(module, columns))
+        (entry,), groups = group([item])
+        if isinstance(entry, BackendError):
+            raise entry
+        columns, _ = groups[0].gather(groups[0].items)
         try:
             with self.runtime.guard():
-                arguments = grouping.convert(group.inputs, self.runtime.to_device(columns))
-                result = group.inputs.call(self.loaded.module, arguments)
+                result = groups[0].call(*self.runtime.to_device(columns))
         except Exception as error:  # the model's own code runs here
             raise ForwardError(config.name, error, self.loaded.signature.name) from error
         return specs.of_result(config, result, "forward()")

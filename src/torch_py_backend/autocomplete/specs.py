@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from torch_py_backend.batching.gather_scatter import Value
-from torch_py_backend.batching.output_extraction import unchecked
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ConfigError, SourceError, join_names
 from torch_py_backend.loading import example_inputs
+from torch_py_backend.pipeline.outputs import unchecked
 from torch_py_backend.signature import results
+from torch_py_backend.values import Value
 
 # The max_batch_size of a model that takes any number of rows.
 DEFAULT_BATCH_SIZE = 8

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Gather, Item, Value
-from torch_py_backend.batching.grouping import Grouping
-from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
-from torch_py_backend.batching.padding import Padding
-from torch_py_backend.batching.ragged import Ragged
-from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import BackendError
 from torch_py_backend.hooks import hooked_pipeline
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
-from torch_py_backend.hooks.user_hooks import Hooks
+from torch_py_backend.hooks.preprocessing import ROWS
 from torch_py_backend.loading.loaded import Forward, Loaded
-from torch_py_backend.pipeline import stages
+from torch_py_backend.pipeline import batches, stages
 from torch_py_backend.pipeline.failures import Failures
-from torch_py_backend.pipeline.run import Entry, Group, Result, Stages
+from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
+from torch_py_backend.pipeline.ragged import Ragged
+from torch_py_backend.pipeline.run import Entry, GroupStage, Result, Stages
 from torch_py_backend.pipeline.stages import Scatter
-from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.calls import InputBinding
+from torch_py_backend.values import Item, Value, clone
 
 if TYPE_CHECKING:
     from torch_py_backend.engine.engine import Engine
@@ -48,33 +42,14 @@ class Outputs(NamedTuple):
     names: tuple[str, ...]
     extract: Callable[[Any, int], Sequence[Value]]
     only_tensor: Callable[[], tuple[torch.dtype, tuple[int, ...]] | None] | None
-    copy: Callable[[Value], Value] = gather_scatter.clone
+    copy: Callable[[Value], Value] = clone
     finite: Finite | None = None
 
 
-def grouping(
-    config: ModelConfig,
-    signature: Signature,
-    hooks: Hooks | None,
-    runtime: Runtime,
-    padding: Padding | None,
-) -> Grouping | HookedPipeline:
-    """Return what checks, binds and groups items; with hooks, their pipeline.
-
-    Raises:
-        BindingError: the config's inputs do not match the signature of the model or the hooks.
-    """
-    if hooks is not None:
-        return HookedPipeline(config, signature, hooks, runtime)
-    dtype = config.options.weights_dtype
-    return Grouping(config, signature, padding, cast=getattr(torch, dtype) if dtype else None)
-
-
-def outputs_of(config: ModelConfig, loaded: Loaded, grouped: Grouping | HookedPipeline) -> Outputs:
+def outputs_of(config: ModelConfig, loaded: Loaded, hooked: HookedPipeline | None) -> Outputs:
     """Return how the results of a model become outputs."""
-    if isinstance(grouped, HookedPipeline) and grouped.postprocesses:  # after scatter
-        rows = hooked_pipeline.UNPROCESSED
-        return Outputs(rows, grouped.split, None, hooked_pipeline.copy_rows)
+    if hooked is not None and hooked.hooks.postprocess is not None:  # after scatter
+        return Outputs((ROWS,), hooked.split, None, hooked_pipeline.copy_rows)
     extractor = OutputExtractor(
         config, f"{loaded.returns}()", torchscript=loaded.signature.torchscript
     )
@@ -107,14 +82,13 @@ def chosen(made: Engine, forward: Forward, writer: Scatter | None = None) -> Sta
     config, runtime = made.config, made.runtime
     before: tuple[Callable[[Sequence[Entry]], Sequence[Entry]], ...] = ()
     after: tuple[Callable[[Sequence[Result], Sequence[Entry]], Sequence[Result]], ...] = ()
-    if isinstance(made.grouping, HookedPipeline):
-        hooks, counts = made.grouping, made.counts
-        if hooks.prepares:
-            before = (partial(stages.prepared, hooks.prepare, counts, made.failures),)
-        if hooks.postprocesses:
-            after = (partial(stages.finished, hooks.finish, counts, made.failures),)
+    hooked, counts = made.hooked, made.counts
+    if hooked is not None and hooked.rows is not None:
+        before = (partial(stages.prepared, hooked.rows.prepare, counts, made.failures),)
+    if hooked is not None and hooked.hooks.postprocess is not None:
+        after = (partial(stages.finished, hooked.finish, counts, made.failures),)
     outputs = made.outputs
-    fill = stages.filled(made.rows, outputs.extract, outputs.copy, made.counts)
+    fill = stages.filled(made.rows, outputs.extract, outputs.copy, counts)
     limited = made.rows.most is not None and made.rows.most < config.max_batch_size
     takes_any_rows = not limited and not made.rows.buckets and made.rows.least <= 1
     return Stages(
@@ -133,58 +107,11 @@ def chosen(made: Engine, forward: Forward, writer: Scatter | None = None) -> Sta
 # --- inputs ------------------------------------------------------------------------------------
 
 
-def _group(
-    made: Engine, forward: Forward, *, served: bool
-) -> Callable[[Sequence[Entry]], tuple[Sequence[Entry], Sequence[Group]]]:
-    grouped = made.grouping
-    complete = grouped.binding
-    gather, call = _bind(made, forward, complete)
-    if served and grouped.takes_arrays and made.runtime.host_inputs:
-        gather = gather_scatter.numbers(complete.names)
-
-    def group(entries: Sequence[Entry]) -> tuple[Sequence[Entry], Sequence[Group]]:
-        if grouped.alike(entries):
-            return entries, (Group(gather, call, entries, range(len(entries))),)  # type: ignore[arg-type]
-        admitted = [
-            entry if isinstance(entry, BackendError) else grouped.admit(entry) for entry in entries
-        ]
-        items = [
-            (place, entry)
-            for place, entry in enumerate(admitted)
-            if not isinstance(entry, BackendError)
-        ]
-        groups = []
-        for inputs, members, places in grouped.group(items):
-            bound = (gather, call) if inputs is complete else _bind(made, forward, inputs)
-            groups.append(Group(*bound, members, places))
-        return admitted, groups
-
-    return group
-
-
-def _bind(
-    made: Engine, forward: Forward, inputs: InputBinding
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the functions that gather some inputs, and call the model with their columns."""
-    config, names = made.config, inputs.names
-    pads: Mapping[str, Gather] = {}
-    if made.padding is not None:
-        pads = {name: pad.gather for name, pad in made.padding.pads.items()}
-    copied = frozenset(state.input for state in config.states)
-    gather: Callable[..., Any] = partial(
-        gather_scatter.gather, names=names, pads=pads, copied=copied
-    )
-    if config.concatenates:
-        gather = partial(Ragged(config).gather, names=names, copied=copied)
-    if not config.max_batch_size:
-        gather = partial(stages.without_rows, gather)
-    if isinstance(made.grouping, HookedPipeline):
-        return gather, lambda *columns: inputs.call(forward, columns)
-    call = _flat_call(inputs, forward)
-    if not made.grouping.converts:
-        return gather, call
-    convert = partial(made.grouping.convert, inputs)
-    return gather, lambda *columns: call(*convert(columns))
+def _group(made: Engine, forward: Forward, *, served: bool) -> GroupStage:
+    arrays = served and made.runtime.host_inputs
+    if made.hooked is not None:
+        return made.hooked.stage(forward, arrays=arrays)
+    return made.inputs.stage(lambda binding: _flat_call(binding, forward), arrays=arrays)
 
 
 def _flat_call(binding: InputBinding, module: Forward) -> Forward:
@@ -270,7 +197,7 @@ def _scatter(made: Engine, writer: Scatter | None) -> Scatter:
     names = made.outputs.names
 
     def by_name(values: Sequence[Value], sizes: Sequence[int], _: Sequence[Item]) -> Any:
-        return gather_scatter.scatter(values, names, sizes)
+        return batches.scatter(values, names, sizes)
 
     scatter: Scatter = by_name
     states = {state.output for state in made.config.states}

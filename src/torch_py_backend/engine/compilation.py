@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.artifacts.discovery import ArtifactType
-from torch_py_backend.batching.counters import Counts
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import CompileError, OptionError, summarize
+from torch_py_backend.pipeline.counters import Counts
 
 log = logging.getLogger(__name__)
 

@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.batching import gather_scatter, runtime
-from torch_py_backend.batching.counters import Counts
-from torch_py_backend.batching.gather_scatter import Item
-from torch_py_backend.batching.padding import Padding
-from torch_py_backend.batching.traced_item import TracedItem
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine import build, compilation, compile_cache, gpu_sharing, sharing
+from torch_py_backend.engine import build, compilation, compile_cache, gpu_sharing, runtime, sharing
 from torch_py_backend.engine.stream_calls import StreamCalls
 from torch_py_backend.errors import BackendError
+from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 from torch_py_backend.hooks.user_hooks import Hooks
 from torch_py_backend.loading.loaded import Forward, Loaded
-from torch_py_backend.pipeline import run
+from torch_py_backend.pipeline import batches, run
+from torch_py_backend.pipeline.counters import Counts
+from torch_py_backend.pipeline.inputs import Inputs
+from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.run import Attempt, Entry, Group, Result, Run
 from torch_py_backend.pipeline.stages import Scatter
+from torch_py_backend.values import Item, RequestItem
 
 
 class Engine:
@@ -36,7 +36,8 @@ class Engine:
         stream_calls: the calls of streams.
         lock: the lock that a stream's call holds; it is reentrant.
         hooks: the model's hooks; None: it has none.
-        grouping: checks, binds and groups items; with hooks, their pipeline.
+        inputs: checks, binds and groups items; with hooks for rows, those of a row.
+        hooked: the stages of hooks; None: the model has none.
         outputs: how results become outputs.
         runtime: the device, and the context of calls.
         failures: the failures of its calls.
@@ -45,7 +46,6 @@ class Engine:
         device: the device that the model runs on.
         guard: the context for work on tensors of the device.
         padding: pads inputs and cuts outputs; None: PAD is not set.
-        pads_batches: whether batches are padded or filled up to a bucket.
     """
 
     def __init__(
@@ -69,16 +69,17 @@ class Engine:
         self._compiled = compilation.apply(config, loaded.kind, loaded.module, self.counts)
         self.compiles = self._compiled is not None
         fixed = config.options.static_shapes or compilation.captures(config)
-        self.rows = gather_scatter.row_counts(config, loaded.rows, fixed=fixed)
+        self.rows = batches.row_counts(config, loaded.rows, fixed=fixed)
         self.padding = Padding(config) if config.options.pad else None
-        self.grouping = build.grouping(
-            config, loaded.signature, hooks, device_runtime, self.padding
-        )
-        self.outputs = build.outputs_of(config, loaded, self.grouping)
+        self.hooked: HookedPipeline | None = None
+        if hooks is not None:
+            self.hooked = HookedPipeline(config, loaded.signature, hooks, self.device)
+            self.inputs = self.hooked.inputs
+        else:
+            cast = config.options.weights_dtype
+            self.inputs = Inputs(config, loaded.signature, self.padding, cast)
+        self.outputs = build.outputs_of(config, loaded, self.hooked)
         self.failures = build.failures(config, loaded, self.device)
-        self.pads_batches = (
-            self.padding is not None or bool(self.rows.buckets) or self.rows.least > 1
-        )
         self._shared: gpu_sharing.SharedWeights | None = None
         self._use(self._compiled or loaded.module)
 
@@ -205,7 +206,7 @@ def _no_grad() -> bool:
 def _run_traced(run_group: Attempt, group: Group, copies: bool) -> Sequence[Result]:  # noqa: FBT001
     """Run a group in the trace context of the first of its requests that has one."""
     for item in group.items:
-        if type(item) is TracedItem:
+        if type(item) is RequestItem and item.context is not None:
             with item.context():
                 return run_group(group, copies)
     return run_group(group, copies)

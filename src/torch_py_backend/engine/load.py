@@ -9,11 +9,10 @@ import torch
 
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.batching import runtime
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import TABLE
 from torch_py_backend.config.threads import Threads
-from torch_py_backend.engine import gpu_sharing
+from torch_py_backend.engine import gpu_sharing, runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.hooks import user_hooks
 from torch_py_backend.loading import registry

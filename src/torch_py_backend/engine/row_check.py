@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from torch_py_backend.batching import differences
-from torch_py_backend.batching.gather_scatter import Item, Outcome
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import BackendError, ConfigError
 from torch_py_backend.loading import example_inputs
+from torch_py_backend.pipeline import differences
+from torch_py_backend.values import Item, Outcome
 
 log = logging.getLogger(__name__)
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
 from torch_py_backend.errors import BackendError, OutputError
 from torch_py_backend.pipeline.run import Stages
+from torch_py_backend.values import Item, Outcome, Value, clone
 
 if TYPE_CHECKING:
     from torch_py_backend.engine.engine import Engine
@@ -89,7 +88,7 @@ class StreamCalls:
         if self.step is not None:
             # The begin() of another stream or a further step() may overwrite memory that an outcome
             # shares with the model before the outcome is sent.
-            values = [gather_scatter.clone(value) for value in values]
+            values = [clone(value) for value in values]
         self._counts.device_to_host_seconds += time.perf_counter() - began
         outcome: dict[str, Value] = dict(zip(self._names, values, strict=True))
         refusal = None if self._finite is None else self._finite.refusal(outcome)

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch_py_backend.batching.gather_scatter import Item
-from torch_py_backend.batching.traced_item import TracedItem
+from torch_py_backend import values
 from torch_py_backend.errors import summarize
+from torch_py_backend.values import Item, RequestItem
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -57,7 +57,8 @@ class TraceContexts:
         except Exception as error:  # the client sends parts of it; they must not fail the request
             log.warning("model '%s': a trace cannot be read: %s.", self._model, summarize(error))
             return item
-        return TracedItem(item, partial(self._attached, context))
+        attached = partial(self._attached, context)
+        return RequestItem(item, attached, values.parameters(item))
 
     def handle(self) -> Any:
         """Return the trace for calls of other models; None: the current request has none."""

@@ -11,8 +11,6 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Item, Outcome, Value, to_column
 from torch_py_backend.config.model_config import ModelConfig, Origin
 from torch_py_backend.engine import compilation, gpu_sharing, model_state, row_check
 from torch_py_backend.engine.engine import Engine
@@ -27,7 +25,9 @@ from torch_py_backend.errors import (
     join_names,
 )
 from torch_py_backend.loading import example_inputs
+from torch_py_backend.pipeline.batches import powers_of_two
 from torch_py_backend.sequences import state_store
+from torch_py_backend.values import Item, Outcome, Value, to_column
 
 log = logging.getLogger(__name__)
 
@@ -254,7 +254,7 @@ def batches(engine: Engine, row_counts: Sequence[int | None] = ()) -> Iterator[I
     )
     sizes = (False, True) if varies else (False,)
     for rows in row_counts or _row_counts(engine):
-        for shrunk, without in itertools.product(sizes, engine.grouping.patterns):
+        for shrunk, without in itertools.product(sizes, engine.inputs.patterns):
             item = example_inputs.item(
                 config, rows, shrunk=shrunk, without=without, example=example
             )
@@ -306,7 +306,7 @@ def _row_counts(engine: Engine) -> Iterator[int | None]:
         return
     known = _has_graph(engine, largest) is not None
     every = largest if known or engine.config.options.static_shapes else _EVERY_ROW_COUNT
-    others = {*range(1, min(largest, every) + 1), *gather_scatter.powers_of_two(largest)}
+    others = {*range(1, min(largest, every) + 1), *powers_of_two(largest)}
     for rows in sorted(others.difference(few), reverse=True):
         if not _has_graph(engine, rows):
             yield rows

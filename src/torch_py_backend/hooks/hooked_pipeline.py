@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -11,70 +11,66 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import gather_scatter, trees
-from torch_py_backend.batching.gather_scatter import Item, Value
-from torch_py_backend.batching.grouping import MAX_SETS, Group
-from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
-from torch_py_backend.batching.runtime import Runtime
-from torch_py_backend.config import request_parameters
+from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
-from torch_py_backend.config.request_parameters import Parameters
-from torch_py_backend.errors import InputError, OutputError, a_type, summarize
+from torch_py_backend.errors import BackendError, OutputError, a_type, summarize
 from torch_py_backend.hooks.preprocessing import (
     NUMBERED,
     ROWS,
-    BatchPreprocessor,
     RowParameters,
     RowPreprocessor,
+    hook_signature,
 )
 from torch_py_backend.hooks.user_hooks import Hooks, Tree
-from torch_py_backend.signature.arguments import ArgumentType, Signature
+from torch_py_backend.pipeline import batches, trees
+from torch_py_backend.pipeline.inputs import MAX_SETS, Inputs
+from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
+from torch_py_backend.pipeline.run import Entry, Gather, Group, GroupStage
+from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.binding import bind_inputs
 from torch_py_backend.signature.calls import InputBinding
+from torch_py_backend.values import Item, Value
 
 # The module of the model, or the function that is served instead.
 Module: TypeAlias = "Callable[..., Tree]"
 
-# The name of an outcome's only column before postprocess().
-UNPROCESSED = (ROWS,)
-
 
 def copy_rows(column: Value) -> Value:
     """Copy the results of rows that `HookedPipeline.split` returned, including their tensors."""
-    return request_parameters.column(map(trees.clone, request_parameters.values(column)))
+    return values.objects(map(trees.clone, column.tolist()))
 
 
 class HookedPipeline:
-    """The stages before and after the engine's own for a model with hooks.
+    """The stages of a model with hooks.
 
-    It takes the place of `Grouping`: `prepare` prepares items, `group` groups them, and each group
-    has the function that calls the module.
+    Attributes:
+        inputs: checks the inputs of requests; with hooks for rows, those of a row.
+        rows: prepares the rows of a request, if there are hooks for that.
 
     Raises:
         BindingError: the config's inputs do not match the signature of the hooks or the module.
     """
 
     def __init__(
-        self, config: ModelConfig, signature: Signature, hooks: Hooks, runtime: Runtime
+        self, config: ModelConfig, signature: Signature, hooks: Hooks, device: torch.device
     ) -> None:
         self.hooks = hooks
         self._model = config.name
         self._batched = config.max_batch_size > 0
         self._signature = signature
-        self._runtime = runtime
+        self._device = device
         dtype = config.options.weights_dtype
         self._dtype = getattr(torch, dtype) if dtype else None
         # Names from hooks are argument names; names from the config may be bound in order.
         self._ordered = not (hooks.preprocess or hooks.preprocess_batch or hooks.collate)
-        self._preprocessor: BatchPreprocessor | RowPreprocessor
+        self.rows: RowPreprocessor | None = None
         if hooks.preprocess is None and hooks.collate is None:
-            self._preprocessor = BatchPreprocessor(config, hooks.preprocess_batch, signature)
+            hook = hooks.preprocess_batch
+            taken = signature if hook is None else hook_signature(config, hook)
+            self.inputs = Inputs(config, taken)
         else:
-            self._preprocessor = RowPreprocessor(config, hooks)
-        self.places = self._preprocessor.grouping.places
-        self.patterns = self._preprocessor.grouping.patterns
-        # Request parameters stay with the rows, for hooks after preprocess().
-        self._passes_parameters = hooks.takes_parameters
+            self.rows = RowPreprocessor(config, hooks)
+            self.inputs = self.rows.inputs
         self._bound: dict[tuple[str, ...], InputBinding] = {}
         self._specs = {spec.name: spec for spec in config.outputs}
         row_config = dataclasses.replace(config, max_batch_size=0)
@@ -83,74 +79,62 @@ class HookedPipeline:
 
     # --- before the module ---------------------------------------------------------------------
 
-    def prepare(self, item: Item) -> Item:
-        """Return a request's prepared item.
+    def stage(self, module: Module, *, arrays: bool = False) -> GroupStage:
+        """Return the stage that groups items, whose calls call the hooks for batches, too.
 
-        Raises:
-            BackendError: a hook fails, or the request is refused.
+        Args:
+            module: the module.
+            arrays: as for `Inputs.stage`.
         """
-        item = dict(item)
-        parameters = request_parameters.pop(item)
-        prepared = self._preprocessor.prepare(item, parameters)
-        if not self._passes_parameters:
-            return prepared
-        first = next(iter(prepared.values()), None)
-        rows = first.shape[0] if self._batched and first is not None else 1
-        return {**prepared, request_parameters.KEY: request_parameters.column([parameters] * rows)}
+        passes_parameters = self.hooks.takes_parameters
+        if self.rows is not None:
+            group = self._group_rows(self.rows, module)
+        else:
+            group = self.inputs.stage(
+                lambda binding: partial(self._call_batch, module, binding), arrays=arrays
+            )
 
-    def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
-        """Group items that can share a call."""
-        by_position = dict(items)
-        extra = (request_parameters.KEY,) if self._passes_parameters else ()
-        without_parameters = [
-            (position, {name: item[name] for name in item if name not in extra})
-            for position, item in items
-        ]
-        return [
-            Group(self._bind(inputs, extra), [by_position[at] for at in positions], positions)
-            for inputs, _, positions in self._preprocessor.group(without_parameters)
-        ]
+        def group_with_parameters(
+            entries: Sequence[Entry],
+        ) -> tuple[Sequence[Entry], Sequence[Group]]:
+            entries, groups = group(entries)
+            return entries, [
+                each._replace(gather=partial(_gather_parameters, each.gather)) for each in groups
+            ]
 
-    @property
-    def prepares(self) -> bool:
-        """Whether `prepare` is needed for each request, not only checks of its inputs."""
-        return isinstance(self._preprocessor, RowPreprocessor) or self._passes_parameters
+        return group_with_parameters if passes_parameters else group
 
-    @property
-    def takes_arrays(self) -> bool:
-        """As `Grouping.takes_arrays`."""
-        return not self.prepares and self._preprocessor.grouping.takes_arrays
+    def _group_rows(self, rows: RowPreprocessor, module: Module) -> GroupStage:
+        def call(column: Value, *parameters: Value) -> Tree:
+            sent = _of_rows(parameters)
+            return self._call(module, rows.batch(column.tolist(), sent), sent)
 
-    def alike(self, items: Sequence[Any]) -> bool:
-        """As `Grouping.alike`."""
-        return not self.prepares and self._preprocessor.grouping.alike(items)
+        def group(entries: Sequence[Entry]) -> tuple[Sequence[Entry], Sequence[Group]]:
+            groups: dict[Hashable, tuple[list[Item], list[int]]] = {}
+            for place, entry in enumerate(entries):
+                if not isinstance(entry, BackendError):
+                    key = rows.key(entry) if self._batched else place
+                    items, places = groups.setdefault(key, ([], []))
+                    items.append(entry)
+                    places.append(place)
+            return entries, [Group(_gather_rows, call, *members) for members in groups.values()]
 
-    def admit(self, item: Item) -> Item | InputError:
-        """As `Grouping.admit`; a prepared item was checked before."""
-        return item if self.prepares else self._preprocessor.grouping.admit(item)
-
-    @property
-    def binding(self) -> InputBinding:
-        """How items with all inputs are passed to hooks for batches."""
-        return self._bind(self._preprocessor.grouping.binding)
-
-    def _bind(self, inputs: InputBinding, extra: tuple[str, ...] = ()) -> InputBinding:
-        """Return how columns, and those of parameters, are passed to the hooks and the module."""
-        types = (*inputs.types, *(ArgumentType.TENSOR,) * len(extra))
-        call = partial(self._call, inputs)
-        return InputBinding((*inputs.names, *extra), types, call, inputs.places)
+        return group
 
     # --- the module ----------------------------------------------------------------------------
 
-    def _call(self, inputs: InputBinding, module: Module, columns: Sequence[Value]) -> Tree:
+    def _call_batch(self, module: Module, binding: InputBinding, *columns: Any) -> Tree:
+        """Return the module's result for columns, and those of parameters behind them."""
+        count = len(binding.names)
+        columns, parameters = columns[:count], _of_rows(columns[count:])
+        if self.hooks.preprocess_batch is None:
+            return self._call(module, dict(zip(binding.names, columns, strict=True)), parameters)
+        hook = self.hooks.preprocess_batch.with_parameters(parameters)
+        return self._call(module, binding.call(hook, columns), parameters)
+
+    def _call(self, module: Module, prepared: Tree, parameters: RowParameters) -> Tree:
         """Return the module's result for a batch, after postprocess_batch() if there is one."""
-        parameters: RowParameters = ()
-        if self._passes_parameters:
-            *columns, last = columns
-            parameters = request_parameters.values(last)
-        prepared = self._preprocessor.batch(inputs, columns, parameters)
-        batch = trees.to_device(prepared, self._runtime.device, self._dtype)
-        result = self._call_module(module, batch)
+        result = self._call_module(module, trees.to_device(prepared, self._device, self._dtype))
         if self.hooks.postprocess_batch is not None:
             result = self.hooks.postprocess_batch.with_parameters(parameters)(result)
         return result
@@ -182,30 +166,23 @@ class HookedPipeline:
         """
         result = trees.to_device(result, torch.device("cpu"))
         parts = trees.split(self._model, result, rows) if self._batched else [result]
-        return [request_parameters.column(parts)]
-
-    @property
-    def postprocesses(self) -> bool:
-        """Whether outcomes hold results of `split`, which `finish` converts to outputs."""
-        return self.hooks.postprocess is not None
+        return [values.objects(parts)]
 
     def finish(self, outcome: Mapping[str, Value], item: Item) -> dict[str, Value]:
         """Return one request's outputs: call postprocess() for each of its rows.
 
         Args:
             outcome: the request's part of the column from `split`.
-            item: the prepared item.
+            item: the item.
 
         Raises:
             BackendError: postprocess() fails, or its result contradicts the config.
         """
-        results = request_parameters.values(outcome[ROWS])
-        parameters: Sequence[Parameters] = [{}] * len(results)
-        if self._passes_parameters:
-            parameters = request_parameters.values(item[request_parameters.KEY])
+        assert self.hooks.postprocess is not None  # noqa: S101  it is a stage only then
+        postprocess = self.hooks.postprocess.with_parameters(values.parameters(item))
         rows = [
-            self._extractor.extract(self._converted(self._postprocess(result, sent)), 1)
-            for result, sent in zip(results, parameters, strict=True)
+            self._extractor.extract(self._converted(postprocess(result)), 1)
+            for result in outcome[ROWS].tolist()
         ]
         outputs: dict[str, Value] = {}
         for name, column in zip(self._specs, zip(*rows, strict=True), strict=True):
@@ -223,10 +200,6 @@ class HookedPipeline:
         if self._finite is not None and (refusal := self._finite.refusal(outputs)) is not None:
             raise refusal
         return outputs
-
-    def _postprocess(self, result: Tree, parameters: Parameters) -> Tree:
-        assert self.hooks.postprocess is not None  # noqa: S101  checked by `postprocesses`
-        return self.hooks.postprocess.with_parameters(parameters)(result)
 
     def _converted(self, result: Tree) -> Tree:
         """Convert lists and numbers in the result of postprocess() to the types of the outputs."""
@@ -269,11 +242,38 @@ class HookedPipeline:
         Raises:
             BackendError: a hook fails, or refuses the item.
         """
-        ((inputs, items, _),) = self.group([(0, self.prepare(item))])
-        columns = gather_scatter.gather(items, inputs.names).columns
-        result = inputs.call(module, columns)
+        if self.rows is not None:
+            item = self.rows.prepare(item)
+        (entry,), groups = self.stage(module)([item])
+        if isinstance(entry, BackendError):
+            raise entry
+        columns, _ = groups[0].gather(groups[0].items)
+        result = groups[0].call(*columns)
         if self.hooks.postprocess is None:
             return result, False
         rows = columns[0].shape[0] if self._batched else 1
         (column,) = self.split(result, rows)
-        return self._postprocess(request_parameters.values(column)[0], {}), True
+        return self.hooks.postprocess.with_parameters({})(column.tolist()[0]), True
+
+
+def _gather_rows(items: Sequence[Item]) -> tuple[Sequence[Value], Sequence[int]]:
+    columns = [item[ROWS] for item in items]
+    return [batches.concatenate(columns)], list(map(len, columns))
+
+
+def _gather_parameters(
+    gather: Gather, items: Sequence[Item]
+) -> tuple[Sequence[Value], Sequence[int]]:
+    """Gather items, with the parameters of each row in a column behind the others."""
+    columns, sizes = gather(items)
+    rows = [
+        values.parameters(item)
+        for item, size in zip(items, sizes, strict=True)
+        for _ in range(size)
+    ]
+    return [*columns, values.objects(rows)], sizes
+
+
+def _of_rows(columns: Sequence[Value]) -> RowParameters:
+    """Return the parameters of each row out of their column, if there is one."""
+    return columns[0].tolist() if columns else ()

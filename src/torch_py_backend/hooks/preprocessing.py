@@ -1,28 +1,28 @@
-"""Preprocessing by hooks: row by row, or a whole batch at once."""
+"""Preprocessing by hooks, row by row; checks of the hooks for inputs."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, MutableMapping, Sequence
-from typing import TypeAlias
+from collections.abc import Hashable, Mapping, MutableMapping, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching.gather_scatter import Item, Value, to_column
-from torch_py_backend.batching.grouping import Group, Grouping, count_rows
-from torch_py_backend.config import request_parameters
+from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.config.request_parameters import Parameters
-from torch_py_backend.errors import BindingError, InputError, OutputError, a_type
+from torch_py_backend.errors import BackendError, BindingError, InputError, OutputError, a_type
 from torch_py_backend.hooks.user_hooks import Hook, Hooks, Tree
+from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.signature.binding import bind_inputs
 from torch_py_backend.signature.calls import InputBinding
+from torch_py_backend.values import Item, Parameters
 
-# The name of an item's only column between preprocess() and collate().
+# The name of the only column of an item before collate(), and of an outcome before postprocess().
 ROWS = "rows"
 # The prefix of the names of unnamed results of preprocess().
 NUMBERED = "INPUT__"
@@ -30,79 +30,58 @@ NUMBERED = "INPUT__"
 RowParameters: TypeAlias = "Sequence[Parameters]"
 
 
-class BatchPreprocessor:
-    """Batches the requests' inputs for preprocess_batch(), or for the module.
-
-    Attributes:
-        grouping: checks and groups the requests' items.
-
-    Args:
-        hook: preprocess_batch; None: the class does not define it.
-        signature: that of the module.
-    """
-
-    def __init__(self, config: ModelConfig, hook: Hook | None, signature: Signature) -> None:
-        self._hook = hook
-        if hook is not None:
-            signature = hook.signature()
-            _check_annotations(config, signature)
-        self.grouping = Grouping(config, signature)
-
-    def prepare(self, item: Item, _: Parameters) -> Item:
-        return _admit(self.grouping, item)
-
-    def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
-        return self.grouping.group(items)
-
-    def batch(
-        self, inputs: InputBinding, columns: Sequence[Value], parameters: RowParameters
-    ) -> Tree:
-        """Return the argument for the module's call."""
-        passed = self.grouping.convert(inputs, columns)
-        if self._hook is None:
-            return dict(zip(inputs.names, passed, strict=True))
-        return inputs.call(self._hook.with_parameters(parameters), passed)
-
-
 class RowPreprocessor:
     """Prepares each row of a request separately; collate() makes batches, or rows are stacked.
 
-    Attributes:
-        grouping: checks rows, each like a request of a model without a batch dimension.
+    A prepared item has one column, ROWS, of what preprocess() returned for each row.
 
     Args:
         hooks: without preprocess(), a row is a dict of its inputs; without collate(), rows with
             equal shapes share a batch.
+
+    Attributes:
+        inputs: checks rows, each like a request of a model without a batch dimension.
     """
 
     def __init__(self, config: ModelConfig, hooks: Hooks) -> None:
         self._model = config.name
         self._batched = config.max_batch_size > 0
-        self._preprocess, self._collate = hooks.preprocess, hooks.collate
-        self._axes = {spec.name: len(spec.dims) + 1 for spec in config.inputs}
-        if hooks.preprocess is None:
-            signature = _of_row(config)
-        else:
-            signature = hooks.preprocess.signature()
-            _check_annotations(config, signature)
-        self.grouping = Grouping(dataclasses.replace(config, max_batch_size=0), signature)
+        self._hook, self._collate = hooks.preprocess, hooks.collate
+        signature = _of_row(config) if self._hook is None else hook_signature(config, self._hook)
+        self.inputs = Inputs(dataclasses.replace(config, max_batch_size=0), signature)
+        # Calls preprocess() with the inputs of a row, and the parameters behind them.
+        self._rows = self.inputs.stage(lambda binding: partial(self._call, binding))
 
-    def prepare(self, item: Item, parameters: Parameters) -> Item:
+    def _call(self, binding: InputBinding, *passed: Any) -> Tree:
+        *columns, parameters = passed
+        if self._hook is None:
+            return dict(zip(binding.names, columns, strict=True))
+        return binding.call(self._hook.with_parameters(parameters), columns)
+
+    def prepare(self, item: Item) -> Item:
         """Return the prepared rows of a request.
 
         Raises:
             InputError: a row is refused, or the request has no rows.
         """
+        parameters = values.parameters(item)
         rows = [self._prepare_row(row, parameters) for row in self._split(item)]
-        if self._collate is not None:
-            return {ROWS: request_parameters.column(rows)}
-        return self._stacked([self._tensors(row) for row in rows])
+        if self._collate is None:
+            rows = [self._tensors(row) for row in rows]
+            if self._batched and len(set(map(_key, rows))) > 1:
+                raise OutputError(
+                    self._model,
+                    f"preprocess() returned {_shapes(rows[0])} and others for rows of one request",
+                    expected="the same names and shapes for each",
+                    cure="Or write collate(), which makes a batch of them.",
+                )
+        return {ROWS: values.objects(rows)}
 
     def _split(self, item: Item) -> list[Item]:
         """Return each row of a request as an item."""
         if not self._batched:
             return [item]
-        count = count_rows(self._model, item, self._axes)
+        count = self.inputs.count_rows(item)
         if isinstance(count, InputError):
             raise count
         if count == 0:
@@ -111,26 +90,11 @@ class RowPreprocessor:
 
     def _prepare_row(self, row: Item, parameters: Parameters) -> Tree:
         """Return the result of preprocess() for one row."""
-        admitted = _admit(self.grouping, row)
-        ((inputs, _, _),) = self.grouping.group([(0, admitted)])
-        columns = [to_column(admitted[name]) for name in inputs.names]
-        call = dict if self._preprocess is None else self._preprocess.with_parameters(parameters)
-        return inputs.call(call, self.grouping.convert(inputs, columns))
-
-    def _stacked(self, rows: Sequence[Mapping[str, Tensor]]) -> Item:
-        """Return the item of a request's rows."""
-        if not self._batched:
-            return {**rows[0]}
-        try:
-            return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-        except (RuntimeError, LookupError):
-            shapes = {name: list(tensor.shape) for name, tensor in rows[0].items()}
-            raise OutputError(
-                self._model,
-                f"preprocess() returned {shapes} and others for rows of one request",
-                expected="the same names and shapes for each",
-                cure="Or write collate(), which makes a batch of them.",
-            ) from None
+        (entry,), groups = self._rows([row])
+        if isinstance(entry, BackendError):
+            raise entry
+        columns, _ = groups[0].gather(groups[0].items)
+        return groups[0].call(*columns, parameters)
 
     def _tensors(self, row: Tree) -> dict[str, Tensor]:
         """Return the tensors of a row by name, or by number if they have no names."""
@@ -154,54 +118,30 @@ class RowPreprocessor:
                 ) from None
         return tensors
 
-    def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
-        """Group items that can share a batch."""
-        groups: dict[object, list[tuple[int, Item]]] = {}
-        for position, item in items:
-            key: object = None  # collate() makes a batch of any rows
-            if not self._batched:
-                key = position
-            elif self._collate is None:
-                key = tuple(
-                    (name, value.shape[1:], value.dtype, value.device)
-                    for name, value in item.items()
-                    if isinstance(value, Tensor)
-                )
-            groups.setdefault(key, []).append((position, item))
-        return [
-            Group(
-                _named_only(members[0][1]),
-                [item for _, item in members],
-                [position for position, _ in members],
-            )
-            for members in groups.values()
-        ]
+    def key(self, item: Item) -> Hashable:
+        """Return what prepared items of one batch have in common."""
+        rows: Any = item[ROWS]
+        return None if self._collate is not None else _key(rows[0])
 
-    def batch(
-        self, inputs: InputBinding, columns: Sequence[Value], parameters: RowParameters
-    ) -> Tree:
+    def batch(self, rows: list[Tree], parameters: RowParameters) -> Tree:
         """Return the argument for the module's call."""
         if self._collate is not None:
             # A retry passes the same rows, and some functions remove entries of their rows.
-            rows = [
-                copy.copy(row) if isinstance(row, MutableMapping | list) else row
-                for row in request_parameters.values(columns[0])
+            copies = [
+                copy.copy(row) if isinstance(row, MutableMapping | list) else row for row in rows
             ]
-            return self._collate.with_parameters(parameters)(rows)
-        return dict(zip(inputs.names, columns, strict=True))
+            return self._collate.with_parameters(parameters)(copies)
+        if not self._batched:
+            return rows[0]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def _admit(grouping: Grouping, item: Item) -> Item:
-    """Return an item as the grouping admits it, or raise the reason to refuse it."""
-    admitted = grouping.admit(item)
-    if isinstance(admitted, InputError):
-        raise admitted
-    return admitted
+def _key(row: Mapping[str, Tensor]) -> Hashable:
+    return tuple((name, part.shape, part.dtype, part.device) for name, part in row.items())
 
 
-def _named_only(item: Item) -> InputBinding:
-    """Return a binding with the names of an item; `HookedPipeline` calls the module itself."""
-    return InputBinding(tuple(item), (ArgumentType.TENSOR,) * len(item), lambda *_: None)
+def _shapes(row: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    return {name: list(part.shape) for name, part in row.items()}
 
 
 def _of_row(config: ModelConfig) -> Signature:
@@ -215,8 +155,13 @@ def _of_row(config: ModelConfig) -> Signature:
     return Signature(tuple(arguments), name="collate")
 
 
-def _check_annotations(config: ModelConfig, signature: Signature) -> None:
-    """Refuse hooks without annotations for strings, and preprocess_batch() that takes scalars."""
+def hook_signature(config: ModelConfig, hook: Hook) -> Signature:
+    """Return the signature of a hook for inputs.
+
+    Raises:
+        BindingError: it has no annotations for strings, or takes scalars for a batch.
+    """
+    signature = hook.signature()
     names = [spec.name for spec in config.inputs]
     strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
     inputs = bind_inputs(config.name, names, signature)
@@ -235,3 +180,4 @@ def _check_annotations(config: ModelConfig, signature: Signature) -> None:
                 expected="a Tensor, list[str] or list[bytes]",
                 cure="Or name it preprocess, which is called for each row.",
             )
+    return signature

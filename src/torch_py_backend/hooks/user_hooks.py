@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch_py_backend.artifacts.discovery import Artifact
-from torch_py_backend.config import conflicts, removed_names, request_parameters
+from torch_py_backend.config import conflicts, removed_names
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.config.request_parameters import Parameters
 from torch_py_backend.errors import (
     BackendError,
     ConfigError,
@@ -32,12 +31,15 @@ from torch_py_backend.loading import python_source
 from torch_py_backend.loading.python_source import HOOK_METHODS
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.arguments import Signature
+from torch_py_backend.values import Parameters
 
 log = logging.getLogger(__name__)
 
 # What the methods of a user take and return: trees of anything.
 Tree: TypeAlias = Any
 
+# The name of the argument through which a hook receives the parameters of a request.
+ARGUMENT = "parameters"
 # The argument of the hooks that do not take the inputs by name.
 _ARGUMENTS = {"collate": "items", "postprocess": "result", "postprocess_batch": "result"}
 _PER_BATCH = ("collate", "preprocess_batch", "postprocess_batch")
@@ -109,16 +111,16 @@ class Hook:
         """Bind the parameters of a request, or of each row, if the method takes them."""
         if not self.takes_parameters:
             return self
-        return partial(self, **{request_parameters.ARGUMENT: parameters})
+        return partial(self, **{ARGUMENT: parameters})
 
     def signature(self) -> Signature:
         """Return the method's signature without the request's parameters."""
         method = self.method
         if self.takes_parameters:  # the arguments after it are then passed by name
-            method = partial(method, **{request_parameters.ARGUMENT: None})
+            method = partial(method, **{ARGUMENT: None})
         arguments = introspection.from_function(method).arguments
         return Signature(
-            tuple(each for each in arguments if each.name != request_parameters.ARGUMENT),
+            tuple(each for each in arguments if each.name != ARGUMENT),
             name=self.name,
         )
 
@@ -195,16 +197,16 @@ def _create_hook(config: ModelConfig, path: Path, name: str, method: Any) -> Hoo
     signature: object = ""
     try:
         signature = inspect.signature(method)
-        takes_parameters = request_parameters.ARGUMENT in signature.parameters
+        takes_parameters = ARGUMENT in signature.parameters
         if arguments is not None:
-            keywords = {request_parameters.ARGUMENT: None} if takes_parameters else {}
+            keywords = {ARGUMENT: None} if takes_parameters else {}
             signature.bind(arguments, **keywords)
     except (TypeError, ValueError) as error:
         raise SourceError(
             config.name,
             f"Hooks.{name}{signature} in {path.name} cannot be called: {error}",
             expected=f"{name}(self, {arguments or 'inputs by name'}), with"
-            f" {request_parameters.ARGUMENT} as the last argument if it takes them",
+            f" {ARGUMENT} as the last argument if it takes them",
         ) from None
     return Hook(config.name, name, method, takes_parameters, path)
 
@@ -231,7 +233,6 @@ def _check_methods(config: ModelConfig, place: str, instance: object, hooks: Hoo
 
 def _check_config(config: ModelConfig, hooks: Hooks) -> None:
     """Raise ConfigError if the config contradicts the hooks."""
-    argument = request_parameters.ARGUMENT
     excluded = {
         "sequence_batching": config.sequencing is not None,
         "batch_input or batch_output": config.concatenates,
@@ -248,8 +249,8 @@ def _check_config(config: ModelConfig, hooks: Hooks) -> None:
     elif conflicting:
         problem = f"config.pbtxt has {conflicting[0]}, and the model has hooks"
         cure = "Do in forward() what the hooks do, or remove hooks.py."
-    elif hooks.takes_parameters and any(spec.name == argument for spec in config.inputs):
-        problem = f"an input is named {argument}, like the argument for a request's parameters"
+    elif hooks.takes_parameters and any(spec.name == ARGUMENT for spec in config.inputs):
+        problem = f"an input is named {ARGUMENT}, like the argument for a request's parameters"
         cure = "Rename the input."
     elif hooks.takes_parameters and config.response_cache:
         problem = "response_cache is enabled, and Hooks reads the parameters of requests"

@@ -22,7 +22,6 @@ from torch.utils import _pytree as pytree
 
 from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.discovery import Artifact
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, InputError
@@ -32,6 +31,7 @@ from torch_py_backend.processes import orphan_cleanup
 from torch_py_backend.sequences import state_store
 from torch_py_backend.signature import binding, introspection
 from torch_py_backend.signature.arguments import Signature
+from torch_py_backend.values import ANY_ROWS, Rows
 
 log = logging.getLogger(__name__)
 

@@ -17,13 +17,13 @@ from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import mapped_files, registrations
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import binding, introspection, results
 from torch_py_backend.signature.arguments import Signature
+from torch_py_backend.values import ANY_ROWS, Rows
 
 # Its logger is named here, because an import of the module imports the compiler.
 _SERIALIZER = "torch._export.serde.serialize"

@@ -9,8 +9,8 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.signature.arguments import Signature
+from torch_py_backend.values import ANY_ROWS, Rows
 
 # A user's forward(), or what is called in its place: it takes and returns anything.
 Forward: TypeAlias = "Callable[..., Any]"

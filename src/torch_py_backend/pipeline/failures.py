@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend import composition
-from torch_py_backend.batching import runtime
 from torch_py_backend.errors import (
     BackendError,
     ForwardError,
@@ -214,7 +213,7 @@ class Failures:
             failure = dataclasses.replace(failure, final=True)
         faults.release(error)
         if memory and cause is None:
-            runtime.free()
+            faults.free()
         return failure
 
     def _fatal_cause(self, error: BaseException) -> BaseException | None:
@@ -225,7 +224,7 @@ class Failures:
         if faults.is_sticky(error):
             return error
         try:
-            runtime.probe(self._device)
+            faults.probe(self._device)
         except Exception as probe_error:  # torch raises many classes for a lost device
             return probe_error
         return None

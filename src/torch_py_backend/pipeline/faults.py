@@ -81,3 +81,26 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
             visited.add(id(link))
             yield link
             pending += [link.__cause__, link.__context__]
+
+
+# --- GPUs ------------------------------------------------------------------------------------
+
+
+def free() -> None:
+    """Return torch's cached GPU memory to the device."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def probe(device: torch.device) -> None:
+    """Synchronize with the GPUs that this process uses.
+
+    Raises:
+        RuntimeError: a GPU is unusable: after a sticky CUDA error every later call reports it.
+    """
+    if not torch.cuda.is_initialized():
+        return
+    for index in range(torch.cuda.device_count()):
+        # Synchronizing with an unused device, even the current one, would allocate memory on it.
+        if torch.device("cuda", index) == device or torch.cuda.memory_reserved(index):
+            torch.cuda.synchronize(index)

@@ -14,10 +14,10 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, TypeAlias
 
 from torch_py_backend import composition
-from torch_py_backend.batching.counters import Counts
-from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.errors import BackendError
+from torch_py_backend.pipeline.counters import Counts
 from torch_py_backend.pipeline.failures import Failure, Failures
+from torch_py_backend.values import Item, Value
 
 # One request's tensors by name, or why it is refused.
 Entry: TypeAlias = "Item | BackendError"
@@ -25,23 +25,29 @@ Entry: TypeAlias = "Item | BackendError"
 # error.
 Result: TypeAlias = Any
 Run: TypeAlias = "Callable[[Sequence[Entry]], Sequence[Result]]"
+# Returns the items' columns, [rows, ...], in the order in which the model takes them, and the rows
+# of each item.
+Gather: TypeAlias = "Callable[[Sequence[Item]], tuple[Sequence[Value], Sequence[int]]]"
 
 
 class Group(NamedTuple):
     """Items that share a call.
 
     Attributes:
-        gather: returns the items' columns, [rows, ...], in the order in which `call` takes them,
-            and the rows of each item.
+        gather: makes columns of the items.
         call: calls the model with columns.
         items: the items.
         places: the positions of the items among all entries of the run.
     """
 
-    gather: Callable[[Sequence[Item]], tuple[Sequence[Value], Sequence[int]]]
+    gather: Gather
     call: Callable[..., Any]
     items: Sequence[Item]
     places: Sequence[int]
+
+
+# Refuses entries, and puts those that can share a call together.
+GroupStage: TypeAlias = "Callable[[Sequence[Entry]], tuple[Sequence[Entry], Sequence[Group]]]"
 
 
 class Stages(NamedTuple):
@@ -49,7 +55,6 @@ class Stages(NamedTuple):
 
     Attributes:
         before: each takes and returns the entries of a run: hooks, states.
-        group: refuses entries, and puts those that can share a call together.
         send: copies columns to the device; None: they are there.
         extract: returns the outputs of the model's result for a number of rows, checked.
         fill: calls the model, in place of a plain call and `extract`, in as many calls as needed
@@ -61,7 +66,7 @@ class Stages(NamedTuple):
     """
 
     before: tuple[Callable[[Sequence[Entry]], Sequence[Entry]], ...]
-    group: Callable[[Sequence[Entry]], tuple[Sequence[Entry], Sequence[Group]]]
+    group: GroupStage
     send: Callable[[Sequence[Value]], Sequence[Value]] | None
     extract: Callable[[Any, int], Sequence[Value]]
     fill: Callable[[Callable[..., Any], Sequence[Value], int], Sequence[Value]] | None

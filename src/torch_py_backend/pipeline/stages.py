@@ -6,24 +6,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from torch_py_backend.batching import gather_scatter, traced_item
-from torch_py_backend.batching.counters import Counts
-from torch_py_backend.batching.gather_scatter import Item, Rows, Value
-from torch_py_backend.batching.output_extraction import Finite
-from torch_py_backend.batching.padding import Padding
-from torch_py_backend.batching.ragged import Ragged
+from torch_py_backend import values
 from torch_py_backend.errors import BackendError
+from torch_py_backend.pipeline import batches
+from torch_py_backend.pipeline.counters import Counts
 from torch_py_backend.pipeline.failures import Failures, reported
+from torch_py_backend.pipeline.outputs import Finite
+from torch_py_backend.pipeline.padding import Padding
+from torch_py_backend.pipeline.ragged import Ragged
 from torch_py_backend.pipeline.run import Entry, Result
+from torch_py_backend.values import Item, Rows, Value
 
-Gather: TypeAlias = "Callable[[Sequence[Item]], tuple[Sequence[Value], Sequence[int]]]"
 Scatter: TypeAlias = "Callable[[Sequence[Value], Sequence[int], Sequence[Item]], Sequence[Result]]"
-
-
-def without_rows(gather: Gather, items: Sequence[Item]) -> tuple[Sequence[Value], Sequence[int]]:
-    """Gather an item without a batch dimension; it counts as one row."""
-    columns, _ = gather(items)
-    return columns, (1,)
 
 
 def filled(
@@ -41,7 +35,7 @@ def filled(
         if limits.accept(rows):
             return extract(call(*columns), rows)
         pieces: list[list[Value]] = []
-        for piece, present in gather_scatter.fit(columns, limits):
+        for piece, present in batches.fit(columns, limits):
             # The model may overwrite the outputs of its previous call.
             pieces[-1:] = [list(map(copy, last)) for last in pieces[-1:]]
             size = piece[0].shape[0]
@@ -49,7 +43,7 @@ def filled(
             outputs = extract(call(*piece), size)
             counts.filled_rows += size - present
             pieces.append([value[:present] for value in outputs])
-        return gather_scatter.join(pieces)
+        return batches.join(pieces)
 
     return fill
 
@@ -60,38 +54,38 @@ def filled(
 def scatter_states(
     scatter: Scatter,
     places: Sequence[int],
-    values: Sequence[Any],
+    outputs: Sequence[Any],
     sizes: Sequence[int],
     items: Sequence[Item],
 ) -> Sequence[Result]:
     """Scatter copies of states: the model may return views of memory that it writes again."""
-    owned = list(values)
+    owned = list(outputs)
     for place in places:
-        owned[place] = gather_scatter.clone_rows(values[place], sizes)
+        owned[place] = batches.clone_rows(outputs[place], sizes)
     return scatter(owned, sizes, items)
 
 
 def scatter_ragged(
     scatter: Scatter,
     ragged: Ragged,
-    values: Sequence[Any],
+    outputs: Sequence[Any],
     sizes: Sequence[int],
     items: Sequence[Item],
 ) -> Sequence[Result]:
     """Scatter batch outputs by the shapes of their sources."""
-    split: Sequence[Any] = ragged.split(items, values)
+    split: Sequence[Any] = ragged.split(items, outputs)
     return scatter(split, sizes, items)
 
 
 def scatter_padded(
     scatter: Scatter,
     padding: Padding,
-    values: Sequence[Value],
+    outputs: Sequence[Value],
     sizes: Sequence[int],
     items: Sequence[Item],
 ) -> Sequence[Result]:
     """Scatter outputs, and cut them to the lengths of their items."""
-    results = scatter(values, sizes, items)
+    results = scatter(outputs, sizes, items)
     padding.cut(results, items)
     return results
 
@@ -99,13 +93,13 @@ def scatter_padded(
 def scatter_finite(
     scatter: Scatter,
     finite: Finite,
-    values: Sequence[Value],
+    outputs: Sequence[Value],
     sizes: Sequence[int],
     items: Sequence[Item],
 ) -> Sequence[Result]:
     """Scatter outputs, and refuse the items whose outputs hold NaN or infinity."""
-    results = scatter(values, sizes, items)
-    if finite.holds(values):
+    results = scatter(outputs, sizes, items)
+    if finite.holds(outputs):
         return results
     refusals = [finite.refusal(result) for result in results]
     return [
@@ -128,7 +122,7 @@ def prepared(
     ]
     counts.preprocess_seconds += time.perf_counter() - began
     return [
-        result if isinstance(result, BackendError) else traced_item.like(entry, result)
+        result if isinstance(result, BackendError) else values.like(entry, result)
         for entry, result in zip(entries, results, strict=True)
     ]
 
@@ -155,7 +149,7 @@ def finished(
 def _hooked(failures: Failures, entry: Any, hook: Callable[..., Any], *args: Any) -> Any:
     """Return the result of a hook in the trace context of a request, or the request's error."""
     try:
-        with traced_item.entered((entry,)):
+        with values.trace_context((entry,)):
             return hook(*args)
     except KeyboardInterrupt:
         raise

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.autocomplete import specs
-from torch_py_backend.batching import differences
-from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ExampleError, a_type, join_names, summarize
 from torch_py_backend.loading.example_inputs import distinct_rows
+from torch_py_backend.pipeline import differences
 from torch_py_backend.signature import results
 from torch_py_backend.signature.arguments import Passing, Signature
+from torch_py_backend.values import Item
 
 _BATCH_SIZE = 8
 _KINDS = "a tensor, a tuple of positional arguments, or a dict of arguments by name"

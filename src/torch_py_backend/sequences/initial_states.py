@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.batching.gather_scatter import Item, Strings, Value
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.sequence_config import State
 from torch_py_backend.errors import ArtifactError, counted
+from torch_py_backend.values import Item, Strings, Value
 
 _FOLDER = "initial_state"
 

@@ -18,13 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Item, Outcome, Strings, Value
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, InputError
 from torch_py_backend.sequences import initial_states
 from torch_py_backend.signature import binding
 from torch_py_backend.signature.arguments import Signature
+from torch_py_backend.values import Item, Outcome, Strings, Value, clone
 
 # A correlation ID. Requests with which Triton only fills a slot have 0 or an empty string.
 Id: TypeAlias = "int | str"
@@ -264,4 +263,4 @@ def _as_sent(value: Value) -> Value:
 def _copy(outcome: Outcome) -> Outcome:
     if isinstance(outcome, BackendError):
         return outcome
-    return {name: gather_scatter.clone(value) for name, value in outcome.items()}
+    return {name: clone(value) for name, value in outcome.items()}

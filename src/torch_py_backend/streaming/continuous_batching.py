@@ -21,10 +21,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch_py_backend import composition
-from torch_py_backend.batching.gather_scatter import Outcome
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.stream_calls import StreamInputs
 from torch_py_backend.errors import BackendError, OutputError, a_type, counted
+from torch_py_backend.values import Outcome
 
 
 class StepError(Exception):

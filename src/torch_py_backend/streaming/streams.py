@@ -27,8 +27,7 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Protocol, TypeAlias, TypeVar
 
-from torch_py_backend.batching import runtime
-from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
+from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.stream_calls import StreamInputs
 from torch_py_backend.errors import (
@@ -41,6 +40,7 @@ from torch_py_backend.errors import (
 from torch_py_backend.pipeline import faults
 from torch_py_backend.pipeline.failures import Failure, reported
 from torch_py_backend.streaming.continuous_batching import StepError, Stepper
+from torch_py_backend.values import Item, Outcome, Value
 
 log = logging.getLogger(__name__)
 

@@ -15,12 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torch_py_backend.batching import gather_scatter, runtime
-from torch_py_backend.batching.differences import MAX_ERROR_REDUCED, difference, tolerance
-from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.config import model_config, threads
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.engine import load, warmup
+from torch_py_backend.engine import load, runtime, warmup
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -29,8 +26,11 @@ from torch_py_backend.errors import (
     WarmupError,
 )
 from torch_py_backend.loading import example_inputs
+from torch_py_backend.pipeline import batches
+from torch_py_backend.pipeline.differences import MAX_ERROR_REDUCED, difference, tolerance
 from torch_py_backend.signature import binding
 from torch_py_backend.streaming import streams
+from torch_py_backend.values import Item, Value
 
 # Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
 _FIRST_CALLS = 3
@@ -87,12 +87,14 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
     rule = "" if engine.hooks else binding.rule(sent, engine.loaded.signature).value
     inputs = {spec.name: _described(spec) for spec in engine.config.inputs}
     inputs |= {spec.name: str(spec) for spec in settings.batch_inputs}
+    bound = engine.inputs.binding
+    places = dict(zip(bound.names, bound.places, strict=True))
     return {
         **load.report(engine),
         "signature": str(engine.loaded.signature),
         "hooks": str(engine.hooks or ""),
         "binding": rule,
-        "inputs": [f"{text} → {engine.grouping.places[name]}" for name, text in inputs.items()],
+        "inputs": [f"{text} → {places[name]}" for name, text in inputs.items()],
         "outputs": [_described(spec) for spec in settings.outputs],
         "max_batch_size": settings.max_batch_size,
         "threads": {"intra_op": share.intra_op, "inter_op": share.inter_op},
@@ -174,7 +176,7 @@ def _run(engine: Engine, item: Item) -> dict[str, Value]:
             raise WarmupError(engine.config.name, f"the call with {shapes} failed: {outcome}")
         results.append(outcome)
     names = tuple(results[0])
-    joined = gather_scatter.join([[result[name] for name in names] for result in results])
+    joined = batches.join([[result[name] for name in names] for result in results])
     return dict(zip(names, joined, strict=True))
 
 

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.batching.gather_scatter import ItemRows, Strings, Value
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, OutputError, a_type, counted, summarize
+from torch_py_backend.pipeline.batches import ItemRows
 from torch_py_backend.signature import results
+from torch_py_backend.values import Strings, Value
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class OutputExtractor:
         self._of = of
         self._specs = config.outputs
         self._names = tuple(spec.name for spec in config.outputs)
-        self._verify = verifiers(config, torchscript=torchscript)
+        self._verify = [verifier(config, spec, any_shape=torchscript) for spec in config.outputs]
         self._bind = partial(
             results.bind_outputs, fields_optional=torchscript or config.python_runtime
         )
@@ -129,15 +130,11 @@ def _finite(value: Value | ItemRows) -> bool:
     return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
 
 
-def verifiers(config: ModelConfig, *, torchscript: bool = False) -> tuple[Verify, ...]:
-    """Return one for each output, in the config's order.
+def verifier(config: ModelConfig, spec: TensorSpec, *, any_shape: bool = False) -> Verify:
+    """Return what verifies an output.
 
-    Those for TorchScript accept other shapes than the config's, as Triton's LibTorch backend does.
+    With `any_shape`, it accepts other shapes than the config's, as Triton's LibTorch backend does.
     """
-    return tuple(_verifier(config, spec, any_shape=torchscript) for spec in config.outputs)
-
-
-def _verifier(config: ModelConfig, spec: TensorSpec, *, any_shape: bool) -> Verify:
     # A batch output is verified in one dimension, and split later.
     flat = any(batch_output.name == spec.name for batch_output in config.batch_outputs)
     batched = config.max_batch_size > 0 and not flat

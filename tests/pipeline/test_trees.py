@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.batching import trees
 from torch_py_backend.errors import OutputError
+from torch_py_backend.pipeline import trees
 
 _META = torch.device("meta")
 

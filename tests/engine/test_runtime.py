@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_py_backend.batching import runtime
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.threads import Threads
+from torch_py_backend.engine import runtime
 from torch_py_backend.errors import PlatformError
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -69,7 +69,7 @@ def test_threads_of_a_fresh_process_are_the_budget() -> None:
     """In a fresh process both thread counts become the budget's, also when set twice."""
     program = """
 import json, torch
-from torch_py_backend.batching import runtime
+from torch_py_backend.engine import runtime
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.threads import Threads
 for _ in range(2):
@@ -87,7 +87,7 @@ def test_freed_memory_is_kept(variable: str) -> None:
     """Batches cause no page faults after the first ones; a user's own settings of malloc hold."""
     program = """
 import ctypes, resource
-from torch_py_backend.batching import runtime
+from torch_py_backend.engine import runtime
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching.gather_scatter import Item
-from torch_py_backend.batching.padding import MOST_GROWTH, Pad, Padding
 from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.errors import ConfigError
+from torch_py_backend.pipeline.padding import MOST_GROWTH, Pad, Padding
+from torch_py_backend.values import Item
 
 
 def spec(
@@ -38,12 +38,14 @@ def create(
 @pytest.mark.parametrize(
     ("pad", "lengths", "expected"),
     [
-        pytest.param(Pad((1,), 0, False, 1), [2, 3], [[1, 1, 0], [1, 1, 1]], id="right"),
-        pytest.param(Pad((1,), 9, True, 1), [2, 3], [[9, 1, 1], [1, 1, 1]], id="left, a value"),
-        pytest.param(Pad((1,), 0, False, 4), [2, 3], [[1, 1, 0, 0], [1, 1, 1, 0]], id="rounded"),
-        pytest.param(Pad((1,), 0, False, 4), [2], [[1, 1, 0, 0]], id="one item, rounded"),
-        pytest.param(Pad((1,), 0, False, 1), [0, 2], [[0, 0], [1, 1]], id="nothing in one"),
-        pytest.param(Pad((1,), 0, False, 8), [0], [[]], id="nothing at all"),
+        pytest.param(Pad((1,), (), 0, False, 1), [2, 3], [[1, 1, 0], [1, 1, 1]], id="right"),
+        pytest.param(Pad((1,), (), 9, True, 1), [2, 3], [[9, 1, 1], [1, 1, 1]], id="left, a value"),
+        pytest.param(
+            Pad((1,), (), 0, False, 4), [2, 3], [[1, 1, 0, 0], [1, 1, 1, 0]], id="rounded"
+        ),
+        pytest.param(Pad((1,), (), 0, False, 4), [2], [[1, 1, 0, 0]], id="one item, rounded"),
+        pytest.param(Pad((1,), (), 0, False, 1), [0, 2], [[0, 0], [1, 1]], id="nothing in one"),
+        pytest.param(Pad((1,), (), 0, False, 8), [0], [[]], id="nothing at all"),
     ],
 )
 def test_values_are_padded(pad: Pad, lengths: list[int], expected: list[list[int]]) -> None:
@@ -56,7 +58,8 @@ def test_values_are_padded(pad: Pad, lengths: list[int], expected: list[list[int
 def test_several_axes_and_rows() -> None:
     """Images of different sizes share a batch, and their rows keep their order."""
     first, second = torch.full((2, 3, 1, 4), 1.0), torch.full((1, 3, 2, 2), 2.0)
-    gathered = Pad((2, 3), -1, False, 1).gather([first, second])
+    gathered = Pad((2, 3), (1,), -1, False, 1).gather([first, second])
+    assert isinstance(gathered, Tensor)
     assert gathered.shape == (3, 3, 2, 4)
     assert torch.equal(gathered[:2, :, :1], first)
     assert torch.equal(gathered[2:, :, :, :2], second)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import build
 import pytest
 
-from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.errors import ConfigError
+from torch_py_backend.pipeline import batches
+from torch_py_backend.values import ANY_ROWS, Rows
 
 
 @pytest.mark.parametrize(
@@ -29,11 +29,11 @@ def test_rows_of_a_call(
 ) -> None:
     """The model's limits, max_batch_size and the buckets are combined."""
     config = build.config(max_batch_size=most, batch_buckets=wished)
-    assert gather_scatter.row_counts(config, takes, fixed=fixed) == expected
+    assert batches.row_counts(config, takes, fixed=fixed) == expected
 
 
 def test_unusable_buckets() -> None:
     """Buckets that the model does not accept are refused with its limits."""
     config = build.config(max_batch_size=8, batch_buckets=(1, 2))
     with pytest.raises(ConfigError, match=r"BATCH_BUCKETS is 1, 2; expected .* 4 to 8"):
-        gather_scatter.row_counts(config, Rows(4, 8), fixed=False)
+        batches.row_counts(config, Rows(4, 8), fixed=False)

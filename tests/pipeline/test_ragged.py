@@ -1,5 +1,9 @@
+"""batch_input and batch_output: flat inputs, what is made of their shapes, split outputs."""
+
+from __future__ import annotations
+
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import build
@@ -9,8 +13,6 @@ import torch
 from engines import BAD, bad, check, engine
 from torch import Tensor
 
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
-from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.batch_io import BatchInput, BatchInputKind, BatchOutput
 from torch_py_backend.config.model_config import ModelConfig
@@ -22,6 +24,9 @@ from torch_py_backend.errors import (
     OutputError,
 )
 from torch_py_backend.loading import example_inputs
+from torch_py_backend.pipeline.inputs import Inputs
+from torch_py_backend.signature import introspection
+from torch_py_backend.values import ANY_ROWS, Item, Rows
 
 
 def batch_input(
@@ -55,6 +60,14 @@ def item(value: float, *shape: int) -> Item:
     return {"x": np.full(shape, value, dtype=np.float32)}
 
 
+def gathered(settings: ModelConfig, items: Sequence[Item]) -> tuple[Sequence[Any], Sequence[int]]:
+    """Return the columns of n and x, and the rows of each item."""
+    inputs = Inputs(settings, introspection.from_function(lambda n, x: (n, x)))
+    _, (group,) = inputs.stage(lambda binding: lambda *columns: columns)(items)
+    columns, sizes = group.gather(group.items)
+    return columns, sizes
+
+
 @pytest.mark.parametrize(
     ("kind", "dtype", "expected"),
     [
@@ -68,25 +81,22 @@ def item(value: float, *shape: int) -> Item:
 )
 def test_batch_inputs(kind: BatchInputKind, dtype: str, expected: list[Any]) -> None:
     """Counts are those of requests with all their rows; item shapes are those of rows."""
-    layout = Ragged(
-        config(inputs=(ragged(dims=(-1, -1)),), batch_inputs=(batch_input(kind, dtype),))
-    )
-    batch = layout.gather([item(1, 1, 2, 3), item(2, 2, 3, 2), item(3, 1, 1, 1)], ["n", "x"])
-    column = batch.columns[0]
-    assert isinstance(column, Tensor)
+    settings = config(inputs=(ragged(dims=(-1, -1)),), batch_inputs=(batch_input(kind, dtype),))
+    items = [item(1, 1, 2, 3), item(2, 2, 3, 2), item(3, 1, 1, 1)]
+    (column, x), sizes = gathered(settings, items)
     assert column.dtype == {"INT32": torch.int32, "FP32": torch.float32}[dtype]
     assert column.tolist() == expected
-    assert batch.columns[1].tolist() == [1.0] * 6 + [2.0] * 12 + [3.0]
-    assert batch.sizes == [1, 2, 1]
+    assert x.tolist() == [1.0] * 6 + [2.0] * 12 + [3.0]
+    assert sizes == [1, 2, 1]
 
 
 @pytest.mark.parametrize("rows", [8, 0])
 def test_a_single_request_is_flattened_too(rows: int) -> None:
     """The model gets one dimension for any number of requests; a single one is not copied."""
     sent = item(1, 1, 4)
-    (column, n), sizes = Ragged(config(max_batch_size=rows)).gather([sent], ["x", "n"])
+    (n, column), sizes = gathered(config(max_batch_size=rows), [sent])
     assert (column.shape, n.tolist(), list(sizes)) == ((4,), [4], [1])
-    assert np.shares_memory(column.numpy(), np.asarray(sent["x"]))  # type: ignore[union-attr]
+    assert np.shares_memory(column.numpy(), np.asarray(sent["x"]))
 
 
 def test_strings() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Optional, Tuple  # noqa: UP035
 
 import build
@@ -14,39 +15,39 @@ import torch
 from engines import texts
 from torch import Tensor, nn
 
-from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Item
-from torch_py_backend.batching.grouping import MAX_SETS, Grouping
-from torch_py_backend.batching.padding import Padding
 from torch_py_backend.config.model_config import TensorSpec
-from torch_py_backend.errors import BindingError, InputError
+from torch_py_backend.errors import BackendError, BindingError, InputError
+from torch_py_backend.pipeline.inputs import MAX_SETS, Inputs
+from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.signature import introspection
+from torch_py_backend.signature.calls import InputBinding
+from torch_py_backend.values import Item
 
 
 def optional(spec: TensorSpec) -> TensorSpec:
     return dataclasses.replace(spec, optional=True)
 
 
-def grouping_of(forward: Callable[..., Any], *specs: TensorSpec, **overrides: Any) -> Grouping:
+def inputs_of(forward: Callable[..., Any], *specs: TensorSpec, **overrides: Any) -> Inputs:
     config = build.config(inputs=specs, **overrides)
-    return Grouping(config, introspection.from_function(forward))
+    return Inputs(config, introspection.from_function(forward))
 
 
-def received(grouping: Grouping, forward: Callable[..., Any], *items: Item) -> list[Any]:
+def received(inputs: Inputs, forward: Callable[..., Any], *items: Item) -> list[Any]:
     """Return the arguments of each call of forward() for these items."""
-    admitted = [grouping.admit(item) for item in items]
-    sound = [(n, item) for n, item in enumerate(admitted) if isinstance(item, dict)]
-    assert len(sound) == len(items)
-    result = []
-    for group in grouping.group(sound):
-        batch = gather_scatter.gather(group.items, group.inputs.names)
-        result.append(group.inputs.call(forward, grouping.convert(group.inputs, batch.columns)))
-    return result
+    entries, groups = inputs.stage(lambda binding: partial(call, binding, forward))(items)
+    assert not any(isinstance(entry, BackendError) for entry in entries)
+    return [group.call(*group.gather(group.items)[0]) for group in groups]
 
 
-def positions(grouping: Grouping, *items: Item) -> list[list[int]]:
+def call(binding: InputBinding, forward: Callable[..., Any], *arguments: object) -> object:
+    return binding.call(forward, arguments)
+
+
+def positions(inputs: Inputs, *items: Item) -> list[list[int]]:
     """Return the positions of the items of each call."""
-    return [list(group.positions) for group in grouping.group(list(enumerate(items)))]
+    _, groups = inputs.stage(lambda _: identity)(items)
+    return [list(group.places) for group in groups]
 
 
 def identity(x: Any) -> Any:
@@ -70,7 +71,7 @@ X, Y = build.spec("x"), build.spec("y")
 def test_valid_item_is_unchanged() -> None:
     """An item that needs no changes is not copied."""
     item: Item = {"x": torch.ones(2, 4)}
-    assert grouping_of(identity, X).admit(item) is item
+    assert inputs_of(identity, X).admit(item) is item
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_valid_item_is_unchanged() -> None:
 )
 def test_invalid_item_is_refused(item: Item, message: str) -> None:
     """A request without an input, or with inputs of different rows, is refused alone."""
-    result = grouping_of(pair, X, build.spec("n")).admit(item)
+    result = inputs_of(pair, X, build.spec("n")).admit(item)
     assert isinstance(result, InputError)
     assert str(result).startswith(f"model 'digits': {message}")
 
@@ -93,12 +94,12 @@ def test_invalid_item_is_refused(item: Item, message: str) -> None:
 )
 def test_item_without_rows(shape: tuple[int, ...], dims: tuple[int, ...]) -> None:
     """Triton drops the first dimension of a request with 0 rows: it is refused before batching."""
-    grouping = grouping_of(identity, build.spec("x", dims=dims))
+    inputs = inputs_of(identity, build.spec("x", dims=dims))
     item: Item = {"x": np.ones(shape, dtype=np.float32)}
-    refused = grouping.admit(item)
+    refused = inputs.admit(item)
     assert isinstance(refused, InputError)
     assert f"input 'x' has the shape {list(shape)} and no rows" in str(refused)
-    assert not grouping.alike([{"x": torch.ones(2, 4)}, item])
+    assert not inputs.alike([{"x": torch.ones(2, 4)}, item])
 
 
 def test_padded_item_without_rows() -> None:
@@ -106,20 +107,20 @@ def test_padded_item_without_rows() -> None:
     specs = [dataclasses.replace(build.spec(name, "INT64", (-1,)), ragged=True) for name in "xn"]
     specs[1] = optional(specs[1])
     config = build.config(inputs=tuple(specs), pad={"x": {"mask": "n"}})
-    grouping = Grouping(config, introspection.from_function(pair), Padding(config))
-    assert isinstance(grouping.admit({"x": np.ones(3, dtype=np.int64)}), InputError)
+    inputs = Inputs(config, introspection.from_function(pair), Padding(config))
+    assert isinstance(inputs.admit({"x": np.ones(3, dtype=np.int64)}), InputError)
 
 
 def test_no_rows_without_a_batch_dimension() -> None:
     """With max_batch_size 0 the first dimensions may differ."""
     item: Item = {"x": torch.ones(2), "n": torch.tensor(3.0)}
-    assert grouping_of(pair, X, build.spec("n"), max_batch_size=0).admit(item) is item
+    assert inputs_of(pair, X, build.spec("n"), max_batch_size=0).admit(item) is item
 
 
 def test_optional_input_without_a_default_is_refused_at_load() -> None:
     """An optional input that forward() requires fails the load."""
     with pytest.raises(BindingError, match="argument n; n cannot be optional"):
-        grouping_of(pair, X, optional(build.spec("n")))
+        inputs_of(pair, X, optional(build.spec("n")))
 
 
 # --- optional inputs -------------------------------------------------------------------------
@@ -127,15 +128,15 @@ def test_optional_input_without_a_default_is_refused_at_load() -> None:
 
 def test_items_are_grouped_by_what_they_have() -> None:
     """Items with and without an optional input are different calls."""
-    grouping = grouping_of(two, X, optional(Y))
+    inputs = inputs_of(two, X, optional(Y))
     with_y: Item = {"y": torch.full((1, 4), 5.0), "x": torch.zeros(1, 4)}
     without: Item = {"x": torch.ones(2, 4)}
-    assert positions(grouping, with_y, without, with_y, without) == [[0, 2], [1, 3]]
-    (x, y), (alone, nothing) = received(grouping, two, with_y, without)
+    assert positions(inputs, with_y, without, with_y, without) == [[0, 2], [1, 3]]
+    (x, y), (alone, nothing) = received(inputs, two, with_y, without)
     assert (x.tolist(), y.tolist()) == (with_y["x"].tolist(), with_y["y"].tolist())
     assert alone is without["x"]
     assert nothing is None
-    either = grouping_of(lambda x=None, y=None: (x, y), optional(X), optional(Y))
+    either = inputs_of(lambda x=None, y=None: (x, y), optional(X), optional(Y))
     assert positions(either, without, {"y": without["x"]}) == [[0], [1]]
 
 
@@ -147,14 +148,14 @@ def test_gap_in_a_list_is_refused() -> None:
 
     specs = [build.spec("a"), optional(build.spec("b")), optional(build.spec("c"))]
     with pytest.raises(BindingError, match="a, c leave gaps in a list"):
-        grouping_of(forward, specs[0], specs[1], build.spec("c"))
-    grouping = grouping_of(forward, *specs)
+        inputs_of(forward, specs[0], specs[1], build.spec("c"))
+    inputs = inputs_of(forward, *specs)
     value = torch.ones(1, 4)
-    assert set(grouping.patterns) == {frozenset(), frozenset("bc")}
-    refusal = grouping.admit({"a": value, "c": value})
+    assert set(inputs.patterns) == {frozenset(), frozenset("bc")}
+    refusal = inputs.admit({"a": value, "c": value})
     assert isinstance(refusal, InputError)
     assert "a, c leave gaps in a list" in str(refusal)
-    assert received(grouping, forward, {"a": value, "b": value}) == [[value, value]]
+    assert received(inputs, forward, {"a": value, "b": value}) == [[value, value]]
 
 
 def test_parts_of_a_tuple_are_left_out_together() -> None:
@@ -164,17 +165,17 @@ def test_parts_of_a_tuple_are_left_out_together() -> None:
         return x, state
 
     names = ("ARGS[1][0]", "ARGS[1][1]")
-    grouping = grouping_of(forward, X, *(optional(build.spec(name)) for name in names))
+    inputs = inputs_of(forward, X, *(optional(build.spec(name)) for name in names))
     value = torch.ones(1, 4)
 
-    assert set(grouping.patterns) == {frozenset(), frozenset(names)}
+    assert set(inputs.patterns) == {frozenset(), frozenset(names)}
     complete: Item = {"x": value, names[0]: value, names[1]: value}
-    assert received(grouping, forward, complete, {"x": value}) == [
+    assert received(inputs, forward, complete, {"x": value}) == [
         (value, (value, value)),
         (value, None),
     ]
     for name in names:
-        refusal = grouping.admit({"x": value, name: value})
+        refusal = inputs.admit({"x": value, name: value})
         assert isinstance(refusal, InputError)
         assert "is a tuple" in str(refusal)
         assert "all of ARGS[1][0], ARGS[1][1], or none of them" in str(refusal)
@@ -187,15 +188,15 @@ def test_kept_sets_of_optional_inputs_are_limited() -> None:
         return inputs
 
     names = [*"abcdefg"]
-    grouping = grouping_of(forward, X, *(optional(build.spec(name)) for name in names))
+    inputs = inputs_of(forward, X, *(optional(build.spec(name)) for name in names))
     value = torch.ones(1, 4)
     items: list[Item] = [
         {"x": value, **dict.fromkeys(itertools.compress(names, sent), value)}
         for sent in itertools.product((True, False), repeat=len(names))
     ]
     for item in (*items[:MAX_SETS], items[-1]):
-        assert received(grouping, forward, item) == [item]
-    refused = [grouping.admit(item) for item in items[MAX_SETS:-1]]
+        assert received(inputs, forward, item) == [item]
+    refused = [inputs.admit(item) for item in items[MAX_SETS:-1]]
     assert all(isinstance(refusal, InputError) for refusal in refused)
     assert "left out 64 other sets of optional inputs. Send all" in str(refused[0])
 
@@ -207,7 +208,6 @@ def test_kept_sets_of_optional_inputs_are_limited() -> None:
     ("shapes", "groups"),
     [
         ([(1, 2), (1, 3), (1, 2), (3, 4), (1, 3)], [[0, 2], [1, 4], [3]]),
-        ([(2,), (2, 1)], [[0], [1]]),
         ([(0, 2), (1, 2)], [[0, 1]]),
     ],
     ids=str,
@@ -217,16 +217,16 @@ def test_items_of_one_shape_form_a_group(
 ) -> None:
     """Items are batched with those of their shape, in order."""
     items: list[Item] = [{"x": torch.ones(shape)} for shape in shapes]
-    assert positions(grouping_of(identity, X), *items) == groups
+    assert positions(inputs_of(identity, build.spec("x", dims=(-1,))), *items) == groups
 
 
 def test_any_input_separates_items() -> None:
     """Items that differ in an input, or in its shape or device, do not share a call."""
-    grouping = grouping_of(two, X, optional(Y))
+    inputs = inputs_of(two, X, optional(Y))
     first: Item = {"x": torch.ones(1, 2), "y": torch.ones(1, 2)}
     second: Item = {**first, "y": torch.ones(1, 3)}
     third: Item = {**first, "x": torch.ones(1, 2, device="meta")}
-    assert positions(grouping, first, second, third, {"x": first["x"]}, first) == [
+    assert positions(inputs, first, second, third, {"x": first["x"]}, first) == [
         [0, 4], [1], [2], [3]
     ]  # fmt: skip
 
@@ -265,8 +265,8 @@ def test_scalar_is_one_python_value(
     forward: Callable[..., Any], dtype: str, column: Any, value: Any
 ) -> None:
     """An argument annotated as a number or a string gets one value for all rows."""
-    grouping = grouping_of(forward, X, build.spec("n", dtype, (1,)))
-    ((_, result),) = received(grouping, forward, {"x": torch.ones(2, 4), "n": column})
+    inputs = inputs_of(forward, X, build.spec("n", dtype, (1,)))
+    ((_, result),) = received(inputs, forward, {"x": torch.ones(2, 4), "n": column})
     assert result == value
     assert type(result) is type(value)
 
@@ -289,8 +289,8 @@ def test_scalar_of_several_values_is_refused(
     forward: Callable[..., Any], dtype: str, column: Any, message: str
 ) -> None:
     """Rows with different values for a scalar are refused."""
-    grouping = grouping_of(forward, X, build.spec("n", dtype, (-1,)))
-    result = grouping.admit({"x": torch.ones(2, 4), "n": column})
+    inputs = inputs_of(forward, X, build.spec("n", dtype, (-1,)))
+    result = inputs.admit({"x": torch.ones(2, 4), "n": column})
     assert isinstance(result, InputError)
     assert "'digits': input 'n' holds " in str(result)
     assert message in str(result)
@@ -302,7 +302,7 @@ def test_scalar_of_several_values_is_refused(
 def test_scalar_of_another_type_is_refused_at_load(forward: Callable[..., Any], dtype: str) -> None:
     """A type that an argument cannot take without loss fails the load."""
     with pytest.raises(BindingError):
-        grouping_of(forward, X, build.spec("n", dtype, (1,)))
+        inputs_of(forward, X, build.spec("n", dtype, (1,)))
 
 
 def test_scalars_separate_items() -> None:
@@ -311,17 +311,17 @@ def test_scalars_separate_items() -> None:
     def forward(x: Any, n: int = 7) -> Any:
         return x, n
 
-    grouping = grouping_of(forward, X, optional(build.spec("n", "INT64", (1,))))
+    inputs = inputs_of(forward, X, optional(build.spec("n", "INT64", (1,))))
     x: Item = {"x": torch.ones(1, 4)}
     items = [*(x | {"n": torch.full((1, 1), number)} for number in (2, 3, 2)), x]
-    assert positions(grouping, *items) == [[0, 2], [1], [3]]
-    assert [number for _, number in received(grouping, forward, *items)] == [2, 3, 7]
+    assert positions(inputs, *items) == [[0, 2], [1], [3]]
+    assert [number for _, number in received(inputs, forward, *items)] == [2, 3, 7]
 
 
 def test_nan_is_one_value() -> None:
     """NaN in all rows counts as one value."""
-    grouping = grouping_of(factor, X, build.spec("n", "FP32", (1,)))
-    result = grouping.admit({"x": torch.ones(2, 4), "n": torch.full((2, 1), float("nan"))})
+    inputs = inputs_of(factor, X, build.spec("n", "FP32", (1,)))
+    result = inputs.admit({"x": torch.ones(2, 4), "n": torch.full((2, 1), float("nan"))})
     assert isinstance(result, dict)
 
 
@@ -359,11 +359,11 @@ SENT = texts([b"a", b"\xc3\xa4"], [b"", b"b"])
 )
 def test_strings(forward: Callable[..., Any], value: Any) -> None:
     """A list of strings is flat, as LibTorch's, or nested, as annotated; else it is an array."""
-    grouping = grouping_of(forward, build.spec("x", "BYTES", (2,)))
-    (result,) = received(grouping, forward, {"x": SENT})
+    inputs = inputs_of(forward, build.spec("x", "BYTES", (2,)))
+    (result,) = received(inputs, forward, {"x": SENT})
     assert isinstance(result, np.ndarray) == (forward is identity)
     assert list(map(list, result) if forward is identity else result) == value
-    invalid = grouping.admit({"x": texts([b"\xff"])})
+    invalid = inputs.admit({"x": texts([b"\xff"])})
     assert isinstance(invalid, InputError if forward in (words, rows_of_words, identity) else dict)
 
 
@@ -377,12 +377,10 @@ def test_bytes_for_torchscript_may_be_invalid_utf8() -> None:
     compiled: Any = torch.jit.script(Scripted())
     signature = introspection.from_schema(compiled.forward.schema)
     specs = (build.spec("x", "BYTES", (1,)), build.spec("unit", "BYTES", (1,)))
-    grouping = Grouping(build.config(inputs=specs), signature)
-    item = grouping.admit({"x": texts([b"\xff"], [b"a"]), "unit": texts([b"\xe9"], [b"\xe9"])})
+    inputs = Inputs(build.config(inputs=specs), signature)
+    item = inputs.admit({"x": texts([b"\xff"], [b"a"]), "unit": texts([b"\xe9"], [b"\xe9"])})
     assert isinstance(item, dict)
-    (group,) = grouping.group([(0, item)])
-    columns = [item[name] for name in group.inputs.names]
-    assert grouping.convert(group.inputs, columns) == [[b"\xff", "a"], b"\xe9"]
+    assert received(inputs, lambda x, unit: (x, unit), item) == [([b"\xff", "a"], b"\xe9")]
 
 
 # --- CAST_INPUTS -----------------------------------------------------------------------------
@@ -400,30 +398,44 @@ def test_inputs_are_cast_on_demand(sent: str, cast: str | None, expected: torch.
     """With CAST_INPUTS floating-point inputs get that type; others do not change."""
     spec = build.spec("x", sent)
     column = torch.ones(1, 4, dtype=getattr(torch, str(spec.dtype.torch)))
-    (x,) = received(grouping_of(identity, spec, cast_inputs=cast), identity, {"x": column})
+    (x,) = received(inputs_of(identity, spec, cast_inputs=cast), identity, {"x": column})
     assert x.dtype is expected
     assert x.tolist() == column.tolist()
 
 
-# --- the fast path -----------------------------------------------------------------------------
+# --- a batch that is checked as one --------------------------------------------------------------
 
 
 FIXED = {"inputs": (build.spec("x"), build.spec("n"))}
 ANYWHERE = {**FIXED, "force_cpu_only_input_tensors": False}
+TEXTS = {"inputs": (build.spec("x", "BYTES", (1,)),)}
+PADDED = {
+    "inputs": tuple(
+        dataclasses.replace(build.spec(name, "INT64", (-1,)), ragged=True) for name in ("x", "n")
+    ),
+    "pad": {"x": {"mask": "n"}},
+}
 
 
 def pair_of(rows: int = 1, n: tuple[int, ...] = (1, 4), **how: Any) -> Item:
     return {"x": torch.zeros(rows, 4, **how), "n": torch.zeros(n)}
 
 
+def ids(rows: int, length: int, mask: int | None = None) -> Item:
+    return {
+        "x": np.ones((rows, length), dtype=np.int64),
+        "n": np.ones((rows, length if mask is None else mask), dtype=np.int64),
+    }
+
+
 @pytest.mark.parametrize(
     ("overrides", "items", "shares"),
     [
         pytest.param(FIXED, [pair_of(), pair_of(2, (2, 4))], True, id="fixed dims"),
-        pytest.param(FIXED | {"max_batch_size": 0}, [pair_of()], False, id="no batches"),
+        pytest.param(FIXED | {"max_batch_size": 0}, [pair_of()], True, id="no batches"),
         pytest.param(
             {"inputs": (build.spec("x", dims=(-1,)), build.spec("n"))},
-            [pair_of()],
+            [pair_of(), pair_of() | {"x": torch.zeros(1, 3)}],
             False,
             id="variable dims",
         ),
@@ -436,15 +448,43 @@ def pair_of(rows: int = 1, n: tuple[int, ...] = (1, 4), **how: Any) -> Item:
         pytest.param(FIXED, [pair_of(), pair_of(2, (3, 4))], False, id="rows differ"),
         pytest.param(ANYWHERE, [pair_of(), pair_of()], True, id="one device"),
         pytest.param(ANYWHERE, [pair_of(), pair_of(device="meta")], False, id="two devices"),
+        pytest.param(TEXTS, [{"x": texts([b"a"])}, {"x": texts(["ä".encode()])}], True, id="text"),
+        pytest.param(
+            TEXTS, [{"x": texts([b"\xc3"])}, {"x": texts([b"\xa4"])}], False, id="half characters"
+        ),
+        pytest.param(PADDED, [ids(1, 8), ids(4, 1)], True, id="padded"),
+        pytest.param(PADDED, [ids(1, 40), ids(8, 1)], False, id="too much padding"),
+        pytest.param(PADDED, [ids(1, 3), ids(1, 2, mask=3)], False, id="mask of another length"),
     ],
 )
-def test_items_that_share_a_call_by_the_config_alone(
-    overrides: dict[str, Any], items: list[Item], shares: bool
+def test_a_batch_is_checked_as_one(
+    overrides: dict[str, Any], items: list[Item], shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shapes that Triton has compared are not compared again; states and devices are."""
-    grouping = Grouping(build.config(**overrides), introspection.from_function(lambda x, n=None: x))
-    assert grouping.alike(items) is shares
-    if not shares and len({len(item) for item in items}) == 1 == len(
-        {item["n"].shape for item in items}
-    ):
-        assert (len(positions(grouping, *items)) > 1) == (len(items) > 1)
+    """Items that are found alike are those that share a call if each is checked by itself."""
+
+    def forward(x: list[str], n: Any = None) -> Any:
+        return x, n
+
+    config = build.config(**overrides)
+    padding = Padding(config) if config.options.pad else None
+    function = forward if overrides is TEXTS else lambda x, n=None: x
+    inputs = Inputs(config, introspection.from_function(function), padding)
+    assert inputs.alike(items) is shares
+    monkeypatch.setattr(inputs, "alike", lambda _: False)
+    entries, groups = inputs.stage(lambda _: identity)(items)
+    assert shares == (
+        len(groups) == 1 and not any(isinstance(entry, InputError) for entry in entries)
+    )
+
+
+def test_a_scalar_of_several_items_is_compared() -> None:
+    """Items with one value share a call; NaN, which equals nothing, is compared one by one."""
+    inputs = inputs_of(factor, X, build.spec("n", "FP32", (1,)))
+    sent: list[Item] = [
+        {"x": torch.ones(2, 4), "n": torch.full((2, 1), value)}
+        for value in (2.0, 2.0, float("nan"))
+    ]
+    assert inputs.alike(sent[:2])
+    assert not inputs.alike(sent[1:])
+    assert not inputs.alike(sent[2:])
+    assert positions(inputs, *sent) == [[0, 1], [2]]

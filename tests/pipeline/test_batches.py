@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
+import build
 import numpy as np
 import pytest
 import torch
 from engines import texts
 from torch import Tensor
 
-from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Item, Rows, Value
+from torch_py_backend.config.model_config import Origin
+from torch_py_backend.pipeline import batches
+from torch_py_backend.pipeline.inputs import Inputs
+from torch_py_backend.signature import introspection
+from torch_py_backend.values import Item, Rows, Value
 
 
 def item(rows: int, start: float = 0.0) -> dict[str, Any]:
     x = torch.arange(rows * 2.0).reshape(rows, 2) + start
-    return {"x": x, "n": torch.full((rows, 1), start, dtype=torch.int64), "extra": torch.ones(1)}
+    return {"x": x, "n": torch.full((rows, 1), start, dtype=torch.int64)}
+
+
+def gathered(
+    items: Sequence[Item], *, arrays: bool = False
+) -> tuple[Sequence[Value], Sequence[int]]:
+    """Return the columns of n and x, and the rows of each item; x is a state."""
+    state = dataclasses.replace(build.spec("x", dims=(2,)), origin=Origin.STATE)
+    config = build.config(inputs=(state, build.spec("n", "INT64", (1,))))
+    inputs = Inputs(config, introspection.from_function(lambda n, x: (n, x)))
+    _, (group,) = inputs.stage(lambda _: lambda *columns: columns, arrays=arrays)(items)
+    return group.gather(group.items)
 
 
 @pytest.mark.parametrize(
@@ -29,12 +46,12 @@ def test_gather_and_scatter(sizes: list[int], arrays: bool) -> None:
     items: list[Item] = [item(rows, start=100.0 * position) for position, rows in enumerate(sizes)]
     if arrays:
         items = [{name: np.asarray(value) for name, value in item.items()} for item in items]
-    batch = gather_scatter.gather(items, ["n", "x"])
-    outcomes = gather_scatter.scatter(batch.columns, ["n", "x"], batch.sizes)
-    assert list(batch.sizes) == sizes
-    assert all(isinstance(column, Tensor) for column in batch.columns)
-    assert [column.shape for column in batch.columns] == [(sum(sizes), 1), (sum(sizes), 2)]
-    assert [column.dtype for column in batch.columns] == [torch.int64, torch.float32]
+    columns, counts = gathered(items, arrays=arrays)
+    outcomes = batches.scatter(columns, ["n", "x"], counts)
+    assert list(counts) == sizes
+    assert all(isinstance(column, Tensor) for column in columns)
+    assert [column.shape for column in columns] == [(sum(sizes), 1), (sum(sizes), 2)]
+    assert [column.dtype for column in columns] == [torch.int64, torch.float32]
     for outcome, sent in zip(outcomes, items, strict=True):
         for name in ("x", "n"):
             assert np.array_equal(outcome[name], sent[name])
@@ -42,20 +59,19 @@ def test_gather_and_scatter(sizes: list[int], arrays: bool) -> None:
 
 @pytest.mark.parametrize("rows", [0, 2])
 def test_single_item_is_copied_only_on_demand(rows: int) -> None:
-    """A single item passes as the request's own tensors, but for those that a model may write."""
+    """A single item passes as the request's own tensors, but for states: a model may write."""
     sent = item(rows)
-    batch = gather_scatter.gather([sent], ["x", "n"], copied={"n"})
-    (outcome,) = gather_scatter.scatter(batch.columns, ["x", "n"], batch.sizes)
-    outcome["n"][:] = 9
-    assert list(batch.sizes) == [rows]
-    assert outcome["x"] is sent["x"]
-    assert (sent["n"] == 0).all()
+    (n, x), counts = gathered([sent])
+    x[:] = 9
+    assert list(counts) == [rows]
+    assert n is sent["n"]
+    assert (sent["x"] != 9).all()
 
 
 def test_scattered_rows_are_contiguous_views() -> None:
     """Splitting copies nothing, and every part is contiguous."""
     output = torch.arange(12.0).reshape(6, 2)
-    outcomes = gather_scatter.scatter([output], ["y"], [1, 3, 2])
+    outcomes = batches.scatter([output], ["y"], [1, 3, 2])
     parts = [torch.as_tensor(outcome["y"]) for outcome in outcomes]
     assert all(part.is_contiguous() for part in parts)
     assert [part.data_ptr() - output.data_ptr() for part in parts] == [0, 8, 32]
@@ -97,7 +113,7 @@ def test_columns_are_fitted_to_the_rows_of_a_program(
 ) -> None:
     """Each call has rows that the program takes; missing ones repeat the last, none stay none."""
     columns: list[Value] = [torch.arange(total), texts(*map(str, range(total)))]
-    parts = list(gather_scatter.fit(columns, rows))
+    parts = list(batches.fit(columns, rows))
     assert [(column.tolist(), present) for (column, _), present in parts] == calls
     assert [(strings.tolist(), present) for (_, strings), present in parts] == [
         ([str(row) for row in rows], present) for rows, present in calls
@@ -110,7 +126,7 @@ def test_outputs_of_several_calls_are_joined() -> None:
         [torch.tensor([1, 2]), texts("a", "b")],
         [torch.tensor([3]), texts("c")],
     ]
-    numbers, strings = gather_scatter.join(pieces)
+    numbers, strings = batches.join(pieces)
     assert numbers.tolist() == [1, 2, 3]
     assert strings.tolist() == ["a", "b", "c"]
 
@@ -132,8 +148,8 @@ def test_owned_rows_are_independent(sizes: list[int], strings: bool, width: int)
     if strings:
         column = texts(*column.tolist())
     expected = [part.tolist() for part in np.split(np.array(column), np.cumsum(sizes)[:-1])]
-    owned = gather_scatter.clone_rows(column, sizes)
-    outcomes = gather_scatter.scatter([column, owned], ["x", "state"], sizes)
+    owned = batches.clone_rows(column, sizes)
+    outcomes = batches.scatter([column, owned], ["x", "state"], sizes)
     column[:] = 7
     assert [outcome["state"].tolist() for outcome in outcomes] == expected
     assert all((np.array(outcome["x"]) == 7).all() for outcome in outcomes)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.errors import OutputError
+from torch_py_backend.values import Value
 
 # The largest error of a saved model, and in formats of 16 bits. Compilers reorder sums.
 MAX_ERROR, MAX_ERROR_REDUCED = 1e-3, 3e-2

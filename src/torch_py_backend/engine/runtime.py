@@ -9,20 +9,18 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching.gather_scatter import ItemRows, Value
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.threads import Threads
 from torch_py_backend.errors import PlatformError, summarize
+from torch_py_backend.values import Value
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T", bound="Value | ItemRows")
 
 Guard: TypeAlias = "Callable[[], AbstractContextManager[object]]"
 
@@ -73,12 +71,6 @@ def make_current(device: torch.device) -> None:
         torch.cuda.set_device(device)
 
 
-def free() -> None:
-    """Return torch's cached GPU memory to the device."""
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
 def memory() -> list[tuple[int, int]]:
     """Return the index and the allocated bytes of each GPU that this process uses."""
     if not torch.cuda.is_initialized():
@@ -88,20 +80,6 @@ def memory() -> list[tuple[int, int]]:
         for index in range(torch.cuda.device_count())
         if torch.cuda.memory_reserved(index)
     ]
-
-
-def probe(device: torch.device) -> None:
-    """Synchronize with the GPUs that this process uses.
-
-    Raises:
-        RuntimeError: a GPU is unusable: after a sticky CUDA error every later call reports it.
-    """
-    if not torch.cuda.is_initialized():
-        return
-    for index in range(torch.cuda.device_count()):
-        # Synchronizing with an unused device, even the current one, would allocate memory on it.
-        if torch.device("cuda", index) == device or torch.cuda.memory_reserved(index):
-            torch.cuda.synchronize(index)
 
 
 def placement(config: ModelConfig) -> torch.device | None:

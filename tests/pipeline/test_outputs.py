@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.batching import output_extraction
-from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.errors import OutputError
+from torch_py_backend.pipeline import outputs as extraction
+from torch_py_backend.values import Value
 
 ROWS = 3
 ONE = {"max_batch_size": 0}
@@ -25,7 +25,7 @@ def verified(
 ) -> Value:
     """Return the output for a part and a number of rows."""
     config = build.config(outputs=(build.spec("y", dtype, dims),), **overrides)
-    (verify,) = output_extraction.verifiers(config)
+    verify = extraction.verifier(config, config.outputs[0])
     return verify(part, rows)
 
 
@@ -160,7 +160,7 @@ def test_other_shapes_of_torchscript(
 ) -> None:
     """TorchScript's other shapes are served, as by LibTorch, with one warning."""
     config = build.config(outputs=(build.spec("y", dtype, (2,)),))
-    (verify,) = output_extraction.verifiers(config, torchscript=True)
+    verify = extraction.verifier(config, config.outputs[0], any_shape=True)
     for _ in range(2):
         assert list(verify(part, ROWS).shape) == list(np.array(part).shape)
     (message,) = caplog.messages
@@ -179,7 +179,7 @@ def test_other_shapes_of_torchscript(
 def test_unservable_shapes_are_refused(part: Tensor, reshaped: bool) -> None:
     """A wrong number of rows, or a shape for Triton's reshape, is refused even then."""
     spec = dataclasses.replace(build.spec("y", dims=(2,)), reshaped=reshaped)
-    (verify,) = output_extraction.verifiers(build.config(outputs=(spec,)), torchscript=True)
+    verify = extraction.verifier(build.config(outputs=(spec,)), spec, any_shape=True)
     with pytest.raises(OutputError):
         verify(part, ROWS)
 
@@ -269,7 +269,7 @@ def test_memory_is_what_triton_reads(part: Tensor) -> None:
 def test_finite() -> None:
     """Only types with NaN are checked, and the error names the first such output."""
     specs = (build.spec("n", "INT64"), build.spec("a"), build.spec("b"), build.spec("s", "BYTES"))
-    finite = output_extraction.Finite(build.config(outputs=specs))
+    finite = extraction.Finite(build.config(outputs=specs))
     words = np.array([["a"]], dtype=np.object_)
     good, bad = torch.ones(1, 1), torch.tensor([[torch.inf]])
     outputs: list[Value] = [torch.ones(1, 1, dtype=torch.int64), good, bad, words]
@@ -335,7 +335,7 @@ def test_strings_that_contradict_the_config_are_refused(
 def test_without_a_config() -> None:
     """A tensor stays as it is, and a number becomes a tensor."""
     tensor, number, strings = (
-        output_extraction.unchecked("digits", "y", part)
+        extraction.unchecked("digits", "y", part)
         for part in (torch.ones(2, 3, requires_grad=True), True, [["a"]])
     )
     assert isinstance(tensor, Tensor)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -12,27 +12,25 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Batch, Item, ItemRows, Value
-from torch_py_backend.config.batch_io import BatchInputKind
+from torch_py_backend.config.batch_io import BatchInput, BatchInputKind
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import OutputError, counted
+from torch_py_backend.pipeline import batches
+from torch_py_backend.pipeline.batches import ItemRows
+from torch_py_backend.values import Item, Value, to_column
 
 # The shapes of one input in the requests of a batch, including rows.
 _Shapes: TypeAlias = "Sequence[Sequence[int]]"
 
 
 class Ragged:
-    """Gathers and splits batches as Triton's C++ backends do.
+    """Splits batch outputs as Triton's C++ backends do.
 
-    Values of inputs with `allow_ragged_batch` are concatenated in one dimension, those of a single
-    request included. Element counts are for a whole request, item shapes for one row.
+    Element counts are for a whole request, item shapes for one row.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         self._model = config.name
-        self._flat = {spec.name: _flat for spec in config.inputs if spec.ragged}
-        self._batch_inputs = {batch_input.name: batch_input for batch_input in config.batch_inputs}
         places = {spec.name: place for place, spec in enumerate(config.outputs)}
         rows = (-1,) if config.max_batch_size else ()
         self._split = [
@@ -45,26 +43,6 @@ class Ragged:
             for output in config.batch_outputs
         ]
 
-    def gather(
-        self,
-        items: Sequence[Item],
-        names: Sequence[str],
-        copied: Collection[str] = (),
-    ) -> Batch:
-        """Gather as `gather_scatter.gather` does; flatten ragged inputs, create batch inputs."""
-        sent = [name for name in names if name not in self._batch_inputs]
-        batch = gather_scatter.gather(items, sent, self._flat, copied)
-        columns = dict(zip(sent, batch.columns, strict=True))
-        for name in names:
-            batch_input = self._batch_inputs.get(name)
-            if batch_input is not None:
-                values = [item[batch_input.source] for item in items]
-                numbers = _NUMBERS[batch_input.kind]([value.shape for value in values])
-                column = torch.from_numpy(np.array(numbers, dtype=batch_input.dtype.numpy))
-                source = values[0]
-                columns[name] = column.to(source.device) if isinstance(source, Tensor) else column
-        return Batch([columns[name] for name in names], batch.sizes)
-
     def split(
         self, items: Sequence[Item], outputs: Sequence[Value | ItemRows]
     ) -> Sequence[Value | ItemRows]:
@@ -73,8 +51,6 @@ class Ragged:
         Raises:
             OutputError: the number of values of a batch output contradicts the shapes.
         """
-        if not self._split:
-            return outputs
         outputs = list(outputs)
         for place, name, dims, source in self._split:
             shapes = [
@@ -89,18 +65,30 @@ class Ragged:
                     f"output '{name}' has {counted(len(values), 'value')}",
                     expected=f"{sum(sizes)}, as batch_output says",
                 )
-            parts = zip(gather_scatter.split(values, sizes), shapes, strict=True)
+            parts = zip(batches.split(values, sizes), shapes, strict=True)
             outputs[place] = ItemRows(part.reshape(shape) for part, shape in parts)
         return outputs
 
 
-def _flat(values: list[Any]) -> Value:
+def flatten(values: Sequence[Any]) -> Value:
     """Concatenate the values of one input in one dimension; do not copy those of a single item."""
     if len(values) == 1:
-        return gather_scatter.to_column(values[0].reshape(-1))
+        return to_column(values[0].reshape(-1))
     if isinstance(values[0], Tensor):
         return torch.cat([value.reshape(-1) for value in values])
-    return gather_scatter.to_column(np.concatenate(values, axis=None))
+    return to_column(np.concatenate(values, axis=None))
+
+
+def batch_input(made: BatchInput) -> Callable[[Sequence[Value]], Value]:
+    """Return the function that makes a batch input of the values of its source."""
+    numbers = _NUMBERS[made.kind]
+
+    def make(values: Sequence[Value]) -> Tensor:
+        array = np.array(numbers([value.shape for value in values]), dtype=made.dtype.numpy)
+        column, source = torch.from_numpy(array), values[0]
+        return column.to(source.device) if isinstance(source, Tensor) else column
+
+    return make
 
 
 def _item_shapes(shapes: _Shapes) -> list[list[int]]:

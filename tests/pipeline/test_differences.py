@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import differences
 from torch_py_backend.errors import OutputError
+from torch_py_backend.pipeline import differences
 
 _INF, _NAN = math.inf, math.nan
 

@@ -1,0 +1,231 @@
+"""What forward() gets of a column: the tensor itself, one value of it, or lists of strings."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+
+from torch_py_backend.config import dtypes
+from torch_py_backend.config.model_config import ModelConfig, TensorSpec
+from torch_py_backend.errors import BindingError
+from torch_py_backend.signature.arguments import ArgumentType, Signature
+from torch_py_backend.values import Strings, Value
+
+# Why a request's value is refused: what was found, and what was expected.
+Refusal: TypeAlias = "tuple[str, str]"
+
+
+class Argument(NamedTuple):
+    """A kind of argument; what is None is not needed.
+
+    Attributes:
+        alike: whether values of several items are valid and can share a call.
+        refuse: returns the reason to refuse a value.
+        key: what the values of a call have in common, beside their shapes.
+        convert: makes the argument of a column.
+    """
+
+    alike: Callable[[Sequence[Value]], bool] | None = None
+    refuse: Callable[[Value], Refusal | None] | None = None
+    key: Callable[[Value], Hashable] | None = None
+    convert: Callable[[Any], object] | None = None
+
+
+TENSOR = Argument()
+
+
+def choose(
+    signature: Signature, spec: TensorSpec, takes: ArgumentType, cast: torch.dtype | None
+) -> Argument:
+    """Return the kind of an input's argument.
+
+    Args:
+        signature: the signature of the function.
+        spec: the input.
+        takes: the type of the argument.
+        cast: what floating-point inputs are converted to; None: they are not.
+    """
+    strings = spec.dtype.torch is None
+    # A TorchScript string holds bytes of any encoding.
+    any_bytes = takes.raw or signature.torchscript
+    if takes.scalar:
+        decode = _decode_any if signature.torchscript else _decode
+        check = _check_text if strings and not any_bytes else None
+        return Argument(
+            partial(_are_one_value, check),
+            partial(_refuse_scalar, f"{signature.name}() takes {takes.value}", check),
+            _first,
+            lambda column: _SCALARS[takes](
+                decode(_first(column)) if strings and not takes.raw else _first(column)
+            ),
+        )
+    if strings:
+        convert: Callable[[Any], object] = _LISTS.get(takes, lambda column: column)
+        if not takes.raw:
+            convert = partial(_convert_text, _decode_any if any_bytes else _decode, convert)
+        if any_bytes:
+            return Argument(convert=convert)
+        return Argument(_are_text, _refuse_bytes, None, convert)
+    dtype: torch.dtype = getattr(torch, str(spec.dtype.torch))
+    if cast is None or not dtype.is_floating_point:
+        return TENSOR
+    return Argument(convert=lambda column: column.to(cast))
+
+
+# --- strings -----------------------------------------------------------------------------------
+
+# Strings are passed as a flat list, as LibTorch does, unless the annotation is a nested list.
+_LISTS: Mapping[ArgumentType, Callable[[Strings], list[object]]] = {
+    ArgumentType.STRINGS: lambda column: column.ravel().tolist(),
+    ArgumentType.BYTES: lambda column: column.ravel().tolist(),
+    ArgumentType.NESTED_STRINGS: lambda column: column.tolist(),
+    ArgumentType.NESTED_BYTES: lambda column: column.tolist(),
+}
+
+
+def _are_text(values: Sequence[Value]) -> bool:
+    texts: list[bytes] = []
+    for value in values:
+        texts += value.reshape(-1).tolist()
+    return _check_text(texts) is None
+
+
+def _check_text(texts: Sequence[Any]) -> UnicodeDecodeError | None:
+    """Return why strings are not UTF-8; states are decoded already."""
+    try:
+        # Bytes of several strings are no character: NUL is between them.
+        b"\0".join([text for text in texts if isinstance(text, bytes)]).decode()
+    except UnicodeDecodeError as error:
+        return error
+    return None
+
+
+def _refuse_bytes(value: Value) -> Refusal | None:
+    error = _check_text(_flat(value))
+    return None if error is None else (f"is not UTF-8: {error.reason}", "")
+
+
+def _decode(text: Any) -> str:
+    return text.decode() if isinstance(text, bytes) else str(text)
+
+
+def _decode_any(text: Any) -> str | bytes:
+    """Decode UTF-8; keep other bytes."""
+    try:
+        return _decode(text)
+    except UnicodeDecodeError:
+        return bytes(text)
+
+
+def _convert_text(
+    decode: Callable[[Any], str | bytes], convert: Callable[[Strings], object], column: Strings
+) -> object:
+    decoded: Strings = np.empty(column.shape, dtype=np.object_)
+    decoded.ravel()[:] = [decode(text) for text in _flat(column)]
+    return convert(decoded)
+
+
+# --- scalars -----------------------------------------------------------------------------------
+
+_SCALARS: Mapping[ArgumentType, Callable[[Any], object]] = {
+    ArgumentType.INT: int,
+    ArgumentType.FLOAT: float,
+    ArgumentType.BOOL: bool,
+    ArgumentType.STR: lambda value: value if isinstance(value, bytes) else str(value),
+    ArgumentType.RAW: lambda value: value if isinstance(value, bytes) else value.encode(),
+    ArgumentType.VALUE: lambda value: value,
+}
+_CheckText = Callable[[Sequence[Any]], UnicodeDecodeError | None]
+
+
+def _are_one_value(check: _CheckText | None, values: Sequence[Value]) -> bool:
+    first = _flat(values[0])[0]
+    if any(_flat(value) != [first] * math.prod(value.shape) for value in values):
+        return False
+    return check is None or check([first]) is None
+
+
+def _refuse_scalar(expected: str, check: _CheckText | None, value: Value) -> Refusal | None:
+    values = _flat(value)
+    if check is not None and (error := check(values)) is not None:
+        return f"is not UTF-8: {error.reason}", ""
+    distinct = set(map(repr, values))  # repr, because NaN does not equal itself
+    if len(distinct) == 1:
+        return None
+    return f"holds {len(distinct)} values", f"one value for all rows: {expected}"
+
+
+def _first(value: Value) -> Any:
+    return _flat(value)[0]
+
+
+def _flat(value: Value) -> list[Any]:
+    return value.reshape(-1).tolist()
+
+
+# --- at load -----------------------------------------------------------------------------------
+
+
+def check(config: ModelConfig, signature: Signature, takes: Mapping[str, ArgumentType]) -> None:
+    """Check that each argument takes the type of its input without loss."""
+    function = signature.name
+    special = {name: kind for name, kind in takes.items() if kind.scalar or kind in _LISTS}
+    tensors_only = signature.torchscript or signature.leaves is not None
+    for spec in config.inputs:
+        kind = special.get(spec.name)
+        if kind is None:
+            if tensors_only and spec.dtype.torch is None:
+                raise BindingError(
+                    config.name,
+                    f"input '{spec.name}' is {spec.dtype.config}, and {function}() takes a tensor",
+                    expected="a type of numbers in config.pbtxt",
+                )
+            continue
+        accepted = _ACCEPTED.get(kind, ("BYTES",))
+        if not spec.dtype.triton.startswith(accepted):
+            raise BindingError(
+                config.name,
+                f"input '{spec.name}' is {spec.dtype.triton}, and {function}() takes {kind.value}",
+                expected=f"{' or '.join(accepted)} in config.pbtxt",
+            )
+    for batch_input in config.batch_inputs:
+        name = batch_input.name
+        if name in special:
+            raise BindingError(
+                config.name,
+                f"batch_input makes '{name}' a tensor, and {function}() takes"
+                f" {special[name].value}",
+                expected="an argument that takes a tensor",
+            )
+
+
+def check_leaves(
+    config: ModelConfig, signature: Signature, names: Sequence[str], cast: torch.dtype | None
+) -> None:
+    """Check the types of inputs against those that the artifact was exported with."""
+    exported = dict(zip(names, signature.dtypes, strict=False))
+    for spec in config.inputs:
+        dtype: torch.dtype | None = getattr(torch, spec.dtype.torch or "", None)
+        if cast is not None and dtype is not None and dtype.is_floating_point:
+            dtype = cast
+        expected = exported.get(spec.name, dtype)
+        if expected is not dtype:
+            raise BindingError(
+                config.name,
+                f"input '{spec.name}' is {spec.dtype.config}",
+                expected=f"{dtypes.config_name(expected)}, with which the program was exported",
+                cure="Write that type into config.pbtxt, or export the program with the other one.",
+            )
+
+
+_ACCEPTED = {
+    ArgumentType.INT: ("INT", "UINT"),
+    ArgumentType.FLOAT: ("FP", "BF16", "INT", "UINT"),
+    ArgumentType.BOOL: ("BOOL",),
+    ArgumentType.VALUE: ("",),  # any type
+}

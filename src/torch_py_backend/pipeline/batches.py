@@ -1,0 +1,114 @@
+"""Gather items into a batch, fit it to the model's row counts, scatter its outputs to items."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import ConfigError
+from torch_py_backend.values import ANY_ROWS, Rows, Value, clone, to_column
+
+
+class ItemRows(tuple[Any, ...]):
+    """A column split by items: each item's rows, as a copy."""
+
+    __slots__ = ()
+
+
+def row_counts(config: ModelConfig, accepted: Rows, *, fixed: bool) -> Rows:
+    """Return how many rows calls have.
+
+    Args:
+        config: the model's config.
+        accepted: the rows that the artifact accepts.
+        fixed: whether each row count is prepared separately, as with static shapes.
+
+    Raises:
+        ConfigError: the artifact accepts none of the buckets.
+    """
+    if not config.max_batch_size or config.concatenates:
+        return ANY_ROWS
+    # The least rows of a program may exceed max_batch_size: its batches are padded.
+    most = max(accepted.least, min(accepted.most or config.max_batch_size, config.max_batch_size))
+    buckets = config.options.batch_buckets
+    if buckets is None:
+        buckets = powers_of_two(most) if fixed else ()
+    usable = tuple(size for size in buckets if accepted.least <= size <= most)
+    if buckets and not usable:
+        raise ConfigError(
+            config.name,
+            f"BATCH_BUCKETS is {', '.join(map(str, buckets))}",
+            expected=f"row counts among {accepted.least} to {most}, which the model takes",
+        )
+    return Rows(usable[0], usable[-1], usable) if usable else Rows(accepted.least, most)
+
+
+def powers_of_two(most: int) -> tuple[int, ...]:
+    """Return 1, 2, 4, ... and the number itself, so that less than half of a call is padding."""
+    return (*(1 << power for power in range((most - 1).bit_length())), most)
+
+
+def concatenate(values: Sequence[Any]) -> Value:
+    """Concatenate values on dimension 0; a single one is passed on without a copy."""
+    if len(values) == 1:
+        return to_column(values[0])
+    if isinstance(values[0], Tensor):
+        return torch.cat(list(values))
+    return to_column(np.concatenate(values))
+
+
+def fit(columns: Sequence[Value], rows: Rows) -> Iterator[tuple[Sequence[Value], int]]:
+    """Split columns into calls of as many rows as the model takes.
+
+    Rows are filled up by repeating the last one, whose values are valid.
+
+    Yields:
+        The columns of a call and the number of its rows that are not filling.
+    """
+    total = columns[0].shape[0]
+    step = rows.most or max(total, 1)
+    for start in range(0, max(total, 1), step):
+        present = min(step, total - start)
+        piece = [column[start : start + present] for column in columns]
+        missing = rows.filled(present) - present
+        if missing and present:
+            piece = [concatenate([column, *[column[-1:]] * missing]) for column in piece]
+        yield piece, present
+
+
+def join(pieces: Sequence[Sequence[Value]]) -> Sequence[Value]:
+    """Concatenate the outputs of several calls."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return [concatenate(parts) for parts in zip(*pieces, strict=True)]
+
+
+def clone_rows(column: Value, sizes: Sequence[int]) -> ItemRows:
+    """Split a column into copies of each item's rows, independent of the column's memory."""
+    parts = split(column, sizes) if len(sizes) > 1 else [column]
+    return ItemRows([clone(rows) for rows in parts])
+
+
+def scatter(
+    outputs: Sequence[Value | ItemRows], names: Sequence[str], sizes: Sequence[int]
+) -> list[dict[str, Value]]:
+    """Return each item's rows of each output as views; contiguous, as the outputs are."""
+    if len(sizes) <= 1:
+        values = [output[0] if isinstance(output, ItemRows) else output for output in outputs]
+        return [dict(zip(names, values, strict=True))]
+    parts = [split(output, sizes) for output in outputs]
+    return [dict(zip(names, rows, strict=True)) for rows in zip(*parts, strict=True)]
+
+
+def split(output: Value | ItemRows, sizes: Sequence[int]) -> Sequence[Value]:
+    """Return each item's rows of an output as a view."""
+    if isinstance(output, ItemRows):
+        return output
+    if isinstance(output, Tensor):
+        return output.split_with_sizes(list(sizes))
+    return np.split(output, np.cumsum(sizes)[:-1])

@@ -1,0 +1,330 @@
+"""The inputs of a batch: each is checked, compared, gathered and converted as its kind says.
+
+`Inputs` chooses the kinds at load, from the config and the signature: how values of several items
+become a column (`shapes`), and what forward() gets of the column (`arguments`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_py_backend.config import dtypes
+from torch_py_backend.config.model_config import ModelConfig, Origin
+from torch_py_backend.errors import BackendError, BindingError, InputError
+from torch_py_backend.pipeline import arguments, batches, ragged, shapes
+from torch_py_backend.pipeline.padding import Padding
+from torch_py_backend.pipeline.run import Entry, Gather, Group, GroupStage
+from torch_py_backend.signature.arguments import Signature
+from torch_py_backend.signature.binding import bind_inputs
+from torch_py_backend.signature.calls import InputBinding
+from torch_py_backend.values import Item, Value
+
+# The most sets of optional inputs that requests may leave out: n inputs have 2^n sets.
+MAX_SETS = 64
+# Returns the function that calls the model with the arguments of a binding, in its order.
+Caller: TypeAlias = "Callable[[InputBinding], Callable[..., Any]]"
+_HOST = torch.device("cpu")
+
+
+class Inputs:
+    """Checks and groups a model's items, and gathers them.
+
+    Args:
+        padding: pads inputs; None: PAD is not set.
+        cast: the type that floating-point inputs are converted to, unless CAST_INPUTS names one.
+
+    Attributes:
+        patterns: the sets of optional inputs that are left out at load: none of them, and all.
+        binding: how a batch is passed whose items have all inputs.
+
+    Raises:
+        BindingError: the config's inputs do not match the signature.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        signature: Signature,
+        padding: Padding | None = None,
+        cast: str | None = None,
+    ) -> None:
+        self._model, self._signature, self._padding = config.name, signature, padding
+        self._batched = config.max_batch_size > 0
+        self._specs = {spec.name: spec for spec in config.inputs}
+        self._made = [batch_input.name for batch_input in config.batch_inputs]
+        self._required = [spec.name for spec in config.inputs if not spec.optional]
+        # States and controls of sequences are bound by name only.
+        self._kept = frozenset(
+            spec.name for spec in config.inputs if spec.origin is not Origin.CLIENT
+        )
+        self._bindings: dict[frozenset[str], InputBinding] = {}
+        self.binding = self._bind(frozenset())
+        takes = dict(zip(self.binding.names, self.binding.types, strict=True))
+        arguments.check(config, signature, takes)
+        if config.options.cast_inputs:
+            cast = dtypes.from_triton(config.options.cast_inputs).torch
+        to = getattr(torch, cast) if cast else None
+        arguments.check_leaves(config, signature, self.binding.names, to)
+        pads = padding.pads if padding is not None else {}
+        self._shapes = {
+            spec.name: shapes.choose(config, spec, pads.get(spec.name)) for spec in config.inputs
+        }
+        self._arguments = {
+            spec.name: arguments.choose(signature, spec, takes[spec.name], to)
+            for spec in config.inputs
+        }
+        # The input of requests that each one is made of.
+        self._sources = {spec.name: spec.name for spec in config.inputs}
+        for made in config.batch_inputs:
+            self._sources[made.name] = made.source
+            gather = ragged.batch_input(made)
+            self._shapes[made.name] = self._shapes[made.source]._replace(gather=gather)
+            self._arguments[made.name] = arguments.TENSOR
+        # Triton leaves inputs on their device then, so items may be on different devices.
+        self._any_device = not config.options.force_cpu_only_input_tensors
+        optional = frozenset(self._specs).difference(
+            self._required, padding.masks if padding else ()
+        )
+        # Other sets are bound by the first request that leaves them out, or refuse it.
+        self.patterns = (frozenset(), optional) if optional else (frozenset(),)
+        for pattern in self.patterns[1:]:
+            self._bind(pattern)
+        # Of each input: how its values and arguments are compared.
+        self._compared = [
+            (name, self._shapes[name].alike, self._arguments[name].alike) for name in self._specs
+        ]
+        self._counted = [spec.name for spec in config.inputs if spec.origin is not Origin.STATE]
+        self._are_arrays = all(
+            spec.dtype.torch
+            and spec.dtype.numpy
+            and spec.origin is Origin.CLIENT
+            and self._shapes[spec.name].gather is batches.concatenate
+            for spec in config.inputs
+        )
+
+    # --- checks --------------------------------------------------------------------------------
+
+    def alike(self, entries: Sequence[Entry]) -> bool:
+        """Return whether all entries are valid items that can share a call, found in few calls.
+
+        If not, `admit` finds which are refused, and `_key` which can share a call.
+        """
+        items: Sequence[Any] = entries
+        if not self._batched and len(items) != 1:
+            return False
+        try:
+            if not self._are_alike(items):
+                return False
+        except (LookupError, TypeError, ValueError):  # an input is missing, or an item was refused
+            return False
+        return not self._any_device or self._on_one_device(items)
+
+    def _are_alike(self, items: Sequence[Item]) -> bool:
+        rows: list[int] | None = None
+        for name, shapes_alike, arguments_alike in self._compared:
+            values = [item[name] for item in items]
+            if arguments_alike is not None and not arguments_alike(values):
+                return False
+            if not self._batched:
+                continue
+            if not shapes_alike(values):
+                return False
+            sizes = [value.shape[0] for value in values]
+            if rows is not None and sizes != rows and name in self._counted:
+                return False
+            rows = sizes if name in self._counted else rows
+        has_rows = rows is not None or not self._batched
+        return has_rows and (self._padding is None or self._padding.masks_fit(items))
+
+    def _on_one_device(self, items: Sequence[Item]) -> bool:
+        return all(len({_device(item[name]) for item in items}) == 1 for name in self._counted)
+
+    def admit(self, item: Item) -> Item | InputError:
+        """Return the item, with masks added, or the reason to refuse it."""
+        for name in self._required:
+            if name not in item:
+                return InputError(self._model, f"the request lacks the input '{name}'")
+        if self._batched:
+            rows = self.count_rows(item)
+            if isinstance(rows, InputError):
+                return rows
+        if self._padding is not None:
+            mismatch = self._padding.mismatch(item)
+            if mismatch is not None:
+                return mismatch
+            item = self._padding.fill(item)
+        if len(item) < len(self._specs):
+            try:
+                self._bind(self._left_out(item))
+            except BindingError as error:
+                return InputError(self._model, f"the request lacks inputs: {error}")
+        for name, value in item.items():
+            refuse = self._arguments[name].refuse
+            if refuse is not None and (reason := refuse(value)) is not None:
+                found, expected = reason
+                return InputError(self._model, f"input '{name}' {found}", expected=expected)
+        return item
+
+    def count_rows(self, item: Item) -> int | InputError:
+        """Return the number of rows of an item, or how its inputs' shapes contradict each other."""
+        if not item:
+            return InputError(self._model, "the request has no inputs, and so no number of rows")
+        rows = -1
+        for name, value in item.items():
+            # Triton drops the batch dimension of a request whose shape says 0 rows.
+            axes = len(self._specs[name].dims) + 1 if name in self._specs else value.ndim
+            if value.ndim != axes:
+                return InputError(
+                    self._model,
+                    f"input '{name}' has the shape {list(value.shape)} and no rows",
+                    expected=f"{axes} dimensions, the first of at least 1",
+                )
+            if rows not in (-1, value.shape[0]):
+                return InputError(
+                    self._model,
+                    f"the request's inputs have {rows} and {value.shape[0]} rows",
+                    expected="the same number of rows in each",
+                )
+            rows = value.shape[0]
+        return rows
+
+    # --- groups --------------------------------------------------------------------------------
+
+    def stage(self, caller: Caller, *, arrays: bool = False) -> GroupStage:
+        """Return the stage that refuses items and groups the others.
+
+        Args:
+            caller: makes the calls of the groups.
+            arrays: whether numbers of items are arrays, not tensors, where numpy has the type.
+        """
+        calls: dict[tuple[str, ...], tuple[Gather, Callable[..., Any]]] = {}
+
+        def call_of(binding: InputBinding) -> tuple[Gather, Callable[..., Any]]:
+            if binding.names not in calls:
+                call = self._converting(binding, caller(binding))
+                calls[binding.names] = self._gather(binding, arrays=arrays), call
+            return calls[binding.names]
+
+        gather, call = call_of(self.binding)
+
+        def group(entries: Sequence[Entry]) -> tuple[Sequence[Entry], Sequence[Group]]:
+            if self.alike(entries):
+                return entries, (Group(gather, call, entries, range(len(entries))),)  # type: ignore[arg-type]
+            admitted = [
+                entry if isinstance(entry, BackendError) else self.admit(entry) for entry in entries
+            ]
+            groups = []
+            for members in self._members(admitted):
+                places, items = zip(*members, strict=True)
+                binding = self._bind(self._left_out(items[0]))
+                groups.append(Group(*call_of(binding), items, places))
+            return admitted, groups
+
+        return group
+
+    def _members(self, entries: Sequence[Entry]) -> list[list[tuple[int, Item]]]:
+        """Return the items that can share calls, each with its position."""
+        groups: dict[Hashable, list[tuple[int, Item]]] = {}
+        for place, entry in enumerate(entries):
+            if not isinstance(entry, BackendError):
+                key = self._key(entry) if self._batched else place
+                groups.setdefault(key, []).append((place, entry))
+        if self._padding is None:
+            return list(groups.values())
+        return [part for members in groups.values() for part in self._padding.split(members)]
+
+    def _key(self, item: Item) -> tuple[Hashable, ...]:
+        """Return what items of one batch have in common."""
+        names = [name for name in self._specs if name in item]
+        key: list[Hashable] = [*names]
+        for name in names:
+            key += [self._shapes[name].key(item[name]), _device(item[name])]
+            same_value = self._arguments[name].key
+            if same_value is not None:
+                key.append(same_value(item[name]))
+        return tuple(key)
+
+    def _left_out(self, item: Item) -> frozenset[str]:
+        return frozenset() if len(item) == len(self._specs) else frozenset(self._specs) - {*item}
+
+    def _bind(self, left_out: frozenset[str]) -> InputBinding:
+        """Return how items without these inputs are passed.
+
+        Raises:
+            BindingError: the signature requires one of them, or there are too many such sets.
+        """
+        if left_out not in self._bindings:
+            if len(self._bindings) > MAX_SETS:
+                raise BindingError(
+                    self._model,
+                    f"earlier requests left out {MAX_SETS} other sets of optional inputs",
+                    cure="Send all optional inputs, or none.",
+                )
+            self._bindings[left_out] = bind_inputs(
+                self._model,
+                [*self._specs, *self._made],
+                self._signature,
+                left_out,
+                sequence_inputs=self._kept,
+            )
+        return self._bindings[left_out]
+
+    # --- columns -------------------------------------------------------------------------------
+
+    def _gather(self, binding: InputBinding, *, arrays: bool) -> Gather:
+        """Return the function that makes the columns of items, and counts the rows of each."""
+        sources = [(self._sources[name], self._shapes[name].gather) for name in binding.names]
+        counted = [name for name in binding.names if name in self._counted]
+        if not self._batched or not counted:  # one item, which counts as one row
+            return lambda items: (
+                [gather([item[name] for item in items]) for name, gather in sources],
+                (1,),
+            )
+        first = counted[0]
+        if arrays and self._are_arrays and not self._made:
+            return _gather_arrays(binding.names)
+
+        def gather_items(items: Sequence[Item]) -> tuple[Sequence[Value], Sequence[int]]:
+            columns = [gather([item[name] for item in items]) for name, gather in sources]
+            return columns, [item[first].shape[0] for item in items]
+
+        return gather_items
+
+    def _converting(self, binding: InputBinding, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that makes arguments of columns and calls another one with them."""
+        converts = [self._arguments[name].convert for name in binding.names]
+        if not any(converts):
+            return call
+
+        def convert_and_call(*columns: Value) -> Any:
+            passed = [
+                column if convert is None else convert(column)
+                for convert, column in zip(converts, columns, strict=False)
+            ]
+            return call(*passed, *columns[len(converts) :])  # those of hooks are not inputs
+
+        return convert_and_call
+
+
+def _gather_arrays(names: Sequence[str]) -> Gather:
+    """Return a function that gathers arrays of numbers in as few calls as possible."""
+    concatenate, from_numpy = np.concatenate, torch.from_numpy
+    first = names[0]
+
+    def gather(items: Sequence[Any]) -> tuple[Sequence[Value], Sequence[int]]:
+        sizes = [item[first].shape[0] for item in items]
+        if len(items) == 1:
+            (item,) = items
+            return [from_numpy(item[name]) for name in names], sizes
+        return [from_numpy(concatenate([item[name] for item in items])) for name in names], sizes
+
+    return gather
+
+
+def _device(value: Value) -> torch.device:
+    return value.device if isinstance(value, Tensor) else _HOST

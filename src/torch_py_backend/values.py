@@ -1,0 +1,128 @@
+"""The values that requests and batches are made of: tensors of torch, and arrays of numpy."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_py_backend.errors import BackendError
+
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+# A column of strings: an array of objects.
+Strings: TypeAlias = "np.ndarray[Any, np.dtype[np.object_]]"
+# Numbers of an item may be arrays, which are cheaper to create. Those of a batch are tensors.
+Value: TypeAlias = "Tensor | Array"
+# One request's tensors by name, as sent by the client.
+Item: TypeAlias = "dict[str, Value]"
+# One request's result or its error.
+Outcome: TypeAlias = "dict[str, Value] | BackendError"
+# Values that a client sends in addition to its tensors.
+Parameters: TypeAlias = "Mapping[str, str | int | float | bool]"
+
+_NO_PARAMETERS: Parameters = MappingProxyType({})
+_NO_CONTEXT = contextlib.nullcontext()
+
+
+class Rows(NamedTuple):
+    """How many rows one call of a model takes.
+
+    A program that was exported with a fixed batch size has least = most.
+
+    Attributes:
+        least: the smallest number.
+        most: the largest number; None: no limit.
+        buckets: the only allowed numbers, ascending; empty: all from least to most.
+    """
+
+    least: int = 1
+    most: int | None = None
+    buckets: tuple[int, ...] = ()
+
+    def filled(self, rows: int) -> int:
+        """Return the size that a call of `rows` rows, at most `most`, is filled up to."""
+        if self.buckets:
+            return self.buckets[bisect.bisect_left(self.buckets, rows)]
+        return max(self.least, rows)
+
+    def accept(self, rows: int) -> bool:
+        """Return whether `rows` rows are one call without filling."""
+        if self.most is not None and rows > self.most:
+            return False
+        return rows == 0 or (rows in self.buckets if self.buckets else rows >= self.least)
+
+
+ANY_ROWS = Rows()
+
+
+class RequestItem(dict[str, Value]):
+    """An item with what its request has beside tensors.
+
+    Attributes:
+        context: returns a context manager in which the request's trace context is current; None:
+            Triton does not trace it.
+        parameters: the parameters of the request.
+    """
+
+    __slots__ = ("context", "parameters")
+
+    def __init__(
+        self,
+        item: Mapping[str, Value],
+        context: Callable[[], AbstractContextManager[None]] | None = None,
+        parameters: Parameters = _NO_PARAMETERS,
+    ) -> None:
+        super().__init__(item)
+        self.context, self.parameters = context, parameters
+
+    def __or__(self, other: Mapping[str, Value]) -> RequestItem:  # type: ignore[override]
+        """Return the item with other values, such as the state of a sequence."""
+        return RequestItem({**self, **other}, self.context, self.parameters)
+
+
+def like(item: Any, values: Item) -> Item:
+    """Return other values with what the request of an item has beside tensors."""
+    if isinstance(item, RequestItem):
+        return RequestItem(values, item.context, item.parameters)
+    return values
+
+
+def parameters(item: Item) -> Parameters:
+    """Return the parameters of an item's request."""
+    return item.parameters if isinstance(item, RequestItem) else _NO_PARAMETERS
+
+
+def trace_context(items: Sequence[Item]) -> AbstractContextManager[None]:
+    """Return the context of the first item of a traced request; an empty one without any."""
+    for item in items:
+        if isinstance(item, RequestItem) and item.context is not None:
+            return item.context()
+    return _NO_CONTEXT
+
+
+def to_column(value: Value) -> Value:
+    """Convert an item's value to a column: numbers to a tensor that shares their memory."""
+    if isinstance(value, Tensor) or value.dtype.hasobject:
+        return value
+    return torch.from_numpy(value)
+
+
+def clone(value: Value) -> Value:
+    """Return a copy of a value."""
+    return value.clone() if isinstance(value, Tensor) else value.copy()
+
+
+def objects(values: Iterable[object]) -> Strings:
+    """Return a column with one value of any type per row."""
+    rows = list(values)
+    column: Strings = np.empty(len(rows), dtype=np.object_)
+    for place, row in enumerate(rows):  # numpy would look into a list of arrays
+        column[place] = row
+    return column
