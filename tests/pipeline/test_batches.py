@@ -153,3 +153,12 @@ def test_owned_rows_are_independent(sizes: list[int], strings: bool, width: int)
     column[:] = 7
     assert [outcome["state"].tolist() for outcome in outcomes] == expected
     assert all((np.array(outcome["x"]) == 7).all() for outcome in outcomes)
+
+
+def test_items_with_nothing_but_states() -> None:
+    """Their rows are counted, too: each sequence keeps its own."""
+    state = dataclasses.replace(build.spec("x", dims=(2,)), origin=Origin.STATE)
+    inputs = Inputs(build.config(inputs=(state,)), introspection.from_function(lambda x: x))
+    _, (group,) = inputs.stage(lambda _: lambda x: x)([{"x": torch.ones(1, 2)}] * 2)
+    (x,), sizes = group.gather(group.items)
+    assert (x.shape, sizes) == ((2, 2), [1, 1])

@@ -68,7 +68,7 @@ class RowPreprocessor:
         rows = [self._prepare_row(row, parameters) for row in self._split(item)]
         if self._collate is None:
             rows = [self._tensors(row) for row in rows]
-            if self._batched and len(set(map(_key, rows))) > 1:
+            if len(rows) > 1 and len(set(map(_key, rows))) > 1:
                 raise OutputError(
                     self._model,
                     f"preprocess() returned {_shapes(rows[0])} and others for rows of one request",
@@ -137,7 +137,7 @@ class RowPreprocessor:
 
 
 def _key(row: Mapping[str, Tensor]) -> Hashable:
-    return tuple((name, part.shape, part.dtype, part.device) for name, part in row.items())
+    return tuple([(name, part.shape, part.dtype, part.device) for name, part in row.items()])
 
 
 def _shapes(row: Mapping[str, Tensor]) -> dict[str, list[int]]:

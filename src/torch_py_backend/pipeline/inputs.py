@@ -96,9 +96,10 @@ class Inputs:
             self._bind(pattern)
         # Of each input: how its values and arguments are compared.
         self._compared = [
-            (name, self._shapes[name].alike, self._arguments[name].alike) for name in self._specs
+            (name, self._shapes[name].rows, self._arguments[name].alike) for name in self._specs
         ]
-        self._counted = [spec.name for spec in config.inputs if spec.origin is not Origin.STATE]
+        # States stay on the device.
+        self._sent = [spec.name for spec in config.inputs if spec.origin is not Origin.STATE]
         self._are_arrays = all(
             spec.dtype.torch
             and spec.dtype.numpy
@@ -126,23 +127,21 @@ class Inputs:
 
     def _are_alike(self, items: Sequence[Item]) -> bool:
         rows: list[int] | None = None
-        for name, shapes_alike, arguments_alike in self._compared:
+        for name, rows_of, arguments_alike in self._compared:
             values = [item[name] for item in items]
             if arguments_alike is not None and not arguments_alike(values):
                 return False
             if not self._batched:
                 continue
-            if not shapes_alike(values):
+            sizes = rows_of(values)
+            if sizes is None or (rows is not None and sizes != rows):
                 return False
-            sizes = [value.shape[0] for value in values]
-            if rows is not None and sizes != rows and name in self._counted:
-                return False
-            rows = sizes if name in self._counted else rows
+            rows = sizes
         has_rows = rows is not None or not self._batched
         return has_rows and (self._padding is None or self._padding.masks_fit(items))
 
     def _on_one_device(self, items: Sequence[Item]) -> bool:
-        return all(len({_device(item[name]) for item in items}) == 1 for name in self._counted)
+        return all(len({_device(item[name]) for item in items}) == 1 for name in self._sent)
 
     def admit(self, item: Item) -> Item | InputError:
         """Return the item, with masks added, or the reason to refuse it."""
@@ -279,13 +278,13 @@ class Inputs:
     def _gather(self, binding: InputBinding, *, arrays: bool) -> Gather:
         """Return the function that makes the columns of items, and counts the rows of each."""
         sources = [(self._sources[name], self._shapes[name].gather) for name in binding.names]
-        counted = [name for name in binding.names if name in self._counted]
-        if not self._batched or not counted:  # one item, which counts as one row
+        sent = [name for name in binding.names if name in self._specs]
+        if not self._batched or not sent:  # one item, which counts as one row
             return lambda items: (
                 [gather([item[name] for item in items]) for name, gather in sources],
                 (1,),
             )
-        first = counted[0]
+        first = sent[0]
         if arrays and self._are_arrays and not self._made:
             return _gather_arrays(binding.names)
 

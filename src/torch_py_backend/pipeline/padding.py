@@ -55,24 +55,26 @@ class Pad:
         """Return the part of a shape that must be equal for values to share a batch."""
         return tuple([value.shape[axis] for axis in self.others])
 
-    def alike(self, values: Sequence[Value]) -> bool:
-        """Return whether values can share a batch without too much padding, found in few calls."""
+    def rows(self, values: Sequence[Value]) -> list[int] | None:
+        """Return the rows of each value; None: they cannot share a batch, or with much padding."""
         first, unit = values[0].shape, self.multiple_of
-        rows, sent, longest = 0, 0, [0] * len(self.axes)
+        rows: list[int] = []
+        sent, longest = 0, [0] * len(self.axes)
         for value in values:
             shape = value.shape
             if len(shape) != 1 + len(self.axes) + len(self.others):
-                return False
+                return None
             for axis in self.others:
                 if shape[axis] != first[axis]:
-                    return False
+                    return None
             size = shape[0]
             for place, axis in enumerate(self.axes):
                 length = -(-shape[axis] // unit) * unit  # rounded up
                 longest[place] = max(longest[place], length)
                 size *= length
-            rows, sent = rows + shape[0], sent + size
-        return rows <= MOST_GROWTH or rows * math.prod(longest) <= MOST_GROWTH * sent
+            sent += size
+            rows.append(shape[0])
+        return rows if sum(rows) * math.prod(longest) <= MOST_GROWTH * sent else None
 
     def gather(self, items: Sequence[Value]) -> Value:
         """Pad and concatenate the items' values.

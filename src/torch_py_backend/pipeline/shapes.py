@@ -16,12 +16,12 @@ class Shape(NamedTuple):
     """How the values of an input in several items become one column.
 
     Attributes:
-        alike: whether values can share a batch, which the config does not show.
+        rows: the rows of each value; None: they cannot share a batch.
         key: what the values of a batch have in common.
         gather: makes the column.
     """
 
-    alike: Callable[[Sequence[Value]], bool]
+    rows: Callable[[Sequence[Value]], list[int] | None]
     key: Callable[[Value], Hashable]
     gather: Callable[[Sequence[Value]], Value]
 
@@ -29,31 +29,31 @@ class Shape(NamedTuple):
 def choose(config: ModelConfig, spec: TensorSpec, pad: Pad | None) -> Shape:
     """Return how the values of an input become a column."""
     if pad is not None:
-        return Shape(pad.alike, pad.key, pad.gather)
+        return Shape(pad.rows, pad.key, pad.gather)
     if spec.ragged and config.concatenates:
-        return Shape(partial(_have_axes, len(spec.dims) + 1), lambda _: None, ragged.flatten)
-    # Triton checks fixed dims.
-    alike = _have_axes if -1 not in spec.dims else _have_one_shape
-    gather = batches.concatenate
-    if spec.origin is Origin.STATE:
-        gather = _copied
-    return Shape(partial(alike, len(spec.dims) + 1), lambda value: value.shape[1:], gather)
+        return Shape(partial(_rows_of_fixed, len(spec.dims) + 1), lambda _: None, ragged.flatten)
+    rows = _rows_of_fixed if -1 not in spec.dims else _rows_of_equal
+    gather = _copied if spec.origin is Origin.STATE else batches.concatenate
+    return Shape(partial(rows, len(spec.dims) + 1), lambda value: value.shape[1:], gather)
 
 
-def _have_axes(axes: int, values: Sequence[Value]) -> bool:
-    for value in values:  # noqa: SIM110  a generator costs a call for each
+def _rows_of_fixed(axes: int, values: Sequence[Value]) -> list[int] | None:
+    """Return the rows of values whose dims Triton has checked."""
+    rows = []
+    for value in values:
+        shape = value.shape
         # Triton drops the batch dimension of a request whose shape says 0 rows.
-        if value.ndim != axes:
-            return False
-    return True
+        if len(shape) != axes:
+            return None
+        rows.append(shape[0])
+    return rows
 
 
-def _have_one_shape(axes: int, values: Sequence[Value]) -> bool:
+def _rows_of_equal(axes: int, values: Sequence[Value]) -> list[int] | None:
     dims = values[0].shape[1:]
-    for value in values:  # noqa: SIM110
-        if value.ndim != axes or value.shape[1:] != dims:
-            return False
-    return True
+    if any(value.shape[1:] != dims for value in values):
+        return None
+    return _rows_of_fixed(axes, values)
 
 
 def _copied(values: Sequence[Value]) -> Value:
