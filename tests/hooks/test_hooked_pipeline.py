@@ -141,6 +141,9 @@ def test_different_shapes_are_different_calls() -> None:
     outcomes = model.run([item([1.0]), item([1.0, 2.0]), item([3.0])])
     assert values(outcomes) == [[[2]], [[2, 4]], [[6]]]
     assert sorted(call.shape for call in module.calls) == [(1, 2), (2, 1)]
+    model = engine(typed := Recorder(), {"preprocess": lambda x: x.double() if x[0] else x})
+    model.run([item([1.0]), item([0.0])])
+    assert [call.dtype for call in typed.calls] == [torch.float64, torch.float32]
 
 
 def test_collate() -> None:

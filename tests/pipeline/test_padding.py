@@ -53,6 +53,8 @@ def test_values_are_padded(pad: Pad, lengths: list[int], expected: list[list[int
     gathered = pad.gather([torch.ones(1, length, dtype=torch.int32) for length in lengths])
     assert gathered.tolist() == expected
     assert gathered.dtype is torch.int32
+    single = torch.ones(1, 8)
+    assert pad.gather([single]) is not single, "forward() may change its shape"
 
 
 def test_several_axes_and_rows() -> None:
@@ -186,7 +188,9 @@ def test_listed_outputs_get_their_own_lengths(
     outcomes: list[dict[str, Any]] = [{"y": output[row : row + 1]} for row in range(2)]
     padding.cut(outcomes, items)
     assert [outcome["y"][0].tolist() for outcome in outcomes] == expected
-    assert all(outcome["y"].is_contiguous() for outcome in outcomes)
+    rows: list[dict[str, Any]] = [{"y": output}, {"y": output}]
+    padding.cut(rows, [{"ids": torch.zeros(2, length)} for length in (2, 4)])
+    assert all(outcome["y"].is_contiguous() for outcome in outcomes + rows)
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,12 @@ def test_requests_of_any_shape_share_a_call() -> None:
     assert calls == [3, 1]
 
 
+def test_batch_inputs_are_on_the_device_of_their_source() -> None:
+    """What is made of the shapes of tensors elsewhere is copied there."""
+    (n, x), _ = gathered(config(), [{"x": torch.ones(1, 3, device="meta")}])
+    assert n.device == x.device == torch.device("meta")
+
+
 def test_casts_leave_counts_alone() -> None:
     """CAST_INPUTS does not apply to counts: half precision cannot hold every offset."""
 

@@ -31,7 +31,7 @@ class Pad:
 
     Attributes:
         axes: the axes to pad; the batch is axis 0.
-        others: the other axes, whose sizes must be equal.
+        others: the other axes, whose sizes Triton checks.
         value: the padding value.
         left: whether to pad before the values, not after them.
         multiple_of: round lengths up to a multiple of this.
@@ -57,16 +57,13 @@ class Pad:
 
     def rows(self, values: Sequence[Value]) -> list[int] | None:
         """Return the rows of each value; None: they cannot share a batch, or with much padding."""
-        first, unit = values[0].shape, self.multiple_of
+        unit = self.multiple_of
         rows: list[int] = []
         sent, longest = 0, [0] * len(self.axes)
         for value in values:
             shape = value.shape
             if len(shape) != 1 + len(self.axes) + len(self.others):
                 return None
-            for axis in self.others:
-                if shape[axis] != first[axis]:
-                    return None
             size = shape[0]
             for place, axis in enumerate(self.axes):
                 length = -(-shape[axis] // unit) * unit  # rounded up
