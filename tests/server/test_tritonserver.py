@@ -108,8 +108,9 @@ def _stopping(child: str, on_sigterm: str) -> subprocess.Popen[bytes]:
     code = (
         "import os, signal, subprocess, time;"
         f"signal.signal(signal.SIGTERM, lambda *_: {on_sigterm});"
-        f"child = subprocess.Popen({child!r}, shell=True); print(flush=True);"
-        " child.wait(); time.sleep(1000)"
+        f"child = subprocess.Popen({child!r}, shell=True); print(flush=True)\n"
+        # Not `child.wait()`: a signal just before the system call would not be handled.
+        "while True: time.sleep(0.01)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     assert process.stdout is not None
