@@ -36,7 +36,7 @@ def _next_failure(monitor: InstanceMonitor) -> InstanceFailure:
         if failures:
             (failure,) = failures
             return failure
-        monitor.wait(0.01)
+        time.sleep(0.01)
     raise AssertionError("no failure")
 
 
@@ -144,7 +144,7 @@ def test_an_instance_that_cannot_serve(
         assert (failure.identity.pid, failure.reason) == (process.pid, f"instance m_0_0 {says}")
         while process.pid in monitor.live_processes("m"):
             assert monitor.check() == []
-            monitor.wait(0.01)
+            time.sleep(0.01)
         assert process.wait(60) == -signal.SIGKILL
         assert monitor.check() == []
         assert serving.poll() is None
@@ -167,7 +167,7 @@ def test_instances_at_work_are_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
         ]
         for _ in range(20):
             assert monitor.check() == []
-            monitor.wait(0.01)
+            time.sleep(0.01)
         assert monitor.live_processes("m") == {process.pid for process in processes}
         assert [process.poll() for process in processes] == [None] * 4
 
@@ -267,11 +267,3 @@ def test_damaged_files_are_ignored(monitor: InstanceMonitor, tmp_path: Path) -> 
     (tmp_path / "1.status").write_bytes(b"?")
     (tmp_path / "2.status").mkdir()
     assert monitor.check() == []
-
-
-def test_wake_ends_one_wait(monitor: InstanceMonitor) -> None:
-    """Several calls end one wait, also if they come before it."""
-    monitor.wake()
-    monitor.wake()
-    monitor.wait(1000)
-    monitor.wait(0.001)

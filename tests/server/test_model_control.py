@@ -1,9 +1,8 @@
-"""Loads and unloads over gRPC, and operations; tests/live has real servers."""
+"""Loads and unloads over gRPC; tests/live has real servers."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,8 +12,7 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server import model_control
-from torch_py_backend.server.model_control import LoadTimeoutError, Operation, RepositoryClient
+from torch_py_backend.server.model_control import LoadTimeoutError, RepositoryClient
 from torch_py_backend.server.server_arguments import Keys
 
 
@@ -59,49 +57,32 @@ def test_requests_and_errors_of_the_client(service: tuple[_Service, str]) -> Non
     client = RepositoryClient(service[1], Keys(grpc=tuple(keys.items())))
     names = ["m", "a" * 127, "b" * 128, "grüße" * 40]
     for name in names:
-        client.load(name, 30)
-        client.unload(name)
+        client.load(name, 30).result(60)
+        client.unload(name).result(60)
     config = "{" + " " * 20_000 + "}"
-    client.load("m", 30, config)
+    client.load("m", 30, config).result(60)
     assert service[0].requests == [
         *((act, name, keys) for name in names for act in ("load", "unload")),
         ("load", "m", {**keys, "config": config}),
     ]
     with pytest.raises(ServerError, match=r"^load failed$"):
-        client.load("broken", 30)
+        client.load("broken", 30).result(60)
     with pytest.raises(LoadTimeoutError, match="took longer than 30 s"):
-        client.load("endless", 30)
+        client.load("endless", 30).result(60)
+    client.load("\udcff", 30).result(60)  # the name of a folder that is not UTF-8
+    assert service[0].requests[-1][1] == "?"
     client.close()
+    call = client.unload("m")  # the future fails, not the method
     with pytest.raises(ServerError, match="closed"):
-        client.unload("m")
+        call.result(60)
 
 
 def test_names_that_a_shell_changes(service: tuple[_Service, str]) -> None:
     """Triton 24.10 would wait forever for a process that a shell starts with other arguments."""
     with contextlib.closing(RepositoryClient(service[1], Keys(), uses_shell=True)) as client:
         for name in ("net copy", "net(1)", "a;b", "a$b", "it's"):
+            call = client.load(name, 30)  # the future fails, not the method
             with pytest.raises(ServerError, match=r"through a shell, .* Rename it"):
-                client.load(name, 30)
-        client.load("grüße-1.0_{a}", 30)
+                call.result(60)
+        client.load("grüße-1.0_{a}", 30).result(60)
     assert [name for _, name, _ in service[0].requests] == ["grüße-1.0_{a}"]
-
-
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        pytest.param(ServerError("no"), "no", id="refused"),
-        pytest.param(OSError("gone"), "tritonserver does not answer", id="the server ends"),
-        pytest.param(TypeError("odd"), "TypeError: odd", id="unexpected"),
-    ],
-)
-def test_an_operation_completes_with_any_error(error: Exception, message: str) -> None:
-    """It runs in a thread of its own, and wakes the supervisor when it is done."""
-    operation, woken = Operation(0.0), threading.Event()
-
-    def fail() -> None:
-        raise error
-
-    model_control.start_daemon(lambda: operation.run(fail, woken.set))
-    assert woken.wait(60)
-    assert operation.done
-    assert str(operation.error or "") == message

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server.healing import EventKind
+from torch_py_backend.server.healing import Event, EventKind
 from torch_py_backend.server.reloading import Reloader
-from torch_py_backend.server.supervision import Event
 
 
 class Fake:
-    """Triton, the clock and the threads of a `Reloader`."""
+    """Triton and the clock of a `Reloader`."""
 
     def __init__(self, path: Path, *names: str) -> None:
         self.now = 0.0
         self.loads: list[str] = []
         self.refusal = ""
         self.events: list[Event] = []
-        self.threads: list[Callable[[], None]] = []
+        self.pending: list[Future[None]] = []
         self.reloader = Reloader(
             path,
             names,
@@ -30,13 +29,12 @@ class Fake:
             self.events.append,
             60,
             clock=lambda: self.now,
-            spawn=self.threads.append,
         )
 
-    def load(self, model: str, seconds: float) -> None:
+    def load(self, model: str, seconds: float) -> Future[None]:
         self.loads.append(model)
-        if self.refusal:
-            raise ServerError(self.refusal)
+        self.pending.append(Future())
+        return self.pending[-1]
 
     def run(self, seconds: int) -> list[Event]:
         """Let time pass; return what was reported."""
@@ -44,9 +42,12 @@ class Fake:
         for _ in range(5 * seconds):
             self.now += 0.2
             self.reloader.step()
-            for thread in self.threads:
-                thread()
-            self.threads.clear()
+            for load in self.pending:
+                if self.refusal:
+                    load.set_exception(ServerError(self.refusal))
+                else:
+                    load.set_result(None)
+            self.pending.clear()
         return list(self.events)
 
 
@@ -130,15 +131,13 @@ def test_a_load_that_fails(repository: Path) -> None:
 def test_one_load_at_a_time(repository: Path) -> None:
     """A change during a load is loaded afterwards."""
     server = Fake(repository)
-    thread: Callable[[], None] | None = None
     for text in ("12", "123"):
         _write(repository / "digits" / "1" / "model.py", text)
         for _ in range(20):
             server.now += 0.2
             server.reloader.step()
-        (thread,) = server.threads
+        assert server.loads == ["digits"]
     assert len(server.events) == 1
-    assert thread is not None
     again = [_changed("digits", "1/model.py"), _ready("digits")]
     assert server.run(5) == [_ready("digits"), *again]
     assert server.loads == ["digits", "digits"]

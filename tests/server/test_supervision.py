@@ -1,18 +1,20 @@
-"""A supervisor with fakes of Triton, its instances, the clock and the threads."""
+"""A supervisor with fakes of Triton, its instances and the clock."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes.instance_status import Identity, InstanceState
+from torch_py_backend.server.healing import Event
 from torch_py_backend.server.instances import InstanceFailure
 from torch_py_backend.server.model_control import LoadTimeoutError
 from torch_py_backend.server.model_status import ModelState
-from torch_py_backend.server.supervision import Event, Supervisor
+from torch_py_backend.server.supervision import Supervisor
 
 _READY, _UNLOADED = "READY", "UNLOADED"
 _DEAD = ServerError("Stub process 'a_0' is not healthy.")
@@ -30,7 +32,7 @@ class FakeServer:
         refusals: errors of loads.
         configs: the configs of models that were loaded with one.
         unlisted: models that Triton's index does not list.
-        threads: the operations in progress, which the test runs; None: they run at once.
+        pending: loads and unloads that the test completes; None: they complete at once.
         loading: whether instances load; otherwise they are idle, since `idle_since`.
         reported: the warnings in the load reports of each model's instances.
     """
@@ -49,7 +51,7 @@ class FakeServer:
         self.killed: list[str] = []
         self.events: list[Event] = []
         self.now = 0.0
-        self.threads: list[Callable[[], None]] | None = None
+        self.pending: list[Callable[[], None]] | None = None
         self.answers = True
         self.loading = False
         self.idle_since = 0.0
@@ -60,12 +62,12 @@ class FakeServer:
             self.index,
             self.config,
             fake,
-            fake if controls else None,
+            cast("Any", _Client(self)) if controls else None,
             self.events.append,
             restarts=restarts,
             load_seconds=100,
             clock=lambda: self.now,
-            spawn=lambda run: run() if self.threads is None else self.threads.append(run),
+            sleep=self.wait,
         )
 
     # --- Triton ---
@@ -116,16 +118,14 @@ class FakeServer:
                 self.models[ensemble] = _UNLOADED
                 self.pids.pop(ensemble, None)
 
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
     # --- instances ---
 
     def check(self) -> list[InstanceFailure]:
         failures, self.failures = self.failures, []
         return failures
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
-
-    def wake(self) -> None: ...
 
     def is_loading(self) -> bool:
         return self.loading
@@ -185,6 +185,36 @@ class FakeServer:
         self.calls.clear()
 
 
+class _Client:
+    """Passes loads and unloads to a `FakeServer`."""
+
+    def __init__(self, server: FakeServer) -> None:
+        self._server = server
+
+    def load(self, model: str, seconds: float, config: str = "") -> Future[None]:
+        return self._begin(lambda: self._server.load(model, seconds, config))
+
+    def unload(self, model: str) -> Future[None]:
+        return self._begin(lambda: self._server.unload(model))
+
+    def _begin(self, work: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+
+        def complete() -> None:
+            try:
+                work()
+            except ServerError as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        if self._server.pending is None:
+            complete()
+        else:
+            self._server.pending.append(complete)
+        return future
+
+
 def _serving(*models: str, restarts: int = 3) -> FakeServer:
     server = FakeServer(*models, restarts=restarts)
     server.supervisor.load(models)
@@ -197,10 +227,10 @@ def _serving(*models: str, restarts: int = 3) -> FakeServer:
 def _loading(*, loading: bool = True) -> tuple[FakeServer, Callable[[], None]]:
     """Return a server whose model `a` is being loaded, in process 5, and the end of that load."""
     server = FakeServer("a")
-    server.threads = []
+    server.pending = []
     server.supervisor.load(["a"])
-    load = server.threads.pop()
-    server.threads, server.loading = None, loading
+    load = server.pending.pop()
+    server.pending, server.loading = None, loading
     server.pids["a"] = 5
     return server, load
 
@@ -254,17 +284,17 @@ def test_warnings_follow_each_load() -> None:
 def test_a_model_that_dies_is_unloaded_and_loaded() -> None:
     """It is not ready until the load succeeds; the other model is not touched."""
     server = _serving("a", "b")
-    server.threads = []
+    server.pending = []
     server.die("a", "instance a_0 was ended by SIGKILL")
     server.step()
     down = {"a": "is down: instance a_0 was ended by SIGKILL"}
     text = "instance a_0 was ended by SIGKILL; loading it again now (attempt 1 of 3)"
     assert server.events[0].text == text
     server.expect("DOWN a", "", down)
-    server.threads.pop()()
+    server.pending.pop()()
     server.step()
     server.expect("", "unload a", {"a": "is being loaded: instance a_0 was ended by SIGKILL"})
-    server.threads.pop()()
+    server.pending.pop()()
     server.step()
     assert server.events[0].text == "serves again after 0.2 s"
     server.expect("READY a 1", "load a")
@@ -292,9 +322,9 @@ def test_survivors_delay_the_load_for_ten_seconds_only() -> None:
     server.survivors = {5}
     server.advance(9)
     server.expect("DOWN a", "unload a", {"a": "is down: was killed"})
-    server.threads = []
+    server.pending = []
     server.advance(2)
-    (load,) = server.threads
+    (load,) = server.pending
     server.failures.append(InstanceFailure(Identity(5, "a", "1", "a_0", None), "was killed"))
     server.step()
     load()
@@ -337,14 +367,14 @@ def test_a_model_that_dies_again_and_again() -> None:
 def test_a_death_during_a_load_that_succeeds() -> None:
     """Triton reports the model as READY, but it is loaded again; its seconds are counted."""
     server = FakeServer("a")
-    server.threads = []
+    server.pending = []
     server.now = 1000.0
     server.supervisor.load(["a"])
-    server.threads.pop()()
+    server.pending.pop()()
     server.die("a")
     for _ in range(2):
         server.step()
-        server.threads.pop()()
+        server.pending.pop()()
     server.step()
     assert server.events[-1].text == "serves again after 0.3 s"
     server.expect("DOWN a, READY a 1", "load a, unload a, load a")
@@ -390,7 +420,7 @@ def test_an_ensemble_is_loaded_again_with_its_part(
     server = _serving("a", "e")
     server.ensembles["e"] = "a"
     server.die("a")
-    server.threads = []
+    server.pending = []
     server.step()
     unload = server.unload
 
@@ -400,15 +430,15 @@ def test_an_ensemble_is_loaded_again_with_its_part(
 
     if slow:
         monkeypatch.setattr(server, "unload", unload_slowly)
-    server.threads.pop()()
+    server.pending.pop()()
     monkeypatch.undo()
     server.step()
     needs = {"a": "is being loaded: was killed", "e": "needs the model 'a', which does not serve"}
     server.expect("DOWN a", "unload a", needs)
     if cascades:
         server.models["e"] = _READY
-    server.threads.pop()()
-    server.threads = None
+    server.pending.pop()()
+    server.pending = None
     server.step(4)
     if cascades:
         server.expect("READY a 1", "load a")
@@ -422,13 +452,13 @@ def test_an_ensemble_is_loaded_again_with_its_part(
 def test_models_that_die_together() -> None:
     """Neither is taken for an ensemble of the other: the one that can be loaded serves again."""
     server = _serving("a", "b")
-    server.threads = []
+    server.pending = []
     server.refusals["b"] = ServerError("out of memory")
     for name in "ab":
         server.die(name)
     server.step()
-    first, second = server.threads
-    server.threads = None
+    first, second = server.pending
+    server.pending = None
     unload = server.unload
 
     def unload_both(model: str) -> None:
@@ -449,19 +479,18 @@ def test_a_server_that_does_not_answer_during_a_reload(during: str) -> None:
     """The model is loaded all the same, with its ensemble; neither is taken for unloaded."""
     server = _serving("a", "e")
     server.ensembles["e"] = "a"
-    server.threads = []
+    server.pending = []
     server.die("a")
     server.step()
     for operation in ("unload", "load", "again", "ensemble"):
         server.answers = operation != during
-        for run in server.threads:
+        for run in server.pending:
             run()
-        server.threads.clear()
+        server.pending.clear()
         server.advance(2)
         server.answers = True
         server.advance(2)
-    down = "DOWN a, DOWN a" if during == "unload" else "DOWN a"
-    server.expect(f"{down}, READY a 1, READY e 1", "unload a, load a, load e")
+    server.expect("DOWN a, READY a 1, READY e 1", "unload a, load a, load e")
 
 
 def test_a_server_that_does_not_answer() -> None:

@@ -40,6 +40,8 @@ class _Index(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(self.body)
 
+    do_GET = do_POST  # noqa: N815  http.server's name
+
     def log_message(self, *_: object) -> None:
         """Log nothing."""
 
@@ -65,6 +67,12 @@ def test_a_folder_with_a_name_that_is_not_utf_8(index: Callable[[bytes, int], Se
     """It does not hide the other models."""
     body = b'[{"name": "gr\xfc\xdfe"}, {"name": "net"}]'
     assert [state.name for state in index(body, len(body)).models()] == ["gr\ufffd\ufffde", "net"]
+
+
+def test_a_config_that_is_not_utf_8(index: Callable[[bytes, int], Server]) -> None:
+    """The supervisor can read it: without the config, a model that died is not loaded again."""
+    body = b'{"name": "na\xefve"}'
+    assert index(body, len(body)).config("m") == '{"name": "na\ufffdve"}'
 
 
 def test_a_server_that_dies_during_an_answer(index: Callable[[bytes, int], Server]) -> None:

@@ -23,13 +23,13 @@ from torch_py_backend.cli.interruption import Stopped
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes import orphan_cleanup, procfs
 from torch_py_backend.server import server_arguments, triton_installation
-from torch_py_backend.server.healing import EventKind
+from torch_py_backend.server.healing import Event, EventKind
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.model_control import RepositoryClient
 from torch_py_backend.server.ports import check_ports, choose_ports
 from torch_py_backend.server.readiness import ReadinessServer
 from torch_py_backend.server.reloading import Reloader
-from torch_py_backend.server.supervision import Event, Supervisor
+from torch_py_backend.server.supervision import Supervisor
 from torch_py_backend.server.tritonserver import Server
 
 _KEY_VARIABLE = "TORCH_PY_BACKEND_ADMIN_KEY"

@@ -29,6 +29,15 @@ class EventKind(Enum):
     WARNING = "WARNING"
 
 
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A change of a model's phase, for the user."""
+
+    kind: EventKind
+    model: str
+    text: str = ""
+
+
 class Action(Enum):
     LOAD = "load"
     UNLOAD = "unload"

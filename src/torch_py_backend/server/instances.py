@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import signal
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,16 +46,6 @@ class InstanceMonitor:
     def __init__(self, folder: Path, load_seconds: float = math.inf) -> None:
         self._folder, self._load_seconds = folder, load_seconds
         self._instances: dict[Path, _Instance] = {}
-        self._wakeup = threading.Event()
-
-    def wait(self, seconds: float) -> None:
-        """Wait until `wake` is called, or the time is over."""
-        self._wakeup.wait(seconds)
-        self._wakeup.clear()
-
-    def wake(self) -> None:
-        """End the current wait, or the next one. May be called in any thread."""
-        self._wakeup.set()
 
     def check(self) -> list[InstanceFailure]:
         """Return new failures, and kill processes that hang, are stopped or are poisoned."""

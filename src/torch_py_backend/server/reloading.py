@@ -6,19 +6,17 @@ if the load fails, the old one serves on.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeAlias
 
 from torch_py_backend.artifacts import repository
-from torch_py_backend.server import model_control, model_status
-from torch_py_backend.server.healing import EventKind
-from torch_py_backend.server.model_control import Operation
-from torch_py_backend.server.supervision import Event
+from torch_py_backend.server import model_status
+from torch_py_backend.server.healing import Event, EventKind
 
 # A change is complete when the files stay the same for this time.
 _POLL_S = 1.0
@@ -36,43 +34,38 @@ class Reloader:
     Args:
         path: the model repository.
         names: the models to watch; empty: all.
-        load: loads a model within a time limit in seconds.
+        load: begins to load a model within a time limit in seconds.
         on_event: called with each change, and with each load that ends.
         seconds: the time limit of a load.
-        spawn: runs a function in a thread of its own.
     """
 
     def __init__(
         self,
         path: Path,
         names: Collection[str],
-        load: Callable[[str, float], None],
+        load: Callable[[str, float], Future[None]],
         on_event: Callable[[Event], None],
         seconds: float,
         *,
         clock: Callable[[], float] = time.monotonic,
-        spawn: Callable[[Callable[[], None]], None] = model_control.start_daemon,
     ) -> None:
         self._path, self._names = path, names
         self._load, self._on_event = load, on_event
-        self._seconds, self._clock, self._spawn = seconds, clock, spawn
+        self._seconds, self._clock = seconds, clock
         # The loads in progress, and whether their models are new.
-        self._loads: dict[str, tuple[Operation, bool]] = {}
+        self._loads: dict[str, tuple[Future[None], bool]] = {}
         self._loaded = self._polled = self._poll()
         self._due = clock() + _POLL_S
-
-    def is_loading(self) -> bool:
-        """Return whether a load that this began is in progress."""
-        return bool(self._loads)
 
     def step(self) -> None:
         """Poll the files if that is due, begin loads, and report those that have ended."""
         now = self._clock()
         for name, (load, is_new) in list(self._loads.items()):
-            if load.done:
+            if load.done():
                 del self._loads[name]
-                if load.error is not None:
-                    reason = model_status.cause(name, str(load.error))
+                error = load.exception()
+                if error is not None:
+                    reason = model_status.cause(name, str(error))
                     self._on_event(Event(EventKind.FAILED, name, reason))
                 elif not is_new:  # the supervisor reports new models
                     self._on_event(Event(EventKind.READY, name, "reloaded"))
@@ -87,10 +80,7 @@ class Reloader:
                 names = "added" if is_new else _difference(self._loaded[name], files)
                 self._on_event(Event(EventKind.CHANGED, name, names))
                 self._loaded = {**self._loaded, name: files}
-                load = Operation(now)
-                self._loads[name] = load, is_new
-                work = functools.partial(self._load, name, self._seconds)
-                self._spawn(functools.partial(load.run, work, lambda: None))
+                self._loads[name] = self._load(name, self._seconds), is_new
 
     def _poll(self) -> Mapping[str, Files]:
         try:

@@ -1,23 +1,25 @@
 """A supervisor that keeps the models of one server serving: it loads, monitors and reloads them.
 
-One thread calls `step` and owns all records. Each step turns what Triton, the instances and the
-operations in progress report into transitions of the table in `healing`. The supervisor requests
-the states of the models from Triton regularly, so that users may load and unload models through
-Triton's API, too: it does not reload what they unload, and it monitors what they load.
+One thread calls `step` and owns all records. Loads and unloads are futures, which it polls. Each
+step turns what Triton, the instances and these futures report into transitions of the table in
+`healing`. The supervisor requests the states of the models from Triton regularly, so that users may
+load and unload models through Triton's API, too: it does not reload what they unload, and it
+monitors what they load.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from torch_py_backend.errors import ServerError
 from torch_py_backend.processes.instance_status import InstanceState
 from torch_py_backend.server import healing, model_control, model_status
-from torch_py_backend.server.healing import Action, EventKind, Lifecycle, Phase, Transition
+from torch_py_backend.server.healing import Action, Event, EventKind, Lifecycle, Phase, Transition
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
-from torch_py_backend.server.model_control import LoadTimeoutError, Operation, RepositoryClient
+from torch_py_backend.server.model_control import LoadTimeoutError, RepositoryClient
 from torch_py_backend.server.model_status import ModelState, ModelStatus, Snapshot
 
 _STEP_S = 0.1
@@ -36,16 +38,8 @@ _FAILING_S = 30.0
 _ACCEPTED_S = 30.0
 # A part of Triton's message for a process that has died.
 _DEAD = "is not healthy"
+_NO_ANSWER = "tritonserver does not answer"
 _STUCK = "Triton never stops waiting for it: only a new server can load it"
-
-
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A change of a model's phase, for the user."""
-
-    kind: EventKind
-    model: str
-    text: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +47,8 @@ class _Model(Lifecycle):
     """The lifecycle of one model, and the observations of it.
 
     Attributes:
-        operation: the load (in the phase LOADING) or unload in progress.
+        call: the load (in the phase LOADING) or unload in progress.
+        called: when it began.
         processes: the live processes when the model failed, or its last load began.
         failure: why the load in progress, or the last one, failed.
         dependents: the ensembles that Triton unloaded with the model, until all their parts serve.
@@ -65,7 +60,8 @@ class _Model(Lifecycle):
     """
 
     name: str
-    operation: Operation | None = None
+    call: Future[None] | None = None
+    called: float = 0.0
     processes: set[int] = field(default_factory=set)
     failure: str = ""
     dependents: set[str] = field(default_factory=set)
@@ -94,7 +90,7 @@ class Supervisor:
         control: loads and unloads models; None: Triton alone does, and no model is reloaded.
         restarts: how often a model is reloaded, until it has served for a minute.
         load_seconds: the time limit of one load.
-        spawn: runs a function in a thread of its own.
+        sleep: waits for a time in seconds.
 
     Attributes:
         snapshot: the readiness of all models after the last step.
@@ -111,11 +107,11 @@ class Supervisor:
         restarts: int,
         load_seconds: float,
         clock: Callable[[], float] = time.monotonic,
-        spawn: Callable[[Callable[[], None]], None] = model_control.start_daemon,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._states, self._config = states, config
         self._monitor, self._control = monitor, control
-        self._on_event, self._clock, self._spawn = on_event, clock, spawn
+        self._on_event, self._clock, self._sleep = on_event, clock, sleep
         self._restarts, self._load_seconds = restarts, load_seconds
         self._events: list[Event] = []
         self._models: dict[str, _Model] = {}
@@ -131,26 +127,19 @@ class Supervisor:
             model.phase is Phase.LOADING and not model.attempts for model in self._models.values()
         )
 
-    def is_loading(self) -> bool:
-        """Return whether a model is being loaded."""
-        loads = any(model.phase is Phase.LOADING for model in self._models.values())
-        return loads or self._monitor.is_loading()
-
     def load(self, names: Sequence[str]) -> None:
         """Start to load models, all at the same time."""
         for name in names:
             self._apply(self._model(name), healing.DUE)
 
     def step(self) -> None:
-        """Wait shortly, then process failures, completed operations and due loads."""
-        self._monitor.wait(_STEP_S)
+        """Wait shortly, then process failures, completed calls and due loads."""
+        self._sleep(_STEP_S)
         failures = self._monitor.check()
         if self._monitor.is_loading():
             self._loading_at = self._clock()
         completed = [
-            model
-            for model in self._models.values()
-            if model.operation is not None and model.operation.done
+            model for model in self._models.values() if model.call is not None and model.call.done()
         ]
         problem = ""
         # Requested last: states from before a load or unload completed are outdated.
@@ -161,7 +150,7 @@ class Supervisor:
                 self._statuses = model_status.by_model(self._states(models))
                 self._index_due = self._clock() + _INDEX_S
             except OSError:  # a later step handles what has completed
-                problem, completed = "tritonserver does not answer", []
+                problem, completed = _NO_ANSWER, []
         for failure in failures:
             self._handle_failure(failure)
         for model in completed:
@@ -216,26 +205,32 @@ class Supervisor:
         """Start to load or to unload a model."""
         control = self._control
         assert control is not None  # noqa: S101  without it, nothing is loaded
-        operation = model.operation = Operation(self._clock())
-        name, config = model.name, model.config
+        model.called = self._clock()
+        if action is Action.LOAD:
+            seconds = self._load_seconds + _FAILING_S
+            model.call = control.load(model.name, seconds, model.config)
+            return
+        config = self._read_config(model.name)
+        if config is None:  # without it, the model would be loaded with another one
+            model.call = model_control.failed(ServerError(_NO_ANSWER))
+            return
+        if not model_status.is_same_config(config, model.loaded):
+            model.config = config
+        model.call = control.unload(model.name)
 
-        def work() -> None:
-            if action is Action.UNLOAD:
-                operation.config = self._config(name)
-                control.unload(name)
-                return
-            control.load(name, self._load_seconds + _FAILING_S, config)
-            with contextlib.suppress(OSError):
-                operation.config = self._config(name)
-
-        self._spawn(lambda: operation.run(work, self._monitor.wake))
+    def _read_config(self, name: str) -> str | None:
+        """Return the config of a model, empty if it is not loaded; None: Triton does not answer."""
+        try:
+            return self._config(name)
+        except OSError:
+            return None
 
     # --- observations ------------------------------------------------------------------------
 
     def _compare(self, model: _Model) -> None:
         """Detect that a model was loaded or unloaded through Triton's API."""
         status = self._statuses.get(model.name)
-        if model.operation is not None or self._parts(model.name):
+        if model.call is not None or self._parts(model.name):
             return
         is_new = model.phase is Phase.NEW
         if status is not None and status.ready:
@@ -248,7 +243,7 @@ class Supervisor:
             unloads = [
                 other
                 for other in self._models.values()
-                if other.operation and other.phase is not Phase.LOADING
+                if other.call and other.phase is not Phase.LOADING
             ]
             if not unloads:
                 self._apply(model, healing.USER_UNLOADED)
@@ -262,7 +257,7 @@ class Supervisor:
         model = self._model(failure.identity.model)
         if model.phase is Phase.NEW:
             self._compare(model)  # it may serve already
-        if model.operation is not None:
+        if model.call is not None:
             # Processes from before a load had to end anyway.
             if model.phase is Phase.LOADING and failure.identity.pid not in model.processes:
                 model.failure = model.failure or failure.reason
@@ -281,24 +276,23 @@ class Supervisor:
             self._apply(model, transition, failure.reason)
 
     def _handle_completed(self, model: _Model) -> None:
-        operation, model.operation = model.operation, None
-        if operation is None:
+        call, model.call = model.call, None
+        if call is None:
             return  # the load was abandoned
+        error = call.exception()
         if model.phase is not Phase.LOADING:
-            if not model_status.is_same_config(operation.config, model.loaded):
-                model.config = operation.config
-            if operation.error is not None and self._is_ready(model.name):
-                self._apply(model, healing.UNLOAD_FAILED, str(operation.error))
+            if error is not None and self._is_ready(model.name):
+                self._apply(model, healing.UNLOAD_FAILED, str(error))
             model.dependents |= {
                 name
                 for name, other in self._models.items()
                 if other.phase is Phase.SERVING and other.is_unloaded(self._statuses.get(name))
             }
             return
-        error, is_first = operation.error, not model.attempts
+        is_first = not model.attempts
         reason = model.failure or model_status.public_reason(str(error))
         if error is None:
-            model.loaded = operation.config
+            model.loaded = self._read_config(model.name) or ""
             model.processes_loaded = self._monitor.live_processes(model.name)
         if error is None and not model.failure:
             self._apply(model, healing.LOADED if is_first else healing.RELOADED)
@@ -326,7 +320,7 @@ class Supervisor:
             model.reason = model_status.public_reason(reason)
 
     def _abandon_load(self, model: _Model, reason: str) -> None:
-        model.operation = None
+        model.call = None
         self._apply(model, healing.STUCK, f"{reason}; {_STUCK}")
 
     def _report_warnings(self, model: _Model) -> None:
@@ -340,8 +334,8 @@ class Supervisor:
 
     def _check_deadlines(self, model: _Model) -> None:
         """Start a load that is due, and kill the processes of one that takes too long."""
-        now, operation, limit = self._clock(), model.operation, self._load_seconds
-        if model.phase is Phase.DOWN and operation is None:
+        now, limit = self._clock(), self._load_seconds
+        if model.phase is Phase.DOWN and model.call is None:
             survivors = self._monitor.live_processes(model.name)
             if survivors and now >= model.since + _IDLE_S:
                 self._monitor.kill(model.name, InstanceState.IDLE)
@@ -351,7 +345,7 @@ class Supervisor:
                     self._start(model, Action.UNLOAD)
                 else:
                     self._apply(model, healing.DUE)
-        elif model.phase is Phase.LOADING and operation and now - operation.started > limit:
+        elif model.phase is Phase.LOADING and model.call and now - model.called > limit:
             # In every step: other instances of the model may still load, or start to load. The
             # load fails in Triton once they are dead.
             killed = self._monitor.kill(model.name, InstanceState.LOADING)
@@ -359,8 +353,8 @@ class Supervisor:
                 model.failure = f"its load took longer than {limit:g} s (--load-timeout)"
                 if not killed and not self._kill_forgotten(model, 0):
                     self._abandon_load(model, model.failure)
-        elif model.phase is Phase.LOADING and operation:
-            accepted_by = max(operation.started, self._loading_at) + _ACCEPTED_S
+        elif model.phase is Phase.LOADING and model.call:
+            accepted_by = max(model.called, self._loading_at) + _ACCEPTED_S
             if now > accepted_by and self._kill_forgotten(model, _ACCEPTED_S):
                 model.failure = model.failure or (
                     f"Triton did not accept it within {_ACCEPTED_S:g} s of its load, as when the"

@@ -233,7 +233,7 @@ class Server:
         """
         try:
             with self._request(f"models/{urllib.parse.quote(model, safe='')}/config") as response:
-                return response.read().decode()
+                return response.read().decode(errors="replace")
         except urllib.error.HTTPError:
             return ""
         except http.client.HTTPException as error:

@@ -24,10 +24,10 @@ from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.processes.instance_status import InstanceState
 from torch_py_backend.server import instances, supervision
-from torch_py_backend.server.healing import EventKind
+from torch_py_backend.server.healing import Event, EventKind
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.model_control import RepositoryClient
-from torch_py_backend.server.supervision import Event, Supervisor
+from torch_py_backend.server.supervision import Supervisor
 
 pytestmark = pytest.mark.slow
 
