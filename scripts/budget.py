@@ -31,7 +31,7 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "src": Limit("lines of src", 21_500),
+    "src": Limit("lines of src", 21_460),
     "tests": Limit("lines of tests", 38_600),
     "words": Limit("words of docs, CONTRIBUTING and README", 28_100),
     "longest": Limit("longest file of src, lines", 400),

@@ -165,9 +165,6 @@ def test_items_with_nothing_but_states() -> None:
     assert (x.shape, sizes) == ((2, 2), [1, 1])
 
 
-# --- rows of a call ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("most", "takes", "fixed", "wished", "expected"),
     [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Optional, Tuple  # noqa: UP035
 
 import build
@@ -20,7 +19,6 @@ from torch_py_backend.errors import BackendError, BindingError, InputError
 from torch_py_backend.pipeline.inputs import MAX_SETS, Inputs
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.signature import introspection
-from torch_py_backend.signature.calls import InputBinding
 from torch_py_backend.values import Item
 
 
@@ -35,13 +33,10 @@ def inputs_of(forward: Callable[..., Any], *specs: TensorSpec, **overrides: Any)
 
 def received(inputs: Inputs, forward: Callable[..., Any], *items: Item) -> list[Any]:
     """Return the arguments of each call of forward() for these items."""
-    entries, groups = inputs.stage(lambda binding: partial(call, binding, forward))(items)
+    group = inputs.stage(lambda binding: lambda *columns: binding.call(forward, columns))
+    entries, groups = group(items)
     assert not any(isinstance(entry, BackendError) for entry in entries)
     return [group.call(*group.gather(group.items)[0]) for group in groups]
-
-
-def call(binding: InputBinding, forward: Callable[..., Any], *arguments: object) -> object:
-    return binding.call(forward, arguments)
 
 
 def positions(inputs: Inputs, *items: Item) -> list[list[int]]:

@@ -85,8 +85,9 @@ def chosen(made: Engine, forward: Forward, writer: Scatter | None = None) -> Sta
     hooked, counts = made.hooked, made.counts
     if hooked is not None and hooked.rows is not None:
         before = (partial(stages.prepared, hooked.rows.prepare, counts, made.failures),)
-    if hooked is not None and hooked.hooks.postprocess is not None:
-        after = (partial(stages.finished, hooked.finish, counts, made.failures),)
+    if hooked is not None and (hook := hooked.hooks.postprocess) is not None:
+        finish = partial(hooked.finish, hook)
+        after = (partial(stages.finished, finish, counts, made.failures),)
     outputs = made.outputs
     fill = stages.filled(made.rows, outputs.extract, outputs.copy, counts)
     limited = made.rows.most is not None and made.rows.most < config.max_batch_size

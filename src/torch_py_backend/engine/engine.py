@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_py_backend import values
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import build, compilation, compile_cache, gpu_sharing, runtime, sharing
@@ -25,7 +26,7 @@ from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.run import Attempt, Entry, Group, Result, Run
 from torch_py_backend.pipeline.stages import Scatter
-from torch_py_backend.values import Item, RequestItem
+from torch_py_backend.values import Item
 
 
 class Engine:
@@ -205,11 +206,8 @@ def _no_grad() -> bool:
 
 def _run_traced(run_group: Attempt, group: Group, copies: bool) -> Sequence[Result]:  # noqa: FBT001
     """Run a group in the trace context of the first of its requests that has one."""
-    for item in group.items:
-        if type(item) is RequestItem and item.context is not None:
-            with item.context():
-                return run_group(group, copies)
-    return run_group(group, copies)
+    with values.trace_context(group.items):
+        return run_group(group, copies)
 
 
 def _run_and_return(run_batch: Run, entries: Sequence[Entry]) -> Sequence[Result]:

@@ -21,7 +21,7 @@ from torch_py_backend.hooks.preprocessing import (
     RowPreprocessor,
     hook_signature,
 )
-from torch_py_backend.hooks.user_hooks import Hooks, Tree
+from torch_py_backend.hooks.user_hooks import Hook, Hooks, Tree
 from torch_py_backend.pipeline import batches, trees
 from torch_py_backend.pipeline.inputs import MAX_SETS, Inputs
 from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
@@ -168,18 +168,18 @@ class HookedPipeline:
         parts = trees.split(self._model, result, rows) if self._batched else [result]
         return [values.objects(parts)]
 
-    def finish(self, outcome: Mapping[str, Value], item: Item) -> dict[str, Value]:
+    def finish(self, hook: Hook, outcome: Mapping[str, Value], item: Item) -> dict[str, Value]:
         """Return one request's outputs: call postprocess() for each of its rows.
 
         Args:
+            hook: postprocess().
             outcome: the request's part of the column from `split`.
             item: the item.
 
         Raises:
             BackendError: postprocess() fails, or its result contradicts the config.
         """
-        assert self.hooks.postprocess is not None  # noqa: S101  it is a stage only then
-        postprocess = self.hooks.postprocess.with_parameters(values.parameters(item))
+        postprocess = hook.with_parameters(values.parameters(item))
         rows = [
             self._extractor.extract(self._converted(postprocess(result)), 1)
             for result in outcome[ROWS].tolist()

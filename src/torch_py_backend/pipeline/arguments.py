@@ -98,8 +98,9 @@ def _are_text(values: Sequence[Value]) -> bool:
 def _check_text(texts: Sequence[Any]) -> UnicodeDecodeError | None:
     """Return why strings are not UTF-8; states are decoded already."""
     try:
-        # Bytes of several strings are no character: NUL is between them.
-        b"\0".join([text for text in texts if isinstance(text, bytes)]).decode()
+        for text in texts:
+            if isinstance(text, bytes):
+                text.decode()
     except UnicodeDecodeError as error:
         return error
     return None

@@ -7,7 +7,7 @@ become a column (`shapes`), and what forward() gets of the column (`arguments`).
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 import torch
@@ -110,7 +110,7 @@ class Inputs:
 
     # --- checks --------------------------------------------------------------------------------
 
-    def alike(self, entries: Sequence[Entry]) -> bool:
+    def alike(self, entries: Sequence[Entry]) -> TypeGuard[Sequence[Item]]:
         """Return whether all entries are valid items that can share a call, found in few calls.
 
         If not, `admit` finds which are refused, and `_key` which can share a call.
@@ -213,7 +213,7 @@ class Inputs:
 
         def group(entries: Sequence[Entry]) -> tuple[Sequence[Entry], Sequence[Group]]:
             if self.alike(entries):
-                return entries, (Group(gather, call, entries, range(len(entries))),)  # type: ignore[arg-type]
+                return entries, (Group(gather, call, entries, range(len(entries))),)
             admitted = [
                 entry if isinstance(entry, BackendError) else self.admit(entry) for entry in entries
             ]

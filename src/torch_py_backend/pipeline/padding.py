@@ -81,10 +81,8 @@ class Pad:
         target = self.padded_shape([value.shape for value in items])
         if [value.shape[1:] for value in items] == [tuple(target[1:])] * len(items):
             # forward() may change a shape in place: not that of the item.
-            column: Any = concatenate([to_column(value) for value in items])
-            if len(items) == 1:
-                column = column.detach()
-            return column  # type: ignore[no-any-return]
+            columns: Any = [to_column(value) for value in items]
+            return columns[0].detach() if len(items) == 1 else concatenate(columns)
         values: Sequence[Any] = items
         gathered: Any
         if any(isinstance(value, Tensor) for value in items):
