@@ -19,9 +19,8 @@ from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.sequences import state_store
-from torch_py_backend.sequences.state_store import Sequences, Step
-from torch_py_backend.signature import introspection
+from torch_py_backend.pipeline.sequences import Sequences, Step
+from torch_py_backend.signature import binding, introspection
 from torch_py_backend.values import Outcome
 
 IDLE_S = 5.0
@@ -60,7 +59,7 @@ def engine(settings: ModelConfig, model: Callable[..., Any], device: str = "cpu"
     signature = introspection.from_function(model if module is None else module.forward)
     loaded = Loaded(build.artifact(), model, signature, module)
     surroundings = runtime.create(Options(), torch.device(device), ())
-    settings = state_store.with_controls(settings, signature)
+    settings = binding.with_controls(settings, signature)
     return Engine(settings, loaded, surroundings, build.artifact())
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError
-from torch_py_backend.sequences import initial_states
+from torch_py_backend.loading import initial_states
 
 
 @pytest.mark.parametrize(

@@ -22,9 +22,8 @@ from torch_py_backend.config.sequence_config import ControlInput
 from torch_py_backend.engine import warmup
 from torch_py_backend.errors import ForwardError, InputError, OutputError
 from torch_py_backend.loading import example_inputs
-from torch_py_backend.sequences import state_store
-from torch_py_backend.sequences.state_store import Step
-from torch_py_backend.signature import introspection
+from torch_py_backend.pipeline.sequences import Step
+from torch_py_backend.signature import binding, introspection
 from torch_py_backend.values import Item
 
 # Longer than the idle time, plus the time a request may still be queued.
@@ -296,7 +295,7 @@ def test_samples_are_first_steps() -> None:
     """Sample inputs have initial states, and controls of a single step."""
     settings = config(make_state(dims=(-1, 2), initial=(0, 2)), controls=_CONTROLS)
     sample = example_inputs.item(
-        state_store.with_controls(settings, introspection.from_function(_takes_total)), 3
+        binding.with_controls(settings, introspection.from_function(_takes_total)), 3
     )
     assert {name: (tuple(value.shape), str(value.dtype)) for name, value in sample.items()} == {
         "x": ((3, 4), "torch.float32"),
@@ -354,9 +353,7 @@ def test_controls_are_taken_by_name(
     function: Callable[..., Any], controls: list[ControlInput], taken: list[str]
 ) -> None:
     """Controls whose name or number is an argument of forward() are passed, others ignored."""
-    bound = state_store.with_controls(
-        config(controls=controls), introspection.from_function(function)
-    )
+    bound = binding.with_controls(config(controls=controls), introspection.from_function(function))
     specs = [spec for spec in bound.inputs if spec.origin is Origin.CONTROL]
     assert [spec.name for spec in specs] == taken
     assert all(spec.dims == (1,) for spec in specs)

@@ -14,7 +14,7 @@ from torch.utils import dlpack
 
 from torch_py_backend.errors import BackendError, printable
 from torch_py_backend.pipeline import batches
-from torch_py_backend.sequences.state_store import Step
+from torch_py_backend.pipeline.sequences import Step
 from torch_py_backend.values import Array, Item, RequestItem, Value
 
 # Below this size a DLPack capsule is cheaper to pass to Triton than a numpy array.

@@ -15,7 +15,7 @@ from torch_py_backend.adapter.messages import Request
 from torch_py_backend.config.model_config import Origin
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError
-from torch_py_backend.sequences.state_store import Sequences, Step
+from torch_py_backend.pipeline.sequences import Sequences, Step
 from torch_py_backend.values import Item, Outcome, clone
 
 _SECONDS = 1.0

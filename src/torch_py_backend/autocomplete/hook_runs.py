@@ -19,10 +19,10 @@ from torch_py_backend.config.dtypes import DType
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.engine import runtime
 from torch_py_backend.errors import BackendError, ConfigError, ForwardError
-from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
-from torch_py_backend.hooks.user_hooks import Hooks
 from torch_py_backend.loading import example_inputs, registry
+from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.pipeline.hooks import HookedPipeline
 from torch_py_backend.signature.arguments import ArgumentType
 from torch_py_backend.values import Item
 

@@ -25,7 +25,6 @@ from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.runtime import Runtime
 from torch_py_backend.errors import BackendError, ConfigError, ForwardError
-from torch_py_backend.hooks import user_hooks
 from torch_py_backend.loading import (
     aotinductor,
     example_inputs,
@@ -33,6 +32,7 @@ from torch_py_backend.loading import (
     registrations,
     registry,
 )
+from torch_py_backend.loading import hooks as user_hooks
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.values import Item

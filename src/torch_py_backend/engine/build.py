@@ -10,12 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.hooks import hooked_pipeline
-from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
-from torch_py_backend.hooks.preprocessing import ROWS
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline import batches, stages
+from torch_py_backend.pipeline import hooks as hook_stages
 from torch_py_backend.pipeline.failures import Failures
+from torch_py_backend.pipeline.hooks import ROWS, HookedPipeline
 from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
 from torch_py_backend.pipeline.ragged import Ragged
 from torch_py_backend.pipeline.run import Entry, GroupStage, Result, Stages
@@ -49,7 +48,7 @@ class Outputs(NamedTuple):
 def outputs_of(config: ModelConfig, loaded: Loaded, hooked: HookedPipeline | None) -> Outputs:
     """Return how the results of a model become outputs."""
     if hooked is not None and hooked.hooks.postprocess is not None:  # after scatter
-        return Outputs((ROWS,), hooked.split, None, hooked_pipeline.copy_rows)
+        return Outputs((ROWS,), hooked.split, None, hook_stages.copy_rows)
     extractor = OutputExtractor(
         config, f"{loaded.returns}()", torchscript=loaded.signature.torchscript
     )
@@ -83,8 +82,8 @@ def chosen(made: Engine, forward: Forward, writer: Scatter | None = None) -> Sta
     before: tuple[Callable[[Sequence[Entry]], Sequence[Entry]], ...] = ()
     after: tuple[Callable[[Sequence[Result], Sequence[Entry]], Sequence[Result]], ...] = ()
     hooked, counts = made.hooked, made.counts
-    if hooked is not None and hooked.rows is not None:
-        before = (partial(stages.prepared, hooked.rows.prepare, counts, made.failures),)
+    if hooked is not None and hooked.by_row:
+        before = (partial(stages.prepared, hooked.prepare, counts, made.failures),)
     if hooked is not None and (hook := hooked.hooks.postprocess) is not None:
         finish = partial(hooked.finish, hook)
         after = (partial(stages.finished, finish, counts, made.failures),)

@@ -17,11 +17,11 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import build, compilation, compile_cache, gpu_sharing, runtime, sharing
 from torch_py_backend.engine.stream_calls import StreamCalls
 from torch_py_backend.errors import BackendError
-from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
-from torch_py_backend.hooks.user_hooks import Hooks
+from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline import batches, run
 from torch_py_backend.pipeline.counters import Counts
+from torch_py_backend.pipeline.hooks import HookedPipeline
 from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.run import Attempt, Entry, Group, Result, Run

@@ -14,10 +14,10 @@ from torch_py_backend.config.options import TABLE
 from torch_py_backend.config.threads import Threads
 from torch_py_backend.engine import gpu_sharing, runtime
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.hooks import user_hooks
+from torch_py_backend.loading import hooks as user_hooks
 from torch_py_backend.loading import registry
 from torch_py_backend.processes import private_files
-from torch_py_backend.sequences import state_store
+from torch_py_backend.signature import binding
 
 
 def build(config: ModelConfig, threads: Threads) -> Engine:
@@ -84,7 +84,7 @@ def _engine(
     loaded = registry.load(artifact, config, weights_device)
     loaded = dataclasses.replace(loaded, module=registry.optimize(config, loaded))
     runtime.keep_freed_memory()
-    config = state_store.with_controls(config, loaded.signature)
+    config = binding.with_controls(config, loaded.signature)
     device_runtime = runtime.create(config.options, device, loaded.weights)
     if device_runtime.device.type == "cuda":
         # A call ends by selecting the thread's GPU again, which takes memory of it. KIND_MODEL has

@@ -26,7 +26,6 @@ from torch_py_backend.errors import (
 )
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.pipeline.batches import powers_of_two
-from torch_py_backend.sequences import state_store
 from torch_py_backend.values import Item, Outcome, Value, to_column
 
 log = logging.getLogger(__name__)
@@ -187,8 +186,10 @@ def _run_sample(engine: Engine, call: _Call, sample: Item) -> tuple[Item, Backen
             break
         if number >= _REPEATS and config.states:
             # Later steps of a sequence, whose states may have grown.
-            steps = zip(items, results, strict=True)
-            items = [state_store.next_item(config, *step) for step in steps]
+            items = [
+                item | {state.input: result[state.output] for state in config.states}
+                for item, result in zip(items, results, strict=True)
+            ]
     return None
 
 

@@ -28,7 +28,6 @@ from torch_py_backend.errors import ArtifactError, ConfigError, InputError
 from torch_py_backend.loading import example_inputs, registrations
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.processes import orphan_cleanup
-from torch_py_backend.sequences import state_store
 from torch_py_backend.signature import binding, introspection
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.values import ANY_ROWS, Rows
@@ -137,7 +136,7 @@ def _checked(
     The function raises InputError with the limit if the package does not accept a size, and
     ConfigError if it does not accept the type of an input.
     """
-    config = state_store.with_controls(config, signature)
+    config = binding.with_controls(config, signature)
     specs = config.inputs
     if len(specs) != len(signature.leaves or ()) or not all(spec.dtype.torch for spec in specs):
         return ANY_ROWS, run  # binding or the warm-up reports inputs that do not match

@@ -40,7 +40,12 @@ TENSOR = Argument()
 
 
 def choose(
-    signature: Signature, spec: TensorSpec, takes: ArgumentType, cast: torch.dtype | None
+    signature: Signature,
+    spec: TensorSpec,
+    takes: ArgumentType,
+    cast: torch.dtype | None,
+    *,
+    by_row: bool = False,
 ) -> Argument:
     """Return the kind of an input's argument.
 
@@ -49,6 +54,7 @@ def choose(
         spec: the input.
         takes: the type of the argument.
         cast: what floating-point inputs are converted to; None: they are not.
+        by_row: whether each row of a value is an argument.
     """
     strings = spec.dtype.torch is None
     # A TorchScript string holds bytes of any encoding.
@@ -56,9 +62,10 @@ def choose(
     if takes.scalar:
         decode = _decode_any if signature.torchscript else _decode
         check = _check_text if strings and not any_bytes else None
+        refuse = partial(_refuse_scalar, f"{signature.name}() takes {takes.value}", check)
         return Argument(
             partial(_are_one_value, check),
-            partial(_refuse_scalar, f"{signature.name}() takes {takes.value}", check),
+            partial(_refuse_rows, refuse) if by_row else refuse,
             _first,
             lambda column: _SCALARS[takes](
                 decode(_first(column)) if strings and not takes.raw else _first(column)
@@ -159,6 +166,11 @@ def _refuse_scalar(expected: str, check: _CheckText | None, value: Value) -> Ref
     if len(distinct) == 1:
         return None
     return f"holds {len(distinct)} values", f"one value for all rows: {expected}"
+
+
+def _refuse_rows(refuse: Callable[[Value], Refusal | None], value: Value) -> Refusal | None:
+    refusals = (refuse(value[row, ...]) for row in range(value.shape[0]))
+    return next((refusal for refusal in refusals if refusal is not None), None)
 
 
 def _first(value: Value) -> Any:

@@ -22,7 +22,7 @@ from torch_py_backend.pipeline.run import Entry, Gather, Group, GroupStage
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.binding import bind_inputs
 from torch_py_backend.signature.calls import InputBinding
-from torch_py_backend.values import Item, Value
+from torch_py_backend.values import Item, Value, to_column
 
 # The most sets of optional inputs that requests may leave out: n inputs have 2^n sets.
 MAX_SETS = 64
@@ -37,6 +37,7 @@ class Inputs:
     Args:
         padding: pads inputs; None: PAD is not set.
         cast: the type that floating-point inputs are converted to, unless CAST_INPUTS names one.
+        by_row: whether the function takes the inputs of one row.
 
     Attributes:
         patterns: the sets of optional inputs that are left out at load: none of them, and all.
@@ -52,6 +53,8 @@ class Inputs:
         signature: Signature,
         padding: Padding | None = None,
         cast: str | None = None,
+        *,
+        by_row: bool = False,
     ) -> None:
         self._model, self._signature, self._padding = config.name, signature, padding
         self._batched = config.max_batch_size > 0
@@ -75,7 +78,9 @@ class Inputs:
             spec.name: shapes.choose(config, spec, pads.get(spec.name)) for spec in config.inputs
         }
         self._arguments = {
-            spec.name: arguments.choose(signature, spec, takes[spec.name], to)
+            spec.name: arguments.choose(
+                signature, spec, takes[spec.name], to, by_row=by_row and self._batched
+            )
             for spec in config.inputs
         }
         # The input of requests that each one is made of.
@@ -191,6 +196,22 @@ class Inputs:
                 )
             rows = value.shape[0]
         return rows
+
+    def rows(self, item: Item) -> tuple[InputBinding, list[Sequence[object]]]:
+        """Return how the rows of an admitted item are passed, and the arguments of each.
+
+        An item of a model without a batch dimension is one row.
+        """
+        binding = self._bind(self._left_out(item))
+        columns = []
+        for name in binding.names:
+            column: Any = to_column(item[name])
+            rows: Sequence[Any] = [column]
+            if self._batched:
+                rows = [column[row, ...] for row in range(len(column))]
+            convert = self._arguments[name].convert
+            columns.append(rows if convert is None else [convert(row) for row in rows])
+        return binding, list(zip(*columns, strict=True)) if columns else [()]
 
     # --- groups --------------------------------------------------------------------------------
 

@@ -10,10 +10,12 @@ not support, are also accepted.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
 from collections.abc import Collection, Mapping, Sequence
 
+from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BindingError, counted, join_names
 from torch_py_backend.signature.arguments import (
     Argument,
@@ -102,17 +104,27 @@ def bind_inputs(
     return bind_places(model, places, signature, left_out)
 
 
-def accepted_names(
-    names: Sequence[str], candidates: Sequence[str], signature: Signature
-) -> list[str]:
-    """Return the candidates that forward() accepts in addition to the inputs `names`."""
+def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
+    """Return the config with the controls of sequences added to its inputs that forward() takes."""
+    if config.sequencing is None or not config.sequencing.controls:
+        return config
+    controls = {control.name: control for control in config.sequencing.controls}
+    specs = tuple(
+        TensorSpec(name, controls[name].dtype, (1,), origin=Origin.CONTROL)
+        for name in _accepted(config, list(controls), signature)
+    )
+    return dataclasses.replace(config, inputs=(*config.inputs, *specs))
+
+
+def _accepted(config: ModelConfig, candidates: Sequence[str], signature: Signature) -> list[str]:
+    """Return the candidates that forward() accepts in addition to the config's inputs."""
     if signature.leaves is not None:
         indices = signature.leaf_indices(candidates)
         return [name for name, index in zip(candidates, indices, strict=True) if index is not None]
     main = signature.main_argument
     if main is not None and main.type is ArgumentType.DICT:
         return list(candidates)
-    slots = signature.slots(len(names) + len(candidates))
+    slots = signature.slots(len(config.inputs) + len(candidates))
     return [name for name in candidates if signature.place(name, slots) is not None]
 
 

@@ -23,7 +23,7 @@ from torch_py_backend.errors import (
     InputError,
     OutputError,
 )
-from torch_py_backend.hooks.user_hooks import ARGUMENT, Hook, Hooks
+from torch_py_backend.loading.hooks import ARGUMENT, Hook, Hooks
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 from torch_py_backend.values import ANY_ROWS, RequestItem, Rows
@@ -384,7 +384,7 @@ _ONE, _TWO = item([1.0]), item([1.0], [2.0])
 @pytest.mark.parametrize(
     ("name", "hook", "sent", "message"),
     [
-        ("preprocess", _with_optional, {}, "the request has no inputs"),
+        ("preprocess", _with_optional, {}, "lacks the input 'x'"),
         ("preprocess", _with_optional, {"x": torch.ones(1)}, "has the shape [1] and no rows"),
         ("preprocess", _with_optional, {"x": torch.ones(0, 1)}, "has no rows"),
         ("preprocess", _with_optional, {"z": torch.ones(1, 1)}, "lacks the input 'x'"),

@@ -20,6 +20,7 @@ from torch_py_backend.config import conflicts, removed_names
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import (
     BackendError,
+    BindingError,
     ConfigError,
     HookError,
     InputError,
@@ -30,7 +31,8 @@ from torch_py_backend.errors import (
 from torch_py_backend.loading import python_source
 from torch_py_backend.loading.python_source import HOOK_METHODS
 from torch_py_backend.signature import introspection
-from torch_py_backend.signature.arguments import Signature
+from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
+from torch_py_backend.signature.binding import bind_inputs
 from torch_py_backend.values import Parameters
 
 log = logging.getLogger(__name__)
@@ -257,3 +259,42 @@ def _check_config(config: ModelConfig, hooks: Hooks) -> None:
         cure = conflicts.CACHE_CURE
     if problem:
         raise ConfigError(config.name, problem, cure=cure)
+
+
+def row_signature(config: ModelConfig) -> Signature:
+    """Return the signature of a function that takes each input of one row by its name."""
+    arguments = []
+    for spec in config.inputs:
+        takes = ArgumentType.TENSOR
+        if spec.dtype.torch is None:
+            takes = ArgumentType.RAW if spec.dims in ((), (1,)) else ArgumentType.BYTES
+        arguments.append(Argument(spec.name, not spec.optional, Passing.KEYWORD, takes, spec.name))
+    return Signature(tuple(arguments), name="collate")
+
+
+def hook_signature(config: ModelConfig, hook: Hook) -> Signature:
+    """Return the signature of a hook for inputs.
+
+    Raises:
+        BindingError: it has no annotations for strings, or takes scalars for a batch.
+    """
+    signature = hook.signature()
+    names = [spec.name for spec in config.inputs]
+    strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
+    inputs = bind_inputs(config.name, names, signature)
+    for name, takes in zip(inputs.names, inputs.types, strict=True):
+        if name in strings and takes is ArgumentType.TENSOR:
+            raise BindingError(
+                config.name,
+                f"input '{name}' is BYTES, and {signature} has no annotation for it",
+                expected="an annotation: bytes or str for one a row, list[bytes] or list[str]",
+            )
+        if takes.scalar and signature.name == "preprocess_batch":
+            raise BindingError(
+                config.name,
+                f"{signature} takes {takes.value} for the input '{name}', and gets those of all"
+                " rows",
+                expected="a Tensor, list[str] or list[bytes]",
+                cure="Or name it preprocess, which is called for each row.",
+            )
+    return signature

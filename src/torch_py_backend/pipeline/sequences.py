@@ -6,7 +6,6 @@ other items do. A failed step replaces no state, so it may be retried.
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections import Counter
@@ -18,11 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
+from torch_py_backend.config.model_config import ModelConfig, Origin
 from torch_py_backend.errors import BackendError, InputError
-from torch_py_backend.sequences import initial_states
-from torch_py_backend.signature import binding
-from torch_py_backend.signature.arguments import Signature
+from torch_py_backend.loading import initial_states
 from torch_py_backend.values import Item, Outcome, Strings, Value, clone
 
 # A correlation ID. Requests with which Triton only fills a slot have 0 or an empty string.
@@ -61,30 +58,6 @@ class _Sequence:
     states: Item
     used: float
     requests_when_idle: int | None = None
-
-
-# --- at load -----------------------------------------------------------------------------------
-
-
-def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
-    """Return the config with the controls added to its inputs that forward() takes."""
-    if config.sequencing is None or not config.sequencing.controls:
-        return config
-    names = [spec.name for spec in config.inputs]
-    controls = {control.name: control for control in config.sequencing.controls}
-    accepted = binding.accepted_names(names, list(controls), signature)
-    specs = (
-        TensorSpec(name, controls[name].dtype, (1,), origin=Origin.CONTROL) for name in accepted
-    )
-    return dataclasses.replace(config, inputs=(*config.inputs, *specs))
-
-
-def next_item(config: ModelConfig, item: Item, outcome: dict[str, Value]) -> Item:
-    """Return the item of the next step: the same with the states that this step returned."""
-    return item | {state.input: outcome[state.output] for state in config.states}
-
-
-# --- while it serves ---------------------------------------------------------------------------
 
 
 class Sequences:

@@ -14,9 +14,9 @@ import torch
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.config.batch_io import BatchOutput
 from torch_py_backend.errors import ConfigError, HookError, InputError, SourceError
-from torch_py_backend.hooks import user_hooks
-from torch_py_backend.hooks.user_hooks import Hook, Hooks
+from torch_py_backend.loading import hooks as user_hooks
 from torch_py_backend.loading import registry
+from torch_py_backend.loading.hooks import Hook, Hooks
 
 _NET = "def forward(x):\n    return x\n"
 _POST = "    def postprocess(self, result):\n        return result\n"

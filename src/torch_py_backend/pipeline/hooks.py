@@ -1,9 +1,14 @@
-"""The pipeline of a model with hooks: prepare rows, make batches, call the module, finish rows."""
+"""The stages of a model with hooks: prepare rows, make batches, call the module, finish rows.
+
+A prepared item has one column, ROWS, of what preprocess() returned for each row; so has an outcome
+before postprocess(). collate() makes a batch of prepared rows, or rows of equal shapes are stacked.
+"""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -13,15 +18,8 @@ from torch import Tensor
 
 from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
-from torch_py_backend.errors import BackendError, OutputError, a_type, summarize
-from torch_py_backend.hooks.preprocessing import (
-    NUMBERED,
-    ROWS,
-    RowParameters,
-    RowPreprocessor,
-    hook_signature,
-)
-from torch_py_backend.hooks.user_hooks import Hook, Hooks, Tree
+from torch_py_backend.errors import BackendError, InputError, OutputError, a_type, summarize
+from torch_py_backend.loading.hooks import Hook, Hooks, Tree, hook_signature, row_signature
 from torch_py_backend.pipeline import batches, trees
 from torch_py_backend.pipeline.inputs import MAX_SETS, Inputs
 from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
@@ -29,10 +27,15 @@ from torch_py_backend.pipeline.run import Entry, Gather, Group, GroupStage
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.binding import bind_inputs
 from torch_py_backend.signature.calls import InputBinding
-from torch_py_backend.values import Item, Value
+from torch_py_backend.values import Item, Parameters, Value
 
 # The module of the model, or the function that is served instead.
 Module: TypeAlias = "Callable[..., Tree]"
+RowParameters: TypeAlias = "Sequence[Parameters]"
+
+ROWS = "rows"
+# The prefix of the names of unnamed results of preprocess().
+_NUMBERED = "INPUT__"
 
 
 def copy_rows(column: Value) -> Value:
@@ -44,8 +47,8 @@ class HookedPipeline:
     """The stages of a model with hooks.
 
     Attributes:
-        inputs: checks the inputs of requests; with hooks for rows, those of a row.
-        rows: prepares the rows of a request, if there are hooks for that.
+        inputs: checks the inputs of requests.
+        by_row: whether `prepare` prepares the rows of a request.
 
     Raises:
         BindingError: the config's inputs do not match the signature of the hooks or the module.
@@ -63,21 +66,94 @@ class HookedPipeline:
         self._dtype = getattr(torch, dtype) if dtype else None
         # Names from hooks are argument names; names from the config may be bound in order.
         self._ordered = not (hooks.preprocess or hooks.preprocess_batch or hooks.collate)
-        self.rows: RowPreprocessor | None = None
-        if hooks.preprocess is None and hooks.collate is None:
-            hook = hooks.preprocess_batch
-            taken = signature if hook is None else hook_signature(config, hook)
-            self.inputs = Inputs(config, taken)
-        else:
-            self.rows = RowPreprocessor(config, hooks)
-            self.inputs = self.rows.inputs
+        self.by_row = hooks.preprocess is not None or hooks.collate is not None
+        first, taken = hooks.preprocess or hooks.preprocess_batch, signature
+        if first is not None:
+            taken = hook_signature(config, first)
+        elif self.by_row:
+            taken = row_signature(config)
+        self.inputs = Inputs(config, taken, by_row=self.by_row)
         self._bound: dict[tuple[str, ...], InputBinding] = {}
         self._specs = {spec.name: spec for spec in config.outputs}
         row_config = dataclasses.replace(config, max_batch_size=0)
         self._extractor = OutputExtractor(row_config, "postprocess()")
         self._finite = Finite(config) if config.options.check_finite else None
 
-    # --- before the module ---------------------------------------------------------------------
+    # --- rows ----------------------------------------------------------------------------------
+
+    def prepare(self, item: Item) -> Item:
+        """Return the prepared rows of a request.
+
+        Raises:
+            InputError: a row is refused, or the request has no rows.
+        """
+        admitted = self.inputs.admit(item)
+        if isinstance(admitted, BackendError):
+            raise admitted
+        binding, rows = self.inputs.rows(admitted)
+        if not rows:
+            raise InputError(self._model, "the request has no rows")
+        if self.hooks.preprocess is None:
+            prepared: list[Any] = [dict(zip(binding.names, row, strict=True)) for row in rows]
+        else:
+            hook = self.hooks.preprocess.with_parameters(values.parameters(item))
+            prepared = [binding.call(hook, row) for row in rows]
+        if self.hooks.collate is None:
+            prepared = self._stackable(prepared)
+        return {ROWS: values.objects(prepared)}
+
+    def _stackable(self, rows: Sequence[Tree]) -> list[dict[str, Tensor]]:
+        """Return the tensors of each row by name.
+
+        Raises:
+            OutputError: rows differ in shape, or hold something else.
+        """
+        tensors = [self._tensors(row) for row in rows]
+        if len(rows) > 1 and len(set(map(_key, tensors))) > 1:
+            shapes = {name: list(part.shape) for name, part in tensors[0].items()}
+            raise OutputError(
+                self._model,
+                f"preprocess() returned {shapes} and others for rows of one request",
+                expected="the same names and shapes for each",
+                cure="Or write collate(), which makes a batch of them.",
+            )
+        return tensors
+
+    def _tensors(self, row: Tree) -> dict[str, Tensor]:
+        """Return the tensors of a row by name, or by number if they have no names."""
+        if not isinstance(row, Mapping):
+            parts = row if isinstance(row, tuple) else (row,)
+            row = {f"{_NUMBERED}{number}": part for number, part in enumerate(parts)}
+        tensors = {}
+        for name, value in row.items():
+            try:
+                # torch takes no negative strides.
+                part = np.asarray(value, order="C") if isinstance(value, np.ndarray) else value
+                # as_tensor() would move a tensor to torch's default device.
+                tensors[str(name)] = part if isinstance(part, Tensor) else torch.as_tensor(part)
+            except Exception:  # an object of the user may raise any class
+                raise OutputError(
+                    self._model,
+                    f"preprocess() returned {a_type(value)}, which cannot be batched",
+                    expected="a tensor or numbers; a tuple of these, or a dict by the names of"
+                    " forward()'s arguments",
+                    cure="Or write collate(), which makes a batch of anything.",
+                ) from None
+        return tensors
+
+    def _batch(self, rows: list[Tree], parameters: RowParameters) -> Tree:
+        """Return the batch of prepared rows."""
+        if self.hooks.collate is not None:
+            # A retry passes the same rows, and some functions remove entries of their rows.
+            copies = [
+                copy.copy(row) if isinstance(row, MutableMapping | list) else row for row in rows
+            ]
+            return self.hooks.collate.with_parameters(parameters)(copies)
+        if not self._batched:
+            return rows[0]
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    # --- groups --------------------------------------------------------------------------------
 
     def stage(self, module: Module, *, arrays: bool = False) -> GroupStage:
         """Return the stage that groups items, whose calls call the hooks for batches, too.
@@ -86,13 +162,14 @@ class HookedPipeline:
             module: the module.
             arrays: as for `Inputs.stage`.
         """
-        passes_parameters = self.hooks.takes_parameters
-        if self.rows is not None:
-            group = self._group_rows(self.rows, module)
+        if self.by_row:
+            group = self._group_rows(module)
         else:
             group = self.inputs.stage(
                 lambda binding: partial(self._call_batch, module, binding), arrays=arrays
             )
+        if not self.hooks.takes_parameters:
+            return group
 
         def group_with_parameters(
             entries: Sequence[Entry],
@@ -102,22 +179,27 @@ class HookedPipeline:
                 each._replace(gather=partial(_gather_parameters, each.gather)) for each in groups
             ]
 
-        return group_with_parameters if passes_parameters else group
+        return group_with_parameters
 
-    def _group_rows(self, rows: RowPreprocessor, module: Module) -> GroupStage:
+    def _group_rows(self, module: Module) -> GroupStage:
+        """Return the stage that groups prepared items: all with collate(), else those alike."""
+
         def call(column: Value, *parameters: Value) -> Tree:
             sent = _of_rows(parameters)
-            return self._call(module, rows.batch(column.tolist(), sent), sent)
+            return self._call(module, self._batch(column.tolist(), sent), sent)
 
         def group(entries: Sequence[Entry]) -> tuple[Sequence[Entry], Sequence[Group]]:
-            groups: dict[Hashable, tuple[list[Item], list[int]]] = {}
+            groups: dict[Hashable, list[tuple[int, Item]]] = {}
             for place, entry in enumerate(entries):
-                if not isinstance(entry, BackendError):
-                    key = rows.key(entry) if self._batched else place
-                    items, places = groups.setdefault(key, ([], []))
-                    items.append(entry)
-                    places.append(place)
-            return entries, [Group(_gather_rows, call, *members) for members in groups.values()]
+                if isinstance(entry, BackendError):
+                    continue
+                key: Hashable = place
+                if self._batched:
+                    first: Any = entry[ROWS][0]
+                    key = None if self.hooks.collate is not None else _key(first)
+                groups.setdefault(key, []).append((place, entry))
+            members = [zip(*group, strict=True) for group in groups.values()]
+            return entries, [Group(_gather_rows, call, items, places) for places, items in members]
 
         return group
 
@@ -147,7 +229,7 @@ class HookedPipeline:
             return module(*batch) if isinstance(batch, tuple) else module(batch)
         else:
             parts = batch if isinstance(batch, tuple) else (batch,)
-            named = {f"{NUMBERED}{number}": value for number, value in enumerate(parts)}
+            named = {f"{_NUMBERED}{number}": value for number, value in enumerate(parts)}
         names = tuple(named)
         inputs = self._bound.get(names)
         if inputs is None:
@@ -242,8 +324,8 @@ class HookedPipeline:
         Raises:
             BackendError: a hook fails, or refuses the item.
         """
-        if self.rows is not None:
-            item = self.rows.prepare(item)
+        if self.by_row:
+            item = self.prepare(item)
         (entry,), groups = self.stage(module)([item])
         if isinstance(entry, BackendError):
             raise entry
@@ -277,3 +359,8 @@ def _gather_parameters(
 def _of_rows(columns: Sequence[Value]) -> RowParameters:
     """Return the parameters of each row out of their column, if there is one."""
     return columns[0].tolist() if columns else ()
+
+
+def _key(row: Mapping[str, Tensor]) -> Hashable:
+    """Return what the rows of a batch have in common."""
+    return tuple([(name, part.shape, part.dtype, part.device) for name, part in row.items()])

@@ -1,1 +1,0 @@
-"""User code around forward(): preprocessing and postprocessing methods of a class in model.py."""
