@@ -19,9 +19,9 @@ from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.pipeline.sequences import Sequences, Step
+from torch_py_backend.pipeline.sequences import Sequences
 from torch_py_backend.signature import binding, introspection
-from torch_py_backend.values import Outcome
+from torch_py_backend.values import Outcome, RequestItem, Step
 
 IDLE_S = 5.0
 SLOTS = 16
@@ -71,13 +71,12 @@ class Served:
     ) -> None:
         self.now = 100.0
         self.engine = engine(settings, model, device)
-        self.states = Sequences(
-            self.engine.config, self.engine.run, self.engine.device, lambda: self.now
-        )
+        self.states = Sequences(self.engine.config, self.engine.device, lambda: self.now)
+        self.run = self.engine.pipeline(steps=self.states)
 
-    def send(self, *steps: Step) -> list[Any]:
+    def send(self, *steps: RequestItem) -> list[Any]:
         """Return the first value of `y` of each outcome, or its error."""
-        return [_first(outcome) for outcome in self.states.run(steps)]
+        return [_first(outcome) for outcome in self.run(steps)]
 
 
 def _first(outcome: Outcome) -> Any:
@@ -87,7 +86,7 @@ def _first(outcome: Outcome) -> Any:
     return float(torch.as_tensor(outcome["y"]).flatten()[0])
 
 
-def step(name: int | str, value: float, flags: str = "") -> Step:
+def step(name: int | str, value: float, flags: str = "") -> RequestItem:
     """Return a step with `value` in four columns; flags: s for START, e for END."""
     row = np.full((1, 4), value, dtype=np.float32)
-    return Step(name, "s" in flags, "e" in flags, {"x": row})
+    return RequestItem({"x": row}, step=Step(name, "s" in flags, "e" in flags))

@@ -62,6 +62,25 @@ class Rows(NamedTuple):
 ANY_ROWS = Rows()
 
 
+class Step(NamedTuple):
+    """A request's place in its sequence.
+
+    Attributes:
+        id: the correlation ID; 0 or an empty string: the request only fills a slot.
+        starts: whether it is the first step.
+        ends: whether it is the last step.
+        error: why the request cannot be read; its item then has only the controls.
+    """
+
+    id: int | str
+    starts: bool = False
+    ends: bool = False
+    error: BackendError | None = None
+
+
+_NO_STEP = Step(0)
+
+
 class RequestItem(dict[str, Value]):
     """An item with what its request has beside tensors.
 
@@ -69,29 +88,34 @@ class RequestItem(dict[str, Value]):
         context: returns a context manager in which the request's trace context is current; None:
             Triton does not trace it.
         parameters: the parameters of the request.
+        step: its place in its sequence.
     """
 
-    __slots__ = ("context", "parameters")
+    __slots__ = ("context", "parameters", "step")
 
     def __init__(
         self,
         item: Mapping[str, Value],
         context: Callable[[], AbstractContextManager[None]] | None = None,
         parameters: Parameters = _NO_PARAMETERS,
+        step: Step = _NO_STEP,
     ) -> None:
         super().__init__(item)
-        self.context, self.parameters = context, parameters
+        self.context, self.parameters, self.step = context, parameters, step
 
     def __or__(self, other: Mapping[str, Value]) -> RequestItem:  # type: ignore[override]
         """Return the item with other values, such as the state of a sequence."""
-        return RequestItem({**self, **other}, self.context, self.parameters)
+        return like(self, {**self, **other})
 
 
-def like(item: Any, values: Item) -> Item:
+def like(item: RequestItem, values: Item) -> RequestItem:
     """Return other values with what the request of an item has beside tensors."""
-    if isinstance(item, RequestItem):
-        return RequestItem(values, item.context, item.parameters)
-    return values
+    return RequestItem(values, item.context, item.parameters, item.step)
+
+
+def step(item: Item) -> Step:
+    """Return the place of an item's request in its sequence."""
+    return item.step if isinstance(item, RequestItem) else _NO_STEP
 
 
 def parameters(item: Item) -> Parameters:

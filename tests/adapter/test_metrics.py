@@ -294,7 +294,7 @@ def test_triton_that_refuses_values(
         patched.setattr(fake_triton.Metric, "increment", refuse)
         patched.setattr(fake_triton.Metric, "set", refuse)
         model._engine.counts.count_requests("OK")  # only values that change are published
-        _await(lambda: not model._publisher._thread.is_alive())
+        _await(lambda: not model._publisher._publishes)
         (line,) = logged()
         assert "publishing metrics failed." in line
         if kind == "plain":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from instances import load
 from scenarios import Scenario
 from torch import Tensor, nn
 
-from torch_py_backend.adapter import metrics, sequencing
+from torch_py_backend.adapter import metrics
+from torch_py_backend.pipeline import sequences
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -117,17 +117,18 @@ def _gauges() -> dict[str, list[float]]:
 
 
 def test_metrics_of_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The metrics are published by the thread, and the sweeping thread ends with the model."""
+    """The metrics' thread publishes them, and frees idle sequences."""
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     loaded = Loaded(tmp_path)
     loaded.send(loaded.request(1, "s"))
     _await({"sequences": [1]})
     loaded.send(loaded.request(1, "e"))
     _await({"sequences": [0]})
-    (thread,) = [thread for thread in threading.enumerate() if thread.name == "sequences"]
-    loaded.model.finalize()
-    loaded.model.close()
-    assert not thread.is_alive()
+    loaded.send(loaded.request(1, "s"))
+    _await({"sequences": [1]})
+    monkeypatch.setattr(loaded.model._publisher._sequences, "_idle", 0.0)
+    monkeypatch.setattr(loaded.model._publisher._sequences, "_quiet", 0.0)
+    _await({"sequences": [0]})
 
 
 def _await(wanted: dict[str, list[float]]) -> None:
@@ -227,15 +228,14 @@ def test_a_refused_request_keeps_its_slot(unread: bool, tmp_path: Path) -> None:
 
 def test_fillers_of_every_kind_are_blank() -> None:
     """Of a request that only fills a slot, only controls reach the model."""
-    steps = sequencing.SequenceReader.__new__(sequencing.SequenceReader)
-    steps._sent = ["a", "b", "c"]
     item: dict[str, Any] = {
         "a": np.array([[np.nan]]),
         "b": np.array([[b"chance"]], dtype=np.object_),
         "c": torch.full((1, 1), 3.0, dtype=torch.bfloat16),
         "READY": np.array([[-1]]),
     }
-    blank = {name: value.tolist() for name, value in steps._blank(item).items()}
+    sequences.blank(item, ["a", "b", "c"])
+    blank = {name: value.tolist() for name, value in item.items()}
     assert blank == {"a": [[0]], "b": [[b""]], "c": [[0]], "READY": [[-1]]}
 
 

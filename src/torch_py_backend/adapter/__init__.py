@@ -192,16 +192,15 @@ class TritonPythonModel:
         engine, config = self._engine, self._settings
         read: Callable[[Request], Any]
         if config.sequencing is not None:
-            steps = sequencing.SequenceReader(engine, traced=contexts is not None)
-            self._modes.callback(steps.close)
-            self._publisher.follow(sequences=steps.sequences)
-            read = steps.read if contexts is None else messages.traced(steps.read, contexts.carry)
+            reader = sequencing.SequenceReader(engine)
+            self._publisher.follow(sequences=reader.sequences)
+            read = reader.read if contexts is None else messages.traced(reader.read, contexts.carry)
             return answering.Answering(
                 engine,
                 self._on_fatal,
                 read,
-                steps.run,
-                count_sent=steps.count_sent,
+                engine.pipeline(steps=reader.steps, traced=contexts is not None),
+                count_sent=reader.count_sent,
                 skips_cancelled=False,  # cancelled steps run, too: the next step needs their states
             )
         # Reading parameters takes time, so do it only for hooks that take them.

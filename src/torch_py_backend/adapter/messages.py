@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import triton_python_backend_utils as pb_utils
@@ -14,7 +14,6 @@ from torch.utils import dlpack
 
 from torch_py_backend.errors import BackendError, printable
 from torch_py_backend.pipeline import batches
-from torch_py_backend.pipeline.sequences import Step
 from torch_py_backend.values import Array, Item, RequestItem, Value
 
 # Below this size a DLPack capsule is cheaper to pass to Triton than a numpy array.
@@ -28,10 +27,6 @@ OutputTensor: TypeAlias = Any
 
 class Responses(list[Response]):
     """The responses of a batch without errors."""
-
-
-# What a request is read as: an item, or a step of a sequence.
-T = TypeVar("T")
 
 
 class TritonTensor(Protocol):
@@ -124,11 +119,11 @@ def any_traced(requests: Sequence[Request]) -> bool:
 
 
 def traced(
-    read: Callable[[Request], T],
+    read: Callable[[Request], Item],
     carry: Callable[[Item, str, Trace | None], Item],
     *,
     kept: bool = False,
-) -> Callable[[Request], T]:
+) -> Callable[[Request], Item]:
     """Return a `read` that adds the trace of a traced request to its item.
 
     Args:
@@ -137,16 +132,11 @@ def traced(
         kept: whether items are used after execute() has returned; Triton owns the handle.
     """
 
-    def read_traced(request: Request) -> Any:
-        item: Any = read(request)
+    def read_traced(request: Request) -> Item:
+        item = read(request)
         trace = request.trace()
         context = trace.get_context()
-        if not context:
-            return item
-        handle = None if kept else trace
-        if isinstance(item, Step):
-            return item._replace(item=carry(item.item, context, handle))
-        return carry(item, context, handle)
+        return carry(item, context, None if kept else trace) if context else item
 
     return read_traced
 

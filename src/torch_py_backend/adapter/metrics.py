@@ -135,6 +135,7 @@ class Publisher:
         self._warmed_up = dict(self._counted())
         self._metrics: dict[_Series, Metric] = {}
         self._poisoned = False
+        self._publishes = True  # until Triton refuses a value
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self.publish()
@@ -142,7 +143,7 @@ class Publisher:
         self._thread.start()
 
     def follow(self, *, streams: Streams | None = None, sequences: Sequences | None = None) -> None:
-        """Publish the metrics of the instance's streams or sequences from now on.
+        """Publish the metrics of the instance's streams or sequences; free idle sequences.
 
         Raises:
             PlatformError: Triton refuses a metric.
@@ -181,8 +182,10 @@ class Publisher:
         self._try_publish()
 
     def _run(self) -> None:
-        while not self._closed.wait(_SECONDS) and self._try_publish():
-            pass
+        while not self._closed.wait(_SECONDS):
+            if self._sequences is not None:
+                self._sequences.sweep()
+            self._publishes = self._publishes and self._try_publish()
 
     def _try_publish(self) -> bool:
         """Publish; log an exception instead of raising it, and return whether there was none."""

@@ -18,6 +18,7 @@ from torch_py_backend.pipeline.hooks import ROWS, HookedPipeline
 from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
 from torch_py_backend.pipeline.ragged import Ragged
 from torch_py_backend.pipeline.run import Entry, GroupStage, Result, Stages
+from torch_py_backend.pipeline.sequences import Sequences, Slots
 from torch_py_backend.pipeline.stages import Scatter
 from torch_py_backend.signature.calls import InputBinding
 from torch_py_backend.values import Item, Value, clone
@@ -69,7 +70,12 @@ def failures(config: ModelConfig, loaded: Loaded, device: torch.device) -> Failu
     return Failures(config.name, name, device=device, owner=loaded.owner, repeats=repeats)
 
 
-def chosen(made: Engine, forward: Forward, writer: Scatter | None = None) -> Stages:
+def chosen(
+    made: Engine,
+    forward: Forward,
+    writer: Scatter | None = None,
+    steps: Sequences | Slots | None = None,
+) -> Stages:
     """Return the stages of a model's pipeline.
 
     Args:
@@ -77,11 +83,14 @@ def chosen(made: Engine, forward: Forward, writer: Scatter | None = None) -> Sta
         forward: the callable for inputs, compiled as configured.
         writer: takes the place of `scatter` for a model without features; None: results are outputs
             by name.
+        steps: the states of sequences; None: items have them.
     """
     config, runtime = made.config, made.runtime
     before: tuple[Callable[[Sequence[Entry]], Sequence[Entry]], ...] = ()
     after: tuple[Callable[[Sequence[Result], Sequence[Entry]], Sequence[Result]], ...] = ()
     hooked, counts = made.hooked, made.counts
+    if steps is not None:
+        before, after = (steps.attach,), (steps.keep,)
     if hooked is not None and hooked.by_row:
         before = (partial(stages.prepared, hooked.prepare, counts, made.failures),)
     if hooked is not None and (hook := hooked.hooks.postprocess) is not None:

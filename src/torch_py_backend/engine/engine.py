@@ -25,6 +25,7 @@ from torch_py_backend.pipeline.hooks import HookedPipeline
 from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.run import Attempt, Entry, Group, Result, Run
+from torch_py_backend.pipeline.sequences import Sequences, Slots
 from torch_py_backend.pipeline.stages import Scatter
 from torch_py_backend.values import Item
 
@@ -89,15 +90,23 @@ class Engine:
         self.run = self.pipeline()
         self.stream_calls = StreamCalls(self, build.chosen(self, forward))
 
-    def pipeline(self, writer: Scatter | None = None, *, traced: bool = False) -> Run:
+    def pipeline(
+        self,
+        writer: Scatter | None = None,
+        steps: Sequences | Slots | None = None,
+        *,
+        traced: bool = False,
+    ) -> Run:
         """Return the function that runs a batch of requests' items.
 
         Args:
             writer: as for `build.chosen`.
+            steps: as for `build.chosen`.
             traced: whether items may have trace contexts.
         """
-        returns = not self.runtime.host_inputs  # each response is for the host or the GPU
-        stages = build.chosen(self, self._forward, None if returns else writer)
+        # Each response is for the host or the GPU, or a state that clients get is on the GPU.
+        returns = not self.runtime.host_inputs or (steps is not None and not self.runtime.on_cpu)
+        stages = build.chosen(self, self._forward, None if returns else writer, steps)
         run_group = run.attempt(stages, self.counts)
         if traced:
             run_group = partial(_run_traced, run_group)

@@ -58,7 +58,7 @@ class TraceContexts:
             log.warning("model '%s': a trace cannot be read: %s.", self._model, summarize(error))
             return item
         attached = partial(self._attached, context)
-        return RequestItem(item, attached, values.parameters(item))
+        return RequestItem(item, attached, values.parameters(item), values.step(item))
 
     def handle(self) -> Any:
         """Return the trace for calls of other models; None: the current request has none."""

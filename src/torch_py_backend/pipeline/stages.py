@@ -15,7 +15,7 @@ from torch_py_backend.pipeline.outputs import Finite
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.ragged import Ragged
 from torch_py_backend.pipeline.run import Entry, Result
-from torch_py_backend.values import Item, Rows, Value
+from torch_py_backend.values import Item, RequestItem, Rows, Value
 
 Scatter: TypeAlias = "Callable[[Sequence[Value], Sequence[int], Sequence[Item]], Sequence[Result]]"
 
@@ -122,7 +122,9 @@ def prepared(
     ]
     counts.preprocess_seconds += time.perf_counter() - began
     return [
-        result if isinstance(result, BackendError) else values.like(entry, result)
+        values.like(entry, result)
+        if isinstance(entry, RequestItem) and isinstance(result, dict)
+        else result
         for entry, result in zip(entries, results, strict=True)
     ]
 

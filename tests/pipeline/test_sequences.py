@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import build
@@ -16,15 +16,16 @@ from hypothesis import strategies as st
 from stateful import IDLE_S, SLOTS, Served, config, engine, make_state, step
 from torch import Tensor
 
+from torch_py_backend import values
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import Origin
 from torch_py_backend.config.sequence_config import ControlInput
+from torch_py_backend.engine import engine as engine_module
 from torch_py_backend.engine import warmup
 from torch_py_backend.errors import ForwardError, InputError, OutputError
 from torch_py_backend.loading import example_inputs
-from torch_py_backend.pipeline.sequences import Step
 from torch_py_backend.signature import binding, introspection
-from torch_py_backend.values import Item
+from torch_py_backend.values import Item, RequestItem, Step
 
 # Longer than the idle time, plus the time a request may still be queued.
 _FORGOTTEN_S = IDLE_S + 1.5
@@ -62,12 +63,12 @@ def test_unknown_sequences() -> None:
 
 
 def test_a_report_has_the_position_of_the_failed_step() -> None:
-    """Slot fillers, refused steps and earlier rounds do not shift the positions of reports."""
+    """Slot fillers and refused steps do not shift the positions of reports."""
     served = accumulating()
     served.send(step(1, 1, "s"), step(2, 1, "s"))
-    outcomes = served.send(step(0, 9), step(7, 1), step(1, 1), step(2, -1), step(1, -1), step(1, 1))
+    outcomes = served.send(step(0, 9), step(7, 1), step(1, 1), step(2, -1))
     reported = [at for at, value in enumerate(outcomes) if getattr(value, "reported", False)]
-    assert reported == [3, 4]
+    assert reported == [3]
 
 
 @pytest.mark.parametrize(("flags", "value"), [("s", 7), ("e", None), ("", 12)])
@@ -75,23 +76,24 @@ def test_a_step_that_cannot_be_read(flags: str, value: float | None) -> None:
     """It begins and ends its sequence, so no later step gets an older sequence's state."""
     served = accumulating()
     served.send(step(1, 5, "s"))
-    served.states.skip(1, starts="s" in flags, ends="e" in flags)
+    served.states.skip(step(1, 0, flags).step)
     (after,) = served.send(step(1, 7))
     assert after == value if value else isinstance(after, InputError)
 
 
 def test_internal_error_ends_sequences() -> None:
     """A sequence ends with its last step, whatever exception is raised."""
-    served = accumulating()
+    served = Served(config(make_state()), _interrupted)
     served.send(step(1, 1, "s"), step(2, 1, "s"))
-    served.states._run_items = _fails
     with pytest.raises(KeyboardInterrupt):
-        served.send(step(1, 1, "e"), step(2, 1))
+        served.send(step(1, -1, "e"), step(2, 1))
     assert len(served.states) == 1
 
 
-def _fails(items: Any) -> Any:
-    raise KeyboardInterrupt
+def _interrupted(x: Tensor, total: Tensor) -> dict[str, Tensor]:
+    if bool((x == -1).any()):
+        raise KeyboardInterrupt
+    return {"y": x, "sum": total + x}
 
 
 # --- memory of states ----------------------------------------------------------------------------
@@ -136,10 +138,10 @@ def reusing() -> Callable[[Tensor, Tensor], dict[str, Tensor]]:
 
 
 def test_a_model_that_reuses_memory() -> None:
-    """Steps of one sequence in one batch keep their own results and states."""
+    """States keep their values when the next call of the model overwrites its memory."""
     served = Served(config(make_state()), reusing())
-    assert served.send(step(1, 1, "s"), step(2, 10, "s"), step(1, 2), step(1, 3)) == [1, 10, 3, 6]
-    assert served.send(step(2, 10), step(1, 4)) == [20, 10]
+    assert served.send(step(1, 1, "s"), step(2, 10, "s")) == [1, 10]
+    assert served.send(step(2, 10), step(1, 4)) == [20, 5]
 
 
 def _memory(served: Served) -> int:
@@ -161,11 +163,11 @@ def test_a_state_does_not_keep_its_batch(width: int) -> None:
     served = Served(settings, models.Accumulate())
     for first in range(1, 105, 8):
         names = range(first, first + 8)
-        served.states.run([Step(name, True, False, wide) for name in names])
+        served.run([RequestItem(wide, step=Step(name, starts=True)) for name in names])
     assert _memory(served) == 104 * width * 4
-    served.states.run([Step(name, False, True, wide) for name in range(2, 105)])
+    served.run([RequestItem(wide, step=Step(name, ends=True)) for name in range(2, 105)])
     assert _memory(served) == width * 4
-    (outcome,) = served.states.run([Step(1, False, True, wide)])
+    (outcome,) = served.run([RequestItem(wide, step=Step(1, ends=True))])
     assert isinstance(outcome, dict)
     assert torch.as_tensor(outcome["y"]).unique().tolist() == [2]
 
@@ -182,35 +184,26 @@ def test_a_state_that_is_an_output() -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-@pytest.mark.parametrize("names", [(1,), (1, 2, 3)], ids=["alone", "in a batch"])
-def test_a_state_that_is_an_output_on_a_gpu(
-    names: tuple[int, ...], on_gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_that_is_an_output_on_a_gpu(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client on the host gets a copy; the state stays on the GPU."""
     served = Served(config(make_state(("total", "y"))), models.Accumulate())
     fake_gpu.install(monkeypatch)
-    run = served.engine.run
 
-    def run_on_gpu(items: Sequence[Item]) -> list[Any]:
-        return [
-            {name: fake_gpu.put(torch.as_tensor(value)) for name, value in outcome.items()}
-            for outcome in run(items)
-            if isinstance(outcome, dict)
-        ]
+    def run(entries: Any) -> Any:
+        attached: Any = served.states.attach(entries)
+        results = [{"y": fake_gpu.put(entry["total"] + 1)} for entry in attached]
+        return served.states.keep(results, attached)
 
-    served.states._run_items = run_on_gpu
     for flags, expected in (("s", 1), ("", 2)):
-        steps = [step(name, name, flags) for name in names]
+        steps = [step(name, 0, flags) for name in (1, 2)]
         if on_gpu:
-            steps = [
-                s._replace(item={"x": fake_gpu.put(torch.as_tensor(s.item["x"]))}) for s in steps
-            ]
-        outcomes = served.states.run(steps)
-        for name, outcome in zip(names, outcomes, strict=True):
-            assert isinstance(outcome, dict)
-            assert isinstance(outcome["y"], Tensor)
-            assert outcome["y"].flatten()[0] == name * expected
-            assert outcome["y"].is_cuda == on_gpu
+            put = fake_gpu.put(torch.ones(1, 4))
+            steps = [values.like(sent, {"x": put}) for sent in steps]
+        outcomes: Any = engine_module._run_and_return(run, steps)
+        states: list[Any] = [one.states["total"] for one in served.states._live.values()]
+        assert all(state.is_cuda for state in states)
+        assert [float(outcome["y"][0, 0]) for outcome in outcomes] == [expected] * 2
+        assert [outcome["y"].is_cuda for outcome in outcomes] == [on_gpu] * 2
 
 
 # --- types of states ---------------------------------------------------------------------------
@@ -239,10 +232,13 @@ def test_states_of_strings() -> None:
 
     def send(flags: str, **words: str) -> list[Any]:
         steps = [
-            Step(name, bool(flags), False, {"words": np.array([[word.encode()]], dtype=np.object_)})
+            RequestItem(
+                {"words": np.array([[word.encode()]], dtype=np.object_)},
+                step=Step(name, bool(flags)),
+            )
             for name, word in words.items()
         ]
-        return [outcome["y"].tolist() for outcome in served.states.run(steps)]  # type: ignore[index]
+        return [outcome["y"].tolist() for outcome in served.run(steps)]
 
     assert send("s", a="é", b="1") == [[["é"]], [["1"]]]
     assert send("", b="2", a="t") == [[["12"]], [["ét"]]]
@@ -390,19 +386,18 @@ def test_sequences_with_queued_requests_are_kept() -> None:
     assert served.states._live.keys() == {1, 2}
 
 
-def test_sweep_does_not_wait_for_a_batch() -> None:
-    """A sweep during a batch returns at once and changes nothing."""
-    served = accumulating()
-    run = served.states._run_items
+def test_a_sweep_during_a_batch_keeps_its_sequences() -> None:
+    """The queue is not regarded as empty while a batch runs for long."""
 
-    def swept(items: Any) -> Any:
+    def slow(x: Tensor, total: Tensor) -> dict[str, Tensor]:
         served.now += 10 * _FORGOTTEN_S
         served.states.sweep()
-        return run(items)
+        return {"y": total + x, "sum": total + x}
 
-    served.send(step(1, 1, "s"))
-    served.states._run_items = swept
+    served = Served(config(make_state()), slow)
+    assert served.send(step(1, 1, "s"), step(2, 1, "s")) == [1, 1]
     assert served.send(step(1, 1)) == [2]
+    assert served.send(step(2, 1)) == [2]
 
 
 # --- random order ------------------------------------------------------------------------------
@@ -415,12 +410,15 @@ _STEPS = st.builds(
     st.sampled_from(["", "", "", "s", "s", "e", "se"]),
 )
 _EVENTS = st.lists(
-    st.lists(_STEPS, min_size=1, max_size=6) | st.just("wait") | st.just("sweep"), max_size=20
+    st.lists(_STEPS, min_size=1, max_size=6, unique_by=lambda sent: sent.step.id)
+    | st.just("wait")
+    | st.just("sweep"),
+    max_size=20,
 )
 
 
 @given(_EVENTS)
-def test_no_state_leaks(events: list[list[Step] | str]) -> None:
+def test_no_state_leaks(events: list[list[RequestItem] | str]) -> None:
     """In any order of begins, steps, failures, ends and idling, each sequence has its own sum."""
     served = accumulating()
     totals: dict[int | str, float] = {}
@@ -429,9 +427,9 @@ def test_no_state_leaks(events: list[list[Step] | str]) -> None:
     for event in events:
         if isinstance(event, list):
             sent = served.now
-            for step, outcome in zip(event, served.send(*event), strict=True):
-                _compare(totals, step, outcome)
-                used[step.id] = sent
+            for item, outcome in zip(event, served.send(*event), strict=True):
+                _compare(totals, item, outcome)
+                used[item.step.id] = sent
         elif event == "wait":
             served.now += _FORGOTTEN_S
         else:
@@ -444,9 +442,9 @@ def test_no_state_leaks(events: list[list[Step] | str]) -> None:
         assert served.states._live.keys() == totals.keys()
 
 
-def _compare(totals: dict[int | str, float], step: Step, outcome: Any) -> None:
-    """Return the expected outcome of a step, computed with a dict."""
-    value = float(np.asarray(step.item["x"])[0, 0])
+def _compare(totals: dict[int | str, float], item: RequestItem, outcome: Any) -> None:
+    """Compare the outcome of a step with one that is computed with a dict."""
+    value, step = float(np.asarray(item["x"])[0, 0]), item.step
     if step.starts:
         totals[step.id] = 0
     if step.id not in totals:
