@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,10 @@ def test_scenario(
         (response,) = model.execute([_request(call, document)])
         _check(call, response)
     good = [call for call in scenario.calls if isinstance(call.expected, dict)]
-    together = model.execute([_request(call, document) for call in good])
-    for call, response in zip(good, together, strict=True):
-        _check(call, response)
+    for batch in _batches(good):
+        together = model.execute([_request(call, document) for call in batch])
+        for call, response in zip(batch, together, strict=True):
+            _check(call, response)
     if not any(call.turn for call in scenario.calls):
         unreadable = fake_triton.InferenceRequest([_Unreadable("x", np.zeros((1, 1)))])
         *beside, refused = model.execute([*[_request(call, document) for call in good], unreadable])
@@ -82,6 +84,17 @@ def test_scenario(
     log = "\n".join(text for _, text in fake_triton.Logger.lines)
     for part in scenario.logs:
         assert part in log
+
+
+def _batches(calls: Sequence[Call]) -> list[list[Call]]:
+    """Return calls in batches: Triton sends no step before the one before it is answered."""
+    batches: list[list[Call]] = [[]]
+    for call in calls:
+        names = [other.turn.id for other in batches[-1] if other.turn is not None]
+        if call.turn is not None and call.turn.id in names:
+            batches.append([])
+        batches[-1].append(call)
+    return batches
 
 
 class _Unreadable(fake_triton.Tensor):
