@@ -86,7 +86,7 @@ def model(name: str, config: Mapping[str, Any]) -> Model:
         )
     inputs = []
     for entry in config.get("input", ()):
-        dtype = dtypes.parse(name, f"input '{entry['name']}'", entry["data_type"])
+        dtype = dtypes.parse(f"input '{entry['name']}'", entry["data_type"])
         dims = tuple(int(dim) for dim in entry.get("dims", ()))
         inputs.append(TensorSpec(entry["name"], dtype, dims, bool(entry.get("optional"))))
     return Model(name, int(config.get("max_batch_size", 0)), tuple(inputs))

@@ -48,7 +48,7 @@ def refuse(text: str, *arguments: str, cwd: Path | None = None) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def here(model: str, task: str, arguments: Mapping[str, Any], *rest: object, **_: object) -> Any:
+def here(task: str, arguments: Mapping[str, Any], *rest: object, **_: object) -> Any:
     """Run a task of `child_process.run` in this process, which need not import torch again."""
     module, function = task.split(":")
     path, modules = list(sys.path), set(sys.modules)
@@ -57,8 +57,9 @@ def here(model: str, task: str, arguments: Mapping[str, Any], *rest: object, **_
         result = getattr(importlib.import_module(module), function)(**sent)
         return json.loads(json.dumps(result))
     except BackendError as error:
-        text = error.traceback or traceback.format_exc()
-        raise LoadError.from_message(str(error), text) from None
+        refusal = LoadError(str(error))
+        refusal.traceback = error.traceback or traceback.format_exc()
+        raise refusal from None
     finally:
         sys.path[:] = path
         folder = str(arguments["arguments"]["model_repository"])

@@ -42,14 +42,14 @@ def index(folder: Path, data: bytes) -> None:
     with contextlib.suppress(ValueError):
         file_types.weight_map(path)
     (folder / "model.py").touch()
-    source_dependencies.find("m", folder / "model.py")
+    source_dependencies.find(folder / "model.py")
 
 
 def source(folder: Path, data: bytes) -> None:
     """The imports of a source from its own folder."""
     (folder / "net.py").write_bytes(data)
     with contextlib.suppress(LoadError):
-        source_dependencies.find("m", folder / "net.py")
+        source_dependencies.find(folder / "net.py")
 
 
 def option(folder: Path, data: bytes) -> None:

@@ -3,7 +3,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 
-import build
 import pytest
 import torch
 
@@ -47,26 +46,38 @@ def test_codes() -> None:
 @pytest.mark.parametrize(
     ("found", "expected", "cure", "message"),
     [
-        ("it is odd", "", "", "model 'digits': it is odd."),
-        ("it is odd", "even", "", "model 'digits': it is odd; expected even."),
-        ("it is odd", "even", "Add 1.", "model 'digits': it is odd; expected even. Add 1."),
+        ("it is odd", "", "", "it is odd."),
+        ("it is odd", "even", "", "it is odd; expected even."),
+        ("it is odd", "even", "Add 1.", "it is odd; expected even. Add 1."),
         # the message of another error ends with a full stop already
-        ("model 'other': no part.", "", "Go.", "model 'digits': model 'other': no part. Go."),
+        ("no part.", "", "Go.", "no part. Go."),
     ],
 )
 def test_message(found: str, expected: str, cure: str, message: str) -> None:
-    """A message names the model, what was found, what was expected and what to do."""
-    assert str(ModelError("digits", found, expected=expected, cure=cure)) == message
+    """A message says what was found, what was expected and what to do; `about` adds the model."""
+    error = ModelError(found, expected=expected, cure=cure)
+    assert str(error) == message
+    with pytest.raises(ModelError) as raised, errors.about("digits"):
+        raise error
+    assert str(raised.value) == f"model 'digits': {message}"
+
+
+@pytest.mark.parametrize(
+    "error", [errors.ToolError("no folder."), errors.CallError("other", "it answers: no.")]
+)
+def test_no_name(error: BackendError) -> None:
+    """An error about no model, or about a called one, does not get the model's name."""
+    assert errors.named("digits", error) == str(error)
 
 
 def test_facts() -> None:
     """Classes compose their messages from facts."""
-    option = OptionError(build.MODEL, "WARMUP", "maybe", "true or false")
+    option = OptionError("WARMUP", "maybe", "true or false")
     assert "the parameter WARMUP is 'maybe'; expected true or false." in str(option)
-    fatal = UnavailableError.fatal(build.MODEL, "RuntimeError: it broke")
+    fatal = UnavailableError.fatal("RuntimeError: it broke")
     assert "a fatal error and answers no requests any more (RuntimeError: it broke)" in str(fatal)
-    error = ForwardError(build.MODEL, ZeroDivisionError("by zero"))
-    assert str(error) == "model 'digits': forward() raised ZeroDivisionError: by zero."
+    error = ForwardError(ZeroDivisionError("by zero"))
+    assert str(error) == "forward() raised ZeroDivisionError: by zero."
 
 
 def _differentiate(x: torch.Tensor) -> torch.Tensor:
@@ -99,7 +110,7 @@ def test_gradients(forward: Callable[[torch.Tensor], object], scripted: bool) ->
     if scripted:
         error = RuntimeError(f"… the TorchScript interpreter.\nRuntimeError: {error}")
     needs = 'need the parameter INFERENCE_MODE "false", and torch.enable_grad() in forward().'
-    assert str(ForwardError(build.MODEL, error)).endswith(f". Gradients {needs}")
+    assert str(ForwardError(error)).endswith(f". Gradients {needs}")
 
 
 @pytest.mark.parametrize(

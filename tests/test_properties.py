@@ -159,7 +159,6 @@ def test_config_is_parsed_or_refused(document: dict[str, Any]) -> None:
         result = _result(lambda: discovery.find(model_config.parse(arguments)))
     # An empty folder can serve only a factory of an installed package.
     assert isinstance(result, Artifact) == (getattr(result, "kind", None) is ArtifactType.FACTORY)
-    assert isinstance(result, Artifact) or "'digits'" in str(result)
 
 
 # --- binding -----------------------------------------------------------------------------------
@@ -248,9 +247,7 @@ def test_any_names_bind_or_are_refused(names: list[str], count: int, rest: bool)
             Argument("more", False, Passing.VAR_POSITIONAL, ArgumentType.TENSOR, "*more")
         )
     result = _result(lambda: binding.bind_inputs("m", names, Signature(tuple(arguments))))
-    if isinstance(result, LoadError):
-        assert str(result).startswith("model 'm'")
-    else:
+    if not isinstance(result, LoadError):
         assert sorted(pytree.tree_leaves(_called(result))) == sorted(names)
 
 

@@ -1,14 +1,15 @@
-"""The exception tree. A class takes facts, composes its message and has the name of a Triton code.
+"""The exception tree. A class has the name of a Triton code.
 
-A message names the model, what was found, what was expected, and what to do. Messages to clients
-(InputError, ForwardError, HookError, CallError, OutputError, UnavailableError) contain no path of
-the server.
+A message says what was found, what was expected, and what to do. The adapter and the command line
+put the model's name before it, with `about` or `named`. Messages to clients (InputError,
+ForwardError, HookError, CallError, OutputError, UnavailableError) contain no path of the server.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from textwrap import shorten
 
 
@@ -27,29 +28,23 @@ class BackendError(Exception):
 
 
 class ModelError(BackendError):
-    """An error about one model.
+    """An error about one model, whose name the message does not have yet.
 
     Args:
-        model: the model's name.
         found: what was found, as a clause.
         expected: what was expected, as a noun phrase.
         cure: what to do, as a sentence.
     """
 
-    def __init__(self, model: str, found: str, *, expected: str = "", cure: str = "") -> None:
-        super().__init__(_message(f"model '{model}'", found, expected, cure))
+    def __init__(self, found: str, *, expected: str = "", cure: str = "") -> None:
+        problem = found + (f"; expected {expected}" if expected else "")
+        if not problem.endswith((".", "?")):  # as the message of another error does
+            problem += "."
+        super().__init__(f"{problem} {cure}" if cure else problem)
 
 
 class LoadError(ModelError):
     """The model cannot be served; the load fails with this message."""
-
-    @classmethod
-    def from_message(cls, message: str, traceback: str = "") -> LoadError:
-        """Return an error with the message and the traceback of one in another process."""
-        error = cls.__new__(cls)
-        Exception.__init__(error, message)
-        error.traceback = traceback
-        return error
 
 
 class ConfigError(LoadError):
@@ -59,9 +54,8 @@ class ConfigError(LoadError):
 class OptionError(LoadError):
     """The value of a parameter is not accepted."""
 
-    def __init__(self, model: str, key: str, value: str, accepted: str, *, cure: str = "") -> None:
+    def __init__(self, key: str, value: str, accepted: str, *, cure: str = "") -> None:
         super().__init__(
-            model,
             f"the parameter {key} is '{value}'",
             expected=accepted,
             cure=cure or "Correct it in config.pbtxt.",
@@ -79,7 +73,7 @@ class SourceError(LoadError):
 class WeightsError(LoadError):
     """Weights that the module does not load, with the reasons of load_state_dict()."""
 
-    def __init__(self, model: str, file: str, error: BaseException, *, cure: str = "") -> None:
+    def __init__(self, file: str, error: BaseException, *, cure: str = "") -> None:
         lines = f"{type(error).__name__}: {error}".splitlines()
         # torch's first line says only that there are errors.
         reasons = [
@@ -87,7 +81,6 @@ class WeightsError(LoadError):
         ]
         more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
         super().__init__(
-            model,
             f"the weights in {file} do not fit the module:"
             f" {printable('; '.join(reasons[:_SHOWN]))}{more}",
             cure=cure
@@ -108,9 +101,8 @@ class PlatformError(LoadError):
 class CompileError(LoadError):
     """torch.compile failed."""
 
-    def __init__(self, model: str, reason: str) -> None:
+    def __init__(self, reason: str) -> None:
         super().__init__(
-            model,
             f"torch.compile failed: {reason}",
             cure="Install the compiler that it names, such as g++, or set"
             ' TORCH_COMPILE_OPTIONAL_PARAMETERS to {"disable": true} to serve the model eagerly.',
@@ -130,7 +122,7 @@ class InputError(ModelError):
 class ForwardError(ModelError):
     """An exception of the model's own code, raised by the function `called`."""
 
-    def __init__(self, model: str, error: BaseException, called: str = "forward") -> None:
+    def __init__(self, error: BaseException, called: str = "forward") -> None:
         summary, cure = summarize(error), ""
         if isinstance(error, UnicodeDecodeError):  # of torch, for a string in a result
             cure = "TorchScript can return only UTF-8 strings; return other bytes as a tensor."
@@ -139,32 +131,32 @@ class ForwardError(ModelError):
                 'Gradients need the parameter INFERENCE_MODE "false", and torch.enable_grad() in'
                 f" {called}()."
             )
-        super().__init__(model, f"{called}() raised {summary}", cure=cure)
+        super().__init__(f"{called}() raised {summary}", cure=cure)
 
 
 class HookError(ModelError):
     """A hook raised."""
 
-    def __init__(self, model: str, stage: str, error: BaseException) -> None:
-        super().__init__(model, f"{stage}() raised {summarize(error)}")
+    def __init__(self, stage: str, error: BaseException) -> None:
+        super().__init__(f"{stage}() raised {summarize(error)}")
 
 
 class CallError(ModelError):
-    """A failed call of the model `model`; `code` is that of its response."""
+    """A failed call of the model `called`; `code` is that of its response."""
 
     def __init__(
-        self, model: str, found: str, *, code: str = "INTERNAL", expected: str = "", cure: str = ""
+        self, called: str, found: str, *, code: str = "INTERNAL", expected: str = "", cure: str = ""
     ) -> None:
-        super().__init__(model, found, expected=expected, cure=cure)
+        super().__init__(f"model '{called}': {found}", expected=expected, cure=cure)
         self.code = code
 
 
 class NoServerError(CallError):
     """No server executes calls of other models."""
 
-    def __init__(self, model: str, inputs: Iterable[str]) -> None:
+    def __init__(self, called: str, inputs: Iterable[str]) -> None:
         super().__init__(
-            model,
+            called,
             f"it was called with {join_names(inputs) or 'no inputs'} where no server executes"
             " requests: while a model loads, in `check`, or in a test",
             cure="In a test, replace the model with torch_py_backend.composition.stand_in.",
@@ -178,9 +170,9 @@ class OutputError(ModelError):
 class InternalError(ModelError):
     """The backend itself failed."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self) -> None:
         super().__init__(
-            model, "the backend raised an unexpected error; the server's log has the traceback"
+            "the backend raised an unexpected error; the server's log has the traceback"
         )
 
 
@@ -190,10 +182,9 @@ class UnavailableError(ModelError):
     code = "UNAVAILABLE"
 
     @classmethod
-    def fatal(cls, model: str, reason: str) -> UnavailableError:
+    def fatal(cls, reason: str) -> UnavailableError:
         """Return the answer to every request after an error that makes the process unusable."""
         return cls(
-            model,
             f"this instance met a fatal error and answers no requests any more ({reason})",
             cure="It must be replaced: reload the model.",
         )
@@ -202,11 +193,9 @@ class UnavailableError(ModelError):
 class OutOfMemoryError(UnavailableError):
     """Too little memory. The message omits torch's text, which reports the memory of others."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self) -> None:
         super().__init__(
-            model,
-            "the request does not fit in memory",
-            cure="Try again later, or send less.",
+            "the request does not fit in memory", cure="Try again later, or send less."
         )
 
 
@@ -215,20 +204,20 @@ class CancelledError(ModelError):
 
     code = "CANCELLED"
 
-    def __init__(self, model: str, when: str = "before it ran") -> None:
-        super().__init__(model, f"the request was cancelled {when}")
+    def __init__(self, when: str = "before it ran") -> None:
+        super().__init__(f"the request was cancelled {when}")
 
 
 class SaveError(ModelError):
     """A module cannot be saved as a model folder.
 
     Attributes:
-        found: what was found, without the model's name and the cure.
+        found: what was found, without the cure.
         cure: what to do, as a sentence; may be empty.
     """
 
-    def __init__(self, model: str, found: str, *, expected: str = "", cure: str = "") -> None:
-        super().__init__(model, found, expected=expected, cure=cure)
+    def __init__(self, found: str, *, expected: str = "", cure: str = "") -> None:
+        super().__init__(found, expected=expected, cure=cure)
         self.found, self.cure = found, cure
 
 
@@ -269,10 +258,21 @@ _NO_GRADIENTS = (
 )
 
 
-def _message(subject: str, found: str, expected: str, cure: str) -> str:
-    problem = f"{subject}: {found}" + (f"; expected {expected}" if expected else "")
-    problem = problem.rstrip(".")  # `found` may be the message of another error
-    return f"{problem}. {cure}" if cure else f"{problem}."
+def named(model: str, error: BackendError) -> str:
+    """Return the message of an error about a model, with the model's name before it."""
+    names_another = isinstance(error, CallError)
+    is_named = isinstance(error, ModelError) and not names_another
+    return f"model '{model}': {error}" if is_named else str(error)
+
+
+@contextlib.contextmanager
+def about(model: str) -> Iterator[None]:
+    """Put the model's name before the message of an error that the block raises."""
+    try:
+        yield
+    except ModelError as error:
+        error.args = (named(model, error),)
+        raise
 
 
 def join_names(names: Iterable[str]) -> str:

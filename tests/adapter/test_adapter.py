@@ -196,7 +196,7 @@ class Watch:
             print(os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"])
             sys.meta_path.remove(self)
 sys.meta_path.insert(0, Watch())
-adapter._check_numpy = lambda model: None
+adapter._check_numpy = lambda: None
 adapter.execution_env.check_running_python = lambda *_: None  # looks for torch
 adapter.metrics.Publisher = unittest.mock.Mock()
 adapter.TritonPythonModel().initialize(json.loads({json.dumps(fake_triton.arguments(folder))!r}))

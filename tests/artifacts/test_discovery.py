@@ -134,7 +134,7 @@ def test_missing_model_file(
         (tmp_path / "1" / "model.pth").symlink_to("gone.pt")
     with pytest.raises(ArtifactError) as raised:
         discovery.find(build.config(tmp_path, default_model_filename=name))
-    assert str(raised.value).startswith("model 'digits': version 1 holds ")
+    assert str(raised.value).startswith("version 1 holds ")
     assert message in str(raised.value)
 
 
@@ -173,7 +173,7 @@ def test_missing_weights(name: str, tmp_path: Path) -> None:
     version = store(tmp_path, _PY | {"model.pt": weights})
     (version / "folder").mkdir()
     (version / "broken.pt").symlink_to("nothing")
-    message = f"'digits': WEIGHTS is '{name}', and version 1 has no such file. Correct the name"
+    message = f"WEIGHTS is '{name}', and version 1 has no such file. Correct the name"
     with pytest.raises(ArtifactError, match=message):
         discovery.find(build.config(tmp_path, weights=name))
 

@@ -68,7 +68,7 @@ def test_versions(tmp_path: Path) -> None:
 def test_latest_without_versions(tmp_path: Path) -> None:
     """A model without versions is rejected; the error names the expected folder."""
     folder = _lay_out(tmp_path / "digits", "config.pbtxt", "0/", "1")
-    with pytest.raises(ConfigError, match=r"model 'digits': .*no versions; expected a folder .*1"):
+    with pytest.raises(ConfigError, match=r"no versions; expected a folder .*1"):
         repository.latest(folder)
 
 

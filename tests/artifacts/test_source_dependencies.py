@@ -24,7 +24,7 @@ def _lay_out(folder: Path, files: Mapping[str, str]) -> Path:
 
 def _files(source: Path) -> dict[str, str]:
     """Return the files of a source: name in the version folder → relative path."""
-    files = source_dependencies.find("digits", source)
+    files = source_dependencies.find(source)
     return {name: path.relative_to(source.parent).as_posix() for name, path in files.items()}
 
 
@@ -124,8 +124,8 @@ def test_source_named_model_may_be_imported(tmp_path: Path) -> None:
 def test_module_named_model(tmp_path: Path) -> None:
     """A source cannot import another file named model.py."""
     source = _lay_out(tmp_path, {"net.py": "import model", "model.py": ""})
-    with pytest.raises(ArtifactError, match=r"'digits': net\.py imports model\.py .*Rename model"):
-        source_dependencies.find("digits", source)
+    with pytest.raises(ArtifactError, match=r"net\.py imports model\.py .*Rename model"):
+        source_dependencies.find(source)
 
 
 # --- weights ---------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def _filled(schema: Entry, **written: Any) -> Entry:
     """Return a config whose gaps a model's schema fills."""
     arguments = build.arguments(**({"max_batch_size": 0, "input": [], "output": []} | written))
     document: Entry = json.loads(arguments["model_config"])
-    completion.fill(build.MODEL, document, copy.deepcopy(schema))
+    completion.fill(document, copy.deepcopy(schema))
     return document
 
 
@@ -91,7 +91,7 @@ def test_arguments_of_the_child_process(
     document = json.loads(arguments["model_config"])
     completion.complete(arguments, document, seconds)
     target = "torch_py_backend.autocomplete.schema:describe"
-    run.assert_called_once_with(build.MODEL, target, {"arguments": arguments}, limit)
+    run.assert_called_once_with(target, {"arguments": arguments}, limit)
     assert {key: document[key] for key in _BATCHED} == _BATCHED
 
 

@@ -232,7 +232,7 @@ def test_device_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ho
     if hooks:
         source = "class Hooks:\n    def preprocess(self, text: str): ..."
         build.write(tmp_path, "hooks.py", source)
-    load = mock.Mock(side_effect=ArtifactError("digits", "this test has no GPU"))
+    load = mock.Mock(side_effect=ArtifactError("this test has no GPU"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(registry, "load", load)
@@ -364,7 +364,6 @@ def test_invalid_examples(tmp_path: Path, examples: str | None, message: str) ->
     build.write(tmp_path, "model.py", source)
     with pytest.raises((LoadError, ForwardError)) as error:
         _describe(tmp_path)
-    assert str(error.value).startswith("model 'digits': ")
     assert message in str(error.value)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,9 @@ def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run all models in this process but those that need one of their own."""
     child = child_process.run
 
-    def run(model: str, *arguments: Any, **keywords: Any) -> Any:
-        task = child if model in _PROCESSES else command_line.here
-        return task(model, *arguments, **keywords)
+    def run(task: str, arguments: Mapping[str, Any], *rest: Any, **keywords: Any) -> Any:
+        own = arguments["arguments"]["model_name"] in _PROCESSES
+        return (child if own else command_line.here)(task, arguments, *rest, **keywords)
 
     monkeypatch.setattr(child_process, "run", run)
     monkeypatch.setattr(completion, "LIMIT_S", 1)
@@ -253,7 +254,7 @@ def test_completion_and_load_share_the_timeout(
     """The load has the time that the completion of the config has left."""
     limits: list[float] = []
 
-    def run(_model: str, task: str, _arguments: Any, seconds: float) -> dict[str, Any]:
+    def run(task: str, _arguments: Any, seconds: float) -> dict[str, Any]:
         limits.append(seconds)
         time.sleep(0.2)
         schema = {"input": [], "output": [], "max_batch_size": 0}

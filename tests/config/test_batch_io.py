@@ -76,5 +76,5 @@ def test_invalid_entry(role: str, changes: dict[str, Any], message: str) -> None
     """Invalid kinds, types, names and shapes are rejected at load."""
     with pytest.raises(ConfigError) as raised:
         parsed(**{f"batch_{role}": changes})
-    assert str(raised.value).startswith(f"model 'digits': batch_{role} ")
+    assert str(raised.value).startswith(f"batch_{role} ")
     assert message in str(raised.value)

@@ -52,4 +52,4 @@ def test_stub_in_a_valid_environment(
     """No environment, one for this Python, and a PATH without one are accepted."""
     folder = _folder(tmp_path / "env", python) if python else tmp_path
     monkeypatch.setenv("PATH", str(folder / "bin"))
-    execution_env.check_running_python("net", named)
+    execution_env.check_running_python(named)

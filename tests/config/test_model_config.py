@@ -105,7 +105,7 @@ def test_reshape(changes: dict[str, Any], dims: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("role", ["input", "output"])
 def test_invalid_tensors(role: str) -> None:
     """A config without tensors is accepted only for its completion; unknown types never are."""
-    with pytest.raises(ConfigError, match=rf"'digits': config.pbtxt lists no {role}; expected at"):
+    with pytest.raises(ConfigError, match=rf"config.pbtxt lists no {role}; expected at"):
         parsed(**{role: []})
     incomplete = model_config.parse(build.arguments(**{role: []}), complete=False)
     assert (incomplete.inputs, incomplete.outputs) == ((), ())
@@ -144,5 +144,4 @@ def test_refused_setting(document: dict[str, Any], message: str) -> None:
     """A setting without effect, and a file outside the version folder, are rejected."""
     with pytest.raises(ConfigError) as raised:
         parsed(**document)
-    assert str(raised.value).startswith("model 'digits': ")
     assert message in str(raised.value)

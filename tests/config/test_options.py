@@ -39,7 +39,7 @@ def test_keys() -> None:
     for row in options.TABLE:
         with pytest.raises(OptionError) as raised:
             parsed(**{row.key: ""})
-        expected = f"'digits': the parameter {row.key} is ''; expected {row.parser.accepted}"
+        expected = f"the parameter {row.key} is ''; expected {row.parser.accepted}"
         assert expected in str(raised.value)
 
 

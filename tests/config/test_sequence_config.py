@@ -34,7 +34,7 @@ def with_initial(**changes: Any) -> dict[str, Any]:
 
 def parsed(batching: dict[str, Any], max_batch_size: int = 8) -> SequenceConfig:
     document = {"max_batch_size": max_batch_size, "sequence_batching": batching}
-    config = sequence_config.parse("digits", document)
+    config = sequence_config.parse(document)
     assert config is not None
     return config
 

@@ -57,7 +57,7 @@ def _call(forward: Callable[[Tensor], Tensor]) -> Callable[[Sequence[Item]], Seq
             with torch.no_grad():
                 return [{"y": forward(x)}]
         except IndexError as error:
-            return [ForwardError(build.MODEL, error)]
+            return [ForwardError(error)]
 
     return call
 

@@ -177,7 +177,7 @@ def test_missing_gpu(
     with pytest.raises(PlatformError) as raised:
         runtime.placement(build.config(kind="GPU", device_id=1))
     text = str(raised.value)
-    assert "'digits': instance_group asks for GPU 1" in text
+    assert "instance_group asks for GPU 1" in text
     assert f"torch {torch.__version__} sees {visible} GPUs" in text
     assert "Use KIND_CPU" in text
 

@@ -255,7 +255,7 @@ def test_a_failed_warm_up_fails_the_load(
         warmup.run(engine(build.config(), forward))
     text = str(raised.value)
     assert isinstance(raised.value, LoadError)
-    assert text.startswith("model 'digits': the warm-up with x [8, 4] failed: ")
+    assert text.startswith("the warm-up with x [8, 4] failed: ")
     assert message in text
     assert text.endswith(advice)
     assert ("made-up" in text) is ("RuntimeError" in message)

@@ -140,7 +140,7 @@ def test_program_that_cannot_be_loaded(member: str, content: bytes | None, tmp_p
     with pytest.raises(ArtifactError) as raised:
         loaded(tmp_path, "x")
     text = str(raised.value)
-    assert f"'digits': model.pt2 is a torch.export program that torch {torch.__version__}" in text
+    assert f"model.pt2 is a torch.export program that torch {torch.__version__}" in text
     assert str(tmp_path) not in text
 
 

@@ -226,7 +226,7 @@ def test_torchscript_that_cannot_be_loaded(
         load(tmp_path)
     text = str(raised.value)
     assert isinstance(raised.value, LoadError)
-    assert f"model 'digits': model.pt is TorchScript {says}" in text
+    assert f"model.pt is TorchScript {says}" in text
     assert str(tmp_path) not in text
 
 

@@ -32,7 +32,7 @@ _INF, _NAN = math.inf, math.nan
 )
 def test_difference(actual: list[float], expected: list[float], error: float) -> None:
     """Neither values close to zero nor large values distort the error."""
-    measured = differences.difference("digits", "y", torch.tensor(actual), torch.tensor(expected))
+    measured = differences.difference("y", torch.tensor(actual), torch.tensor(expected))
     assert measured == pytest.approx(error, rel=1e-3)
 
 
@@ -52,7 +52,7 @@ def _strings(*values: str | bytes) -> Any:
 )
 def test_share_that_differs(actual: Any, expected: Any, error: float) -> None:
     """The error of integers, booleans and strings is the share that differs."""
-    assert differences.difference("digits", "y", actual, expected) == error
+    assert differences.difference("y", actual, expected) == error
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_outputs_that_cannot_be_compared(
 ) -> None:
     """Another shape, or NaN in other places than eager, is refused."""
     with pytest.raises(OutputError, match=says):
-        differences.difference("digits", "y", torch.tensor(actual), torch.tensor(expected))
+        differences.difference("y", torch.tensor(actual), torch.tensor(expected))
 
 
 _BATCH = torch.tensor([[1.0, 2.0], [9.0, 9.0], [3.0, 4.0]])
@@ -92,7 +92,7 @@ _BATCH = torch.tensor([[1.0, 2.0], [9.0, 9.0], [3.0, 4.0]])
 def test_dependent_output(batch: Tensor, first: Any, last: Any, found: float | None) -> None:
     """The first and the last row are compared with the same rows alone."""
     alone = [{"y": torch.tensor(row, dtype=batch.dtype)} for row in (first, last)]
-    dependent = differences.dependent_output("digits", {"y": batch}, alone[0], alone[1])
+    dependent = differences.dependent_output({"y": batch}, alone[0], alone[1])
     assert (dependent is None) is (found is None)
     if dependent is not None:
         assert dependent[0] == "y"
@@ -103,7 +103,5 @@ def test_dependent_output(batch: Tensor, first: Any, last: Any, found: float | N
 def test_share_of_a_row(share: float, is_dependent: bool) -> None:
     """A share of a row's values may have a larger error."""
     first, last = {"y": torch.tensor([[1.0, 2.0]])}, {"y": torch.tensor([[3.0, 8.0]])}
-    dependent = differences.dependent_output(
-        "digits", {"y": _BATCH}, first, last, limit=0.1, share=share
-    )
+    dependent = differences.dependent_output({"y": _BATCH}, first, last, limit=0.1, share=share)
     assert (dependent is not None) is is_dependent

@@ -77,9 +77,7 @@ def test_only_failing_requests_get_the_error(
     outcomes = engine(model, rows, **overrides).run(sent)
     assert check(sent, outcomes, ForwardError) == guilty
     for place in guilty:
-        assert str(outcomes[place]) == (
-            "model 'digits': forward() raised ValueError: a bad value, see place.txt."
-        )
+        assert str(outcomes[place]) == ("forward() raised ValueError: a bad value, see place.txt.")
     if rows.least == 4:
         assert set(model.calls) == {4}
 
@@ -222,7 +220,7 @@ def test_reports() -> None:
     for place, value in ((0, -1.0), (2, -3.0), (3, -1.0)):
         error = outcomes[place]
         assert isinstance(error, ForwardError)
-        assert str(error) == f"model 'digits': forward() raised ValueError: value {value}."
+        assert str(error) == f"forward() raised ValueError: value {value}."
         assert error.traceback.startswith("Traceback (most recent call last):")
         assert "in judge" in error.traceback
         assert "During handling" not in error.traceback

@@ -33,8 +33,8 @@ def refusal(part: Any, *arguments: Any, **keywords: Any) -> str:
     with pytest.raises(OutputError) as raised:
         verified(part, *arguments, **keywords)
     text = str(raised.value)
-    assert text.startswith("model 'digits': output 'y' ")
-    return text.removeprefix("model 'digits': output 'y' ")
+    assert text.startswith("output 'y' ")
+    return text.removeprefix("output 'y' ")
 
 
 # --- shapes ----------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def test_strings_that_contradict_the_config_are_refused(
 def test_without_a_config() -> None:
     """A tensor stays as it is, and a number becomes a tensor."""
     tensor, number, strings = (
-        extraction.unchecked("digits", "y", part)
+        extraction.unchecked("y", part)
         for part in (torch.ones(2, 3, requires_grad=True), True, [["a"]])
     )
     assert isinstance(tensor, Tensor)

@@ -76,7 +76,7 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _run(code: str, seconds: float = 60, *, quiet: bool = False) -> Any:
-    return child_process.run("digits", "tasks:execute", {"code": code}, seconds, quiet=quiet)
+    return child_process.run("tasks:execute", {"code": code}, seconds, quiet=quiet)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def _run(code: str, seconds: float = 60, *, quiet: bool = False) -> Any:
 )
 def test_result(value: Any) -> None:
     """JSON arguments go in, and what the function returns comes back."""
-    assert child_process.run("digits", "tasks:echo", {"value": value}, 60) == value
+    assert child_process.run("tasks:echo", {"value": value}, 60) == value
 
 
 @pytest.mark.parametrize(
@@ -138,17 +138,17 @@ def test_prints(
     ("code", "says"),
     [
         (
-            "raise ConfigError('digits', 'it is [wrong]', expected='other', cure='Correct it.')",
-            "model 'digits': it is [wrong]; expected other. Correct it.",
+            "raise ConfigError('it is [wrong]', expected='other', cure='Correct it.')",
+            "it is [wrong]; expected other. Correct it.",
         ),
         ("raise ValueError('no /srv/secret/place/x.bin')", "ValueError: no x.bin"),
         (f"{_CLOSES}raise ValueError('broken')", "ValueError: broken"),
         ("raise ValueError('x' * 1_000_000)", "ValueError: xxx"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
-        ("os._exit(7)", "model 'digits': trying the model ended the process with exit code 7"),
-        ("os._exit(0)", "model 'digits': trying the model ended the process with exit code 0"),
-        ("ctypes.string_at(0)", "model 'digits': trying the model ended with SIGSEGV"),
-        ("os.kill(os.getpid(), 40)", "model 'digits': trying the model ended with signal 40"),
+        ("os._exit(7)", "trying the model ended the process with exit code 7"),
+        ("os._exit(0)", "trying the model ended the process with exit code 0"),
+        ("ctypes.string_at(0)", "trying the model ended with SIGSEGV"),
+        ("os.kill(os.getpid(), 40)", "trying the model ended with signal 40"),
         ("import nowhere", "No module named 'nowhere'"),
     ],
 )
@@ -161,7 +161,9 @@ def test_errors(code: str, says: str, scratch: Path, capfd: pytest.CaptureFixtur
     assert "\n" not in error
     assert len(error) < 1000
     assert ("server's log" in error) == ("trying the model" in error)
-    raises_another_error = not says.startswith("model ") and _CLOSES not in code
+    raises_another_error = (
+        not says.startswith(("it is", "trying the model")) and _CLOSES not in code
+    )
     assert ("in execute" in capfd.readouterr().err) == raises_another_error
     assert list(scratch.iterdir()) == []
 
@@ -191,7 +193,7 @@ def test_a_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
     arguments = {"code": _HANGS.format(str(note))}
     code = (
         "from torch_py_backend.processes import child_process;"
-        f" child_process.run('m', 'tasks:execute', {arguments}, 900)"
+        f" child_process.run('tasks:execute', {arguments}, 900)"
     )
     with subprocess.Popen([sys.executable, "-c", code]) as parent:
         while not (note.is_file() and note.read_text()):

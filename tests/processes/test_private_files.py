@@ -117,14 +117,14 @@ def test_folder_of_another_user_is_not_used(
     Then it is an error with its cure, or another folder takes its place.
     """
     shared = temporary / f"torch-py-backend-{_ME}"
-    assert private_files.user_folder("digits") == private_files.shared_folder("digits") == shared
+    assert private_files.user_folder() == private_files.shared_folder() == shared
     assert stat.S_IMODE(shared.stat().st_mode) == 0o700
     shared.rmdir()
     occupy(shared)
     with pytest.raises(PlatformError, match=says) as refusal:
-        private_files.shared_folder("digits")
+        private_files.shared_folder()
     assert "TMPDIR" in str(refusal.value)
-    folder = private_files.user_folder("digits")
+    folder = private_files.user_folder()
     assert folder != shared
     assert folder.parent == temporary
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
@@ -136,7 +136,7 @@ def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", list)
     with pytest.raises(PlatformError, match=r"No usable temporary directory.* Set TMPDIR"):
-        private_files.shared_folder("digits")
+        private_files.shared_folder()
 
 
 # --- locks -----------------------------------------------------------------------------------

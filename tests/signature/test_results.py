@@ -181,7 +181,7 @@ def test_invalid_names(result: Any, names: list[str], message: str) -> None:
     """Each name selects one leaf, and no two names the same one; the error lists the leaves."""
     with pytest.raises(BindingError) as raised:
         results.bind_outputs(build.MODEL, names, result)
-    assert str(raised.value).startswith("model 'digits': the outputs ")
+    assert str(raised.value).startswith("the outputs ")
     assert message in str(raised.value)
 
 

@@ -241,7 +241,7 @@ def test_warnings(tmp_path: Path) -> None:
 def test_warmup_shows_what_loading_does_not(tmp_path: Path) -> None:
     """A model that loads and cannot run is refused; with WARMUP off it only loads."""
     source = _LINEAR.replace("self.linear(x)", "self.linear(x).missing")
-    with pytest.raises(LoadError, match=r"model 'digits': .*missing"):
+    with pytest.raises(LoadError, match="missing"):
         _inspect(tmp_path, source, parameters=_parameters(WEIGHTS="none"))
     report = _inspect(tmp_path, source, parameters=_parameters(WEIGHTS="none", WARMUP="off"))
     assert report["options"]["WARMUP"] is False

@@ -25,7 +25,7 @@ from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import execution_env, model_config, threads
-from torch_py_backend.errors import BackendError, PlatformError
+from torch_py_backend.errors import BackendError, PlatformError, named
 from torch_py_backend.processes import child_process, instance_status
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ class TritonPythonModel:
             self._status.ended()
             self.close()
             if isinstance(error, BackendError):
-                raise pb_utils.TritonModelException(str(error)) from error
+                message = named(args["model_name"], error)
+                raise pb_utils.TritonModelException(message) from error
             raise
         self._status.report({**self._loaded, "warnings": handler.warnings})
         handler.warnings = None
@@ -93,22 +94,20 @@ class TritonPythonModel:
         document = auto_complete_model_config.as_dict()
         status = instance_status.start_completing(document["name"])
         try:
-            execution_env.check_path(document["name"], pb_utils.get_model_dir())
-            execution_env.check_running_python(
-                document["name"], execution_env.environment_path(document)
-            )
+            execution_env.check_path(pb_utils.get_model_dir())
+            execution_env.check_running_python(execution_env.environment_path(document))
             if completion.is_incomplete(document):
                 _complete(auto_complete_model_config, document)
         except BackendError as error:
-            raise pb_utils.TritonModelException(str(error)) from error
+            raise pb_utils.TritonModelException(named(document["name"], error)) from error
         finally:
             status.ended()
         return auto_complete_model_config
 
     def _start(self, args: Mapping[str, str]) -> None:
-        execution_env.check_path(args["model_name"], args["model_repository"])
+        execution_env.check_path(args["model_repository"])
         settings = model_config.parse(args)
-        execution_env.check_running_python(settings.name, settings.options.execution_env_path or "")
+        execution_env.check_running_python(settings.options.execution_env_path or "")
         self._status = instance_status.start(settings)
         share = threads.budget(settings)
         threads.set_environment(share)
@@ -117,7 +116,7 @@ class TritonPythonModel:
         from torch_py_backend.engine import load, profiling, runtime, tracing, warmup
         from torch_py_backend.streaming import streams
 
-        _check_numpy(settings.name)
+        _check_numpy()
         profiling.check_writable(settings)
         self._settings = settings
         self._build(share)
@@ -289,7 +288,7 @@ def _arguments(document: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def _check_numpy(model: str) -> None:
+def _check_numpy() -> None:
     """Check that a tensor survives Triton's utilities: stubs up to 24.10 garble it with numpy 2.
 
     Raises:
@@ -302,7 +301,6 @@ def _check_numpy(model: str) -> None:
     received = pb_utils.Tensor.from_dlpack("t", sent).as_numpy().tolist()
     if received != sent.tolist():
         raise PlatformError(
-            model,
             f"numpy {np.__version__} garbles tensors in this server's Python stub:"
             f" {sent.tolist()} came back as {received}",
             cure="Install numpy<2 where the stub runs, or use a server of 24.11 or newer.",

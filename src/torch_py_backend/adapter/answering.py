@@ -18,6 +18,7 @@ from torch_py_backend.errors import (
     OutputError,
     counted,
     join_names,
+    named,
     summarize,
 )
 from torch_py_backend.observability.metric_families import OK
@@ -96,7 +97,7 @@ class Answering:
 
     def _internal_errors(self, error: BaseException, count: int) -> Sequence[BackendError]:
         failure = self._failures.classify(error)
-        internal = self._failures.fatal or reported(InternalError(self._model), failure.text)
+        internal = self._failures.fatal or reported(InternalError(), failure.text)
         return [internal] * count
 
     def _answer_some(self, requests: Sequence[Request]) -> Sequence[Response]:
@@ -104,7 +105,7 @@ class Answering:
         fatal = self._failures.fatal
         if fatal is not None:  # it is in the log
             self._counts.count_requests(fatal.code, self._count_sent(requests))
-            return [messages.write(fatal) for _ in requests]
+            return [messages.write(fatal, self._model) for _ in requests]
         checks = self._skips_cancelled and (
             self.last_batch_seconds > len(requests) * CHECK_CANCELLED_S
         )
@@ -127,7 +128,7 @@ class Answering:
             return self._failures.fatal
         try:
             if checks_cancelled and request.is_cancelled():
-                return CancelledError(self._model)
+                return CancelledError()
             return self._read(request)
         except Exception as error:
             return self._failures.unreadable(error)
@@ -137,7 +138,7 @@ class Answering:
     ) -> Sequence[Response]:
         """Return a response for each result; count them, and log failures."""
         try:
-            responses = [messages.write(result) for result in results]
+            responses = [messages.write(result, self._model) for result in results]
         except Exception:
             pairs = [self._write_or_refuse(result) for result in results]
             responses, results = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
@@ -151,15 +152,15 @@ class Answering:
         """Return a response and its result, which is an error if it cannot be written."""
         failures = self._failures
         try:
-            return messages.write(result), result
+            return messages.write(result, self._model), result
         except Exception as error:
             reason, failure = summarize(error), failures.classify(error)
         if failures.fatal is not None or isinstance(failure.error, OutOfMemoryError):
             refusal = failures.refusal(failure)
         else:
-            unsent = OutputError(self._model, f"the outputs cannot be sent: {reason}")
+            unsent = OutputError(f"the outputs cannot be sent: {reason}")
             refusal = reported(unsent, failure.text)
-        return messages.write(refusal), refusal
+        return messages.write(refusal, self._model), refusal
 
     def _record(self, requests: Sequence[Request], results: Sequence[Result]) -> None:
         """Count results of which some are errors, log those, and report a fatal one."""
@@ -173,7 +174,9 @@ class Answering:
             if sent:
                 self._counts.count_requests(result.code)
             if result.reported:
-                reports.setdefault((str(result), result.traceback), []).append(request)
+                reports.setdefault((named(self._model, result), result.traceback), []).append(
+                    request
+                )
         self._counts.count_requests(OK, answered)
         for (sentence, text), failed in list(reports.items())[:_MAX_LOGGED]:
             log.error("%s%s%s", sentence, _names(failed), f"\n{text}" if text else "")

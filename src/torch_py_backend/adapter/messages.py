@@ -12,7 +12,7 @@ import triton_python_backend_utils as pb_utils
 from torch import Tensor
 from torch.utils import dlpack
 
-from torch_py_backend.errors import BackendError, printable
+from torch_py_backend.errors import BackendError, named, printable
 from torch_py_backend.pipeline import batches
 from torch_py_backend.values import Array, Item, RequestItem, Value
 
@@ -175,7 +175,7 @@ def request_id(request: Request) -> str:
     return printable(request.request_id()[:_MAX_ID_LENGTH])
 
 
-def write(result: Any) -> Response:
+def write(result: Any, model: str) -> Response:
     """Return a response with outputs by name, or with an error; a response as it is."""
     if isinstance(result, dict):
         return pb_utils.InferenceResponse(
@@ -183,7 +183,7 @@ def write(result: Any) -> Response:
         )
     if isinstance(result, BackendError):
         code = getattr(pb_utils.TritonError, result.code)
-        return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(result), code))
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(named(model, result), code))
     return result
 
 

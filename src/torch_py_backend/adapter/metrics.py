@@ -87,7 +87,6 @@ class Metric:
             if _WITHOUT_METRICS not in str(error):
                 reason = str(error).rpartition("message: ")[2]
                 raise PlatformError(
-                    config.name,
                     f"Triton refuses the metric {name} ({reason})",
                     expected="a server where nothing else has a metric of that name and another"
                     " kind",

@@ -26,6 +26,7 @@ from torch_py_backend.errors import (
     InputError,
     InternalError,
     OutputError,
+    named,
     summarize,
 )
 from torch_py_backend.observability.metric_families import OK
@@ -104,7 +105,7 @@ class Streaming:
                 self._slots.acquire()
                 if client.cancelled():  # during the wait
                     self._slots.release()
-                    client.end(CancelledError(self.model))
+                    client.end(CancelledError())
                     continue
             self._loop.call_soon_threadsafe(self._launch, item, client)
 
@@ -175,7 +176,7 @@ class Streaming:
         error = task.exception()
         if error is not None:
             text = self.engine.failures.classify(error).text
-            client.end(self.engine.failures.fatal or InternalError(self.model), text)
+            client.end(self.engine.failures.fatal or InternalError(), text)
 
     def _schedule_poll(self) -> None:
         if not self._polling:
@@ -218,12 +219,10 @@ class _Client:
         orphans.end_if_orphaned()
         self._ended = last
         try:
-            response = messages.write(outcome)
+            response = messages.write(outcome, self._streaming.model)
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL * last)
         except Exception as error:
-            raise OutputError(
-                self._streaming.model, f"the outputs cannot be sent: {summarize(error)}"
-            ) from error
+            raise OutputError(f"the outputs cannot be sent: {summarize(error)}") from error
         self._streaming.engine.counts.responses += 1
         if last:
             self._streaming.ended(OK)
@@ -234,7 +233,7 @@ class _Client:
         self._ended = True
         send = self._sender.send
         if error is not None:
-            send = partial(send, messages.write(error))
+            send = partial(send, messages.write(error, self._streaming.model))
         self._streaming.ended(OK if error is None else error.code)
         try:
             send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
@@ -245,8 +244,9 @@ class _Client:
                 summarize(failed),
             )
         if error is not None and not isinstance(error, InputError | CancelledError):
-            named = f" (request {self._name})" if self._name else ""
-            log.error("%s%s%s", error, named, f"\n{text}" if text else "")
+            request = f" (request {self._name})" if self._name else ""
+            message = named(self._streaming.model, error)
+            log.error("%s%s%s", message, request, f"\n{text}" if text else "")
         failures = self._streaming.engine.failures
         if failures.fatal is not None:
             self._streaming.on_fatal(failures.reason)

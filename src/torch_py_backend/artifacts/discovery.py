@@ -122,15 +122,12 @@ def _from_file(config: ModelConfig, path: Path) -> Artifact:
     try:
         content = file_types.file_type(path)
     except OSError as error:
-        raise ArtifactError(
-            config.name, f"{path.name} cannot be read: {summarize(error)}"
-        ) from error
+        raise ArtifactError(f"{path.name} cannot be read: {summarize(error)}") from error
     source = path.with_suffix(".py")
     if content is FileType.STATE_DICT and source.is_file():
         return _with_weights(config, ArtifactType.MODULE, source, source.stem)
     if content not in _KINDS:
         raise ArtifactError(
-            config.name,
             f"{path.name} is {content.value}",
             expected="TorchScript, a torch.export program, an AOTInductor package, or a model.py"
             " that defines the module",
@@ -156,7 +153,6 @@ def _model_file(config: ModelConfig) -> Path:
             f"{path.name}{'' if path.exists() else ' (a broken link)'}" for path in entries
         )
         raise ArtifactError(
-            config.name,
             f"version {config.version} holds {', '.join(others) or 'no files'}",
             expected=" or ".join(names),
             cure="Put the model there, or name its file with default_model_filename.",
@@ -179,10 +175,10 @@ def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path, stem: str
     if name:
         return Artifact(kind, path, _named_weights(config, name))
     folder = path if kind is ArtifactType.FACTORY else path.parent
-    return Artifact(kind, path, weights_beside(config.name, folder, stem))
+    return Artifact(kind, path, weights_beside(folder, stem))
 
 
-def weights_beside(model: str, folder: Path, stem: str) -> Path | None:
+def weights_beside(folder: Path, stem: str) -> Path | None:
     """Return the weights file with this stem in a folder; None: there is none.
 
     Raises:
@@ -192,7 +188,6 @@ def weights_beside(model: str, folder: Path, stem: str) -> Path | None:
     present = [path for path in paths if path.is_file()]
     if len(present) > 1:
         raise ArtifactError(
-            model,
             f"its folder holds {' and '.join(path.name for path in present)}",
             expected="one file of weights",
             cure="Remove the others, or name the one to use with the parameter WEIGHTS.",
@@ -206,7 +201,6 @@ def _named_weights(config: ModelConfig, name: str) -> Path:
     path = config.version_folder / name
     if not path.is_file():
         raise ArtifactError(
-            config.name,
             f"WEIGHTS is '{name}', and version {config.version} has no such file",
             cure="Correct the name in config.pbtxt.",
         )
@@ -220,9 +214,7 @@ def check_inside(config: ModelConfig, option: str, name: str, folder: Path | Non
     """
     path = (folder or config.version_folder) / name
     if not is_inside(path, config.folder, config.version_folder):
-        raise ConfigError(
-            config.name, f"{option} is '{name}'", expected="a file in the model's own folder"
-        )
+        raise ConfigError(f"{option} is '{name}'", expected="a file in the model's own folder")
 
 
 def is_inside(path: Path, *folders: Path) -> bool:

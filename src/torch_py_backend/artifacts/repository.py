@@ -65,10 +65,9 @@ def latest(folder: Path, served: Collection[str] = ()) -> str:
         nested = [] if _has_config(folder) else models(folder)
         if nested:
             raise ConfigError(
-                folder.name, f"{folder} is a repository; name one of {join_names(map(str, nested))}"
+                f"{folder} is a repository; name one of {join_names(map(str, nested))}"
             )
         raise ConfigError(
-            folder.name,
             "the model folder has none of the versions that version_policy names"
             if served
             else "the model folder has no versions",

@@ -14,7 +14,7 @@ from torch_py_backend.artifacts import discovery
 from torch_py_backend.errors import ArtifactError
 
 
-def find(model: str, source: Path, weights: Path | None = None) -> dict[str, Path]:
+def find(source: Path, weights: Path | None = None) -> dict[str, Path]:
     """Return the files of a source file by their names in a version folder, where it is model.py.
 
     Without `weights`, the weights file with the same stem belongs to it, if there is one.
@@ -25,7 +25,6 @@ def find(model: str, source: Path, weights: Path | None = None) -> dict[str, Pat
     modules = _with_imports({}, [source], source.parent)
     if modules.get("model.py", source) != source:
         raise ArtifactError(
-            model,
             f"{source.name} imports model.py beside it, and is itself served as model.py",
             cure="Rename model.py.",
         )
@@ -33,12 +32,12 @@ def find(model: str, source: Path, weights: Path | None = None) -> dict[str, Pat
     if weights is not None:
         suffix = ".safetensors" if weights.suffix == ".safetensors" else ".pt"
         return files | {f"model{suffix}": weights}
-    return files | _weights_files(model, source)
+    return files | _weights_files(source)
 
 
-def _weights_files(model: str, source: Path) -> dict[str, Path]:
+def _weights_files(source: Path) -> dict[str, Path]:
     """Return the weights beside a model file, with shards, by their names in a version folder."""
-    path = discovery.weights_beside(model, source.parent, source.stem)
+    path = discovery.weights_beside(source.parent, source.stem)
     if path is None:
         return {}
     shards = {

@@ -39,7 +39,7 @@ def complete(arguments: Mapping[str, str], document: JsonObject, seconds: float 
         LoadError: the model cannot be loaded, its schema cannot be inferred, or it contradicts the
             config.
     """
-    fill(arguments["model_name"], document, describe(arguments, document, seconds))
+    fill(document, describe(arguments, document, seconds))
 
 
 def describe(
@@ -50,19 +50,16 @@ def describe(
     Raises:
         LoadError: the model cannot be loaded, or its schema cannot be inferred.
     """
-    model = arguments["model_name"]
     kinds = [kind for key, kind in _NOT_RUN.items() if document.get(key) not in (None, [])]
     if document.get("model_transaction_policy", {}).get("decoupled"):
         kinds.append("a decoupled model")
     if kinds:
         raise ConfigError(
-            model,
             f"config.pbtxt lacks inputs or outputs, which are not inferred for {kinds[0]}",
             expected="data_type and dims of each input and output",
             cure="Write them into config.pbtxt.",
         )
     schema: JsonObject = child_process.run(
-        model,
         "torch_py_backend.autocomplete.schema:describe",
         {"arguments": dict(arguments)},
         min(seconds, LIMIT_S),
@@ -70,7 +67,7 @@ def describe(
     return schema
 
 
-def fill(model: str, document: JsonObject, schema: JsonObject) -> None:
+def fill(document: JsonObject, schema: JsonObject) -> None:
     """Put a model's schema into a config where the config has gaps.
 
     Raises:
@@ -89,14 +86,12 @@ def fill(model: str, document: JsonObject, schema: JsonObject) -> None:
     for role in ("input", "output"):
         listed = document.get(role, [])
         if listed:
-            _fill_entries(model, role, listed, schema[role])
+            _fill_entries(role, listed, schema[role])
         else:
             document[role] = schema[role]
 
 
-def _fill_entries(
-    model: str, role: str, listed: list[JsonObject], inferred: list[JsonObject]
-) -> None:
+def _fill_entries(role: str, listed: list[JsonObject], inferred: list[JsonObject]) -> None:
     """Fill in the types and dims that a config's inputs or outputs lack, by name or number."""
     by_name = {entry["name"]: entry for entry in inferred}
     for number, entry in enumerate(inferred):
@@ -108,7 +103,6 @@ def _fill_entries(
         match = by_name.get(entry["name"])
         if match is None:
             raise ConfigError(
-                model,
                 f"{role} '{entry['name']}' lacks data_type or dims, and the model has no such"
                 f" {role}",
                 expected=f"names among {join_names(by_name)}",
@@ -116,7 +110,6 @@ def _fill_entries(
         data_type = entry.get("data_type", pbtxt.NO_TYPE)
         if data_type not in (pbtxt.NO_TYPE, match["data_type"]):
             raise ConfigError(
-                model,
                 f"{role} '{entry['name']}' is {data_type} in config.pbtxt",
                 expected=f"{match['data_type']}, as the model has it",
             )

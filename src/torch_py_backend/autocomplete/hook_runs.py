@@ -54,7 +54,7 @@ def infer(
         ConfigError: the inputs cannot be inferred, or the hooks cannot be run with them.
     """
     example = example_inputs.find(config, artifact)
-    inputs = listed if listed or example is not None else _annotated(config, hooks)
+    inputs = listed if listed or example is not None else _annotated(hooks)
     loaded = registry.load(artifact, config, device)
 
     def run(inputs: Sequence[TensorSpec], size: int) -> Schema:
@@ -67,12 +67,12 @@ def infer(
             single = {name: value[row : row + 1] for name, value in item.items()}
             with contextlib.suppress(ConfigError):  # the model takes no single row
                 varied = run_hooks(settings, loaded, hooks, single, device)
-                schema = specs.with_varying(config, schema, varied)
+                schema = specs.with_varying(schema, varied)
         return schema
 
     if example is None:
         return run(inputs, config.max_batch_size if listed else specs.DEFAULT_BATCH_SIZE)
-    inputs = specs.of_values(config.name, example)
+    inputs = specs.of_values(example)
     if len({spec.dims[:1] for spec in inputs}) == 1 and all(spec.dims for spec in inputs):
         try:
             return run(specs.row_specs(inputs, batched=True), specs.batch_size(loaded.rows.most))
@@ -83,14 +83,13 @@ def infer(
     return run(inputs, 0)
 
 
-def _annotated(config: ModelConfig, hooks: Hooks) -> tuple[TensorSpec, ...]:
+def _annotated(hooks: Hooks) -> tuple[TensorSpec, ...]:
     """Return the inputs of one row, from the annotations of the first hook."""
     hook = hooks.preprocess or hooks.preprocess_batch
     arguments = hook.signature().arguments if hook is not None else ()
     named = [argument for argument in arguments if argument.named]
     if not named or any(argument.type not in ANNOTATED for argument in named):
         raise specs.no_example(
-            config,
             "the hooks do not define the shapes of their inputs,"
             " as annotations like `bytes` and `str` do",
         )
@@ -119,9 +118,8 @@ def run_hooks(
             result, of_row = pipeline.run_unchecked(loaded.module, example)
     except Exception as error:  # the model's own code runs here
         known = isinstance(error, BackendError)
-        reason = error if known else ForwardError(config.name, error, loaded.signature.name)
+        reason = error if known else ForwardError(error, loaded.signature.name)
         raise ConfigError(
-            config.name,
             "config.pbtxt lists no inputs or no outputs, and the hooks cannot be run to infer them:"
             f" {reason}",
             cure=f"Put valid inputs beside the model, in a function {example_inputs.NAME}() or"

@@ -117,7 +117,7 @@ def _infer(config: ModelConfig, arguments: Mapping[str, str]) -> Schema:
         return hook_runs.infer(config, artifact, hooks, listed, device)
     if artifact.kind is ArtifactType.EXPORTED:
         with registrations.imported(config, artifact):
-            return _from_program(config, artifact.path)
+            return _from_program(artifact.path)
     loaded = registry.load(artifact, config, device)
     example = example_inputs.find(config, artifact)
     runs = _Runs(config, loaded, runtime.create(config.options, device, ()))
@@ -126,7 +126,7 @@ def _infer(config: ModelConfig, arguments: Mapping[str, str]) -> Schema:
             if not entry.get("dims"):
                 raise specs.without_dims(config, entry["name"])
         kind, signature = artifact.kind.value, loaded.signature
-        raise specs.no_example(config, f"{kind} does not define the shapes that {signature} takes")
+        raise specs.no_example(f"{kind} does not define the shapes that {signature} takes")
     if not listed:
         return runs.schema(example or {})
     try:
@@ -135,7 +135,6 @@ def _infer(config: ModelConfig, arguments: Mapping[str, str]) -> Schema:
         if example is not None:
             raise
         raise ConfigError(
-            config.name,
             "config.pbtxt lists no outputs, and the model fails with made-up values for its inputs:"
             f" {error}",
             cure=f"Correct the inputs; or put valid values beside the model ({example_inputs.NAME}"
@@ -143,10 +142,10 @@ def _infer(config: ModelConfig, arguments: Mapping[str, str]) -> Schema:
         ) from error
 
 
-def _from_program(config: ModelConfig, path: Path) -> Schema:
+def _from_program(path: Path) -> Schema:
     """Return the schema that an exported program declares; sizes that are not fixed are -1."""
-    *tensors, rows = exported_program.describe(config, path)
-    inputs, outputs = (specs.of_values(config.name, values) for values in tensors)
+    *tensors, rows = exported_program.describe(path)
+    inputs, outputs = (specs.of_values(values) for values in tensors)
     # A fixed first dimension is not taken for a batch.
     batched = {spec.dims[:1] for spec in (*inputs, *outputs)} == {(-1,)}
     return specs.schema_of(inputs, outputs, rows.most, batched=batched)
@@ -182,14 +181,14 @@ class _Runs:
             smaller = self.schema(example_inputs.item(config, rows, shrunk=True, example=valid))
         except ForwardError:
             return schema  # the model takes the sizes of the example only
-        return specs.with_varying(config, schema, smaller)
+        return specs.with_varying(schema, smaller)
 
     def schema(self, item: Item) -> Schema:
         """Return the schema from a run with an item and one with twice its rows.
 
         The first dimension is the batch if it, and no other, doubles in every output.
         """
-        inputs, outputs = specs.of_values(self.config.name, item), self._call(item)
+        inputs, outputs = specs.of_values(item), self._call(item)
         batched = len({spec.dims[:1] for spec in inputs}) == 1 and bool(inputs[0].dims)
         if batched:
             rows = inputs[0].dims[0]
@@ -212,9 +211,7 @@ class _Runs:
 
     def _call(self, item: Item) -> tuple[TensorSpec, ...]:
         """Return the specs of all outputs."""
-        config = dataclasses.replace(
-            self.config, max_batch_size=0, inputs=specs.of_values(self.config.name, item)
-        )
+        config = dataclasses.replace(self.config, max_batch_size=0, inputs=specs.of_values(item))
         inputs, module = Inputs(config, self.loaded.signature), self.loaded.module
         group = inputs.stage(lambda binding: lambda *columns: binding.call(module, columns))
         (entry,), groups = group([item])
@@ -225,5 +222,5 @@ class _Runs:
             with self.runtime.guard():
                 result = groups[0].call(*self.runtime.to_device(columns))
         except Exception as error:  # the model's own code runs here
-            raise ForwardError(config.name, error, self.loaded.signature.name) from error
+            raise ForwardError(error, self.loaded.signature.name) from error
         return specs.of_result(config, result, "forward()")

@@ -48,7 +48,7 @@ def schema_of(
     )
 
 
-def with_varying(config: ModelConfig, schema: Schema, other: Schema) -> Schema:
+def with_varying(schema: Schema, other: Schema) -> Schema:
     """Return a schema with -1 for the dims of outputs that differ from those of another run.
 
     Raises:
@@ -60,7 +60,6 @@ def with_varying(config: ModelConfig, schema: Schema, other: Schema) -> Schema:
     ]
     if forms[0] != forms[1]:
         raise ConfigError(
-            config.name,
             "config.pbtxt lists no outputs, and the model returns other outputs for other sizes:"
             f" {join_names(map(str, schema.outputs))}, or {join_names(map(str, other.outputs))}",
             cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
@@ -89,7 +88,7 @@ def batch_size(max_rows: int | None) -> int:
     return DEFAULT_BATCH_SIZE if max_rows is None or max_rows > _MAX_BATCH_SIZE else max_rows
 
 
-def of_values(model: str, values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
+def of_values(values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
     """Return the specs of values, with all dims; -1 for a size that a program does not fix.
 
     Raises:
@@ -102,7 +101,6 @@ def of_values(model: str, values: Mapping[str, Value]) -> tuple[TensorSpec, ...]
             dtype = dtypes.from_torch(value.dtype) if isinstance(value, Tensor) else _STRINGS
         except KeyError:
             raise SourceError(
-                model,
                 f"tensor '{name}' is {str(value.dtype).removeprefix('torch.')}, which no request"
                 " can carry",
                 expected=", ".join(row.torch for row in dtypes.TABLE if row.torch),
@@ -126,15 +124,13 @@ def of_result(config: ModelConfig, result: object, of: str) -> tuple[TensorSpec,
     parts = results.bind_outputs(config.name, names, result, of)(result)
     named = zip(names, parts, strict=True)
     return of_values(
-        config.name,
-        {name: unchecked(config.name, name, part) for name, part in named},
+        {name: unchecked(name, part) for name, part in named},
     )
 
 
-def no_example(config: ModelConfig, reason: str) -> ConfigError:
+def no_example(reason: str) -> ConfigError:
     """Return the error of a model whose inputs neither the config nor an example defines."""
     return ConfigError(
-        config.name,
         f"config.pbtxt lists no inputs or no outputs, and {reason}",
         expected=f"{example_inputs.NAME}.safetensors in the version folder, or a function"
         f" {example_inputs.NAME}() in model.py that returns a dict of tensors by input name",
@@ -148,7 +144,6 @@ def without_dims(config: ModelConfig, name: str) -> ConfigError:
     if not config.max_batch_size:  # Triton refuses an empty reshape there
         scalar += "; without max_batch_size: dims: [ 1 ] alone"
     return ConfigError(
-        config.name,
         f"input '{name}' has no dims; {scalar}",
         cure=f"Or put {example_inputs.NAME}.safetensors beside the model, to complete the dims.",
     )

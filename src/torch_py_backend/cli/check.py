@@ -17,7 +17,7 @@ from rich.markup import escape
 from torch_py_backend.artifacts import repository
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import pbtxt
-from torch_py_backend.errors import BackendError, ConfigError, ServerError
+from torch_py_backend.errors import BackendError, ConfigError, ServerError, named
 from torch_py_backend.server import preflight
 from torch_py_backend.tools import model_folder
 
@@ -76,7 +76,6 @@ def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, 
             return {"model": folder.name, "skipped": other}
         if document["name"] != folder.name:
             raise ConfigError(
-                folder.name,
                 f"config.pbtxt names the model '{document['name']}'",
                 expected="the folder's name; Triton refuses another",
             )
@@ -88,7 +87,12 @@ def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, 
         remaining = max(0.0, round(deadline - time.monotonic(), 1))
         report = model_folder.inspect(folder, version, document, remaining)
     except BackendError as error:
-        report = {"model": folder.name, "error": str(error), "notes": notes, "at": ""}
+        report = {
+            "model": folder.name,
+            "error": named(folder.name, error),
+            "notes": notes,
+            "at": "",
+        }
         for file, line, function, source in _FRAME.findall(error.traceback):
             if Path(file).is_relative_to(folder):  # the innermost such frame is the last one
                 report["at"] = f"{file}:{line} in {function}" + (f": {source}" if source else "")

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 
 from torch_py_backend.config import dtypes, pbtxt
-from torch_py_backend.errors import ToolError
+from torch_py_backend.errors import ToolError, about
 from torch_py_backend.tools import artifact_files, model_folder
 from torch_py_backend.tools.model_folder import FolderReport
 
@@ -73,7 +73,7 @@ def init(
     name = name or (absolute.name if absolute.is_dir() else absolute.stem)
     parent = repository or Path("models" if model_file.is_dir() else "")
     target = parent.absolute() / name
-    with artifact_files.opened(name, absolute, example) as artifact:
+    with about(name), artifact_files.opened(absolute, example) as artifact:
         if not model_folder.NAME.fullmatch(name):
             raise ToolError(f"--name is '{name}'; expected letters, digits, _, -, . and blanks.")
         linked = [*artifact.files.values()] if link else []

@@ -43,7 +43,7 @@ def _with_model_folder(files: Path, url: str) -> Path:
     """Return a repository with a model folder of a save_pretrained folder, as `init` makes it."""
     repository = files.with_name("models")
     shutil.rmtree(repository, ignore_errors=True)
-    artifact = artifact_files.find(files.name, files, None)
+    artifact = artifact_files.find(files, None)
     report = model_folder.create(repository / files.name, artifact, [], transfer=os.link)
     if not report.loads:
         raise ServerError(

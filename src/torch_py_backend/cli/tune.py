@@ -19,7 +19,7 @@ from rich.table import Table
 from torch_py_backend import files
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.pbtxt import Document
-from torch_py_backend.errors import ToolError
+from torch_py_backend.errors import ToolError, about
 from torch_py_backend.tools import model_folder, tuning
 from torch_py_backend.tools.tuning import Row
 
@@ -62,12 +62,15 @@ def tune(
     if not (math.isfinite(max_error) and max_error >= 0):
         raise ToolError(f"--max-error is {max_error:g}; expected a number of at least 0, as 1e-4.")
     folder = model.resolve()
-    version, document = model_folder.completed(folder)
-    if document.get("model_transaction_policy", {}).get("decoupled"):
-        raise ToolError("the model is decoupled; expected one with a response for each request.")
-    busy = psutil.cpu_percent(0.5) / 100 * (psutil.cpu_count() or 1)
-    candidates = tuning.measure(folder, version, document, timeout, reduced=reduced_precision)
-    rows = _report_progress(candidates)
+    with about(folder.name):
+        version, document = model_folder.completed(folder)
+        if document.get("model_transaction_policy", {}).get("decoupled"):
+            raise ToolError(
+                "the model is decoupled; expected one with a response for each request."
+            )
+        busy = psutil.cpu_percent(0.5) / 100 * (psutil.cpu_count() or 1)
+        candidates = tuning.measure(folder, version, document, timeout, reduced=reduced_precision)
+        rows = _report_progress(candidates)
     _print(document, rows, busy)
     if json_path is not None:
         _write(json_path, json.dumps([asdict(row) for row in rows], indent=2, default=str) + "\n")
@@ -134,10 +137,10 @@ def _apply(folder: Path, document: Document, choice: Row, *, write: bool) -> Non
     if appends:
         text = pbtxt.text(folder)
         edited = "\n".join([text.rstrip(), *lines, ""])
-        expected = pbtxt.parse(folder.name, text)
+        expected = pbtxt.parse(text)
         for key, value in wanted.items():
             expected.parameters[key].string_value = value
-        if pbtxt.parse(folder.name, edited) != expected:
+        if pbtxt.parse(edited) != expected:
             raise ToolError(f"{path} cannot be edited as text; add the lines by hand.")
         _write(path, edited)
     _OUT.print(f"{'appended to' if appends else 'for'} {path}:", markup=False)

@@ -53,7 +53,7 @@ class BatchOutput:
     source: str
 
 
-def parse_inputs(model: str, document: Document) -> tuple[BatchInput, ...]:
+def parse_inputs(document: Document) -> tuple[BatchInput, ...]:
     """Return the batch inputs of a config, one for each target.
 
     Raises:
@@ -66,7 +66,6 @@ def parse_inputs(model: str, document: Document) -> tuple[BatchInput, ...]:
         kind = entry.get("kind", BatchInputKind.ELEMENT_COUNT.value)
         subject, data_type = f"batch_input {kind}", entry.get("data_type")
         refuse(
-            model,
             (kind not in kinds, f"batch_input has the kind {kind}", join_names(kinds)),
             (
                 data_type not in _DATA_TYPES,
@@ -74,17 +73,17 @@ def parse_inputs(model: str, document: Document) -> tuple[BatchInput, ...]:
                 " or ".join(_DATA_TYPES),
             ),
         )
-        dtype = dtypes.parse(model, subject, data_type)
-        source, targets = _source_and_targets(model, subject, entry, document)
+        dtype = dtypes.parse(subject, data_type)
+        source, targets = _source_and_targets(subject, entry, document)
         for name in targets:
             problem = f"{subject} makes '{name}', which is an input or a batch_input already"
-            refuse(model, (name in names, problem, "another target_name, as in the model"))
+            refuse((name in names, problem, "another target_name, as in the model"))
             names.add(name)
             parsed.append(BatchInput(name, BatchInputKind(kind), dtype, source))
     return tuple(parsed)
 
 
-def parse_outputs(model: str, document: Document) -> tuple[BatchOutput, ...]:
+def parse_outputs(document: Document) -> tuple[BatchOutput, ...]:
     """Return the batch outputs of a config, one for each target.
 
     Raises:
@@ -96,14 +95,13 @@ def parse_outputs(model: str, document: Document) -> tuple[BatchOutput, ...]:
     parsed: dict[str, BatchOutput] = {}
     for entry in document.get("batch_output", ()):
         kind = entry.get("kind", _SCATTER)
-        refuse(model, (kind != _SCATTER, f"batch_output has the kind {kind}", _SCATTER))
-        source, targets = _source_and_targets(model, f"batch_output {kind}", entry, document)
+        refuse((kind != _SCATTER, f"batch_output has the kind {kind}", _SCATTER))
+        source, targets = _source_and_targets(f"batch_output {kind}", entry, document)
         shape = source_dims[source]
         for name in targets:
             outputs = f"names among {join_names(dims)}, each once"
             given = f"'{name}' of dims {dims.get(name)} the shape of '{source}' of dims {shape}"
             refuse(
-                model,
                 (name in parsed, f"batch_output names '{name}', twice", outputs),
                 (name not in dims, f"batch_output names '{name}', which is no output", outputs),
                 (
@@ -116,17 +114,14 @@ def parse_outputs(model: str, document: Document) -> tuple[BatchOutput, ...]:
     return tuple(parsed.values())
 
 
-def _source_and_targets(
-    model: str, subject: str, entry: Document, document: Document
-) -> tuple[str, list[str]]:
+def _source_and_targets(subject: str, entry: Document, document: Document) -> tuple[str, list[str]]:
     """Return the only source_input of an entry, and its target_name."""
     inputs = {tensor["name"]: tensor for tensor in document.get("input", ())}
     sources, targets = entry.get("source_input", ()), entry.get("target_name", [])
-    refuse(model, (len(sources) != 1, f"{subject} has {len(sources)} source_input", "one"))
+    refuse((len(sources) != 1, f"{subject} has {len(sources)} source_input", "one"))
     source = str(sources[0])
     problem = f"{subject} has the source_input '{source}', which"
     refuse(
-        model,
         (source not in inputs, f"{problem} is no input", f"one of {join_names(inputs)}"),
         (
             bool(inputs.get(source, {}).get("optional")),

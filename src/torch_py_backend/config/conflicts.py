@@ -32,10 +32,10 @@ def check(config: ModelConfig, *, complete: bool = True) -> None:
     rules = _rules_before_completion(config)
     for applies, problem, cure in (*rules, *_rules(config)) if complete else rules:
         if applies:
-            raise ConfigError(config.name, problem, cure=cure)
+            raise ConfigError(problem, cure=cure)
 
 
-def refuse(model: str, *rules: tuple[bool, str, str]) -> None:
+def refuse(*rules: tuple[bool, str, str]) -> None:
     """Raise for the first rule that applies: whether it does, what was found, what was expected.
 
     Raises:
@@ -43,22 +43,22 @@ def refuse(model: str, *rules: tuple[bool, str, str]) -> None:
     """
     for applies, found, expected in rules:
         if applies:
-            raise ConfigError(model, found, expected=expected)
+            raise ConfigError(found, expected=expected)
 
 
-def check_for_triton(model: str, document: Document) -> None:
+def check_for_triton(document: Document) -> None:
     """Raise for sizes that Triton refuses, before or after it completes the config.
 
     Raises:
         ConfigError: the server would not load the model.
     """
     rows = document["max_batch_size"]
-    refuse(model, (rows < 0, f"max_batch_size is {rows}", "the largest number of rows, or 0"))
+    refuse((rows < 0, f"max_batch_size is {rows}", "the largest number of rows, or 0"))
     for role in ("input", "output"):
         for entry in document[role]:
             is_wrong = any(size < 1 and size != -1 for size in entry["dims"])
             found = f"{role} '{entry['name']}' has dims {entry['dims']}"
-            refuse(model, (is_wrong, found, "sizes of at least 1, or -1 for any size"))
+            refuse((is_wrong, found, "sizes of at least 1, or -1 for any size"))
 
 
 def _rules_before_completion(config: ModelConfig) -> tuple[Rule, ...]:

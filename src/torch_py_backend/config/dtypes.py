@@ -68,7 +68,7 @@ def from_triton(name: str) -> DType:
     return _BY_TRITON[name]
 
 
-def parse(model: str, subject: str, name: str) -> DType:
+def parse(subject: str, name: str) -> DType:
     """Return the type that `subject` has in config.pbtxt.
 
     Raises:
@@ -77,7 +77,7 @@ def parse(model: str, subject: str, name: str) -> DType:
     dtype = from_config(name)
     if dtype is None:
         names = ", ".join(_BY_CONFIG)
-        raise ConfigError(model, f"{subject} has data_type {name}", expected=f"one of {names}")
+        raise ConfigError(f"{subject} has data_type {name}", expected=f"one of {names}")
     return dtype
 
 

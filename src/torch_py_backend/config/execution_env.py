@@ -26,7 +26,7 @@ def environment_path(document: Document) -> str:
     return str(entry.get("string_value", ""))
 
 
-def check_running_python(model: str, environment: str) -> None:
+def check_running_python(environment: str) -> None:
     """Check the Python of this stub, and the environment in the model's config.
 
     Raises:
@@ -38,17 +38,16 @@ def check_running_python(model: str, environment: str) -> None:
     versions = _library_versions(folder) if environment else set()
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     if versions and running not in versions:
-        raise _wrong_python(model, min(versions), running)
+        raise _wrong_python(min(versions), running)
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise PlatformError(
-            model,
             f"{sys.executable}, which Triton's stub runs, has no {' and no '.join(missing)}",
             cure=f"Run {sys.executable} -m pip install {' '.join(missing)}.",
         )
 
 
-def check_path(model: str, folder: str) -> None:
+def check_path(folder: str) -> None:
     """Check that this process can open a model's folder.
 
     Raises:
@@ -58,7 +57,6 @@ def check_path(model: str, folder: str) -> None:
         os.fsencode(folder)
     except UnicodeEncodeError:
         raise PlatformError(
-            model,
             f"this Python opens ASCII paths only, and the model is in {folder!a}",
             cure="Rename the folder, or use a server after Triton 24.10, whose Python has UTF-8.",
         ) from None
@@ -69,9 +67,8 @@ def _library_versions(folder: Path) -> set[str]:
     return {path.name.removeprefix("python") for path in folder.glob("lib*/python3.*")}
 
 
-def _wrong_python(model: str, version: str, stub: str) -> PlatformError:
+def _wrong_python(version: str, stub: str) -> PlatformError:
     return PlatformError(
-        model,
         f"{KEY} names an environment for Python {version}, and the server's stub runs Python"
         f" {stub}",
         cure=f"Make the environment with Python {stub}, or put a stub for Python {version}, named"

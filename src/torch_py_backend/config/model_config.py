@@ -123,12 +123,11 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     name = args["model_name"]
     if document.get("cc_model_filenames"):
         raise ConfigError(
-            name,
             "cc_model_filenames has no effect in a Python-based backend",
             cure="Remove cc_model_filenames from config.pbtxt.",
         )
     parameters = options.parse(name, document.get("parameters", {}))
-    sequencing = sequence_config.parse(name, document)
+    sequencing = sequence_config.parse(document)
     states = sequencing.states if sequencing is not None else ()
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
@@ -137,9 +136,9 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
             TensorSpec(state.input, state.dtype, state.dims, origin=Origin.STATE)
             for state in states
         )
-        inputs = (*_specs(name, "input", document), *state_inputs)
-        listed = _specs(name, "output", document)
-        outputs = (*listed, *_state_outputs(name, states, listed))
+        inputs = (*_specs("input", document), *state_inputs)
+        listed = _specs("output", document)
+        outputs = (*listed, *_state_outputs(states, listed))
     # The count of a group is per GPU.
     groups = document.get("instance_group", ())
     instances = [int(group["count"]) * max(1, len(group.get("gpus", ()))) for group in groups]
@@ -154,7 +153,7 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         max_batch_size=document["max_batch_size"],
         inputs=inputs,
         outputs=outputs,
-        default_model_filename=_filename(name, document),
+        default_model_filename=_filename(document),
         # `runtime` is no evidence: Triton sets it to "model.py" for every Python-based backend.
         python_runtime="pytorch" in (document.get("backend"), document.get("platform")),
         options=parameters,
@@ -162,8 +161,8 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         decoupled=bool(document.get("model_transaction_policy", {}).get("decoupled")),
         dynamic_batching="dynamic_batching" in document,
         response_cache=bool(document.get("response_cache", {}).get("enable")),
-        batch_inputs=batch_io.parse_inputs(name, document) if complete else (),
-        batch_outputs=batch_io.parse_outputs(name, document) if complete else (),
+        batch_inputs=batch_io.parse_inputs(document) if complete else (),
+        batch_outputs=batch_io.parse_outputs(document) if complete else (),
     )
     conflicts.check(config, complete=complete)
     return config
@@ -178,24 +177,23 @@ def listed_inputs(args: Mapping[str, str]) -> tuple[TensorSpec, ...]:
     entries = json.loads(args["model_config"]).get("input", [])
     if not all(map(pbtxt.is_complete, entries)):
         return ()
-    return tuple(_spec(args["model_name"], "input", entry) for entry in entries)
+    return tuple(_spec("input", entry) for entry in entries)
 
 
-def _specs(model: str, role: str, document: Document) -> tuple[TensorSpec, ...]:
+def _specs(role: str, document: Document) -> tuple[TensorSpec, ...]:
     entries = document.get(role, [])
     if not entries:
         raise ConfigError(
-            model,
             f"config.pbtxt lists no {role}",
             expected=f"at least one {role} with name, data_type and dims",
         )
-    return tuple(_spec(model, role, entry) for entry in entries)
+    return tuple(_spec(role, entry) for entry in entries)
 
 
-def _spec(model: str, role: str, entry: Document) -> TensorSpec:
+def _spec(role: str, entry: Document) -> TensorSpec:
     return TensorSpec(
         entry["name"],
-        dtypes.parse(model, f"{role} '{entry['name']}'", entry["data_type"]),
+        dtypes.parse(f"{role} '{entry['name']}'", entry["data_type"]),
         tuple(pbtxt.model_dims(entry)),
         bool(entry.get("optional")),
         bool(entry.get("allow_ragged_batch")),
@@ -203,9 +201,7 @@ def _spec(model: str, role: str, entry: Document) -> TensorSpec:
     )
 
 
-def _state_outputs(
-    model: str, states: Iterable[State], listed: Iterable[TensorSpec]
-) -> Iterator[TensorSpec]:
+def _state_outputs(states: Iterable[State], listed: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
     """Yield the outputs for states that the config does not list as outputs.
 
     Raises:
@@ -218,18 +214,16 @@ def _state_outputs(
             yield spec
         elif str(listed_by_name[state.output]) != str(spec):
             raise ConfigError(
-                model,
                 f"the output {listed_by_name[state.output]} is a state, too",
                 expected=f"{spec}, as in sequence_batching",
             )
 
 
-def _filename(model: str, document: Document) -> str | None:
+def _filename(document: Document) -> str | None:
     name: str = document.get("default_model_filename", "")
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:
         raise ConfigError(
-            model,
             f"default_model_filename is '{name}'",
             expected="a file in the version folder",
         )

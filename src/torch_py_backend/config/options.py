@@ -264,7 +264,7 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
         row = rows.get(key)
         removed = removed_names.OPTIONS.get(key)
         if row is None and removed is not None:
-            raise ConfigError(model, f"the parameter {key} was removed", cure=removed)
+            raise ConfigError(f"the parameter {key} was removed", cure=removed)
         if row is None:
             similar = difflib.get_close_matches(key.upper(), rows, n=1)
             question = f" Did you mean {similar[0]}?" if similar else ""
@@ -272,12 +272,11 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
                 "model '%s': the parameter %s is unknown and ignored.%s", model, key, question
             )
             continue
-        value = _parse_value(model, key, _LIBTORCH_PARSERS.get(key, row.parser), entry)
+        value = _parse_value(key, _LIBTORCH_PARSERS.get(key, row.parser), entry)
         if value is None:
             continue
         if row.field in values and values[row.field] != value:
             raise ConfigError(
-                model,
                 f"the parameters {keys[row.field]} and {key} contradict each other",
                 cure="They mean the same; keep one.",
             )
@@ -285,16 +284,16 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
     return Options(**values)
 
 
-def _parse_value(model: str, key: str, parser: Parser[object], entry: object) -> object:
+def _parse_value(key: str, parser: Parser[object], entry: object) -> object:
     # Triton's entries are always strings; entries of other files may be anything.
     text = entry.get("string_value", "") if isinstance(entry, Mapping) else entry
     if not isinstance(text, str) or text is entry:
-        raise OptionError(model, key, str(entry), f"a string_value with {parser.accepted}")
+        raise OptionError(key, str(entry), f"a string_value with {parser.accepted}")
     try:
         return parser.parse(text)
     except json.JSONDecodeError as error:
         accepted = f"{parser.accepted} (JSON says: {error})"
-        raise OptionError(model, key, text, accepted) from None
+        raise OptionError(key, text, accepted) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         advice = removed_names.advice_for_value(key, text)
-        raise OptionError(model, key, text, parser.accepted, cure=advice) from None
+        raise OptionError(key, text, parser.accepted, cure=advice) from None

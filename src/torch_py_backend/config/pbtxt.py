@@ -28,8 +28,8 @@ def read(folder: Path) -> JsonObject:
         ConfigError: the file is not a valid config.pbtxt.
         PlatformError: Triton's protobuf is not installed.
     """
-    message = parse(folder.name, text(folder))
-    _, _, json_format = _protobuf(folder.name)
+    message = parse(text(folder))
+    _, _, json_format = _protobuf()
     message.name = message.name or folder.name
     document: JsonObject = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -96,7 +96,7 @@ def text(folder: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")  # without newline translation
     except (UnicodeDecodeError, OSError) as error:
-        raise _unreadable(folder.name, error) from None
+        raise _unreadable(error) from None
 
 
 def leaves_out_batch_size(folder: Path) -> bool:
@@ -111,24 +111,24 @@ def leaves_out_batch_size(folder: Path) -> bool:
     return bool(content) and not _BATCH_SIZE.search(content)
 
 
-def parse(model: str, content: str) -> Any:
+def parse(content: str) -> Any:
     """Parse the text of a config.pbtxt into Triton's message `ModelConfig`.
 
     Raises:
         ConfigError: the text is not a valid config.pbtxt.
         PlatformError: Triton's protobuf is not installed.
     """
-    protobuf, text_format, _ = _protobuf(model)
+    protobuf, text_format, _ = _protobuf()
     message = protobuf.ModelConfig()
     try:
         text_format.Parse(content, message)
     except text_format.ParseError as error:
-        raise _unreadable(model, error) from None
+        raise _unreadable(error) from None
     return message
 
 
-def _unreadable(model: str, error: Exception) -> ConfigError:
-    return ConfigError(model, f"config.pbtxt cannot be read: {error}", cure="Correct that line.")
+def _unreadable(error: Exception) -> ConfigError:
+    return ConfigError(f"config.pbtxt cannot be read: {error}", cure="Correct that line.")
 
 
 def arguments(folder: Path, version: str, document: Document) -> dict[str, str]:
@@ -147,13 +147,12 @@ def arguments(folder: Path, version: str, document: Document) -> dict[str, str]:
     }
 
 
-def _protobuf(model: str) -> tuple[ModuleType, ModuleType, ModuleType]:
+def _protobuf() -> tuple[ModuleType, ModuleType, ModuleType]:
     try:
         from google.protobuf import json_format, text_format  # noqa: PLC0415
         from tritonclient.grpc import model_config_pb2  # noqa: PLC0415
     except ImportError as error:
         raise PlatformError(
-            model,
             f"config.pbtxt cannot be read without Triton's protobuf: {error}",
             cure="pip install 'torch-py-backend[server]' or tritonclient[grpc].",
         ) from None

@@ -73,7 +73,7 @@ class SequenceConfig:
     direct: bool = True
 
 
-def parse(model: str, document: Document) -> SequenceConfig | None:
+def parse(document: Document) -> SequenceConfig | None:
     """Return the sequence settings of a model; None: its requests are independent of each other.
 
     Raises:
@@ -87,22 +87,22 @@ def parse(model: str, document: Document) -> SequenceConfig | None:
             f"sequence_batching contains {key}, and no Python-based backend can give a request back"
             " to the scheduler"
         )
-        refuse(model, (bool(batching.get(key)), problem, "a config without it"))
+        refuse((bool(batching.get(key)), problem, "a config without it"))
     oldest, direct = batching.get("oldest"), batching.get("direct") or {}
     slots = int((oldest or {}).get("max_candidate_sequences", 0))
     sequencing = SequenceConfig(
         slots=slots or max(1, int(document.get("max_batch_size", 0))),
         idle_s=int(batching.get("max_sequence_idle_microseconds") or _IDLE_MICROSECONDS) / 1e6,
         delay_s=int((oldest or direct).get("max_queue_delay_microseconds", 0)) / 1e6,
-        controls=tuple(_parse_control(model, entry) for entry in batching.get("control_input", ())),
-        states=tuple(_parse_state(model, entry) for entry in batching.get("state", ())),
+        controls=tuple(_parse_control(entry) for entry in batching.get("control_input", ())),
+        states=tuple(_parse_state(entry) for entry in batching.get("state", ())),
         direct=oldest is None,
     )
-    _check_names(model, document, sequencing)
+    _check_names(document, sequencing)
     return sequencing
 
 
-def _parse_control(model: str, entry: Document) -> ControlInput:
+def _parse_control(entry: Document) -> ControlInput:
     control = (entry.get("control") or [{}])[0]
     key = next((key for key in _BOOLEANS if control.get(key)), None)
     idle = None
@@ -114,22 +114,21 @@ def _parse_control(model: str, entry: Document) -> ControlInput:
             idle = float(control[key][0])
     if dtype is None:
         raise ConfigError(
-            model,
             f"the control input '{entry.get('name', '')}' has no type",
             expected=f"{', '.join(_BOOLEANS)}, or a data_type for CONTROL_SEQUENCE_CORRID",
         )
     return ControlInput(entry["name"], dtype, idle)
 
 
-def _parse_state(model: str, entry: Document) -> State:
+def _parse_state(entry: Document) -> State:
     names = entry.get("input_name", ""), entry.get("output_name", "")
     problem = (
         f"a state of sequence_batching is called '{names[0]}' as input and '{names[1]}' as output"
     )
-    refuse(model, (not all(names), problem, "input_name and output_name"))
-    dtype = dtypes.parse(model, f"the state '{names[0]}'", entry.get("data_type", "unset"))
+    refuse((not all(names), problem, "input_name and output_name"))
+    dtype = dtypes.parse(f"the state '{names[0]}'", entry.get("data_type", "unset"))
     dims = _dims(entry)
-    return State(*names, dtype, dims, *_parse_initial(model, names[0], dims, entry))
+    return State(*names, dtype, dims, *_parse_initial(names[0], dims, entry))
 
 
 def _dims(entry: Document) -> tuple[int, ...]:
@@ -138,7 +137,7 @@ def _dims(entry: Document) -> tuple[int, ...]:
 
 
 def _parse_initial(
-    model: str, name: str, dims: Sequence[int], entry: Document
+    name: str, dims: Sequence[int], entry: Document
 ) -> tuple[tuple[int, ...], str | None]:
     """Return the shape of a state in the first step, and its file."""
     blocks = entry.get("initial_state", ())
@@ -149,7 +148,6 @@ def _parse_initial(
     subject, file = f"the initial_state of '{name}' has", block.get("data_file")
     path = PurePosixPath(file or "")
     refuse(
-        model,
         (len(blocks) > 1, f"the state '{name}' has {len(blocks)} entries of initial_state", "one"),
         (
             block.get("data_type") != entry["data_type"],
@@ -175,7 +173,7 @@ def _parse_initial(
     return sizes, file or None
 
 
-def _check_names(model: str, document: Document, sequencing: SequenceConfig) -> None:
+def _check_names(document: Document, sequencing: SequenceConfig) -> None:
     """Raise if two inputs, or two state outputs, have the same name.
 
     The output of a state may also be listed as an output of the model.
@@ -189,4 +187,4 @@ def _check_names(model: str, document: Document, sequencing: SequenceConfig) -> 
     ):
         for name in names:
             problem = f"the {role} '{name}' is defined twice among inputs, controls and states"
-            refuse(model, (names.count(name) > 1, problem, "unique names"))
+            refuse((names.count(name) > 1, problem, "unique names"))

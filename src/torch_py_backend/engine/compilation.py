@@ -103,7 +103,6 @@ class Compiled:
             self._compiled: Callable[..., object] = torch.compile(self._traced, **parameters)
         except Exception as error:  # torch.compile raises various errors for unknown values
             raise OptionError(
-                config.name,
                 "TORCH_COMPILE_OPTIONAL_PARAMETERS",
                 json.dumps(config.options.torch_compile_optional_parameters or {}),
                 f"what torch.compile takes ({summarize(error)})",
@@ -146,7 +145,7 @@ class Compiled:
             self._eager(*args, **kwargs)  # raises an error of the model again
             # Dynamo wraps the errors of compiler backends.
             reason = summarize(getattr(error, "inner_exception", error))
-            raise CompileError(self._model, reason) from error
+            raise CompileError(reason) from error
 
     def has_graph(self, rows: int) -> bool | None:
         """Return whether the calls so far need no other graph for a number of rows.

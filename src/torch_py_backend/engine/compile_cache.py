@@ -63,7 +63,6 @@ def _resolve(config: ModelConfig) -> Path:
         allowed = False
     if not allowed:
         raise ConfigError(
-            config.name,
             f"COMPILE_CACHE_DIR is '{option}'",
             expected="a folder in the model's own, or an absolute path",
         )
@@ -77,7 +76,6 @@ def _choose(config: ModelConfig, folder: Path) -> Path:
         return folder
     if option := config.options.compile_cache_dir:
         raise PlatformError(
-            config.name,
             f"COMPILE_CACHE_DIR is '{option}', which cannot be used: {obstacle}",
             cure="Name a folder that this user can write, and no other.",
         )
@@ -86,7 +84,7 @@ def _choose(config: ModelConfig, folder: Path) -> Path:
         home = home.expanduser()
     replacement = home / "torch-py-backend" / _FOLDER / config.name
     if not home.is_absolute() or _obstacle(replacement):
-        replacement = private_files.user_folder(config.name) / _FOLDER / config.name
+        replacement = private_files.user_folder() / _FOLDER / config.name
         replacement.mkdir(parents=True, exist_ok=True)
     log.warning(
         "model '%s': compiled code is kept in %s, because %s cannot be used: %s.",

@@ -128,7 +128,7 @@ class Engine:
             ConfigError: the weights cannot be shared.
         """
         if self.kind is ArtifactType.AOTI:
-            raise gpu_sharing.not_shared_error(self.config, "the AOTInductor package contains them")
+            raise gpu_sharing.not_shared_error("the AOTInductor package contains them")
         shared.share(self.loaded.owner)
         self._shared = shared
         self.failures.reset()
@@ -167,7 +167,7 @@ class Engine:
             forward = self._compiled.seal()
         if self._shared is not None and self.failures.writes_buffers():
             raise gpu_sharing.not_shared_error(
-                self.config, "the model writes to its buffers, which other instances share"
+                "the model writes to its buffers, which other instances share"
             )
         self.failures.reset()
         self._use(forward)

@@ -34,10 +34,9 @@ def requested(config: ModelConfig) -> bool:
     return config.kind != "CPU" and bool(config.options.enable_weight_sharing)
 
 
-def not_shared_error(config: ModelConfig, reason: str) -> ConfigError:
+def not_shared_error(reason: str) -> ConfigError:
     """Return the error for ENABLE_WEIGHT_SHARING where the weights cannot be shared."""
     return ConfigError(
-        config.name,
         f"ENABLE_WEIGHT_SHARING is true, and the weights cannot be shared: {reason}",
         cure='Set it to "false", or remove it.',
     )
@@ -60,10 +59,10 @@ class SharedWeights:
     def __init__(self, config: ModelConfig, device: torch.device | None) -> None:
         if config.kind == "MODEL" or device is None:
             reason = "the instance is KIND_MODEL: the model places itself"
-            raise not_shared_error(config, reason)
+            raise not_shared_error(reason)
         if config.options.freezes:
             reason = "freezing makes them constants of each instance's own graph"
-            raise not_shared_error(config, reason)
+            raise not_shared_error(reason)
         self._config, self._device = config, device
         key = f"{config.version_folder.resolve()} {device}"
         self._socket = private_files.server_path(config.name, key)
@@ -83,7 +82,7 @@ class SharedWeights:
             ConfigError: the weights cannot be shared.
         """
         if module is None or not named(module):
-            raise not_shared_error(self._config, "the model exposes none")
+            raise not_shared_error("the model exposes none")
         if self.owns:
             self._offer(named(module))
         else:
@@ -131,7 +130,7 @@ class SharedWeights:
             except EOFError:  # the owner has ended, or belongs to an earlier load
                 return
         if isinstance(received, str):
-            raise not_shared_error(self._config, received)
+            raise not_shared_error(received)
         self._owner, self._weights = (pid, started), received
 
     def _offer(self, weights: Mapping[str, Tensor]) -> None:
@@ -189,7 +188,7 @@ class SharedWeights:
         ]
         if differing:
             reason = f"the owner and '{self._config.instance}' disagree about "
-            raise not_shared_error(self._config, reason + join_names(sorted(differing)))
+            raise not_shared_error(reason + join_names(sorted(differing)))
         shared = {id(own[name]): weight for name, weight in weights.items()}
         # As Module.to() does it.
         module._apply(  # noqa: SLF001

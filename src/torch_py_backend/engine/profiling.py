@@ -36,7 +36,6 @@ def check_writable(config: ModelConfig) -> None:
         files.check_writable(folder)
     except OSError as error:
         raise ConfigError(
-            config.name,
             f"PROFILE_DIR is '{folder}', which cannot be written to: {error.strerror or error}",
             expected="an existing folder that the server's user may write to",
         ) from None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import BackendError, ConfigError
+from torch_py_backend.errors import BackendError, ConfigError, named
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.pipeline import differences
 from torch_py_backend.values import Item, Outcome
@@ -76,18 +76,17 @@ def check(
         name: value
         for name, value in batch.items()
         if name in again
-        and differences.error(config.name, name, again[name], value) <= differences.tolerance(value)
+        and differences.error(name, again[name], value) <= differences.tolerance(value)
     }
     first, last = outputs(0, 1), outputs(rows - 1, rows)
     dependent = differences.dependent_output(
-        config.name, reproducible, first, last, limit=_MAX_ERROR, share=_MAX_SHARE
+        reproducible, first, last, limit=_MAX_ERROR, share=_MAX_SHARE
     )
     if dependent is None:
         return
     name, error = dependent
     source = "which auto-completion has chosen" if completed else "with dynamic_batching"
     problem = ConfigError(
-        config.name,
         f"output '{name}' for a row alone differs by {error:.2g} from that row in a batch of"
         f" {rows}, and max_batch_size is {config.max_batch_size}, {source}",
         expected="rows that do not depend on each other: Triton batches those of all clients",
@@ -96,4 +95,4 @@ def check(
     )
     if completed:
         raise problem
-    log.warning("%s", problem)
+    log.warning("%s", named(config.name, problem))

@@ -115,7 +115,6 @@ def placement(config: ModelConfig) -> torch.device | None:
         run_kernel(device)
     except RuntimeError as error:
         raise PlatformError(
-            config.name,
             f"torch {torch.__version__} cannot run a kernel on GPU {device.index}"
             f" ({summarize(error)})",
             cure="Install a torch built for this GPU, or use KIND_CPU.",
@@ -134,7 +133,6 @@ def _missing_gpu(config: ModelConfig, visible: int) -> PlatformError:
         except Exception as error:  # RuntimeError, AssertionError or torch's own classes
             problem += f" ({summarize(error)})"
     return PlatformError(
-        config.name,
         f"instance_group asks for GPU {config.device_id}, and torch {torch.__version__} {problem}",
         cure="Use KIND_CPU, update the driver, or install a torch built for at most the CUDA"
         " version that nvidia-smi prints.",

@@ -59,7 +59,6 @@ def report(config: ModelConfig, loaded: Loaded) -> Sharing:
     sharing = Sharing(weights, _obstacle(config, loaded, weights))
     if sharing.obstacle and config.options.enable_weight_sharing:
         raise ConfigError(
-            config.name,
             f"ENABLE_WEIGHT_SHARING is true, and only {sharing}",
             cure="Remove what stands in the way, or remove ENABLE_WEIGHT_SHARING.",
         )

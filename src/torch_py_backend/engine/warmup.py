@@ -23,6 +23,7 @@ from torch_py_backend.errors import (
     NoServerError,
     WarmupError,
     join_names,
+    named,
 )
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.pipeline.batches import powers_of_two
@@ -93,7 +94,7 @@ def run(
                 failure.traceback = error.traceback
                 if not (serving and _may_fail(engine, error)):
                     if error.reported:
-                        log.error("%s\n%s", error, error.traceback)
+                        log.error("%s\n%s", named(model, error), error.traceback)
                     raise failure
                 first = first or failure
             if not row_counts:
@@ -115,7 +116,8 @@ def run(
         consequence = "the first requests may take longer."
         if engine.compiles:
             consequence = "calls that need another graph run eagerly."
-        log.warning("%s The model is served anyway; %s\n%s", first, consequence, first.traceback)
+        message = named(model, first)
+        log.warning("%s The model is served anyway; %s\n%s", message, consequence, first.traceback)
     return changed
 
 
@@ -126,9 +128,7 @@ def warn_of_changes(config: ModelConfig, changed: Sequence[str]) -> None:
         ConfigError: other instances share the weights of the first model.
     """
     if gpu_sharing.requested(config):
-        raise gpu_sharing.not_shared_error(
-            config, f"forward() changes {join_names(changed)} of the model"
-        )
+        raise gpu_sharing.not_shared_error(f"forward() changes {join_names(changed)} of the model")
     log.warning(
         "model '%s': the warm-up has changed %s of the model, and answers may depend on that. The"
         " model is built again without a warm-up: the first requests may take longer%s. State in"
@@ -207,7 +207,7 @@ def _failure(engine: Engine, item: Item, error: BackendError) -> WarmupError:
             f' ({example_inputs.NAME}.safetensors), or set the parameter WARMUP to "false".'
         )
     found = f"the warm-up with {_shapes(item)} failed: {error}"
-    return WarmupError(engine.config.name, found, cure=cure)
+    return WarmupError(found, cure=cure)
 
 
 def _certain_cure(config: ModelConfig, error: BackendError) -> str:

@@ -63,7 +63,6 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     difference = mismatch(path, device)
     if difference:
         raise ArtifactError(
-            config.name,
             f"{path.name} was built for {difference}",
             cure="Serve it on such a machine, or build it for this one.",
         )
@@ -77,12 +76,11 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         # aoti_load_package ends with this call. Before that, it imports the compiler and builds a
         # library for each instruction set, to warn of what `mismatch` has compared, in 2 to 10 s.
         # It passes the same name of the model, "not single-threaded", and one runner.
-        with registrations.reading(config, path, artifact.kind), _temporary_folder(folder):
+        with registrations.reading(path, artifact.kind), _temporary_folder(folder):
             package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
             in_spec, out_spec = (pytree.treespec_loads(text) for text in package.get_call_spec())
         if package.get_constant_fqns() and not _contains_constants(Path(folder)):
             raise ArtifactError(
-                config.name,
                 f"{path.name} was compiled without its weights",
                 expected="a package that contains them",
                 cure="Compile it again without aot_inductor.package_constants_in_so: False.",
@@ -151,7 +149,6 @@ def _checked(
                 name, kind = names[int(refused[1])], refused[2].lower()
                 dtype = getattr(torch, _BYTES.get(kind, kind), kind)
                 raise ConfigError(
-                    config.name,
                     f"input '{name}' is {types[name]}",
                     expected=f"{dtypes.config_name(dtype)}, for which the package was compiled",
                     cure="Write that type into config.pbtxt.",
@@ -162,7 +159,6 @@ def _checked(
             leaf, dim = int(refused["leaf"]), int(refused["dim"])
             # Not the whole shape: rows that fill the batch are no client's.
             raise InputError(
-                config.name,
                 f"input '{names[leaf]}' has the size {leaves[leaf].shape[dim]} in dimension {dim}",
                 expected=f"{_RELATIONS[refused['relation']]} {refused['limit']}, for which the"
                 " package was compiled",

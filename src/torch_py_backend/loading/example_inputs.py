@@ -38,14 +38,14 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     """
     path = config.version_folder / f"{NAME}.safetensors"
     if path.is_file():
-        return dict(state_dict.read_safetensors(config, path))
+        return dict(state_dict.read_safetensors(path))
     folder = config.version_folder / NAME
     if folder.is_dir() and not (folder / "__init__.py").exists():
         return _read_bytes(config, folder)
     inputs = None
     for source in (artifact.hooks, artifact.path if artifact.kind is ArtifactType.MODULE else None):
         if inputs is None and source is not None:
-            inputs = python_source.example_inputs(config.name, source)
+            inputs = python_source.example_inputs(source)
     if inputs is None:
         return None
     item: Item = {}
@@ -56,7 +56,6 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
         strings: Strings = np.asarray(value, dtype=np.object_)
         if not all(isinstance(element, str | bytes) for element in strings.flat):
             raise SourceError(
-                config.name,
                 f"{NAME}() gives {a_type(value)} for '{name}'",
                 expected="a tensor, or a list of strings",
             )

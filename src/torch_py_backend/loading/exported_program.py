@@ -39,7 +39,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         ArtifactError: this torch cannot load it, or it takes a number that is not a constant.
     """
     path = artifact.path
-    program = _read(config, path)
+    program = _read(path)
     if config.options.enable_weight_sharing is not False:
         tables: tuple[dict[str, Any], ...] = (program.state_dict, program.constants)
         for table in tables:
@@ -55,7 +55,6 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     for leaf, value in zip(signature.leaves or (), _input_values(program), strict=False):
         if not isinstance(value, Tensor):  # a number that was exported as dynamic
             raise ArtifactError(
-                config.name,
                 f"{path.name} takes a number at {leaf}",
                 expected="tensors",
                 cure="Export it with that number as a constant, or as a tensor.",
@@ -64,13 +63,13 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     return Loaded(artifact, module, signature, module, rows)
 
 
-def describe(config: ModelConfig, path: Path) -> tuple[Values, Values, Rows]:
+def describe(path: Path) -> tuple[Values, Values, Rows]:
     """Return the inputs and outputs of a program by name, as traced, and its rows.
 
     Raises:
         ArtifactError: this torch cannot load it.
     """
-    program = _read(config, path)
+    program = _read(path)
     signature = _signature(program, program.module())
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     output_nodes = program.graph_signature.user_outputs
@@ -88,8 +87,8 @@ def describe(config: ModelConfig, path: Path) -> tuple[Values, Values, Rows]:
     return inputs, outputs, _rows(program)
 
 
-def _read(config: ModelConfig, path: Path) -> ExportedProgram:
-    with registrations.reading(config, path, ArtifactType.EXPORTED), _logged_causes() as causes:
+def _read(path: Path) -> ExportedProgram:
+    with registrations.reading(path, ArtifactType.EXPORTED), _logged_causes() as causes:
         try:
             return torch.export.load(path)
         except Exception as error:

@@ -89,11 +89,9 @@ class Hook:
                 isinstance(error, OSError) and error.errno is None
             )
             if not (unreadable and self.name.startswith("preprocess")):
-                raise HookError(self.model, self.name, error) from error
+                raise HookError(self.name, error) from error
             self._log_refusal(error)
-            raise InputError(
-                self.model, f"{self.name}() refuses the input: {summarize(error)}"
-            ) from None
+            raise InputError(f"{self.name}() refuses the input: {summarize(error)}") from None
 
     def _log_refusal(self, error: BaseException) -> None:
         """Log the first refusal of each line, which may be a mistake in the method."""
@@ -179,7 +177,7 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
             if method is not None
         }
     )
-    _check_methods(config, f"the class Hooks in {path.name}", instance, hooks)
+    _check_methods(f"the class Hooks in {path.name}", instance, hooks)
     _check_config(config, hooks)
     return hooks
 
@@ -188,10 +186,9 @@ def _create_hook(config: ModelConfig, path: Path, name: str, method: Any) -> Hoo
     """Return the hook of this name after checking its arguments."""
     place = f"Hooks.{name} in {path.name}"
     if not callable(method):
-        raise SourceError(config.name, f"{place} is {a_type(method)}", expected="a method")
+        raise SourceError(f"{place} is {a_type(method)}", expected="a method")
     if inspect.iscoroutinefunction(method) or introspection.is_generator(method):
         raise SourceError(
-            config.name,
             f"{place} is asynchronous or a generator",
             expected="a method that returns its result",
         )
@@ -205,7 +202,6 @@ def _create_hook(config: ModelConfig, path: Path, name: str, method: Any) -> Hoo
             signature.bind(arguments, **keywords)
     except (TypeError, ValueError) as error:
         raise SourceError(
-            config.name,
             f"Hooks.{name}{signature} in {path.name} cannot be called: {error}",
             expected=f"{name}(self, {arguments or 'inputs by name'}), with"
             f" {ARGUMENT} as the last argument if it takes them",
@@ -213,21 +209,19 @@ def _create_hook(config: ModelConfig, path: Path, name: str, method: Any) -> Hoo
     return Hook(config.name, name, method, takes_parameters, path)
 
 
-def _check_methods(config: ModelConfig, place: str, instance: object, hooks: Hooks) -> None:
+def _check_methods(place: str, instance: object, hooks: Hooks) -> None:
     """Raise SourceError for a removed method, two methods for one step, or no method."""
     for name, advice in removed_names.HOOKS.items():
         if hasattr(instance, name):
-            raise SourceError(config.name, f"{place} has {name}(), which was removed", cure=advice)
+            raise SourceError(f"{place} has {name}(), which was removed", cure=advice)
     for first, second in _EXCLUSIVE:
         if getattr(hooks, first) and getattr(hooks, second):
             raise SourceError(
-                config.name,
                 f"{place} has {first}() and {second}()",
                 expected="one of them: they do the same",
             )
     if not hooks.defined:
         raise SourceError(
-            config.name,
             f"{place} has no hooks",
             expected="some of the methods " + ", ".join(HOOK_METHODS),
         )
@@ -258,7 +252,7 @@ def _check_config(config: ModelConfig, hooks: Hooks) -> None:
         problem = "response_cache is enabled, and Hooks reads the parameters of requests"
         cure = conflicts.CACHE_CURE
     if problem:
-        raise ConfigError(config.name, problem, cure=cure)
+        raise ConfigError(problem, cure=cure)
 
 
 def row_signature(config: ModelConfig) -> Signature:
@@ -285,13 +279,11 @@ def hook_signature(config: ModelConfig, hook: Hook) -> Signature:
     for name, takes in zip(inputs.names, inputs.types, strict=True):
         if name in strings and takes is ArgumentType.TENSOR:
             raise BindingError(
-                config.name,
                 f"input '{name}' is BYTES, and {signature} has no annotation for it",
                 expected="an annotation: bytes or str for one a row, list[bytes] or list[str]",
             )
         if takes.scalar and signature.name == "preprocess_batch":
             raise BindingError(
-                config.name,
                 f"{signature} takes {takes.value} for the input '{name}', and gets those of all"
                 " rows",
                 expected="a Tensor, list[str] or list[bytes]",

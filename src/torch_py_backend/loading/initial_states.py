@@ -54,22 +54,21 @@ def _one_row(config: ModelConfig, state: State) -> Value:
         content = (folder / state.file).read_bytes()
     except OSError as error:
         raise ArtifactError(
-            config.name,
             f"{role} cannot be read: {error.strerror}",
             expected=f"{_FOLDER}/{state.file} in the model's folder",
         ) from None
     if name is None:
-        return _parse_strings(config, state, content)
+        return _parse_strings(state, content)
     dtype: torch.dtype = getattr(torch, name)
     needed = math.prod(state.initial) * dtype.itemsize
     if len(content) < needed:
-        raise _misfit(config, state, counted(len(content), "byte"), counted(needed, "byte"))
+        raise _misfit(state, counted(len(content), "byte"), counted(needed, "byte"))
     if not needed:  # torch.frombuffer refuses empty buffers
         return torch.zeros(state.initial, dtype=dtype)
     return torch.frombuffer(bytearray(content[:needed]), dtype=dtype).reshape(state.initial)
 
 
-def _parse_strings(config: ModelConfig, state: State, content: bytes) -> Strings:
+def _parse_strings(state: State, content: bytes) -> Strings:
     """Parse strings, each with its length in four bytes before its text."""
     texts, position, count = [], 0, math.prod(state.initial)
     while position + 4 <= len(content):
@@ -78,13 +77,13 @@ def _parse_strings(config: ModelConfig, state: State, content: bytes) -> Strings
         texts.append(content[position - size : position])
     if position != len(content) or len(texts) != count:
         expected = f"{count}, each behind its length"
-        raise _misfit(config, state, f"{len(texts)} strings", expected)
+        raise _misfit(state, f"{len(texts)} strings", expected)
     strings: Strings = np.empty(len(texts), dtype=np.object_)
     strings[:] = texts
     return strings.reshape(state.initial)
 
 
-def _misfit(config: ModelConfig, state: State, found: str, expected: str) -> ArtifactError:
+def _misfit(state: State, found: str, expected: str) -> ArtifactError:
     return ArtifactError(
-        config.name, f"the data_file of the state '{state.input}' holds {found}", expected=expected
+        f"the data_file of the state '{state.input}' holds {found}", expected=expected
     )

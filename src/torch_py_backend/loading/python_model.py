@@ -32,14 +32,12 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         served, pretrained = python_source.construct(config, artifact), False
     if not callable(served):
         raise SourceError(
-            config.name,
             f"what {artifact.path.name} builds is {a_type(served)}",
             expected="a torch.nn.Module or a function",
         )
     owner = served if isinstance(served, nn.Module) else None
     if owner is None and artifact.weights is not None:
         raise ArtifactError(
-            config.name,
             f"{artifact.weights.name} is beside a function, which has no weights",
             cure='Remove the file, or set the parameter WEIGHTS to "none".',
         )
@@ -57,7 +55,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         signature = dataclasses.replace(introspection.from_function(described), name=name)
     except (TypeError, ValueError) as error:
         raise SourceError(
-            config.name, f"the arguments of what is served cannot be determined: {error}"
+            f"the arguments of what is served cannot be determined: {error}"
         ) from error
     _refuse_streams(config, served, described)
     return Loaded(artifact, called, signature, owner, step=step)
@@ -72,7 +70,6 @@ def _entry_point(
         called: Forward | None = getattr(served, method, None)
         if called is None:
             raise SourceError(
-                config.name,
                 f"METHOD is '{method}', which {type(served).__name__} does not have",
                 expected="the name of a method",
             )
@@ -98,7 +95,6 @@ def _refuse_streams(config: ModelConfig, served: object, described: Forward) -> 
     else:
         return
     raise ConfigError(
-        config.name,
         f"{problem}, and the model is not decoupled",
         cure="Write model_transaction_policy { decoupled: true } into config.pbtxt; or let"
         " forward() return all results at once.",

@@ -38,7 +38,7 @@ _KEYWORDS = "Give its arguments as JSON in the parameter MODEL_KWARGS."
 # --- the import ------------------------------------------------------------------------------
 
 
-def import_source(model: str, path: Path) -> ModuleType:
+def import_source(path: Path) -> ModuleType:
     """Import a model's source file; it can import the files beside it.
 
     A file that was imported and has not changed since is not executed again: its code may fail the
@@ -55,7 +55,7 @@ def import_source(model: str, path: Path) -> ModuleType:
         return imported
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise SourceError(model, f"{path.name} is not Python source", expected="a .py file")
+        raise SourceError(f"{path.name} is not Python source", expected="a .py file")
     spec.loader_state = state
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -64,7 +64,7 @@ def import_source(model: str, path: Path) -> ModuleType:
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise SourceError(model, f"{path.name} fails at {error_location(error, path)}") from error
+        raise SourceError(f"{path.name} fails at {error_location(error, path)}") from error
     return module
 
 
@@ -104,9 +104,7 @@ def error_line(error: BaseException, path: Path) -> int | None:
     return lines[-1] if lines else None
 
 
-def _call(
-    model: str, path: Path, name: str, function: Callable[[], _Result], cure: str = ""
-) -> _Result:
+def _call(path: Path, name: str, function: Callable[[], _Result], cure: str = "") -> _Result:
     """Call a function of a model's file; raise SourceError with the line of its error.
 
     `cure` says what to do about wrong arguments.
@@ -115,7 +113,6 @@ def _call(
         return function()
     except (Exception, SystemExit) as error:
         raise SourceError(
-            model,
             f"{name}() in {path.name} fails at {error_location(error, path)}",
             cure=cure if isinstance(error, TypeError) else "",
         ) from error
@@ -133,14 +130,13 @@ def construct(config: ModelConfig, artifact: Artifact) -> object:
         SourceError: the file defines no model, or several, or it fails.
     """
     path, options = artifact.path, config.options
-    refuse_hooks(config.name, path)
-    target = _select(config, path, import_source(config.name, path))
+    refuse_hooks(path)
+    target = _select(config, path, import_source(path))
     keywords = options.model_kwargs or {}
     if not isinstance(target, type) and options.model_factory is None:
         if keywords:
             name = getattr(target, "__name__", type(target).__name__)
             raise SourceError(
-                config.name,
                 f"MODEL_KWARGS is set, and {name}, which {path.name} serves, is not constructed",
                 cure="Remove MODEL_KWARGS, or name a function that builds the module with"
                 " MODEL_FACTORY.",
@@ -152,9 +148,7 @@ def construct(config: ModelConfig, artifact: Artifact) -> object:
                 return copy.deepcopy(target)
         return target
     name = options.model_factory or target.__name__
-    return _call(
-        config.name, path, name, lambda: _build(config, artifact, target, keywords), cure=_KEYWORDS
-    )
+    return _call(path, name, lambda: _build(config, artifact, target, keywords), cure=_KEYWORDS)
 
 
 def construct_from_package(config: ModelConfig, artifact: Artifact) -> tuple[object, bool]:
@@ -175,7 +169,6 @@ def construct_from_package(config: ModelConfig, artifact: Artifact) -> tuple[obj
             factory = operator.attrgetter(name)(importlib.import_module(package))
     except (Exception, SystemExit) as error:  # the package's own code runs here
         raise SourceError(
-            config.name,
             f"MODEL_FACTORY is '{factory_name}', which cannot be imported: {summarize(error)}",
             expected="package.module:callable of a package that this Python has",
         ) from error
@@ -189,7 +182,6 @@ def construct_from_package(config: ModelConfig, artifact: Artifact) -> tuple[obj
         return _build(config, artifact, factory, keywords), False
     except (Exception, SystemExit) as error:
         raise SourceError(
-            config.name,
             f"MODEL_FACTORY '{factory_name}' with {keywords or 'no arguments'} fails:"
             f" {summarize(error)}",
             cure=_KEYWORDS,
@@ -229,7 +221,6 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
             return target
         key = "MODEL_FACTORY" if options.model_factory else "MODEL_CLASS"
         raise SourceError(
-            config.name,
             f"{key} is '{name}', which {path.name} does not define",
             expected=f"one of {join_names(classes | functions) or 'its classes or functions'}",
         )
@@ -252,7 +243,6 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
         else "defines no nn.Module and no function"
     )
     raise SourceError(
-        config.name,
         f"{path.name} {problem}",
         expected="one class derived from torch.nn.Module, or one function",
         cure="Name the one to serve with the parameter MODEL_CLASS." if candidates else "",
@@ -278,40 +268,38 @@ def _is_module_class(value: object) -> bool:
 # --- beside the model ------------------------------------------------------------------------
 
 
-def function_names(model: str, path: Path) -> list[str]:
+def function_names(path: Path) -> list[str]:
     """Return the names of the public functions that a source defines."""
-    return list(_defined(import_source(model, path), inspect.isfunction))
+    return list(_defined(import_source(path), inspect.isfunction))
 
 
-def example_inputs(model: str, path: Path) -> Mapping[str, object] | None:
+def example_inputs(path: Path) -> Mapping[str, object] | None:
     """Return what `example_inputs()` of a model's source returns; None: it has none.
 
     Raises:
         SourceError: the function fails, or does not return a dict.
     """
-    function = getattr(import_source(model, path), "example_inputs", None)
+    function = getattr(import_source(path), "example_inputs", None)
     if function is None:
         return None
-    inputs: object = _call(model, path, "example_inputs", function)
+    inputs: object = _call(path, "example_inputs", function)
     if not isinstance(inputs, Mapping):
         raise SourceError(
-            model,
             f"example_inputs() in {path.name} returns {a_type(inputs)}",
             expected="a dict of tensors by input name",
         )
     return inputs
 
 
-def refuse_hooks(model: str, path: Path) -> None:
+def refuse_hooks(path: Path) -> None:
     """Raise SourceError if a model's source defines the class of hooks, which is for hooks.py."""
-    source = import_source(model, path)
+    source = import_source(path)
     hooks_class = _defined(source, lambda value: isinstance(value, type)).get("Hooks")
     if hooks_class is None or _is_module_class(hooks_class):
         return
     names = [name for name in HOOK_METHODS if hasattr(hooks_class, name)]
     if names:
         raise SourceError(
-            model,
             f"{path.name} defines the class Hooks with {names[0]}()",
             cure=removed_names.HOOKS_FILE,
         )
@@ -323,10 +311,9 @@ def construct_hooks(config: ModelConfig, path: Path) -> Any:
     Raises:
         SourceError: there is no such class, or it cannot be constructed.
     """
-    hooks_class = getattr(import_source(config.name, path), "Hooks", None)
+    hooks_class = getattr(import_source(path), "Hooks", None)
     if not isinstance(hooks_class, type) or _is_module_class(hooks_class):
         raise SourceError(
-            config.name,
             f"{path.name} does not define the class Hooks",
             expected="a plain class of that name with some of the methods "
             + ", ".join(HOOK_METHODS),
@@ -337,7 +324,6 @@ def construct_hooks(config: ModelConfig, path: Path) -> Any:
         if "folder" in inspect.signature(hooks_class).parameters:
             keywords["folder"] = config.version_folder
     return _call(
-        config.name,
         path,
         "Hooks",
         lambda: hooks_class(**keywords),

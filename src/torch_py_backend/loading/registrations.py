@@ -12,7 +12,7 @@ import torch
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, SourceError, summarize
+from torch_py_backend.errors import ArtifactError, SourceError, named, summarize
 from torch_py_backend.loading import python_source
 
 log = logging.getLogger(__name__)
@@ -43,16 +43,17 @@ def imported(config: ModelConfig, artifact: Artifact) -> Iterator[None]:
     and the error of an artifact that cannot be loaded either.
     """
     if artifact.hooks is not None:
-        python_source.import_source(config.name, artifact.hooks)
+        python_source.import_source(artifact.hooks)
     failure: SourceError | None = None
     if artifact.source is not None:
         try:
-            functions = python_source.function_names(config.name, artifact.source)
+            functions = python_source.function_names(artifact.source)
         except SourceError as error:
             failure = error
-            log.warning("%s %s is loaded without it.", error, artifact.path.name)
+            message = named(config.name, error)
+            log.warning("%s %s is loaded without it.", message, artifact.path.name)
         else:
-            python_source.refuse_hooks(config.name, artifact.source)
+            python_source.refuse_hooks(artifact.source)
             if functions and config.default_model_filename is None:
                 log.warning(
                     "model '%s': %s is served, and %s() in %s is not called. Name the file to serve"
@@ -71,7 +72,7 @@ def imported(config: ModelConfig, artifact: Artifact) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading(config: ModelConfig, path: Path, kind: ArtifactType) -> Iterator[None]:
+def reading(path: Path, kind: ArtifactType) -> Iterator[None]:
     """Raise an ArtifactError for a file that torch cannot read in the context.
 
     It names an operator or class that is not registered, if that is the reason.
@@ -85,13 +86,11 @@ def reading(config: ModelConfig, path: Path, kind: ArtifactType) -> Iterator[Non
             if match:
                 name = match[match.lastindex or 0].rstrip(".")
                 raise ArtifactError(
-                    config.name,
                     f"{path.name} is {kind.value} with {name}, which is not registered",
                     cure="Import the package that registers it in model.py, beside the artifact.",
                 ) from error
             cause = cause.__cause__ or cause.__context__
         raise ArtifactError(
-            config.name,
             f"{path.name} is {kind.value} that torch {torch.__version__} cannot load:"
             f" {summarize(error)}",
             cure=f"Write it again with {_WRITERS[kind]} under this version of torch.",

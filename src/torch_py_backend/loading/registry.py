@@ -44,7 +44,6 @@ def _check_options(artifact: Artifact, config: ModelConfig) -> None:
     options = config.options
     if options.method is not None and artifact.kind is not ArtifactType.TORCHSCRIPT:
         raise ConfigError(
-            config.name,
             f"METHOD is set, and {artifact.path.name} is {artifact.kind.value}",
             cure="It holds one method, the one that was exported; remove METHOD.",
         )
@@ -94,7 +93,6 @@ def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
         refused = [name for name in names if name in affected]
         if holds and refused:
             raise ConfigError(
-                config.name,
                 f"OPTIMIZE asks for {', '.join(refused)}, and the model is {kind.value}",
                 expected="what applies to it",
                 cure=cure,

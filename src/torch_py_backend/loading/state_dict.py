@@ -44,7 +44,6 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
         if not own:
             return
         raise ArtifactError(
-            config.name,
             f"{type(module).__name__} has {counted(len(own), 'weight')}, and there is no weights"
             f" file beside {artifact.path.name}",
             expected=f"{artifact.path.stem}.safetensors, .pt or .pth",
@@ -68,7 +67,7 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
             if isinstance(value, Mapping) and own.keys() & value.keys()
         ]
         cure = f"Save its entry '{nested[0]}' alone." if nested else ""
-        raise WeightsError(config.name, artifact.weights.name, error, cure=cure) from error
+        raise WeightsError(artifact.weights.name, error, cure=cure) from error
 
 
 def read(config: ModelConfig, path: Path) -> dict[str, Any]:
@@ -80,7 +79,7 @@ def read(config: ModelConfig, path: Path) -> dict[str, Any]:
     if path.suffix == ".json":
         return _read_shards(config, path)
     if path.suffix == ".safetensors":
-        return read_safetensors(config, path)
+        return read_safetensors(path)
     try:
         # Compressed entries cannot be mapped: their compressed bytes would be read as values.
         mmap = not file_types.mmap_obstacle(path)
@@ -88,7 +87,6 @@ def read(config: ModelConfig, path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged pickle raises nearly anything
         refused = _REFUSED.search(str(error))
         raise ArtifactError(
-            config.name,
             f"the weights {path.name} hold {refused[1]}, which weights_only refuses to load"
             if refused
             else f"the weights {path.name} cannot be read: {summarize(error)}",
@@ -97,7 +95,6 @@ def read(config: ModelConfig, path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
         raise ArtifactError(
-            config.name,
             f"the weights {path.name} hold {a_type(state)} that is not a state_dict",
             expected="tensors by name",
             cure="Save module.state_dict() there.",
@@ -111,7 +108,6 @@ def _read_shards(config: ModelConfig, index: Path) -> dict[str, Tensor]:
         weight_map = file_types.weight_map(index)
     except ValueError as error:
         raise ArtifactError(
-            config.name,
             f"the weights {index.name} are not an index of safetensors: {error}",
             expected="a JSON object with a weight_map from keys to files",
         ) from error
@@ -122,16 +118,15 @@ def _read_shards(config: ModelConfig, index: Path) -> dict[str, Tensor]:
         inside = discovery.is_inside(path, config.folder, index.resolve().parent)
         if not inside or not path.is_file():
             raise ArtifactError(
-                config.name,
                 f"the weights {index.name} name {name}",
                 expected="a file beside the index",
             )
-        shard = read_safetensors(config, path)
+        shard = read_safetensors(path)
         state |= {key: value for key, value in shard.items() if weight_map.get(key, name) == name}
     return state
 
 
-def read_safetensors(config: ModelConfig, path: Path) -> dict[str, Tensor]:
+def read_safetensors(path: Path) -> dict[str, Tensor]:
     """Return the tensors of a file by name.
 
     Raises:
@@ -141,7 +136,6 @@ def read_safetensors(config: ModelConfig, path: Path) -> dict[str, Tensor]:
         return safetensors.torch.load_file(path)
     except (OSError, safetensors.SafetensorError) as error:
         raise ArtifactError(
-            config.name,
             f"{path.name} cannot be read: {summarize(error)}",
             expected="safetensors",
             cure="Write it again with safetensors.torch.save_file, or copy it again.",

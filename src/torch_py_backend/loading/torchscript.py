@@ -22,7 +22,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         ArtifactError: this torch cannot load it, or it lacks the method to serve.
     """
     path = artifact.path
-    with registrations.reading(config, path, artifact.kind):
+    with registrations.reading(path, artifact.kind):
         module: torch.jit.ScriptModule = torch.jit.load(path, map_location=device)
     module.eval()
     if config.options.enable_weight_sharing is not False:
@@ -31,7 +31,6 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     method: Any = getattr(module, name, None)
     if not hasattr(method, "schema"):
         raise ArtifactError(
-            config.name,
             f"{path.name} is TorchScript without {name}()",
             expected="a module with the method that is served",
         )
@@ -54,7 +53,6 @@ def freeze(config: ModelConfig, loaded: Loaded) -> Forward:
         optimized = torch.jit.optimize_for_inference(frozen, other_methods=others)
     except Exception as error:  # unsupported graphs raise nearly anything
         raise ConfigError(
-            config.name,
             f"OPTIMIZE asks for freeze, which fails: {summarize(error)}",
             cure="Remove freeze.",
         ) from error

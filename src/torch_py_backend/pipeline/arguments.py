@@ -194,7 +194,6 @@ def check(config: ModelConfig, signature: Signature, takes: Mapping[str, Argumen
         if kind is None:
             if tensors_only and spec.dtype.torch is None:
                 raise BindingError(
-                    config.name,
                     f"input '{spec.name}' is {spec.dtype.config}, and {function}() takes a tensor",
                     expected="a type of numbers in config.pbtxt",
                 )
@@ -202,7 +201,6 @@ def check(config: ModelConfig, signature: Signature, takes: Mapping[str, Argumen
         accepted = _ACCEPTED.get(kind, ("BYTES",))
         if not spec.dtype.triton.startswith(accepted):
             raise BindingError(
-                config.name,
                 f"input '{spec.name}' is {spec.dtype.triton}, and {function}() takes {kind.value}",
                 expected=f"{' or '.join(accepted)} in config.pbtxt",
             )
@@ -210,7 +208,6 @@ def check(config: ModelConfig, signature: Signature, takes: Mapping[str, Argumen
         name = batch_input.name
         if name in special:
             raise BindingError(
-                config.name,
                 f"batch_input makes '{name}' a tensor, and {function}() takes"
                 f" {special[name].value}",
                 expected="an argument that takes a tensor",
@@ -229,7 +226,6 @@ def check_leaves(
         expected = exported.get(spec.name, dtype)
         if expected is not dtype:
             raise BindingError(
-                config.name,
                 f"input '{spec.name}' is {spec.dtype.config}",
                 expected=f"{dtypes.config_name(expected)}, with which the program was exported",
                 cure="Write that type into config.pbtxt, or export the program with the other one.",

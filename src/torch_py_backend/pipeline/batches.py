@@ -41,7 +41,6 @@ def row_counts(config: ModelConfig, accepted: Rows, *, fixed: bool) -> Rows:
     usable = tuple(size for size in buckets if accepted.least <= size <= most)
     if buckets and not usable:
         raise ConfigError(
-            config.name,
             f"BATCH_BUCKETS is {', '.join(map(str, buckets))}",
             expected=f"row counts among {accepted.least} to {most}, which the model takes",
         )

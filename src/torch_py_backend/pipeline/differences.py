@@ -28,7 +28,7 @@ def tolerance(expected: Value) -> float:
     return MAX_ERROR_REDUCED if is_reduced else MAX_ERROR
 
 
-def difference(model: str, name: str, actual: Value, expected: Value) -> float:
+def difference(name: str, actual: Value, expected: Value) -> float:
     """Return the error of an output.
 
     Raises:
@@ -36,7 +36,6 @@ def difference(model: str, name: str, actual: Value, expected: Value) -> float:
     """
     if actual.shape != expected.shape:
         raise OutputError(
-            model,
             f"output '{name}' is {list(actual.shape)}",
             expected=f"{list(expected.shape)}, as in eager",
         )
@@ -52,7 +51,6 @@ def difference(model: str, name: str, actual: Value, expected: Value) -> float:
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     if not torch.where(finite, actual.isfinite(), same).all():
         raise OutputError(
-            model,
             f"output '{name}' has infinities or NaN in other places",
             expected="them where eager has them",
         )
@@ -62,16 +60,15 @@ def difference(model: str, name: str, actual: Value, expected: Value) -> float:
     return ((actual - expected).abs() / (expected.abs() + _typical(expected))).max().item()
 
 
-def error(model: str, name: str, actual: Value, expected: Value) -> float:
+def error(name: str, actual: Value, expected: Value) -> float:
     """Return the error of an output, as `difference`; infinity where that raises."""
     try:
-        return difference(model, name, actual, expected)
+        return difference(name, actual, expected)
     except OutputError:
         return math.inf
 
 
 def dependent_output(
-    model: str,
     batch: Mapping[str, Tensor],
     first: Mapping[str, Tensor],
     last: Mapping[str, Tensor],
@@ -86,7 +83,6 @@ def dependent_output(
     model that pads to the longest row of a batch.
 
     Args:
-        model: the model's name.
         batch: outputs of a batch, of all rows or of the first and the last.
         first: outputs of the first row alone.
         last: outputs of the last row alone.
@@ -99,7 +95,7 @@ def dependent_output(
         alone, together = torch.cat([first[name], last[name]]), value[[0, -1]]
         beyond = _beyond(tolerance(value) if limit is None else limit, alone, together)
         if any(row.double().mean() > share for row in beyond if row.numel()):
-            return name, error(model, name, alone, together)
+            return name, error(name, alone, together)
     return None
 
 

@@ -190,7 +190,7 @@ class Failures:
                 return self._classify(error, text, called or self._called)
         except BaseException as second:  # such as no memory for the traceback
             text = text or summarize(second)
-        return Failure(InternalError(self._model), text, final=True)
+        return Failure(InternalError(), text, final=True)
 
     def _classify(self, error: BaseException, text: str, called: str) -> Failure:
         memory = faults.out_of_memory(error)
@@ -198,17 +198,17 @@ class Failures:
         if cause is not None:
             if self.fatal is None:
                 self.reason = summarize(cause)
-                self.fatal = reported(UnavailableError.fatal(self._model, self.reason), text)
+                self.fatal = reported(UnavailableError.fatal(self.reason), text)
             failure = Failure(self.fatal, text, final=True)
         elif memory:
-            failure = Failure(OutOfMemoryError(self._model), text)
+            failure = Failure(OutOfMemoryError(), text)
         elif isinstance(error, BackendError):
             # A LoadError is a conflict between config and model: every item fails with it. Only
             # errors of the user's own code need a traceback.
             shown = text if isinstance(error, HookError) else ""
             failure = Failure(error, shown, final=isinstance(error, LoadError))
         else:
-            failure = Failure(ForwardError(self._model, error, called), text)
+            failure = Failure(ForwardError(error, called), text)
         if composition.calls != self.calls_before and not self._repeats:
             failure = dataclasses.replace(failure, final=True)
         faults.release(error)
@@ -233,7 +233,7 @@ class Failures:
         """Refuse every request from now on; return the error, the first one if there is one."""
         if self.fatal is None:
             self.reason = reason
-            self.fatal = reported(UnavailableError.fatal(self._model, reason))
+            self.fatal = reported(UnavailableError.fatal(reason))
         return self.fatal
 
     def unreadable(self, error: Exception) -> BackendError:
@@ -241,7 +241,7 @@ class Failures:
         reason, failure = summarize(error), self.classify(error)
         if self.fatal is not None or isinstance(failure.error, OutOfMemoryError):
             return self.refusal(failure)
-        return InputError(self._model, f"the request cannot be read: {reason}")
+        return InputError(f"the request cannot be read: {reason}")
 
     def refusal(self, failure: Failure) -> BackendError:
         """Return the error of a failure, marked for the log unless its client caused it.

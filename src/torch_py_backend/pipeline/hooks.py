@@ -92,7 +92,7 @@ class HookedPipeline:
             raise admitted
         binding, rows = self.inputs.rows(admitted)
         if not rows:
-            raise InputError(self._model, "the request has no rows")
+            raise InputError("the request has no rows")
         if self.hooks.preprocess is None:
             prepared: list[Any] = [dict(zip(binding.names, row, strict=True)) for row in rows]
         else:
@@ -112,7 +112,6 @@ class HookedPipeline:
         if len(rows) > 1 and len(set(map(_key, tensors))) > 1:
             shapes = {name: list(part.shape) for name, part in tensors[0].items()}
             raise OutputError(
-                self._model,
                 f"preprocess() returned {shapes} and others for rows of one request",
                 expected="the same names and shapes for each",
                 cure="Or write collate(), which makes a batch of them.",
@@ -133,7 +132,6 @@ class HookedPipeline:
                 tensors[str(name)] = part if isinstance(part, Tensor) else torch.as_tensor(part)
             except Exception:  # an object of the user may raise any class
                 raise OutputError(
-                    self._model,
                     f"preprocess() returned {a_type(value)}, which cannot be batched",
                     expected="a tensor or numbers; a tuple of these, or a dict by the names of"
                     " forward()'s arguments",
@@ -274,7 +272,6 @@ class HookedPipeline:
             except (RuntimeError, ValueError):
                 shapes = [list(value.shape) for value in column]
                 raise OutputError(
-                    self._model,
                     f"postprocess() gives output '{name}' other shapes for other rows of one"
                     f" request: {shapes[:3]}",
                     expected="one shape for all",
@@ -308,7 +305,6 @@ class HookedPipeline:
             tensor, converted = torch.as_tensor(part), torch.tensor(part, dtype=dtype)
         except Exception as error:  # tensors, strings, ragged lists, numbers that are too large
             raise OutputError(
-                self._model,
                 f"postprocess() gives {a_type(part)} for output '{spec.name}': {summarize(error)}",
                 expected=str(spec),
             ) from None

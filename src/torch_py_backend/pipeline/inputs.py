@@ -152,7 +152,7 @@ class Inputs:
         """Return the item, with masks added, or the reason to refuse it."""
         for name in self._required:
             if name not in item:
-                return InputError(self._model, f"the request lacks the input '{name}'")
+                return InputError(f"the request lacks the input '{name}'")
         if self._batched:
             rows = self.count_rows(item)
             if isinstance(rows, InputError):
@@ -166,31 +166,29 @@ class Inputs:
             try:
                 self._bind(self._left_out(item))
             except BindingError as error:
-                return InputError(self._model, f"the request lacks inputs: {error}")
+                return InputError(f"the request lacks inputs: {error}")
         for name, value in item.items():
             refuse = self._arguments[name].refuse
             if refuse is not None and (reason := refuse(value)) is not None:
                 found, expected = reason
-                return InputError(self._model, f"input '{name}' {found}", expected=expected)
+                return InputError(f"input '{name}' {found}", expected=expected)
         return item
 
     def count_rows(self, item: Item) -> int | InputError:
         """Return the number of rows of an item, or how its inputs' shapes contradict each other."""
         if not item:
-            return InputError(self._model, "the request has no inputs, and so no number of rows")
+            return InputError("the request has no inputs, and so no number of rows")
         rows = -1
         for name, value in item.items():
             # Triton drops the batch dimension of a request whose shape says 0 rows.
             axes = len(self._specs[name].dims) + 1 if name in self._specs else value.ndim
             if value.ndim != axes:
                 return InputError(
-                    self._model,
                     f"input '{name}' has the shape {list(value.shape)} and no rows",
                     expected=f"{axes} dimensions, the first of at least 1",
                 )
             if rows not in (-1, value.shape[0]):
                 return InputError(
-                    self._model,
                     f"the request's inputs have {rows} and {value.shape[0]} rows",
                     expected="the same number of rows in each",
                 )
@@ -281,7 +279,6 @@ class Inputs:
         if left_out not in self._bindings:
             if len(self._bindings) > MAX_SETS:
                 raise BindingError(
-                    self._model,
                     f"earlier requests left out {MAX_SETS} other sets of optional inputs",
                     cure="Send all optional inputs, or none.",
                 )

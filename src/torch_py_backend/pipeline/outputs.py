@@ -62,7 +62,6 @@ class OutputExtractor:
             parts = self._outputs(result)
         except (LookupError, AttributeError, TypeError):
             raise OutputError(
-                self._model,
                 f"{self._of} returned {a_type(result)} unlike its first result",
                 expected=f"the outputs {', '.join(self._names)}",
             ) from None
@@ -72,7 +71,6 @@ class OutputExtractor:
             raise
         except Exception as error:  # nested tensors, fake tensors, subclasses
             raise OutputError(
-                self._model,
                 f"the outputs cannot be read: {summarize(error)}",
                 expected="dense tensors",
             ) from error
@@ -117,7 +115,6 @@ class Finite:
         for _, name in self._places:
             if not _finite(outcome[name]):
                 return OutputError(
-                    self._model,
                     f"output '{name}' holds NaN or infinity",
                     expected="finite values: CHECK_FINITE is set",
                 )
@@ -212,7 +209,6 @@ class _Output:
 
     def wrong_rows(self, size: int, rows: int) -> OutputError:
         return OutputError(
-            self.model,
             f"output '{self.name}' has {counted(size, 'row')} for a batch of {rows}",
             expected="as many rows as the inputs have",
             cure="If the model takes no batches, write max_batch_size: 0 and all dims into"
@@ -222,7 +218,6 @@ class _Output:
     def mismatch(self, actual: str, kind: str, cure: str = "") -> OutputError:
         dims = ", ".join(map(str, self.dims))
         return OutputError(
-            self.model,
             f"output '{self.name}' is {actual}",
             expected=f"{kind} [{dims}] as in config.pbtxt",
             cure=cure,
@@ -284,7 +279,6 @@ class _Tensor(_Output):
         """Convert a Python number without loss, allowed only without a batch dimension."""
         if self.batched or not isinstance(part, bool | int | float):
             raise OutputError(
-                self.model,
                 f"output '{self.name}' is {a_type(part)}",
                 expected="a torch.Tensor or an array of numpy",
             )
@@ -316,7 +310,7 @@ def _short(of: torch.dtype | torch.layout) -> str:
 
 class _Strings(_Output):
     def verify(self, part: object, rows: int) -> Strings:
-        strings = _strings(self.model, self.name, part)
+        strings = _strings(self.name, part)
         try:  # strings that cannot be encoded would fail the responses of the whole batch
             for text in strings.reshape(-1).tolist():
                 if not isinstance(text, bytes):
@@ -340,7 +334,7 @@ class _Strings(_Output):
 # --- parts that are no plain tensors ------------------------------------------------------------
 
 
-def unchecked(model: str, name: str, part: object) -> Value:
+def unchecked(name: str, part: object) -> Value:
     """Convert a part of a result to a tensor or an array of strings, without checks.
 
     Raises:
@@ -352,7 +346,7 @@ def unchecked(model: str, name: str, part: object) -> Value:
         return _from_numpy(part)
     if isinstance(part, bool | int | float):
         return torch.tensor(part)
-    return _strings(model, name, part)
+    return _strings(name, part)
 
 
 def _from_numpy(part: np.ndarray[Any, Any] | np.generic) -> Tensor:
@@ -369,7 +363,7 @@ def _without_operators(part: Tensor) -> Tensor:
     return part.as_subclass(Tensor) if operators and not wraps else part
 
 
-def _strings(model: str, name: str, part: object) -> Strings:
+def _strings(name: str, part: object) -> Strings:
     """Convert strings to an array of objects: Triton's utilities refuse other string types."""
     if isinstance(part, np.ndarray) and part.dtype.kind in "OUS":
         return part.astype(np.object_)
@@ -380,7 +374,6 @@ def _strings(model: str, name: str, part: object) -> Strings:
         if all(isinstance(text, str | bytes) for text in array.flat):
             return array
     raise OutputError(
-        model,
         f"output '{name}' is {a_type(part)}",
         expected="a list of str or bytes",
     )

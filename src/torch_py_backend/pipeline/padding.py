@@ -139,7 +139,7 @@ class Padding:
         }
         for name, setting in settings.items():
             if "mask" in setting:
-                self._add_mask(config, name, setting["mask"])
+                self._add_mask(name, setting["mask"])
         self._cuts = list(self._listed_cuts(config, settings))
         listed = {cut.output for cut in self._cuts}
         # The padded length and the output's size in each call of the warm-up.
@@ -157,12 +157,12 @@ class Padding:
     def _parse_pad(self, config: ModelConfig, name: str, setting: Mapping[str, Any]) -> Pad:
         spec = self._specs.get(name)
         if spec is None:
-            raise _refusal(config, f"'{name}', which is no input", join_names(self._specs))
+            raise _refusal(f"'{name}', which is no input", join_names(self._specs))
         if spec.dtype.torch is None:
-            raise _refusal(config, f"'{name}', which holds strings", "inputs of numbers")
+            raise _refusal(f"'{name}', which holds strings", "inputs of numbers")
         axes = tuple(_free_axes(spec))
         if not axes:
-            raise _refusal(config, f"'{name}', whose dims are fixed", "inputs with dims of -1")
+            raise _refusal(f"'{name}', whose dims are fixed", "inputs with dims of -1")
         value = setting.get("value", 0)
         dtype: torch.dtype = getattr(torch, spec.dtype.torch)
         try:  # at load, before any batch needs the value
@@ -171,7 +171,7 @@ class Padding:
             held = None
         if held is None or (held != value and not dtype.is_floating_point):
             raise _refusal(
-                config, f"the value {value} for '{name}'", f"one that {spec.dtype.triton} can hold"
+                f"the value {value} for '{name}'", f"one that {spec.dtype.triton} can hold"
             )
         if not spec.ragged:
             log.warning(
@@ -184,13 +184,12 @@ class Padding:
         others = tuple(axis for axis, dim in enumerate(spec.dims, 1) if dim != -1)
         return Pad(axes, others, value, left, setting.get("multiple_of", 1))
 
-    def _add_mask(self, config: ModelConfig, name: str, mask: str) -> None:
+    def _add_mask(self, name: str, mask: str) -> None:
         spec, pad = self._specs.get(mask), self.pads[name]
         if spec is None or mask == name or spec.dtype.torch is None:
-            raise _refusal(config, f"the mask '{mask}'", f"another of {join_names(self._specs)}")
+            raise _refusal(f"the mask '{mask}'", f"another of {join_names(self._specs)}")
         if len(spec.dims) != len(pad.axes) or set(spec.dims) != {-1}:
             raise _refusal(
-                config,
                 f"the mask '{mask}' of dims {list(spec.dims)}",
                 f"dims of {[-1] * len(pad.axes)}, as many as '{name}' has of -1",
             )
@@ -206,7 +205,7 @@ class Padding:
             for output in setting.get("outputs", ()):
                 axes = list(_free_axes(outputs[output])) if output in outputs else []
                 if not axes:
-                    raise _refusal(config, f"the output '{output}'", "outputs with dims of -1")
+                    raise _refusal(f"the output '{output}'", "outputs with dims of -1")
                 for axis, input_axis in zip(axes, pad.axes, strict=False):
                     yield _Cut(output, axis, name, input_axis, pad.left)
 
@@ -289,7 +288,6 @@ class Padding:
                 expected = (shape[0], *(shape[axis] for axis in self.pads[name].axes))
                 if tuple(item[mask].shape) != expected:
                     return InputError(
-                        self._model,
                         f"input '{mask}' is {list(item[mask].shape)}, and its input '{name}' is"
                         f" {list(shape)}",
                         expected="a mask as long as its input",
@@ -379,5 +377,5 @@ def _free_axes(spec: TensorSpec) -> Iterator[int]:
     return (axis for axis, dim in enumerate(spec.dims, 1) if dim == -1)
 
 
-def _refusal(config: ModelConfig, found: str, expected: str) -> ConfigError:
-    return ConfigError(config.name, f"PAD names {found}", expected=expected)
+def _refusal(found: str, expected: str) -> ConfigError:
+    return ConfigError(f"PAD names {found}", expected=expected)

@@ -61,7 +61,6 @@ class Ragged:
             values: Any = outputs[place]
             if len(values) != sum(sizes):
                 raise OutputError(
-                    self._model,
                     f"output '{name}' has {counted(len(values), 'value')}",
                     expected=f"{sum(sizes)}, as batch_output says",
                 )

@@ -78,7 +78,7 @@ class Sequences:
         # Another thread calls `sweep`.
         self._lock = threading.Lock()
         # Takes the place of a request that only fills a slot: it is not run.
-        self._unsent = InternalError(self._model)
+        self._unsent = InternalError()
 
     def __len__(self) -> int:
         """Return the number of live sequences."""
@@ -101,7 +101,6 @@ class Sequences:
         sequence = self._begin(step)
         if sequence is None:
             return InputError(
-                self._model,
                 f"sequence {step.id} has no state here: it was not begun, or it idled too long, or"
                 " the model was reloaded",
                 expected="the START flag in the first request of a sequence",

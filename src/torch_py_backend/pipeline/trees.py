@@ -43,10 +43,10 @@ def split(model: str, result: Any, rows: int) -> list[Any]:
     Split the parts of tuples, dicts and dataclasses likewise. Repeat anything else for each row.
     """
     if isinstance(result, Tensor | np.ndarray) and result.ndim:
-        _check_rows(model, rows, f"{a_type(result)} {list(result.shape)}", len(result))
+        _check_rows(rows, f"{a_type(result)} {list(result.shape)}", len(result))
         return list(result)
     if isinstance(result, list):
-        _check_rows(model, rows, f"a list of {len(result)}", len(result))
+        _check_rows(rows, f"a list of {len(result)}", len(result))
         return result
     if isinstance(result, Mapping | tuple) or _is_record(result):
         parts = [split(model, part, rows) for part in _parts(result)]
@@ -54,10 +54,9 @@ def split(model: str, result: Any, rows: int) -> list[Any]:
     return [result] * rows
 
 
-def _check_rows(model: str, rows: int, found: str, count: int) -> None:
+def _check_rows(rows: int, found: str, count: int) -> None:
     if count != rows:
         raise OutputError(
-            model,
             f"the result for {counted(rows, 'row')} holds {found}, which cannot be split by rows"
             " for postprocess()",
             expected="tensors whose dimension 0 is the batch, and lists with an entry a row",

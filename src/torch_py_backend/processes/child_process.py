@@ -38,7 +38,6 @@ _SLOW = f"If config.pbtxt lacks inputs or outputs, write them there. {_CURE}"
 
 
 def run(
-    model: str,
     task: str,
     arguments: Mapping[str, object],
     seconds: float,
@@ -50,7 +49,6 @@ def run(
     The processes that the function started end with it, except those in sessions of their own.
 
     Args:
-        model: the model's name, for error messages.
         task: the function, as `module:function`.
         arguments: its keyword arguments; they and the result must be JSON.
         seconds: the time limit.
@@ -73,16 +71,18 @@ def run(
             process.communicate(json.dumps(arguments).encode(), min(seconds, _LONGEST_S))
         except subprocess.TimeoutExpired:
             reason = f"trying the model took longer than {seconds:g} seconds"
-            raise LoadError(model, reason, cure=_SLOW) from None
+            raise LoadError(reason, cure=_SLOW) from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()  # closes the pipe
         if not answer.is_file():
-            raise LoadError(model, f"trying the model ended {_end(process.returncode)}", cure=_CURE)
+            raise LoadError(f"trying the model ended {_end(process.returncode)}", cure=_CURE)
         outcome = json.loads(answer.read_bytes())
     if "error" in outcome:
-        raise LoadError.from_message(outcome["error"], outcome["traceback"])
+        error = LoadError(outcome["error"])
+        error.traceback = outcome["traceback"]
+        raise error
     return outcome["result"]
 
 

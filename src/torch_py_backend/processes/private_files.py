@@ -63,7 +63,7 @@ def tree_risk(folder: Path) -> str:
     return ""
 
 
-def shared_folder(model: str) -> Path:
+def shared_folder() -> Path:
     """Create this user's folder in the temporary folder, which all of its processes share.
 
     Raises:
@@ -75,13 +75,11 @@ def shared_folder(model: str) -> Path:
         reason = "it is a link" if folder.is_symlink() else risk(folder.stat())
     except OSError as error:
         raise PlatformError(
-            model,
             f"the temporary folder cannot be used: {summarize(error)}",
             cure="Set TMPDIR to a folder that can be written.",
         ) from error
     if reason:
         raise PlatformError(
-            model,
             f"{folder} cannot be used: {reason}",
             expected=f"a folder of user {os.geteuid()} with mode 0700",
             cure="Remove it, or set TMPDIR to a folder of the user that the server runs as.",
@@ -89,10 +87,10 @@ def shared_folder(model: str) -> Path:
     return folder
 
 
-def user_folder(model: str) -> Path:
+def user_folder() -> Path:
     """Return the shared folder, or a new temporary folder if the shared one cannot be used."""
     try:
-        return shared_folder(model)
+        return shared_folder()
     except PlatformError as error:
         log.warning("%s", error)
         return Path(tempfile.mkdtemp(prefix="torch-py-backend-"))
@@ -107,7 +105,7 @@ def server_path(model: str, purpose: str) -> Path:
     Raises:
         PlatformError: the temporary folder cannot be used.
     """
-    folder = shared_folder(model) / "servers"
+    folder = shared_folder() / "servers"
     folder.mkdir(mode=0o700, exist_ok=True)
     key = hashlib.sha256(f"{model} {purpose}".encode()).hexdigest()[:16]
     return folder / f"{server_name(os.getppid())}-{key}"
@@ -125,7 +123,7 @@ def turn(model: str) -> Iterator[None]:
         try:
             stack.enter_context(locked(server_path(model, "turn")))
         except PlatformError as error:
-            log.warning("%s Its instances load at the same time.", error)
+            log.warning("model '%s': %s Its instances load at the same time.", model, error)
         except OSError as error:  # such as a full disk
             log.warning(
                 "model '%s': its instances load at the same time: %s.", model, summarize(error)

@@ -101,7 +101,6 @@ def from_arguments(
     batched = max_batch_size != 0 and _is_batch(callee, call, item, outputs)
     if max_batch_size and not batched:
         raise ExampleError(
-            callee.model,
             f"max_batch_size is {max_batch_size}, and the example's outputs are none of a batch:"
             " with twice the rows they have not twice the rows, or a row alone has other values",
             expected="tensors whose dimension 0 is the batch, with rows that do not depend on each"
@@ -110,13 +109,13 @@ def from_arguments(
         )
     if max_batch_size is None:
         max_batch_size = max(_BATCH_SIZE, _rows(item)) if batched else 0
-    entries = _entries(callee.model, item, dynamic, max_batch_size)
+    entries = _entries(item, dynamic, max_batch_size)
     if not max_batch_size:  # Triton has no tensors without dimensions
         outputs = {output: value.reshape(value.shape or 1) for output, value in outputs.items()}
     return Example(item, entries, max_batch_size, call, outputs)
 
 
-def from_requests(model: str, example_inputs: object, max_batch_size: int | None) -> Example:
+def from_requests(example_inputs: object, max_batch_size: int | None) -> Example:
     """Return the example of a module with hooks, whose inputs are those of a request.
 
     Raises:
@@ -124,7 +123,6 @@ def from_requests(model: str, example_inputs: object, max_batch_size: int | None
     """
     if not isinstance(example_inputs, Mapping) or not example_inputs:
         raise ExampleError(
-            model,
             f"example_inputs is {describe_type(example_inputs)}, and the model has hooks",
             expected="a dict of the inputs of a request by name",
         )
@@ -132,7 +130,7 @@ def from_requests(model: str, example_inputs: object, max_batch_size: int | None
     for name, value in example_inputs.items():
         strings = isinstance(value, list) and all(isinstance(x, str | bytes) for x in value)
         if not isinstance(value, Tensor) and not strings:
-            raise _unsupported(model, name, value, "a tensor, or a list of str or bytes")
+            raise _unsupported(name, value, "a tensor, or a list of str or bytes")
         if strings:
             shape = (-1,) if max_batch_size == 0 else (-1, 1)
             item[name] = np.array(value, dtype=np.object_).reshape(shape)
@@ -140,7 +138,7 @@ def from_requests(model: str, example_inputs: object, max_batch_size: int | None
             item[name] = value.detach().cpu()
     if max_batch_size is None:
         max_batch_size = max(_BATCH_SIZE, _rows(item))
-    return Example(item, _entries(model, item, {}, max_batch_size), max_batch_size)
+    return Example(item, _entries(item, {}, max_batch_size), max_batch_size)
 
 
 def _outputs(callee: Callee, call: Arguments) -> dict[str, Tensor]:
@@ -154,7 +152,6 @@ def _outputs(callee: Callee, call: Arguments) -> dict[str, Tensor]:
         result = callee.module(*args, **kwargs)
     except Exception as error:  # the module's own code
         raise ExampleError(
-            callee.model,
             f"example_inputs does not fit {_declaration(callee.signature)}: {summarize(error)}",
             expected=_KINDS,
         ) from error
@@ -167,9 +164,7 @@ def _outputs(callee: Callee, call: Arguments) -> dict[str, Tensor]:
     }
     if not outputs:
         kind = a_type(result)
-        raise ExampleError(
-            callee.model, f"forward() returns {kind} without tensors", expected="tensors"
-        )
+        raise ExampleError(f"forward() returns {kind} without tensors", expected="tensors")
     return outputs
 
 
@@ -182,9 +177,8 @@ def describe_type(value: object) -> str:
     return "missing" if value is None else a_type(value)
 
 
-def _unsupported(model: str, name: str, value: object, expected: str) -> ExampleError:
+def _unsupported(name: str, value: object, expected: str) -> ExampleError:
     return ExampleError(
-        model,
         f"the value of '{name}' in example_inputs is {a_type(value)}",
         expected=expected,
         cure="Leave it out if it has a default.",
@@ -203,7 +197,6 @@ def _call(callee: Callee, example: object) -> Arguments:
     if isinstance(example, Mapping) and example:
         return Arguments((), {str(name): value for name, value in example.items()})
     raise ExampleError(
-        callee.model,
         f"example_inputs is {describe_type(example)}",
         expected=f"valid arguments of {_declaration(callee.signature)}: {_KINDS}",
     )
@@ -245,7 +238,7 @@ def _named_tensors(
             leaves += _flatten(name, value, spec)
     for name, tensor, _ in leaves:
         if not isinstance(tensor, Tensor):
-            raise _unsupported(callee.model, name, tensor, "a tensor")
+            raise _unsupported(name, tensor, "a tensor")
     return leaves
 
 
@@ -301,19 +294,16 @@ def _is_batch(callee: Callee, call: Arguments, item: Item, outputs: Mapping[str,
     twice = {name: (rows, *value.shape[1:]) for name, value in outputs.items()}
     return (
         twice == {name: tuple(value.shape) for name, value in together.items()}
-        and differences.dependent_output(callee.model, together, first, last) is None
+        and differences.dependent_output(together, first, last) is None
     )
 
 
-def _entries(
-    model: str, item: Item, dynamic: Mapping[str, set[int]], max_batch_size: int
-) -> list[JsonObject]:
+def _entries(item: Item, dynamic: Mapping[str, set[int]], max_batch_size: int) -> list[JsonObject]:
     """Return the inputs in config.pbtxt."""
     if not item:
-        raise ExampleError(model, "example_inputs has no tensors", expected=_KINDS)
+        raise ExampleError("example_inputs has no tensors", expected=_KINDS)
     if not max_batch_size and any(value.ndim == 0 for value in item.values()):
         raise ExampleError(
-            model,
             "a value in example_inputs has no dimensions, and there is no batch dimension",
             expected="at least one dimension, as Triton requires",
         )
@@ -325,6 +315,6 @@ def _entries(
                 for dim, size in enumerate(spec.dims)
             ),
         )
-        for spec in specs.of_values(model, item)
+        for spec in specs.of_values(item)
     ]
     return [specs.entry_of(spec) for spec in specs.row_specs(whole, batched=max_batch_size > 0)]

@@ -21,7 +21,7 @@ _CHECK = "aot_inductor.check_lowerbound"
 _CURE = "Save it with another format."
 
 
-def write_weights(model: str, module: nn.Module, path: Path) -> None:
+def write_weights(module: nn.Module, path: Path) -> None:
     """Write the state_dict as safetensors, unless it is empty; tied weights once.
 
     Raises:
@@ -43,7 +43,6 @@ def write_weights(model: str, module: nn.Module, path: Path) -> None:
             safetensors.torch.save_file(state, path)
     except Exception as error:  # sparse and quantized tensors, and states of other types
         raise SaveError(
-            model,
             f"its weights cannot be written as safetensors: {summarize(error)}",
             cure=_CURE,
         ) from error
@@ -63,7 +62,6 @@ def _quiet_torch() -> Iterator[None]:
 
 
 def write_program(
-    model: str,
     module: nn.Module,
     call: Arguments,
     dynamic_shapes: Any,
@@ -75,7 +73,6 @@ def write_program(
     """Export a module.
 
     Args:
-        model: the model's name.
         module: the module.
         call: valid arguments of forward().
         dynamic_shapes: as of `torch.export.export`.
@@ -105,4 +102,4 @@ def write_program(
             configs = {_CHECK: False} if one_row and _CHECK in config.get_config_copy() else {}
             aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
     except Exception as error:  # of the module's own code, or the compiler's
-        raise SaveError(model, f"{failed}: {summarize(error)}", cure=_CURE) from error
+        raise SaveError(f"{failed}: {summarize(error)}", cure=_CURE) from error

@@ -105,10 +105,10 @@ class ModuleFiles:
         else:
             if example_inputs is None and template is not None:
                 example_inputs = _EXAMPLES[template]
-            self.example = examples.from_requests(self._name, example_inputs, max_batch_size)
+            self.example = examples.from_requests(example_inputs, max_batch_size)
         parameters = self._write_source(template)
         self._write_example()
-        artifact = artifact_files.find(self._name, self._write_model(dynamic_shapes), None)
+        artifact = artifact_files.find(self._write_model(dynamic_shapes), None)
         if self._pretrained and self.example.arguments is not None:
             names = list(self.example.item)
             entries = artifact_files.pretrained_inputs(artifact.pretrained_config, names)
@@ -141,7 +141,6 @@ class ModuleFiles:
                     return template
         kinds = f"{a_type(self._processor)} for {a_type(self._module)}"
         raise SaveError(
-            self._name,
             f"processor is {kinds}",
             expected="a tokenizer or an image processor for a model of transformers, in the format"
             " module",
@@ -159,12 +158,10 @@ class ModuleFiles:
             if not self._pretrained:
                 built = type(self._module)
                 name = parameters["MODEL_CLASS"] = built.__name__
-                source_files.write(self._name, self._folder, "model", built, name)
+                source_files.write(self._folder, "model", built, name)
                 self._check_class()
         if self._hooks is not None:
-            source_files.write(
-                self._name, self._folder, "hooks", self._hooks, "Hooks", write_out=True
-            )
+            source_files.write(self._folder, "hooks", self._hooks, "Hooks", write_out=True)
         elif template is not None:
             shutil.copyfile(Path(__file__).with_name(template), self._folder / HOOKS)
         return parameters
@@ -182,7 +179,6 @@ class ModuleFiles:
             return
         if tensors:
             raise SaveError(
-                self._name,
                 "example_inputs has tensors and strings",
                 expected="one of them",
                 cure="Let the hooks take strings only, or write the folder by hand.",
@@ -207,7 +203,6 @@ class ModuleFiles:
             return json.dumps(self._kwargs)
         except (TypeError, ValueError) as error:
             raise SaveError(
-                self._name,
                 f"model_kwargs cannot be written as JSON: {error}",
                 cure="Save with format='export'.",
             ) from None
@@ -228,7 +223,6 @@ class ModuleFiles:
                 return
         text = f"{built.__name__}({', '.join(f'{k}={v!r}' for k, v in self._kwargs.items())})"
         raise SaveError(
-            self._name,
             f"{text} does not make this module again: {problem}",
             cure=_constructor_cure(built),
         )
@@ -242,7 +236,7 @@ class ModuleFiles:
 
     def _write_model(self, dynamic_shapes: Any) -> Path:
         """Write the module in its format, and return the model file, or its folder."""
-        name, module, folder = self._name, self._module, self._folder
+        module, folder = self._module, self._folder
         if self._pretrained:
             pretrained: Any = module
             pretrained.save_pretrained(folder)
@@ -250,11 +244,10 @@ class ModuleFiles:
                 self._processor.save_pretrained(folder)
             return folder
         if self._kind == "module":
-            formats.write_weights(name, module, folder / "model.safetensors")
+            formats.write_weights(module, folder / "model.safetensors")
             return folder / "model.py"
         if self.example.arguments is None:
             raise SaveError(
-                name,
                 "hooks are given, and the module is saved as a program, for which forward() is"
                 " called with example_inputs",
                 expected="a module whose class can be imported",
@@ -273,7 +266,6 @@ class ModuleFiles:
                 shapes[tensor] = {0: batch}
         path = folder / "model.pt2"
         formats.write_program(
-            name,
             module,
             call,
             shapes,

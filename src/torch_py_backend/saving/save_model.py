@@ -22,6 +22,7 @@ from torch_py_backend.errors import (
     PlatformError,
     SaveError,
     SourceError,
+    about,
 )
 from torch_py_backend.saving import examples, module_files
 from torch_py_backend.saving.module_files import Format, ModuleFiles
@@ -89,7 +90,8 @@ def save_model(
     """
     target = Path(path).absolute()
     name = target.name
-    _check(name, module, format, max_batch_size, instances)
+    with about(name):
+        _check(name, module, format, max_batch_size, instances)
     model_folder.refuse_target(target, [], force=overwrite)
     formats: tuple[Format, ...] = ("module", "export")
     if processor is not None or model_kwargs or module_files.is_pretrained(module):
@@ -102,7 +104,7 @@ def save_model(
     }
     refusals: list[SaveError | LoadError] = []
     scratch_folder = model_folder.scratch_folder(target.parent, f"cannot make {target}")
-    with _evaluating(module), torch.no_grad(), scratch_folder as scratch:
+    with about(name), _evaluating(module), torch.no_grad(), scratch_folder as scratch:
         for kind in formats:
             writer = ModuleFiles(
                 name, module, kind, scratch / kind / name, hooks, processor, model_kwargs or {}
@@ -137,14 +139,13 @@ def save_model(
                 if line.startswith("note"):
                     log.warning("model '%s': %s", name, line.removeprefix("note").strip())
             return target
-    source, program = refusals
-    cure = source.cure if isinstance(source, SaveError) else ""
-    raise SaveError(
-        name,
-        f"it can be saved neither as source ({_found(source)}) nor as a program"
-        f" ({_found(program)})",
-        cure=f"{cure} Or change forward() so that torch.export supports it.".lstrip(),
-    )
+        source, program = refusals
+        cure = source.cure if isinstance(source, SaveError) else ""
+        raise SaveError(
+            f"it can be saved neither as source ({_found(source)}) nor as a program"
+            f" ({_found(program)})",
+            cure=f"{cure} Or change forward() so that torch.export supports it.".lstrip(),
+        )
 
 
 def _found(error: SaveError | LoadError) -> str:
@@ -172,7 +173,7 @@ def _check(
     elif instances < 1:
         found, expected = f"instances is {instances}", "at least 1"
     if found:
-        raise SaveError(name, found, expected=expected, cure=cure)
+        raise SaveError(found, expected=expected, cure=cure)
 
 
 @contextlib.contextmanager

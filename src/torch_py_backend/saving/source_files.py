@@ -29,13 +29,10 @@ _INSTALLED = [
 ]
 
 
-def write(
-    model: str, folder: Path, stem: str, value: type, name: str, *, write_out: bool = False
-) -> None:
+def write(folder: Path, stem: str, value: type, name: str, *, write_out: bool = False) -> None:
     """Write a source file that has a class, after a user's own file with its name.
 
     Args:
-        model: the model's name.
         folder: the version folder.
         stem: the name of the file without its suffix.
         value: the class.
@@ -49,11 +46,10 @@ def write(
     if origin is not None:
         lines = _imported(folder, stem, name, *origin)
     elif write_out and value.__module__ == _MAIN:
-        lines = _written_out(model, folder, stem, value, name)
+        lines = _written_out(folder, stem, value, name)
     else:
         place = "a function" if "<locals>" in value.__qualname__ else "a script or a notebook"
         raise SaveError(
-            model,
             f"{value.__qualname__} is defined in {place}, which cannot be imported",
             cure=_CURE,
         )
@@ -78,13 +74,13 @@ def _imported(folder: Path, stem: str, name: str, module: str, attribute: str) -
     return f"{source}{renamed}\n"
 
 
-def _written_out(model: str, folder: Path, stem: str, value: type, name: str) -> str:
+def _written_out(folder: Path, stem: str, value: type, name: str) -> str:
     """Return the source of a class after the imports of what it uses."""
     try:
         text = textwrap.dedent(inspect.getsource(value))
     except (OSError, TypeError) as error:
         raise SaveError(
-            model, f"the source of {value.__name__} cannot be read: {error}", cure=_CURE
+            f"the source of {value.__name__} cannot be read: {error}", cure=_CURE
         ) from None
     scope = vars(sys.modules[_MAIN])
     used = {*_global_names(symtable.symtable(text, value.__name__, "exec"))}
@@ -93,7 +89,6 @@ def _written_out(model: str, folder: Path, stem: str, value: type, name: str) ->
         origin = _origin(used_name, scope[used_name])
         if origin is None:
             raise SaveError(
-                model,
                 f"{value.__name__} uses '{used_name}', which is defined in the script",
                 cure=_CURE,
             )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_py_backend.errors import InputError, ServerError, join_names
+from torch_py_backend.errors import InputError, ServerError, about, join_names
 
 if TYPE_CHECKING:
     import tritonclient.grpc
@@ -146,23 +146,22 @@ class LocalServer:
         """
         metadata = self.client.get_model_metadata(model, version)
         tensors = {tensor.name: tensor for tensor in metadata.inputs}
-        if not isinstance(inputs, Mapping):
-            if len(tensors) != 1:
-                names = join_names(tensors)
+        with about(model):
+            if not isinstance(inputs, Mapping):
+                if len(tensors) != 1:
+                    names = join_names(tensors)
+                    raise InputError(
+                        f"one value was given for the inputs {names}",
+                        expected="a dict of values by input name",
+                    )
+                inputs = dict.fromkeys(tensors, inputs)
+            unknown = inputs.keys() - tensors.keys()
+            if unknown:
                 raise InputError(
-                    model,
-                    f"one value was given for the inputs {names}",
-                    expected="a dict of values by input name",
+                    f"it has no input {join_names(sorted(unknown))}",
+                    expected=f"names among {join_names(tensors)}",
                 )
-            inputs = dict.fromkeys(tensors, inputs)
-        unknown = inputs.keys() - tensors.keys()
-        if unknown:
-            raise InputError(
-                model,
-                f"it has no input {join_names(sorted(unknown))}",
-                expected=f"names among {join_names(tensors)}",
-            )
-        sent = [_input(model, tensors[name], value) for name, value in inputs.items()]
+            sent = [_input(tensors[name], value) for name, value in inputs.items()]
         result = self.client.infer(model, sent, model_version=version)
         outputs = [output.name for output in result.get_response().outputs]
         return {key: result.as_numpy(key).copy() for key in outputs}  # they are read-only
@@ -243,7 +242,7 @@ def _grpc() -> Any:
     return tritonclient.grpc
 
 
-def _input(model: str, tensor: Any, value: Any) -> Any:
+def _input(tensor: Any, value: Any) -> Any:
     """Return a value as an input of tritonclient, in the type of the model's input."""
     if hasattr(value, "detach"):  # a torch tensor; numpy has no bfloat16
         value = value.detach().cpu()
@@ -259,7 +258,6 @@ def _input(model: str, tensor: Any, value: Any) -> Any:
         array, problem = _converted(np.asarray(value), tensor.datatype)
     if problem:
         raise InputError(
-            model,
             f"input '{tensor.name}' {problem}",
             expected=f"values of {tensor.datatype}",
         )

@@ -80,7 +80,6 @@ def check_server(path: Path, document: Mapping[str, Any]) -> None:
         labels = entry.get("label_filename")
         if labels and not (path / labels).is_file():
             raise ConfigError(
-                path.name,
                 f"the label_filename of output '{entry['name']}' is '{labels}', which is not in the"
                 " model's folder",
                 cure="Add the file, or remove label_filename.",
@@ -91,7 +90,6 @@ def check_server(path: Path, document: Mapping[str, Any]) -> None:
         return  # `machine_problems` reports it
     if "model_metrics" in document and "pytriton" in triton.executable.parts:
         raise ConfigError(
-            path.name,
             "config.pbtxt has model_metrics, which the wheel's Triton 24.10 cannot read",
             cure="Remove it, or use a newer tritonserver.",
         )
@@ -99,7 +97,6 @@ def check_server(path: Path, document: Mapping[str, Any]) -> None:
     own = document["backend"] == "pytorch_py"
     if not own and not (triton.python_backend.parent / "pytorch" / "model.py").is_file():
         raise ConfigError(
-            path.name,
             f"the {key} is '{document[key]}', which `serve` does not have",
             cure='Replace that line by backend: "pytorch_py", or install with --name pytorch.',
         )
@@ -142,7 +139,6 @@ def other_backend(path: Path, document: Mapping[str, Any]) -> str:
         if similar:
             meant = names[0] if similar[0] == _PACKAGE else similar[0]
             raise ConfigError(
-                path.name,
                 f"the {key} is '{name}'",
                 cure=f"Did you mean {meant}? Correct it in config.pbtxt.",
             )
@@ -150,7 +146,6 @@ def other_backend(path: Path, document: Mapping[str, Any]) -> str:
     if not document["backend"] and not document["platform"]:
         exists = (path / "config.pbtxt").is_file()
         raise ConfigError(
-            path.name,
             "config.pbtxt has no `backend`" if exists else "config.pbtxt is missing",
             expected='the line backend: "pytorch_py"',
             cure="Add it to config.pbtxt." if exists else "Write config.pbtxt with that line.",

@@ -80,12 +80,12 @@ def bind_inputs(
         BindingError: a name matches no leaf, or a leaf has no input or two.
     """
     if len(set(names)) < len(names):
-        raise BindingError(model, f"the inputs {join_names(names)} carry the same name twice")
+        raise BindingError(f"the inputs {join_names(names)} carry the same name twice")
     if signature.leaves is not None:
-        return _bind_leaves(model, names, signature, left_out)
+        return _bind_leaves(names, signature, left_out)
     container = signature.container_argument(names)
     if container is not None:
-        places = _part_places(model, names, container, signature)
+        places = _part_places(names, container, signature)
     else:
         places = _places(
             model,
@@ -97,7 +97,6 @@ def bind_inputs(
         )
     if len(set(places.values())) < len(places):
         raise BindingError(
-            model,
             f"two of the inputs {join_names(names)} feed the same argument",
             expected="one input for each",
         )
@@ -135,7 +134,7 @@ def leaf_name(number: int, signature: Signature) -> str:
 
 
 def _bind_leaves(
-    model: str, names: Sequence[str], signature: Signature, left_out: Collection[str]
+    names: Sequence[str], signature: Signature, left_out: Collection[str]
 ) -> InputBinding:
     """Bind names to the leaves of an artifact with its own call tree."""
     leaves, unflatten = signature.leaves or (), signature.unflatten
@@ -146,13 +145,11 @@ def _bind_leaves(
     if len(names) != len(leaves) or chosen.keys() != set(range(len(leaves))) or unflatten is None:
         valid = [*leaves, *(f"INPUT__{index}" for index in range(len(leaves)))]
         raise BindingError(
-            model,
             f"the inputs {join_names(names)} do not feed each tensor of {signature} once",
             expected=f"{counted(len(leaves), 'input')} with names among {join_names(valid)}",
         )
     if left_out:
         raise BindingError(
-            model,
             f"input {join_names(left_out)} is optional, and {signature} has no defaults",
             cure="Remove `optional` from config.pbtxt.",
         )
@@ -166,7 +163,7 @@ def _bind_leaves(
 
 
 def _part_places(
-    model: str, names: Sequence[str], container: Argument, signature: Signature
+    names: Sequence[str], container: Argument, signature: Signature
 ) -> dict[str, Place]:
     """Return the places in an argument that contains all inputs, by keys or by numbers."""
     numbers = {name: number for name in names if (number := ordinal(name)) is not None}
@@ -179,7 +176,6 @@ def _part_places(
     unknown = [name for name in names if name not in aliases]
     if unknown:
         raise BindingError(
-            model,
             f"{container.name} of {signature} has no key {join_names(unknown)}",
             expected=f"names among {join_names(keys)}",
         )
@@ -220,7 +216,7 @@ def _places(
                 signature,
             )
         return _places_in_order(
-            model, names, {**places, **dict.fromkeys(requested)}, signature, sequence_inputs
+            names, {**places, **dict.fromkeys(requested)}, signature, sequence_inputs
         )
     unknown = [name for name, place in places.items() if place is None]
     if unknown:
@@ -228,7 +224,6 @@ def _places(
         numbered = [f"INPUT__{index}" for index in range(len(slots))]
         paths = [f"ARGS[{index}]" for index in range(len(slots))]
         raise BindingError(
-            model,
             f"{signature} has no {join_names(unknown)}",
             expected=f"names among {join_names([*signature.named, *keys, *numbered, *paths])}",
         )
@@ -236,7 +231,6 @@ def _places(
 
 
 def _places_in_order(
-    model: str,
     names: Sequence[str],
     places: Mapping[str, Place | None],
     signature: Signature,
@@ -252,7 +246,6 @@ def _places_in_order(
     unplaced = sorted((n for n in names if n not in placed), key=sequence_inputs.__contains__)
     if len(unplaced) > len(free):
         raise BindingError(
-            model,
             f"{signature} cannot take {counted(len(unplaced), 'input')}",
             expected=f"at most {counted(len(free), 'input')}",
         )

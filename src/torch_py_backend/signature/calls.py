@@ -54,14 +54,14 @@ def bind_places(
             feeds.setdefault(slot, {})[path] = name
     for argument in signature.arguments:
         parts = [name for name, (slot, _) in places.items() if slot == argument.name]
-        _check_argument(model, argument, feeds.get(argument.name, {}), parts, left_out, signature)
+        _check_argument(argument, feeds.get(argument.name, {}), parts, left_out, signature)
         if argument.required:
             feeds.setdefault(argument.name, {})  # it allows None
     leading = list(itertools.takewhile(feeds.__contains__, signature.slots(len(places))))
     trailing = [slot for slot in feeds if slot not in leading]
     positional_only = {entry.name for entry in signature.arguments if entry.positional_only}
     if any(slot in positional_only or slot.startswith("*") for slot in trailing):
-        raise BindingError(model, f"inputs for * of {signature} leave a gap before them")
+        raise BindingError(f"inputs for * of {signature} leave a gap before them")
     arguments = {argument.name: argument for argument in signature.arguments}
     names: list[str] = []
     positional = [_builder(model, feeds[slot], names, arguments.get(slot)) for slot in leading]
@@ -100,7 +100,6 @@ def _column_type(signature: Signature, place: Place) -> ArgumentType:
 
 
 def _check_argument(
-    model: str,
     argument: Argument,
     feeds: Mapping[Path, str],
     parts: Sequence[str],
@@ -115,7 +114,6 @@ def _check_argument(
         if argument.required and not argument.nullable:
             reason = f"; {join_names(left_out)} cannot be optional" if left_out else ""
             raise BindingError(
-                model,
                 f"no input feeds {signature.name}()'s argument {argument.name}{reason}",
                 expected=f"inputs for {signature}",
                 cure="Add them to config.pbtxt, or give the arguments defaults.",
@@ -125,7 +123,6 @@ def _check_argument(
     needed = {key.name for key in argument.keys if key.required and not key.nullable}
     if keys and not needed <= {str(path[0]) if path else "" for path in feeds} <= keys:
         raise BindingError(
-            model,
             f"the inputs {join_names(feeds.values())} do not make the dict"
             f" {argument.name} of {signature}",
             expected=f"inputs for its keys {join_names(key.name for key in argument.keys)}",
@@ -134,7 +131,6 @@ def _check_argument(
     if optional and argument.type is ArgumentType.TUPLE and len(feeds) < len(parts):
         missing = [name for name in parts if name in left_out]
         raise BindingError(
-            model,
             f"{argument.name} of {signature} is a tuple, and {join_names(missing)} are left out"
             " of it",
             expected=f"all of {join_names(parts)}, or none of them",
@@ -157,7 +153,7 @@ def _builder(
     if () in feeds:
         if len(feeds) > 1:
             raise BindingError(
-                model, f"{join_names(feeds.values())} feed an argument and a part of it at once"
+                f"{join_names(feeds.values())} feed an argument and a part of it at once"
             )
         names.append(feeds[()])
         return operator.itemgetter(len(names) - 1)
@@ -169,7 +165,6 @@ def _builder(
     if all(isinstance(key, int) for key in branches):
         if branches.keys() != set(range(len(branches))):
             raise BindingError(
-                model,
                 f"{join_names(feeds.values())} leave gaps in a list",
                 expected=f"items 0 to {len(branches) - 1}",
             )

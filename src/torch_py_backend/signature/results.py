@@ -95,7 +95,6 @@ def bind_outputs(
         if set(misspelt) & set(fields):  # a list or a dict is there
             cure = f"Return a torch.Tensor as {join_names(misspelt)}, or name its parts."
         raise BindingError(
-            model,
             f"the outputs {join_names(names)} do not fit what {of} returns, {_describe(result)}",
             expected=f"names among {join_names(valid)}",
             cure=cure,

@@ -137,7 +137,6 @@ class Stepper:
         pairs = _pairs(returned, len(batch))
         if isinstance(pairs, str):
             raise _WrongResultError(
-                self._engine.config.name,
                 f"step() returned {pairs}",
                 expected="a list with a pair (next state, outputs) for each stream",
             )

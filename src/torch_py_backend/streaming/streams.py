@@ -133,7 +133,7 @@ class Streams:
             elif last:
                 break
             if consumer.cancelled():
-                raise CancelledError(self._model, "in mid-stream")
+                raise CancelledError("in mid-stream")
         self._check_device()
         consumer.end(None)
 
@@ -160,7 +160,6 @@ class Streams:
             yield
             if runtime.thread_state(self._engine.device) != before:
                 raise OutputError(
-                    self._model,
                     "the model yields within torch.autocast or a torch.device, or awaits there:"
                     " other streams would then run in it",
                     expected="such contexts closed before each yield and await",
@@ -221,12 +220,10 @@ class Streams:
                 return Failure(error.error, error.error.traceback)
             if isinstance(error, asyncio.CancelledError) and self.closing:
                 return Failure(
-                    UnavailableError(
-                        self._model, "the model is unloaded in mid-stream", cure="Retry later."
-                    )
+                    UnavailableError("the model is unloaded in mid-stream", cure="Retry later.")
                 )
             if isinstance(error, asyncio.CancelledError | CancelledError) and consumer.cancelled():
-                return Failure(CancelledError(self._model, "in mid-stream"))
+                return Failure(CancelledError("in mid-stream"))
             return self._engine.failures.classify(error)
         finally:
             # The future that a task awaits refers to the exception that it raises: a reference

@@ -79,18 +79,18 @@ class ArtifactFiles:
 
 
 @contextlib.contextmanager
-def opened(model: str, path: Path, example: Path | None) -> Iterator[ArtifactFiles]:
+def opened(path: Path, example: Path | None) -> Iterator[ArtifactFiles]:
     """Find the files to serve as `find` does; those of a TorchServe archive end with the block.
 
     Raises:
         ArtifactError: the path is not an artifact that can be served.
     """
     if path.suffix != ".mar":
-        yield find(model, path, example)
+        yield find(path, example)
         return
     with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
         model_file, settings = unpack(path, Path(folder))
-        artifact = find(model, model_file, example)
+        artifact = find(model_file, example)
         yield dataclasses.replace(artifact, settings=settings)
 
 
@@ -117,13 +117,11 @@ def unpack(archive: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
         weights.stat()
     except _DAMAGED as error:
         raise ArtifactError(
-            archive.name,
             f"it is not an archive with a model file: {summarize(error)}",
             expected="a .mar file of torch-model-archiver with --serialized-file",
         ) from error
     if handler.removesuffix(".py") not in _HANDLERS:
         raise ArtifactError(
-            archive.name,
             f"it has a handler of its own, {printable(handler)}",
             expected=f"one of TorchServe's: {', '.join(_HANDLERS)}",
             cure="Write its preprocess() and postprocess() into a class Hooks in hooks.py, and its"
@@ -139,11 +137,10 @@ def unpack(archive: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
     return weights, settings
 
 
-def find(model: str, path: Path, example: Path | None) -> ArtifactFiles:
+def find(path: Path, example: Path | None) -> ArtifactFiles:
     """Return the files to serve for an artifact.
 
     Args:
-        model: the model's name, for error messages.
         path: the model file, or a folder that `save_pretrained` wrote.
         example: a file with valid inputs; None: one beside the model file, if there is one.
 
@@ -153,16 +150,16 @@ def find(model: str, path: Path, example: Path | None) -> ArtifactFiles:
     example_file = example or path.parent / EXAMPLE
     extra = {EXAMPLE: example_file.absolute()} if example_file.is_file() else {}
     if path.is_dir():
-        return _pretrained(model, path, {} if example is None else extra)
+        return _pretrained(path, {} if example is None else extra)
     hooks = path.with_name(discovery.HOOKS)
     if hooks.is_file() and b"Hooks" in hooks.read_bytes():
         extra |= source_dependencies.modules(hooks.parent, (hooks.stem,))
     if path.suffix == ".py":
-        return ArtifactFiles(_SOURCE, path.name, source_dependencies.find(model, path) | extra)
+        return ArtifactFiles(_SOURCE, path.name, source_dependencies.find(path) | extra)
     content = file_types.file_type(path)
     source = path.with_suffix(".py")
     if content in _WEIGHTS and source.is_file():
-        files = source_dependencies.find(model, source, path)
+        files = source_dependencies.find(source, path)
         return ArtifactFiles(_SOURCE, source.name, files | extra)
     if content not in _SERVED_NAMES:
         cure = file_types.advice(content, path)
@@ -172,19 +169,18 @@ def find(model: str, path: Path, example: Path | None) -> ArtifactFiles:
                 " command again with --input NAME:TYPE:DIMS, such as --input x:FP32:3x224x224."
             )
         raise ArtifactError(
-            model,
             f"{path.name} is {content.value}",
             expected="TorchScript, a torch.export program, an AOTInductor package or Python source",
             cure=cure,
         )
     source = path.with_name("model.py")
     if source.is_file() and not discovery.defines_module(source):
-        files = source_dependencies.find(model, source, path)
+        files = source_dependencies.find(source, path)
         extra = {name: file for name, file in files.items() if file != path} | extra
     return ArtifactFiles(content.value, path.name, {_SERVED_NAMES[content]: path} | extra)
 
 
-def _pretrained(model: str, folder: Path, extra: Mapping[str, Path]) -> ArtifactFiles:
+def _pretrained(folder: Path, extra: Mapping[str, Path]) -> ArtifactFiles:
     """Return the files of a `save_pretrained` folder: weights, and config.json with their class."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
@@ -194,7 +190,6 @@ def _pretrained(model: str, folder: Path, extra: Mapping[str, Path]) -> Artifact
             raise ValueError(architecture)
     except (OSError, ValueError, AttributeError, TypeError):
         raise ArtifactError(
-            model,
             f"{folder} is a folder without a config.json of transformers",
             expected="a model's file, or a folder that save_pretrained wrote",
         ) from None

@@ -168,7 +168,7 @@ def completed(folder: Path, seconds: float = math.inf) -> tuple[str, JsonObject]
         LoadError: the config cannot be read or completed, or Triton refuses it.
     """
     document = pbtxt.read(folder)
-    conflicts.check_for_triton(folder.name, document)
+    conflicts.check_for_triton(document)
     specific = document.get("version_policy", {}).get("specific", {})
     version = repository.latest(folder, specific.get("versions", ()))
     if completion.is_incomplete(document):
@@ -189,7 +189,7 @@ def inspect(
         LoadError: the model cannot be served, or its outputs differ from those in the file
             `reference`; the message says why.
     """
-    conflicts.check_for_triton(folder.name, document)
+    conflicts.check_for_triton(document)
     path = None if reference is None else str(reference)
     return _run("tools.trial:inspect", folder, version, document, seconds, reference=path)
 
@@ -207,7 +207,7 @@ def _run(
     Its first parameter is `arguments`, those of `initialize`; `options` are the others.
     """
     sent = {"arguments": pbtxt.arguments(folder, version, document), **options}
-    result: JsonObject = child_process.run(folder.name, f"torch_py_backend.{task}", sent, seconds)
+    result: JsonObject = child_process.run(f"torch_py_backend.{task}", sent, seconds)
     return result
 
 
@@ -311,7 +311,7 @@ def _complete(folder: Path, document: JsonObject) -> None:
         return completion.describe(pbtxt.arguments(folder, "1", settings), settings)
 
     if not document["input"]:
-        completion.fill(folder.name, document, describe(0))
+        completion.fill(document, describe(0))
         return
     refusals = []
     for rows in (_BATCH_SIZE, 0):
@@ -322,7 +322,7 @@ def _complete(folder: Path, document: JsonObject) -> None:
             continue
         if schema["max_batch_size"] or not rows:
             document["max_batch_size"] = min(rows, schema["max_batch_size"])
-            completion.fill(folder.name, document, schema)
+            completion.fill(document, schema)
             return
     raise refusals[0]
 

@@ -136,13 +136,12 @@ def _compare_outputs(
     engine: Engine, outputs: Item, references: Item, problem: str, cure: str
 ) -> None:
     for name, expected in references.items():
-        error = difference(engine.config.name, name, outputs[name], expected)
+        error = difference(name, outputs[name], expected)
         limit = tolerance(expected)
         if engine.config.options.optimize:  # such as bf16
             limit = MAX_ERROR_REDUCED
         if not error <= limit:
             raise OutputError(
-                engine.config.name,
                 f"output '{name}' {problem} {error:.2g}",
                 expected=f"at most {limit:g}",
                 cure=cure,
@@ -173,7 +172,7 @@ def _run(engine: Engine, item: Item) -> dict[str, Value]:
             raise outcome
         if isinstance(outcome, BackendError):
             shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in item.items())
-            raise WarmupError(engine.config.name, f"the call with {shapes} failed: {outcome}")
+            raise WarmupError(f"the call with {shapes} failed: {outcome}")
         results.append(outcome)
     names = tuple(results[0])
     joined = batches.join([[result[name] for name in names] for result in results])
@@ -242,10 +241,7 @@ def _error(candidate: Engine, configured: Engine, batch: Item) -> float:
     """Return the largest difference from the outputs of the model as configured."""
     for _ in range(_FIRST_CALLS):
         outputs, references = _run(candidate, batch), _run(configured, batch)
-    return max(
-        difference(candidate.config.name, name, outputs[name], expected)
-        for name, expected in references.items()
-    )
+    return max(difference(name, outputs[name], expected) for name, expected in references.items())
 
 
 def _times(engine: Engine, single: Item, full: Item) -> Times:

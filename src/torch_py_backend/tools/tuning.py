@@ -136,7 +136,7 @@ def measure(
     def row(runtime: Runtime, arguments: Mapping[str, str]) -> Row:
         rows = full_rows(document)
         task = {"arguments": arguments, "configured": configured, "rows": rows}
-        return Row(runtime, **child_process.run(folder.name, _MEASURE, task, timeout_s, quiet=True))
+        return Row(runtime, **child_process.run(_MEASURE, task, timeout_s, quiet=True))
 
     first = row(AS_CONFIGURED, configured)
     yield first
