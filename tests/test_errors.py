@@ -11,7 +11,6 @@ from torch_py_backend.errors import (
     BackendError,
     ForwardError,
     ModelError,
-    OptionError,
     UnavailableError,
     join_names,
     summarize,
@@ -72,8 +71,6 @@ def test_no_name(error: BackendError) -> None:
 
 def test_facts() -> None:
     """Classes compose their messages from facts."""
-    option = OptionError("WARMUP", "maybe", "true or false")
-    assert "the parameter WARMUP is 'maybe'; expected true or false." in str(option)
     fatal = UnavailableError.fatal("RuntimeError: it broke")
     assert "a fatal error and answers no requests any more (RuntimeError: it broke)" in str(fatal)
     error = ForwardError(ZeroDivisionError("by zero"))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Iterator
-from textwrap import shorten
 
 
 class BackendError(Exception):
@@ -51,17 +50,6 @@ class ConfigError(LoadError):
     """Settings of config.pbtxt conflict, or do not fit the model."""
 
 
-class OptionError(LoadError):
-    """The value of a parameter is not accepted."""
-
-    def __init__(self, key: str, value: str, accepted: str, *, cure: str = "") -> None:
-        super().__init__(
-            f"the parameter {key} is '{value}'",
-            expected=accepted,
-            cure=cure or "Correct it in config.pbtxt.",
-        )
-
-
 class ArtifactError(LoadError):
     """The model file is missing, or has an unsupported type."""
 
@@ -70,47 +58,12 @@ class SourceError(LoadError):
     """`model.py` fails, or does not define the model."""
 
 
-class WeightsError(LoadError):
-    """Weights that the module does not load, with the reasons of load_state_dict()."""
-
-    def __init__(self, file: str, error: BaseException, *, cure: str = "") -> None:
-        lines = f"{type(error).__name__}: {error}".splitlines()
-        # torch's first line says only that there are errors.
-        reasons = [
-            shorten(line.strip(" \t."), _LONGEST, placeholder=" ...") for line in lines[1:] or lines
-        ]
-        more = f"; and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else ""
-        super().__init__(
-            f"the weights in {file} do not fit the module:"
-            f" {printable('; '.join(reasons[:_SHOWN]))}{more}",
-            cure=cure
-            or "Save module.state_dict() of the class that is served, not of a DataParallel or"
-            " compiled module around it; or change MODEL_KWARGS so that the constructor builds"
-            " the module the weights belong to.",
-        )
-
-
 class BindingError(LoadError):
     """Names in the config do not match those of forward()."""
 
 
 class PlatformError(LoadError):
     """This process lacks what the model needs: a GPU, a matching numpy."""
-
-
-class CompileError(LoadError):
-    """torch.compile failed."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(
-            f"torch.compile failed: {reason}",
-            cure="Install the compiler that it names, such as g++, or set"
-            ' TORCH_COMPILE_OPTIONAL_PARAMETERS to {"disable": true} to serve the model eagerly.',
-        )
-
-
-class WarmupError(LoadError):
-    """The first calls, before READY, failed."""
 
 
 class InputError(ModelError):

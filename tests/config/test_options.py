@@ -8,7 +8,7 @@ import pytest
 
 from torch_py_backend.config import options, removed_names
 from torch_py_backend.config.options import Options, Parser
-from torch_py_backend.errors import ConfigError, OptionError
+from torch_py_backend.errors import ConfigError
 
 # Keys that a repository written for Triton's LibTorch backend or its Python runtime may contain.
 _KEYS = {row.key for row in options.TABLE}
@@ -37,7 +37,7 @@ def test_keys() -> None:
     assert len(keys) == len(set(keys))
     assert set(keys) >= set(LIBTORCH_KEYS.split())
     for row in options.TABLE:
-        with pytest.raises(OptionError) as raised:
+        with pytest.raises(ConfigError) as raised:
             parsed(**{row.key: ""})
         expected = f"the parameter {row.key} is ''; expected {row.parser.accepted}"
         assert expected in str(raised.value)
@@ -124,7 +124,7 @@ def test_rejected_text(key: str, texts: list[str]) -> None:
     """Another text is rejected; the message names the key, the text and what is accepted."""
     (parser,) = (row.parser for row in options.TABLE if row.key == key)
     for text in texts:
-        with pytest.raises(OptionError) as raised:
+        with pytest.raises(ConfigError) as raised:
             parsed(**{key: text})
         assert f"the parameter {key} is '{text}'; expected {parser.accepted}" in str(raised.value)
 
@@ -146,7 +146,7 @@ def test_rejected_text(key: str, texts: list[str]) -> None:
 )
 def test_rejected_entry(key: str, entry: object, message: str) -> None:
     """An entry without a valid string is rejected with its cause."""
-    with pytest.raises(OptionError) as raised:
+    with pytest.raises(ConfigError) as raised:
         options.parse(build.MODEL, {key: entry})
     assert message in str(raised.value)
 
@@ -206,7 +206,7 @@ def test_removed_options(key: str) -> None:
 
 @pytest.mark.parametrize("value", sorted(removed_names.OPTIMIZE))
 def test_removed_optimizations(value: str) -> None:
-    with pytest.raises(OptionError, match=f"{value} was removed. "):
+    with pytest.raises(ConfigError, match=f"{value} was removed. "):
         parsed(OPTIMIZE=f"channels_last,{value}")
 
 

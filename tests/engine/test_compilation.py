@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import compilation
-from torch_py_backend.errors import CompileError, LoadError, OptionError
+from torch_py_backend.errors import ConfigError, LoadError
 from torch_py_backend.pipeline.counters import Counts
 
 pytestmark = pytest.mark.usefixtures("dynamo")
@@ -67,7 +67,7 @@ def test_parameters_reach_torch_compile() -> None:
     """A graph break is an error only with fullgraph."""
     whole = config({"backend": "eager", "fullgraph": True})
     parts = config({"backend": "eager"})
-    with pytest.raises(CompileError, match=r"torch\.compile failed"):
+    with pytest.raises(LoadError, match=r"torch\.compile failed"):
         compiled(whole, Branching())(torch.ones(1))
     torch._dynamo.reset()
     result = compiled(parts, Branching())(torch.ones(1))
@@ -92,7 +92,7 @@ def test_recompile_limit() -> None:
 )
 def test_wrong_parameters(parameters: dict[str, Any], message: str) -> None:
     """A value that torch.compile refuses fails the load."""
-    with pytest.raises(OptionError) as raised:
+    with pytest.raises(ConfigError) as raised:
         compilation.apply(config(parameters), ArtifactType.MODULE, Scaled(), Counts())
     assert isinstance(raised.value, LoadError)
     assert "the parameter TORCH_COMPILE_OPTIONAL_PARAMETERS is" in str(raised.value)
@@ -186,7 +186,7 @@ def broken(graph: Any, samples: Any) -> Any:
 
 def test_a_failed_compilation_fails_the_load() -> None:
     """A model that cannot be compiled fails the load with the compiler's error."""
-    with pytest.raises(CompileError, match=r"torch\.compile failed: .*no working compiler"):
+    with pytest.raises(LoadError, match=r"torch\.compile failed: .*no working compiler"):
         compiled(config({"backend": broken}), Scaled())(torch.ones(2, 4))
 
 

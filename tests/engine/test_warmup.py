@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import runtime, warmup
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import BackendError, BindingError, ConfigError, LoadError, WarmupError
+from torch_py_backend.errors import BackendError, BindingError, ConfigError, LoadError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.values import Item
@@ -251,7 +251,7 @@ def test_a_failed_warm_up_fails_the_load(
     forward: Callable[..., Any], message: str, advice: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """If a sample fails, the load fails; the message has its shapes, the cause and its cure."""
-    with pytest.raises(WarmupError) as raised:
+    with pytest.raises(LoadError) as raised:
         warmup.run(engine(build.config(), forward))
     text = str(raised.value)
     assert isinstance(raised.value, LoadError)
@@ -263,7 +263,7 @@ def test_a_failed_warm_up_fails_the_load(
 
 
 def test_output_names_that_do_not_fit() -> None:
-    """A wrong output name raises BindingError, not WarmupError."""
+    """A wrong output name raises BindingError, not LoadError."""
     config = build.config(outputs=(build.spec("mean"), build.spec("variance")))
     with pytest.raises(BindingError, match="the outputs mean, variance do not fit"):
         warmup.run(engine(config, lambda x: {"mean": x, "deviation": x}))
@@ -386,7 +386,7 @@ def test_failures_that_fail_the_load_when_serving(
     options: dict[str, Any], forward: Callable[..., Any]
 ) -> None:
     """A required warm-up, options that depend on it, and errors that no other values avoid."""
-    with pytest.raises(WarmupError, match=r"the warm-up with x \[8, 4\] failed"):
+    with pytest.raises(LoadError, match=r"the warm-up with x \[8, 4\] failed"):
         warmup.run(engine(build.config(**options), forward), serving=True)
 
 
@@ -394,7 +394,7 @@ def test_models_whose_samples_must_pass(tmp_path: Path) -> None:
     """Examples are valid: the model cannot run if they fail."""
     path = build.write(tmp_path, "example_inputs.safetensors", "")
     safetensors.torch.save_file({"x": torch.zeros(1, 4)}, path)
-    with pytest.raises(WarmupError):
+    with pytest.raises(LoadError):
         warmup.run(engine(build.config(tmp_path), _refuses), serving=True)
 
 

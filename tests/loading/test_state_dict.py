@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.errors import ArtifactError, WeightsError
+from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import state_dict
 
 State = Mapping[str, Any]
@@ -220,7 +220,7 @@ def test_file_may_change_while_it_is_served(write: Writer, name: str, tmp_path: 
         (
             lambda: nn.ModuleList(nn.Linear(2, 2) for _ in range(99)),
             {f"{number}.weight": torch.ones(3) for number in range(99)},
-            ['"9.bias", "10.bias"', " ...; size mismatch for 0.weight: ", "; and 92 more. Save "],
+            ['"9.bias", "10.bias"', "; size mismatch for 0.weight: ", " ... Save "],
         ),
         (
             Net,
@@ -240,7 +240,7 @@ def test_weights_of_another_module(
     make: Callable[[], nn.Module], state: State, messages: list[str], tmp_path: Path
 ) -> None:
     """The message has torch's reasons, and what to save instead."""
-    with pytest.raises(WeightsError) as raised:
+    with pytest.raises(ArtifactError) as raised:
         filled(tmp_path, make(), state)
     text = str(raised.value)
     assert text.startswith("the weights in model.pt do not fit the module: ")
@@ -332,7 +332,7 @@ def test_linked_index_has_linked_shards(tmp_path: Path) -> None:
 def test_keys_of_shards(tmp_path: Path) -> None:
     """A key that is in no shard is missing; a damaged shard is named."""
     store_shards(tmp_path, {"a.safetensors": {"linear.weight": STATE["linear.weight"]}})
-    with pytest.raises(WeightsError, match=rf"in {INDEX} do not fit.*Missing.*linear\.bias"):
+    with pytest.raises(ArtifactError, match=rf"in {INDEX} do not fit.*Missing.*linear\.bias"):
         load(tmp_path, INDEX, Net())
     path = tmp_path / "1" / "a.safetensors"
     path.write_bytes(path.read_bytes()[:-4])

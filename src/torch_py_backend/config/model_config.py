@@ -116,8 +116,7 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
 
     Raises:
         ConfigError: the config uses what a Python-based backend does not support, lacks inputs or
-            outputs, or has settings that conflict.
-        OptionError: the value of a parameter is not accepted.
+            outputs, has settings that conflict, or a value of a parameter is not accepted.
     """
     document = json.loads(args["model_config"])
     name = args["model_name"]

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from torch_py_backend.config import removed_names
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.errors import ConfigError, OptionError
+from torch_py_backend.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -250,8 +250,7 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
     """Parse Triton's `parameters`; log a warning for each unknown key.
 
     Raises:
-        OptionError: a value is not accepted.
-        ConfigError: two keys of one option have different values.
+        ConfigError: a value is not accepted, or two keys of one option have different values.
     """
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
@@ -284,16 +283,25 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
     return Options(**values)
 
 
+def refusal(key: str, value: str, accepted: str, cure: str = "") -> ConfigError:
+    """Return the error of a parameter whose value is not accepted."""
+    return ConfigError(
+        f"the parameter {key} is '{value}'",
+        expected=accepted,
+        cure=cure or "Correct it in config.pbtxt.",
+    )
+
+
 def _parse_value(key: str, parser: Parser[object], entry: object) -> object:
     # Triton's entries are always strings; entries of other files may be anything.
     text = entry.get("string_value", "") if isinstance(entry, Mapping) else entry
     if not isinstance(text, str) or text is entry:
-        raise OptionError(key, str(entry), f"a string_value with {parser.accepted}")
+        raise refusal(key, str(entry), f"a string_value with {parser.accepted}")
     try:
         return parser.parse(text)
     except json.JSONDecodeError as error:
         accepted = f"{parser.accepted} (JSON says: {error})"
-        raise OptionError(key, text, accepted) from None
+        raise refusal(key, text, accepted) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         advice = removed_names.advice_for_value(key, text)
-        raise OptionError(key, text, parser.accepted, cure=advice) from None
+        raise refusal(key, text, parser.accepted, advice) from None

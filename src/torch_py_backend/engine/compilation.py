@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.artifacts.discovery import ArtifactType
+from torch_py_backend.config import options
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import CompileError, OptionError, summarize
+from torch_py_backend.errors import LoadError, summarize
 from torch_py_backend.pipeline.counters import Counts
 
 log = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def apply(
     """Compile a module if the config requests it; None: it is served without torch.compile.
 
     Raises:
-        OptionError: torch.compile does not accept the parameters.
+        ConfigError: torch.compile does not accept the parameters.
     """
     if not requested(config):
         return None
@@ -86,7 +87,7 @@ class Compiled:
     """A model that compiles a graph for new shapes until it is sealed.
 
     Raises:
-        OptionError: torch.compile does not accept the config's parameters.
+        ConfigError: torch.compile does not accept the config's parameters.
     """
 
     def __init__(self, config: ModelConfig, module: Callable[..., object], counts: Counts) -> None:
@@ -102,7 +103,7 @@ class Compiled:
         try:
             self._compiled: Callable[..., object] = torch.compile(self._traced, **parameters)
         except Exception as error:  # torch.compile raises various errors for unknown values
-            raise OptionError(
+            raise options.refusal(
                 "TORCH_COMPILE_OPTIONAL_PARAMETERS",
                 json.dumps(config.options.torch_compile_optional_parameters or {}),
                 f"what torch.compile takes ({summarize(error)})",
@@ -127,7 +128,7 @@ class Compiled:
         """Call the compiled model.
 
         Raises:
-            CompileError: it cannot be compiled.
+            LoadError: it cannot be compiled.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = [leaf.shape[1:] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -145,7 +146,11 @@ class Compiled:
             self._eager(*args, **kwargs)  # raises an error of the model again
             # Dynamo wraps the errors of compiler backends.
             reason = summarize(getattr(error, "inner_exception", error))
-            raise CompileError(reason) from error
+            raise LoadError(
+                f"torch.compile failed: {reason}",
+                cure="Install the compiler that it names, such as g++, or set"
+                ' TORCH_COMPILE_OPTIONAL_PARAMETERS to {"disable": true} to serve it eagerly.',
+            ) from error
 
     def has_graph(self, rows: int) -> bool | None:
         """Return whether the calls so far need no other graph for a number of rows.

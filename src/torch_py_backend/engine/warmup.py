@@ -21,7 +21,6 @@ from torch_py_backend.errors import (
     InputError,
     LoadError,
     NoServerError,
-    WarmupError,
     join_names,
     named,
 )
@@ -73,9 +72,8 @@ def run(
         row_counts: the only row counts that are going to be called; empty: any.
 
     Raises:
-        LoadError: the outputs of the config do not fit the result of forward(), or the rows of a
-            batch, which auto-completion has chosen, depend on each other.
-        WarmupError: forward() failed, or its result contradicts the config.
+        LoadError: forward() failed, its result contradicts the config, or the rows of a batch,
+            which auto-completion has chosen, depend on each other.
     """
     model = engine.config.name
     call = call or engine.run
@@ -198,7 +196,7 @@ def _copied_tensors(item: Item) -> dict[str, Value]:
     return {name: value.clone() for name, value in columns.items() if isinstance(value, Tensor)}
 
 
-def _failure(engine: Engine, item: Item, error: BackendError) -> WarmupError:
+def _failure(engine: Engine, item: Item, error: BackendError) -> LoadError:
     cure = ""  # the error has its own
     if isinstance(error, _OF_MODEL):
         cure = _certain_cure(engine.config, error) or (
@@ -207,7 +205,7 @@ def _failure(engine: Engine, item: Item, error: BackendError) -> WarmupError:
             f' ({example_inputs.NAME}.safetensors), or set the parameter WARMUP to "false".'
         )
     found = f"the warm-up with {_shapes(item)} failed: {error}"
-    return WarmupError(found, cure=cure)
+    return LoadError(found, cure=cure)
 
 
 def _certain_cure(config: ModelConfig, error: BackendError) -> str:

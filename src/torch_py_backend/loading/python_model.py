@@ -23,7 +23,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     A module is filled with the weights of its version folder and moved to its device.
 
     Raises:
-        ArtifactError, SourceError, WeightsError: it cannot be loaded.
+        ArtifactError, SourceError: it cannot be loaded.
         ConfigError: an option does not apply to it.
     """
     if artifact.kind is ArtifactType.FACTORY:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,10 +24,18 @@ from torch.utils import _pytree as pytree
 from torch_py_backend.artifacts import discovery, file_types
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, WeightsError, a_type, counted, summarize
+from torch_py_backend.errors import ArtifactError, a_type, counted, printable, summarize
 from torch_py_backend.loading import mapped_files
 
 _Built = TypeVar("_Built")
+
+# The most characters of torch's reasons in a message.
+_LONGEST = 2000
+_SAVE = (
+    "Save module.state_dict() of the class that is served, not of a DataParallel or compiled module"
+    " around it; or change MODEL_KWARGS so that the constructor builds the module the weights"
+    " belong to."
+)
 
 # The class or function that weights_only refuses, in the message of torch.load.
 _REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global")
@@ -36,8 +45,8 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
     """Load the weights into the module: all keys, no other keys, the same shapes.
 
     Raises:
-        ArtifactError: there is no file of weights, or it cannot be read.
-        WeightsError: the module does not load its entries.
+        ArtifactError: there is no file of weights, it cannot be read, or the module does not load
+            its entries.
     """
     own = module.state_dict(keep_vars=True)
     if artifact.weights is None:
@@ -66,8 +75,14 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
             for key, value in state.items()
             if isinstance(value, Mapping) and own.keys() & value.keys()
         ]
-        cure = f"Save its entry '{nested[0]}' alone." if nested else ""
-        raise WeightsError(artifact.weights.name, error, cure=cure) from error
+        # torch's first line says only that there are errors.
+        lines = f"{type(error).__name__}: {error}".splitlines()
+        reasons = "; ".join(line.strip(" \t.") for line in lines[1:] or lines)
+        raise ArtifactError(
+            f"the weights in {artifact.weights.name} do not fit the module:"
+            f" {printable(textwrap.shorten(reasons, _LONGEST, placeholder=' ...'))}",
+            cure=f"Save its entry '{nested[0]}' alone." if nested else _SAVE,
+        ) from error
 
 
 def read(config: ModelConfig, path: Path) -> dict[str, Any]:

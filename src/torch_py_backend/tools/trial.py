@@ -19,12 +19,7 @@ from torch_py_backend.config import model_config, threads
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.engine import load, runtime, warmup
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import (
-    BackendError,
-    LoadError,
-    OutputError,
-    WarmupError,
-)
+from torch_py_backend.errors import BackendError, LoadError, OutputError
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.differences import MAX_ERROR_REDUCED, difference, tolerance
@@ -172,7 +167,7 @@ def _run(engine: Engine, item: Item) -> dict[str, Value]:
             raise outcome
         if isinstance(outcome, BackendError):
             shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in item.items())
-            raise WarmupError(f"the call with {shapes} failed: {outcome}")
+            raise LoadError(f"the call with {shapes} failed: {outcome}")
         results.append(outcome)
     names = tuple(results[0])
     joined = batches.join([[result[name] for name in names] for result in results])
