@@ -29,8 +29,8 @@ from benchmarks.load_generator import Send
 from benchmarks.payloads import Payload
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server import model_status
-from torch_py_backend.server.model_status import ModelState
+from torch_py_backend.server import client as triton_client
+from torch_py_backend.server.client import ModelState
 
 if TYPE_CHECKING:
     import aiohttp
@@ -106,7 +106,7 @@ class Client:
         """Return the models of the server's repository."""
         index = await self._reply("get_model_repository_index")
         entries = index.get("models", ()) if isinstance(index, dict) else index
-        return [model_status.parse_state(entry) for entry in entries]
+        return triton_client.states(entries)
 
     async def config(self, model: str) -> JsonObject:
         """Return the config of a model, as the server completed it."""

@@ -28,7 +28,7 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes import instance_status
 from torch_py_backend.processes.instance_status import InstanceState
-from torch_py_backend.server.model_status import ModelState
+from torch_py_backend.server.client import ModelState
 from torch_py_backend.server.tritonserver import Server
 
 _LONGEST_S = 540

@@ -12,7 +12,7 @@ import pytest
 from command_line import refuse
 
 from torch_py_backend.server import server_arguments
-from torch_py_backend.server.healing import Event, EventKind
+from torch_py_backend.server.lifecycle import Event, EventKind
 
 # `cli.serve` is the command; other functions are in the module of the same name.
 serve = importlib.import_module("torch_py_backend.cli.serve")

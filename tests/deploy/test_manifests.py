@@ -14,7 +14,7 @@ import pytest
 from deployed import BASE, DEPLOY, KEDA, KSERVE, NAME, Document
 
 from torch_py_backend.server import tritonserver
-from torch_py_backend.server.model_status import Snapshot
+from torch_py_backend.server.lifecycle import Snapshot
 from torch_py_backend.server.readiness import ReadinessServer
 
 _KUSTOMIZATION = """

@@ -14,7 +14,7 @@ import tritonclient.grpc
 from scenarios import config, hooked, tensor
 from tritonclient.utils import InferenceServerException
 
-from torch_py_backend.server.model_status import ModelState
+from torch_py_backend.server.client import ModelState
 
 _CALLS = """\
 import asyncio

@@ -17,7 +17,7 @@ import tritonclient.grpc
 from packed import SITE
 
 from torch_py_backend.config import execution_env
-from torch_py_backend.server.model_status import ModelState
+from torch_py_backend.server.client import ModelState
 
 pytestmark = pytest.mark.server
 

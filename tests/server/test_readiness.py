@@ -14,7 +14,7 @@ import pytest
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import readiness as _readiness
-from torch_py_backend.server.model_status import Snapshot
+from torch_py_backend.server.lifecycle import Snapshot
 from torch_py_backend.server.readiness import ReadinessServer
 
 _UNMONITORED = "the models are no longer monitored"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server.healing import Event, EventKind
+from torch_py_backend.server.lifecycle import Event, EventKind
 from torch_py_backend.server.reloading import Reloader
 
 

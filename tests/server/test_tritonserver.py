@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import http.server
 import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -27,58 +24,6 @@ def test_a_server_that_was_not_started(tmp_path: Path) -> None:
     with pytest.raises(ServerError, match="call start"):
         server.wait_loaded()
     server.stop()
-
-
-class _Index(http.server.BaseHTTPRequestHandler):
-    """Answers with a body that may be shorter than announced."""
-
-    body, length = b"", 0
-
-    def do_POST(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(self.length))
-        self.end_headers()
-        self.wfile.write(self.body)
-
-    do_GET = do_POST  # noqa: N815  http.server's name
-
-    def log_message(self, *_: object) -> None:
-        """Log nothing."""
-
-
-@pytest.fixture
-def index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[bytes, int], Server]]:
-    """A function that returns a server whose repository index has this body and length."""
-    with http.server.HTTPServer(("127.0.0.1", 0), _Index) as service:
-        threading.Thread(target=service.serve_forever, daemon=True).start()
-
-        def server(body: bytes, length: int) -> Server:
-            monkeypatch.setattr(_Index, "body", body)
-            monkeypatch.setattr(_Index, "length", length)
-            return Server(tmp_path, http_port=service.server_port)
-
-        yield server
-        service.shutdown()
-
-
-def test_a_folder_with_a_name_that_is_not_utf_8(index: Callable[[bytes, int], Server]) -> None:
-    """It does not hide the other models."""
-    body = b'[{"name": "gr\xfc\xdfe"}, {"name": "net"}]'
-    assert [state.name for state in index(body, len(body)).models()] == ["gr\ufffd\ufffde", "net"]
-
-
-def test_a_config_that_is_not_utf_8(index: Callable[[bytes, int], Server]) -> None:
-    """The supervisor can read it: without the config, a model that died is not loaded again."""
-    body = b'{"name": "na\xefve"}'
-    assert index(body, len(body)).config("m") == '{"name": "na\ufffdve"}'
-
-
-def test_a_server_that_dies_during_an_answer(index: Callable[[bytes, int], Server]) -> None:
-    """It is a server that does not answer."""
-    with pytest.raises(ConnectionError, match="IncompleteRead"):
-        index(b"[", 100).models()
 
 
 @pytest.mark.parametrize("in_repository", [True, False])

@@ -23,13 +23,12 @@ from torch_py_backend.cli.interruption import Stopped
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes import orphan_cleanup, procfs
 from torch_py_backend.server import server_arguments, triton_installation
-from torch_py_backend.server.healing import Event, EventKind
 from torch_py_backend.server.instances import InstanceMonitor
-from torch_py_backend.server.model_control import RepositoryClient
+from torch_py_backend.server.lifecycle import Event, EventKind
 from torch_py_backend.server.ports import check_ports, choose_ports
 from torch_py_backend.server.readiness import ReadinessServer
 from torch_py_backend.server.reloading import Reloader
-from torch_py_backend.server.supervision import Supervisor
+from torch_py_backend.server.supervisor import Supervisor
 from torch_py_backend.server.tritonserver import Server
 
 _KEY_VARIABLE = "TORCH_PY_BACKEND_ADMIN_KEY"
@@ -166,36 +165,27 @@ def serve(
         loading.start()
     try:
         server.start()
-        with contextlib.closing(
-            RepositoryClient(
-                server.grpc_address,
-                server.keys,
-                uses_shell=server.uses_shell,
-                poll_failure=server.poll_failure,
-            )
-        ) as client:
-            supervisor = Supervisor(
-                server.models,
-                server.config,
-                InstanceMonitor(server.status_folder, load_timeout),
-                client if mode == "explicit" else None,
-                report,
-                restarts=restarts,
-                load_seconds=load_timeout,
-            )
-            with ReadinessServer(
-                address, health, lambda: supervisor.snapshot, server.is_live
-            ) as readiness:
-                try:
-                    states = server.wait_loaded()
-                    if mode == "explicit":
-                        supervisor.load(models or sorted({state.name for state in states}))
-                    reloader = Reloader(path, models, client.load, report, load_timeout)
-                    steps = [supervisor.step, *([reloader.step] if reload else [])]
-                    code = _supervise(console, loading, server, supervisor, readiness, steps)
-                finally:
-                    loading.stop()
-                    _drain(server, supervisor, readiness, drain)
+        supervisor = Supervisor(
+            server.client,
+            InstanceMonitor(server.status_folder, load_timeout),
+            report,
+            controls=mode == "explicit",
+            restarts=restarts,
+            load_seconds=load_timeout,
+        )
+        with ReadinessServer(
+            address, health, lambda: supervisor.snapshot, server.is_live
+        ) as readiness:
+            try:
+                states = server.wait_loaded()
+                if mode == "explicit":
+                    supervisor.load(models or sorted(state.name for state in states))
+                reloader = Reloader(path, models, server.client.load, report, load_timeout)
+                steps = [supervisor.step, *([reloader.step] if reload else [])]
+                code = _supervise(console, loading, server, supervisor, readiness, steps)
+            finally:
+                loading.stop()
+                _drain(server, supervisor, readiness, drain)
     except Stopped:
         console.print("stopped")
     finally:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from torch_py_backend.errors import ServerError, sanitize_line
-from torch_py_backend.server.model_status import Snapshot
+from torch_py_backend.server.lifecycle import Snapshot
 from torch_py_backend.server.ports import client_address
 
 if TYPE_CHECKING:

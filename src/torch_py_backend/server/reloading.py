@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from torch_py_backend.artifacts import repository
-from torch_py_backend.server import model_status
-from torch_py_backend.server.healing import Event, EventKind
+from torch_py_backend.server.client import cause
+from torch_py_backend.server.lifecycle import Event, EventKind
 
 # A change is complete when the files stay the same for this time.
 _POLL_S = 1.0
@@ -65,7 +65,7 @@ class Reloader:
                 del self._loads[name]
                 error = load.exception()
                 if error is not None:
-                    reason = model_status.cause(name, str(error))
+                    reason = cause(name, str(error))
                     self._on_event(Event(EventKind.FAILED, name, reason))
                 elif not is_new:  # the supervisor reports new models
                     self._on_event(Event(EventKind.READY, name, "reloaded"))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 import math
 import os
 import re
@@ -12,11 +10,7 @@ import signal
 import subprocess
 import tempfile
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections.abc import Collection, Iterator, Sequence
-from http import HTTPStatus
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -25,8 +19,8 @@ import psutil
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes import instance_status, orphan_cleanup
 from torch_py_backend.processes.orphan_cleanup import ServerFolder
-from torch_py_backend.server import model_status, server_arguments, triton_installation
-from torch_py_backend.server.model_status import ModelState
+from torch_py_backend.server import server_arguments, triton_installation
+from torch_py_backend.server.client import ModelState, TritonClient
 from torch_py_backend.server.ports import choose_ports, client_address
 
 if TYPE_CHECKING:
@@ -42,7 +36,6 @@ _IDLE_SECONDS = 5
 _CHILD_PLATFORMS = ("python", "ensemble")
 _SERVICES = ("http", "grpc", "metrics")
 _POLL_SECONDS = 0.05
-_REQUEST_SECONDS = 10
 # The end of the log in which a reason is searched.
 _LOG_BYTES = 1 << 18
 # Of the server's own start: other errors, such as a GPU that is missing, do not end it.
@@ -71,8 +64,7 @@ class Server:
 
     Attributes:
         http_address, grpc_address, metrics_address: host and port of each service.
-        keys: the keys of restricted endpoints.
-        uses_shell: whether Triton starts stubs through a shell.
+        client: a client of its endpoints.
     """
 
     def __init__(
@@ -96,11 +88,16 @@ class Server:
             client_address(address, port) for port in self._ports
         )
         self._triton = triton_installation.find(executable)
-        self.uses_shell = self._triton.uses_shell
         self._arguments = tuple(arguments)
         self._exit_seconds = exit_seconds(arguments)
         self.log = log
-        self.keys = server_arguments.required_keys(arguments)
+        self.client = TritonClient(
+            self.http_address,
+            self.grpc_address,
+            server_arguments.required_keys(arguments),
+            uses_shell=self._triton.uses_shell,
+            poll_failure=self._poll_failure,
+        )
         self._folder: ServerFolder | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -177,7 +174,7 @@ class Server:
 
     def _refuse_in_shell(self) -> None:
         """Raise a ServerError if a shell between Triton and its stubs would change their paths."""
-        if not self.uses_shell:
+        if not self._triton.uses_shell:
             return
         for subject, path, cure in (
             ("the model repository", self._repository, "Rename it, or serve a link to it."),
@@ -195,78 +192,32 @@ class Server:
         while True:
             if (code := self.process.poll()) is not None:
                 raise self._failure(f"ended with exit code {code}")
-            with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+            with contextlib.suppress(OSError):
                 return self.models()
-            if self._is_dead():
+            if self.client.is_dead():
                 raise self._failure("could not start")
             if time.monotonic() > deadline:
                 raise ServerError(f"tritonserver was not ready within {timeout:g} seconds.")
             time.sleep(_POLL_SECONDS)
 
-    def models(self, instances: Collection[str] = ()) -> list[ModelState]:
+    def models(self) -> list[ModelState]:
         """Return the current states of the models in the repository.
 
-        Args:
-            instances: models with instances. Triton does not list those that were loaded with
-                files under a new name.
-
         Raises:
             OSError: the server does not answer, or not completely.
         """
-        try:
-            with self._request("repository/index", b"{}") as response:
-                # Names of folders are bytes, which need not be UTF-8.
-                text = response.read().decode(errors="replace")
-        except http.client.HTTPException as error:
-            raise ConnectionError(repr(error)) from None
-        states = [model_status.parse_state(entry) for entry in json.loads(text)]
-        unlisted = [name for name in instances if name not in {state.name for state in states}]
-        return states + [
-            ModelState(name, "", ready=True, reason="") for name in unlisted if self.config(name)
-        ]
-
-    def config(self, model: str) -> str:
-        """Return the config that a model was loaded with, as JSON; empty if it is not loaded.
-
-        Raises:
-            OSError: the server does not answer, or not completely.
-        """
-        try:
-            with self._request(f"models/{urllib.parse.quote(model, safe='')}/config") as response:
-                return response.read().decode(errors="replace")
-        except urllib.error.HTTPError:
-            return ""
-        except http.client.HTTPException as error:
-            raise ConnectionError(repr(error)) from None
+        return self.client.models()
 
     def is_live(self) -> bool:
         """Return whether the server answers that it is live."""
-        if self._process is None or self._process.poll() is not None:
-            return False
-        with contextlib.suppress(OSError, http.client.HTTPException), self._request("health/live"):
-            return True
-        return False
-
-    def _is_dead(self) -> bool:
-        """Return whether the server answers that it is not live: it could not be initialized.
-
-        It listens when its initialization has ended, and with --exit-on-error=false also if that
-        has failed.
-        """
-        try:
-            self._request("health/live").close()
-        except urllib.error.HTTPError as error:
-            return error.code == HTTPStatus.BAD_REQUEST
-        except (OSError, http.client.HTTPException):
-            pass
-        return False
+        return self._process is not None and self._process.poll() is None and self.client.is_live()
 
     def _failure(self, problem: str) -> ServerError:
         reason = "".join(f": {text}" for text in self._logged(_ERROR))
         more = "more" if reason else "why"
         return ServerError(f"tritonserver {problem}{reason}; its log says {more}{self.log_name}.")
 
-    def poll_failure(self, model: str) -> str:
+    def _poll_failure(self, model: str) -> str:
         """Return why Triton could not read a model's folder, from the log; empty: unknown."""
         pattern = re.compile(_POLL_FAILED.format(re.escape(model)), re.MULTILINE)
         return ": ".join(self._logged(pattern)[::-1])
@@ -288,13 +239,6 @@ class Server:
         texts = (text.replace('\\"', '"').replace("\\n", "\n") for text in groups if text)
         return [" ".join(text.split()) for text in texts]
 
-    def _request(self, path: str, data: bytes | None = None) -> http.client.HTTPResponse:
-        url = f"http://{self.http_address}/v2/{path}"
-        request = urllib.request.Request(url, data, dict(self.keys.http))
-        response: http.client.HTTPResponse
-        response = urllib.request.urlopen(request, timeout=_REQUEST_SECONDS)  # noqa: S310
-        return response
-
     def _computes_in_children(self) -> bool:
         """Return whether all models run in child processes, and none in tritonserver itself."""
         try:
@@ -302,13 +246,10 @@ class Server:
                 instance_status.Reader(path).identity.model
                 for path in instance_status.files(self.status_folder)
             }
-            for name in {state.name for state in self.models() if state.ready} - monitored:
-                with self._request(f"models/{urllib.parse.quote(name, safe='')}") as response:
-                    if json.load(response).get("platform") not in _CHILD_PLATFORMS:
-                        return False
-        except (OSError, ValueError, http.client.HTTPException):
+            others = {state.name for state in self.models() if state.ready} - monitored
+            return all(self.client.platform(name) in _CHILD_PLATFORMS for name in others)
+        except (OSError, ValueError):
             return False  # the server does not answer, or restricts the endpoint
-        return True
 
     def stop(self) -> None:
         """Stop the server, and remove its instances and shared memory. May be called twice."""
@@ -317,6 +258,7 @@ class Server:
                 in_children = self._process.poll() is None and self._computes_in_children()
                 process, self._process = self._process, None
                 terminate(process, self._exit_seconds, in_children=in_children)
+            self.client.close()
             folder, self._folder = self._folder, None
             if folder is not None:
                 folder.close()

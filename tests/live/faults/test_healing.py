@@ -23,11 +23,11 @@ from supervised import LONGEST_S, Steady, Supervised, regions, serve, until
 from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.processes.instance_status import InstanceState
-from torch_py_backend.server import instances, supervision
-from torch_py_backend.server.healing import Event, EventKind
+from torch_py_backend.server import instances
+from torch_py_backend.server import supervisor as supervisors
 from torch_py_backend.server.instances import InstanceMonitor
-from torch_py_backend.server.model_control import RepositoryClient
-from torch_py_backend.server.supervision import Supervisor
+from torch_py_backend.server.lifecycle import Event, EventKind
+from torch_py_backend.server.supervisor import Supervisor
 
 pytestmark = pytest.mark.slow
 
@@ -588,22 +588,14 @@ def test_a_load_that_triton_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """A process that stalls for seconds while it loads, so that Triton forgets it, is replaced."""
     # Here, nothing but Triton notices that the process was stopped.
     monkeypatch.setattr(instances, "_STOPPED_S", math.inf)
-    monkeypatch.setattr(supervision, "_ACCEPTED_S", 2.0)
+    monkeypatch.setattr(supervisors, "_ACCEPTED_S", 2.0)
     _model("slow", built="time.sleep(3)").lay_out(tmp_path / "repository")
     events: list[Event] = []
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving.running(tmp_path, "--model-control-mode=explicit"))
-        client = RepositoryClient(server.grpc_address, server.keys)
-        stack.callback(client.close)
         monitor = InstanceMonitor(server.status_folder)
         supervisor = Supervisor(
-            server.models,
-            server.config,
-            monitor,
-            client,
-            events.append,
-            restarts=3,
-            load_seconds=200,
+            server.client, monitor, events.append, controls=True, restarts=3, load_seconds=200
         )
 
         def step_until(what: Callable[[], bool]) -> None:

@@ -10,13 +10,13 @@ import pytest
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes.instance_status import Identity, InstanceState
-from torch_py_backend.server.healing import Event
+from torch_py_backend.server import client
+from torch_py_backend.server.client import LoadTimeoutError, ModelState
 from torch_py_backend.server.instances import InstanceFailure
-from torch_py_backend.server.model_control import LoadTimeoutError
-from torch_py_backend.server.model_status import ModelState
-from torch_py_backend.server.supervision import Supervisor
+from torch_py_backend.server.lifecycle import Event
+from torch_py_backend.server.supervisor import Supervisor
 
-_READY, _UNLOADED = "READY", "UNLOADED"
+_READY, _UNLOADED = "READY", "unloaded"
 _DEAD = ServerError("Stub process 'a_0' is not healthy.")
 _STUCK = "Triton never stops waiting for it: only a new server can load it"
 _TIMEOUT = "took longer than 100 s (--load-timeout)"
@@ -37,15 +37,21 @@ class FakeServer:
         reported: the warnings in the load reports of each model's instances.
     """
 
-    def __init__(self, *models: str, restarts: int = 3, controls: bool = True) -> None:
+    def __init__(
+        self,
+        *models: str,
+        restarts: int = 3,
+        controls: bool = True,
+        ensembles: Mapping[str, str] | None = None,
+    ) -> None:
         self.models = dict.fromkeys(models, "")
-        self.ensembles: dict[str, str] = {}
+        self.ensembles = ensembles or {}
         self.failed_versions: dict[str, str] = {}
         self.pids: dict[str, int] = {}
         self.survivors: set[int] = set()
         self.failures: list[InstanceFailure] = []
         self.refusals: dict[str, ServerError] = {}
-        self.configs: dict[str, str] = {}
+        self.configs: dict[str, dict[str, Any]] = {}
         self.unlisted: set[str] = set()
         self.calls: list[str] = []
         self.killed: list[str] = []
@@ -57,13 +63,11 @@ class FakeServer:
         self.idle_since = 0.0
         self.reported: dict[str, list[str]] = {}
         self._last_pid = 100
-        fake = cast("Any", self)
         self.supervisor = Supervisor(
-            self.index,
-            self.config,
-            fake,
-            cast("Any", _Client(self)) if controls else None,
+            cast("Any", _Client(self)),
+            cast("Any", self),
             self.events.append,
+            controls=controls,
             restarts=restarts,
             load_seconds=100,
             clock=lambda: self.now,
@@ -76,28 +80,32 @@ class FakeServer:
         if not self.answers:
             raise OSError("refused")
         versions = [
-            (name, "1" if state else "", state)
+            {"name": name, "version": "1" if state else "", "state": state, "reason": state}
             for name, state in self.models.items()
             if name not in self.unlisted or (state == _READY and name in instances)
         ]
-        versions += [(name, "2", reason) for name, reason in self.failed_versions.items()]
-        reasons = {_READY: "", _UNLOADED: "unloaded"}
-        return [
-            ModelState(
-                name, version, state == _READY, reasons.get(state, state), state == _UNLOADED
-            )
-            for name, version, state in versions
+        versions += [
+            {"name": name, "version": "2", "reason": reason}
+            for name, reason in self.failed_versions.items()
         ]
+        return client.states(versions)
 
-    def config(self, model: str) -> str:
+    def config(self, model: str) -> Mapping[str, Any]:
         if not self.answers:
             raise OSError("refused")
-        return self.configs.get(model, "{}") if self.models.get(model) == _READY else ""
+        if self.models.get(model) != _READY:
+            return {}
+        steps = [{"model_name": self.ensembles.get(model, "")}]
+        config = {"name": model, "ensemble_scheduling": {"step": steps}}
+        return config | self.configs.get(model, {})
 
-    def load(self, model: str, seconds: float, config: str = "") -> None:
-        self.calls.append(f"load {model} {config}".strip())
-        if config:
-            self.configs[model] = config
+    def load(self, model: str, config: Mapping[str, Any] | None) -> None:
+        self.calls.append(f"load {model}")
+        self.configs.pop(model, None)
+        if config is not None:
+            rows = {key: config[key] for key in ("rows",) if key in config}
+            self.calls[-1] += f" with {rows}"
+            self.configs[model] = rows
         if model in self.refusals:
             self.models[model] = str(self.refusals[model])
             raise self.refusals[model]
@@ -191,8 +199,16 @@ class _Client:
     def __init__(self, server: FakeServer) -> None:
         self._server = server
 
-    def load(self, model: str, seconds: float, config: str = "") -> Future[None]:
-        return self._begin(lambda: self._server.load(model, seconds, config))
+    def models(self, instances: Collection[str]) -> Sequence[ModelState]:
+        return self._server.index(instances)
+
+    def config(self, model: str) -> Mapping[str, Any]:
+        return self._server.config(model)
+
+    def load(
+        self, model: str, seconds: float, config: Mapping[str, Any] | None = None
+    ) -> Future[None]:
+        return self._begin(lambda: self._server.load(model, config))
 
     def unload(self, model: str) -> Future[None]:
         return self._begin(lambda: self._server.unload(model))
@@ -215,8 +231,8 @@ class _Client:
         return future
 
 
-def _serving(*models: str, restarts: int = 3) -> FakeServer:
-    server = FakeServer(*models, restarts=restarts)
+def _serving(*models: str, **options: Any) -> FakeServer:
+    server = FakeServer(*models, **options)
     server.supervisor.load(models)
     server.step(2)
     events, calls = ([f"{what} {model}" for model in models] for what in ("READY", "load"))
@@ -362,6 +378,40 @@ def test_a_model_that_dies_again_and_again() -> None:
     server.start("a")
     server.advance(1)
     server.expect("READY a 1")
+    server.die("a")
+    server.step(3)
+    server.expect("DOWN a, READY a 1", "unload a, load a")
+
+
+def test_delays_grow_up_to_a_minute() -> None:
+    """The first reload begins at once, each further one after twice the delay."""
+    server = FakeServer("a", restarts=9)
+    server.refusals["a"] = _DEAD
+    server.supervisor.load(["a"])
+    server.advance(250)
+    *texts, last = [event.text for event in server.events]
+    seconds = [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    for attempt, (text, delay) in enumerate(zip(texts, seconds, strict=True), 1):
+        when = f"in {delay} s" if delay else "now"
+        assert text.endswith(f"; loading it again {when} (attempt {attempt} of 9)")
+    says = "loaded again 9 times without success, stays down until it is loaded through Triton's"
+    assert says in last
+
+
+@pytest.mark.parametrize(
+    ("seconds", "events"), [(59, "GIVEN UP a"), (61, "DOWN a, READY a 1")], ids=["59 s", "61 s"]
+)
+def test_a_model_that_has_served_for_a_minute(seconds: float, events: str) -> None:
+    """It may be reloaded as often as at first."""
+    server = _serving("a", restarts=1)
+    server.die("a")
+    server.step(3)
+    server.events.clear()
+    server.advance(seconds)
+    server.calls.clear()
+    server.die("a")
+    server.step(4)
+    assert ", ".join(f"{event.kind.value} {event.model}" for event in server.events) == events
 
 
 def test_a_death_during_a_load_that_succeeds() -> None:
@@ -417,8 +467,7 @@ def test_an_ensemble_is_loaded_again_with_its_part(
 
     A slow unload ends after the index has shown that the ensemble does not serve.
     """
-    server = _serving("a", "e")
-    server.ensembles["e"] = "a"
+    server = _serving("a", "e", ensembles={"e": "a"})
     server.die("a")
     server.pending = []
     server.step()
@@ -477,8 +526,7 @@ def test_models_that_die_together() -> None:
 @pytest.mark.parametrize("during", ["unload", "load"])
 def test_a_server_that_does_not_answer_during_a_reload(during: str) -> None:
     """The model is loaded all the same, with its ensemble; neither is taken for unloaded."""
-    server = _serving("a", "e")
-    server.ensembles["e"] = "a"
+    server = _serving("a", "e", ensembles={"e": "a"})
     server.pending = []
     server.die("a")
     server.step()
@@ -523,7 +571,7 @@ def test_users_may_unload_and_load() -> None:
     server.step(4)
     server.expect(
         "DOWN a, DOWN c, READY d 1, DOWN d, READY a 1, READY c 1, READY d 1",
-        "unload a, unload c, unload d, load a, load c {}, load d {}",
+        "unload a, unload c, unload d, load a, load c with {}, load d with {}",
     )
 
 
@@ -548,23 +596,19 @@ def test_a_model_is_healed_with_the_config_that_a_user_loaded_it_with() -> None:
     """Also after further deaths, and while Triton does not answer; until the user's next load."""
     server = _serving("a", restarts=9)
     server.start("a")
-    server.configs["a"] = '{"rows": 4, "name": "a"}'
+    server.configs["a"] = {"rows": 4}
     for answers in (True, False):
         server.die("a")
         server.answers = answers
         server.step(2)
         server.answers = True
         server.advance(9)
-        down = "DOWN a" if answers else "DOWN a, DOWN a"
-        calls = 'unload a, load a {"rows": 4, "name": "a"}'
-        server.expect(f"{down}, READY a 1", calls)
-        # Triton may order the keys in another way.
-        server.configs["a"] = '{"name": "a", "rows": 4}'
+        server.expect("DOWN a, READY a 1", "unload a, load a with {'rows': 4}")
     server.start("a")
-    server.configs["a"] = '{"rows": 8}'
+    server.configs["a"] = {"rows": 8}
     server.die("a")
     server.advance(9)
-    server.expect("DOWN a, READY a 1", 'unload a, load a {"rows": 8}')
+    server.expect("DOWN a, READY a 1", "unload a, load a with {'rows': 8}")
 
 
 @pytest.mark.parametrize("listed", [True, False])
@@ -584,7 +628,10 @@ def test_a_model_that_a_user_loaded_with_files(listed: bool) -> None:
             continue
         server.die("b", copied=True)
         server.step()
-        assert "was killed; stays down until it is loaded again" in server.events[0].text
+        assert (
+            "was killed; stays down until it is loaded through Triton's API: its files"
+            in server.events[0].text
+        )
         server.advance(100)
         server.expect("GIVEN UP b", "unload b", {"b": "stays down: was killed"})
         server.start("b")
@@ -721,10 +768,14 @@ def test_a_load_that_waits_for_others(what: str) -> None:
 
 def test_a_load_that_never_ends() -> None:
     """Triton waits for a process that is gone: the model is given up, with the reason."""
-    server, _ = _loading()
+    server, load = _loading()
     server.pids.clear()
-    server.advance(101)
-    server.expect("GIVEN UP a", "", {"a": f"stays down: its load {_TIMEOUT}; {_STUCK}"})
+    server.advance(130)
+    server.expect(not_ready={"a": "is being loaded"})
+    server.refusals["a"] = LoadTimeoutError("it took longer than 130 s")
+    load()
+    server.step()
+    server.expect("GIVEN UP a", "load a", {"a": f"stays down: its load {_TIMEOUT}; {_STUCK}"})
     assert server.supervisor.initial_loads_done
 
 

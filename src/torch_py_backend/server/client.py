@@ -1,0 +1,289 @@
+"""A client of one tritonserver: the states of its models, loads and unloads.
+
+Loads and unloads use gRPC: Triton's HTTP server processes a load on a thread that also serves other
+connections, and they wait until the model is loaded. Its gRPC server uses a thread of its own for
+each load. Here, no thread waits for the answer: both methods return a future, which is polled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import re
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import grpc
+
+from torch_py_backend.errors import ServerError, summarize
+from torch_py_backend.server import triton_installation
+from torch_py_backend.server.server_arguments import Keys
+
+_SERVICE = "/inference.GRPCInferenceService"
+_REQUEST_S = 10.0
+_UNLOAD_S = 30.0
+_NOT_POLLED = "failed to poll from model repository"
+# What Triton puts before the reason of a failed load: the model, the version, the code.
+_NESTING = re.compile(
+    r"^(?:load failed for model '.*?': |version \d+ is at UNAVAILABLE state: "
+    r"|(?:Unknown|Internal|Not found|Invalid argument|Unavailable|Unsupported|Already exists): "
+    r"|TritonModelException: )+"
+)
+_NO_BACKEND = re.compile(
+    r"(unable to find backend library for backend '(.*torch.*)'), try specifying runtime on the"
+    r" model configuration\.?",
+    re.IGNORECASE,
+)
+
+
+class LoadTimeoutError(ServerError):
+    """A load was not completed in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """The state of a model in Triton's repository index.
+
+    Attributes:
+        serving: the versions that serve; a version without a number is "".
+        withdrawn: the versions that were unloaded, or are being unloaded.
+        unloaded: whether these are all versions.
+        reason: why a version does not serve that was not unloaded, in Triton's words.
+        versions: the versions that serve; all versions if none serves.
+    """
+
+    name: str
+    serving: frozenset[str] = frozenset()
+    withdrawn: frozenset[str] = frozenset()
+    unloaded: bool = False
+    reason: str = ""
+    versions: str = ""
+
+    @property
+    def ready(self) -> bool:
+        """Whether at least one version serves."""
+        return bool(self.serving)
+
+
+def states(index: Iterable[Mapping[str, str]]) -> list[ModelState]:
+    """Return the state of each model from Triton's repository index, which lists versions."""
+    grouped: dict[str, list[Mapping[str, str]]] = {}
+    for entry in index:
+        grouped.setdefault(entry["name"], []).append(entry)
+    return [_state(name, entries) for name, entries in grouped.items()]
+
+
+def _state(name: str, entries: list[Mapping[str, str]]) -> ModelState:
+    serving, withdrawn, reasons = [], [], []
+    for entry in entries:
+        version, reason = entry.get("version", ""), entry.get("reason", "")
+        if entry.get("state") == "READY":
+            serving.append(version)
+        elif entry.get("state") == "UNLOADING" or reason == "unloaded":
+            withdrawn.append(version)
+        elif reason:
+            reasons.append(reason)
+    versions = serving or [entry["version"] for entry in entries if entry.get("version")]
+    return ModelState(
+        name,
+        frozenset(serving),
+        frozenset(withdrawn),
+        unloaded=len(withdrawn) == len(entries),
+        reason=reasons[0] if reasons else "",
+        versions=",".join(versions),
+    )
+
+
+class TritonClient:
+    """A client of one server.
+
+    The futures that it returns fail with a LoadTimeoutError if Triton took longer, in which case it
+    continues, and otherwise with a ServerError, which says why. The other methods raise an OSError
+    if the server does not answer, or not completely.
+
+    Args:
+        http_address: host and port.
+        grpc_address: host and port.
+        keys: the keys of restricted endpoints.
+        uses_shell: whether Triton starts the processes of models through a shell.
+        poll_failure: returns why Triton could not read a model's folder, which its error does not
+            say; empty: unknown.
+    """
+
+    def __init__(
+        self,
+        http_address: str,
+        grpc_address: str,
+        keys: Keys,
+        *,
+        uses_shell: bool = False,
+        poll_failure: Callable[[str], str] = lambda _model: "",
+    ) -> None:
+        self._http_address, self._keys = http_address, keys
+        self._channel = grpc.insecure_channel(grpc_address)
+        self._uses_shell, self._poll_failure = uses_shell, poll_failure
+
+    # --- over HTTP -------------------------------------------------------------------------------
+
+    def models(self, instances: Collection[str] = ()) -> list[ModelState]:
+        """Return the current states of the models in the repository.
+
+        Args:
+            instances: models with instances. Triton does not list those that were loaded with
+                files under a new name.
+        """
+        listed = states(json.loads(self._request("repository/index", b"{}")))
+        unlisted = [name for name in instances if name not in {state.name for state in listed}]
+        return listed + [
+            ModelState(name, serving=frozenset({""})) for name in unlisted if self.config(name)
+        ]
+
+    def config(self, model: str) -> dict[str, Any]:
+        """Return the config that a model was loaded with; empty if it is not loaded."""
+        with contextlib.suppress(urllib.error.HTTPError):
+            return dict(json.loads(self._request(f"{_path(model)}/config")))
+        return {}
+
+    def platform(self, model: str) -> str:
+        """Return the platform in a model's metadata."""
+        return str(json.loads(self._request(_path(model))).get("platform"))
+
+    def is_live(self) -> bool:
+        """Return whether the server answers that it is live."""
+        with contextlib.suppress(OSError):
+            self._request("health/live")
+            return True
+        return False
+
+    def is_dead(self) -> bool:
+        """Return whether the server answers that it is not live: it could not be initialized.
+
+        It listens when its initialization has ended, and with --exit-on-error=false also if that
+        has failed.
+        """
+        try:
+            self._request("health/live")
+        except urllib.error.HTTPError as error:
+            return error.code == HTTPStatus.BAD_REQUEST
+        except OSError:
+            pass
+        return False
+
+    def _request(self, path: str, data: bytes | None = None) -> str:
+        url = f"http://{self._http_address}/v2/{path}"
+        request = urllib.request.Request(url, data, dict(self._keys.http))
+        try:
+            with urllib.request.urlopen(request, timeout=_REQUEST_S) as response:  # noqa: S310
+                # Names of folders are bytes, which need not be UTF-8.
+                return str(response.read().decode(errors="replace"))
+        except http.client.HTTPException as error:
+            raise ConnectionError(repr(error)) from None
+
+    # --- over gRPC -------------------------------------------------------------------------------
+
+    def load(
+        self, model: str, seconds: float, config: Mapping[str, Any] | None = None
+    ) -> Future[None]:
+        """Begin to load a model.
+
+        Args:
+            model: its name.
+            seconds: the time limit.
+            config: replaces its config.pbtxt; None: it does not.
+        """
+        if self._uses_shell:
+            try:
+                triton_installation.refuse_in_shell("the folder", model, "Rename it.")
+            except ServerError as error:
+                return _failed(error)
+        parameters = b""
+        if config:
+            # Field 3 of the message is a map of parameters, whose values have strings in field 3.
+            text = _field(3, json.dumps(config).encode())
+            parameters = _field(3, _field(1, b"config") + _field(2, text))
+        return self._call("RepositoryModelLoad", model, seconds, parameters)
+
+    def unload(self, model: str) -> Future[None]:
+        """Begin to unload a model; its instances end soon after."""
+        return self._call("RepositoryModelUnload", model, _UNLOAD_S)
+
+    def _call(
+        self, method: str, model: str, seconds: float, parameters: bytes = b""
+    ) -> Future[None]:
+        # Without serializers, the channel sends bytes. tritonclient, which has Triton's protobuf
+        # messages, is not a requirement of `serve`.
+        send = self._channel.unary_unary(f"{_SERVICE}/{method}")
+        message = _field(2, model.encode(errors="replace")) + parameters  # 2: `model_name`
+        result: Future[None] = Future()
+
+        def complete(call: grpc.Future) -> None:
+            if call.code() is grpc.StatusCode.OK:
+                result.set_result(None)
+            elif call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                result.set_exception(LoadTimeoutError(f"it took longer than {seconds:g} s"))
+            else:
+                reason = call.details() or str(call.code())
+                known = self._poll_failure(model) if _NOT_POLLED in reason else ""
+                result.set_exception(ServerError(known or reason))
+
+        try:
+            call = send.future(
+                message, timeout=seconds, metadata=self._keys.grpc, wait_for_ready=True
+            )
+        except ValueError:  # raised by grpc
+            return _failed(ServerError("the connection is closed"))
+        call.add_done_callback(complete)
+        return result
+
+    def close(self) -> None:
+        """Close the connection; pending calls fail."""
+        self._channel.close()
+
+
+def _path(model: str) -> str:
+    return f"models/{urllib.parse.quote(model, safe='')}"
+
+
+def _failed(error: ServerError) -> Future[None]:
+    """Return the future of a call that could not be sent."""
+    future: Future[None] = Future()
+    future.set_exception(error)
+    return future
+
+
+def _field(number: int, content: bytes) -> bytes:
+    """Return a field of a protobuf message: number and type, length and content."""
+    size, rest = b"", len(content)
+    # The length has seven bits a byte; the eighth marks that another byte follows.
+    while rest >> 7:
+        size, rest = size + bytes([rest & 0x7F | 0x80]), rest >> 7
+    return bytes([number << 3 | 2]) + size + bytes([rest]) + content
+
+
+# --- Triton's reasons ----------------------------------------------------------------------------
+
+
+def cause(model: str, reason: str) -> str:
+    """Return why a model does not serve, or a warning of it, for a line that has its name."""
+    return _innermost(reason).replace(f"model '{model}': ", "")
+
+
+def public_reason(reason: str) -> str:
+    """Return Triton's reason as one line without stack trace, folders and final full stop."""
+    text = _innermost(reason)
+    if not text:
+        return "no reason was given"
+    return summarize(Exception(text)).removeprefix("Exception: ").rstrip(".; ")
+
+
+def _innermost(reason: str) -> str:
+    """Return Triton's reason without its nesting and without the stack trace that it appends."""
+    text = _NESTING.sub("", reason.partition("\n\nAt:")[0]).strip("; \n")
+    return _NO_BACKEND.sub(r"\1. Did you mean pytorch_py?", text)

@@ -1,0 +1,105 @@
+"""The lifecycle of a model: its phases, what is recorded of it, and what is reported of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from torch_py_backend.server.client import ModelState
+
+
+class EventKind(Enum):
+    READY = "READY"
+    FAILED = "FAILED"
+    DOWN = "DOWN"
+    GIVEN_UP = "GIVEN UP"
+    RELEASED = "RELEASED"
+    CHANGED = "CHANGED"
+    WARNING = "WARNING"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """What happened to a model, for the user."""
+
+    kind: EventKind
+    model: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The readiness of all models, for other threads.
+
+    Attributes:
+        models: the models that should serve, each with the reason why it does not; empty: it does.
+        problem: a problem of the whole server.
+        at: when it was taken, in the clock's seconds.
+        warnings: the warnings of the last load of each model that serves, if there were any.
+    """
+
+    models: Mapping[str, str] = field(default_factory=dict)
+    problem: str = "the server is being started"
+    at: float = 0.0
+    warnings: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+
+class Phase(Enum):
+    LOADING = "is being loaded"
+    SERVING = "serves"
+    DOWN = "is down"
+    GIVEN_UP = "stays down"
+    UNLOADED = "was unloaded"
+
+
+@dataclass(slots=True)
+class ModelRecord:
+    """The record of one model. Times are seconds of a monotonic clock.
+
+    Attributes:
+        since: when it last started or stopped to serve.
+        reason: why it does not serve.
+        attempts: how often it was reloaded since it last served for a minute.
+        due: when it is reloaded, in the phase DOWN.
+        call: the load (in the phase LOADING) or unload in progress.
+        called: when that load began.
+        processes: the live processes when the model failed, or its last load began.
+        failure: why an instance failed, in the load in progress or before.
+        parts: the models that an ensemble consists of.
+        waits: whether it is an ensemble that Triton has unloaded with one of its parts.
+        versions: the versions that served last.
+        warnings: the warnings of its last load, all of which were reported.
+        processes_loaded: the processes that the supervisor's last load has started.
+        loaded: the config after that load; empty: unknown.
+        config: the config that it was loaded with through Triton's API; None: its own.
+    """
+
+    name: str
+    phase: Phase
+    since: float
+    reason: str = ""
+    attempts: int = 0
+    due: float = 0.0
+    call: Future[None] | None = None
+    called: float = 0.0
+    processes: set[int] = field(default_factory=set)
+    failure: str = ""
+    parts: frozenset[str] = frozenset()
+    waits: bool = False
+    versions: frozenset[str] = frozenset()
+    warnings: Sequence[str] = ()
+    processes_loaded: set[int] = field(default_factory=set)
+    loaded: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] | None = None
+
+    def is_unloaded(self, state: ModelState | None) -> bool:
+        """Return whether the model was unloaded.
+
+        Triton still reports versions that had failed before.
+        """
+        if state is None or state.unloaded:
+            return True
+        return bool(self.versions) and self.versions <= state.withdrawn

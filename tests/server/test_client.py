@@ -1,0 +1,224 @@
+"""Requests to a server and its answers, with servers in this process; tests/live has real ones."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from torch_py_backend.errors import ServerError
+from torch_py_backend.server import client as triton
+from torch_py_backend.server.client import LoadTimeoutError, ModelState, TritonClient
+from torch_py_backend.server.server_arguments import Keys
+
+# --- loads and unloads -----------------------------------------------------------------------
+
+
+class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """Records requests, and refuses the model `broken`."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, str, dict[str, str]]] = []
+
+    def RepositoryModelLoad(self, request: Any, context: Any) -> Any:  # noqa: N802  Triton's name
+        return self._answer("load", request, context, service_pb2.RepositoryModelLoadResponse())
+
+    def RepositoryModelUnload(self, request: Any, context: Any) -> Any:  # noqa: N802  Triton's name
+        return self._answer("unload", request, context, service_pb2.RepositoryModelUnloadResponse())
+
+    def _answer(self, method: str, request: Any, context: Any, answer: Any) -> Any:
+        keys = {key: value for key, value in context.invocation_metadata() if "triton" in key}
+        for name, value in getattr(request, "parameters", {}).items():
+            keys[name] = value.string_param
+        self.requests.append((method, request.model_name, keys))
+        if request.model_name == "broken":
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "load failed")
+        if request.model_name == "endless":
+            context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "")
+        return answer
+
+
+@pytest.fixture
+def service() -> Iterator[tuple[_Service, str]]:
+    """A server of Triton's protocol, and its address."""
+    service, server = _Service(), grpc.server(ThreadPoolExecutor(2))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield service, f"127.0.0.1:{port}"
+    server.stop(None).wait()
+
+
+def test_requests_and_errors_of_the_client(service: tuple[_Service, str]) -> None:
+    """Triton's own protobuf reads names of any length; Triton's reason is the error's text."""
+    keys = {"triton-grpc-protocol-key": "v"}
+    client = TritonClient("", service[1], Keys(grpc=tuple(keys.items())))
+    names = ["m", "a" * 127, "b" * 128, "grüße" * 40]
+    for name in names:
+        client.load(name, 30).result(60)
+        client.unload(name).result(60)
+    text = " " * 20_000
+    client.load("m", 30, {"name": text}).result(60)
+    assert service[0].requests == [
+        *((act, name, keys) for name in names for act in ("load", "unload")),
+        ("load", "m", {**keys, "config": f'{{"name": "{text}"}}'}),
+    ]
+    with pytest.raises(ServerError, match=r"^load failed$"):
+        client.load("broken", 30).result(60)
+    with pytest.raises(LoadTimeoutError, match="took longer than 30 s"):
+        client.load("endless", 30).result(60)
+    client.load("\udcff", 30).result(60)  # the name of a folder that is not UTF-8
+    assert service[0].requests[-1][1] == "?"
+    client.close()
+    call = client.unload("m")  # the future fails, not the method
+    with pytest.raises(ServerError, match="closed"):
+        call.result(60)
+
+
+def test_names_that_a_shell_changes(service: tuple[_Service, str]) -> None:
+    """Triton 24.10 would wait forever for a process that a shell starts with other arguments."""
+    with contextlib.closing(TritonClient("", service[1], Keys(), uses_shell=True)) as client:
+        for name in ("net copy", "net(1)", "a;b", "a$b", "it's"):
+            call = client.load(name, 30)  # the future fails, not the method
+            with pytest.raises(ServerError, match=r"through a shell, .* Rename it"):
+                call.result(60)
+        client.load("grüße-1.0_{a}", 30).result(60)
+    assert [name for _, name, _ in service[0].requests] == ["grüße-1.0_{a}"]
+
+
+# --- states ----------------------------------------------------------------------------------
+
+
+class _Answer(http.server.BaseHTTPRequestHandler):
+    """Answers with a body that may be shorter than announced."""
+
+    body, length = b"", 0
+
+    def do_POST(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(self.length))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    do_GET = do_POST  # noqa: N815  http.server's name
+
+    def log_message(self, *_: object) -> None:
+        """Log nothing."""
+
+
+@pytest.fixture
+def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes, int], TritonClient]]:
+    """A function that returns a client of a server whose answers have this body and length."""
+    with http.server.HTTPServer(("127.0.0.1", 0), _Answer) as service:
+        threading.Thread(target=service.serve_forever, daemon=True).start()
+
+        def client(body: bytes, length: int) -> TritonClient:
+            monkeypatch.setattr(_Answer, "body", body)
+            monkeypatch.setattr(_Answer, "length", length)
+            return TritonClient(f"127.0.0.1:{service.server_port}", "", Keys())
+
+        yield client
+        service.shutdown()
+
+
+def test_names_that_are_not_utf_8(answering: Callable[[bytes, int], TritonClient]) -> None:
+    """A folder does not hide other models; a config can be read, and the model be loaded again."""
+    body = b'[{"name": "gr\xfc\xdfe"}, {"name": "net"}]'
+    states = answering(body, len(body)).models()
+    assert [state.name for state in states] == ["gr\ufffd\ufffde", "net"]
+    body = b'{"name": "na\xefve"}'
+    assert answering(body, len(body)).config("m") == {"name": "na\ufffdve"}
+
+
+def test_a_server_that_dies_during_an_answer(
+    answering: Callable[[bytes, int], TritonClient],
+) -> None:
+    """It is a server that does not answer."""
+    with pytest.raises(ConnectionError, match="IncompleteRead"):
+        answering(b"[", 100).models()
+
+
+def _version(number: str, state: str, reason: str = "") -> dict[str, str]:
+    return {"name": "m", "version": number, "state": state, "reason": reason}
+
+
+_WITHDRAWN = _version("1", "UNAVAILABLE", "unloaded")
+
+
+@pytest.mark.parametrize(
+    ("versions", "state"),
+    [
+        (
+            [_WITHDRAWN, _version("2", "READY")],
+            ModelState("m", frozenset("2"), frozenset("1"), versions="2"),
+        ),
+        (
+            [_WITHDRAWN, _version("2", "UNLOADING")],
+            ModelState("m", withdrawn=frozenset("12"), unloaded=True, versions="1,2"),
+        ),
+        (
+            [_WITHDRAWN, _version("2", "UNAVAILABLE", "because")],
+            ModelState("m", withdrawn=frozenset("1"), reason="because", versions="1,2"),
+        ),
+        ([{"name": "m"}], ModelState("m")),
+    ],
+    ids=["one serves", "unloaded", "failed", "never loaded"],
+)
+def test_states_of_several_versions(versions: list[dict[str, str]], state: ModelState) -> None:
+    """A model serves if one version does, and is unloaded if all are."""
+    assert triton.states(versions) == [state]
+    assert state.ready is (state.serving == {"2"})
+
+
+# --- reasons ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reason", "public"),
+    [
+        ("Internal: Stub process 'm' is not healthy.", "Stub process 'm' is not healthy"),
+        (
+            "load failed for model 'm': version 1 is at UNAVAILABLE state: no /a/b.pt.\n\nAt:\n;",
+            "no b.pt",
+        ),
+        ("Internal: TritonModelException: model 'm': no such", "model 'm': no such"),
+        ("", "no reason was given"),
+    ],
+)
+def test_public_reasons_have_no_folders_and_no_trace(reason: str, public: str) -> None:
+    assert triton.public_reason(reason) == public
+
+
+_NESTED = (
+    "load failed for model 'm': version 1 is at UNAVAILABLE state: Internal: TritonModelException:"
+    " model 'm': /a/b.pt failed: model 'm': no x.\n\nAt:\n  y;"
+)
+_NO_BACKEND = "unable to find backend library for backend"
+_TRY = ", try specifying runtime on the model configuration"
+
+
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        (_NESTED, "/a/b.pt failed: no x."),
+        ("load failed for model 'm': at least one version", "at least one version"),
+        ("Invalid argument: size is 1;", "size is 1"),
+        ("model 'n': it failed; now", "model 'n': it failed; now"),
+        (
+            f"{_NO_BACKEND} 'PyTorch-py'{_TRY}.;",
+            f"{_NO_BACKEND} 'PyTorch-py'. Did you mean pytorch_py?",
+        ),
+        (f"Not found: {_NO_BACKEND} 'onnx'{_TRY}.", f"{_NO_BACKEND} 'onnx'{_TRY}."),
+    ],
+    ids=["nested", "no version", "argument", "another model", "misspelt", "other backend"],
+)
+def test_causes_of_failed_loads(reason: str, cause: str) -> None:
+    """Beside the model's name, a line has the cause alone; for a misspelt backend, its name."""
+    assert triton.cause("m", reason) == cause
