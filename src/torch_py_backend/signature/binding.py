@@ -100,7 +100,7 @@ def bind_inputs(
             f"two of the inputs {join_names(names)} feed the same argument",
             expected="one input for each",
         )
-    return bind_places(model, places, signature, left_out)
+    return bind_places(places, signature, left_out)
 
 
 def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
+
+from torch.utils import _pytree as pytree
 
 from torch_py_backend.errors import BindingError, join_names
 from torch_py_backend.signature.arguments import (
@@ -19,8 +20,6 @@ from torch_py_backend.signature.arguments import (
 )
 
 Forward: TypeAlias = Callable[..., object]
-# Builds one argument of forward() from the columns of a batch.
-Builder: TypeAlias = Callable[[Sequence[object]], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class InputBinding:
 
 
 def bind_places(
-    model: str, places: Mapping[str, Place], signature: Signature, left_out: Collection[str]
+    places: Mapping[str, Place], signature: Signature, left_out: Collection[str]
 ) -> InputBinding:
     """Pass arguments by position up to the first one without input, then by keyword.
 
@@ -63,28 +62,24 @@ def bind_places(
     if any(slot in positional_only or slot.startswith("*") for slot in trailing):
         raise BindingError(f"inputs for * of {signature} leave a gap before them")
     arguments = {argument.name: argument for argument in signature.arguments}
-    names: list[str] = []
-    positional = [_builder(model, feeds[slot], names, arguments.get(slot)) for slot in leading]
-    keywords = {slot: _builder(model, feeds[slot], names, arguments.get(slot)) for slot in trailing}
+    args = [_tree(feeds[slot], arguments.get(slot)) for slot in leading]
+    kwargs = {slot: _tree(feeds[slot], arguments.get(slot)) for slot in trailing}
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    names = [name for name in leaves if name is not None]
+
+    def call(module: Forward, columns: Sequence[object]) -> object:
+        remaining = iter(columns)
+        values = [name if name is None else next(remaining) for name in leaves]
+        args, kwargs = pytree.tree_unflatten(values, spec)
+        return module(*args, **kwargs)
+
     return InputBinding(
         tuple(names),
         tuple(_column_type(signature, places[name]) for name in names),
-        _caller(positional, keywords),
+        # Without containers, columns are in the order of the arguments.
+        (lambda module, columns: module(*columns)) if args == names else call,
         tuple(path_text(*places[name]) for name in names),
     )
-
-
-def _caller(
-    positional: Sequence[Builder], keywords: Mapping[str, Builder]
-) -> Callable[[Forward, Sequence[object]], object]:
-    if not keywords and all(isinstance(build, operator.itemgetter) for build in positional):
-        return lambda module, columns: module(*columns)  # they are in the order of the arguments
-
-    def call(module: Forward, columns: Sequence[object]) -> object:
-        args = [build(columns) for build in positional]
-        return module(*args, **{name: build(columns) for name, build in keywords.items()})
-
-    return call
 
 
 def _column_type(signature: Signature, place: Place) -> ArgumentType:
@@ -137,44 +132,32 @@ def _check_argument(
         )
 
 
-def _builder(
-    model: str, feeds: Mapping[Path, str], names: list[str], argument: Argument | None = None
-) -> Builder:
-    """Return a function that builds a tree from the columns of a batch.
+def _tree(feeds: Mapping[Path, str], argument: Argument | None = None) -> Any:
+    """Return a tree of the names of inputs, by their paths in it; None without inputs.
 
-    Args:
-        model: the model's name.
-        feeds: the inputs by their paths in the tree; none: the tree is None.
-        names: the names of all columns so far; those of this tree are appended.
-        argument: the argument whose tree it is, if its type is known.
+    `argument` is the one whose tree it is, if its type is known.
     """
     if not feeds:
-        return lambda _: None
+        return None
     if () in feeds:
         if len(feeds) > 1:
             raise BindingError(
                 f"{join_names(feeds.values())} feed an argument and a part of it at once"
             )
-        names.append(feeds[()])
-        return operator.itemgetter(len(names) - 1)
+        return feeds[()]
     kind = argument.type if argument is not None else ArgumentType.TENSOR
     branches: dict[int | str, dict[Path, str]] = {}
-    for path, name in feeds.items():
-        key = str(path[0]) if kind is ArgumentType.DICT else path[0]
-        branches.setdefault(key, {})[path[1:]] = name
+    for (key, *below), name in feeds.items():
+        branch = branches.setdefault(str(key) if kind is ArgumentType.DICT else key, {})
+        branch[tuple(below)] = name
     if all(isinstance(key, int) for key in branches):
         if branches.keys() != set(range(len(branches))):
             raise BindingError(
                 f"{join_names(feeds.values())} leave gaps in a list",
                 expected=f"items 0 to {len(branches) - 1}",
             )
-        items = [_builder(model, branches[index], names) for index in range(len(branches))]
-        sequence = tuple if kind is ArgumentType.TUPLE else list
-        return lambda columns: sequence([build(columns) for build in items])
+        items = [_tree(branches[index]) for index in range(len(branches))]
+        return tuple(items) if kind is ArgumentType.TUPLE else items
     keys = argument.keys if argument is not None else ()
-    subtrees: dict[str, Mapping[Path, str]] = {
-        k.name: {} for k in keys if k.required and k.nullable
-    }
-    subtrees |= {str(key): branch for key, branch in branches.items()}
-    entries = {key: _builder(model, subtree, names) for key, subtree in subtrees.items()}
-    return lambda columns: {key: build(columns) for key, build in entries.items()}
+    missing = {key.name: None for key in keys if key.required and key.nullable}
+    return missing | {str(key): _tree(branch) for key, branch in branches.items()}
