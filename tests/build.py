@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.options import Options
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 
 MODEL = "digits"
 _OPTIONS = {entry.name for entry in dataclasses.fields(Options)}

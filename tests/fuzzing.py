@@ -16,9 +16,9 @@ from pathlib import Path
 
 import build
 
-from torch_py_backend.artifacts import discovery, file_types, source_dependencies
 from torch_py_backend.config import options, pbtxt
 from torch_py_backend.errors import LoadError
+from torch_py_backend.loading import discovery, file_types, source_dependencies
 from torch_py_backend.tools import artifact_files
 
 Target = Callable[[Path, bytes], None]

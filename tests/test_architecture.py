@@ -16,7 +16,7 @@ import torch_py_backend
 
 _PACKAGE = Path(torch_py_backend.__file__).parent
 # Imported by Triton and the command line when no model is loaded.
-_WITHOUT_TORCH = ("config", "artifacts", "processes", "server", "cli", "adapter")
+_WITHOUT_TORCH = ("config", "processes", "server", "cli", "adapter")
 _LINEAR = """
 from torch import nn
 

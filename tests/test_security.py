@@ -19,12 +19,11 @@ import safetensors.torch
 import torch
 from torch._inductor import config as inductor
 
-from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config import options, threads
 from torch_py_backend.engine import compile_cache, load
 from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, PlatformError
-from torch_py_backend.loading import example_inputs
+from torch_py_backend.loading import discovery, example_inputs
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 
 CPU = torch.device("cpu")
 

@@ -12,13 +12,12 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import sharing
 from torch_py_backend.engine.sharing import Sharing
 from torch_py_backend.errors import ConfigError
-from torch_py_backend.loading import mapped_files, registry, state_dict
+from torch_py_backend.loading import discovery, mapped_files, registry, state_dict
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 

@@ -26,8 +26,8 @@ from pipeline import test_ragged
 from torch import Tensor
 
 from torch_py_backend.adapter import TritonPythonModel, messages
-from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config import pbtxt
+from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.values import Item
 
 _ON_CPU = os.environ.get("GPU_DEVICE") == "cpu"
@@ -312,7 +312,7 @@ import fake_triton
 sys.modules["triton_python_backend_utils"] = fake_triton
 import numpy as np
 from torch_py_backend.adapter import TritonPythonModel
-from torch_py_backend.artifacts.discovery import ArtifactType
+from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.pipeline.ragged import Ragged
 model = TritonPythonModel()
 model.initialize(json.loads({arguments!r}))

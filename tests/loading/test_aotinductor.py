@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, InputError
 from torch_py_backend.loading import aotinductor
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.processes import orphan_cleanup
 from torch_py_backend.values import ANY_ROWS, Rows
@@ -270,7 +270,7 @@ from pathlib import Path
 sys.path[:0] = [sys.argv[1]]
 import torch
 import build
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.processes import orphan_cleanup
 from torch_py_backend.signature import binding
 from torch_py_backend.loading import aotinductor

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import exported_program
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import binding
 from torch_py_backend.values import ANY_ROWS, Rows

@@ -11,11 +11,10 @@ import models
 import pytest
 import torch
 
-from torch_py_backend.artifacts import discovery
 from torch_py_backend.config.batch_io import BatchOutput
 from torch_py_backend.errors import ConfigError, HookError, InputError, SourceError
+from torch_py_backend.loading import discovery, registry
 from torch_py_backend.loading import hooks as user_hooks
-from torch_py_backend.loading import registry
 from torch_py_backend.loading.hooks import Hook, Hooks
 
 _NET = "def forward(x):\n    return x\n"

@@ -9,8 +9,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.loading import exported_program, mapped_files
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.mapped_files import AliasOnCopy
 
 

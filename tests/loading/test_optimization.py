@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.loading import registry
+from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.arguments import Signature
 

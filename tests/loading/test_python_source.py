@@ -11,9 +11,9 @@ import build
 import pytest
 from torch import nn
 
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.errors import LoadError, SourceError
 from torch_py_backend.loading import python_source
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 
 pytestmark = pytest.mark.usefixtures("imports")
 NET = """

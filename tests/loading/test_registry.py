@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts import discovery
 from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, SourceError
-from torch_py_backend.loading import registry
+from torch_py_backend.loading import discovery, registry
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.values import ANY_ROWS
 

@@ -15,9 +15,9 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import state_dict
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 
 State = Mapping[str, Any]
 Writer = Callable[[State, Path], None]

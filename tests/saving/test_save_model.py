@@ -23,11 +23,10 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from torch_py_backend import save_model
-from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config import model_config, pbtxt
 from torch_py_backend.errors import ExampleError, LoadError, SaveError, SourceError, ToolError
-from torch_py_backend.loading import registry
+from torch_py_backend.loading import discovery, registry
+from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.processes import child_process
 from torch_py_backend.saving import image_hooks
 from torch_py_backend.tools import model_folder

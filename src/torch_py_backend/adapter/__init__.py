@@ -21,11 +21,11 @@ import triton_python_backend_utils as pb_utils
 
 from torch_py_backend import composition
 from torch_py_backend.adapter import logs, metrics, orphans
-from torch_py_backend.artifacts import file_types
-from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import execution_env, model_config, threads
 from torch_py_backend.errors import BackendError, PlatformError, named
+from torch_py_backend.loading import file_types
+from torch_py_backend.loading.file_types import FileType
 from torch_py_backend.processes import child_process, instance_status
 
 if TYPE_CHECKING:

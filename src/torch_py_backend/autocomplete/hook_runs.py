@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.autocomplete import specs
 from torch_py_backend.autocomplete.specs import Schema
 from torch_py_backend.config import dtypes
@@ -20,6 +19,7 @@ from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.engine import runtime
 from torch_py_backend.errors import BackendError, ConfigError, ForwardError
 from torch_py_backend.loading import example_inputs, registry
+from torch_py_backend.loading.discovery import Artifact
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline.hooks import HookedPipeline

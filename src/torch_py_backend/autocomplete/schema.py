@@ -15,8 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.autocomplete import hook_runs, specs
 from torch_py_backend.autocomplete.specs import Schema
 from torch_py_backend.config import model_config
@@ -27,12 +25,14 @@ from torch_py_backend.engine.runtime import Runtime
 from torch_py_backend.errors import BackendError, ConfigError, ForwardError
 from torch_py_backend.loading import (
     aotinductor,
+    discovery,
     example_inputs,
     exported_program,
     registrations,
     registry,
 )
 from torch_py_backend.loading import hooks as user_hooks
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.values import Item

@@ -14,9 +14,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from torch_py_backend.artifacts import repository
 from torch_py_backend.autocomplete import completion
-from torch_py_backend.config import pbtxt
+from torch_py_backend.config import pbtxt, repository
 from torch_py_backend.errors import BackendError, ConfigError, ServerError, named
 from torch_py_backend.server import preflight
 from torch_py_backend.tools import model_folder

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from torch_py_backend.artifacts import repository as repositories
+from torch_py_backend.config import repository as repositories
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import fetch
 from torch_py_backend.tools import artifact_files, model_folder

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from torch_py_backend.artifacts import repository as repositories
 from torch_py_backend.cli import interruption, remote_repository
 from torch_py_backend.cli.interruption import Stopped
+from torch_py_backend.config import repository as repositories
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes import orphan_cleanup, procfs
 from torch_py_backend.server import server_arguments, triton_installation

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config import options
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import LoadError, summarize
+from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.pipeline.counters import Counts
 
 log = logging.getLogger(__name__)

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from torch_py_backend import values
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import build, compilation, compile_cache, gpu_sharing, runtime, sharing
 from torch_py_backend.engine.stream_calls import StreamCalls
 from torch_py_backend.errors import BackendError
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline import batches, run

@@ -7,15 +7,14 @@ import json
 
 import torch
 
-from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import TABLE
 from torch_py_backend.config.threads import Threads
 from torch_py_backend.engine import gpu_sharing, runtime
 from torch_py_backend.engine.engine import Engine
+from torch_py_backend.loading import discovery, registry
 from torch_py_backend.loading import hooks as user_hooks
-from torch_py_backend.loading import registry
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.processes import private_files
 from torch_py_backend.signature import binding
 

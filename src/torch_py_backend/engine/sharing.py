@@ -9,12 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import gpu_sharing
 from torch_py_backend.errors import ConfigError
-from torch_py_backend.loading import mapped_files
+from torch_py_backend.loading import discovery, mapped_files
+from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.loading.mapped_files import Mapped
 

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.artifacts import file_types
-from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, InputError
-from torch_py_backend.loading import example_inputs, registrations
+from torch_py_backend.loading import example_inputs, file_types, registrations
+from torch_py_backend.loading.discovery import Artifact
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.processes import orphan_cleanup
 from torch_py_backend.signature import binding, introspection

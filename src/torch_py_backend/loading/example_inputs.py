@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import SourceError, a_type
 from torch_py_backend.loading import initial_states, python_source, state_dict
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.values import Item, Strings, Value
 
 NAME = "example_inputs"

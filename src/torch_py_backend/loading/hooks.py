@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config import conflicts, removed_names
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import (
@@ -29,6 +28,7 @@ from torch_py_backend.errors import (
     summarize,
 )
 from torch_py_backend.loading import python_source
+from torch_py_backend.loading.discovery import Artifact
 from torch_py_backend.loading.python_source import HOOK_METHODS
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature

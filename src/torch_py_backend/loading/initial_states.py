@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.artifacts import discovery
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.sequence_config import State
 from torch_py_backend.errors import ArtifactError, counted
+from torch_py_backend.loading import discovery
 from torch_py_backend.values import Item, Strings, Value
 
 _FOLDER = "initial_state"

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, SourceError, a_type
 from torch_py_backend.loading import python_source, state_dict
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import NO_FORWARD, Forward, Loaded
 from torch_py_backend.signature import introspection
 

@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import SourceError, a_type, join_names, summarize
 from torch_py_backend.loading import state_dict
+from torch_py_backend.loading.discovery import Artifact
 
 log = logging.getLogger(__name__)
 

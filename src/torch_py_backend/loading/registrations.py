@@ -10,10 +10,10 @@ from pathlib import Path
 
 import torch
 
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, SourceError, named, summarize
 from torch_py_backend.loading import python_source
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 
 log = logging.getLogger(__name__)
 

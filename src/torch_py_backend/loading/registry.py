@@ -8,7 +8,6 @@ from typing import TypeAlias
 
 import torch
 
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError
@@ -19,6 +18,7 @@ from torch_py_backend.loading import (
     registrations,
     torchscript,
 )
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Forward, Loaded
 
 log = logging.getLogger(__name__)

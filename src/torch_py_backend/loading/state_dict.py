@@ -21,11 +21,10 @@ from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.artifacts import discovery, file_types
-from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, a_type, counted, printable, summarize
-from torch_py_backend.loading import mapped_files
+from torch_py_backend.loading import discovery, file_types, mapped_files
+from torch_py_backend.loading.discovery import Artifact
 
 _Built = TypeVar("_Built")
 

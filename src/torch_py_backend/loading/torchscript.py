@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, summarize
 from torch_py_backend.loading import mapped_files, registrations
+from torch_py_backend.loading.discovery import Artifact
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.signature import introspection
 

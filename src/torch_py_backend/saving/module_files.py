@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.artifacts.discovery import HOOKS
 from torch_py_backend.errors import SaveError, a_type, summarize
+from torch_py_backend.loading.discovery import HOOKS
 from torch_py_backend.saving import examples, formats, source_files
 from torch_py_backend.saving.examples import Callee, Example
 from torch_py_backend.signature import introspection

@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from torch_py_backend.artifacts import source_dependencies
 from torch_py_backend.errors import SaveError
+from torch_py_backend.loading import source_dependencies
 
 _MAIN = "__main__"
 _CURE = "Put the class and what it uses into a .py file and import it."

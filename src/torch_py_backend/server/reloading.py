@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeAlias
 
-from torch_py_backend.artifacts import repository
+from torch_py_backend.config import repository
 from torch_py_backend.server.client import cause
 from torch_py_backend.server.lifecycle import Event, EventKind
 

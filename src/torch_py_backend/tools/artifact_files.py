@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch_py_backend.artifacts import discovery, file_types, source_dependencies
-from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.errors import ArtifactError, printable, summarize
+from torch_py_backend.loading import discovery, file_types, source_dependencies
+from torch_py_backend.loading.file_types import FileType
 
 EXAMPLE = "example_inputs.safetensors"
 _SERVED_NAMES = {

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_py_backend.artifacts import file_types, repository
 from torch_py_backend.autocomplete import completion
-from torch_py_backend.config import conflicts, model_config, pbtxt
+from torch_py_backend.config import conflicts, model_config, pbtxt, repository
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import BackendError, LoadError, ToolError, join_names
+from torch_py_backend.loading import file_types
 from torch_py_backend.processes import child_process
 from torch_py_backend.tools import artifact_files, config_text
 from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import LoadError
+from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.processes import child_process
 
 COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"

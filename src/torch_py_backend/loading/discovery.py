@@ -12,10 +12,10 @@ import enum
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_py_backend.artifacts import file_types
-from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, summarize
+from torch_py_backend.loading import file_types
+from torch_py_backend.loading.file_types import FileType
 
 
 class ArtifactType(enum.Enum):

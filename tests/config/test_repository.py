@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_py_backend.artifacts import repository
+from torch_py_backend.config import repository
 from torch_py_backend.errors import ConfigError, ServerError
 
 

@@ -15,8 +15,8 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from torch_py_backend.artifacts import file_types
-from torch_py_backend.artifacts.file_types import FileType
+from torch_py_backend.loading import file_types
+from torch_py_backend.loading.file_types import FileType
 
 _Write = Callable[[Path], object]
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from torch_py_backend.artifacts import source_dependencies
 from torch_py_backend.errors import ArtifactError
+from torch_py_backend.loading import source_dependencies
 
 
 def _lay_out(folder: Path, files: Mapping[str, str]) -> Path:

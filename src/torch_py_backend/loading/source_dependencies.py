@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
 from pathlib import Path, PurePosixPath
 
-from torch_py_backend.artifacts import discovery
 from torch_py_backend.errors import ArtifactError
+from torch_py_backend.loading import discovery
 
 
 def find(source: Path, weights: Path | None = None) -> dict[str, Path]:

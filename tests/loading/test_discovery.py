@@ -10,9 +10,9 @@ import models
 import pytest
 import torch
 
-from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.errors import ArtifactError
+from torch_py_backend.loading import discovery
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
 
 _Files = dict[str, Callable[[Path], object]]
 
