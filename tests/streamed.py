@@ -20,10 +20,10 @@ from scenarios import Arrays, Refused, Scenario
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
+from torch_py_backend.engine.streams import Streams
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
-from torch_py_backend.streaming.streams import Streams
 from torch_py_backend.values import Value
 
 # --- engines of functions -----------------------------------------------------------------------
@@ -55,19 +55,25 @@ class Recorder:
     leaves_after: int | None = None
     values: list[list[list[float]]] = field(default_factory=list)
     error: BackendError | None = None
-    text: str = ""
     ends: int = 0
+    left: bool = False
 
     def send(self, outcome: dict[str, Value], *, last: bool) -> None:
         self.values.append(torch.as_tensor(outcome["y"]).tolist())
         self.ends += last
+        if len(self.values) == self.leaves_after:
+            self.left = True
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
 
-    def end(self, error: BackendError | None, text: str = "") -> None:
+    def end(self, error: BackendError | None) -> None:
         self.ends += 1
-        self.error, self.text = error, text
+        self.error = error
 
-    def cancelled(self) -> bool:
-        return self.leaves_after is not None and len(self.values) >= self.leaves_after
+    @property
+    def text(self) -> str:
+        return "" if self.error is None else self.error.traceback
 
 
 def run(model: Engine, *pairs: tuple[dict[str, Value], Recorder]) -> Streams:

@@ -64,9 +64,9 @@ def test_scenario(
         (response,) = model.execute([_request(call, document)])
         _check(call, response)
     good = [call for call in scenario.calls if isinstance(call.expected, dict)]
-    for batch in _batches(good):
-        together = model.execute([_request(call, document) for call in batch])
-        for call, response in zip(batch, together, strict=True):
+    for turn in _turns(good):
+        together = model.execute([_request(call, document) for call in turn])
+        for call, response in zip(turn, together, strict=True):
             _check(call, response)
     if not any(call.turn for call in scenario.calls):
         unreadable = fake_triton.InferenceRequest([_Unreadable("x", np.zeros((1, 1)))])
@@ -86,15 +86,15 @@ def test_scenario(
         assert part in log
 
 
-def _batches(calls: Sequence[Call]) -> list[list[Call]]:
+def _turns(calls: Sequence[Call]) -> list[list[Call]]:
     """Return calls in batches: Triton sends no step before the one before it is answered."""
-    batches: list[list[Call]] = [[]]
+    turns: list[list[Call]] = [[]]
     for call in calls:
-        names = [other.turn.id for other in batches[-1] if other.turn is not None]
+        names = [other.turn.id for other in turns[-1] if other.turn is not None]
         if call.turn is not None and call.turn.id in names:
-            batches.append([])
-        batches[-1].append(call)
-    return batches
+            turns.append([])
+        turns[-1].append(call)
+    return turns
 
 
 class _Unreadable(fake_triton.Tensor):

@@ -131,6 +131,12 @@ def trace_context(items: Sequence[Item]) -> AbstractContextManager[None]:
     return _NO_CONTEXT
 
 
+def on_gpu(item: Item) -> bool:
+    """Return whether all numbers of an item are on a GPU; false if it has none."""
+    tensors = [value for value in item.values() if isinstance(value, Tensor)]
+    return bool(tensors) and all(tensor.is_cuda for tensor in tensors)
+
+
 def to_column(value: Value) -> Value:
     """Convert an item's value to a column: numbers to a tensor that shares their memory."""
     if isinstance(value, Tensor) or value.dtype.hasobject:

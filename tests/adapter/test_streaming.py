@@ -192,7 +192,6 @@ def test_a_client_that_leaves_before_its_stream_begins(
     """Triton needs a final response for each request, also if its stream never began."""
     # The cancellation is found in the iteration of the loop that launches the stream.
     monkeypatch.setattr(streaming, "_POLL_S", 0)
-    monkeypatch.setattr(streaming, "_POLLED_CHECK_S", 0)
     served = _Served(tmp_path, _model(_ENDLESS))
     living, late = served.request(_X), served.request(_X)
     served.start(living)
@@ -206,21 +205,19 @@ def test_a_client_that_leaves_before_its_stream_begins(
 
 
 @pytest.mark.parametrize("how", ["the last response", "the end"])
-def test_a_stream_that_has_ended_is_not_checked(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_has_ended_is_not_checked(how: str, tmp_path: Path) -> None:
     """A poll between the end of a stream and of its task does not query Triton, which would die."""
-    monkeypatch.setattr(streaming, "_POLLED_CHECK_S", 0)
     served = _Served(tmp_path, _model(_ENDLESS))
     assert served.model._streaming is not None
-    client = streaming._Client(served.model._streaming, served.request(_X))
-    assert not client.left()
+    request = served.request(_X)
+    client = streaming._Client(served.model._streaming, request)
+    assert not client.check()
     if how == "the end":
         client.end(None)
     else:
         client.send({}, last=True)
-    assert not client.left()
-    assert not client.cancelled()
+    request.sender.cancelled = True
+    assert not client.check()
 
 
 def test_an_unexpected_exception_ends_a_stream(

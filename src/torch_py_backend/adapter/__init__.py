@@ -113,8 +113,7 @@ class TritonPythonModel:
         threads.set_environment(share)
         # Import torch only now: it reads its environment variables when it is imported.
         from torch_py_backend.adapter import calling, messages, streaming
-        from torch_py_backend.engine import load, profiling, runtime, tracing, warmup
-        from torch_py_backend.streaming import streams
+        from torch_py_backend.engine import load, profiling, runtime, streams, tracing, warmup
 
         _check_numpy()
         profiling.check_writable(settings)

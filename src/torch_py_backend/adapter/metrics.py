@@ -29,8 +29,8 @@ from torch_py_backend.processes.instance_status import InstanceStatus
 
 if TYPE_CHECKING:  # these import torch, which completing a config does not need
     from torch_py_backend.engine.engine import Engine
+    from torch_py_backend.engine.streams import Streams
     from torch_py_backend.pipeline.sequences import Sequences
-    from torch_py_backend.streaming.streams import Streams
 
 log = logging.getLogger(__name__)
 

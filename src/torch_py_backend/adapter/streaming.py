@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -19,35 +18,35 @@ from torch_py_backend.adapter.messages import Request
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.profiling import Profiler
+from torch_py_backend.engine.streams import Streams
 from torch_py_backend.engine.tracing import TraceContexts
 from torch_py_backend.errors import (
     BackendError,
     CancelledError,
-    InputError,
     InternalError,
     OutputError,
     named,
     summarize,
 )
 from torch_py_backend.observability.metric_families import OK
-from torch_py_backend.streaming.streams import Streams
+from torch_py_backend.pipeline.failures import reported
 from torch_py_backend.values import Item, Value
 
 log = logging.getLogger(__name__)
 
-# Checking whether a request was cancelled takes 26 microseconds. At this interval per live stream,
-# all checks together take a twentieth of the time.
-_CHECK_INTERVAL_S = 20 * 26e-6
 # How long `close` waits for the thread.
 _SECONDS_TO_END = 10.0
 # The interval of polls for clients that have gone.
 _POLL_S = 0.1
-# A poll checks a stream that was not checked for this long.
-_POLLED_CHECK_S = 0.5
+# A query takes 26 microseconds. At this interval for each live stream, all take a twentieth of the
+# time.
+_POLL_OF_EACH_S = 20 * 26e-6
 
 
 class Streaming:
     """Answers the requests of one instance with streams of responses.
+
+    Only the thread of the streams uses the engine, its failures and its counts.
 
     Attributes:
         streams: the live streams.
@@ -68,18 +67,15 @@ class Streaming:
         profiler: Profiler | None = None,
     ) -> None:
         self.engine = engine
-        self.model = engine.config.name
         self.on_fatal = on_fatal
         self._on_idle = on_idle
         self._profiler = profiler
-        self._read_request: Callable[[Request], Item] = messages.read_kept
+        self._read: Callable[[Request], Item] = messages.read_kept
         if contexts is not None:
-            self._read_request = messages.traced(self._read_request, contexts.carry, kept=True)
+            self._read = messages.traced(self._read, contexts.carry, kept=True)
         # While `start` waits for it, Triton queues requests or sends them to other instances.
         self._slots = threading.BoundedSemaphore(engine.config.options.max_streams)
         self.streams = Streams(engine, self._around_call)
-        # Streams end in the streams' thread, unreadable requests in Triton's.
-        self._counting = threading.Lock()
         self._polling = False
         self._clients: dict[asyncio.Task[None], _Client] = {}
         self._loop = asyncio.new_event_loop()
@@ -89,24 +85,18 @@ class Streaming:
         )
         self._thread.start()
 
-    @property
-    def check_interval(self) -> float:
-        """The seconds between two checks of a stream for cancellation."""
-        return _CHECK_INTERVAL_S * max(self.streams.live, 1)
-
     def start(self, requests: Sequence[Request]) -> None:
         """Start a stream for each request; wait while there are too many."""
         for request in requests:
             client = _Client(self, request)
-            item = self._read(request, client)
-            if item is None:
+            try:
+                item = self._read(request)
+            except Exception as error:  # from Triton's utilities, or because of a lost device
+                self._loop.call_soon_threadsafe(self._refuse, error, client)
                 continue
             if not self._slots.acquire(blocking=False):
                 self._slots.acquire()
-                if client.cancelled():  # during the wait
-                    self._slots.release()
-                    client.end(CancelledError())
-                    continue
+                client.check()  # it may have gone during the wait
             self._loop.call_soon_threadsafe(self._launch, item, client)
 
     def close(self) -> None:
@@ -115,19 +105,6 @@ class Streaming:
             with contextlib.suppress(RuntimeError):  # the loop is closing already
                 self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_SECONDS_TO_END)
-
-    def ended(self, code: str) -> None:
-        """Count a request that ended with this code."""
-        with self._counting:
-            self.engine.counts.count_requests(code)
-
-    def _read(self, request: Request, client: _Client) -> Item | None:
-        try:
-            return self._read_request(request)
-        except Exception as error:  # from Triton's utilities, or because of a lost device
-            refusal = self.engine.unreadable(error)
-        client.end(refusal, refusal.traceback)
-        return None
 
     # --- in the thread of the streams --------------------------------------------------------
 
@@ -144,7 +121,7 @@ class Streaming:
                 except (KeyboardInterrupt, SystemExit) as error:  # which asyncio lets through
                     log.warning(
                         "model '%s': a task or a callback that the model has started raised %s.",
-                        self.model,
+                        self.engine.config.name,
                         summarize(error),
                     )
             self._loop.run_until_complete(self._finish())
@@ -159,7 +136,14 @@ class Streaming:
         finally:
             self._on_idle()
 
+    def _refuse(self, error: Exception, client: _Client) -> None:
+        client.end(self.engine.failures.unreadable(error))
+
     def _launch(self, item: Item, client: _Client) -> None:
+        if client.left:
+            self._slots.release()
+            client.end(CancelledError())
+            return
         with values.trace_context((item,)):  # a context that the task keeps
             task = self._loop.create_task(self.streams.run(item, client))
         self._clients[task] = client
@@ -171,17 +155,19 @@ class Streaming:
         self._slots.release()
         # A stream ends its client by itself, except on an unexpected exception.
         if task.cancelled():  # before it began
-            client.end(self.streams.failure(asyncio.CancelledError(), client).error)
+            client.end(self.streams.error(asyncio.CancelledError(), client))
             return
         error = task.exception()
         if error is not None:
-            text = self.engine.failures.classify(error).text
-            client.end(self.engine.failures.fatal or InternalError(), text)
+            failures = self.engine.failures
+            text = failures.classify(error).text
+            client.end(failures.fatal or reported(InternalError(), text))
 
     def _schedule_poll(self) -> None:
         if not self._polling:
             self._polling = True
-            self._loop.call_later(_POLL_S, self._poll)
+            delay = max(_POLL_S, _POLL_OF_EACH_S * len(self._clients))
+            self._loop.call_later(delay, self._poll)
 
     def _poll(self) -> None:
         """Cancel the streams of clients that have gone."""
@@ -189,7 +175,7 @@ class Streaming:
         if self._clients:  # schedule first: an exception below must not end the polling
             self._schedule_poll()
         for task, client in self._clients.items():
-            if client.left():
+            if not client.left and client.check():
                 task.cancel()
 
     async def _finish(self) -> None:
@@ -203,67 +189,59 @@ class Streaming:
 
 
 class _Client:
-    """The client of one request, which gets its responses."""
+    """The client of one request, which gets its responses.
+
+    Attributes:
+        left: whether a `check` found that it has gone.
+    """
 
     def __init__(self, streaming: Streaming, request: Request) -> None:
-        self._streaming = streaming
+        self.left = False
+        self._streaming, self._engine = streaming, streaming.engine
         self._sender = request.get_response_sender()
         self._name = messages.request_id(request)
-        self._checked = time.monotonic()
-        self._gone = False
         # After the final response, a query would read memory that Triton has freed: 24.10 dies.
         self._ended = False
+
+    def check(self) -> bool:
+        """Query Triton whether the client has gone; false if its stream has ended."""
+        orphans.end_if_orphaned()
+        self.left = not self._ended and self._sender.is_cancelled()
+        return self.left
 
     def send(self, outcome: dict[str, Value], *, last: bool) -> None:
         """Send a response."""
         orphans.end_if_orphaned()
         self._ended = last
         try:
-            response = messages.write(outcome, self._streaming.model)
+            response = messages.write(outcome, self._engine.config.name)
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL * last)
         except Exception as error:
             raise OutputError(f"the outputs cannot be sent: {summarize(error)}") from error
-        self._streaming.engine.counts.responses += 1
+        self._engine.counts.responses += 1
         if last:
-            self._streaming.ended(OK)
+            self._engine.counts.count_requests(OK)
 
-    def end(self, error: BackendError | None, text: str = "") -> None:
+    def end(self, error: BackendError | None) -> None:
         """End the stream for the client; log the error."""
         orphans.end_if_orphaned()
         self._ended = True
         send = self._sender.send
         if error is not None:
-            send = partial(send, messages.write(error, self._streaming.model))
-        self._streaming.ended(OK if error is None else error.code)
+            send = partial(send, messages.write(error, self._engine.config.name))
+        self._engine.counts.count_requests(OK if error is None else error.code)
         try:
             send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         except Exception as failed:  # Triton has closed its side
             log.warning(
                 "model '%s': the end of a stream cannot be sent: %s.",
-                self._streaming.model,
+                self._engine.config.name,
                 summarize(failed),
             )
-        if error is not None and not isinstance(error, InputError | CancelledError):
+        if error is not None and error.reported:
+            message = named(self._engine.config.name, error)
             request = f" (request {self._name})" if self._name else ""
-            message = named(self._streaming.model, error)
-            log.error("%s%s%s", message, request, f"\n{text}" if text else "")
-        failures = self._streaming.engine.failures
-        if failures.fatal is not None:
-            self._streaming.on_fatal(failures.reason)
-
-    def cancelled(self) -> bool:
-        """Return whether the client has gone; check at most once per interval."""
-        return self._gone or self._check(self._streaming.check_interval)
-
-    def left(self) -> bool:
-        """Return whether a poll finds that the client has gone; false if that is known already."""
-        return not self._gone and self._check(_POLLED_CHECK_S)
-
-    def _check(self, seconds: float) -> bool:
-        """Query Triton if the last query is at least `seconds` seconds ago."""
-        now = time.monotonic()
-        if now >= self._checked + seconds and not self._ended:
-            self._checked = now
-            orphans.end_if_orphaned()
-            self._gone = self._sender.is_cancelled()
-        return self._gone
+            text = f"\n{error.traceback}" if error.traceback else ""
+            log.error("%s%s%s", message, request, text)
+        if self._engine.failures.fatal is not None:
+            self._streaming.on_fatal(self._engine.failures.reason)

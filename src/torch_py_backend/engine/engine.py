@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import build, compilation, compile_cache, gpu_sharing, runtime, sharing
-from torch_py_backend.engine.stream_calls import StreamCalls
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.hooks import Hooks
@@ -35,8 +32,7 @@ class Engine:
 
     Attributes:
         run: returns one outcome for each item, in order.
-        stream_calls: the calls of streams.
-        lock: the lock that a stream's call holds; it is reentrant.
+        stages: the stages of a call for one request, for streams.
         hooks: the model's hooks; None: it has none.
         inputs: checks, binds and groups items; with hooks for rows, those of a row.
         hooked: the stages of hooks; None: the model has none.
@@ -67,7 +63,6 @@ class Engine:
         self.sharing = sharing.report(config, loaded)
         self.counts = Counts()
         self.runtime = device_runtime
-        self.lock = threading.RLock()
         self._compiled = compilation.apply(config, loaded.kind, loaded.module, self.counts)
         self.compiles = self._compiled is not None
         fixed = config.options.static_shapes or compilation.captures(config)
@@ -88,7 +83,7 @@ class Engine:
     def _use(self, forward: Forward) -> None:
         self._forward = forward
         self.run = self.pipeline()
-        self.stream_calls = StreamCalls(self, build.chosen(self, forward))
+        self.stages = build.chosen(self, forward)
 
     def pipeline(
         self,
@@ -172,19 +167,6 @@ class Engine:
         self.failures.reset()
         self._use(forward)
 
-    @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
-        """Enter the context of a call of the model for a stream."""
-        with self.lock:
-            self.failures.on_call()
-            with self.guard():
-                yield
-
-    def unreadable(self, error: Exception) -> BackendError:
-        """Return the error of a request that cannot be read, beside running streams."""
-        with self.lock:
-            return self.failures.unreadable(error)
-
     def clean(self) -> None:
         """Free cached device memory after an execution where the config enables that."""
         if self.runtime.clean is not None and self.failures.fatal is None:
@@ -222,16 +204,12 @@ def _run_traced(run_group: Attempt, group: Group, copies: bool) -> Sequence[Resu
 def _run_and_return(run_batch: Run, entries: Sequence[Entry]) -> Sequence[Result]:
     """Return outputs where the inputs were: on the GPU if all of them were there."""
     return [
-        result if isinstance(result, BackendError) or _on_gpu(entry) else _on_host(result)
+        result
+        if isinstance(result, BackendError)
+        or (not isinstance(entry, BackendError) and values.on_gpu(entry))
+        else _on_host(result)
         for result, entry in zip(run_batch(entries), entries, strict=True)
     ]
-
-
-def _on_gpu(entry: Entry) -> bool:
-    if isinstance(entry, BackendError):
-        return False
-    numbers = [value for value in entry.values() if isinstance(value, Tensor)]
-    return bool(numbers) and all(value.is_cuda for value in numbers)
 
 
 def _on_host(outcome: Any) -> Item:

@@ -17,14 +17,13 @@ import torch
 
 from torch_py_backend.config import model_config, threads
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.engine import load, runtime, warmup
+from torch_py_backend.engine import load, runtime, streams, warmup
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, LoadError, OutputError
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.differences import MAX_ERROR_REDUCED, difference, tolerance
 from torch_py_backend.signature import binding
-from torch_py_backend.streaming import streams
 from torch_py_backend.values import Item, Value
 
 # Calls before outputs are compared: TorchScript optimizes at the third call of a shape.

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import threading
+import dataclasses
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
+import fake_gpu
 import pytest
 import torch
 from streamed import Recorder, engine, item, run
 from torch import Tensor
 
+from torch_py_backend.config.options import Options
 from torch_py_backend.engine import runtime
-from torch_py_backend.errors import BackendError, CancelledError, ForwardError
-from torch_py_backend.streaming.streams import Streams, trial
+from torch_py_backend.engine.runtime import Runtime
+from torch_py_backend.engine.streams import Streams, trial
+from torch_py_backend.errors import BackendError, CancelledError, ForwardError, InputError
+from torch_py_backend.values import Value
 
 
 def _three(x: Tensor) -> Iterator[Tensor]:
@@ -113,6 +117,42 @@ def test_any_exception_ends_the_stream() -> None:
         assert isinstance(recorder.error, ForwardError)
 
 
+def test_an_invalid_item() -> None:
+    """It is refused before the model is called."""
+    recorder = Recorder()
+    run(engine(lambda x: pytest.fail("called")), ({}, recorder))
+    assert isinstance(recorder.error, InputError)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs of a stream stay on the GPU only if the request's inputs were there."""
+    fake_gpu.install(monkeypatch)
+    monkeypatch.setattr(
+        Runtime, "to_device", lambda _, columns: [fake_gpu.put(column) for column in columns]
+    )
+    model = engine(lambda x: fake_gpu.put(2 * x))
+    model.runtime = dataclasses.replace(
+        runtime.create(Options(), torch.device("cpu"), ()),
+        device=fake_gpu.DEVICE,
+        host_inputs=False,
+    )
+    with model.preparing():  # the stages are chosen again
+        pass
+    sent: list[Any] = []
+
+    class Keeps(Recorder):
+        def send(self, outcome: dict[str, Value], *, last: bool) -> None:
+            super().send(outcome, last=last)
+            sent.append(outcome["y"])
+
+    x = torch.ones(1, 2)
+    recorder = Keeps()
+    run(model, ({"x": fake_gpu.put(x) if on_gpu else x}, recorder))
+    assert recorder.values == [[[2.0, 2.0]]]
+    assert [value.is_cuda for value in sent] == [on_gpu]
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_cancellation_closes_the_generator(asynchronous: bool) -> None:
     """When a request is cancelled, its generator is closed and its clean-up runs."""
@@ -134,8 +174,8 @@ def test_cancellation_closes_the_generator(asynchronous: bool) -> None:
             closed.append(int(x))
 
     class Ended(Recorder):
-        def end(self, error: BackendError | None, text: str = "") -> None:
-            super().end(error, text)
+        def end(self, error: BackendError | None) -> None:
+            super().end(error)
             assert closed == [3]
 
     recorder = Ended(leaves_after=4)
@@ -158,32 +198,6 @@ def test_closing_a_generator_fails(caplog: pytest.LogCaptureFixture) -> None:
     run(engine(forward), (item(3), recorder))
     assert isinstance(recorder.error, CancelledError)
     assert "closing a stream raised ValueError: not so fast" in caplog.text
-
-
-def test_the_engine_is_free_between_steps() -> None:
-    """The engine's lock is held during a step, and free between two steps."""
-    acquired = []
-
-    def acquire() -> None:
-        acquired.append(model.lock.acquire(blocking=False))
-
-    def forward(x: Tensor) -> Iterator[Tensor]:
-        for _ in range(2):
-            thread = threading.Thread(target=acquire)
-            thread.start()
-            thread.join()
-            yield x
-
-    model = engine(forward)
-
-    class BetweenSteps(Recorder):
-        def cancelled(self) -> bool:
-            acquire()
-            model.lock.release()
-            return False
-
-    run(model, (item(1), BetweenSteps()))
-    assert acquired == [False, True, False, True]
 
 
 def test_context_of_each_step() -> None:

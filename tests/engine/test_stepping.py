@@ -12,8 +12,8 @@ from streamed import Recorder, engine, item, run
 from torch import Tensor
 
 from torch_py_backend.composition import model, stand_in
+from torch_py_backend.engine.streams import Streams
 from torch_py_backend.errors import ForwardError, OutputError
-from torch_py_backend.streaming.streams import Streams
 from torch_py_backend.values import Value
 
 State = tuple[Tensor, int]
@@ -70,7 +70,7 @@ def test_streams_of_different_lengths() -> None:
     asyncio.run(staggered())
     assert len(early.values) == 3
     assert len(late.values) == 4
-    assert model.sizes == [1, 1, 2, 1, 1, 1]
+    assert model.sizes == [1, 2, 2, 1, 1]
 
 
 def test_only_failing_streams_end() -> None:

@@ -18,42 +18,34 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
 
 from torch_py_backend import composition
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.stream_calls import StreamInputs
 from torch_py_backend.errors import BackendError, OutputError, a_type, counted
 from torch_py_backend.values import Outcome
 
+# The next state, None at the end of the stream, and the response, None for none.
+StepResult: TypeAlias = "tuple[object, Outcome | None]"
 
-class StepError(Exception):
-    """A step failed for a stream."""
 
-    def __init__(self, error: BackendError) -> None:
-        super().__init__()
-        self.error = error
+class StreamInputs(NamedTuple):
+    """The inputs of a stream, which its outputs are checked against.
+
+    Attributes:
+        rows: the rows of the request.
+        on_gpu: whether its outputs stay on the GPU, where all inputs were.
+    """
+
+    rows: int
+    on_gpu: bool
 
 
 class _WrongResultError(OutputError):
     """step() returned no pairs. With fewer streams, the wrong value may look right: no retry."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The result of a step for one stream.
-
-    Attributes:
-        state: the next state; None: the stream has ended.
-        outcome: the response; None: this step has no response.
-    """
-
-    state: object
-    outcome: Outcome | None
-
-
-@dataclass(frozen=True, slots=True)
-class _PendingStep:
+class _Waiting(NamedTuple):
     """A stream that waits for its next step."""
 
     state: object
@@ -69,45 +61,47 @@ class Stepper:
         streams: number of streams in all calls of step().
 
     Args:
-        calling: the context manager for calls of the model.
+        calling: returns the context manager for calls of the model.
+        outcome: makes the response of outputs.
     """
 
-    def __init__(self, engine: Engine, calling: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        step: Callable[[list[object]], object],
+        calling: Callable[[], AbstractContextManager[None]],
+        outcome: Callable[[object, StreamInputs], Outcome],
+    ) -> None:
         self.streams = 0
-        self._engine = engine
-        self._calling = calling
-        self._pending: list[_PendingStep] = []
-        self._running: asyncio.Task[None] | None = None
+        self._engine, self._step = engine, step
+        self._calling, self._outcome = calling, outcome
+        self._waiting: list[_Waiting] = []
 
     async def next(self, state: object, inputs: StreamInputs) -> StepResult:
         """Return the result of a stream's next step, shared with all streams that wait by then.
 
         Raises:
-            StepError: the step failed.
+            BackendError: the step failed.
         """
         loop = asyncio.get_running_loop()
         result: asyncio.Future[StepResult] = loop.create_future()
-        self._pending.append(_PendingStep(state, inputs, result, contextvars.copy_context()))
-        if self._running is None or self._running.done():
-            self._running = loop.create_task(self._run_steps())
+        if not self._waiting:
+            # After the streams that got results in this iteration of the loop have sent them.
+            loop.call_soon(loop.call_soon, self._run)
+        self._waiting.append(_Waiting(state, inputs, result, contextvars.copy_context()))
         return await result
 
-    async def _run_steps(self) -> None:
-        """Run steps until no stream waits for one."""
-        while self._pending:
-            waiting, self._pending = self._pending, []
-            # A result that is done has been cancelled: the stream's client has left.
-            waiting = [pending for pending in waiting if not pending.result.done()]
-            results = self._run_batch(waiting) if waiting else ()
-            for pending, result in zip(waiting, results, strict=True):
-                if isinstance(result, BackendError):
-                    pending.result.set_exception(StepError(result))
-                else:
-                    pending.result.set_result(result)
-            # Streams receive their results, new streams begin, and both request their next step.
-            await asyncio.sleep(0)
+    def _run(self) -> None:
+        # A result that is done has been cancelled: the stream's client has left.
+        batch = [stream for stream in self._waiting if not stream.result.done()]
+        self._waiting = []
+        for stream, result in zip(batch, self._results(batch) if batch else (), strict=True):
+            if isinstance(result, BackendError):
+                stream.result.set_exception(result)
+            else:
+                stream.result.set_result(result)
 
-    def _run_batch(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult | BackendError]:
+    def _results(self, batch: Sequence[_Waiting]) -> Sequence[StepResult | BackendError]:
         failures, called = self._engine.failures, self._engine.loaded.returns
         failures.calls_before = composition.calls
         try:
@@ -118,21 +112,19 @@ class Stepper:
             failure = dataclasses.replace(failure, final=True)
         return failures.halve(batch, self._retry, failure, called)
 
-    def _retry(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult]:
+    def _retry(self, batch: Sequence[_Waiting]) -> Sequence[StepResult]:
         self._engine.counts.retried_rows += len(batch)
         return self._attempt(batch)
 
-    def _attempt(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult]:
+    def _attempt(self, batch: Sequence[_Waiting]) -> Sequence[StepResult]:
         with self._calling():
             # Context variables, such as a trace's context, are those of the first stream.
-            return batch[0].context.run(self._step, batch)
+            return batch[0].context.run(self._call, batch)
 
-    def _step(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult]:
-        step = self._engine.stream_calls.step
-        assert step is not None  # noqa: S101  a Stepper is made for a model with step()
+    def _call(self, batch: Sequence[_Waiting]) -> Sequence[StepResult]:
         self.streams += len(batch)
         began = time.perf_counter()
-        returned = step([pending.state for pending in batch])
+        returned = self._step([stream.state for stream in batch])
         self._engine.counts.forward_seconds += time.perf_counter() - began
         pairs = _pairs(returned, len(batch))
         if isinstance(pairs, str):
@@ -140,15 +132,9 @@ class Stepper:
                 f"step() returned {pairs}",
                 expected="a list with a pair (next state, outputs) for each stream",
             )
-        results = [
-            (outputs, pending.inputs)
-            for pending, (_, outputs) in zip(batch, pairs, strict=True)
-            if outputs is not None
-        ]
-        outcomes = iter(self._engine.stream_calls.outcomes(results))
         return [
-            StepResult(state, None if outputs is None else next(outcomes))
-            for state, outputs in pairs
+            (state, None if outputs is None else self._outcome(outputs, stream.inputs))
+            for stream, (state, outputs) in zip(batch, pairs, strict=True)
         ]
 
 

@@ -25,11 +25,14 @@ from collections.abc import (
 )
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
+from torch import Tensor
+
+from torch_py_backend import values
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.stream_calls import StreamInputs
+from torch_py_backend.engine.stepping import Stepper, StreamInputs
 from torch_py_backend.errors import (
     BackendError,
     CancelledError,
@@ -38,13 +41,14 @@ from torch_py_backend.errors import (
     summarize,
 )
 from torch_py_backend.pipeline import faults
-from torch_py_backend.pipeline.failures import Failure, reported
-from torch_py_backend.streaming.continuous_batching import StepError, Stepper
+from torch_py_backend.pipeline.failures import reported
+from torch_py_backend.pipeline.run import attempt
 from torch_py_backend.values import Item, Outcome, Value
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+# Each outcome, None for a step without a response, and whether it is the last.
 Outcomes: TypeAlias = "AsyncGenerator[tuple[Outcome | None, bool], None]"
 _END = object()
 # The number of responses in a trial.
@@ -52,16 +56,19 @@ _TRIAL_RESPONSES = 3
 
 
 class Consumer(Protocol):
-    """Receives the outcomes of a stream. A last outcome, or a call of `end`, ends the stream."""
+    """Receives the outcomes of a stream. A last outcome, or a call of `end`, ends the stream.
+
+    Attributes:
+        left: whether the stream's task was cancelled because its client has gone.
+    """
+
+    left: bool
 
     def send(self, outcome: dict[str, Value], *, last: bool) -> None:
         """Send one response."""
 
-    def end(self, error: BackendError | None, text: str = "") -> None:
-        """End without another response; with the error and its traceback if the stream failed."""
-
-    def cancelled(self) -> bool:
-        """Return whether the request was cancelled. Called after each step but the last."""
+    def end(self, error: BackendError | None) -> None:
+        """End without another response; with the error if the stream failed."""
 
 
 class Streams:
@@ -83,70 +90,92 @@ class Streams:
     ) -> None:
         self.live = 0
         self.closing = False
-        self.steps = Stepper(engine, self.calling) if engine.loaded.step is not None else None
         self._engine = engine
         self._model = engine.config.name
         self._around_call = around_call
+        self._stages = stages = engine.stages
+        begins = stages._replace(extract=_unchanged, fill=None, fetch=None, scatter=_with_rows)
+        self._begin_group = attempt(begins, engine.counts)
+        step = engine.loaded.step
+        self.steps = None if step is None else Stepper(engine, step, self.calling, self._outcome)
 
     async def run(self, item: Item, consumer: Consumer) -> None:
         """Run one stream to its end. Errors go to the consumer."""
         self.live += 1
-        result: object = None
-        failure: Failure | None = None
+        result = error = None
+        ended = False
         try:
             try:
                 self._check_device()
                 with self.calling():
-                    result, inputs = self._engine.stream_calls.begin(item)
+                    result, inputs = self._begin(item)
                 source = self._outcomes(result, inputs)
                 if self.steps is not None:  # the first state must not live as long as its stream
                     result = None
                 async with contextlib.aclosing(source) as outcomes:
-                    await self._send(outcomes, consumer)
-            except BaseException as error:
-                failure = self.failure(error, consumer)
-            try:  # the model's own code, which may keep something for a stream that has ended
-                if isinstance(result, Generator):
-                    with self.calling():
-                        result.close()
-                elif isinstance(result, AsyncIterator) and hasattr(result, "aclose"):
-                    await _Sliced(result.aclose(), self)
-            except BaseException as error:
-                log.warning(
-                    "model '%s': closing a stream raised %s.", self._model, summarize(error)
-                )
+                    ended = await self._send(outcomes, consumer)
+            except BaseException as raised:
+                error = self.error(raised, consumer)
+            await self._close(result)
             self._engine.clean()
         finally:
             self.live -= 1
-        if failure is not None:
-            consumer.end(self._engine.failures.fatal or failure.error, failure.text)
+        if not ended:
+            consumer.end(self._engine.failures.fatal or error)
 
-    async def _send(self, outcomes: Outcomes, consumer: Consumer) -> None:
+    async def _send(self, outcomes: Outcomes, consumer: Consumer) -> bool:
+        """Send the outcomes; return whether the consumer knows which was the last."""
         async for outcome, last in outcomes:
             if isinstance(outcome, BackendError):
                 raise outcome
             self._check_device()
             if outcome is not None:
                 consumer.send(outcome, last=last)
-                if last:
-                    return
-            elif last:
-                break
-            if consumer.cancelled():
-                raise CancelledError("in mid-stream")
-        self._check_device()
-        consumer.end(None)
+            if last:
+                return outcome is not None
+        return False
+
+    async def _close(self, result: object) -> None:
+        """Close a stream of the model, whose code may keep something for it."""
+        try:
+            if isinstance(result, Generator):
+                with self.calling():
+                    result.close()
+            elif isinstance(result, AsyncIterator) and hasattr(result, "aclose"):
+                await _Sliced(result.aclose(), self)
+        except BaseException as error:
+            log.warning("model '%s': closing a stream raised %s.", self._model, summarize(error))
+
+    def error(self, raised: BaseException, consumer: Consumer) -> BackendError:
+        """Return the error for an exception that ended a stream, and clear its frames."""
+        try:
+            if isinstance(raised, asyncio.CancelledError) and self.closing:
+                unloaded = "the model is unloaded in mid-stream"
+                return reported(UnavailableError(unloaded, cure="Retry later."))
+            if isinstance(raised, asyncio.CancelledError) and consumer.left:
+                return CancelledError("in mid-stream")
+            if isinstance(raised, BackendError) and raised.reported:  # of a step
+                return raised
+            return self._engine.failures.refusal(self._engine.failures.classify(raised))
+        finally:
+            # The future that a task awaits refers to the exception that it raises: a reference
+            # cycle, which would keep the request's tensors until the next garbage collection.
+            faults.release(raised)
 
     def _check_device(self) -> None:
         """Raise the fatal error of the process, which another stream may have met."""
         if self._engine.failures.fatal is not None:
             raise self._engine.failures.fatal
 
+    # --- calls of the model --------------------------------------------------------------------
+
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
         """Enter the context of a call of the model."""
-        with self._around_call(), self._engine.calling():
-            yield
+        with self._around_call():
+            self._engine.failures.on_call()
+            with self._engine.guard():
+                yield
 
     @contextlib.contextmanager
     def advancing(self) -> Iterator[None]:
@@ -173,21 +202,45 @@ class Streams:
         finally:
             self._engine.counts.forward_seconds += time.perf_counter() - began
 
-    def outcome(self, result: object, inputs: StreamInputs) -> Outcome:
+    def _begin(self, item: Item) -> tuple[object, StreamInputs]:
+        """Call the model for one item; return its result, a stream, and the stream's inputs.
+
+        Raises:
+            InputError: the item is not what the model takes.
+        """
+        (entry,), groups = self._stages.group([item])
+        if isinstance(entry, BackendError):
+            raise entry
+        ((result, rows),) = self._begin_group(groups[0], False)  # noqa: FBT003  as in `run`
+        return result, StreamInputs(rows, values.on_gpu(entry))
+
+    def _outcome(self, result: object, inputs: StreamInputs) -> Outcome:
         """Return the outcome for a result of the model. Called within `calling`."""
-        (outcome,) = self._engine.stream_calls.outcomes([(result, inputs)])
-        return outcome
+        try:
+            columns = self._stages.extract(result, inputs.rows)
+        except OutputError as error:
+            return error
+        began = time.perf_counter()
+        if self._stages.fetch is not None:
+            columns = self._stages.fetch(columns)
+        if not inputs.on_gpu:
+            columns = [column.cpu() if isinstance(column, Tensor) else column for column in columns]
+        if self.steps is not None:
+            # The begin() of another stream or a further step() may overwrite memory that an outcome
+            # shares with the model before the outcome is sent.
+            columns = [values.clone(column) for column in columns]
+        self._engine.counts.device_to_host_seconds += time.perf_counter() - began
+        outputs = self._engine.outputs
+        outcome: dict[str, Value] = dict(zip(outputs.names, columns, strict=True))
+        refusal = None if outputs.finite is None else outputs.finite.refusal(outcome)
+        return outcome if refusal is None else refusal
 
     async def _outcomes(self, result: object, inputs: StreamInputs) -> Outcomes:
-        """Yield the outcomes of a stream, and whether each is the last.
-
-        A step without a response has the outcome None. Other streams run between two responses.
-        """
+        """Yield the outcomes of a stream. Other streams run between two of them."""
         if self.steps is not None:
             while result is not None:
-                step = await self.steps.next(result, inputs)
-                result = step.state
-                yield step.outcome, result is None
+                result, outcome = await self.steps.next(result, inputs)
+                yield outcome, result is None
         elif isinstance(result, AsyncIterator):
             while True:
                 await asyncio.sleep(0)  # the model may never await
@@ -195,7 +248,7 @@ class Streams:
                 if value is _END:
                     return
                 with self.calling():
-                    outcome = self.outcome(value, inputs)
+                    outcome = self._outcome(value, inputs)
                 del value  # before the next one is computed
                 yield outcome, False
         elif isinstance(result, Iterator):
@@ -205,30 +258,21 @@ class Streams:
                     value = self.advance(partial(next, result, _END))
                     if value is _END:
                         return
-                    outcome = self.outcome(value, inputs)
+                    outcome = self._outcome(value, inputs)
                 del value
                 yield outcome, False
         else:
             with self.calling():
-                outcome = self.outcome(result, inputs)
+                outcome = self._outcome(result, inputs)
             yield outcome, True
 
-    def failure(self, error: BaseException, consumer: Consumer) -> Failure:
-        """Return the failure for an exception that ended a stream, and clear its frames."""
-        try:
-            if isinstance(error, StepError):
-                return Failure(error.error, error.error.traceback)
-            if isinstance(error, asyncio.CancelledError) and self.closing:
-                return Failure(
-                    UnavailableError("the model is unloaded in mid-stream", cure="Retry later.")
-                )
-            if isinstance(error, asyncio.CancelledError | CancelledError) and consumer.cancelled():
-                return Failure(CancelledError("in mid-stream"))
-            return self._engine.failures.classify(error)
-        finally:
-            # The future that a task awaits refers to the exception that it raises: a reference
-            # cycle, which would keep the request's tensors until the next garbage collection.
-            faults.release(error)
+
+def _unchanged(result: Any, _: int) -> Any:
+    return result
+
+
+def _with_rows(result: Any, sizes: Sequence[int], _: Sequence[Item]) -> Any:
+    return [(result, sum(sizes))]
 
 
 class _Sliced(Awaitable[T]):
@@ -275,7 +319,9 @@ class _Sliced(Awaitable[T]):
 
 
 class _TrialConsumer:
-    """Keeps the last of the first responses of a stream, and cancels the rest."""
+    """Keeps the last of the first responses of a stream, and ends it then."""
+
+    left = False
 
     def __init__(self) -> None:
         self.outcome: Outcome = {}
@@ -284,13 +330,12 @@ class _TrialConsumer:
     def send(self, outcome: dict[str, Value], *, last: bool) -> None:  # noqa: ARG002  a Consumer's
         self.outcome = outcome
         self._responses += 1
+        if self._responses == _TRIAL_RESPONSES:
+            raise CancelledError
 
-    def end(self, error: BackendError | None, text: str = "") -> None:
+    def end(self, error: BackendError | None) -> None:
         if error is not None and not isinstance(error, CancelledError):
-            self.outcome = reported(error, text)
-
-    def cancelled(self) -> bool:
-        return self._responses >= _TRIAL_RESPONSES
+            self.outcome = error
 
 
 def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
@@ -302,14 +347,9 @@ def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
     async def run(items: Sequence[Item]) -> Sequence[Outcome]:
         streams = Streams(engine)
         # With step(), each item is run twice: a step of one stream differs from one of several.
-        count = len(items) * (2 if streams.steps else 1)
-        consumers = [_TrialConsumer() for _ in range(count)]
-        await asyncio.gather(
-            *(
-                streams.run(items[number % len(items)], consumer)
-                for number, consumer in enumerate(consumers)
-            )
-        )
+        twice = [*items, *items] if streams.steps is not None else items
+        consumers = [_TrialConsumer() for _ in twice]
+        await asyncio.gather(*map(streams.run, twice, consumers))
         outcomes = [consumer.outcome for consumer in consumers]
         error = next((outcome for outcome in outcomes if isinstance(outcome, BackendError)), None)
         return [error or outcome for outcome in outcomes[: len(items)]]

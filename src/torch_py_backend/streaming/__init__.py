@@ -1,1 +1,0 @@
-"""Responses of decoupled models: one stream per request, and continuous batching."""
