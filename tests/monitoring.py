@@ -14,8 +14,8 @@ from typing import Any
 import promql_parser
 import yaml
 
-from torch_py_backend.observability import metric_families
-from torch_py_backend.observability.metric_families import Family
+from torch_py_backend.engine import metrics as metric_families
+from torch_py_backend.engine.metrics import Family
 
 ROOT = Path(__file__).parents[1]
 ALERT_TESTS = ROOT / "tests" / "alerts.yaml"
@@ -112,7 +112,7 @@ def written_by_hand() -> dict[str, list[str]]:
 def _row(row: Family) -> str:
     name = row.name.removeprefix("pytorch_py_")
     labels = [f"`{label}`" for label in row.labels if label not in ("model", "version")]
-    parts = ", ".join([row.kind.value, *labels])
+    parts = ", ".join(["counter" if row.grows else "gauge", *labels])
     return f'| <a id="{name}"></a>`{row.name}` | {parts} | {row.doc}. | '
 
 

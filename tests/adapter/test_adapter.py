@@ -185,7 +185,7 @@ import json, sys, types, unittest.mock
 sys.path[:0] = {sys.path!r}
 pb = types.ModuleType("triton_python_backend_utils")
 pb.Logger, pb.TritonModelException = unittest.mock.Mock(), RuntimeError
-pb.Tensor = pb.InferenceResponse = unittest.mock.Mock()
+pb.Tensor = pb.InferenceResponse = pb.MetricFamily = unittest.mock.Mock()
 pb.get_model_dir = lambda: "/nowhere"
 sys.modules["triton_python_backend_utils"] = pb
 from torch_py_backend import adapter
@@ -198,7 +198,6 @@ class Watch:
 sys.meta_path.insert(0, Watch())
 adapter._check_numpy = lambda: None
 adapter.execution_env.check_running_python = lambda *_: None  # looks for torch
-adapter.metrics.Publisher = unittest.mock.Mock()
 adapter.TritonPythonModel().initialize(json.loads({json.dumps(fake_triton.arguments(folder))!r}))
 import torch
 print(torch.get_num_threads())

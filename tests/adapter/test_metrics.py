@@ -23,9 +23,8 @@ from scenarios import Scenario
 from torch import nn
 
 from torch_py_backend.adapter import metrics
+from torch_py_backend.engine import metrics as metric_families
 from torch_py_backend.engine import runtime
-from torch_py_backend.observability import metric_families
-from torch_py_backend.observability.metric_families import MetricKind
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -319,7 +318,7 @@ def test_published_series_are_those_of_the_table(
     assert MetricFamily.made.keys() == metric_families.BY_NAME.keys()
     for name, series in MetricFamily.made.items():
         row = metric_families.BY_NAME[name]
-        assert (MetricFamily.kinds[name] == MetricFamily.GAUGE) == (row.kind is MetricKind.GAUGE)
+        assert (MetricFamily.kinds[name] == MetricFamily.GAUGE) == (not row.grows)
         assert all(metric.labels.keys() == set(row.labels) for metric in series)
 
 

@@ -126,8 +126,8 @@ def test_metrics_of_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     _await({"sequences": [0]})
     loaded.send(loaded.request(1, "s"))
     _await({"sequences": [1]})
-    monkeypatch.setattr(loaded.model._publisher._sequences, "_idle", 0.0)
-    monkeypatch.setattr(loaded.model._publisher._sequences, "_quiet", 0.0)
+    monkeypatch.setattr(loaded.model._publisher._sources.sequences, "_idle", 0.0)
+    monkeypatch.setattr(loaded.model._publisher._sources.sequences, "_quiet", 0.0)
     _await({"sequences": [0]})
 
 

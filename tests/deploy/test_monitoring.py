@@ -18,7 +18,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from torch_py_backend.observability import metric_families
+from torch_py_backend.engine import metrics as metric_families
 
 _QUERIES = monitoring.queries()
 _RULES = monitoring.rules()

@@ -23,8 +23,7 @@ from scenarios import Scenario
 from torch import nn
 from tritonclient.utils import InferenceServerException
 
-from torch_py_backend.observability import metric_families
-from torch_py_backend.observability.metric_families import MetricKind
+from torch_py_backend.engine import metrics as metric_families
 from torch_py_backend.server import Server
 
 _SECONDS = 60
@@ -235,7 +234,7 @@ def test_names_and_kinds(server: Server) -> None:
         if sample.name.startswith("pytorch_py_"):
             row = metric_families.BY_NAME[sample.name]
             assert sample.labels.keys() == set(row.labels)
-            kind = "gauge" if row.kind is MetricKind.GAUGE else "counter"
+            kind = "counter" if row.grows else "gauge"
             assert f"# TYPE {sample.name} {kind}\n" in text
             assert f"# HELP {sample.name} {row.doc}\n" in text
             seen.add(sample.name)

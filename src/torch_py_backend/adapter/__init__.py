@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import triton_python_backend_utils as pb_utils
 
 from torch_py_backend import composition
-from torch_py_backend.adapter import logs, metrics, orphans
+from torch_py_backend.adapter import logs, orphans
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import execution_env, model_config, threads
 from torch_py_backend.errors import BackendError, PlatformError, named
@@ -112,7 +112,7 @@ class TritonPythonModel:
         share = threads.budget(settings)
         threads.set_environment(share)
         # Import torch only now: it reads its environment variables when it is imported.
-        from torch_py_backend.adapter import calling, messages, streaming
+        from torch_py_backend.adapter import calling, messages, metrics, streaming
         from torch_py_backend.engine import load, profiling, runtime, streams, tracing, warmup
 
         _check_numpy()

@@ -28,7 +28,7 @@ from torch_py_backend.errors import (
     named,
     summarize,
 )
-from torch_py_backend.observability.metric_families import OK
+from torch_py_backend.pipeline.counters import OK
 from torch_py_backend.pipeline.failures import reported
 from torch_py_backend.values import Item, Value
 

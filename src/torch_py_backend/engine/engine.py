@@ -135,10 +135,6 @@ class Engine:
         if self._shared is not None:
             self._shared.close()
 
-    def memory(self) -> list[tuple[int, int]]:
-        """Return the index and the allocated bytes of each GPU in use."""
-        return runtime.memory()
-
     def has_graph(self, rows: int) -> bool | None:
         """Return whether the calls so far need no other graph for some rows; None: unknown."""
         return None if self._compiled is None else self._compiled.has_graph(rows)

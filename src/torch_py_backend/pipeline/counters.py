@@ -1,12 +1,16 @@
 """The counters of an instance: plain numbers, read periodically by the metrics publisher.
 
 Each field has one writer at a time, so that no count is lost without a lock. The metrics made from
-them are in `observability.metric_families`.
+them are in `engine.metrics`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+
+# The code of a request without an error.
+OK = "OK"
+CODES = (OK, "INVALID_ARG", "INTERNAL", "UNAVAILABLE", "CANCELLED")
 
 
 @dataclass(slots=True)

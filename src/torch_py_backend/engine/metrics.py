@@ -1,0 +1,224 @@
+"""The metrics of an instance in Triton's /metrics: a table whose rows read their values.
+
+The adapter publishes the rows, docs/metrics.md shows them, and the dashboard and the alerts use
+only these. A name must never change between a counter (`_total`) and a gauge: Triton remembers a
+family until the server exits, even if a newer version of this package is installed meanwhile, and
+may crash when it refuses a family with another kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch_py_backend.engine import runtime
+from torch_py_backend.engine.engine import Engine
+from torch_py_backend.engine.streams import Streams
+from torch_py_backend.pipeline.counters import CODES
+from torch_py_backend.pipeline.sequences import Sequences
+from torch_py_backend.processes.instance_status import InstanceStatus
+
+# Without `model_instance`, all instances of a model add to one series. The label `instance` is
+# reserved by Prometheus.
+_MODEL = ("model", "version")
+STAGES = ("gather", "host_to_device", "forward", "device_to_host")
+# The stages of models with hooks before and after STAGES.
+HOOK_STAGES = ("preprocess", "postprocess")
+
+# The values of a family by its own label, "" where it has none; empty: the instance has no series.
+Values: TypeAlias = "Mapping[str, float]"
+
+
+@dataclass(slots=True)
+class Sources:
+    """What the metrics of an instance are read from.
+
+    Attributes:
+        streams: the streams of a decoupled model.
+        sequences: the states of a model with sequences.
+        poisoned: whether the instance had a fatal error.
+    """
+
+    engine: Engine
+    status: InstanceStatus
+    streams: Streams | None = None
+    sequences: Sequences | None = None
+    poisoned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A row of the table.
+
+    Attributes:
+        name: the Prometheus name.
+        doc: a description; Triton's HELP.
+        read: returns the present values.
+        label: the label that it has beside those of the model or the instance; empty: none.
+        of_load: whether the warm-up counts, too.
+    """
+
+    name: str
+    doc: str
+    read: Callable[[Sources], Values]
+    label: str = ""
+    of_load: bool = False
+
+    @property
+    def grows(self) -> bool:
+        """Whether it is a counter of the model, not a gauge of the instance."""
+        return self.name.endswith("_total")
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of its labels."""
+        instance = () if self.grows else ("model_instance",)
+        return (*_MODEL, *instance, *([self.label] if self.label else []))
+
+
+def _one(value: float) -> Values:
+    return {"": value}
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+def _requests(of: Sources) -> Values:
+    # These exist from the beginning, so that Prometheus sees the first count as an increase.
+    return dict.fromkeys(CODES, 0) | of.engine.counts.requests
+
+
+def _stage_seconds(of: Sources) -> Values:
+    around = HOOK_STAGES if of.engine.hooks is not None else ()
+    return {stage: getattr(of.engine.counts, f"{stage}_seconds") for stage in (*STAGES, *around)}
+
+
+def _fills_rows(of: Sources) -> bool:
+    rows = of.engine.rows
+    return of.engine.padding is not None or bool(rows.buckets) or rows.least > 1
+
+
+def _rows(of: Sources) -> Values:
+    return _one(of.engine.counts.rows) if _fills_rows(of) else {}
+
+
+def _filled_rows(of: Sources) -> Values:
+    return _one(of.engine.counts.filled_rows) if _fills_rows(of) else {}
+
+
+def _retried_rows(of: Sources) -> Values:
+    return _one(of.engine.counts.retried_rows)
+
+
+def _compiled_graphs(of: Sources) -> Values:
+    return _one(of.engine.counts.compiled_graphs) if of.engine.compiles else {}
+
+
+def _compile_cache(of: Sources) -> Values:
+    return {"hit": 0, "miss": 0} | of.engine.counts.compile_cache if of.engine.compiles else {}
+
+
+def _eager_calls(of: Sources) -> Values:
+    return _one(of.engine.counts.eager_calls) if of.engine.compiles else {}
+
+
+def _responses(of: Sources) -> Values:
+    return {} if of.streams is None else _one(of.engine.counts.responses)
+
+
+def _live_streams(of: Sources) -> Values:
+    return {} if of.streams is None else _one(of.streams.live)
+
+
+def _stepped_streams(of: Sources) -> Values:
+    if of.streams is None or of.streams.steps is None:
+        return {}
+    return _one(of.streams.steps.streams)
+
+
+def _sequences(of: Sources) -> Values:
+    return {} if of.sequences is None else _one(len(of.sequences))
+
+
+def _allocated(_: Sources) -> Values:
+    return {str(device): allocated for device, allocated in runtime.memory()}
+
+
+def _poisoned(of: Sources) -> Values:
+    return _one(of.poisoned)
+
+
+def _running_seconds(of: Sources) -> Values:
+    return _one(of.status.running_seconds())
+
+
+TABLE = (
+    Family(
+        "pytorch_py_requests_total",
+        "Requests that were answered, by the code of the response; OK for those without an error",
+        _requests,
+        "code",
+    ),
+    Family(
+        "pytorch_py_stage_seconds_total",
+        "Seconds that successful batches spent in a stage",
+        _stage_seconds,
+        "stage",
+    ),
+    Family(
+        "pytorch_py_rows_total",
+        "Rows in calls of the model, including rows that fill a bucket",
+        _rows,
+    ),
+    Family("pytorch_py_filled_rows_total", "Rows that only fill a bucket", _filled_rows),
+    Family(
+        "pytorch_py_retried_rows_total",
+        "Rows, or streams, that were run again because their batch failed",
+        _retried_rows,
+    ),
+    Family(
+        "pytorch_py_compiled_graphs_total",
+        "Graphs that torch.compile compiled, or found in its cache, before READY",
+        _compiled_graphs,
+        of_load=True,
+    ),
+    Family(
+        "pytorch_py_compile_cache_total",
+        "Starts that found compiled graphs of an earlier start (hit), or had to compile (miss)",
+        _compile_cache,
+        "result",
+        of_load=True,
+    ),
+    Family(
+        "pytorch_py_eager_calls_total",
+        "Calls after READY that needed a new graph and ran eagerly",
+        _eager_calls,
+    ),
+    Family("pytorch_py_stream_responses_total", "Responses of streams, without errors", _responses),
+    Family(
+        "pytorch_py_live_streams",
+        "Streams of responses that have begun and not ended",
+        _live_streams,
+    ),
+    Family("pytorch_py_stepped_streams_total", "Streams in calls of step()", _stepped_streams),
+    Family("pytorch_py_sequences", "Sequences that have begun and not ended", _sequences),
+    Family(
+        "pytorch_py_device_memory_allocated_bytes",
+        "Device memory in tensors of an instance",
+        _allocated,
+        "device",
+    ),
+    Family(
+        "pytorch_py_poisoned",
+        "1 for an instance that had a fatal error and no longer answers requests",
+        _poisoned,
+    ),
+    Family(
+        "pytorch_py_running_call_seconds",
+        "Seconds since the current call of the model's code began; 0 between calls",
+        _running_seconds,
+    ),
+)
+
+BY_NAME = {row.name: row for row in TABLE}
