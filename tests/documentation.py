@@ -88,7 +88,7 @@ def anchors(page: Path) -> set[str]:
 def table() -> str:
     """Return the table of options: the code's options, with their meanings in the page."""
     meanings = dict(re.findall(r'^\| <a id="(\w+)">.* \| (.+) \|$', table_in_page(), re.MULTILINE))
-    rows = [_row(row) + meanings.get(row.field, "") + " |" for row in TABLE]
+    rows = [_row(row) + meanings.get(row.key.lower(), "") + " |" for row in TABLE]
     return "\n".join(["| option | value | default | meaning |", "|---|---|---|---|", *rows])
 
 

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from types import NoneType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch_py_backend.config import removed_names
 from torch_py_backend.config.pbtxt import JsonObject
@@ -23,12 +23,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-OPTIMIZATIONS = (
-    "freeze",
-    "channels_last",
-    "bf16",
-    "fp16",
-)
+OPTIMIZATIONS = ("freeze", "channels_last", "bf16", "fp16")
 _COMPILE_VALUES: Mapping[str, tuple[type, ...]] = {
     "fullgraph": (bool,),
     "dynamic": (bool, NoneType),
@@ -89,13 +84,10 @@ boolean = _words(
 matmul_precision = _words(
     "highest, high or medium", {word: word for word in ("highest", "high", "medium")}
 )
-floating = _words(
+_FLOATING = {name.lower(): name for name in ("FP16", "BF16", "FP32", "FP64")}
+floating = Parser(
     "FP16, BF16, FP32 or FP64",
-    {
-        prefix + name.lower(): name
-        for name in ("FP16", "BF16", "FP32", "FP64")
-        for prefix in ("", "type_")
-    },
+    lambda text: _FLOATING[text.strip().lower().removeprefix("type_")],
 )
 # Triton itself reads this parameter in ModelState() and accepts only these two strings:
 # https://github.com/triton-inference-server/python_backend/blob/main/src/python_be.cc
@@ -145,15 +137,9 @@ def _parse_buckets(text: str) -> tuple[int, ...] | None:
 buckets = Parser("auto, none, or row counts such as 1,2,4,8", _parse_buckets)
 
 
-def _option(
-    parser: Parser[object],
-    *,
-    default: object = None,
-    aliases: tuple[str, ...] = (),
-) -> Any:
+def _option(parser: Parser[object], *aliases: str, default: object = None) -> Any:
     """Return a field of Options: a row of the table without its name."""
-    metadata = {"parser": parser, "aliases": aliases}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"parser": parser, "aliases": aliases})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +152,8 @@ class Options:
     method: str | None = _option(name)
     cast_inputs: str | None = _option(floating)
     weights: str | None = _option(name)
-    num_threads: int | None = _option(positive, aliases=("INTRA_OP_THREAD_COUNT",))
-    num_interop_threads: int | None = _option(positive, aliases=("INTER_OP_THREAD_COUNT",))
+    num_threads: int | None = _option(positive, "INTRA_OP_THREAD_COUNT")
+    num_interop_threads: int | None = _option(positive, "INTER_OP_THREAD_COUNT")
     torch_compile_optional_parameters: JsonObject | None = _option(compile_parameters)
     compile_cache_dir: str | None = _option(name)
     optimize: tuple[str, ...] = _option(optimizations, default=())
@@ -221,27 +207,19 @@ class Options:
         return next((dtypes[name] for name in self.optimize if name in dtypes), None)
 
 
-@dataclass(frozen=True, slots=True)
-class OptionRow:
-    """One row of the table of parameters.
-
-    Attributes:
-        field: its name in Options.
-        default: the value if the parameter is not set.
-        aliases: other keys of the same option.
-    """
+class OptionRow(NamedTuple):
+    """One row of the table of parameters: its key, its default and its other keys."""
 
     key: str
-    field: str
     default: object
     parser: Parser[object]
     aliases: tuple[str, ...]
 
 
 TABLE = tuple(
-    OptionRow(entry.name.upper(), entry.name, entry.default, **entry.metadata)
-    for entry in fields(Options)
+    OptionRow(entry.name.upper(), entry.default, **entry.metadata) for entry in fields(Options)
 )
+_ROWS = {key: row for row in TABLE for key in (row.key, *row.aliases)}
 # The LibTorch backend treats numbers of 0 or less as unset.
 _LIBTORCH_PARSERS = {"INTRA_OP_THREAD_COUNT": count, "INTER_OP_THREAD_COUNT": count}
 
@@ -254,33 +232,32 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
     """
     values: dict[str, Any] = {}
     keys: dict[str, str] = {}
-    rows = {key: row for row in TABLE for key in (row.key, *row.aliases)}
     for key, entry in parameters.items():
-        ignored = removed_names.IGNORED_OPTIONS.get(key)
-        if ignored is not None:
-            log.warning("model '%s': the parameter %s has no effect: %s.", model, key, ignored)
-            continue
-        row = rows.get(key)
-        removed = removed_names.OPTIONS.get(key)
-        if row is None and removed is not None:
-            raise ConfigError(f"the parameter {key} was removed", cure=removed)
+        row = _ROWS.get(key)
         if row is None:
-            similar = difflib.get_close_matches(key.upper(), rows, n=1)
-            question = f" Did you mean {similar[0]}?" if similar else ""
-            log.warning(
-                "model '%s': the parameter %s is unknown and ignored.%s", model, key, question
-            )
+            _ignore(model, key)
             continue
         value = _parse_value(key, _LIBTORCH_PARSERS.get(key, row.parser), entry)
         if value is None:
             continue
-        if row.field in values and values[row.field] != value:
+        if values.setdefault(row.key, value) != value:
             raise ConfigError(
-                f"the parameters {keys[row.field]} and {key} contradict each other",
+                f"the parameters {keys[row.key]} and {key} contradict each other",
                 cure="They mean the same; keep one.",
             )
-        values[row.field], keys[row.field] = value, key
-    return Options(**values)
+        keys[row.key] = key
+    return Options(**{key.lower(): value for key, value in values.items()})
+
+
+def _ignore(model: str, key: str) -> None:
+    """Log a warning for an unknown key; raise ConfigError for one of an earlier version."""
+    if key in removed_names.OPTIONS:
+        raise ConfigError(f"the parameter {key} was removed", cure=removed_names.OPTIONS[key])
+    problem = f"has no effect: {removed_names.IGNORED_OPTIONS.get(key)}."
+    if key not in removed_names.IGNORED_OPTIONS:
+        similar = difflib.get_close_matches(key.upper(), _ROWS, n=1)
+        problem = "is unknown and ignored." + (f" Did you mean {similar[0]}?" if similar else "")
+    log.warning("model '%s': the parameter %s %s", model, key, problem)
 
 
 def refusal(key: str, value: str, accepted: str, cure: str = "") -> ConfigError:

@@ -58,7 +58,9 @@ def report(engine: Engine) -> dict[str, object]:
         "artifact": f"{engine.loaded.artifact.path.name}: {engine.kind.value}",
         "weights": str(engine.sharing),
         "options": {
-            row.key: value for row in TABLE if (value := getattr(options, row.field)) != row.default
+            row.key: value
+            for row in TABLE
+            if (value := getattr(options, row.key.lower())) != row.default
         },
     }
 
