@@ -57,7 +57,7 @@ def option(folder: Path, data: bytes) -> None:
     row = options.TABLE[data[0] % len(options.TABLE)] if data else options.TABLE[0]
     text = data[1:].decode(errors="replace")
     with contextlib.suppress(LoadError):
-        options.parse("m", {row.key: {"string_value": text}})
+        options.parse({row.key: {"string_value": text}})
 
 
 def config(folder: Path, data: bytes) -> None:

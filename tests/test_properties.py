@@ -204,7 +204,7 @@ def test_paths_feed_their_leaves(trees: list[Any], random: Any) -> None:
         for index in range(len(trees))
     )
     random.shuffle(paths)
-    args, kwargs = _called(binding.bind_inputs("m", paths, Signature(arguments)))
+    args, kwargs = _called(binding.bind_inputs(paths, Signature(arguments)))
     assert list(args) == expected
     assert kwargs == {}
 
@@ -230,7 +230,7 @@ def test_programs_get_their_own_tree(
     leaves = list(signature.leaves or ())
     names = [f"INPUT__{index}" for index in range(len(leaves))] if numbers else leaves
     order = random.sample(names, len(names))
-    args, kwargs = _called(binding.bind_inputs("m", order, signature))
+    args, kwargs = _called(binding.bind_inputs(order, signature))
     expected = pytree.tree_unflatten(names, spec)
     assert (tuple(args), dict(kwargs)) == expected
 
@@ -246,7 +246,7 @@ def test_any_names_bind_or_are_refused(names: list[str], count: int, rest: bool)
         arguments.append(
             Argument("more", False, Passing.VAR_POSITIONAL, ArgumentType.TENSOR, "*more")
         )
-    result = _result(lambda: binding.bind_inputs("m", names, Signature(tuple(arguments))))
+    result = _result(lambda: binding.bind_inputs(names, Signature(tuple(arguments))))
     if not isinstance(result, LoadError):
         assert sorted(pytree.tree_leaves(_called(result))) == sorted(names)
 

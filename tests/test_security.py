@@ -127,7 +127,7 @@ def test_options_are_not_evaluated(tmp_path: Path) -> None:
     for row in options.TABLE:
         for text in (code, json.dumps({"x": code}), f"[{code}]"):
             with contextlib.suppress(ConfigError):
-                options.parse("m", {row.key: {"string_value": text}})
+                options.parse({row.key: {"string_value": text}})
             assert not mark.exists(), row.key
 
 

@@ -92,7 +92,7 @@ def test_load_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "artifact": "model.py: Python source and weights",
         "weights": "0.0 MB of 0.0 MB shared by the instances",
         "options": {"NUM_THREADS": 1},
-        "warnings": [f"model 'function': {problem}"],
+        "warnings": [problem],
     }
     (status_file,) = instance_status.files(status)
     assert instance_status.load_warnings(status_file) == report["warnings"]
@@ -120,10 +120,10 @@ def test_logs_without_a_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A message that Triton cannot receive any more goes to standard error."""
-    logs.install()
+    logs.install("net")
     monkeypatch.setattr(os, "getppid", lambda: -1)
     logging.getLogger("torch_py_backend").warning("late")
-    assert capsys.readouterr().err == "late\n"
+    assert capsys.readouterr().err == "model 'net': late\n"
     assert not fake_triton.Logger.lines
 
 

@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import build
 import pytest
 
 from torch_py_backend.config import options, removed_names
@@ -26,9 +25,7 @@ ALIASES = [
 
 
 def parsed(**parameters: str) -> Options:
-    return options.parse(
-        build.MODEL, {key: {"string_value": value} for key, value in parameters.items()}
-    )
+    return options.parse({key: {"string_value": value} for key, value in parameters.items()})
 
 
 def test_keys() -> None:
@@ -147,7 +144,7 @@ def test_rejected_text(key: str, texts: list[str]) -> None:
 def test_rejected_entry(key: str, entry: object, message: str) -> None:
     """An entry without a valid string is rejected with its cause."""
     with pytest.raises(ConfigError) as raised:
-        options.parse(build.MODEL, {key: entry})
+        options.parse({key: entry})
     assert message in str(raised.value)
 
 
@@ -176,9 +173,7 @@ def test_two_keys_of_one_option(key: str, alias: str) -> None:
 def test_unknown_key(key: str, question: str, caplog: pytest.LogCaptureFixture) -> None:
     """An unknown key is ignored with a warning, which names the most similar known key if any."""
     assert parsed(**{key: "1"}) == Options()
-    assert caplog.messages == [
-        f"model 'digits': the parameter {key} is unknown and ignored.{question}"
-    ]
+    assert caplog.messages == [f"the parameter {key} is unknown and ignored.{question}"]
 
 
 def test_option_without_effect(caplog: pytest.LogCaptureFixture) -> None:
@@ -186,7 +181,7 @@ def test_option_without_effect(caplog: pytest.LogCaptureFixture) -> None:
     parsed(WARMUP="false", NUM_THREADS="2", MODEL_CLASS="Net")
     assert caplog.messages == []
     parsed(ENABLE_NVFUSER="true")
-    assert "model 'digits': the parameter ENABLE_NVFUSER has no effect" in caplog.messages[0]
+    assert "the parameter ENABLE_NVFUSER has no effect" in caplog.messages[0]
 
 
 def test_reduced_precision() -> None:

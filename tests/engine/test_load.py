@@ -40,7 +40,7 @@ def test_summary(overrides: dict[str, Any], says: str, tmp_path: Path) -> None:
     build.write(tmp_path, "model.py", models.source(models.Negate))
     engine = _build(build.config(tmp_path, **overrides))
     assert load.summary(engine, Threads(2, 3)) == (
-        "model 'digits': instance digits_0_0 serves model.py: Python source and weights on cpu;"
+        "instance digits_0_0 serves model.py: Python source and weights on cpu;"
         f" threads 2 intra-op, 3 inter-op; {says}."
     )
 

@@ -64,10 +64,10 @@ def test_progress_is_logged(
     clock = iter([0.0, 4.0, 11.0, 20.9, 21.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     items: list[Item] = [{"x": torch.zeros(rows, 4)} for rows in (4, 3, 2, 1)]
-    assert list(warmup.log_progress("digits", iter(items))) == items
+    assert list(warmup.log_progress(iter(items))) == items
     assert [record.getMessage() for record in caplog.records] == [
-        "model 'digits': 1 batches of the warm-up took 11 s; the next one is x [3, 4].",
-        "model 'digits': 3 batches of the warm-up took 21 s; the next one is x [1, 4].",
+        "1 batches of the warm-up took 11 s; the next one is x [3, 4].",
+        "3 batches of the warm-up took 21 s; the next one is x [1, 4].",
     ]
 
 

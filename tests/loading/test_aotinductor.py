@@ -280,7 +280,7 @@ sys.addaudithook(lambda event, args: event == "subprocess.Popen" and processes.a
 config = build.config(inputs=(build.spec("x", dims=(1, 8, 8)),))
 artifact = Artifact(ArtifactType.AOTI, Path(sys.argv[2]))
 program = aotinductor.load(artifact, config, torch.device("cpu"))
-inputs = binding.bind_inputs("digits", ["INPUT__0"], program.signature)
+inputs = binding.bind_inputs(["INPUT__0"], program.signature)
 scores = inputs.call(program.module, [torch.zeros(2, 1, 8, 8)])
 print(scores.shape[-1], processes, [name for name in sys.modules if "torch._dynamo" in name])
 """

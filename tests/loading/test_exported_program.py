@@ -68,7 +68,7 @@ def weights(program: Loaded) -> list[Tensor]:
 
 
 def called(program: Loaded, columns: Mapping[str, Tensor]) -> Any:
-    inputs = binding.bind_inputs(build.MODEL, list(columns), program.signature)
+    inputs = binding.bind_inputs(list(columns), program.signature)
     return inputs.call(program.module, [columns[name] for name in inputs.names])
 
 

@@ -204,7 +204,7 @@ def test_refusals_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         with pytest.raises(InputError):
             hooks.preprocess(torch.tensor(value))
     refusals = [record.getMessage().partition(". ")[0] for record in caplog.records]
-    begins = "model 'digits': preprocess() in hooks.py refuses an input at line"
+    begins = "preprocess() in hooks.py refuses an input at line"
     number = "ValueError: invalid literal for int() with base 10: 'no number'"
     assert refusals == [f"{begins} 5: {number}", f"{begins} 4: ValueError: too much"]
 

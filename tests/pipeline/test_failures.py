@@ -522,7 +522,7 @@ class Written(nn.Module):
 
 
 def of(model: nn.Module) -> Failures:
-    return Failures("digits", "forward", device=torch.device("cpu"), owner=model)
+    return Failures("forward", device=torch.device("cpu"), owner=model)
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_sent(tree: Any) -> None:
 )
 def test_split(result: Any, expected: list[Any]) -> None:
     """Each of two rows gets its part."""
-    assert trees.split("net", result, 2) == expected
+    assert trees.split(result, 2) == expected
 
 
 @pytest.mark.parametrize(
@@ -79,4 +79,4 @@ def test_split(result: Any, expected: list[Any]) -> None:
 def test_rows_that_differ(result: Any, part: str) -> None:
     """A part without an entry for each row is an error that names it."""
     with pytest.raises(OutputError, match=f"the result for 2 rows holds {part}"):
-        trees.split("net", result, 2)
+        trees.split(result, 2)

@@ -352,7 +352,7 @@ class Letters:
 
 
 try:
-    source_files.write("net", Path(sys.argv[1]), "hooks", Letters, "Hooks", write_out=True)
+    source_files.write(Path(sys.argv[1]), "hooks", Letters, "Hooks", write_out=True)
 except SaveError as error:
     print(error)
 """

@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
-import build
 import pytest
 import torch
 from torch import Tensor, nn
@@ -40,9 +39,7 @@ def bound(parameters: str, names: str) -> InputBinding:
     listed = names.split(", ")
     left_out = [name.rstrip("?") for name in listed if name.endswith("?")]
     signature = introspection.from_function(function(parameters))
-    return binding.bind_inputs(
-        build.MODEL, [name.rstrip("?") for name in listed], signature, left_out
-    )
+    return binding.bind_inputs([name.rstrip("?") for name in listed], signature, left_out)
 
 
 def called(parameters: str, names: str) -> str:
@@ -173,14 +170,14 @@ def test_only_the_configs_order_is_warned_about(caplog: pytest.LogCaptureFixture
     bound("x, y=None", "image, mask")
     bound("x, y=None", "image, mask?")  # as clients choose
     (message,) = caplog.messages
-    assert "'digits': the input names image, mask are not all arguments of forward(x, y" in message
+    assert "the input names image, mask are not all arguments of forward(x, y" in message
 
 
 def test_result_is_returned() -> None:
     """The result of the module is returned unchanged, with and without keywords."""
     result = object()
     for forward in (lambda x: result, lambda *, x: result, lambda **x: result):
-        inputs = binding.bind_inputs("m", ["x"], introspection.from_function(forward))
+        inputs = binding.bind_inputs(["x"], introspection.from_function(forward))
         assert inputs.call(forward, [1]) is result
 
 
@@ -260,7 +257,7 @@ def test_scripted_arguments_get_their_tensors_by_one_rule(
     listed = names.split(", ")
     states = [name.rstrip("!") for name in listed if name.endswith("!")]
     inputs = binding.bind_inputs(
-        build.MODEL, [name.rstrip("!") for name in listed], signature, sequence_inputs=states
+        [name.rstrip("!") for name in listed], signature, sequence_inputs=states
     )
     place = dict(zip(inputs.names, inputs.places, strict=True))
     assert ", ".join(place[name.rstrip("!")] for name in listed) == places
@@ -279,7 +276,7 @@ def test_scripted_arguments_get_their_tensors_by_one_rule(
 def test_names_that_no_rule_binds(names: list[str], message: str) -> None:
     """Names that do not fit the arguments of TorchScript fail the load."""
     with pytest.raises(BindingError, match=re.escape(message)):
-        binding.bind_inputs(build.MODEL, names, scripted(Difference()))
+        binding.bind_inputs(names, scripted(Difference()))
 
 
 @pytest.mark.parametrize(
@@ -342,7 +339,7 @@ TWO = tree((0, 0), names=["x", "y"])
 )
 def test_program_gets_its_own_tree(signature: Signature, names: str, arguments: str) -> None:
     """A program is called with its own tree and order of keys, for any order of names."""
-    inputs = binding.bind_inputs(build.MODEL, names.split(", "), signature)
+    inputs = binding.bind_inputs(names.split(", "), signature)
     called = inputs.call(
         lambda *args, **kwargs: f"({', '.join(map(str, args))}) {kwargs}", inputs.names
     )
@@ -367,7 +364,7 @@ def test_program_without_all_inputs(signature: Signature, names: str, message: s
     """Each tensor of a program needs one input; the error lists the valid names."""
     listed = [name.rstrip("?") for name in names.split(", ")]
     with pytest.raises(BindingError) as raised:
-        binding.bind_inputs(build.MODEL, listed, signature, ["y"] if "?" in names else ())
+        binding.bind_inputs(listed, signature, ["y"] if "?" in names else ())
     assert message in str(raised.value)
 
 
@@ -383,4 +380,4 @@ def test_leaf_has_a_shortest_name(signature: Signature, names: list[str]) -> Non
     """leaf_name() returns the shortest name, which binds to the same leaf."""
     shortest = [binding.leaf_name(number, signature) for number in range(len(names))]
     assert shortest == names
-    assert binding.bind_inputs(build.MODEL, shortest, signature).names == tuple(names)
+    assert binding.bind_inputs(shortest, signature).names == tuple(names)

@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import build
 import numpy as np
 import pytest
 import torch
@@ -54,7 +53,7 @@ class Detected:
 
 
 def outputs(result: Any, names: Sequence[str], *, fields_optional: bool = False) -> list[Any]:
-    bound = results.bind_outputs(build.MODEL, names, result, fields_optional=fields_optional)
+    bound = results.bind_outputs(names, result, fields_optional=fields_optional)
     return list(bound(result))
 
 
@@ -180,25 +179,25 @@ def test_named_tuples_in_order(caplog: pytest.LogCaptureFixture) -> None:
 def test_invalid_names(result: Any, names: list[str], message: str) -> None:
     """Each name selects one leaf, and no two names the same one; the error lists the leaves."""
     with pytest.raises(BindingError) as raised:
-        results.bind_outputs(build.MODEL, names, result)
+        results.bind_outputs(names, result)
     assert str(raised.value).startswith("the outputs ")
     assert message in str(raised.value)
 
 
 def test_later_results() -> None:
     """A binding applies to later results, whose other parts may differ."""
-    bound = results.bind_outputs(build.MODEL, ["deviation"], RESULTS["dict"])
+    bound = results.bind_outputs(["deviation"], RESULTS["dict"])
     assert list(bound({"other": 0, "deviation": 3, "mean": 4})) == [3]
     with pytest.raises(LookupError):
         bound({"mean": 4})
-    second = results.bind_outputs(build.MODEL, ["RESULT[1]"], (1, 2))
+    second = results.bind_outputs(["RESULT[1]"], (1, 2))
     with pytest.raises(TypeError):
         second(torch.ones(2, 3))  # a tensor can be indexed, too
 
 
 def test_result_of_another_structure() -> None:
     """A later result of another structure raises."""
-    bound = results.bind_outputs(build.MODEL, ["a", "b"], (1, 2))
+    bound = results.bind_outputs(["a", "b"], (1, 2))
     for later in ((1, 2, 3), (1,), {"x": 1, "y": 2}, torch.ones(2, 3)):
         with pytest.raises((LookupError, TypeError, AttributeError)):
             bound(later)

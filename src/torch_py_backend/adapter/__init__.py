@@ -61,7 +61,7 @@ class TritonPythonModel:
         Args:
             args: Triton's arguments, all strings; `model_config` is JSON.
         """
-        handler = logs.install()
+        handler = logs.install(args["model_name"])
         # A fatal signal, in a kernel or on a mapped file, prints a traceback to standard error.
         if not faulthandler.is_enabled():
             faulthandler.enable()
@@ -137,7 +137,7 @@ class TritonPythonModel:
         self._modes.callback(self._publisher.close)
         contexts = None
         if messages.has_traces() and tracing.is_installed():
-            contexts = tracing.TraceContexts(settings.name)
+            contexts = tracing.TraceContexts()
         # Only now: Triton refuses calls of other models while a model loads.
         composition.set_transport(
             calling.ModelCaller(settings.name, contexts.handle if contexts else lambda: None)
@@ -249,9 +249,7 @@ class TritonPythonModel:
         self._status.poisoned(reason)
         self._publisher.poisoned()
         log.error(
-            "model '%s': instance %s is poisoned and refuses all requests until the model is"
-            " reloaded.",
-            self._settings.name,
+            "instance %s is poisoned and refuses all requests until the model is reloaded.",
             self._settings.instance,
         )
 
@@ -266,7 +264,7 @@ class TritonPythonModel:
 
 
 def _complete(completed: Any, document: dict[str, Any]) -> None:
-    logs.install()
+    logs.install(document["name"])
     completion.complete(_arguments(document), document)
     completed.set_max_batch_size(document["max_batch_size"])
     if document["max_batch_size"]:

@@ -18,7 +18,6 @@ from torch_py_backend.errors import (
     OutputError,
     counted,
     join_names,
-    named,
     summarize,
 )
 from torch_py_backend.pipeline.counters import OK
@@ -174,16 +173,13 @@ class Answering:
             if sent:
                 self._counts.count_requests(result.code)
             if result.reported:
-                reports.setdefault((named(self._model, result), result.traceback), []).append(
-                    request
-                )
+                reports.setdefault((str(result), result.traceback), []).append(request)
         self._counts.count_requests(OK, answered)
         for (sentence, text), failed in list(reports.items())[:_MAX_LOGGED]:
             log.error("%s%s%s", sentence, _names(failed), f"\n{text}" if text else "")
         if len(reports) > _MAX_LOGGED:
             log.error(
-                "model '%s': the log does not show %s of the same batch.",
-                self._model,
+                "the log does not show %s of the same batch.",
                 counted(len(reports) - _MAX_LOGGED, "more failure"),
             )
         if self._failures.fatal is not None:

@@ -11,15 +11,16 @@ from torch_py_backend.adapter import orphans
 
 
 class LogHandler(logging.Handler):
-    """Passes records to Triton's logger.
+    """Passes records to Triton's logger, with the model's name before them.
 
     Attributes:
         warnings: the first line of each warning since the handler was installed; None: they are not
             collected.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         super().__init__()
+        self.setFormatter(logging.Formatter(f"model '{model}': %(message)s"))
         self.warnings: list[str] | None = []
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -38,10 +39,10 @@ class LogHandler(logging.Handler):
             logger.log_info(text)
 
 
-def install() -> LogHandler:
+def install(model: str) -> LogHandler:
     """Send this package's records to Triton's logger only."""
     package = logging.getLogger("torch_py_backend")
-    handler = LogHandler()
+    handler = LogHandler(model)
     package.handlers = [handler]
     package.setLevel(logging.INFO)
     package.propagate = False

@@ -175,6 +175,6 @@ class Publisher:
         try:
             self.publish()
         except Exception:  # from Triton
-            log.exception("model '%s': publishing metrics failed.", self._config.name)
+            log.exception("publishing metrics failed.")
             return False
         return True

@@ -25,7 +25,6 @@ from torch_py_backend.errors import (
     CancelledError,
     InternalError,
     OutputError,
-    named,
     summarize,
 )
 from torch_py_backend.pipeline.counters import OK
@@ -120,8 +119,7 @@ class Streaming:
                     closed = True
                 except (KeyboardInterrupt, SystemExit) as error:  # which asyncio lets through
                     log.warning(
-                        "model '%s': a task or a callback that the model has started raised %s.",
-                        self.engine.config.name,
+                        "a task or a callback that the model has started raised %s.",
                         summarize(error),
                     )
             self._loop.run_until_complete(self._finish())
@@ -234,14 +232,12 @@ class _Client:
             send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         except Exception as failed:  # Triton has closed its side
             log.warning(
-                "model '%s': the end of a stream cannot be sent: %s.",
-                self._engine.config.name,
+                "the end of a stream cannot be sent: %s.",
                 summarize(failed),
             )
         if error is not None and error.reported:
-            message = named(self._engine.config.name, error)
             request = f" (request {self._name})" if self._name else ""
             text = f"\n{error.traceback}" if error.traceback else ""
-            log.error("%s%s%s", message, request, text)
+            log.error("%s%s%s", error, request, text)
         if self._engine.failures.fatal is not None:
             self._streaming.on_fatal(self._engine.failures.reason)

@@ -125,7 +125,7 @@ def run_hooks(
             cure=f"Put valid inputs beside the model, in a function {example_inputs.NAME}() or"
             f" {example_inputs.NAME}.safetensors, or write the outputs into config.pbtxt.",
         ) from error
-    outputs = specs.of_result(config, result, "postprocess()")
+    outputs = specs.of_result(result, "postprocess()")
     batched = config.max_batch_size > 0
     if not (batched and of_row):
         outputs = specs.row_specs(outputs, batched=batched)

@@ -223,4 +223,4 @@ class _Runs:
                 result = groups[0].call(*self.runtime.to_device(columns))
         except Exception as error:  # the model's own code runs here
             raise ForwardError(error, self.loaded.signature.name) from error
-        return specs.of_result(config, result, "forward()")
+        return specs.of_result(result, "forward()")

@@ -118,10 +118,10 @@ def row_specs(specs: Iterable[TensorSpec], *, batched: bool) -> tuple[TensorSpec
     )
 
 
-def of_result(config: ModelConfig, result: object, of: str) -> tuple[TensorSpec, ...]:
+def of_result(result: object, of: str) -> tuple[TensorSpec, ...]:
     """Return the specs of the leaves of a result of the function `of`, with all dims."""
     names = results.leaf_names(result)
-    parts = results.bind_outputs(config.name, names, result, of)(result)
+    parts = results.bind_outputs(names, result, of)(result)
     named = zip(names, parts, strict=True)
     return of_values(
         {name: unchecked(name, part) for name, part in named},

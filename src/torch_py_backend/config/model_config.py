@@ -125,7 +125,7 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
             "cc_model_filenames has no effect in a Python-based backend",
             cure="Remove cc_model_filenames from config.pbtxt.",
         )
-    parameters = options.parse(name, document.get("parameters", {}))
+    parameters = options.parse(document.get("parameters", {}))
     sequencing = sequence_config.parse(document)
     states = sequencing.states if sequencing is not None else ()
     inputs: tuple[TensorSpec, ...] = ()

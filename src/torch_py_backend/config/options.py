@@ -224,7 +224,7 @@ _ROWS = {key: row for row in TABLE for key in (row.key, *row.aliases)}
 _LIBTORCH_PARSERS = {"INTRA_OP_THREAD_COUNT": count, "INTER_OP_THREAD_COUNT": count}
 
 
-def parse(model: str, parameters: Mapping[str, object]) -> Options:
+def parse(parameters: Mapping[str, object]) -> Options:
     """Parse Triton's `parameters`; log a warning for each unknown key.
 
     Raises:
@@ -235,7 +235,7 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
     for key, entry in parameters.items():
         row = _ROWS.get(key)
         if row is None:
-            _ignore(model, key)
+            _ignore(key)
             continue
         value = _parse_value(key, _LIBTORCH_PARSERS.get(key, row.parser), entry)
         if value is None:
@@ -249,7 +249,7 @@ def parse(model: str, parameters: Mapping[str, object]) -> Options:
     return Options(**{key.lower(): value for key, value in values.items()})
 
 
-def _ignore(model: str, key: str) -> None:
+def _ignore(key: str) -> None:
     """Log a warning for an unknown key; raise ConfigError for one of an earlier version."""
     if key in removed_names.OPTIONS:
         raise ConfigError(f"the parameter {key} was removed", cure=removed_names.OPTIONS[key])
@@ -257,7 +257,7 @@ def _ignore(model: str, key: str) -> None:
     if key not in removed_names.IGNORED_OPTIONS:
         similar = difflib.get_close_matches(key.upper(), _ROWS, n=1)
         problem = "is unknown and ignored." + (f" Did you mean {similar[0]}?" if similar else "")
-    log.warning("model '%s': the parameter %s %s", model, key, problem)
+    log.warning("the parameter %s %s", key, problem)
 
 
 def refusal(key: str, value: str, accepted: str, cure: str = "") -> ConfigError:

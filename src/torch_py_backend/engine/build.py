@@ -67,7 +67,7 @@ def failures(config: ModelConfig, loaded: Loaded, device: torch.device) -> Failu
     if repeats is None and config.sequencing is not None and not config.states:
         repeats = False  # the model keeps states itself
     name = loaded.signature.name
-    return Failures(config.name, name, device=device, owner=loaded.owner, repeats=repeats)
+    return Failures(name, device=device, owner=loaded.owner, repeats=repeats)
 
 
 def chosen(

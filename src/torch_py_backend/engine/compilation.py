@@ -65,8 +65,7 @@ def apply(
         return None
     if kind in (ArtifactType.TORCHSCRIPT, ArtifactType.AOTI):
         log.warning(
-            "model '%s': TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect on %s.",
-            config.name,
+            "TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect on %s.",
             kind.value,
         )
         return None
@@ -92,7 +91,6 @@ class Compiled:
 
     def __init__(self, config: ModelConfig, module: Callable[..., object], counts: Counts) -> None:
         parameters = config.options.compilation or {}
-        self._model = config.name
         self._counts = counts
         self._eager = module
         self._marks_rows = config.max_batch_size > 1 and parameters.get("dynamic") is None
@@ -117,9 +115,8 @@ class Compiled:
                 self._warned = True
                 leaves = pytree.tree_leaves((args, kwargs))
                 log.warning(
-                    "model '%s': inputs of the shapes %s were not met in the warm-up; they, and all"
+                    "inputs of the shapes %s were not met in the warm-up; they, and all"
                     " others that would need a compilation, run eagerly.",
-                    self._model,
                     [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)],
                 )
         return self._eager(*args, **kwargs)

@@ -87,8 +87,7 @@ def _choose(config: ModelConfig, folder: Path) -> Path:
         replacement = private_files.user_folder() / _FOLDER / config.name
         replacement.mkdir(parents=True, exist_ok=True)
     log.warning(
-        "model '%s': compiled code is kept in %s, because %s cannot be used: %s.",
-        config.name,
+        "compiled code is kept in %s, because %s cannot be used: %s.",
         replacement,
         folder,
         obstacle,

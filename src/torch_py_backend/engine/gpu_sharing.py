@@ -150,12 +150,11 @@ class SharedWeights:
         threading.Thread(
             target=self._serve, args=(listening, offered), name="weights", daemon=True
         ).start()
-        log.info("model '%s': '%s' owns the weights.", self._config.name, self._config.instance)
+        log.info("'%s' owns the weights.", self._config.instance)
         if orphan_cleanup.VARIABLE not in os.environ:
             log.warning(
-                "model '%s': if '%s' ends, the other instances answer 503 until the model is loaded"
+                "if '%s' ends, the other instances answer 503 until the model is loaded"
                 " again. `torch-py-backend serve` does that.",
-                self._config.name,
                 self._config.instance,
             )
 
@@ -200,7 +199,7 @@ class SharedWeights:
             placed[name].data = weight
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-        log.info("model '%s': '%s' maps the weights.", self._config.name, self._config.instance)
+        log.info("'%s' maps the weights.", self._config.instance)
 
 
 def named(module: nn.Module) -> dict[str, Tensor]:

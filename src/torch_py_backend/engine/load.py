@@ -69,7 +69,7 @@ def summary(engine: Engine, threads: Threads) -> str:
     """Return a line for the log with what an instance loaded, and how it serves."""
     config, loaded = engine.config, report(engine)
     return (
-        f"model '{config.name}': instance {config.instance} serves {loaded['artifact']} on"
+        f"instance {config.instance} serves {loaded['artifact']} on"
         f" {engine.device}; threads {threads.intra_op} intra-op, {threads.inter_op} inter-op;"
         f" options {json.dumps(loaded['options'])}."
     )

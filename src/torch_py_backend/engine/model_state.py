@@ -50,7 +50,6 @@ class ModelState:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._model = engine.config.name
         modules = list(_modules(engine))
         python = [module for _, module in modules if not isinstance(module, ScriptModule)]
         self._buffers = [(module._buffers, set(module._buffers)) for module in python]
@@ -91,8 +90,7 @@ class ModelState:
                 del buffers[name]
         if names:
             log.info(
-                "model '%s': the warm-up has changed %s of the model, which is put back.",
-                self._model,
+                "the warm-up has changed %s of the model, which is put back.",
                 join_names(names),
             )
         then, now = self._contents, _contents(self._objects, {})

@@ -49,7 +49,6 @@ class Profiler:
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        self._model = config.name
         self._left = 0
         folder = config.options.profile_dir or ""
         name = f"{config.instance}-{config.version}"  # instances of two versions have one name
@@ -86,4 +85,4 @@ class Profiler:
             change()
         except Exception as error:  # such as a full disk, or a profiler of the model's own code
             self._left = 0
-            log.warning("model '%s': the profiler failed: %s.", self._model, summarize(error))
+            log.warning("the profiler failed: %s.", summarize(error))

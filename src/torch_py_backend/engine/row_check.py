@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import BackendError, ConfigError, named
+from torch_py_backend.errors import BackendError, ConfigError
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.pipeline import differences
 from torch_py_backend.values import Item, Outcome
@@ -95,4 +95,4 @@ def check(
     )
     if completed:
         raise problem
-    log.warning("%s", named(config.name, problem))
+    log.warning("%s", problem)

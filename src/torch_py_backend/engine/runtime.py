@@ -91,15 +91,13 @@ def placement(config: ModelConfig) -> torch.device | None:
     fraction = config.options.cuda_memory_fraction
     if fraction is not None and config.kind != "GPU":
         log.warning(
-            "model '%s': the parameter CUDA_MEMORY_FRACTION has no effect on KIND_%s.",
-            config.name,
+            "the parameter CUDA_MEMORY_FRACTION has no effect on KIND_%s.",
             config.kind,
         )
     if not config.options.force_cpu_only_input_tensors and not torch.cuda.is_available():
         log.warning(
-            "model '%s': FORCE_CPU_ONLY_INPUT_TENSORS is 'no', and torch %s sees no GPU: a request"
+            "FORCE_CPU_ONLY_INPUT_TENSORS is 'no', and torch %s sees no GPU: a request"
             " whose tensors are on one is refused. Remove the parameter.",
-            config.name,
             torch.__version__,
         )
     if config.kind == "MODEL":

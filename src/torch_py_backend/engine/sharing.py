@@ -66,7 +66,7 @@ def report(config: ModelConfig, loaded: Loaded) -> Sharing:
         and weights.total - weights.shared >= _MIN_LOGGED_BYTES
         and config.kind == "CPU"
     ):
-        log.info("model '%s': weights: %s.", config.name, sharing)
+        log.info("weights: %s.", sharing)
     return sharing
 
 

@@ -91,7 +91,6 @@ class Streams:
         self.live = 0
         self.closing = False
         self._engine = engine
-        self._model = engine.config.name
         self._around_call = around_call
         self._stages = stages = engine.stages
         begins = stages._replace(extract=_unchanged, fill=None, fetch=None, scatter=_with_rows)
@@ -144,7 +143,7 @@ class Streams:
             elif isinstance(result, AsyncIterator) and hasattr(result, "aclose"):
                 await _Sliced(result.aclose(), self)
         except BaseException as error:
-            log.warning("model '%s': closing a stream raised %s.", self._model, summarize(error))
+            log.warning("closing a stream raised %s.", summarize(error))
 
     def error(self, raised: BaseException, consumer: Consumer) -> BackendError:
         """Return the error for an exception that ended a stream, and clear its frames."""

@@ -38,11 +38,10 @@ def is_installed() -> bool:
 class TraceContexts:
     """The trace contexts of a model's requests. Imports opentelemetry-api."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self) -> None:
         from opentelemetry import context  # noqa: PLC0415
         from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
 
-        self._model = model
         self._api = context
         self._extract = tracecontext.TraceContextTextMapPropagator().extract
 
@@ -55,7 +54,7 @@ class TraceContexts:
         try:
             context = self._extract(json.loads(context_json), context)
         except Exception as error:  # the client sends parts of it; they must not fail the request
-            log.warning("model '%s': a trace cannot be read: %s.", self._model, summarize(error))
+            log.warning("a trace cannot be read: %s.", summarize(error))
             return item
         attached = partial(self._attached, context)
         return RequestItem(item, attached, values.parameters(item), values.step(item))

@@ -22,7 +22,6 @@ from torch_py_backend.errors import (
     LoadError,
     NoServerError,
     join_names,
-    named,
 )
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.pipeline.batches import powers_of_two
@@ -75,15 +74,14 @@ def run(
         LoadError: forward() failed, its result contradicts the config, or the rows of a batch,
             which auto-completion has chosen, depend on each other.
     """
-    model = engine.config.name
     call = call or engine.run
     compiles = "; torch.compile may take minutes" if engine.compiles else ""
-    log.info("model '%s': the warm-up begins%s.", model, compiles)
+    log.info("the warm-up begins%s.", compiles)
     first: LoadError | None = None
     state = model_state.ModelState(engine)
     with engine.preparing():
         try:
-            for sample in log_progress(model, batches(engine, row_counts)):
+            for sample in log_progress(batches(engine, row_counts)):
                 failed = _run_sample(engine, call, sample)
                 if failed is None:
                     continue
@@ -92,7 +90,7 @@ def run(
                 failure.traceback = error.traceback
                 if not (serving and _may_fail(engine, error)):
                     if error.reported:
-                        log.error("%s\n%s", named(model, error), error.traceback)
+                        log.error("%s\n%s", error, error.traceback)
                     raise failure
                 first = first or failure
             if not row_counts:
@@ -100,8 +98,7 @@ def run(
                 row_check.check(engine.config, call, _example(engine), min(counts, default=0))
         except NoServerError as error:
             log.warning(
-                "model '%s': the warm-up is skipped: the model calls another model. %s",
-                model,
+                "the warm-up is skipped: the model calls another model. %s",
                 error,
             )
         if engine.padding is not None:
@@ -114,8 +111,7 @@ def run(
         consequence = "the first requests may take longer."
         if engine.compiles:
             consequence = "calls that need another graph run eagerly."
-        message = named(model, first)
-        log.warning("%s The model is served anyway; %s\n%s", message, consequence, first.traceback)
+        log.warning("%s The model is served anyway; %s\n%s", first, consequence, first.traceback)
     return changed
 
 
@@ -128,16 +124,15 @@ def warn_of_changes(config: ModelConfig, changed: Sequence[str]) -> None:
     if gpu_sharing.requested(config):
         raise gpu_sharing.not_shared_error(f"forward() changes {join_names(changed)} of the model")
     log.warning(
-        "model '%s': the warm-up has changed %s of the model, and answers may depend on that. The"
+        "the warm-up has changed %s of the model, and answers may depend on that. The"
         " model is built again without a warm-up: the first requests may take longer%s. State in"
         " buffers does not need that.",
-        config.name,
         join_names(changed),
         ", and calls that need another graph run eagerly" if compilation.requested(config) else "",
     )
 
 
-def log_progress(model: str, items: Iterator[Item]) -> Iterator[Item]:
+def log_progress(items: Iterator[Item]) -> Iterator[Item]:
     """Yield the items and log the progress every few seconds."""
     began = reported = time.monotonic()
     for done, item in enumerate(items):
@@ -145,8 +140,7 @@ def log_progress(model: str, items: Iterator[Item]) -> Iterator[Item]:
         if now - reported >= _REPORT_S:
             reported = now
             log.info(
-                "model '%s': %d batches of the warm-up took %.0f s; the next one is %s.",
-                model,
+                "%d batches of the warm-up took %.0f s; the next one is %s.",
                 done,
                 now - began,
                 _shapes(item),
@@ -274,9 +268,8 @@ def _example(engine: Engine) -> Item:
             fitting[spec.name] = value
         else:
             log.warning(
-                "model '%s': the example of input '%s' is %s %s, and config.pbtxt has %s; the"
+                "the example of input '%s' is %s %s, and config.pbtxt has %s; the"
                 " warm-up uses made-up values instead.",
-                config.name,
                 spec.name,
                 str(value.dtype).removeprefix("torch."),
                 list(value.shape),

@@ -90,8 +90,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         rows, call = _checked(config, signature, package.run, device)
         if rows.least > 1:  # torch has printed its refusal of one row
             log.info(
-                "model '%s': %s takes at least %d rows; smaller batches are filled up.",
-                config.name,
+                "%s takes at least %d rows; smaller batches are filled up.",
                 path.name,
                 rows.least,
             )
@@ -138,7 +137,7 @@ def _checked(
     if len(specs) != len(signature.leaves or ()) or not all(spec.dtype.torch for spec in specs):
         return ANY_ROWS, run  # binding or the warm-up reports inputs that do not match
     types = {spec.name: spec.dtype.config for spec in specs}
-    names = binding.bind_inputs(config.name, [*types], signature).names
+    names = binding.bind_inputs([*types], signature).names
 
     def call(leaves: list[Tensor]) -> list[Tensor]:
         try:

@@ -99,9 +99,8 @@ class Hook:
         if line not in self._logged:
             self._logged.add(line)
             log.warning(
-                "model '%s': %s() in %s refuses an input at %s. The response has the code"
+                "%s() in %s refuses an input at %s. The response has the code"
                 " INVALID_ARG. Further refusals by this line are not logged.",
-                self.model,
                 self.name,
                 self.file.name,
                 python_source.error_location(error, self.file),
@@ -275,7 +274,7 @@ def hook_signature(config: ModelConfig, hook: Hook) -> Signature:
     signature = hook.signature()
     names = [spec.name for spec in config.inputs]
     strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
-    inputs = bind_inputs(config.name, names, signature)
+    inputs = bind_inputs(names, signature)
     for name, takes in zip(inputs.names, inputs.types, strict=True):
         if name in strings and takes is ArgumentType.TENSOR:
             raise BindingError(

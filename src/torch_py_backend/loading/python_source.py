@@ -229,9 +229,8 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
         return next(iter(candidates.values()))
     if classes and config.python_runtime:
         log.warning(
-            "model '%s': %s defines %s; %s is served, the first in the alphabet, as Triton's own"
+            "%s defines %s; %s is served, the first in the alphabet, as Triton's own"
             " runtime does. The parameter MODEL_CLASS names another.",
-            config.name,
             path.name,
             join_names(classes),
             min(classes),

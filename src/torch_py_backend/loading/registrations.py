@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, SourceError, named, summarize
+from torch_py_backend.errors import ArtifactError, SourceError, summarize
 from torch_py_backend.loading import python_source
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 
@@ -50,15 +50,13 @@ def imported(config: ModelConfig, artifact: Artifact) -> Iterator[None]:
             functions = python_source.function_names(artifact.source)
         except SourceError as error:
             failure = error
-            message = named(config.name, error)
-            log.warning("%s %s is loaded without it.", message, artifact.path.name)
+            log.warning("%s %s is loaded without it.", error, artifact.path.name)
         else:
             python_source.refuse_hooks(artifact.source)
             if functions and config.default_model_filename is None:
                 log.warning(
-                    "model '%s': %s is served, and %s() in %s is not called. Name the file to serve"
+                    "%s is served, and %s() in %s is not called. Name the file to serve"
                     " with default_model_filename.",
-                    config.name,
                     artifact.path.name,
                     functions[0],
                     artifact.source.name,

@@ -50,8 +50,7 @@ def _check_options(artifact: Artifact, config: ModelConfig) -> None:
     for option in ("model_class", "model_kwargs", "weights"):
         if getattr(options, option) is not None:
             log.warning(
-                "model '%s': the parameter %s has no effect: the artifact is complete in itself.",
-                config.name,
+                "the parameter %s has no effect: the artifact is complete in itself.",
                 option.upper(),
             )
 

@@ -72,7 +72,6 @@ class Failures:
         on_call: called before a failed batch is run again, and gets a time limit of its own.
 
     Args:
-        model: the model's name, for messages.
         called: the name of the model's function, for messages.
         device: the device that is probed after a failure.
         owner: the module with the model's buffers; None: they are not accessible.
@@ -82,7 +81,6 @@ class Failures:
 
     def __init__(
         self,
-        model: str,
         called: str,
         *,
         device: torch.device,
@@ -93,7 +91,7 @@ class Failures:
         self.reason = ""
         self.calls_before = 0
         self.on_call: Callable[[], None] = lambda: None
-        self._model, self._called = model, called
+        self._called = called
         self._device = device
         self._owner = owner
         self._repeats = repeats

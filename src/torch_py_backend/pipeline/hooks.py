@@ -58,7 +58,6 @@ class HookedPipeline:
         self, config: ModelConfig, signature: Signature, hooks: Hooks, device: torch.device
     ) -> None:
         self.hooks = hooks
-        self._model = config.name
         self._batched = config.max_batch_size > 0
         self._signature = signature
         self._device = device
@@ -231,7 +230,7 @@ class HookedPipeline:
         names = tuple(named)
         inputs = self._bound.get(names)
         if inputs is None:
-            inputs = bind_inputs(self._model, names, self._signature, ordered=self._ordered)
+            inputs = bind_inputs(names, self._signature, ordered=self._ordered)
             if len(self._bound) < MAX_SETS:  # hooks may pass only what a client has sent
                 self._bound[names] = inputs
         return inputs.call(module, [named[name] for name in inputs.names])
@@ -245,7 +244,7 @@ class HookedPipeline:
             OutputError: a part of the result has another number of rows.
         """
         result = trees.to_device(result, torch.device("cpu"))
-        parts = trees.split(self._model, result, rows) if self._batched else [result]
+        parts = trees.split(result, rows) if self._batched else [result]
         return [values.objects(parts)]
 
     def finish(self, hook: Hook, outcome: Mapping[str, Value], item: Item) -> dict[str, Value]:

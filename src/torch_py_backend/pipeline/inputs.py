@@ -56,7 +56,7 @@ class Inputs:
         *,
         by_row: bool = False,
     ) -> None:
-        self._model, self._signature, self._padding = config.name, signature, padding
+        self._signature, self._padding = signature, padding
         self._batched = config.max_batch_size > 0
         self._specs = {spec.name: spec for spec in config.inputs}
         self._made = [batch_input.name for batch_input in config.batch_inputs]
@@ -283,7 +283,6 @@ class Inputs:
                     cure="Send all optional inputs, or none.",
                 )
             self._bindings[left_out] = bind_inputs(
-                self._model,
                 [*self._specs, *self._made],
                 self._signature,
                 left_out,

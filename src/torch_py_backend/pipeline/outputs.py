@@ -38,7 +38,6 @@ class OutputExtractor:
     def __init__(
         self, config: ModelConfig, of: str = "forward()", *, torchscript: bool = False
     ) -> None:
-        self._model = config.name
         self._of = of
         self._specs = config.outputs
         self._names = tuple(spec.name for spec in config.outputs)
@@ -57,7 +56,7 @@ class OutputExtractor:
             OutputError: the result contradicts the config, or its structure differs from the first.
         """
         if self._outputs is None:
-            self._outputs = self._bind(self._model, self._names, result, self._of)
+            self._outputs = self._bind(self._names, result, self._of)
         try:
             parts = self._outputs(result)
         except (LookupError, AttributeError, TypeError):
@@ -97,7 +96,6 @@ class Finite:
     """CHECK_FINITE: refuses items whose outputs hold NaN or infinity."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._model = config.name
         self._places = [
             (place, spec.name)
             for place, spec in enumerate(config.outputs)
@@ -179,9 +177,7 @@ class _Output:
         if not self.warned:
             self.warned = True
             log.warning(
-                "model '%s': output '%s' is %s, and config.pbtxt says %s; it is served as it is."
-                " %s",
-                self.model,
+                "output '%s' is %s, and config.pbtxt says %s; it is served as it is. %s",
                 self.name,
                 list(shape),
                 list(self.dims),

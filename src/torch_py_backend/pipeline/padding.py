@@ -126,13 +126,12 @@ class Padding:
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        self._model = config.name
         self._specs = {spec.name: spec for spec in config.inputs}
         self.pads: dict[str, Pad] = {}
         self.masks: dict[str, str] = {}
         settings = config.options.pad or {}
         for name, setting in settings.items():
-            self.pads[name] = self._parse_pad(config, name, setting)
+            self.pads[name] = self._parse_pad(name, setting)
         # All masks, including those that requests must send.
         self._masked = {
             setting["mask"]: name for name, setting in settings.items() if "mask" in setting
@@ -154,7 +153,7 @@ class Padding:
         if config.options.warmup is False:
             self.choose_cuts()
 
-    def _parse_pad(self, config: ModelConfig, name: str, setting: Mapping[str, Any]) -> Pad:
+    def _parse_pad(self, name: str, setting: Mapping[str, Any]) -> Pad:
         spec = self._specs.get(name)
         if spec is None:
             raise _refusal(f"'{name}', which is no input", join_names(self._specs))
@@ -175,9 +174,8 @@ class Padding:
             )
         if not spec.ragged:
             log.warning(
-                "model '%s': PAD names '%s', but Triton does not batch requests that differ in its"
+                "PAD names '%s', but Triton does not batch requests that differ in its"
                 " length. Set allow_ragged_batch: true for that input.",
-                config.name,
                 name,
             )
         left = setting.get("side", "right") == "left"
@@ -248,10 +246,9 @@ class Padding:
             unknown.pop((cut.output, cut.axis), None)
         for cut in unknown.values():
             log.warning(
-                "model '%s': output '%s' keeps its padding: no warm-up with two lengths has shown"
+                "output '%s' keeps its padding: no warm-up with two lengths has shown"
                 " whether it is as long as the padded input '%s'. List the outputs to cut in PAD:"
                 ' {"%s": {"outputs": ["%s"]}}, or [] for none.',
-                self._model,
                 cut.output,
                 cut.input,
                 cut.input,

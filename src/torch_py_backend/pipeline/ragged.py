@@ -30,7 +30,6 @@ class Ragged:
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        self._model = config.name
         places = {spec.name: place for place, spec in enumerate(config.outputs)}
         rows = (-1,) if config.max_batch_size else ()
         self._split = [

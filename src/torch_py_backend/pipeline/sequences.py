@@ -56,7 +56,6 @@ class Sequences:
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._model = config.name
         self._clock = clock
         self._names = {state.input: state.output for state in config.states}
         public = {spec.name for spec in config.outputs if spec.origin is Origin.CLIENT}

@@ -37,7 +37,7 @@ def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree
 
 
-def split(model: str, result: Any, rows: int) -> list[Any]:
+def split(result: Any, rows: int) -> list[Any]:
     """Split a result by rows: a tensor into slices, a list into entries.
 
     Split the parts of tuples, dicts and dataclasses likewise. Repeat anything else for each row.
@@ -49,7 +49,7 @@ def split(model: str, result: Any, rows: int) -> list[Any]:
         _check_rows(rows, f"a list of {len(result)}", len(result))
         return result
     if isinstance(result, Mapping | tuple) or _is_record(result):
-        parts = [split(model, part, rows) for part in _parts(result)]
+        parts = [split(part, rows) for part in _parts(result)]
         return [_like(result, [part[row] for part in parts]) for row in range(rows)]
     return [result] * rows
 

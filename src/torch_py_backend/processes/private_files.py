@@ -123,11 +123,9 @@ def turn(model: str) -> Iterator[None]:
         try:
             stack.enter_context(locked(server_path(model, "turn")))
         except PlatformError as error:
-            log.warning("model '%s': %s Its instances load at the same time.", model, error)
+            log.warning("%s Its instances load at the same time.", error)
         except OSError as error:  # such as a full disk
-            log.warning(
-                "model '%s': its instances load at the same time: %s.", model, summarize(error)
-            )
+            log.warning("its instances load at the same time: %s.", summarize(error))
         yield
 
 

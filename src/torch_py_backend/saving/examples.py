@@ -156,7 +156,7 @@ def _outputs(callee: Callee, call: Arguments) -> dict[str, Tensor]:
             expected=_KINDS,
         ) from error
     names = results.leaf_names(result)
-    values = results.bind_outputs(callee.model, names, result)(result)
+    values = results.bind_outputs(names, result)(result)
     outputs = {
         name: value.detach().cpu()
         for name, value in zip(names, values, strict=True)

@@ -57,7 +57,6 @@ def rule(names: Sequence[str], signature: Signature) -> BindingRule:
 
 
 def bind_inputs(
-    model: str,
     names: Sequence[str],
     signature: Signature,
     left_out: Collection[str] = (),
@@ -68,7 +67,6 @@ def bind_inputs(
     """Bind input names to the leaves of forward()'s call tree.
 
     Args:
-        model: the model's name.
         names: input names in the config's order.
         signature: the signature of the artifact.
         left_out: names of optional inputs that are missing in this batch.
@@ -88,7 +86,6 @@ def bind_inputs(
         places = _part_places(names, container, signature)
     else:
         places = _places(
-            model,
             names,
             signature,
             ordered=ordered,
@@ -183,7 +180,6 @@ def _part_places(
 
 
 def _places(
-    model: str,
     names: Sequence[str],
     signature: Signature,
     *,
@@ -209,9 +205,8 @@ def _places(
     if ordered and in_order:
         if warns:
             log.warning(
-                "model '%s': the input names %s are not all arguments of %s, nor all numbers"
+                "the input names %s are not all arguments of %s, nor all numbers"
                 " (INPUT__0, INPUT__1, …); they are passed in the config's order.",
-                model,
                 ", ".join(requested or names),
                 signature,
             )

@@ -39,7 +39,6 @@ class _Leaf(NamedTuple):
 
 
 def bind_outputs(
-    model: str,
     names: Sequence[str],
     result: object,
     of: str = "forward()",
@@ -49,7 +48,6 @@ def bind_outputs(
     """Bind output names to the leaves of results with the structure of a sample result.
 
     Args:
-        model: the model's name.
         names: output names in the config's order.
         result: the result of forward() for a sample: a tensor or a list of strings, in any nesting
             of tuples, lists, mappings, dataclasses and named tuples.
@@ -79,8 +77,7 @@ def bind_outputs(
     if in_order and unmatched and len(names) <= len(leaves):
         if fields or not all(unknown):
             log.warning(
-                "model '%s': the output names %s %s; they are taken in the result's order.",
-                model,
+                "the output names %s %s; they are taken in the result's order.",
                 ", ".join(names),
                 f"are not among the result's {join_names(fields)}"
                 if fields
