@@ -47,6 +47,9 @@ class Sources:
     poisoned: bool = False
 
 
+Read: TypeAlias = "Callable[[Sources], Values]"
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """A row of the table.
@@ -61,7 +64,7 @@ class Family:
 
     name: str
     doc: str
-    read: Callable[[Sources], Values]
+    read: Read
     label: str = ""
     of_load: bool = False
 
@@ -77,10 +80,6 @@ class Family:
         return (*_MODEL, *instance, *([self.label] if self.label else []))
 
 
-def _one(value: float) -> Values:
-    return {"": value}
-
-
 # --- values --------------------------------------------------------------------------------------
 
 
@@ -94,63 +93,27 @@ def _stage_seconds(of: Sources) -> Values:
     return {stage: getattr(of.engine.counts, f"{stage}_seconds") for stage in (*STAGES, *around)}
 
 
+def _compile_cache(of: Sources) -> Values:
+    return {"hit": 0, "miss": 0} | of.engine.counts.compile_cache if of.engine.compiles else {}
+
+
+def _stepped_streams(of: Sources) -> Values:
+    stepper = of.streams.steps if of.streams is not None else None
+    return {"": stepper.streams} if stepper is not None else {}
+
+
+def _counted(field: str, applies: Callable[[Sources], bool] = lambda _: True) -> Read:
+    """Return the function that reads a field of `Counts`, if it applies to the model."""
+    return lambda of: {"": getattr(of.engine.counts, field)} if applies(of) else {}
+
+
 def _fills_rows(of: Sources) -> bool:
     rows = of.engine.rows
     return of.engine.padding is not None or bool(rows.buckets) or rows.least > 1
 
 
-def _rows(of: Sources) -> Values:
-    return _one(of.engine.counts.rows) if _fills_rows(of) else {}
-
-
-def _filled_rows(of: Sources) -> Values:
-    return _one(of.engine.counts.filled_rows) if _fills_rows(of) else {}
-
-
-def _retried_rows(of: Sources) -> Values:
-    return _one(of.engine.counts.retried_rows)
-
-
-def _compiled_graphs(of: Sources) -> Values:
-    return _one(of.engine.counts.compiled_graphs) if of.engine.compiles else {}
-
-
-def _compile_cache(of: Sources) -> Values:
-    return {"hit": 0, "miss": 0} | of.engine.counts.compile_cache if of.engine.compiles else {}
-
-
-def _eager_calls(of: Sources) -> Values:
-    return _one(of.engine.counts.eager_calls) if of.engine.compiles else {}
-
-
-def _responses(of: Sources) -> Values:
-    return {} if of.streams is None else _one(of.engine.counts.responses)
-
-
-def _live_streams(of: Sources) -> Values:
-    return {} if of.streams is None else _one(of.streams.live)
-
-
-def _stepped_streams(of: Sources) -> Values:
-    if of.streams is None or of.streams.steps is None:
-        return {}
-    return _one(of.streams.steps.streams)
-
-
-def _sequences(of: Sources) -> Values:
-    return {} if of.sequences is None else _one(len(of.sequences))
-
-
-def _allocated(_: Sources) -> Values:
-    return {str(device): allocated for device, allocated in runtime.memory()}
-
-
-def _poisoned(of: Sources) -> Values:
-    return _one(of.poisoned)
-
-
-def _running_seconds(of: Sources) -> Values:
-    return _one(of.status.running_seconds())
+def _compiles(of: Sources) -> bool:
+    return of.engine.compiles
 
 
 TABLE = (
@@ -169,18 +132,22 @@ TABLE = (
     Family(
         "pytorch_py_rows_total",
         "Rows in calls of the model, including rows that fill a bucket",
-        _rows,
+        _counted("rows", _fills_rows),
     ),
-    Family("pytorch_py_filled_rows_total", "Rows that only fill a bucket", _filled_rows),
+    Family(
+        "pytorch_py_filled_rows_total",
+        "Rows that only fill a bucket",
+        _counted("filled_rows", _fills_rows),
+    ),
     Family(
         "pytorch_py_retried_rows_total",
         "Rows, or streams, that were run again because their batch failed",
-        _retried_rows,
+        _counted("retried_rows"),
     ),
     Family(
         "pytorch_py_compiled_graphs_total",
         "Graphs that torch.compile compiled, or found in its cache, before READY",
-        _compiled_graphs,
+        _counted("compiled_graphs", _compiles),
         of_load=True,
     ),
     Family(
@@ -193,31 +160,39 @@ TABLE = (
     Family(
         "pytorch_py_eager_calls_total",
         "Calls after READY that needed a new graph and ran eagerly",
-        _eager_calls,
+        _counted("eager_calls", _compiles),
     ),
-    Family("pytorch_py_stream_responses_total", "Responses of streams, without errors", _responses),
+    Family(
+        "pytorch_py_stream_responses_total",
+        "Responses of streams, without errors",
+        _counted("responses", lambda of: of.streams is not None),
+    ),
     Family(
         "pytorch_py_live_streams",
         "Streams of responses that have begun and not ended",
-        _live_streams,
+        lambda of: {} if of.streams is None else {"": of.streams.live},
     ),
     Family("pytorch_py_stepped_streams_total", "Streams in calls of step()", _stepped_streams),
-    Family("pytorch_py_sequences", "Sequences that have begun and not ended", _sequences),
+    Family(
+        "pytorch_py_sequences",
+        "Sequences that have begun and not ended",
+        lambda of: {} if of.sequences is None else {"": len(of.sequences)},
+    ),
     Family(
         "pytorch_py_device_memory_allocated_bytes",
         "Device memory in tensors of an instance",
-        _allocated,
+        lambda _: {str(device): allocated for device, allocated in runtime.memory()},
         "device",
     ),
     Family(
         "pytorch_py_poisoned",
         "1 for an instance that had a fatal error and no longer answers requests",
-        _poisoned,
+        lambda of: {"": of.poisoned},
     ),
     Family(
         "pytorch_py_running_call_seconds",
         "Seconds since the current call of the model's code began; 0 between calls",
-        _running_seconds,
+        lambda of: {"": of.status.running_seconds()},
     ),
 )
 
