@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BindingError, counted, join_names
@@ -194,15 +194,13 @@ def _places(
     slots = signature.slots(len(names))
     places = {name: signature.place(name, slots) for name in names}
     requested = [name for name in names if name not in sequence_inputs]
+    one_rule = rule(requested, signature) if signature.torchscript and ordered else None
+    if one_rule is BindingRule.NUMBERS:  # also for a number that is the name of an argument
+        numbers = {name: ordinal(name) or 0 for name in requested}
+        places |= {n: (slots[i], ()) if i < len(slots) else None for n, i in numbers.items()}
     follows_grammar = any(ordinal(name) is not None or is_path(name) for name in names)
-    in_order = not any(places.values()) and not follows_grammar
-    if signature.torchscript and ordered:
-        binding_rule = rule(requested, signature)
-        in_order |= binding_rule is BindingRule.ORDER
-        if binding_rule is BindingRule.NUMBERS:  # also for a number that is the name of an argument
-            numbers = {name: ordinal(name) or 0 for name in requested}
-            places |= {n: (slots[i], ()) if i < len(slots) else None for n, i in numbers.items()}
-    if ordered and in_order:
+    unmatched = ordered and not any(places.values()) and not follows_grammar
+    if one_rule is BindingRule.ORDER or unmatched:
         if warns:
             log.warning(
                 "the input names %s are not all arguments of %s, nor all numbers"
@@ -210,9 +208,16 @@ def _places(
                 ", ".join(requested or names),
                 signature,
             )
-        return _places_in_order(
-            names, {**places, **dict.fromkeys(requested)}, signature, sequence_inputs
-        )
+        # States and controls whose own name has no place come last.
+        unplaced = requested + [n for n in names if n in sequence_inputs and places[n] is None]
+        used = {place[0] for name, place in places.items() if place and name not in requested}
+        free = [slot for slot in slots if slot not in used]
+        if len(unplaced) > len(free):
+            raise BindingError(
+                f"{signature} cannot take {counted(len(unplaced), 'input')}",
+                expected=f"at most {counted(len(free), 'input')}",
+            )
+        places |= {name: (slot, ()) for name, slot in zip(unplaced, free, strict=False)}
     unknown = [name for name, place in places.items() if place is None]
     if unknown:
         keys = (key.name for argument in signature.arguments for key in argument.keys)
@@ -223,25 +228,3 @@ def _places(
             expected=f"names among {join_names([*signature.named, *keys, *numbered, *paths])}",
         )
     return {name: place for name, place in places.items() if place is not None}
-
-
-def _places_in_order(
-    names: Sequence[str],
-    places: Mapping[str, Place | None],
-    signature: Signature,
-    sequence_inputs: Collection[str],
-) -> dict[str, Place]:
-    """Return the places of all names: those without one in the config's order.
-
-    States and controls whose own name has no place come last.
-    """
-    placed = {name: place for name, place in places.items() if place is not None}
-    used = {slot for slot, _ in placed.values()}
-    free = [slot for slot in signature.slots(len(names)) if slot not in used]
-    unplaced = sorted((n for n in names if n not in placed), key=sequence_inputs.__contains__)
-    if len(unplaced) > len(free):
-        raise BindingError(
-            f"{signature} cannot take {counted(len(unplaced), 'input')}",
-            expected=f"at most {counted(len(free), 'input')}",
-        )
-    return placed | {name: (slot, ()) for name, slot in zip(unplaced, free, strict=False)}

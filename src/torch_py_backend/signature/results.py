@@ -26,16 +26,11 @@ Getter: TypeAlias = Callable[[Any], object]
 
 
 class _Leaf(NamedTuple):
-    """A leaf of a result: its path, the same with the fields of named tuples, and the way to it."""
+    """A leaf of a result: its path, the same with the fields of named tuples, and how to get it."""
 
     path: Path
     labels: Path
-    steps: tuple[Getter, ...]
-
-    def get(self, result: object) -> object:
-        for step in self.steps:
-            result = step(result)
-        return result
+    get: Getter
 
 
 def bind_outputs(
@@ -108,15 +103,21 @@ def leaf_names(result: object) -> list[str]:
     ]
 
 
-def _leaves(value: object, above: _Leaf = _Leaf((), (), ())) -> Iterator[_Leaf]:  # noqa: B008
+def _leaves(
+    value: object, path: Path = (), labels: Path = (), get: Getter = lambda result: result
+) -> Iterator[_Leaf]:
     """Yield the leaves in the result's order; a list of strings is one leaf."""
     children = _children(value)
     if children is None:
-        yield above
+        yield _Leaf(path, labels, get)
         return
     for key, label, step in children:
-        path, labels = (*above.path, key), (*above.labels, label)
-        yield from _leaves(step(value), _Leaf(path, labels, (*above.steps, step)))
+        way = step if not path else _then(get, step)
+        yield from _leaves(step(value), (*path, key), (*labels, label), way)
+
+
+def _then(get: Getter, step: Getter) -> Getter:
+    return lambda result: step(get(result))
 
 
 def _children(value: object) -> list[tuple[int | str, int | str, Getter]] | None:
@@ -173,8 +174,6 @@ def _field_name(leaf: _Leaf, fields: Sequence[str]) -> str | None:
 
 
 def _selector(leaves: Sequence[_Leaf], result: object) -> OutputBinding:
-    if leaves[0].path == ():
-        return lambda result: (result,)
     if isinstance(result, tuple | list):
         count = len(result)
 
@@ -185,10 +184,8 @@ def _selector(leaves: Sequence[_Leaf], result: object) -> OutputBinding:
 
         if [leaf.path for leaf in leaves] == [(index,) for index in range(count)]:
             return checked
-    if all(len(leaf.steps) == 1 for leaf in leaves):
-        steps = [leaf.steps[0] for leaf in leaves]
-        return lambda result: [step(result) for step in steps]
-    return lambda result: [leaf.get(result) for leaf in leaves]
+    getters = [leaf.get for leaf in leaves]
+    return lambda result: [get(result) for get in getters]
 
 
 def _describe(result: object) -> str:
