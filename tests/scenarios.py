@@ -1295,7 +1295,7 @@ LOAD_ERRORS = (
         python(models.LastSums),
         ragged(_ragged_input("x", [-1]), {"y": [1]}, _ENDS)
         + 'parameters { key: "PAD" value { string_value: "{\\"x\\": {}}" } }\n',
-        "config.pbtxt has batch_input and PAD. Remove one",
+        "PAD is set, and config.pbtxt has batch_input. Remove one",
     ),
     refused(
         "batch_input_named_twice",

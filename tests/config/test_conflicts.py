@@ -48,12 +48,17 @@ def parsed(
 # Conflicts that decide how the model runs: refused before a config is completed.
 _EARLY: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
     ("CPU", {}, DECOUPLED | SEQUENCES, "sequence_batching is set, and the model is decoupled"),
-    ("CPU", {"MODEL_CLASS": "Net", "MODEL_FACTORY": "make"}, {}, "MODEL_CLASS and MODEL_FACTORY"),
+    (
+        "CPU",
+        {"MODEL_CLASS": "Net", "MODEL_FACTORY": "make"},
+        {},
+        "MODEL_CLASS is set, and MODEL_FACTORY is set",
+    ),
 ]
 _LATE: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
     ("CPU", {}, CACHED | SEQUENCES, "response_cache is enabled, and sequence_batching is set"),
     ("CPU", PAD, VARIABLE_STATE, "PAD is set, and a state of sequence_batching has dims of -1"),
-    ("CPU", {"OPTIMIZE": "bf16,fp16"}, {}, "OPTIMIZE asks for bf16 and fp16"),
+    ("CPU", {"OPTIMIZE": "bf16,fp16"}, {}, "OPTIMIZE asks for bf16, and OPTIMIZE asks for fp16"),
     (
         "CPU",
         {"OPTIMIZE": "fp16", "CAST_INPUTS": "BF16"},
@@ -69,12 +74,22 @@ _LATE: list[tuple[str, dict[str, str], dict[str, Any], str]] = [
     ("CPU", COMPILED, DECOUPLED, "OPTIONAL_PARAMETERS is set, and the model is decoupled"),
     ("CPU", {"OPTIMIZE": "freeze"}, DECOUPLED, "OPTIMIZE asks for freeze, and the model is"),
     ("GPU", SHARED, DECOUPLED, "shares the weights on the GPU, and the model is decoupled"),
-    ("CPU", PAD, BATCH_INPUT, "has batch_input and PAD"),
-    ("CPU", PAD, BATCH_OUTPUT, "has batch_output and PAD"),
-    ("CPU", BUCKETS, BATCH_INPUT, "has batch_input and BATCH_BUCKETS"),
-    ("CPU", FIXED_SHAPES, BATCH_INPUT, "OPTIONAL_PARAMETERS with dynamic: false"),
-    ("CPU", {}, BATCH_INPUT | DECOUPLED, "has batch_input and model_transaction"),
-    ("CPU", {}, BATCH_OUTPUT | STATEFUL, "and a state that batch_output names"),
+    ("CPU", PAD, BATCH_INPUT, "PAD is set, and config.pbtxt has batch_input"),
+    ("CPU", PAD, BATCH_OUTPUT, "PAD is set, and config.pbtxt has batch_output"),
+    ("CPU", BUCKETS, BATCH_INPUT, "BATCH_BUCKETS is set, and config.pbtxt has batch_input"),
+    ("CPU", FIXED_SHAPES, BATCH_INPUT, "has dynamic: false, and config.pbtxt has batch_input"),
+    (
+        "CPU",
+        {},
+        BATCH_INPUT | DECOUPLED,
+        "the model is decoupled, and config.pbtxt has batch_input",
+    ),
+    (
+        "CPU",
+        {},
+        BATCH_OUTPUT | STATEFUL,
+        "batch_output names a state, and config.pbtxt has batch_output",
+    ),
 ]
 
 

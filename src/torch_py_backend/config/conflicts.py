@@ -1,9 +1,10 @@
-"""Settings of config.pbtxt that are refused: a table of rules."""
+"""Settings of config.pbtxt that are refused: a table of pairs."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import ConfigError
@@ -16,23 +17,114 @@ CACHE_CURE = (
     "Triton's cache compares input tensors alone, and would send the answer to another request:"
     " remove one of the two."
 )
-# Whether a config has a combination of settings that is refused; the combination, as a clause; and
-# what to do, as a sentence.
-Rule: TypeAlias = tuple[bool, str, str]
+_KEEP_ONE = "They exclude each other; keep one."
+_OF_BATCHES = ("PAD is set", "BATCH_BUCKETS is set")
+_STATIC = "TORCH_COMPILE_OPTIONAL_PARAMETERS has dynamic: false"
+_STREAMS = "the model is decoupled"
+_EXCLUDED_BY_STREAMS = (
+    *_OF_BATCHES,
+    "TORCH_COMPILE_OPTIONAL_PARAMETERS is set",
+    "OPTIMIZE asks for freeze",
+    "ENABLE_WEIGHT_SHARING shares the weights on the GPU",
+)
+_RAGGED = ("config.pbtxt has batch_input", "config.pbtxt has batch_output")
+_EXCLUDED_BY_RAGGED = (*_OF_BATCHES, _STATIC, _STREAMS, "batch_output names a state")
+
+# Two settings that exclude each other, and what to do. The first ones decide how the model is run
+# to complete its config.
+_BEFORE_COMPLETION = (
+    (
+        "sequence_batching is set",
+        _STREAMS,
+        "A stream keeps its own state between responses: remove one from config.pbtxt.",
+    ),
+    ("MODEL_CLASS is set", "MODEL_FACTORY is set", "Both name what is to be served; keep one."),
+)
+_PAIRS = (
+    (
+        "PAD is set",
+        "a state of sequence_batching has dims of -1",
+        "Padding in a state cannot be recognized: give it fixed dims, or remove PAD.",
+    ),
+    ("OPTIMIZE asks for bf16", "OPTIMIZE asks for fp16", _KEEP_ONE),
+    *(
+        ("CAST_INPUTS is set", reduced, "That converts inputs, too: remove CAST_INPUTS.")
+        for reduced in ("OPTIMIZE asks for bf16", "OPTIMIZE asks for fp16")
+    ),
+    *(
+        (
+            setting,
+            "max_batch_size is 0",
+            "It applies to batches: set max_batch_size, or remove it.",
+        )
+        for setting in _OF_BATCHES
+    ),
+    *(
+        (
+            setting,
+            _STREAMS,
+            "Each request is a stream, with the model's code between its responses: remove it.",
+        )
+        for setting in _EXCLUDED_BY_STREAMS
+    ),
+    *(
+        (setting, ragged, "Remove one of the two: sizes differ from batch to batch.")
+        for setting, ragged in product(_EXCLUDED_BY_RAGGED, _RAGGED)
+    ),
+    ("response_cache is enabled", "sequence_batching is set", CACHE_CURE),
+)
+
+
+def _settings(config: ModelConfig) -> dict[str, bool]:
+    """Return whether a config has each setting of the pairs."""
+    options = config.options
+    states = {state.output for state in config.states}
+    return {
+        "PAD is set": bool(options.pad),
+        "BATCH_BUCKETS is set": bool(options.batch_buckets),
+        "CAST_INPUTS is set": options.cast_inputs is not None,
+        "MODEL_CLASS is set": options.model_class is not None,
+        "MODEL_FACTORY is set": options.model_factory is not None,
+        **{f"OPTIMIZE asks for {name}": True for name in options.optimize},
+        "TORCH_COMPILE_OPTIONAL_PARAMETERS is set": options.compilation is not None,
+        _STATIC: options.static_shapes,
+        "ENABLE_WEIGHT_SHARING shares the weights on the GPU": bool(options.enable_weight_sharing)
+        and config.kind != "CPU",
+        "max_batch_size is 0": config.max_batch_size == 0,
+        _STREAMS: config.decoupled,
+        "response_cache is enabled": config.response_cache,
+        "sequence_batching is set": config.sequencing is not None,
+        "a state of sequence_batching has dims of -1": any(
+            -1 in state.dims for state in config.states
+        ),
+        "config.pbtxt has batch_input": bool(config.batch_inputs),
+        "config.pbtxt has batch_output": bool(config.batch_outputs),
+        "batch_output names a state": any(out.name in states for out in config.batch_outputs),
+    }
 
 
 def check(config: ModelConfig, *, complete: bool = True) -> None:
-    """Raise for the first rule that applies.
-
-    Before the config is completed, only rules apply that decide how the model is run for that.
+    """Raise for the first pair of settings that a config has.
 
     Raises:
         ConfigError: two settings conflict.
     """
-    rules = _rules_before_completion(config)
-    for applies, problem, cure in (*rules, *_rules(config)) if complete else rules:
-        if applies:
-            raise ConfigError(problem, cure=cure)
+    settings = _settings(config)
+    for first, second, cure in (*_BEFORE_COMPLETION, *_PAIRS) if complete else _BEFORE_COMPLETION:
+        if settings.get(first) and settings.get(second):
+            raise ConfigError(f"{first}, and {second}", cure=cure)
+    largest = max(config.options.batch_buckets or (0,))
+    if complete and largest > config.max_batch_size:
+        raise ConfigError(
+            f"BATCH_BUCKETS holds {largest}, and max_batch_size is {config.max_batch_size}",
+            cure="Raise max_batch_size, or remove the bucket.",
+        )
+    traces = config.options.profile_dir
+    if complete and traces is not None and not Path(traces).is_absolute():
+        raise ConfigError(
+            f"PROFILE_DIR is '{traces}'",
+            cure="Give an absolute path: Triton chooses the working directory of an instance.",
+        )
 
 
 def refuse(*rules: tuple[bool, str, str]) -> None:
@@ -59,102 +151,3 @@ def check_for_triton(document: Document) -> None:
             is_wrong = any(size < 1 and size != -1 for size in entry["dims"])
             found = f"{role} '{entry['name']}' has dims {entry['dims']}"
             refuse((is_wrong, found, "sizes of at least 1, or -1 for any size"))
-
-
-def _rules_before_completion(config: ModelConfig) -> tuple[Rule, ...]:
-    options = config.options
-    sequences = config.sequencing is not None
-    return (
-        (
-            config.decoupled and sequences,
-            "sequence_batching is set, and the model is decoupled",
-            "A stream keeps its own state between responses: remove one from config.pbtxt.",
-        ),
-        (
-            options.model_class is not None and options.model_factory is not None,
-            "MODEL_CLASS and MODEL_FACTORY both name what is to be served",
-            "They exclude each other; keep one.",
-        ),
-    )
-
-
-def _rules(config: ModelConfig) -> tuple[Rule, ...]:
-    options = config.options
-    compiled = options.compilation is not None
-    largest_bucket = max(options.batch_buckets or (0,))
-    gpu_sharing = bool(options.enable_weight_sharing) and config.kind != "CPU"
-    reduced = [name for name in options.optimize if name in ("bf16", "fp16")]
-    states = {state.output for state in config.states}
-    ragged = "batch_input" if config.batch_inputs else "batch_output"
-    of_batches = {
-        "PAD is set": bool(options.pad),
-        "BATCH_BUCKETS is set": bool(options.batch_buckets),
-    }
-    excluded_by_streams = of_batches | {
-        "TORCH_COMPILE_OPTIONAL_PARAMETERS is set": compiled,
-        "OPTIMIZE asks for freeze": "freeze" in options.optimize,
-        "ENABLE_WEIGHT_SHARING shares the weights on the GPU": gpu_sharing,
-    }
-    excluded_by_ragged_batches = {
-        "PAD": bool(options.pad),
-        "BATCH_BUCKETS": bool(options.batch_buckets),
-        "TORCH_COMPILE_OPTIONAL_PARAMETERS with dynamic: false": options.static_shapes,
-        "model_transaction_policy { decoupled: true }": config.decoupled,
-        "a state that batch_output names": any(out.name in states for out in config.batch_outputs),
-    }
-    return (
-        (
-            bool(options.pad) and any(-1 in state.dims for state in config.states),
-            "PAD is set, and a state of sequence_batching has dims of -1",
-            "Padding in a state cannot be recognized: give it fixed dims, or remove PAD.",
-        ),
-        (
-            len(reduced) > 1,
-            f"OPTIMIZE asks for {' and '.join(reduced)}",
-            "They exclude each other; keep one.",
-        ),
-        (
-            options.weights_dtype is not None and options.cast_inputs is not None,
-            f"CAST_INPUTS is set, and OPTIMIZE asks for {''.join(reduced)}",
-            "That converts inputs, too: remove CAST_INPUTS.",
-        ),
-        *(
-            (
-                is_set and config.max_batch_size == 0,
-                f"{setting}, and max_batch_size is 0",
-                "It applies to batches: set max_batch_size, or remove it.",
-            )
-            for setting, is_set in of_batches.items()
-        ),
-        (
-            largest_bucket > config.max_batch_size,
-            f"BATCH_BUCKETS holds {largest_bucket}, and max_batch_size is {config.max_batch_size}",
-            "Raise max_batch_size, or remove the bucket.",
-        ),
-        (
-            options.profile_dir is not None and not Path(options.profile_dir).is_absolute(),
-            f"PROFILE_DIR is '{options.profile_dir}'",
-            "Give an absolute path: Triton chooses the working directory of an instance.",
-        ),
-        *(
-            (
-                is_set and config.decoupled,
-                f"{setting}, and the model is decoupled",
-                "Each request is a stream, with the model's code between its responses: remove it.",
-            )
-            for setting, is_set in excluded_by_streams.items()
-        ),
-        *(
-            (
-                is_set and config.concatenates,
-                f"config.pbtxt has {ragged} and {setting}",
-                f"Remove one of the two: sizes differ from batch to batch with {ragged}.",
-            )
-            for setting, is_set in excluded_by_ragged_batches.items()
-        ),
-        (
-            config.response_cache and config.sequencing is not None,
-            "response_cache is enabled, and sequence_batching is set",
-            CACHE_CURE,
-        ),
-    )
