@@ -5,6 +5,7 @@ The functions for other modules run in a child process (`completion`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.autocomplete import hook_runs, specs
+from torch_py_backend.autocomplete import specs
 from torch_py_backend.autocomplete.specs import Schema
-from torch_py_backend.config import model_config
+from torch_py_backend.config import dtypes, model_config
+from torch_py_backend.config.dtypes import DType
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.engine import runtime
@@ -33,9 +35,24 @@ from torch_py_backend.loading import (
 )
 from torch_py_backend.loading import hooks as user_hooks
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
+from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.pipeline.hooks import HookedPipeline
 from torch_py_backend.pipeline.inputs import Inputs
+from torch_py_backend.signature.arguments import ArgumentType
 from torch_py_backend.values import Item
+
+_BYTES = dtypes.from_triton("BYTES")
+# The types and dims of annotations, for one row.
+_ANNOTATED: Mapping[ArgumentType, tuple[DType, tuple[int, ...]]] = {
+    ArgumentType.INT: (dtypes.from_triton("INT64"), ()),
+    ArgumentType.FLOAT: (dtypes.from_triton("FP32"), ()),
+    ArgumentType.BOOL: (dtypes.from_triton("BOOL"), ()),
+    ArgumentType.STR: (_BYTES, ()),
+    ArgumentType.RAW: (_BYTES, ()),
+    ArgumentType.STRINGS: (_BYTES, (-1,)),
+    ArgumentType.BYTES: (_BYTES, (-1,)),
+}
 
 
 def describe(arguments: Mapping[str, str]) -> JsonObject:
@@ -82,13 +99,12 @@ def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
     named = [argument for argument in signature.arguments if argument.named]
     required = [argument for argument in named if argument.required] or named
     leaves = [leaf for owner in required for leaf in owner.keys or (owner,)]
-    annotated = hook_runs.ANNOTATED
     return {
         "signature": str(signature),
         "arguments": [argument.name for argument in named],
         "inputs": [
-            specs.entry_of(TensorSpec(leaf.name, *annotated[leaf.type]))
-            if leaf.type in annotated
+            specs.entry_of(TensorSpec(leaf.name, *_ANNOTATED[leaf.type]))
+            if leaf.type in _ANNOTATED
             else {"name": leaf.name}
             for leaf in leaves
         ],
@@ -114,7 +130,7 @@ def _infer(config: ModelConfig, arguments: Mapping[str, str]) -> Schema:
     batched = dataclasses.replace(config, max_batch_size=config.max_batch_size or 1)
     hooks = user_hooks.load(batched, artifact)
     if hooks is not None:
-        return hook_runs.infer(config, artifact, hooks, listed, device)
+        return _with_hooks(config, artifact, hooks, listed, device)
     if artifact.kind is ArtifactType.EXPORTED:
         with registrations.imported(config, artifact):
             return _from_program(artifact.path)
@@ -224,3 +240,96 @@ class _Runs:
         except Exception as error:  # the model's own code runs here
             raise ForwardError(error, self.loaded.signature.name) from error
         return specs.of_result(result, "forward()")
+
+
+# --- hooks -------------------------------------------------------------------------------------
+
+
+def _with_hooks(
+    config: ModelConfig,
+    artifact: Artifact,
+    hooks: Hooks,
+    listed: Sequence[TensorSpec],
+    device: torch.device,
+) -> Schema:
+    """Return inputs from an example, the config or annotations, and outputs from a trial run.
+
+    Raises:
+        ConfigError: the inputs cannot be inferred, or the hooks cannot be run with them.
+    """
+    example = example_inputs.find(config, artifact)
+    inputs = listed or (_annotated(hooks) if example is None else ())
+    loaded = registry.load(artifact, config, device)
+
+    def run(inputs: Sequence[TensorSpec], size: int, item: Item | None) -> Schema:
+        settings = dataclasses.replace(config, inputs=tuple(inputs), max_batch_size=size)
+        item = item or example_inputs.item(settings, 2 if size else None)
+        return _run_hooks(settings, loaded, hooks, item, device)
+
+    if example is None:
+        return run(inputs, config.max_batch_size if listed else specs.DEFAULT_BATCH_SIZE, None)
+    inputs = specs.of_values(example)
+    if len({spec.dims[:1] for spec in inputs}) == 1 and inputs[0].dims:
+        row, size = specs.row_specs(inputs, batched=True), specs.batch_size(loaded.rows.most)
+        try:
+            schema = run(row, size, example)
+        except ConfigError:
+            if hooks.per_batch:
+                raise
+        else:
+            # Rows of an example, such as texts of different lengths, show which dims vary.
+            for at in range(2 if inputs[0].dims[0] > 1 else 0):
+                with contextlib.suppress(ConfigError):  # the model takes no single row
+                    single = {name: value[at : at + 1] for name, value in example.items()}
+                    schema = specs.with_varying(schema, run(row, size, single))
+            return schema
+    return run(inputs, 0, example)
+
+
+def _annotated(hooks: Hooks) -> tuple[TensorSpec, ...]:
+    """Return the inputs of one row, from the annotations of the first hook."""
+    hook = hooks.preprocess or hooks.preprocess_batch
+    arguments = hook.signature().arguments if hook is not None else ()
+    named = [argument for argument in arguments if argument.named]
+    if not named or any(argument.type not in _ANNOTATED for argument in named):
+        raise specs.no_example(
+            "the hooks do not define the shapes of their inputs,"
+            " as annotations like `bytes` and `str` do",
+        )
+    inputs = []
+    for argument in named:
+        dtype, dims = _ANNOTATED[argument.type]
+        # The list that a hook for batches takes holds the rows.
+        dims = dims if hook is hooks.preprocess else ()
+        inputs.append(TensorSpec(argument.name, dtype, dims, optional=not argument.required))
+    return tuple(inputs)
+
+
+def _run_hooks(
+    config: ModelConfig, loaded: Loaded, hooks: Hooks, example: Item, device: torch.device
+) -> Schema:
+    """Run the hooks and the model with an example and return the schema.
+
+    Raises:
+        ConfigError: the hooks or the model fail.
+    """
+    device_runtime = runtime.create(config.options, device, ())
+    without_outputs = dataclasses.replace(config, outputs=())
+    pipeline = HookedPipeline(without_outputs, loaded.signature, hooks, device_runtime.device)
+    try:
+        with device_runtime.guard():
+            result, of_row = pipeline.run_unchecked(loaded.module, example)
+    except Exception as error:  # the model's own code runs here
+        known = isinstance(error, BackendError)
+        reason = error if known else ForwardError(error, loaded.signature.name)
+        raise ConfigError(
+            "config.pbtxt lists no inputs or no outputs, and the hooks cannot be run to infer them:"
+            f" {reason}",
+            cure=f"Put valid inputs beside the model, in a function {example_inputs.NAME}() or"
+            f" {example_inputs.NAME}.safetensors, or write the outputs into config.pbtxt.",
+        ) from error
+    outputs = specs.of_result(result, "postprocess()")
+    batched = config.max_batch_size > 0
+    if not (batched and of_row):
+        outputs = specs.row_specs(outputs, batched=batched)
+    return Schema(config.inputs, outputs, config.max_batch_size)
