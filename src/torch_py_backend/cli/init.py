@@ -79,7 +79,7 @@ def init(
         linked = [*artifact.files.values()] if link else []
         model_folder.refuse_target(target, linked, force=force)
         transfer = os.symlink if link else shutil.copyfile
-        report = model_folder.create(target, artifact, entries, transfer=transfer)
+        report = model_folder.create(target, artifact, entries, transfer)
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print(f"made {target}")
     for line in report.lines:

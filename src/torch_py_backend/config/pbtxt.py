@@ -54,6 +54,11 @@ def parameter(key: str, value: str) -> str:
     return f"parameters {{ key: {quote(key)} value {{ string_value: {quote(value)} }} }}"
 
 
+def parameters(options: Mapping[str, str]) -> JsonObject:
+    """Return options as the parameters of a document."""
+    return {key: {"string_value": value} for key, value in options.items()}
+
+
 def model_dims(entry: Document) -> list[int]:
     """Return the dims of an input or output as the model sees it.
 

@@ -65,12 +65,10 @@ class Callee(NamedTuple):
     """A module in memory, as examples call it.
 
     Attributes:
-        model: the model's name.
         module: the module.
         signature: that of forward().
     """
 
-    model: str
     module: nn.Module
     signature: Signature
 
@@ -136,6 +134,12 @@ def from_requests(example_inputs: object, max_batch_size: int | None) -> Example
             item[name] = np.array(value, dtype=np.object_).reshape(shape)
         else:
             item[name] = value.detach().cpu()
+    if len({isinstance(value, Tensor) for value in item.values()}) > 1:
+        raise ExampleError(
+            "example_inputs has tensors and strings",
+            expected="one of them",
+            cure="Let the hooks take strings only, or write the folder by hand.",
+        )
     if max_batch_size is None:
         max_batch_size = max(_BATCH_SIZE, _rows(item))
     return Example(item, _entries(item, {}, max_batch_size), max_batch_size)

@@ -20,8 +20,9 @@ from torch.utils import _pytree as pytree
 
 from torch_py_backend.errors import SaveError, a_type, summarize
 from torch_py_backend.loading.discovery import HOOKS
+from torch_py_backend.loading.example_inputs import NAME
 from torch_py_backend.saving import examples, formats, source_files
-from torch_py_backend.saving.examples import Callee, Example
+from torch_py_backend.saving.examples import Callee
 from torch_py_backend.signature import introspection
 from torch_py_backend.tools import artifact_files
 from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles
@@ -56,117 +57,112 @@ def is_pretrained(module: object) -> bool:
 
 
 class ModuleFiles:
-    """Writes the version folder of one format.
+    """What is saved of a module, and how it is written in each format.
 
     Attributes:
-        example: the example, once the folder is written.
+        example: valid inputs.
+        of_torch: whether the module's class is torch's own.
     """
-
-    example: Example
 
     def __init__(
         self,
-        name: str,
         module: nn.Module,
-        kind: Format,
-        folder: Path,
+        example_inputs: object,
+        max_batch_size: int | None,
+        dynamic_shapes: Any,
+        model_kwargs: Mapping[str, object],
         hooks: type | None,
         processor: Any,
-        model_kwargs: Mapping[str, object],
+        kind: Format,
     ) -> None:
-        self._name, self._module, self._kind = name, module, kind
-        self._hooks, self._processor = hooks, processor
-        self._folder = folder / "1"
-        self._callee = Callee(name, module, introspection.from_function(module.forward))
-        self._pretrained = kind == "module" and is_pretrained(module)
-        self._kwargs = dict(model_kwargs)
-        if self._pretrained:
-            kwargs = artifact_files.pretrained_kwargs(self._callee.signature.named)
-            self._kwargs = kwargs | self._kwargs
-
-    def write(
-        self, example_inputs: object, max_batch_size: int | None, dynamic_shapes: Any
-    ) -> ArtifactFiles:
-        """Write the files of the version folder, and return them.
+        """Prepare the example. The arguments are those of `save_model`; `kind` is tried first.
 
         Raises:
-            SaveError: the example does not fit, or the module cannot be saved in this format.
+            SaveError: the example or the processor does not fit the module.
         """
-        self._folder.mkdir(parents=True)
-        template = self._template()
-        if self._hooks is None and template is None:
+        self._module, self._dynamic_shapes = module, dynamic_shapes
+        self._hooks, self._processor = hooks, processor
+        self.of_torch = type(module).__module__.startswith("torch.")
+        self._pretrained = kind == "module" and is_pretrained(module)
+        self._template = None if processor is None else self._find_template()
+        signature = introspection.from_function(module.forward)
+        self._kwargs = dict(model_kwargs)
+        if self._pretrained:
+            self._kwargs = artifact_files.pretrained_kwargs(signature.named) | self._kwargs
+        if hooks is None and self._template is None:
+            callee, by_name = Callee(module, signature), kind == "aoti"
             self.example = examples.from_arguments(
-                self._callee,
-                example_inputs,
-                max_batch_size,
-                dynamic_shapes,
-                by_name=self._kind == "aoti",
+                callee, example_inputs, max_batch_size, dynamic_shapes, by_name=by_name
             )
+            self._add_known_entries()
         else:
-            if example_inputs is None and template is not None:
-                example_inputs = _EXAMPLES[template]
+            if example_inputs is None and self._template is not None:
+                example_inputs = _EXAMPLES[self._template]
             self.example = examples.from_requests(example_inputs, max_batch_size)
-        parameters = self._write_source(template)
-        self._write_example()
-        artifact = artifact_files.find(self._write_model(dynamic_shapes), None)
-        if self._pretrained and self.example.arguments is not None:
-            names = list(self.example.item)
-            entries = artifact_files.pretrained_inputs(artifact.pretrained_config, names)
-            if [entry["name"] for entry in entries] == names:
-                self.example = replace(self.example, entries=entries)
-        paths = sorted(path for path in self._folder.rglob("*") if path.is_file())
-        written = {path.relative_to(self._folder).as_posix(): path for path in paths}
-        return replace(
-            artifact,
-            title=type(self._module).__name__,
-            files={**artifact.files, **written},
-            parameters={**artifact.parameters, **parameters},
-        )
 
-    def _template(self) -> str | None:
-        """Return the name of the file with the hooks for the processor; None: no hooks are needed.
-
-        The user's own hooks read the processor from the folder.
+    def _find_template(self) -> str | None:
+        """Return the file with the hooks for the processor; None: the user's own hooks read it.
 
         Raises:
             SaveError: the processor is not one of those that `save_model` names.
         """
-        if self._processor is None:
-            return None
         if self._pretrained:
             if self._hooks is not None and hasattr(self._processor, "save_pretrained"):
                 return None
             for attribute, template in (("pad_token", _TEXT), ("image_mean", _IMAGE)):
                 if hasattr(self._processor, attribute):
                     return template
-        kinds = f"{a_type(self._processor)} for {a_type(self._module)}"
         raise SaveError(
-            f"processor is {kinds}",
+            f"processor is {a_type(self._processor)} for {a_type(self._module)}",
             expected="a tokenizer or an image processor for a model of transformers, in the format"
             " module",
             cure="Prepare the inputs in a class, and pass it as hooks.",
         )
 
+    def _add_known_entries(self) -> None:
+        """Take the inputs of a transformers model from its config, if the example has the same."""
+        if self._pretrained:
+            config: Any = self._module.config
+            names = list(self.example.item)
+            entries = artifact_files.pretrained_inputs(config.to_dict(), names)
+            if [entry["name"] for entry in entries] == names:
+                self.example = replace(self.example, entries=entries)
+
+    def write(self, folder: Path, kind: Format) -> ArtifactFiles:
+        """Write the files of a version folder in one format; return the model file with options.
+
+        Raises:
+            SaveError: the module cannot be saved in this format.
+        """
+        folder.mkdir(parents=True)
+        parameters = self._write_source(folder, kind)
+        self._write_example(folder)
+        artifact = artifact_files.find(self._write_model(folder, kind), None)
+        for path in folder.rglob("*"):
+            if path.is_file():
+                path.chmod(0o644)  # safetensors 0.8 writes files for their owner only
+        return replace(artifact, parameters={**artifact.parameters, **parameters})
+
     # --- source and example --------------------------------------------------------------------
 
-    def _write_source(self, template: str | None) -> dict[str, str]:
+    def _write_source(self, folder: Path, kind: Format) -> dict[str, str]:
         """Write the classes of the module and the hooks; return the options for the module's."""
         parameters: dict[str, str] = {}
-        if self._kind == "module":
+        if kind == "module":
             if self._kwargs:
                 parameters["MODEL_KWARGS"] = self._json()
             if not self._pretrained:
                 built = type(self._module)
                 name = parameters["MODEL_CLASS"] = built.__name__
-                source_files.write(self._folder, "model", built, name)
+                source_files.write(folder, "model", built, name)
                 self._check_class()
         if self._hooks is not None:
-            source_files.write(self._folder, "hooks", self._hooks, "Hooks", write_out=True)
-        elif template is not None:
-            shutil.copyfile(Path(__file__).with_name(template), self._folder / HOOKS)
+            source_files.write(folder, "hooks", self._hooks, "Hooks", write_out=True)
+        elif self._template is not None:
+            shutil.copyfile(Path(__file__).with_name(self._template), folder / HOOKS)
         return parameters
 
-    def _write_example(self) -> None:
+    def _write_example(self, folder: Path) -> None:
         """Write the example into files, or into a function of hooks.py."""
         item = self.example.item
         tensors = {
@@ -174,28 +170,21 @@ class ModuleFiles:
             for name, value in item.items()
             if isinstance(value, Tensor)
         }
-        if len(tensors) == len(item):
-            safetensors.torch.save_file(tensors, self._folder / EXAMPLE)
-            return
         if tensors:
-            raise SaveError(
-                "example_inputs has tensors and strings",
-                expected="one of them",
-                cure="Let the hooks take strings only, or write the folder by hand.",
-            )
+            safetensors.torch.save_file(tensors, folder / EXAMPLE)
+            return
         contents = {
             name: content
             for name, value in item.items()
             if value.size == 1 and isinstance(content := np.ravel(value)[0], bytes)
         }
         if len(contents) == len(item) and not any("/" in name for name in contents):
-            folder = self._folder / Path(EXAMPLE).stem
-            folder.mkdir()
+            (folder / NAME).mkdir()
             for name, content in contents.items():
-                (folder / name).write_bytes(content)
+                (folder / NAME / name).write_bytes(content)
             return
         lines = (f"        {name!r}: {value.tolist()!r},\n" for name, value in item.items())
-        with (self._folder / HOOKS).open("a", encoding="utf-8") as file:
+        with (folder / HOOKS).open("a", encoding="utf-8") as file:
             file.write(f"\n\ndef example_inputs():\n    return {{\n{''.join(lines)}    }}\n")
 
     def _json(self) -> str:
@@ -227,24 +216,18 @@ class ModuleFiles:
             cure=_constructor_cure(built),
         )
 
-    @property
-    def on_gpu(self) -> bool:
-        """Whether the module is on a GPU."""
-        return any(weight.device.type == "cuda" for weight in self._module.parameters())
-
     # --- the model -----------------------------------------------------------------------------
 
-    def _write_model(self, dynamic_shapes: Any) -> Path:
+    def _write_model(self, folder: Path, kind: Format) -> Path:
         """Write the module in its format, and return the model file, or its folder."""
-        module, folder = self._module, self._folder
         if self._pretrained:
-            pretrained: Any = module
+            pretrained: Any = self._module
             pretrained.save_pretrained(folder)
             if self._processor is not None:
                 self._processor.save_pretrained(folder)
             return folder
-        if self._kind == "module":
-            formats.write_weights(module, folder / "model.safetensors")
+        if kind == "module":
+            formats.write_weights(self._module, folder / "model.safetensors")
             return folder / "model.py"
         if self.example.arguments is None:
             raise SaveError(
@@ -259,19 +242,19 @@ class ModuleFiles:
         if self.example.max_batch_size and self.example.rows == 1:
             # torch.export takes a size of 1 for a constant.
             call = call.map(lambda tensor: torch.cat([tensor, tensor]))
-        shapes = dynamic_shapes
+        shapes = self._dynamic_shapes
         if shapes is None and self.example.max_batch_size:
             shapes, batch = torch.export.ShapesCollection(), torch.export.Dim("batch", min=1)
             for tensor in pytree.tree_leaves(tuple(call)):
                 shapes[tensor] = {0: batch}
         path = folder / "model.pt2"
         formats.write_program(
-            module,
+            self._module,
             call,
             shapes,
             path,
-            compiled=self._kind == "aoti",
-            one_row=self.example.max_batch_size > 0 and dynamic_shapes is None,
+            compiled=kind == "aoti",
+            one_row=self.example.max_batch_size > 0 and self._dynamic_shapes is None,
         )
         return path
 

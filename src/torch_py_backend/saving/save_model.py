@@ -7,31 +7,22 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import nn
 
-from torch_py_backend.config import removed_names
-from torch_py_backend.errors import (
-    ExampleError,
-    LoadError,
-    PlatformError,
-    SaveError,
-    SourceError,
-    about,
-)
+from torch_py_backend.autocomplete import completion
+from torch_py_backend.config import pbtxt, removed_names
+from torch_py_backend.config.pbtxt import Document, JsonObject
+from torch_py_backend.errors import LoadError, SaveError, about
 from torch_py_backend.saving import examples, module_files
 from torch_py_backend.saving.module_files import Format, ModuleFiles
 from torch_py_backend.tools import model_folder
-from torch_py_backend.tools.model_folder import SavedModule
 
 log = logging.getLogger(__name__)
-
-_OF_ANY_FORMAT = ExampleError, PlatformError, SourceError
 
 
 def save_model(
@@ -89,63 +80,85 @@ def save_model(
         ToolError: the folder exists, or cannot be written.
     """
     target = Path(path).absolute()
-    name = target.name
-    with about(name):
-        _check(name, module, format, max_batch_size, instances)
-    model_folder.refuse_target(target, [], force=overwrite)
-    formats: tuple[Format, ...] = ("module", "export")
-    if processor is not None or model_kwargs or module_files.is_pretrained(module):
-        formats = (format or "module",)
-    elif format is not None:
-        formats = (format,)
-    options = {
-        key: value if isinstance(value, str) else json.dumps(value)
-        for key, value in (parameters or {}).items()
-    }
-    refusals: list[SaveError | LoadError] = []
-    scratch_folder = model_folder.scratch_folder(target.parent, f"cannot make {target}")
-    with about(name), _evaluating(module), torch.no_grad(), scratch_folder as scratch:
-        for kind in formats:
-            writer = ModuleFiles(
-                name, module, kind, scratch / kind / name, hooks, processor, model_kwargs or {}
+    with about(target.name):
+        _check(target.name, module, format, max_batch_size, instances)
+        model_folder.refuse_target(target, [], force=overwrite)
+        formats: tuple[Format, ...] = (format,) if format else ("module", "export")
+        if processor is not None or model_kwargs or module_files.is_pretrained(module):
+            formats = (format or "module",)
+        options = {
+            key: value if isinstance(value, str) else json.dumps(value)
+            for key, value in (parameters or {}).items()
+        }
+        with _evaluating(module), torch.no_grad(), model_folder.new_folder(target) as folder:
+            document = pbtxt.read(folder)
+            document["parameters"] = pbtxt.parameters(options)
+            kind = (
+                "KIND_GPU" if any(weight.is_cuda for weight in module.parameters()) else "KIND_CPU"
             )
-            try:
-                artifact = writer.write(example_inputs, max_batch_size, dynamic_shapes)
-                _make_readable(scratch / kind)
-                reference = scratch / kind / "reference.pt" if writer.example.outputs else None
-                if reference is not None:
-                    torch.save(writer.example.outputs, reference)
-                report = model_folder.create(
-                    target,
-                    replace(artifact, parameters={**artifact.parameters, **options}),
-                    writer.example.entries,
-                    transfer=shutil.move,
-                    saved=SavedModule(
-                        writer.example.max_batch_size,
-                        instances,
-                        writer.on_gpu,
-                        reference,
-                    ),
-                )
-            except (SaveError, LoadError) as error:
-                if len(formats) == 1 or isinstance(error, _OF_ANY_FORMAT):
-                    raise
-                refusals.append(error)
-                continue
-            if refusals and not type(module).__module__.startswith("torch."):
-                reason = _found(refusals[0])
-                log.warning("model '%s': saved as a torch.export program: %s", name, reason)
-            for line in report.lines:
-                if line.startswith("note"):
-                    log.warning("model '%s': %s", name, line.removeprefix("note").strip())
-            return target
-        source, program = refusals
-        cure = source.cure if isinstance(source, SaveError) else ""
-        raise SaveError(
-            f"it can be saved neither as source ({_found(source)}) nor as a program"
-            f" ({_found(program)})",
-            cure=f"{cure} Or change forward() so that torch.export supports it.".lstrip(),
-        )
+            document["instance_group"] = [{"kind": kind, "count": instances}]
+            files = ModuleFiles(
+                module,
+                example_inputs,
+                max_batch_size,
+                dynamic_shapes,
+                model_kwargs or {},
+                hooks,
+                processor,
+                formats[0],
+            )
+            _write(folder, files, formats, document)
+    return target
+
+
+def _write(folder: Path, files: ModuleFiles, formats: Sequence[Format], document: Document) -> None:
+    """Write the folder in the first of the formats in which the module can be saved.
+
+    Raises:
+        SaveError: it can be saved in none of them.
+        LoadError: the saved model does not load, or its answers differ.
+    """
+    refusals: list[SaveError | LoadError] = []
+    for kind in formats:
+        try:
+            warnings = _write_format(folder, files, kind, document)
+        except (SaveError, LoadError) as error:
+            refusals.append(error)
+            shutil.rmtree(folder)
+            continue
+        if refusals and not files.of_torch:
+            warnings.insert(0, f"saved as a torch.export program: {_found(refusals[0])}")
+        for warning in warnings:
+            log.warning("model '%s': %s", folder.name, warning)
+        return
+    if len(refusals) == 1:
+        raise refusals[0]
+    source, program = refusals
+    cure = source.cure if isinstance(source, SaveError) else ""
+    raise SaveError(
+        f"it can be saved neither as source ({_found(source)}) nor as a program"
+        f" ({_found(program)})",
+        cure=f"{cure} Or change forward() so that torch.export supports it.".lstrip(),
+    )
+
+
+def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Document) -> list[str]:
+    """Write the folder in a format, load the model, and compare its answers; return warnings."""
+    example = files.example
+    artifact = files.write(folder / "1", kind)
+    config: JsonObject = {
+        **document,
+        "max_batch_size": example.max_batch_size,
+        "input": example.entries,
+        "parameters": pbtxt.parameters(artifact.parameters) | document["parameters"],
+    }
+    completion.complete(pbtxt.arguments(folder, "1", config), config)
+    config = model_folder.write_config(folder, config, artifact.description, {})
+    reference = folder.with_name("reference.pt") if example.outputs else None
+    if reference is not None:
+        torch.save(example.outputs, reference)
+    warnings: list[str] = model_folder.inspect(folder, "1", config, reference=reference)["warnings"]
+    return warnings
 
 
 def _found(error: SaveError | LoadError) -> str:
@@ -186,10 +199,3 @@ def _evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for part, mode in modes:
             part.training = mode
-
-
-def _make_readable(folder: Path) -> None:
-    """Let the server's user read all files: safetensors 0.8 writes them for the owner only."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            path.chmod(0o644)

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -50,24 +49,6 @@ class FolderReport:
     missing: Sequence[Document] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SavedModule:
-    """What is known of a model whose module is in memory.
-
-    Attributes:
-        max_batch_size: that of the config.
-        instances: the number of instances; on a GPU, of each GPU.
-        on_gpu: whether the instances run on GPUs.
-        reference: a file with the module's own outputs for the example; None: they are not
-            compared.
-    """
-
-    max_batch_size: int
-    instances: int
-    on_gpu: bool
-    reference: Path | None
-
-
 def refuse_target(target: Path, linked: Sequence[Path], *, force: bool) -> None:
     """Raise an error if the target exists and may not be replaced.
 
@@ -97,68 +78,58 @@ def create(
     target: Path,
     artifact: ArtifactFiles,
     inputs: Sequence[Document],
-    *,
-    transfer: Callable[[Path, Path], object] = shutil.copyfile,
-    saved: SavedModule | None = None,
+    transfer: Callable[[Path, Path], object],
 ) -> FolderReport:
     """Write a model folder, complete its config from the model, and load the model once.
-
-    A folder at the target is replaced when the new one is complete.
 
     Args:
         target: the model folder.
         artifact: the files to serve.
         inputs: the inputs, as entries of config.pbtxt; empty: they come from the model.
-        transfer: copies, links or moves a file to a path.
-        saved: what is known of the model, whose answers are then compared; None: nothing.
+        transfer: copies or links a file to a path.
 
     Raises:
         ToolError: the folder cannot be written.
-        LoadError: the model of `saved` does not load, or its answers differ. Nothing is written.
     """
-    with scratch_folder(target.parent, f"cannot make {target}") as scratch:
-        folder = scratch / target.name
+    with new_folder(target) as folder:
         for name, source in artifact.files.items():
             path = folder / "1" / name
             path.parent.mkdir(parents=True, exist_ok=True)
             transfer(source, path)
         document = pbtxt.read(folder)
         document["input"] = list(inputs)
-        document["parameters"] = {
-            key: {"string_value": value} for key, value in artifact.parameters.items()
-        }
-        if saved is None:
-            report = _configure(folder, artifact, document)
-        else:
-            report = _configure_saved(folder, artifact, document, saved)
-        if os.path.lexists(target):
-            target.rename(scratch / "replaced")
-        folder.rename(target)
-    return report
+        document["parameters"] = pbtxt.parameters(artifact.parameters)
+        return _configure(folder, artifact, document)
 
 
 @contextlib.contextmanager
-def scratch_folder(repository: Path, failure: str) -> Iterator[Path]:
-    """Make a temporary folder in a repository, in which a model folder is written.
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield the path of a model folder to write, which replaces the target when the block ends.
 
-    It is moved when it is complete: a server that watches the repository never sees a part of it.
-    If the repository is created and stays empty, it is removed again, with its parents.
+    It is in a temporary folder until then: a server that watches the repository never sees a part
+    of it. If the block raises, the target stays as it was; a repository that was created for it is
+    removed again, with its parents.
 
     Raises:
-        ToolError: the block raised an OSError; `failure` says what could not be done.
+        ToolError: the folder cannot be written.
     """
     created: list[Path] = []
+    repository = target.parent
     try:
         created += [path for path in (repository, *repository.parents) if not path.exists()]
         repository.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".scratch-", dir=repository) as scratch:
-            yield Path(scratch)
+            folder = Path(scratch) / target.name
+            yield folder
+            if os.path.lexists(target):
+                target.rename(Path(scratch) / "replaced")
+            folder.rename(target)
     except OSError as error:
-        raise ToolError(f"{failure}: {error}") from error
+        raise ToolError(f"cannot make {target}: {error}") from error
     finally:
-        for folder in created:
+        for path in created:
             with contextlib.suppress(OSError):  # it has the model
-                folder.rmdir()
+                path.rmdir()
 
 
 def completed(folder: Path, seconds: float = math.inf) -> tuple[str, JsonObject]:
@@ -214,18 +185,13 @@ def _run(
 # --- the config of a new folder --------------------------------------------------------------
 
 
-def _configure_saved(
-    folder: Path, artifact: ArtifactFiles, document: JsonObject, saved: SavedModule
-) -> FolderReport:
-    """Write the config.pbtxt of a saved module, load the model with it, and compare its answers."""
-    document["max_batch_size"] = saved.max_batch_size
-    document["output"] = []
-    completion.complete(pbtxt.arguments(folder, "1", document), document)
-    kind = "KIND_GPU" if saved.on_gpu else "KIND_CPU"
-    document["instance_group"] = [{"kind": kind, "count": saved.instances}]
-    document = _write(folder, artifact, document, {})
-    inspection = inspect(folder, "1", document, reference=saved.reference)
-    return FolderReport(_notes(inspection), loads=True)
+def write_config(
+    folder: Path, document: Document, description: str, signature: Document
+) -> JsonObject:
+    """Write config.pbtxt, and return what Triton reads from it. Arguments as of `config_text`."""
+    text = config_text.text(document, description, signature)
+    (folder / "config.pbtxt").write_text(text, encoding="utf-8")
+    return pbtxt.read(folder)
 
 
 def _configure(folder: Path, artifact: ArtifactFiles, document: JsonObject) -> FolderReport:
@@ -251,7 +217,7 @@ def _configure(folder: Path, artifact: ArtifactFiles, document: JsonObject) -> F
         document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]
     if document["max_batch_size"]:
         document.update(artifact.settings)
-    document = _write(folder, artifact, document, signature)
+    document = write_config(folder, document, artifact.description, signature)
     if completion.is_incomplete(document):
         return report
     try:
@@ -259,22 +225,10 @@ def _configure(folder: Path, artifact: ArtifactFiles, document: JsonObject) -> F
     except LoadError as error:
         report.lines.append(f"does not load: {error}")
     else:
-        report.lines += [*_notes(inspection), "loads and runs"]
+        report.lines += [f"note     {warning}" for warning in inspection["warnings"]]
+        report.lines.append("loads and runs")
         report.loads = True
     return report
-
-
-def _write(
-    folder: Path, artifact: ArtifactFiles, document: Document, signature: Document
-) -> JsonObject:
-    """Write config.pbtxt, and return what Triton reads from it."""
-    text = config_text.text(document, artifact.description, signature)
-    (folder / "config.pbtxt").write_text(text, encoding="utf-8")
-    return pbtxt.read(folder)
-
-
-def _notes(inspection: Document) -> list[str]:
-    return [f"note     {warning}" for warning in inspection["warnings"]]
 
 
 def _description(folder: Path, document: Document) -> list[str]:

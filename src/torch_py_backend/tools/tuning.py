@@ -145,7 +145,7 @@ def measure(
         suits = ArtifactType[first.kind] in runtime.kinds and runtime.instance in ("", instance)
         if not suits or runtime.reduced > reduced:
             continue
-        changed = {key: {"string_value": text} for key, text in runtime.parameters.items()}
+        changed = pbtxt.parameters(runtime.parameters)
         candidate = {**document, "parameters": {**others, **changed}}
         try:
             yield row(runtime, pbtxt.arguments(folder, version, candidate))
