@@ -29,7 +29,8 @@ from torch_py_backend.values import Item, Outcome, Value, to_column
 
 log = logging.getLogger(__name__)
 
-# TorchScript's profiling executor optimizes at the third call of a shape.
+# The most calls with a sample: TorchScript's profiling executor optimizes at the third call of a
+# shape, and CUDA graphs are recorded at the second.
 _REPEATS = 3
 # A model whose graphs are unknown is called with every row count up to this number, and with powers
 # of two above it.
@@ -163,7 +164,9 @@ def _run_sample(engine: Engine, call: _Call, sample: Item) -> tuple[Item, Backen
     config = engine.config
     items = example_inputs.requests(config, sample)
     compiled = engine.compiles and engine.device.type == "cpu" and not config.states
-    for number in range(1, _REPEATS * (2 if config.states else 1) + 1):
+    optimized = engine.compiles or engine.loaded.signature.torchscript
+    repeats = _REPEATS if optimized else 1
+    for number in range(1, repeats * (2 if config.states else 1) + 1):
         graphs = compilation.graph_count() if compiled else 0  # it imports the compiler
         results: list[dict[str, Value]] = []
         copies = [{**item, **_copied_tensors(item)} for item in items]  # forward() may write
@@ -176,7 +179,7 @@ def _run_sample(engine: Engine, call: _Call, sample: Item) -> tuple[Item, Backen
         settled = compiled and compilation.graph_count() == graphs
         if settled:
             break
-        if number >= _REPEATS and config.states:
+        if number >= repeats and config.states:
             # Later steps of a sequence, whose states may have grown.
             items = [
                 item | {state.input: result[state.output] for state in config.states}
@@ -285,7 +288,8 @@ def _few_row_counts(engine: Engine) -> Sequence[int | None]:
         return [None]
     if engine.rows.buckets:
         return engine.rows.buckets[::-1]
-    smaller = 2 if engine.compiles else largest - 1
+    # TorchScript compiles for two exact shapes, then for others of the same size.
+    smaller = largest - 1 if engine.loaded.signature.torchscript else 2
     return sorted({largest, min(largest, max(1, smaller)), 1}, reverse=True)
 
 
