@@ -6,13 +6,15 @@ of `initialize`.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from logging.handlers import BufferingHandler
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 
 from torch_py_backend.config import model_config, threads
@@ -30,28 +32,18 @@ from torch_py_backend.values import Item, Value
 _FIRST_CALLS = 3
 _ROUNDS = 5
 _SECONDS = 0.2  # of one measurement
+_MOST_WARNINGS = 10_000
 
 
-class _Warnings(logging.Handler):
-    """A log handler that collects the package's warnings."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.sentences: list[str] = []
-        self.logger = logging.getLogger("torch_py_backend")
-        self.logger.addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.sentences.append(record.getMessage())
-
-
-def warm_up(engine: Engine, row_counts: Sequence[int] = ()) -> None:
-    """Warm up a model as a server would, or for some row counts only."""
-    if engine.config.options.warmup is not False:
-        with runtime.mode(engine.config.options):
-            call = streams.trial(engine) if engine.config.decoupled else None
-            rows = row_counts if engine.config.max_batch_size else ()
+def _load(settings: ModelConfig, row_counts: Sequence[int] = ()) -> Engine:
+    """Load a model, and warm it up as a server would, or for some row counts only."""
+    engine = load.build(settings, threads.budget(settings))
+    if settings.options.warmup is not False:
+        with runtime.mode(settings.options):
+            call = streams.trial(engine) if settings.decoupled else None
+            rows = row_counts if settings.max_batch_size else ()
             warmup.run(engine, call, row_counts=rows)
+    return engine
 
 
 # --- the description -----------------------------------------------------------------------------
@@ -66,12 +58,13 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
         LoadError: the model cannot be served.
         OutputError: its outputs differ from the reference.
     """
-    warnings = _Warnings()
-    warnings.logger.propagate = False
+    logger = logging.getLogger("torch_py_backend")
+    logger.propagate = False
+    warnings = BufferingHandler(_MOST_WARNINGS)
+    warnings.setLevel(logging.WARNING)
+    logger.addHandler(warnings)
     settings = model_config.parse(arguments)
-    share = threads.budget(settings)
-    engine = load.build(settings, share)
-    warm_up(engine)
+    engine = _load(settings)
     if reference is not None:
         with runtime.mode(settings.options):
             _compare(engine, Path(reference))
@@ -91,8 +84,8 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
         "inputs": [f"{text} → {places[name]}" for name, text in inputs.items()],
         "outputs": [_described(spec) for spec in settings.outputs],
         "max_batch_size": settings.max_batch_size,
-        "threads": {"intra_op": share.intra_op, "inter_op": share.inter_op},
-        "warnings": warnings.sentences,
+        "threads": dataclasses.asdict(threads.budget(settings)),
+        "warnings": [record.getMessage() for record in warnings.buffer],
     }
 
 
@@ -176,14 +169,6 @@ def _run(engine: Engine, item: Item) -> dict[str, Value]:
 # --- measuring -----------------------------------------------------------------------------------
 
 
-class Times(NamedTuple):
-    """One measurement: seconds of a call with one row and of a full batch, cores in the latter."""
-
-    single: float
-    full: float
-    cores: float
-
-
 def measure(
     arguments: Mapping[str, str], configured: Mapping[str, str], rows: int
 ) -> dict[str, Any]:
@@ -197,38 +182,32 @@ def measure(
         OutputError: the outputs differ in shape or in infinities.
     """
     began = time.perf_counter()
-    candidate = _warmed_up(arguments, rows)
+    candidate = _load(model_config.parse(arguments), (1, rows))
     ready_s = time.perf_counter() - began
-    engines = candidate, _warmed_up(configured, rows)
-    single, full = _batch(candidate, 1), _batch(candidate, rows)
-    turns: tuple[list[Times], list[Times]] = [], []
+    engines = candidate, _load(model_config.parse(configured), (1, rows))
+    samples = _batch(candidate, 1), _batch(candidate, rows)
+    # Seconds and cores of each model with each of the samples in each round.
+    figures = np.zeros((2, len(engines), len(samples), _ROUNDS))
     with runtime.mode(candidate.config.options):
-        error = max(_error(*engines, batch) for batch in (single, full))
+        error = max(_error(*engines, sample) for sample in samples)
         for turn in range(_ROUNDS):
             for number in (0, 1) if turn % 2 else (1, 0):
-                turns[number].append(_times(engines[number], single, full))
-    latencies, throughputs = (
-        [before[figure] / after[figure] for after, before in zip(*turns, strict=True)]
-        for figure in (0, 1)
-    )
+                for size, sample in enumerate(samples):
+                    figures[:, number, size, turn] = _timed(engines[number], sample)
+    seconds, cores = np.median(figures, axis=-1)[:, 0]
+    ratios = figures[0, 1] / figures[0, 0]
+    gains = np.median(ratios, axis=-1, keepdims=True)
     return {
         "kind": candidate.kind.name,
-        "latency_ms": 1e3 * median(times.single for times in turns[0]),
-        "latency_gain": median(latencies),
-        "throughput": rows / median(times.full for times in turns[0]),
-        "throughput_gain": median(throughputs),
-        "spread": max(map(_spread, (latencies, throughputs))),
-        "cores": median(times.cores for times in turns[0]),
+        "latency_ms": 1e3 * seconds[0],
+        "latency_gain": gains.item(0),
+        "throughput": rows / seconds[1],
+        "throughput_gain": gains.item(1),
+        "spread": np.abs(ratios / gains - 1).max(),
+        "cores": cores[1],
         "ready_s": ready_s,
         "error": error,
     }
-
-
-def _warmed_up(arguments: Mapping[str, str], rows: int) -> Engine:
-    settings = model_config.parse(arguments)
-    engine = load.build(settings, threads.budget(settings))
-    warm_up(engine, (1, rows))
-    return engine
 
 
 def _error(candidate: Engine, configured: Engine, batch: Item) -> float:
@@ -236,11 +215,6 @@ def _error(candidate: Engine, configured: Engine, batch: Item) -> float:
     for _ in range(_FIRST_CALLS):
         outputs, references = _run(candidate, batch), _run(configured, batch)
     return max(difference(name, outputs[name], expected) for name, expected in references.items())
-
-
-def _times(engine: Engine, single: Item, full: Item) -> Times:
-    latency, _ = _timed(engine, single)
-    return Times(latency, *_timed(engine, full))
 
 
 def _timed(engine: Engine, batch: Item) -> tuple[float, float]:
@@ -251,8 +225,3 @@ def _timed(engine: Engine, batch: Item) -> tuple[float, float]:
         calls += 1
     elapsed = time.perf_counter() - began
     return elapsed / calls, (time.process_time() - used) / elapsed
-
-
-def _spread(ratios: Sequence[float]) -> float:
-    """Return the largest relative distance of a round's ratio from the median."""
-    return max(abs(ratio / median(ratios) - 1) for ratio in ratios)
