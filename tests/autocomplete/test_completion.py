@@ -172,10 +172,7 @@ def test_partial_tensors(role: str, written: list[Entry], completed: list[Entry]
     other = "output" if role == "input" else "input"
     assert document[role] == completed
     assert document[other] == _BATCHED[other]
-
-
-def test_names_come_before_numbers() -> None:
-    """The tensor with the name of an entry describes it, and not the one with that number."""
+    # The tensor with the name of an entry describes it, and not the one with that number.
     swapped = [_tensor("OUTPUT__1", dims=[1]), _tensor("OUTPUT__0", dims=[2])]
     document = _filled({**_BATCHED, "output": swapped}, output=[_tensor("OUTPUT__0")])
     assert document["output"] == [_tensor("OUTPUT__0", dims=[2])]

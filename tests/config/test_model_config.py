@@ -69,10 +69,7 @@ def test_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"runtime": "model.py"}, "python_runtime", False),
         ({"platform": "pytorch"}, "python_runtime", True),
         ({"backend": "pytorch", "runtime": "model.py"}, "python_runtime", True),
-        # the count of a group is per GPU
         ({"instance_group": []}, "instances", 1),
-        ({"instance_group": [{"count": 2, "gpus": [0, 1, 2]}]}, "instances", 6),
-        ({"instance_group": [{"count": 2}, {"count": 1, "gpus": [5]}]}, "instances", 3),
         ({"model_transaction_policy": {}}, "decoupled", False),
         ({"model_transaction_policy": {"decoupled": True}}, "decoupled", True),
         # any name in the version folder; Triton's empty default is None

@@ -33,16 +33,20 @@ def _read(folder: Path, text: str | bytes) -> dict[str, Any]:
     return pbtxt.read(model)
 
 
-def test_read(tmp_path: Path) -> None:
-    """Fields have Triton's names; sizes are integers, also large ones; the rest can be parsed."""
+def test_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields have Triton's names, sizes are integers; Triton's arguments are strings of that."""
     document = _read(tmp_path, _TYPICAL)
     assert document["output"][0]["dims"] == [9007199254740993]
-    parsed = model_config.parse(pbtxt.arguments(tmp_path / "digits", "3", document))
+    monkeypatch.chdir(tmp_path)
+    arguments = pbtxt.arguments(Path("digits"), "3", document)
+    assert all(isinstance(value, str) for value in arguments.values())
+    assert json.loads(arguments["model_config"]) == document
+    parsed = model_config.parse(arguments)
     assert parsed.max_batch_size == 8
     assert [str(spec) for spec in parsed.inputs] == ["größe FP32 [-1, 4]", "flag BOOL []"]
     assert [spec.optional for spec in parsed.inputs] == [False, True]
     assert [str(spec) for spec in parsed.outputs] == ["y BYTES [3, 1]"]
-    assert parsed.version_folder == tmp_path / "digits" / "3"
+    assert (parsed.name, parsed.version_folder) == ("digits", tmp_path / "digits" / "3")
     assert parsed.options.method == "encode"
 
 
@@ -73,17 +77,6 @@ def test_instances(tmp_path: Path, text: str, kind: str, device: str, instances:
     parsed = model_config.parse(arguments)
     assert (parsed.kind, arguments["model_instance_device_id"]) == (kind, device)
     assert parsed.instances == instances
-
-
-def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's arguments are strings, with the config as JSON and an absolute folder."""
-    document = _read(tmp_path, _TYPICAL)
-    monkeypatch.chdir(tmp_path)
-    arguments = pbtxt.arguments(Path("digits"), "2", document)
-    assert all(isinstance(value, str) for value in arguments.values())
-    assert json.loads(arguments["model_config"]) == document
-    assert arguments["model_repository"] == str(tmp_path / "digits")
-    assert (arguments["model_name"], arguments["model_version"]) == ("digits", "2")
 
 
 @pytest.mark.parametrize(

@@ -65,16 +65,12 @@ def test_versions(tmp_path: Path) -> None:
     assert repository.latest(folder) == "10"
 
 
-def test_latest_without_versions(tmp_path: Path) -> None:
-    """A model without versions is rejected; the error names the expected folder."""
-    folder = _lay_out(tmp_path / "digits", "config.pbtxt", "0/", "1")
+def test_latest_of_no_model(tmp_path: Path) -> None:
+    """A model without versions, and a repository in place of a model, are rejected."""
+    folder = _lay_out(tmp_path / "elsewhere" / "digits", "config.pbtxt", "0/", "1")
     with pytest.raises(ConfigError, match=r"no versions; expected a folder .*1"):
         repository.latest(folder)
-
-
-def test_latest_of_a_repository(tmp_path: Path) -> None:
-    """A repository in place of a model is rejected; the error lists its models."""
-    root = _lay_out(tmp_path, "b/1/", "a/config.pbtxt", "notes/")
+    root = _lay_out(tmp_path / "models", "b/1/", "a/config.pbtxt", "notes/")
     with pytest.raises(ConfigError) as refusal:
         repository.latest(root)
     assert str(refusal.value).endswith(

@@ -1,9 +1,9 @@
 """Which file is the model, its type and its weights."""
 
+import dataclasses
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import build
 import models
@@ -141,20 +141,44 @@ def test_missing_model_file(
 # --- weights ---------------------------------------------------------------------------------
 
 
+_FACTORY = {"model_factory": "package:Net"}
+_MANY = _PY | {"model.pt": weights, "model.pth": weights}
+
+
 @pytest.mark.parametrize(
-    ("options", "path", "kind"),
+    ("files", "options", "expected"),
     [
-        ({"weights": "none"}, "model.py", ArtifactType.MODULE),
-        ({"weights": "None", "model_factory": "package:Net"}, "", ArtifactType.FACTORY),
+        # With WEIGHTS none, weights files in the version folder are ignored.
+        (
+            _MANY,
+            {"weights": "none"},
+            Artifact(ArtifactType.MODULE, Path("model.py"), weightless=True),
+        ),
+        (
+            _MANY,
+            {"weights": "None", **_FACTORY},
+            Artifact(ArtifactType.FACTORY, Path(), weightless=True),
+        ),
+        # A factory with a colon belongs to a package; the version folder may hold its weights.
+        ({"model.pt2": script}, _FACTORY, Artifact(ArtifactType.FACTORY, Path())),
+        ({"model.pt": weights}, _FACTORY, Artifact(ArtifactType.FACTORY, Path(), Path("model.pt"))),
+        (
+            {"b.pth": weights},
+            {"weights": "b.pth", **_FACTORY},
+            Artifact(ArtifactType.FACTORY, Path(), Path("b.pth")),
+        ),
+        # A factory without a colon is a function of model.py.
+        (_PY, {"model_factory": "make"}, Artifact(ArtifactType.MODULE, Path("model.py"))),
     ],
 )
-def test_weights_none(
-    options: dict[str, Any], path: str, kind: ArtifactType, tmp_path: Path
+def test_options(
+    files: _Files, options: dict[str, str], expected: Artifact, tmp_path: Path
 ) -> None:
-    """With WEIGHTS none, weights files in the version folder are ignored."""
-    version = store(tmp_path, _PY | {"model.pt": weights, "model.pth": weights})
-    artifact = discovery.find(build.config(tmp_path, **options))
-    assert artifact == Artifact(kind, version / path, weightless=True)
+    """WEIGHTS and MODEL_FACTORY select the model and its weights."""
+    version = store(tmp_path, files)
+    beside = expected.weights and version / expected.weights
+    expected = dataclasses.replace(expected, path=version / expected.path, weights=beside)
+    assert discovery.find(build.config(tmp_path, **options)) == expected
 
 
 def test_named_weights(tmp_path: Path) -> None:
@@ -185,30 +209,6 @@ def test_several_weights_need_a_name(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=f"{' and '.join(names)}; expected one .* WEIGHTS"):
         discovery.find(build.config(tmp_path))
     assert discovery.find(build.config(tmp_path, weights=_INDEX)).weights == version / _INDEX
-
-
-@pytest.mark.parametrize(
-    ("files", "options", "beside"),
-    [
-        ({"model.pt2": script}, {}, None),
-        ({"model.pt": weights}, {}, "model.pt"),
-        ({"b.pth": weights}, {"weights": "b.pth"}, "b.pth"),
-    ],
-)
-def test_factory_of_a_package_needs_no_file(
-    files: _Files, options: dict[str, Any], beside: str | None, tmp_path: Path
-) -> None:
-    """A factory with a colon belongs to a package; the version folder may hold its weights."""
-    version = store(tmp_path, files)
-    artifact = discovery.find(build.config(tmp_path, model_factory="package:Net", **options))
-    assert artifact == Artifact(ArtifactType.FACTORY, version, version / beside if beside else None)
-
-
-def test_factory_of_the_source(tmp_path: Path) -> None:
-    """A factory without a colon is a function of model.py."""
-    version = store(tmp_path, _PY)
-    artifact = discovery.find(build.config(tmp_path, model_factory="make"))
-    assert artifact == Artifact(ArtifactType.MODULE, version / "model.py")
 
 
 # --- hooks -----------------------------------------------------------------------------------

@@ -34,13 +34,14 @@ class Net(nn.Module):
     def forward(self, x):
         return self.linear(x)
 """
+_RAISES = "from torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n        "
 # A class that Triton's Python runtime would serve, and its answer to 1.
 FIRST = "class First(Net):\n    def forward(self, x):\n        return x + 2\n"
 
 
-def constructed(folder: Path, source: str | bytes, name: str = "model.py", **options: Any) -> Any:
+def constructed(folder: Path, source: str | bytes, **options: Any) -> Any:
     """Return the object that a source in version 1 defines, with these options."""
-    artifact = Artifact(ArtifactType.MODULE, build.write(folder, name, source))
+    artifact = Artifact(ArtifactType.MODULE, build.write(folder, "model.py", source))
     return python_source.construct(build.config(folder, **options), artifact)
 
 
@@ -123,12 +124,6 @@ def stub_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "model", backend)
 
 
-def test_a_sibling_named_model_is_imported(tmp_path: Path, stub_module: None) -> None:
-    """`import model` imports the model's own module, not the backend's file."""
-    build.write(tmp_path, "model.py", NET)
-    assert constructed(tmp_path, "from model import Net\n", "served.py", model_class="Net")(1) == 2
-
-
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
@@ -155,28 +150,22 @@ def test_a_sibling_named_model_is_imported(tmp_path: Path, stub_module: None) ->
             {"model_kwargs": {"size": 2, "width": 3}},
             "got an unexpected keyword argument 'width'. Give its arguments as JSON in the param",
         ),
+        *(
+            (f"{_RAISES}{body}\n", {}, f"Net() in model.py fails at line 4: {message}")
+            for body, message in (
+                ("raise SystemExit(2)", "SystemExit: 2"),
+                ("nn.Linear('a', 1)", "TypeError: "),
+                ("open('/nowhere/secret/a.txt')", "FileNotFoundError: "),
+            )
+        ),
     ],
 )
-def test_unclear_choice_is_refused(
+def test_source_that_is_refused(
     source: str, options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    """No candidate, several, or other arguments are an error that names them."""
-    assert message in refusal(tmp_path, source, **options)
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("raise SystemExit(2)", "line 4: SystemExit: 2"),
-        ("nn.Linear('a', 1)", "line 4: TypeError: "),
-        ("open('/nowhere/secret/a.txt')", "line 4: FileNotFoundError: "),
-    ],
-)
-def test_error_of_a_constructor(body: str, message: str, tmp_path: Path) -> None:
-    """The error of a constructor has the line of model.py, and no folders."""
-    net = "from torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n        "
-    text = refusal(tmp_path, f"{net}{body}\n")
-    assert f"Net() in model.py fails at {message}" in text
+    """No candidate, several, other arguments and a failing constructor are errors with a reason."""
+    text = refusal(tmp_path, source, **options)
+    assert message in text
     assert "/nowhere/secret" not in text
 
 
