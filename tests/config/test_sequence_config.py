@@ -105,8 +105,6 @@ def test_states_are_inputs_and_outputs() -> None:
     listed = {"name": "present", "data_type": "TYPE_FP32", "dims": [2, -1]}
     config = model_config_of({"state": [block()]}, output=[listed])
     assert [(spec.name, spec.origin) for spec in config.outputs] == [("present", client)]
-    with pytest.raises(ConfigError, match=r"the output present FP32 \[2\] is a state, too"):
-        model_config_of({"state": [block()]}, output=[listed | {"dims": [2]}])
 
 
 def _state(*blocks: dict[str, Any]) -> dict[str, Any]:
@@ -119,11 +117,9 @@ _CONTROL: dict[str, Any] = {"name": "x", "control": [{"int32_false_true": [0, 1]
 @pytest.mark.parametrize(
     ("batching", "message"),
     [
-        ({"iterative_sequence": True}, "iterative_sequence, and no Python-based backend"),
         (_state(block(input_name="")), "called '' as input and 'present' as output"),
         (_state(block(output_name="")), "expected input_name and output_name"),
         (_state(block(data_type="TYPE_INVALID")), "'past' has data_type TYPE_INVALID"),
-        (_state(block(), block()), "the input 'past' is defined twice"),
         (_state(block(input_name="x")), "the input 'x' is defined twice"),
         ({"control_input": [_CONTROL]}, "the input 'x' is defined twice"),
         (_state(block(), block(input_name="other")), "output 'present' is defined twice"),

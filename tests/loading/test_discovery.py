@@ -118,7 +118,6 @@ def test_a_model_file_is_not_read_as_source(
 @pytest.mark.parametrize(
     ("files", "name", "message"),
     [
-        ([], None, "holds no files; expected model.py or model.pt or model.pt2."),
         (["b.txt", "a.pt"], None, "holds a.pt, b.txt, model.pth (a broken link); expected model."),
         (["net.py"], "model.pt", "expected model.pt or model.py"),
         (["model.py/x"], None, "expected model.py or model.pt"),

@@ -148,19 +148,6 @@ def test_files_that_cannot_be_mapped(write: _Write, obstacle: str, tmp_path: Pat
     assert file_types.mmap_obstacle(tmp_path / "model.pt") == obstacle
 
 
-@pytest.mark.parametrize(
-    ("content", "advice"),
-    [
-        (FileType.STATE_DICT, "Put the class that it belongs to in net.py beside it"),
-        (FileType.GIT_LFS, "git lfs pull"),
-        (FileType.UNKNOWN, "copy it again"),
-    ],
-)
-def test_advice(content: FileType, advice: str) -> None:
-    """The advice fits the type of file and names the source beside it."""
-    assert advice in file_types.advice(content, Path("/models/digits/1/net.pt"))
-
-
 _PACKAGE = "data/aotinductor/model/abc_metadata.json"
 
 

@@ -142,11 +142,6 @@ def stub_module(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             SIZED,
-            {},
-            "Net() in model.py fails at TypeError: Net.__init__() missing 1 required positional ar",
-        ),
-        (
-            SIZED,
             {"model_kwargs": {"size": 2, "width": 3}},
             "got an unexpected keyword argument 'width'. Give its arguments as JSON in the param",
         ),
