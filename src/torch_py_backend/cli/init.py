@@ -76,10 +76,8 @@ def init(
     with about(name), artifact_files.opened(absolute, example) as artifact:
         if not model_folder.NAME.fullmatch(name):
             raise ToolError(f"--name is '{name}'; expected letters, digits, _, -, . and blanks.")
-        linked = [*artifact.files.values()] if link else []
-        model_folder.refuse_target(target, linked, force=force)
         transfer = os.symlink if link else shutil.copyfile
-        report = model_folder.create(target, artifact, entries, transfer)
+        report = model_folder.create(target, artifact, entries, transfer, force=force)
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print(f"made {target}")
     for line in report.lines:

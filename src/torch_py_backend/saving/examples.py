@@ -17,7 +17,7 @@ from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ExampleError, a_type, join_names, summarize
 from torch_py_backend.loading.example_inputs import distinct_rows
 from torch_py_backend.pipeline import differences
-from torch_py_backend.signature import results
+from torch_py_backend.signature import introspection, results
 from torch_py_backend.signature.arguments import Passing, Signature
 from torch_py_backend.values import Item
 
@@ -61,20 +61,8 @@ class Example:
         return _rows(self.item)
 
 
-class Callee(NamedTuple):
-    """A module in memory, as examples call it.
-
-    Attributes:
-        module: the module.
-        signature: that of forward().
-    """
-
-    module: nn.Module
-    signature: Signature
-
-
 def from_arguments(
-    callee: Callee,
+    module: nn.Module,
     example_inputs: object,
     max_batch_size: int | None,
     dynamic_shapes: Any,
@@ -89,14 +77,15 @@ def from_arguments(
         ExampleError: an example is missing or does not fit forward(), or has no batch dimension.
         SourceError: Triton lacks the type of a tensor.
     """
-    call = _call(callee, example_inputs)
+    signature = introspection.from_function(module.forward)
+    call = _call(signature, example_inputs)
     if by_name:
-        call = _by_keyword(callee.signature, call)
-    outputs = _outputs(callee, call)
-    named = _named_tensors(callee, call, dynamic_shapes)
+        call = _by_keyword(signature, call)
+    outputs = _outputs(module, call)
+    named = _named_tensors(signature, call, dynamic_shapes)
     item: Item = {name: tensor for name, tensor, _ in named}
     dynamic = {name: dims for name, _, dims in named}
-    batched = max_batch_size != 0 and _is_batch(callee, call, item, outputs)
+    batched = max_batch_size != 0 and _is_batch(module, call, item, outputs)
     if max_batch_size and not batched:
         raise ExampleError(
             f"max_batch_size is {max_batch_size}, and the example's outputs are none of a batch:"
@@ -145,7 +134,7 @@ def from_requests(example_inputs: object, max_batch_size: int | None) -> Example
     return Example(item, _entries(item, {}, max_batch_size), max_batch_size)
 
 
-def _outputs(callee: Callee, call: Arguments) -> dict[str, Tensor]:
+def _outputs(module: nn.Module, call: Arguments) -> dict[str, Tensor]:
     """Call a module and return the outputs that are tensors, on the CPU.
 
     Raises:
@@ -153,10 +142,11 @@ def _outputs(callee: Callee, call: Arguments) -> dict[str, Tensor]:
     """
     args, kwargs = call.map(torch.clone)  # forward() may change them in place
     try:
-        result = callee.module(*args, **kwargs)
+        result = module(*args, **kwargs)
     except Exception as error:  # the module's own code
+        declaration = _declaration(introspection.from_function(module.forward))
         raise ExampleError(
-            f"example_inputs does not fit {_declaration(callee.signature)}: {summarize(error)}",
+            f"example_inputs does not fit {declaration}: {summarize(error)}",
             expected=_KINDS,
         ) from error
     names = results.leaf_names(result)
@@ -192,7 +182,7 @@ def _unsupported(name: str, value: object, expected: str) -> ExampleError:
 # --- the arguments of forward() --------------------------------------------------------------
 
 
-def _call(callee: Callee, example: object) -> Arguments:
+def _call(signature: Signature, example: object) -> Arguments:
     """Return the arguments in an example."""
     if isinstance(example, Tensor):
         return Arguments((example,), {})
@@ -202,7 +192,7 @@ def _call(callee: Callee, example: object) -> Arguments:
         return Arguments((), {str(name): value for name, value in example.items()})
     raise ExampleError(
         f"example_inputs is {describe_type(example)}",
-        expected=f"valid arguments of {_declaration(callee.signature)}: {_KINDS}",
+        expected=f"valid arguments of {_declaration(signature)}: {_KINDS}",
     )
 
 
@@ -218,10 +208,10 @@ def _by_keyword(signature: Signature, call: Arguments) -> Arguments:
 
 
 def _named_tensors(
-    callee: Callee, call: Arguments, dynamic_shapes: Any
+    signature: Signature, call: Arguments, dynamic_shapes: Any
 ) -> list[tuple[str, Tensor, set[int]]]:
     """Return the tensors of a call with the names of their inputs and their dynamic dimensions."""
-    slots = callee.signature.slots(len(call.args))[: len(call.args)]
+    slots = signature.slots(len(call.args))[: len(call.args)]
     places = {
         slot: (f"ARGS[{index}]", value)
         for index, (slot, value) in enumerate(zip(slots, call.args, strict=True))
@@ -231,7 +221,7 @@ def _named_tensors(
     for index, (slot, (root, value)) in enumerate(places.items()):
         spec = _part(dynamic_shapes, slot, index)
         names = list(value) if isinstance(value, Mapping) else []
-        if len(places) == 1 and names and callee.signature.container_argument(names) is not None:
+        if len(places) == 1 and names and signature.container_argument(names) is not None:
             leaves += [
                 leaf
                 for name, part in value.items()
@@ -276,7 +266,9 @@ def _rows(item: Item) -> int:
     return next(iter(next(iter(item.values())).shape), 0)
 
 
-def _is_batch(callee: Callee, call: Arguments, item: Item, outputs: Mapping[str, Tensor]) -> bool:
+def _is_batch(
+    module: nn.Module, call: Arguments, item: Item, outputs: Mapping[str, Tensor]
+) -> bool:
     """Return whether dimension 0 is that of a batch, whose rows do not depend on each other.
 
     With twice the rows, dimension 0 of every output doubles, and no other. The outputs of the first
@@ -289,7 +281,7 @@ def _is_batch(callee: Callee, call: Arguments, item: Item, outputs: Mapping[str,
         # An example may have one row, or repeat it.
         batch = call.map(lambda value: distinct_rows(torch.cat([value, value])))
         together, first, last = (
-            _outputs(callee, batch.map(itemgetter(rows)))
+            _outputs(module, batch.map(itemgetter(rows)))
             for rows in (slice(None), slice(0, 1), slice(-1, None))
         )
     except (ExampleError, RuntimeError):  # forward() takes no other number of rows

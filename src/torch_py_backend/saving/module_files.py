@@ -22,7 +22,6 @@ from torch_py_backend.errors import SaveError, a_type, summarize
 from torch_py_backend.loading.discovery import HOOKS
 from torch_py_backend.loading.example_inputs import NAME
 from torch_py_backend.saving import examples, formats, source_files
-from torch_py_backend.saving.examples import Callee
 from torch_py_backend.signature import introspection
 from torch_py_backend.tools import artifact_files
 from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles
@@ -85,14 +84,13 @@ class ModuleFiles:
         self.of_torch = type(module).__module__.startswith("torch.")
         self._pretrained = kind == "module" and is_pretrained(module)
         self._template = None if processor is None else self._find_template()
-        signature = introspection.from_function(module.forward)
         self._kwargs = dict(model_kwargs)
         if self._pretrained:
+            signature = introspection.from_function(module.forward)
             self._kwargs = artifact_files.pretrained_kwargs(signature.named) | self._kwargs
         if hooks is None and self._template is None:
-            callee, by_name = Callee(module, signature), kind == "aoti"
             self.example = examples.from_arguments(
-                callee, example_inputs, max_batch_size, dynamic_shapes, by_name=by_name
+                module, example_inputs, max_batch_size, dynamic_shapes, by_name=kind == "aoti"
             )
             self._add_known_entries()
         else:

@@ -82,7 +82,6 @@ def save_model(
     target = Path(path).absolute()
     with about(target.name):
         _check(target.name, module, format, max_batch_size, instances)
-        model_folder.refuse_target(target, [], force=overwrite)
         formats: tuple[Format, ...] = (format,) if format else ("module", "export")
         if processor is not None or model_kwargs or module_files.is_pretrained(module):
             formats = (format or "module",)
@@ -90,7 +89,8 @@ def save_model(
             key: value if isinstance(value, str) else json.dumps(value)
             for key, value in (parameters or {}).items()
         }
-        with _evaluating(module), torch.no_grad(), model_folder.new_folder(target) as folder:
+        new_folder = model_folder.new_folder(target, force=overwrite)
+        with _evaluating(module), torch.no_grad(), new_folder as folder:
             document = pbtxt.read(folder)
             document["parameters"] = pbtxt.parameters(options)
             kind = (

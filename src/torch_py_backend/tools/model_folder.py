@@ -49,36 +49,13 @@ class FolderReport:
     missing: Sequence[Document] = ()
 
 
-def refuse_target(target: Path, linked: Sequence[Path], *, force: bool) -> None:
-    """Raise an error if the target exists and may not be replaced.
-
-    With `force`, a model folder with version 1 alone is, unless `linked` files are in it.
-
-    Raises:
-        ToolError: something else exists there, or `force` is not set.
-    """
-    if not os.path.lexists(target):
-        return
-    if not force:
-        raise ToolError(
-            f"{target} exists already; choose another name, or replace it with --force (in Python:"
-            " overwrite=True)."
-        )
-    is_model = not target.is_symlink() and (target / "config.pbtxt").is_file()
-    if not is_model or repository.versions(target) not in ([], ["1"]):
-        raise ToolError(
-            f"{target} is not a model folder with the version 1 alone, and no other is replaced;"
-            " choose another name."
-        )
-    if any(path.is_relative_to(target.resolve()) for path in linked):
-        raise ToolError(f"--link would link to files in {target}, which --force replaces.")
-
-
 def create(
     target: Path,
     artifact: ArtifactFiles,
     inputs: Sequence[Document],
     transfer: Callable[[Path, Path], object],
+    *,
+    force: bool = False,
 ) -> FolderReport:
     """Write a model folder, complete its config from the model, and load the model once.
 
@@ -87,11 +64,13 @@ def create(
         artifact: the files to serve.
         inputs: the inputs, as entries of config.pbtxt; empty: they come from the model.
         transfer: copies or links a file to a path.
+        force: replace a model folder that is there, as `new_folder` does.
 
     Raises:
-        ToolError: the folder cannot be written.
+        ToolError: the folder exists, or cannot be written.
     """
-    with new_folder(target) as folder:
+    linked = [*artifact.files.values()] if transfer is os.symlink else []
+    with new_folder(target, linked, force=force) as folder:
         for name, source in artifact.files.items():
             path = folder / "1" / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +82,7 @@ def create(
 
 
 @contextlib.contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
+def new_folder(target: Path, linked: Sequence[Path] = (), *, force: bool) -> Iterator[Path]:
     """Yield the path of a model folder to write, which replaces the target when the block ends.
 
     It is in a temporary folder until then: a server that watches the repository never sees a part
@@ -111,8 +90,11 @@ def new_folder(target: Path) -> Iterator[Path]:
     removed again, with its parents.
 
     Raises:
-        ToolError: the folder cannot be written.
+        ToolError: the folder cannot be written, or something exists there that is not replaced.
+            With `force`, a model folder with version 1 alone is, unless `linked` files are in it.
     """
+    if os.path.lexists(target):
+        _refuse(target, linked, force=force)
     created: list[Path] = []
     repository = target.parent
     try:
@@ -130,6 +112,23 @@ def new_folder(target: Path) -> Iterator[Path]:
         for path in created:
             with contextlib.suppress(OSError):  # it has the model
                 path.rmdir()
+
+
+def _refuse(target: Path, linked: Sequence[Path], *, force: bool) -> None:
+    """Raise an error if an existing target may not be replaced; see `new_folder`."""
+    if not force:
+        raise ToolError(
+            f"{target} exists already; choose another name, or replace it with --force (in Python:"
+            " overwrite=True)."
+        )
+    is_model = not target.is_symlink() and (target / "config.pbtxt").is_file()
+    if not is_model or repository.versions(target) not in ([], ["1"]):
+        raise ToolError(
+            f"{target} is not a model folder with the version 1 alone, and no other is replaced;"
+            " choose another name."
+        )
+    if any(path.is_relative_to(target.resolve()) for path in linked):
+        raise ToolError(f"--link would link to files in {target}, which --force replaces.")
 
 
 def completed(folder: Path, seconds: float = math.inf) -> tuple[str, JsonObject]:
