@@ -46,7 +46,7 @@ GOOD_REQUESTS = BAD_ROUNDS * (TEXTS - 1)
 PAIRS = 6
 PATIENCE_S = 120.0
 # By default Triton waits 30 s for loads in progress and for the instance that a step kills.
-STOP = ("--", "--exit-timeout-secs=5")
+STOP = ("--exit-timeout-secs=5",)
 
 NEXT = """\
 Try next:

@@ -185,6 +185,8 @@ def serve(
     *arguments: str,
     within: Sequence[str] = (),
     triton: Sequence[str] = (),
+    python: str | Path = sys.executable,
+    verbose: str = "--verbose",
     **variables: str,
 ) -> Iterator[Supervised]:
     """Run `serve` on a repository, and kill the processes that it leaves.
@@ -194,9 +196,12 @@ def serve(
         arguments: more arguments for `serve`.
         within: a command that runs another one.
         triton: more arguments for tritonserver.
+        python: the Python that runs it.
+        verbose: the option that adds Triton's log to that of `serve`; empty: it does not.
         variables: more variables of its environment.
     """
-    command = [sys.executable, "-c", _SERVE, "serve", str(repository), *_PORTS, "--verbose"]
+    command = [str(python), "-c", _SERVE, "serve", str(repository), *_PORTS]
+    command += [verbose] if verbose else []
     with tempfile.NamedTemporaryFile(prefix="serve-", suffix=".log") as log:
         # Not a pipe: a server that outlives its `serve` would hold its other end.
         process = subprocess.Popen(

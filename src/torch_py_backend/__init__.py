@@ -17,16 +17,16 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torch_py_backend.local_server import LocalServer, serve
     from torch_py_backend.saving.save_model import save_model
-    from torch_py_backend.server.local_server import LocalServer, serve
 
 __version__ = "0.1.0"
 __all__ = ["LocalServer", "save_model", "serve"]
 
 _MODULES = {
-    "LocalServer": "server.local_server",
+    "LocalServer": "local_server",
     "save_model": "saving.save_model",
-    "serve": "server.local_server",
+    "serve": "local_server",
 }
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
-import threading
 
 _SERVE = ("grpc", "psutil", "rich", "typer")
 
@@ -23,18 +20,6 @@ def main() -> None:
             " installed. pip install 'torch-py-backend[serve]'"
         )
     app()
-
-
-def main_of_child() -> None:
-    """Run the command line; receive SIGTERM when the parent ends, or closes standard input."""
-
-    def stop() -> None:
-        while os.read(0, 1):
-            pass
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=stop, daemon=True).start()
-    main()
 
 
 if __name__ == "__main__":

@@ -42,6 +42,13 @@ def test_services_that_serve_itself_uses(argument: str, tmp_path: Path) -> None:
     refuse(text, "serve", "models", "--", argument, cwd=tmp_path)
 
 
+def test_reload_needs_the_model_control(tmp_path: Path) -> None:
+    """Where Triton itself decides what is loaded, --reload is refused."""
+    text = "--reload was given, and Triton's model control mode is poll"
+    arguments = ("models", "--reload", "--", "--model-control-mode=poll")
+    refuse(text, "serve", *arguments, cwd=tmp_path)
+
+
 @pytest.mark.parametrize(
     ("event", "line"),
     [

@@ -119,7 +119,7 @@ def test_probes(documents: list[Document]) -> None:
     """While a model loads, the replica has started and lives, but is not ready."""
     container = deployed.server(documents)
     snapshot = Snapshot({"m": "is being loaded"}, "", time.monotonic())
-    with ReadinessServer("127.0.0.1", 0, lambda: snapshot, lambda: True) as readiness:
+    with ReadinessServer("127.0.0.1", 0, lambda: snapshot) as readiness:
         for probe, status in {"startup": 200, "liveness": 200, "readiness": 503}.items():
             request = container[f"{probe}Probe"]["httpGet"]
             assert request["port"] == "health"

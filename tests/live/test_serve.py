@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 import living
 import models
 import numpy as np
-import psutil
 import pytest
 import scenarios
 import serving
@@ -23,55 +21,13 @@ import tritonclient.grpc
 import tritonclient.http
 
 import torch_py_backend
-from torch_py_backend.server import Server, preflight, triton_installation
-
-_SERVE = "from torch_py_backend.cli import app; app()"
-_PORTS = ["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0"]
-_SERVING = re.compile(
-    rb"(?:serving|listening) on http://(\S+) and grpc://(\S+); metrics on http://(\S+)/metrics"
-)
-
+from torch_py_backend.server import preflight, triton_installation
 
 # Configs of models that Triton itself refuses.
 _REFUSED = {
     "misspelt": 'backend: "torch_py_backend"\n' + scenarios.x_to_y().partition("\n")[2],
     "unreadable": 'backend: "pytorch_py"\ninput [{ name: }]\n',
 }
-
-
-def _regions(prefix: str) -> list[Path]:
-    return list(Path("/dev/shm").glob(f"{prefix}*"))
-
-
-def _prefix(family: list[psutil.Process]) -> str:
-    """The prefix of a server's regions, told from the arguments of its tritonserver."""
-    for one in family:
-        match = re.search(r"shm-region-prefix-name=(\S+)", living.command(one))
-        if match:
-            return match[1]
-    raise AssertionError("no tritonserver among the processes")
-
-
-def _start(
-    repository: Path, *arguments: str, python: str = sys.executable
-) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [python, "-c", _SERVE, "serve", str(repository), *_PORTS, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        env=os.environ | {"TMPDIR": str(repository.parent)},  # the log stays
-    )
-
-
-def _read_until(process: subprocess.Popen[bytes], pattern: re.Pattern[bytes]) -> bytes:
-    """What the process prints, up to the line that matches."""
-    assert process.stdout is not None
-    text = b""
-    for line in process.stdout:
-        text += line
-        if pattern.search(line):
-            return text
-    raise AssertionError(text.decode(errors="replace"))
 
 
 @pytest.fixture
@@ -86,53 +42,44 @@ def repository(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    # An impatient second signal, as `timeout` sends it, does not interrupt the stopping.
-    [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM)],
-    ids=["SIGINT", "SIGTERM and others"],
-)
-def test_serves_and_leaves_nothing(numbers: tuple[signal.Signals, ...], repository: Path) -> None:
-    """One line a model, answers over both protocols, and nothing left after a signal."""
-    process = _start(repository)
-    try:
-        text = _read_until(process, _SERVING)
-        family = living.descendants(process.pid)
-        assert re.search(rb"READY +function 1", text)
-        assert re.search(rb"FAILED +syntax_error 1: model.py fails at line 3: SyntaxError", text)
-        assert (
-            b"FAILED  misspelt 1: unable to find backend library for backend 'torch_py_backend'."
-            b" Did you mean pytorch_py?\n"
-        ) in text
-        config = os.fsencode(repository / "unreadable" / "config.pbtxt")
-        unreadable = (
-            b"failed to read text proto from " + config + b": 2:16: Expected string, got: }"
-        )
-        assert b"FAILED  unreadable: " + unreadable + b"\n" in text
-        first, *models, last = re.findall(rb"^\S+", text, re.MULTILINE)
-        assert (first, last) == (b"log", b"serving")
-        assert sorted(models) == [*[b"FAILED"] * 3, b"READY"]  # whichever is known first
-        log = Path(re.search(rb"log +(\S+) is Triton's log", text)[1].decode())  # type: ignore[index]
+def test_serves_and_leaves_nothing(repository: Path) -> None:
+    """One line a model, answers over both protocols, and nothing left after signals."""
+    with supervised.serve(repository, verbose="", TMPDIR=str(repository.parent)) as served:
+        served.wait_loaded()
+        text, family, prefix = served.log, served.family(), served.prefix()
+        assert "READY   function 1\n" in text
+        no_backend = "unable to find backend library for backend 'torch_py_backend'."
+        assert f"FAILED  misspelt 1: {no_backend} Did you mean pytorch_py?\n" in text
+        config = repository / "unreadable" / "config.pbtxt"
+        unreadable = f"failed to read text proto from {config}: 2:16: Expected string, got: }}"
+        assert f"FAILED  unreadable: {unreadable}\n" in text
+        assert "FAILED  syntax_error 1: model.py fails at line 3: SyntaxError" in text
+        first, *models, last = re.findall(r"^\S+", text, re.MULTILINE)
+        assert (first, last) == ("log", "serving")
+        assert sorted(models) == [*["FAILED"] * 3, "READY"]  # whichever is known first
+        match = re.search(r"log +(\S+) is Triton's log", text)
+        assert match
+        log = Path(match[1])
         assert "Started GRPCInferenceService" in log.read_text()
-        prefix = _prefix(family)
-        assert _regions(prefix)
-        http, grpc, _ = (part.decode() for part in _SERVING.search(text).groups())  # type: ignore[union-attr]
-        for module, address in ((tritonclient.http, http), (tritonclient.grpc, grpc)):
+        assert supervised.regions(prefix)
+        for module, address in (
+            (tritonclient.http, served.http),
+            (tritonclient.grpc, served.grpc),
+        ):
             client = module.InferenceServerClient(address)
             inputs = serving.infer_inputs(module, {"x": np.ones((1, 4), dtype=np.float32)})
             answer = client.infer("function", inputs).as_numpy("y")
             assert answer.tolist() == [[2.0] * 4]
             client.close()
-        for number in numbers:
-            process.send_signal(number)
-        output, _ = process.communicate(timeout=120)
-        assert process.returncode == 0
-        assert output == b"stopped\n"
+        served.skip_log()
+        # An impatient second signal, as `timeout` sends it, does not interrupt the stopping.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            served.process.send_signal(number)
+        assert served.process.wait(120) == 0
+        assert served.text == "stopped\n"
         assert "successfully unloaded 'function'" in log.read_text()
         assert living.all_end(family)
-        assert _regions(prefix) == []
-    finally:
-        process.kill()
+        assert supervised.regions(prefix) == []
 
 
 def test_warnings_of_a_load(repository: Path) -> None:
@@ -197,14 +144,6 @@ def test_reload(repository: Path) -> None:
         assert served.infer("syntax_error", 1.0) == [2.0] * 4
 
 
-def test_reload_needs_the_model_control(repository: Path) -> None:
-    """Where Triton itself decides what is loaded, --reload is refused."""
-    process = _start(repository, "--reload", "--", "--model-control-mode=poll")
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert b"--reload was given, and Triton's model control mode is poll" in output
-
-
 def test_an_empty_repository(tmp_path: Path) -> None:
     """With --allow-empty a repository without models is served; --verbose prints Triton's log."""
     with supervised.serve(tmp_path, "--allow-empty") as served:
@@ -229,15 +168,11 @@ _ENDS = "ended with exit code 1: "
 )
 def test_a_server_that_cannot_start(argument: str, says: str, repository: Path) -> None:
     """A wrong argument for tritonserver is an error with Triton's words, not a wait for ever."""
-    process = _start(repository, "--", argument)
-    try:
-        output, _ = process.communicate(timeout=120)
-    finally:
-        process.kill()
-    assert process.returncode == 1
-    text = output.decode()
-    assert f"error: tritonserver {says}" in text
-    log = re.search(r"; its log says more: (\S+)\.\n", text)
+    folder = str(repository.parent)  # the log stays
+    with supervised.serve(repository, verbose="", triton=[argument], TMPDIR=folder) as served:
+        assert served.process.wait(120) == 1
+        assert f"error: tritonserver {says}" in served.log
+        log = re.search(r"; its log says more: (\S+)\.\n", served.log)
     assert log
     assert Path(log[1]).is_file()
 
@@ -255,23 +190,6 @@ def test_response_cache(repository: Path) -> None:
         assert statistics["model_stats"][0]["inference_stats"]["cache_hit"]["count"] == "1"
 
 
-def test_a_stopped_instance_does_not_outlive_the_server(repository: Path, tmp_path: Path) -> None:
-    """An instance that was killed leaves no process and no shared memory once we stop."""
-    with (
-        (tmp_path / "log").open("wb") as log,
-        Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
-    ):
-        server.wait_loaded(timeout=400)
-        triton = psutil.Process(server.process.pid)
-        family = living.descendants(triton.pid)
-        prefix = _prefix([triton])
-        assert _regions(prefix)
-        for stub in family:
-            stub.kill()
-    assert living.all_end(family)
-    assert _regions(prefix) == []
-
-
 @pytest.mark.skipif(
     not preflight.corrupts_numpy_2(triton_installation.find()),
     reason="a fault of servers up to 24.10; newer ones serve models with numpy 2",
@@ -282,16 +200,11 @@ def test_numpy_too_new_for_the_stub(tmp_path: Path) -> None:
         tmp_path / "repository"
     )
     python = _environment_with_numpy_2(tmp_path / "venv")
-    process = _start(tmp_path / "repository", python=python)
-    try:
-        text = _read_until(process, _SERVING).decode(errors="replace")
-        assert re.search(r"FAILED +negate 1: .*numpy 2\.\S+ garbles tensors", text)
-        assert "Install numpy<2" in text
-        assert "no model serves; listening on" in text
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=120)
-    finally:
-        process.kill()
+    with supervised.serve(tmp_path / "repository", python=python) as served:
+        served.wait_loaded()
+        assert re.search(r"FAILED +negate 1: .*numpy 2\.\S+ garbles tensors", served.log)
+        assert "Install numpy<2" in served.log
+        assert "no model serves; listening on" in served.log
 
 
 def test_a_stub_without_torch(tmp_path: Path) -> None:
@@ -306,20 +219,15 @@ def test_a_stub_without_torch(tmp_path: Path) -> None:
         if not path.name.startswith("torch") and not (site / path.name).exists():
             (site / path.name).symlink_to(path)
     (site / "ours.pth").write_text(f"{Path(torch_py_backend.__file__).parents[1]}\n")
-    process = _start(tmp_path / "repository", python=os.fspath(python))
-    try:
-        text = _read_until(process, _SERVING).decode(errors="replace")
+    with supervised.serve(tmp_path / "repository", python=python) as served:
+        served.wait_loaded()
         assert (
             f"FAILED  negate 1: {python}, which Triton's stub runs, has no torch."
             f" Run {python} -m pip install torch.\n"
-        ) in text
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=120)
-    finally:
-        process.kill()
+        ) in served.log
 
 
-def _environment_with_numpy_2(folder: Path) -> str:
+def _environment_with_numpy_2(folder: Path) -> Path:
     """This environment, but for its numpy."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python3"
@@ -330,4 +238,4 @@ def _environment_with_numpy_2(folder: Path) -> str:
     )
     ours = [path for path in sys.path if path.endswith(("site-packages", "src"))]
     (site / "ours.pth").write_text("\n".join(ours) + "\n")
-    return os.fspath(python)
+    return python

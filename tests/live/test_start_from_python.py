@@ -111,6 +111,26 @@ def test_bad_requests(
         server.infer(model, inputs)
 
 
+def test_an_instance_that_dies(server: LocalServer) -> None:
+    """Its model is loaded again, as by the command."""
+    (instance,) = [
+        process
+        for process in living.descendants(os.getpid())
+        if "_backend_stub " in (command := living.command(process)) and "/module/" in command
+    ]
+    instance.kill()
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            assert server.infer("module", [[1.0] * 4])["OUTPUT__0"].shape == (1, 3)
+        except InferenceServerException:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        else:
+            break
+    assert living.ended(instance)
+
+
 # --- servers that do not start ---------------------------------------------------------------
 
 
@@ -147,16 +167,9 @@ def test_port_in_use(tmp_path: Path) -> None:
         _refuse(f"--grpc-port {port} .* Choose another port", repository, grpc_port=port)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({}, "holds no models; expected folders with a config.pbtxt"),
-        ({"arguments": ["--nonsense"]}, "No such option: --nonsense"),
-    ],
-)
-def test_nothing_to_serve(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_nothing_to_serve(tmp_path: Path) -> None:
     """What the command refuses is the message of the exception."""
-    _refuse(says, tmp_path, **options)
+    _refuse("holds no models; expected folders with a config.pbtxt", tmp_path)
 
 
 def test_log_of_a_server_that_ends(tmp_path: Path) -> None:
@@ -167,10 +180,11 @@ def test_log_of_a_server_that_ends(tmp_path: Path) -> None:
         patch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
         with (
             pytest.raises(ServerError, match="its log says more: ") as error,
-            torch_py_backend.serve(repository, arguments=["--", "--nonsense"]),
+            torch_py_backend.serve(repository, arguments=["--nonsense"]),
         ):
             pass
     log = Path(str(error.value).rpartition(": ")[2].rstrip("."))
+    assert list((tmp_path / "temporary").iterdir()) == [log.parent]
     assert "nonsense" in log.read_text()
 
 
@@ -222,8 +236,11 @@ def _until(process: subprocess.Popen[str], count: int) -> list[psutil.Process]:
     raise AssertionError(process.poll())
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3], ids=["command", "tritonserver", "instance"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    ("number", "processes"),
+    [(signal.SIGINT, 1), (signal.SIGINT, 3), (signal.SIGKILL, 2)],
+    ids=["SIGINT with a guard", "SIGINT with an instance", "SIGKILL with a tritonserver"],
+)
 def test_interrupted_start(number: signal.Signals, processes: int, tmp_path: Path) -> None:
     """Ctrl-C, and the death of the process, end the server however far it has started."""
     with _script(tmp_path) as process:
@@ -235,9 +252,9 @@ def test_interrupted_start(number: signal.Signals, processes: int, tmp_path: Pat
         assert list((tmp_path / "temporary").iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [None, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [None, signal.SIGINT])
 def test_end(number: signal.Signals | None, tmp_path: Path) -> None:
-    """The server ends with the block, and with its process."""
+    """The server ends with the block, also after Ctrl-C, and leaves no file."""
     with _script(tmp_path) as process:
         assert process.stdout is not None
         assert process.stdin is not None
@@ -251,5 +268,4 @@ def test_end(number: signal.Signals | None, tmp_path: Path) -> None:
             process.send_signal(number)
         assert process.wait(120) == (-number if number else 0)
         assert living.all_end(family)
-    if number is not signal.SIGKILL:
-        assert list((tmp_path / "temporary").iterdir()) == []
+    assert list((tmp_path / "temporary").iterdir()) == []

@@ -12,7 +12,7 @@ from tritonclient.grpc import InferInput
 from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 
 from torch_py_backend.errors import InputError
-from torch_py_backend.server.local_server import LocalServer
+from torch_py_backend.local_server import LocalServer
 
 
 class _Echo:
@@ -39,7 +39,7 @@ class _Echo:
 
 
 def _sent(datatype: str, value: object) -> NDArray[Any]:
-    server = LocalServer("models", [], 1)
+    server = LocalServer("models", 1)
     server.__dict__["client"] = _Echo(datatype)
     return server.infer("net", value)["x"]
 

@@ -26,11 +26,11 @@ class FakeServer:
     """Triton, its instances and a clock, with the supervisor of its models.
 
     Attributes:
-        models: each model's state; another text is the reason of a failure.
+        states: each model's state; another text is the reason of a failure.
         pids: the process of each model that has a live one.
         survivors: processes of every model that outlive an unload.
         refusals: errors of loads.
-        configs: the configs of models that were loaded with one.
+        rows: the largest batches in the configs of models that were loaded with one.
         unlisted: models that Triton's index does not list.
         pending: loads and unloads that the test completes; None: they complete at once.
         loading: whether instances load; otherwise they are idle, since `idle_since`.
@@ -44,14 +44,14 @@ class FakeServer:
         controls: bool = True,
         ensembles: Mapping[str, str] | None = None,
     ) -> None:
-        self.models = dict.fromkeys(models, "")
+        self.states = dict.fromkeys(models, "")
         self.ensembles = ensembles or {}
         self.failed_versions: dict[str, str] = {}
         self.pids: dict[str, int] = {}
         self.survivors: set[int] = set()
         self.failures: list[InstanceFailure] = []
         self.refusals: dict[str, ServerError] = {}
-        self.configs: dict[str, dict[str, Any]] = {}
+        self.rows: dict[str, int] = {}
         self.unlisted: set[str] = set()
         self.calls: list[str] = []
         self.killed: list[str] = []
@@ -59,12 +59,13 @@ class FakeServer:
         self.now = 0.0
         self.pending: list[Callable[[], None]] | None = None
         self.answers = True
+        self.refuses_unloads = False
         self.loading = False
         self.idle_since = 0.0
         self.reported: dict[str, list[str]] = {}
         self._last_pid = 100
         self.supervisor = Supervisor(
-            cast("Any", _Client(self)),
+            cast("Any", self),
             cast("Any", self),
             self.events.append,
             controls=controls,
@@ -76,12 +77,12 @@ class FakeServer:
 
     # --- Triton ---
 
-    def index(self, instances: Collection[str]) -> Sequence[ModelState]:
+    def models(self, instances: Collection[str]) -> Sequence[ModelState]:
         if not self.answers:
             raise OSError("refused")
         versions = [
             {"name": name, "version": "1" if state else "", "state": state, "reason": state}
-            for name, state in self.models.items()
+            for name, state in self.states.items()
             if name not in self.unlisted or (state == _READY and name in instances)
         ]
         versions += [
@@ -93,38 +94,63 @@ class FakeServer:
     def config(self, model: str) -> Mapping[str, Any]:
         if not self.answers:
             raise OSError("refused")
-        if self.models.get(model) != _READY:
+        if self.states.get(model) != _READY:
             return {}
         steps = [{"model_name": self.ensembles.get(model, "")}]
-        config = {"name": model, "ensemble_scheduling": {"step": steps}}
-        return config | self.configs.get(model, {})
+        rows = self.rows.get(model, 1)
+        return {"max_batch_size": rows, "ensemble_scheduling": {"step": steps}}
 
-    def load(self, model: str, config: Mapping[str, Any] | None) -> None:
-        self.calls.append(f"load {model}")
-        self.configs.pop(model, None)
-        if config is not None:
-            rows = {key: config[key] for key in ("rows",) if key in config}
-            self.calls[-1] += f" with {rows}"
-            self.configs[model] = rows
-        if model in self.refusals:
-            self.models[model] = str(self.refusals[model])
-            raise self.refusals[model]
-        self.start(model)
+    def load(
+        self, model: str, seconds: float, config: Mapping[str, Any] | None = None
+    ) -> Future[None]:
+        def work() -> None:
+            self.rows[model] = config["max_batch_size"] if config else 1
+            size = f" with {self.rows[model]} rows" if config else ""
+            self.calls.append(f"load {model}{size}")
+            if model in self.refusals:
+                self.states[model] = str(self.refusals[model])
+                raise self.refusals[model]
+            self.start(model)
+
+        return self._begin(work)
+
+    def unload(self, model: str) -> Future[None]:
+        def work() -> None:
+            self.calls.append(f"unload {model}")
+            if self.refuses_unloads:
+                raise ServerError("no")
+            self.withdraw(model)
+
+        return self._begin(work)
+
+    def _begin(self, work: Callable[[], None]) -> Future[None]:
+        future: Future[None] = Future()
+
+        def complete() -> None:
+            try:
+                work()
+            except ServerError as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        if self.pending is None:
+            complete()
+        else:
+            self.pending.append(complete)
+        return future
 
     def start(self, model: str) -> None:
         """Load a model, for the supervisor or for a user."""
-        self.models[model] = _READY
+        self.states[model] = _READY
         self._last_pid += 1
         self.pids[model] = self._last_pid
 
-    def unload(self, model: str) -> None:
-        self.calls.append(f"unload {model}")
-        self.models[model] = _UNLOADED
-        self.pids.pop(model, None)
-        for ensemble, part in self.ensembles.items():
-            if part == model:
-                self.models[ensemble] = _UNLOADED
-                self.pids.pop(ensemble, None)
+    def withdraw(self, model: str) -> None:
+        """Unload a model, for the supervisor or for a user."""
+        for name in (model, *(name for name, part in self.ensembles.items() if part == model)):
+            self.states[name] = _UNLOADED
+            self.pids.pop(name, None)
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -176,10 +202,19 @@ class FakeServer:
         for _ in range(count):
             self.supervisor.step()
 
+    def after(
+        self,
+        seconds: float,
+        events: str = "",
+        calls: str = "",
+        not_ready: Mapping[str, str] | None = None,
+    ) -> None:
+        """Check what happens until then."""
+        self.advance(seconds)
+        self.expect(events, calls, not_ready)
+
     def advance(self, seconds: float) -> None:
-        end = self.now + seconds
-        while self.now < end:
-            self.step()
+        self.step(round(seconds / 0.1))
 
     def expect(
         self, events: str = "", calls: str = "", not_ready: Mapping[str, str] | None = None
@@ -191,44 +226,6 @@ class FakeServer:
         assert reasons == (not_ready or {})
         self.events.clear()
         self.calls.clear()
-
-
-class _Client:
-    """Passes loads and unloads to a `FakeServer`."""
-
-    def __init__(self, server: FakeServer) -> None:
-        self._server = server
-
-    def models(self, instances: Collection[str]) -> Sequence[ModelState]:
-        return self._server.index(instances)
-
-    def config(self, model: str) -> Mapping[str, Any]:
-        return self._server.config(model)
-
-    def load(
-        self, model: str, seconds: float, config: Mapping[str, Any] | None = None
-    ) -> Future[None]:
-        return self._begin(lambda: self._server.load(model, config))
-
-    def unload(self, model: str) -> Future[None]:
-        return self._begin(lambda: self._server.unload(model))
-
-    def _begin(self, work: Callable[[], None]) -> Future[None]:
-        future: Future[None] = Future()
-
-        def complete() -> None:
-            try:
-                work()
-            except ServerError as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        if self._server.pending is None:
-            complete()
-        else:
-            self._server.pending.append(complete)
-        return future
 
 
 def _serving(*models: str, **options: Any) -> FakeServer:
@@ -276,8 +273,7 @@ def test_models_are_loaded() -> None:
     server.step()
     assert server.supervisor.initial_loads_done
     server.expect("READY a 1, FAILED b 1", "load a, load b", {"b": "stays down: no model.py"})
-    server.advance(200)
-    server.expect(not_ready={"b": "stays down: no model.py"})
+    server.after(200, not_ready={"b": "stays down: no model.py"})
 
 
 def test_warnings_follow_each_load() -> None:
@@ -293,8 +289,7 @@ def test_warnings_follow_each_load() -> None:
     server.die("a")
     server.step()
     assert server.supervisor.snapshot.warnings == {}
-    server.step(3)
-    server.expect("DOWN a, READY a 1, WARNING a", "unload a, load a")
+    server.after(0.3, "DOWN a, READY a 1, WARNING a", "unload a, load a")
 
 
 def test_a_model_that_dies_is_unloaded_and_loaded() -> None:
@@ -308,8 +303,7 @@ def test_a_model_that_dies_is_unloaded_and_loaded() -> None:
     assert server.events[0].text == text
     server.expect("DOWN a", "", down)
     server.pending.pop()()
-    server.step()
-    server.expect("", "unload a", {"a": "is being loaded: instance a_0 was ended by SIGKILL"})
+    server.after(0.1, "", "unload a", {"a": "is being loaded: instance a_0 was ended by SIGKILL"})
     server.pending.pop()()
     server.step()
     assert server.events[0].text == "serves again after 0.2 s"
@@ -336,8 +330,7 @@ def test_survivors_delay_the_load_for_ten_seconds_only() -> None:
     server = _serving("a")
     server.die("a")
     server.survivors = {5}
-    server.advance(9)
-    server.expect("DOWN a", "unload a", {"a": "is down: was killed"})
+    server.after(9, "DOWN a", "unload a", {"a": "is down: was killed"})
     server.pending = []
     server.advance(2)
     (load,) = server.pending
@@ -345,23 +338,7 @@ def test_survivors_delay_the_load_for_ten_seconds_only() -> None:
     server.step()
     load()
     server.survivors = set()
-    server.step()
-    server.expect("READY a 1", "load a")
-
-
-def test_a_crash_loop_at_start_up() -> None:
-    """A model that dies in each load is loaded again with longer delays, and then given up."""
-    server = FakeServer("a", "b", restarts=2)
-    server.refusals["a"] = _DEAD
-    server.supervisor.load(["a", "b"])
-    server.step()
-    assert server.supervisor.initial_loads_done
-    server.advance(30)
-    server.expect(
-        "DOWN a, READY b 1, DOWN a, GIVEN UP a",
-        "load a, load b, load a, load a",
-        {"a": "stays down: Stub process 'a_0' is not healthy"},
-    )
+    server.after(0.1, "READY a 1", "load a")
 
 
 def test_a_model_that_dies_again_and_again() -> None:
@@ -372,30 +349,31 @@ def test_a_model_that_dies_again_and_again() -> None:
         server.step(3)
     given_up = {"a": "stays down: was killed"}
     server.expect("DOWN a, READY a 1, GIVEN UP a", "unload a, load a, unload a", given_up)
-    server.models["a"] = "no such file"  # another one's load failed
-    server.advance(100)
-    server.expect(not_ready=given_up)
+    server.states["a"] = "no such file"  # another one's load failed
+    server.after(100, not_ready=given_up)
     server.start("a")
-    server.advance(1)
-    server.expect("READY a 1")
+    server.after(1, "READY a 1")
     server.die("a")
-    server.step(3)
-    server.expect("DOWN a, READY a 1", "unload a, load a")
+    server.after(0.3, "DOWN a, READY a 1", "unload a, load a")
 
 
-def test_delays_grow_up_to_a_minute() -> None:
-    """The first reload begins at once, each further one after twice the delay."""
-    server = FakeServer("a", restarts=9)
+def test_a_crash_loop_at_start_up() -> None:
+    """A model that dies in each load is loaded again with longer delays, and then given up."""
+    server = FakeServer("a", "b", restarts=9)
     server.refusals["a"] = _DEAD
-    server.supervisor.load(["a"])
+    server.supervisor.load(["a", "b"])
+    server.step()
+    assert server.supervisor.initial_loads_done
+    again = {"a": "is being loaded: Stub process 'a_0' is not healthy"}
+    server.expect("DOWN a, READY b 1", "load a, load b, load a", again)
     server.advance(250)
-    *texts, last = [event.text for event in server.events]
-    seconds = [0, 1, 2, 4, 8, 16, 32, 60, 60]
-    for attempt, (text, delay) in enumerate(zip(texts, seconds, strict=True), 1):
-        when = f"in {delay} s" if delay else "now"
-        assert text.endswith(f"; loading it again {when} (attempt {attempt} of 9)")
+    texts = [event.text for event in server.events]
+    delays = ["in 1 s", "in 2 s", "in 4 s", "in 8 s", "in 16 s", "in 32 s", *["in 60 s"] * 2]
+    for attempt, (text, delay) in enumerate(zip(texts, delays, strict=False), 2):
+        assert text.endswith(f"; loading it again {delay} (attempt {attempt} of 9)")
     says = "loaded again 9 times without success, stays down until it is loaded through Triton's"
-    assert says in last
+    assert says in texts[-1]
+    assert len(texts) == len(delays) + 1
 
 
 @pytest.mark.parametrize(
@@ -435,57 +413,34 @@ def test_a_refusal_after_a_death_is_not_final() -> None:
     server = _serving("a")
     server.die("a")
     server.refusals["a"] = ServerError("out of memory")
-    server.step(3)
-    server.expect("DOWN a, DOWN a", "unload a, load a", {"a": "is down: out of memory"})
+    server.after(0.3, "DOWN a, DOWN a", "unload a, load a", {"a": "is down: out of memory"})
     server.refusals.clear()
-    server.advance(3)
-    server.expect("READY a 1", "load a")
+    server.after(3, "READY a 1", "load a")
 
 
-def test_an_unload_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unload_that_fails() -> None:
     """Triton does not load a dead model that it reports as READY: the load unloads it first."""
     server = _serving("a", restarts=2)
     server.die("a")
-
-    def refuse(model: str) -> None:
-        raise ServerError("no")
-
-    monkeypatch.setattr(server, "unload", refuse)
-    server.step(3)
-    server.expect("DOWN a, DOWN a", "", {"a": "is down: no"})
-    monkeypatch.undo()
-    server.advance(3)
-    server.expect("READY a 1", "unload a, load a")
+    server.refuses_unloads = True
+    server.after(0.3, "DOWN a, DOWN a", "unload a", {"a": "is down: no"})
+    server.refuses_unloads = False
+    server.after(3, "READY a 1", "unload a, load a")
 
 
-@pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("cascades", [True, False])
-def test_an_ensemble_is_loaded_again_with_its_part(
-    cascades: bool, slow: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Triton unloads an ensemble with its part, and usually loads it with it.
-
-    A slow unload ends after the index has shown that the ensemble does not serve.
-    """
+def test_an_ensemble_is_loaded_again_with_its_part(cascades: bool) -> None:
+    """Triton unloads an ensemble with its part, and usually loads it with it."""
     server = _serving("a", "e", ensembles={"e": "a"})
     server.die("a")
     server.pending = []
     server.step()
-    unload = server.unload
-
-    def unload_slowly(model: str) -> None:
-        unload(model)
-        server.advance(3)
-
-    if slow:
-        monkeypatch.setattr(server, "unload", unload_slowly)
     server.pending.pop()()
-    monkeypatch.undo()
     server.step()
     needs = {"a": "is being loaded: was killed", "e": "needs the model 'a', which does not serve"}
     server.expect("DOWN a", "unload a", needs)
     if cascades:
-        server.models["e"] = _READY
+        server.states["e"] = _READY
     server.pending.pop()()
     server.pending = None
     server.step(4)
@@ -493,33 +448,19 @@ def test_an_ensemble_is_loaded_again_with_its_part(
         server.expect("READY a 1", "load a")
     else:
         server.expect("READY a 1, READY e 1", "load a, load e")
-    server.unload("a")  # by a user
-    server.advance(1)
-    server.expect("RELEASED a, RELEASED e", "unload a")
+    server.withdraw("a")
+    server.after(1, "RELEASED a, RELEASED e")
 
 
 def test_models_that_die_together() -> None:
-    """Neither is taken for an ensemble of the other: the one that can be loaded serves again."""
+    """The one that can be loaded serves again."""
     server = _serving("a", "b")
-    server.pending = []
     server.refusals["b"] = ServerError("out of memory")
     for name in "ab":
         server.die(name)
-    server.step()
-    first, second = server.pending
-    server.pending = None
-    unload = server.unload
-
-    def unload_both(model: str) -> None:
-        server.unload = unload  # type: ignore[method-assign]
-        second()
-        unload(model)
-
-    server.unload = unload_both  # type: ignore[method-assign]
-    first()
     server.step(3)
+    calls = "unload a, unload b, load a, load b"
     down = {"b": "is down: out of memory"}
-    calls = "unload b, unload a, load a, load b"
     server.expect("DOWN a, DOWN b, READY a 1, DOWN b", calls, down)
 
 
@@ -557,21 +498,19 @@ def test_a_server_that_does_not_answer() -> None:
 def test_users_may_unload_and_load() -> None:
     """A model that a user unloads is not loaded again; one that a user loads is monitored."""
     server = _serving("a", "b")
-    server.unload("a")
-    server.advance(1)
-    server.expect("RELEASED a", "unload a")
+    server.withdraw("a")
+    server.after(1, "RELEASED a")
     assert server.supervisor.snapshot.models == {"b": ""}
     server.start("a")
     server.start("c")
-    server.advance(1)
-    server.expect("READY a 1, READY c 1")
+    server.after(1, "READY a 1, READY c 1")
     server.start("d")  # it dies in the same step: it is found before its death is handled
     for name in "acd":
         server.die(name)
-    server.step(4)
-    server.expect(
+    server.after(
+        0.4,
         "DOWN a, DOWN c, READY d 1, DOWN d, READY a 1, READY c 1, READY d 1",
-        "unload a, unload c, unload d, load a, load c with {}, load d with {}",
+        "unload a, unload c, unload d, load a, load c with 1 rows, load d with 1 rows",
     )
 
 
@@ -584,11 +523,10 @@ def test_a_model_that_a_user_unloads_stays_unloaded(dies: bool, failed_version: 
         server.failed_versions["a"] = "no such file"
         server.advance(1)
     server.expect()
-    server.models["a"] = _UNLOADED
+    server.states["a"] = _UNLOADED
     if dies:
         server.die("a")
-    server.advance(2)
-    server.expect("RELEASED a")
+    server.after(2, "RELEASED a")
     assert server.supervisor.snapshot.models == {}
 
 
@@ -596,19 +534,17 @@ def test_a_model_is_healed_with_the_config_that_a_user_loaded_it_with() -> None:
     """Also after further deaths, and while Triton does not answer; until the user's next load."""
     server = _serving("a", restarts=9)
     server.start("a")
-    server.configs["a"] = {"rows": 4}
+    server.rows["a"] = 4
     for answers in (True, False):
         server.die("a")
         server.answers = answers
         server.step(2)
         server.answers = True
-        server.advance(9)
-        server.expect("DOWN a, READY a 1", "unload a, load a with {'rows': 4}")
+        server.after(9, "DOWN a, READY a 1", "unload a, load a with 4 rows")
     server.start("a")
-    server.configs["a"] = {"rows": 8}
+    server.rows["a"] = 8
     server.die("a")
-    server.advance(9)
-    server.expect("DOWN a, READY a 1", "unload a, load a with {'rows': 8}")
+    server.after(9, "DOWN a, READY a 1", "unload a, load a with 8 rows")
 
 
 @pytest.mark.parametrize("listed", [True, False])
@@ -618,13 +554,11 @@ def test_a_model_that_a_user_loaded_with_files(listed: bool) -> None:
     server.start("b")
     server.unlisted = set() if listed else {"b"}
     for unloads in (False, True):
-        server.advance(1)
-        server.expect("READY b 1")
+        server.after(1, "READY b 1")
         assert server.supervisor.snapshot.models == {"a": "", "b": ""}
         if unloads:
-            server.unload("b")
-            server.advance(1)
-            server.expect("RELEASED b", "unload b")
+            server.withdraw("b")
+            server.after(1, "RELEASED b")
             continue
         server.die("b", copied=True)
         server.step()
@@ -632,8 +566,7 @@ def test_a_model_that_a_user_loaded_with_files(listed: bool) -> None:
             "was killed; stays down until it is loaded through Triton's API: its files"
             in server.events[0].text
         )
-        server.advance(100)
-        server.expect("GIVEN UP b", "unload b", {"b": "stays down: was killed"})
+        server.after(100, "GIVEN UP b", "unload b", {"b": "stays down: was killed"})
         server.start("b")
 
 
@@ -643,73 +576,62 @@ def test_a_model_that_dies_as_soon_as_a_user_has_loaded_it_with_files() -> None:
     server.unlisted = {"b"}
     server.start("b")
     server.die("b", copied=True)
-    server.step(2)
-    server.expect("READY b 1, GIVEN UP b", "unload b", {"b": "stays down: was killed"})
+    server.after(0.2, "READY b 1, GIVEN UP b", "unload b", {"b": "stays down: was killed"})
 
 
 def test_a_repository_that_triton_copies() -> None:
     """What the supervisor has loaded from it is loaded again."""
     server = _serving("a")
     server.die("a", copied=True)
-    server.step(4)
-    server.expect("DOWN a, READY a 1", "unload a, load a")
+    server.after(0.4, "DOWN a, READY a 1", "unload a, load a")
 
 
 def test_a_user_s_load_that_is_refused() -> None:
     """A load through Triton's API that fails, after which no version serves, is reported."""
     server = _serving("a")
-    server.models["a"] = "no such file"
-    server.advance(1)
-    server.expect("FAILED a 1", "", {"a": "stays down: no such file"})
-    server.models["a"] = _READY  # in the same process, or in none, as ensembles
-    server.advance(1)
-    server.expect("READY a 1")
+    server.states["a"] = "no such file"
+    server.after(1, "FAILED a 1", "", {"a": "stays down: no such file"})
+    server.states["a"] = _READY  # in the same process, or in none, as ensembles
+    server.after(1, "READY a 1")
 
 
 def test_a_user_s_load_that_dies() -> None:
     """It is reported; what serves is not touched, and the first load of a model may fail, too."""
     server = _serving("a")
     server.die("unknown")  # Triton reports other deaths
-    server.step(3)
-    server.expect()
+    server.after(0.3)
     for model in ("a", "unknown"):
         server.die(model, _TIMEOUT, InstanceState.LOADING)
-        server.advance(2)
-        server.expect(f"FAILED {model}")
+        server.after(2, f"FAILED {model}")
         assert server.supervisor.snapshot.models == {"a": ""}
 
 
 def test_a_user_s_load_that_dies_when_nothing_serves() -> None:
     """Until it ends, the model is being loaded; then the reason is that of the death."""
     server = _serving("a")
-    server.models["a"] = ""  # Triton's LOADING
-    server.advance(2)
-    server.expect(not_ready={"a": "is being loaded"})
+    server.states["a"] = ""  # Triton's LOADING
+    server.after(2, not_ready={"a": "is being loaded"})
     server.die("a", _TIMEOUT, InstanceState.LOADING)
     server.step()
-    server.models["a"] = str(_DEAD)
-    server.advance(2)
-    server.expect("FAILED a", "", {"a": f"stays down: {_TIMEOUT}"})
+    server.states["a"] = str(_DEAD)
+    server.after(2, "FAILED a", "", {"a": f"stays down: {_TIMEOUT}"})
     server.start("a")
-    server.advance(2)
-    server.expect("READY a 1")
+    server.after(2, "READY a 1")
 
 
 def test_triton_alone_controls_its_models() -> None:
     """In other control modes nothing is loaded or unloaded; readiness is correct all the same."""
     server = FakeServer("a", "b", "c", controls=False)
     server.start("a")
-    server.models |= {"b": "no such file", "c": _UNLOADED}
+    server.states |= {"b": "no such file", "c": _UNLOADED}
     server.step()
     down = {"b": "stays down: no such file"}
     server.expect("READY a 1, FAILED b 1", "", down)
     assert server.supervisor.snapshot.models.keys() == {"a", "b"}
     server.die("a")
-    server.advance(100)
-    server.expect("GIVEN UP a", "", down | {"a": "stays down: was killed"})
+    server.after(100, "GIVEN UP a", "", down | {"a": "stays down: was killed"})
     server.start("a")
-    server.advance(1)
-    server.expect("READY a 1", "", down)
+    server.after(1, "READY a 1", "", down)
 
 
 # --- loads that take long --------------------------------------------------------------------
@@ -758,7 +680,7 @@ def test_a_load_that_triton_gave_up_late() -> None:
 def test_a_load_that_waits_for_others(what: str) -> None:
     """A model that is READY, or at work, is left alone while its load lasts."""
     server, _ = _loading(loading=False)
-    server.models["a"] = _READY if what == "ready" else ""
+    server.states["a"] = _READY if what == "ready" else ""
     for _ in range(80):
         server.advance(1)
         if what == "busy":
@@ -770,12 +692,10 @@ def test_a_load_that_never_ends() -> None:
     """Triton waits for a process that is gone: the model is given up, with the reason."""
     server, load = _loading()
     server.pids.clear()
-    server.advance(130)
-    server.expect(not_ready={"a": "is being loaded"})
+    server.after(130, not_ready={"a": "is being loaded"})
     server.refusals["a"] = LoadTimeoutError("it took longer than 130 s")
     load()
-    server.step()
-    server.expect("GIVEN UP a", "load a", {"a": f"stays down: its load {_TIMEOUT}; {_STUCK}"})
+    server.after(0.1, "GIVEN UP a", "load a", {"a": f"stays down: its load {_TIMEOUT}; {_STUCK}"})
     assert server.supervisor.initial_loads_done
 
 
@@ -789,5 +709,4 @@ def test_a_death_that_triton_does_not_notice() -> None:
     server.expect("GIVEN UP a", "", given_up)
     server.refusals["a"] = LoadTimeoutError("it took longer than 130 s")
     load()
-    server.step()
-    server.expect("", "load a", given_up)
+    server.after(0.1, "", "load a", given_up)

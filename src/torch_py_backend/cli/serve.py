@@ -7,8 +7,7 @@ import os
 import secrets
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, cast
 
@@ -17,23 +16,17 @@ from rich.console import Console
 from rich.markup import escape
 from rich.status import Status
 
-from torch_py_backend.cli import interruption, remote_repository
+from torch_py_backend.cli import interruption
 from torch_py_backend.cli.interruption import Stopped
-from torch_py_backend.config import repository as repositories
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes import orphan_cleanup, procfs
 from torch_py_backend.server import server_arguments, triton_installation
-from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.lifecycle import Event, EventKind
-from torch_py_backend.server.ports import check_ports, choose_ports
-from torch_py_backend.server.readiness import ReadinessServer
-from torch_py_backend.server.reloading import Reloader
-from torch_py_backend.server.supervisor import Supervisor
-from torch_py_backend.server.tritonserver import Server
+from torch_py_backend.server.serving import Serving
+from torch_py_backend.tools import remote_repository
 
 _KEY_VARIABLE = "TORCH_PY_BACKEND_ADMIN_KEY"
 _KEY_HEADER = "admin-key"
-_SERVICES = ("http", "grpc", "metrics", "health")
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _COLOURS = {
     EventKind.READY: "green",
@@ -131,66 +124,43 @@ def serve(
     def note(text: str) -> None:
         console.print(f"[yellow]note[/]    {escape(text)}")
 
-    mode, models, triton_arguments = _triton_arguments(arguments or (), restrict, reload=reload)
-    options = (http_port, grpc_port, metrics_port, health_port)
-    http, grpc, metrics, health = choose_ports(*options)
+    # Removed, so that tritonserver, its instances and the guard do not inherit the key.
+    key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
+    triton_arguments = list(arguments or ())
+    if restrict:
+        triton_arguments = [
+            *server_arguments.restriction_arguments(restrict, _KEY_HEADER, key),
+            *triton_arguments,
+        ]
     triton_installation.find(tritonserver)  # before much is fetched
-    path = remote_repository.local(repository, cache, note)
-    server = Server(
-        path,
-        http_port=http,
-        grpc_port=grpc,
-        metrics_port=metrics,
+    serving = Serving(
+        remote_repository.local(repository, cache, note),
+        report,
+        ports=(http_port, grpc_port, metrics_port, health_port),
         address=address,
-        executable=tritonserver,
+        tritonserver=tritonserver,
         arguments=triton_arguments,
-    )
-    if not allow_empty:
-        _refuse_empty(repository, path, models, triton_arguments)
-    check_ports(
-        address,
-        {
-            f"--{service}-port": port
-            for service, port in zip(_SERVICES, options, strict=True)
-            if not server_arguments.configures(triton_arguments, service)
-        },
+        restarts=restarts,
+        load_seconds=load_timeout,
+        drain=drain,
+        allow_empty=allow_empty,
+        reload=reload,
     )
     if exposed := exposure_note(address, triton_arguments):
         note(exposed)
-    server.log = None if verbose else _open_log(console)
+    serving.server.log = None if verbose else _open_log(console)
     interruption.raise_at_signals()
     code = 0
     loading = console.status("loading the models")
     if not verbose:  # Triton's log goes to the terminal, too
         loading.start()
     try:
-        server.start()
-        supervisor = Supervisor(
-            server.client,
-            InstanceMonitor(server.status_folder, load_timeout),
-            report,
-            controls=mode == "explicit",
-            restarts=restarts,
-            load_seconds=load_timeout,
-        )
-        with ReadinessServer(
-            address, health, lambda: supervisor.snapshot, server.is_live
-        ) as readiness:
-            try:
-                states = server.wait_loaded()
-                if mode == "explicit":
-                    supervisor.load(models or sorted(state.name for state in states))
-                reloader = Reloader(path, models, server.client.load, report, load_timeout)
-                steps = [supervisor.step, *([reloader.step] if reload else [])]
-                code = _supervise(console, loading, server, supervisor, readiness, steps)
-            finally:
-                loading.stop()
-                _drain(server, supervisor, readiness, drain)
+        with serving.running():
+            code = _supervise(console, loading, serving)
     except Stopped:
         console.print("stopped")
     finally:
         loading.stop()
-        server.stop()  # also if a signal arrived during start()
     raise typer.Exit(code)
 
 
@@ -212,51 +182,6 @@ class _Output:
             self._stream.flush()
 
 
-def _triton_arguments(
-    arguments: Sequence[str], restrict: str, *, reload: bool
-) -> tuple[str, list[str], list[str]]:
-    """Return the model control mode, the models to load, and the arguments for tritonserver."""
-    # Removed, so that tritonserver, its instances and the guard do not inherit the key.
-    key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
-    kept = list(arguments)
-    if restrict:
-        kept = [*server_arguments.restriction_arguments(restrict, _KEY_HEADER, key), *kept]
-    mode = (server_arguments.values(kept, "model-control-mode") or ["explicit"])[-1]
-    if reload and mode != "explicit":
-        raise ServerError(
-            f"--reload was given, and Triton's model control mode is {mode}; expected explicit."
-            " Remove one of the two."
-        )
-    for service in ("http", "grpc") if mode == "explicit" else ("http",):
-        allowed = server_arguments.values(kept, f"allow-{service}")
-        is_disabled = bool(allowed) and allowed[-1].lower() not in ("true", "1")
-        if is_disabled or server_arguments.values(kept, f"{service}-port"):
-            raise ServerError(
-                f"--{f'allow-{service}' if is_disabled else f'{service}-port'} was given after --,"
-                f" and `serve` itself uses this service; expected --{service}-port before --."
-            )
-    kept = server_arguments.without(kept, "model-control-mode")
-    models: list[str] = []
-    if mode == "explicit":
-        # Loaded by the supervisor: Triton would not listen before it has loaded all of them.
-        models = [name for name in server_arguments.values(kept, "load-model") if name != "*"]
-        kept = server_arguments.without(kept, "load-model")
-    return mode, models, [f"--model-control-mode={mode}", *kept]
-
-
-def _refuse_empty(
-    repository: str, path: Path, models: Sequence[str], arguments: Sequence[str]
-) -> None:
-    is_replaced = any(
-        server_arguments.values(arguments, name) for name in ("model-repository", "model-store")
-    )
-    if not is_replaced and not repositories.by_name(path, models):
-        raise ServerError(
-            f"{repository} holds no models; expected folders with a config.pbtxt. --allow-empty"
-            " serves it as it is."
-        )
-
-
 def _open_log(console: Console) -> IO[bytes]:
     """Open a file for Triton's log, which is kept, and print its name."""
     try:
@@ -270,57 +195,35 @@ def _open_log(console: Console) -> IO[bytes]:
     return file
 
 
-def _supervise(
-    console: Console,
-    loading: Status,
-    server: Server,
-    supervisor: Supervisor,
-    readiness: ReadinessServer,
-    steps: Sequence[Callable[[], None]],
-) -> int:
-    """Run steps in turn until the server ends; return the exit code.
+def _supervise(console: Console, loading: Status, serving: Serving) -> int:
+    """Keep the models serving until the server ends; return the exit code.
 
     Raises:
         Stopped: a signal was received. This includes signals whose exception was lost: Python
             drops exceptions in destructors, and while another one propagates.
     """
-    announced = False
+    server, announced = serving.server, False
     while server.process.poll() is None:
         if interruption.ignores_signals():
             raise Stopped
-        for step in steps:
-            step()
+        serving.step()
         orphan_cleanup.reap_orphans(server.process.pid)
-        if supervisor.initial_loads_done and not announced:
+        if serving.supervisor.initial_loads_done and not announced:
             announced = True
             loading.stop()
-            models = supervisor.snapshot.models
+            models = serving.supervisor.snapshot.models
             none_serves = bool(models) and all(models.values())
             state = "[red]no model serves[/]; listening" if none_serves else "serving"
             console.print(
                 f"{state} on http://{server.http_address} and grpc://{server.grpc_address};"
                 f" metrics on http://{server.metrics_address}/metrics,"
-                f" readiness on http://{readiness.address}/ready; Ctrl-C stops"
+                f" readiness on http://{serving.health_address}/ready; Ctrl-C stops"
             )
+    loading.stop()
     code: int = server.process.returncode
     how = f"with exit code {code}" if code >= 0 else f"by {procfs.signal_name(-code)}"
     console.print(f"[red]tritonserver ended {how}[/]; its log says why{escape(server.log_name)}.")
     return code if code >= 0 else 128 - code
-
-
-def _drain(
-    server: Server, supervisor: Supervisor, readiness: ReadinessServer, seconds: float
-) -> None:
-    """Stop the server.
-
-    In this order, both the requests that a load balancer still sends and those in progress when
-    Triton stops are answered.
-    """
-    readiness.set_stopping()
-    deadline = time.monotonic() + seconds
-    while server.process.poll() is None and time.monotonic() < deadline:
-        supervisor.step()
-    server.stop()
 
 
 def exposure_note(address: str, arguments: Sequence[str]) -> str:

@@ -155,13 +155,6 @@ class TritonClient:
         """Return the platform in a model's metadata."""
         return str(json.loads(self._request(_path(model))).get("platform"))
 
-    def is_live(self) -> bool:
-        """Return whether the server answers that it is live."""
-        with contextlib.suppress(OSError):
-            self._request("health/live")
-            return True
-        return False
-
     def is_dead(self) -> bool:
         """Return whether the server answers that it is not live: it could not be initialized.
 

@@ -58,10 +58,11 @@ class InstanceMonitor:
                     )
         failures = []
         for path, instance in list(self._instances.items()):
-            failure = instance.check()
+            has_ended = instance.has_ended()
+            failure = instance.check(has_ended=has_ended)
             if failure is not None:
                 failures.append(failure)
-            if instance.ended:
+            if has_ended:
                 if path.exists():  # the instance did not end normally
                     orphan_cleanup.remove_region(instance.identity.region)
                 # Removed last: until then, the file shows that the instance died.
@@ -69,13 +70,14 @@ class InstanceMonitor:
                 del self._instances[path]
         return failures
 
+    def _of(self, model: str) -> list[_Instance]:
+        return [
+            instance for instance in self._instances.values() if instance.identity.model == model
+        ]
+
     def is_loading(self) -> bool:
         """Return whether an instance of any model is being loaded, or a config completed."""
-        states = {
-            instance.reader.read().state
-            for instance in self._instances.values()
-            if not instance.ended
-        }
+        states = {instance.reader.read().state for instance in self._instances.values()}
         return bool(states & {InstanceState.LOADING, InstanceState.COMPLETING})
 
     def idle_seconds(self, model: str) -> float:
@@ -83,45 +85,30 @@ class InstanceMonitor:
 
         It is the time since the last of them ended its load or a call.
         """
-        statuses = [
-            instance.reader.read()
-            for instance in self._instances.values()
-            if instance.identity.model == model and not instance.ended
-        ]
+        statuses = [instance.reader.read() for instance in self._of(model)]
         if not statuses or any(status.state is not InstanceState.IDLE for status in statuses):
             return 0.0
         return time.monotonic() - max(status.since for status in statuses) / _NS
 
     def warnings(self, model: str) -> list[str]:
         """Return the warnings in the load reports of a model's instances, each once."""
-        return list(
-            dict.fromkeys(
-                text
-                for instance in self._instances.values()
-                if instance.identity.model == model and not instance.ended
-                for text in instance.warnings()
-            )
-        )
+        texts = (text for instance in self._of(model) for text in instance.warnings())
+        return list(dict.fromkeys(texts))
 
     def models_with_instances(self) -> set[str]:
         """Return the models that have instances."""
         return {instance.identity.model for instance in self._instances.values()}
 
     def live_processes(self, model: str) -> set[int]:
-        """Return the IDs of the processes of a model that have not ended."""
-        return {
-            instance.identity.pid
-            for instance in self._instances.values()
-            if instance.identity.model == model and not instance.has_ended()
-        }
+        """Return the IDs of the processes of a model that had not ended at the last check."""
+        return {instance.identity.pid for instance in self._of(model)}
 
     def kill(self, model: str, state: InstanceState) -> int:
         """Kill the instances of a model that are in a state; return their number."""
-        return sum(
-            instance.kill()
-            for instance in self._instances.values()
-            if instance.identity.model == model and instance.reader.read().state is state
-        )
+        instances = [
+            instance for instance in self._of(model) if instance.reader.read().state is state
+        ]
+        return sum(instance.kill() for instance in instances)
 
 
 class _Instance:
@@ -135,7 +122,6 @@ class _Instance:
         # Otherwise the instance has ended, and its process ID belongs to another process. Checked
         # once: a process may overwrite its environment, as setproctitle does.
         self._is_ours = orphan_cleanup.belongs_to_server(self.identity.pid, folder) is not False
-        self.ended = False
         self._reported = False
         self._stopped_since = math.inf
         self._warnings: list[str] | None = None
@@ -158,10 +144,9 @@ class _Instance:
             os.kill(self.identity.pid, signal.SIGKILL)
         return True
 
-    def check(self) -> InstanceFailure | None:
+    def check(self, *, has_ended: bool) -> InstanceFailure | None:
         """Return the failure of this instance, once; kill the process if it hangs."""
-        self.ended = self.has_ended()
-        if not self.ended:
+        if not has_ended:
             reason = self._problem()
         elif not self.reader.path.exists():  # it ended normally
             reason = ""

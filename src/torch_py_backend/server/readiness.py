@@ -20,7 +20,7 @@ from socketserver import ThreadingTCPServer
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from torch_py_backend.errors import ServerError, sanitize_line
+from torch_py_backend.errors import sanitize_line
 from torch_py_backend.server.lifecycle import Snapshot
 from torch_py_backend.server.ports import client_address
 
@@ -31,37 +31,21 @@ if TYPE_CHECKING:
 _STALE_S = 30.0
 _IDLE_S = 10.0
 # Each connection has a thread. Above this number, the oldest ones are closed: clients that send
-# nothing do not block probes. Above twice this number, new ones are closed: a thread that waits for
-# tritonserver does not end earlier.
+# nothing do not block probes.
 _MAX_CONNECTIONS = 64
 Response = tuple[HTTPStatus, dict[str, object]]
 
 
 class ReadinessServer(ThreadingTCPServer):
-    """The HTTP server of these endpoints, as a context manager; port 0 takes a free one.
-
-    Raises:
-        ServerError: the port is taken.
-    """
+    """The HTTP server of these endpoints, as a context manager; port 0 takes a free one."""
 
     # Not http.server's classes, which look the name of the address up: that may take long.
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(
-        self,
-        address: str,
-        port: int,
-        snapshot: Callable[[], Snapshot],
-        is_live: Callable[[], bool],
-    ) -> None:
-        try:
-            super().__init__((address, port), _Handler)
-        except OSError as error:
-            raise ServerError(
-                f"--health-port {port} on {address} cannot be listened on: {error.strerror}."
-            ) from None
-        self._snapshot, self._is_live = snapshot, is_live
+    def __init__(self, address: str, port: int, snapshot: Callable[[], Snapshot]) -> None:
+        super().__init__((address, port), _Handler)
+        self._snapshot = snapshot
         self._stopping = False
         self._connections: dict[socket.socket, None] = {}  # in the order of their arrival
         self.address = client_address(address, self.server_address[1])
@@ -75,11 +59,11 @@ class ReadinessServer(ThreadingTCPServer):
         snapshot = self._snapshot()
         is_stale = snapshot.at and time.monotonic() - snapshot.at > _STALE_S
         stale = "the models are no longer monitored" if is_stale else ""
-        problem = "the server is being stopped" if self._stopping else snapshot.problem or stale
+        server_problem = snapshot.problem or stale
+        problem = "the server is being stopped" if self._stopping else server_problem
         match [unquote(part) for part in path.partition("?")[0].split("/") if part]:
             case ["live"]:
-                reason = stale or ("" if self._is_live() else "tritonserver does not answer")
-                return _response("live", reason)
+                return _response("live", server_problem)
             case ["ready"]:
                 reasons = {name: reason for name, reason in snapshot.models.items() if reason}
                 if not problem and not reasons:
@@ -106,10 +90,7 @@ class ReadinessServer(ThreadingTCPServer):
         self.server_close()
 
     def process_request(self, request: Any, client_address: object) -> None:
-        """Serve a connection in a thread of its own, unless there are too many."""
-        if len(self._connections) >= 2 * _MAX_CONNECTIONS:
-            self.shutdown_request(request)
-            return
+        """Serve a connection in a thread of its own; close the oldest if there are too many."""
         self._connections[request] = None
         for oldest in list(self._connections)[:-_MAX_CONNECTIONS]:
             with contextlib.suppress(OSError):  # its thread has closed it

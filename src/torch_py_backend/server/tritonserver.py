@@ -65,6 +65,7 @@ class Server:
     Attributes:
         http_address, grpc_address, metrics_address: host and port of each service.
         client: a client of its endpoints.
+        variables: more variables of its environment, for `start`.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Server:
             uses_shell=self._triton.uses_shell,
             poll_failure=self._poll_failure,
         )
+        self.variables: dict[str, str] = {}
         self._folder: ServerFolder | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -126,7 +128,7 @@ class Server:
         Raises:
             ServerError: the server cannot run on this machine.
         """
-        variables = triton_installation.environment(self._triton)
+        variables = triton_installation.environment(self._triton) | self.variables
         try:
             self._refuse_in_shell()
             orphan_cleanup.sweep()
@@ -207,10 +209,6 @@ class Server:
             OSError: the server does not answer, or not completely.
         """
         return self.client.models()
-
-    def is_live(self) -> bool:
-        """Return whether the server answers that it is live."""
-        return self._process is not None and self._process.poll() is None and self.client.is_live()
 
     def _failure(self, problem: str) -> ServerError:
         reason = "".join(f": {text}" for text in self._logged(_ERROR))

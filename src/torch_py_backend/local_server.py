@@ -1,48 +1,35 @@
-"""`serve`: a real server for notebooks, scripts and tests, in a child process.
+"""`serve`: a real server for notebooks, scripts and tests, supervised by this process.
 
-Imports neither torch nor a client until a server is used.
+Imports no client until a request is sent.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
+import logging
 import os
-import re
 import shutil
-import subprocess
-import sys
 import tempfile
+import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from torch_py_backend.errors import InputError, ServerError, about, join_names
+from torch_py_backend.server.lifecycle import Event
+from torch_py_backend.server.serving import Serving
+from torch_py_backend.tools import remote_repository
 
 if TYPE_CHECKING:
     import tritonclient.grpc
     from typing_extensions import Self
 
-_START = (
-    # Replaces the current folder, whose files must not shadow other modules.
-    "import sys; sys.path[0] = sys.argv.pop(1);"
-    " from torch_py_backend import __main__; __main__.main_of_child()"
-)
-_SERVING = re.compile(
-    r"(?:serving|listening) on http://(\S+) and grpc://(\S+); metrics on http://(\S+)/metrics,"
-    r" readiness on http://(\S+)/ready"
-)
-_POLL_S = 0.05
-_REQUEST_S = 30.0
-# `serve` itself ends a server that does not stop, after 35 seconds.
-_STOP_S = 60.0
+_LOGGER = logging.getLogger(__name__)
 
 
 class LocalServer:
@@ -56,14 +43,18 @@ class LocalServer:
     """
 
     def __init__(
-        self, repository: str | os.PathLike[str], arguments: Sequence[str], timeout: float
+        self,
+        repository: str | os.PathLike[str],
+        timeout: float,
+        cache: Path | None = None,
+        **options: Any,
     ) -> None:
         is_url = "://" in str(repository)
         self.repository = str(repository) if is_url else str(Path(repository).absolute())
-        self._arguments = arguments
-        self._timeout = timeout
-        self._process: subprocess.Popen[bytes] | None = None
+        self._timeout, self._cache, self._options = timeout, cache, options
         self._stack = contextlib.ExitStack()
+        self._ended = threading.Event()
+        self._ended.set()
         self.http_address = self.grpc_address = self.metrics_address = ""
 
     def __enter__(self) -> Self:
@@ -79,46 +70,36 @@ class LocalServer:
         Raises:
             ServerError: the server or a model does not start.
         """
-        if self._process is not None:
+        if not self._ended.is_set():
             raise ServerError("the server runs already; stop it first.")
-        # For Triton's log, too.
-        folder = tempfile.mkdtemp(prefix="torch-py-backend-")
-        self._stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        try:
-            output = Path(folder) / "serve.log"
-            command = [sys.executable, "-c", _START, str(Path(__file__).parents[2]), "serve"]
-            with output.open("wb") as file:
-                # The pipe is closed when this process ends, also if it is killed; then the child
-                # stops the server. In a session of its own, the child does not receive Ctrl-C.
-                self._process = subprocess.Popen(  # noqa: S603  this Python, this package
-                    [*command, self.repository, *self._arguments],
-                    stdin=subprocess.PIPE,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    env=os.environ | {"TMPDIR": folder, "TERM": "dumb"},
-                    start_new_session=True,
-                )
-            self._wait(self._process, output)
-        except BaseException as error:  # also Ctrl-C
-            if folder in str(error):  # the message names Triton's log
-                self._stack.pop_all()
-            self.stop()
-            raise
+        path = remote_repository.local(self.repository, self._cache, _LOGGER.info)
+        serving = Serving(path, _log, **self._options)
+        server = serving.server
+        with contextlib.ExitStack() as stack:
+            # For Triton's log, and for what instances write.
+            folder = tempfile.mkdtemp(prefix="torch-py-backend-")
+            stack.push(functools.partial(_remove, folder))
+            server.variables["TMPDIR"] = folder
+            server.log = stack.enter_context(Path(folder, "tritonserver.log").open("wb"))
+            stack.enter_context(serving.running())
+            self._wait_loaded(serving)
+            thread = threading.Thread(target=self._supervise, args=(serving,), daemon=True)
+            self._ended.clear()
+            stack.callback(thread.join)
+            stack.callback(self._ended.set)
+            thread.start()
+            self._stack = stack.pop_all()
+        self.http_address, self.grpc_address = server.http_address, server.grpc_address
+        self.metrics_address = server.metrics_address
 
     def stop(self) -> None:
         """Stop the server. May be called twice."""
         self.__dict__.pop("client", None)
-        process, self._process = self._process, None
-        with contextlib.closing(self._stack):
-            if process is None:
-                return
-            cast("Any", process.stdin).close()
-            process.terminate()  # another child of this process may hold the pipe open
-            try:
-                process.wait(_STOP_S)
-            except BaseException:  # a second Ctrl-C, or it does not end
-                process.kill()
-                raise
+        self._stack.close()
+
+    def _supervise(self, serving: Serving) -> None:
+        while not self._ended.is_set() and serving.server.process.poll() is None:
+            serving.step()
 
     @functools.cached_property
     def client(self) -> tritonclient.grpc.InferenceServerClient:
@@ -166,22 +147,23 @@ class LocalServer:
         outputs = [output.name for output in result.get_response().outputs]
         return {key: result.as_numpy(key).copy() for key in outputs}  # they are read-only
 
-    def _wait(self, process: subprocess.Popen[bytes], output: Path) -> None:
+    def _wait_loaded(self, serving: Serving) -> None:
+        """Wait until every model is READY; raise ServerError with the reason of the first other."""
         deadline = time.monotonic() + self._timeout
-        while time.monotonic() < deadline:
-            ended = process.poll() is not None
-            text = output.read_text(encoding="utf-8", errors="replace")
-            match = _SERVING.search(text)
-            if match is not None:
-                self.http_address, self.grpc_address, self.metrics_address, health = match.groups()
-                _check_ready(health)
-                return
-            if ended:
-                _, _, sentence = text.rpartition("error: ")
-                boxed = [line.strip("│ ") for line in text.splitlines() if line.startswith("│")]
-                raise ServerError(" ".join(boxed) or sentence.strip() or "serve has ended.")
-            time.sleep(_POLL_S)
-        raise ServerError(f"the models were not loaded within {self._timeout:g} seconds.")
+        while True:
+            serving.step()
+            if serving.server.process.poll() is not None:
+                raise ServerError(
+                    f"tritonserver has ended; its log says why{serving.server.log_name}."
+                )
+            if serving.supervisor.initial_loads_done:
+                break
+            if time.monotonic() > deadline:
+                raise ServerError(f"the models were not loaded within {self._timeout:g} seconds.")
+        for name, reason in serving.supervisor.snapshot.models.items():
+            if reason:
+                _, model, text = reason.partition(f"model '{name}'")
+                raise ServerError(f"{model}{text}" if model else f"model '{name}' {reason}")
 
 
 def serve(
@@ -190,45 +172,57 @@ def serve(
     http_port: int = 0,
     grpc_port: int = 0,
     metrics_port: int = 0,
+    reload: bool = False,
+    allow_empty: bool = False,
+    cache: Path | None = None,
+    tritonserver: Path | None = None,
     arguments: Sequence[str] = (),
     timeout: float = 600.0,
 ) -> LocalServer:
-    """Serve a model repository in a child process until the end of a `with` block.
+    """Serve a model repository until the end of a `with` block.
 
         with torch_py_backend.serve("models") as server:
             outputs = server.infer("net", x)
 
     The block begins when every model is READY. The server ends with the block, and with this
-    process if it is killed.
+    process if it is killed. Models that die meanwhile are reloaded.
 
     Args:
         repository: the model repository: a folder, or the URL of one in an object store.
         http_port: the port for HTTP; 0 takes a free one, here and below.
         grpc_port: the port for gRPC.
         metrics_port: the port for the metrics.
-        arguments: more arguments of the command `torch-py-backend serve`.
+        reload: whether models are reloaded when their files change.
+        allow_empty: whether the repository may be without models.
+        cache: the folder for what is fetched from a URL; None: ~/.cache/torch-py-backend.
+        tritonserver: the tritonserver to use; None: search for one.
+        arguments: more arguments for tritonserver itself.
         timeout: seconds until every model is READY.
 
     Raises:
         ServerError: on entering the block: there is no server, a port is in use, or a model does
             not load; with the server's own sentence.
     """
-    ports = (("http", http_port), ("grpc", grpc_port), ("metrics", metrics_port), ("health", 0))
-    options = [f"--{service}-port={port}" for service, port in ports]
-    return LocalServer(repository, [*options, *arguments], timeout)
+    return LocalServer(
+        repository,
+        timeout,
+        cache,
+        ports=(http_port, grpc_port, metrics_port, 0),
+        reload=reload,
+        allow_empty=allow_empty,
+        tritonserver=tritonserver,
+        arguments=arguments,
+    )
 
 
-def _check_ready(health: str) -> None:
-    """Raise ServerError with the reason why the first model does not serve."""
-    try:
-        with urllib.request.urlopen(f"http://{health}/ready", timeout=_REQUEST_S):
-            return
-    except urllib.error.HTTPError as error:
-        document = json.loads(error.read())
-    reasons = document.get("models") or {"": document.get("reason", "not ready")}
-    name, reason = next(iter(reasons.items()))
-    _, model, text = reason.partition(f"model '{name}'")
-    raise ServerError(f"{model}{text}" if model else f"model '{name}' {reason}")
+def _remove(folder: str, _type: object, error: BaseException | None, _trace: object) -> None:
+    """Remove the folder of a server that has ended, unless an error names the log in it."""
+    if folder not in str(error):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _log(event: Event) -> None:
+    _LOGGER.info("%s %s: %s", event.kind.value, event.model, event.text)
 
 
 def _grpc() -> Any:

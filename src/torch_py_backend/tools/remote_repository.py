@@ -26,8 +26,11 @@ def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
     folder = fetch.fetch(url, cache or _default_cache(), report)
     if url.startswith("hf://") and (folder / "config.json").is_file():
         return _with_model_folder(folder, url)
-    if repositories.models(folder) == [folder]:
+    models = repositories.models(folder)
+    if models == [folder]:
         raise ServerError(f"{url} is a model; expected the repository that holds it.")
+    if not models:
+        raise ServerError(f"{url} holds no models; expected folders with a config.pbtxt.")
     return folder
 
 
