@@ -130,19 +130,11 @@ def _print(document: Document, rows: Sequence[Row], busy: float) -> None:
 def _apply(folder: Path, document: Document, choice: Row, *, write: bool) -> None:
     """Print the lines for config.pbtxt, or append them; keys that are set are only printed."""
     path = folder / "config.pbtxt"
-    wanted = choice.runtime.parameters
-    lines = [pbtxt.parameter(key, text) for key, text in wanted.items()]
+    lines = [pbtxt.parameter(key, text) for key, text in choice.runtime.parameters.items()]
     conflicts = [key for key in tuning.TUNED if key in document.get("parameters", {})]
     appends = write and not conflicts
     if appends:
-        text = pbtxt.text(folder)
-        edited = "\n".join([text.rstrip(), *lines, ""])
-        expected = pbtxt.parse(text)
-        for key, value in wanted.items():
-            expected.parameters[key].string_value = value
-        if pbtxt.parse(edited) != expected:
-            raise ToolError(f"{path} cannot be edited as text; add the lines by hand.")
-        _write(path, edited)
+        _write(path, "\n".join([pbtxt.text(folder).rstrip(), *lines, ""]))
     _OUT.print(f"{'appended to' if appends else 'for'} {path}:", markup=False)
     for line in lines:
         _OUT.print(line, markup=False)

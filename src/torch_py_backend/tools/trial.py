@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
         with runtime.mode(settings.options):
             _compare(engine, Path(reference))
     engine.close()
-    sent = [spec.name for spec in _sent(engine.config)]
+    sent = [spec.name for spec in engine.config.inputs if spec.origin is Origin.CLIENT]
     # Inputs of hooks are bound to the hooks' own methods.
     rule = "" if engine.hooks else binding.rule(sent, engine.loaded.signature).value
     inputs = {spec.name: _described(spec) for spec in engine.config.inputs}
@@ -145,11 +145,6 @@ def _described(spec: TensorSpec) -> str:
 def _batch(engine: Engine, rows: int) -> Item:
     """Return the warm-up's batch of this many rows: of the model's example, else made up."""
     return next(warmup.batches(engine, [rows if engine.config.max_batch_size else None]))
-
-
-def _sent(settings: ModelConfig) -> Iterator[TensorSpec]:
-    """Yield the inputs that clients send: not the states and controls of a sequence."""
-    return (spec for spec in settings.inputs if spec.origin is Origin.CLIENT)
 
 
 def _run(engine: Engine, item: Item) -> dict[str, Value]:
