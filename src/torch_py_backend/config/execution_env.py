@@ -35,10 +35,17 @@ def check_running_python(environment: str) -> None:
     """
     # Every bin/activate, also conda's, puts its folder first.
     folder = Path(os.environ.get("PATH", "").partition(os.pathsep)[0]).parent
-    versions = _library_versions(folder) if environment else set()
+    libraries = folder.glob("lib*/python3.*") if environment else ()
+    versions = {path.name.removeprefix("python") for path in libraries}
     running = f"{sys.version_info.major}.{sys.version_info.minor}"
     if versions and running not in versions:
-        raise _wrong_python(min(versions), running)
+        version = min(versions)
+        raise PlatformError(
+            f"{KEY} names an environment for Python {version}, and the server's stub runs Python"
+            f" {running}",
+            cure=f"Make the environment with Python {running}, or put a stub for Python {version},"
+            " named triton_python_backend_stub, into the model's folder.",
+        )
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise PlatformError(
@@ -60,17 +67,3 @@ def check_path(folder: str) -> None:
             f"this Python opens ASCII paths only, and the model is in {folder!a}",
             cure="Rename the folder, or use a server after Triton 24.10, whose Python has UTF-8.",
         ) from None
-
-
-def _library_versions(folder: Path) -> set[str]:
-    """Return the versions of Python for which a folder has libraries."""
-    return {path.name.removeprefix("python") for path in folder.glob("lib*/python3.*")}
-
-
-def _wrong_python(version: str, stub: str) -> PlatformError:
-    return PlatformError(
-        f"{KEY} names an environment for Python {version}, and the server's stub runs Python"
-        f" {stub}",
-        cure=f"Make the environment with Python {stub}, or put a stub for Python {version}, named"
-        " triton_python_backend_stub, into the model's folder.",
-    )

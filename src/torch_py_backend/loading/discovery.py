@@ -172,8 +172,15 @@ def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path, stem: str
     name = config.options.weights
     if name is not None and name.lower() == "none":
         return Artifact(kind, path, weightless=True)
-    if name:
-        return Artifact(kind, path, _named_weights(config, name))
+    if name:  # in the version folder, or in the model's
+        check_inside(config, "WEIGHTS", name)
+        weights = config.version_folder / name
+        if not weights.is_file():
+            raise ArtifactError(
+                f"WEIGHTS is '{name}', and version {config.version} has no such file",
+                cure="Correct the name in config.pbtxt.",
+            )
+        return Artifact(kind, path, weights)
     folder = path if kind is ArtifactType.FACTORY else path.parent
     return Artifact(kind, path, weights_beside(folder, stem))
 
@@ -193,18 +200,6 @@ def weights_beside(folder: Path, stem: str) -> Path | None:
             cure="Remove the others, or name the one to use with the parameter WEIGHTS.",
         )
     return present[0] if present else None
-
-
-def _named_weights(config: ModelConfig, name: str) -> Path:
-    """Return the file that WEIGHTS names; it is in the version folder, or in the model's."""
-    check_inside(config, "WEIGHTS", name)
-    path = config.version_folder / name
-    if not path.is_file():
-        raise ArtifactError(
-            f"WEIGHTS is '{name}', and version {config.version} has no such file",
-            cure="Correct the name in config.pbtxt.",
-        )
-    return path
 
 
 def check_inside(config: ModelConfig, option: str, name: str, folder: Path | None = None) -> None:
