@@ -179,7 +179,7 @@ def test_client_errors(error: BaseException, refused: bool) -> None:
         raise error
 
     for name in ("preprocess", "preprocess_batch", "collate"):
-        hook = Hook("digits", name, fails, takes_parameters=False)
+        hook = Hook(name, fails, takes_parameters=False)
         of_client = refused and name != "collate"
         with pytest.raises(InputError if of_client else HookError) as raised:
             hook()

@@ -46,7 +46,7 @@ class Recorder:
 def hook(name: str, function: Callable[..., Any]) -> Hook:
     arguments = introspection.from_function(function).arguments
     takes_parameters = any(each.name == ARGUMENT for each in arguments)
-    return Hook(build.MODEL, name, function, takes_parameters)
+    return Hook(name, function, takes_parameters)
 
 
 def engine(

@@ -58,14 +58,12 @@ class Hook:
     """One method of the hooks.
 
     Attributes:
-        model: the model's name.
         name: the method's name.
         method: the method.
         takes_parameters: whether it takes the request's parameters.
         file: the file that defines it.
     """
 
-    model: str
     name: str
     method: Callable[..., Tree]
     takes_parameters: bool
@@ -171,7 +169,7 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
     methods = {name: getattr(instance, name, None) for name in HOOK_METHODS}
     hooks = Hooks(
         **{
-            name: _create_hook(config, path, name, method)
+            name: _create_hook(path, name, method)
             for name, method in methods.items()
             if method is not None
         }
@@ -181,7 +179,7 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
     return hooks
 
 
-def _create_hook(config: ModelConfig, path: Path, name: str, method: Any) -> Hook:
+def _create_hook(path: Path, name: str, method: Any) -> Hook:
     """Return the hook of this name after checking its arguments."""
     place = f"Hooks.{name} in {path.name}"
     if not callable(method):
@@ -205,7 +203,7 @@ def _create_hook(config: ModelConfig, path: Path, name: str, method: Any) -> Hoo
             expected=f"{name}(self, {arguments or 'inputs by name'}), with"
             f" {ARGUMENT} as the last argument if it takes them",
         ) from None
-    return Hook(config.name, name, method, takes_parameters, path)
+    return Hook(name, method, takes_parameters, path)
 
 
 def _check_methods(place: str, instance: object, hooks: Hooks) -> None:

@@ -137,14 +137,14 @@ def verifier(config: ModelConfig, spec: TensorSpec, *, any_shape: bool = False) 
     # Triton's reshape needs the config's shape, and so do the states of sequences.
     any_shape = any_shape and not spec.reshaped and spec.origin is Origin.CLIENT
     if spec.dtype.torch is None:
-        return _Strings(config.name, spec.name, dims, batched, any_shape, spec.reshaped).verify
+        return _Strings(spec.name, dims, batched, any_shape, spec.reshaped).verify
     dtype: torch.dtype = getattr(torch, spec.dtype.torch)
     # 16-bit weights and inputs change the type of outputs; the config has the type without them.
     options = config.options
     converts = options.weights_dtype is not None or options.cast_inputs is not None
     cast = converts and dtype.is_floating_point
     verify = _Tensor(
-        config.name, spec.name, dims, batched, any_shape, spec.reshaped, dtype=dtype, cast=cast
+        spec.name, dims, batched, any_shape, spec.reshaped, dtype=dtype, cast=cast
     ).verify
     if not flat:
         return verify
@@ -162,7 +162,6 @@ class _Output:
         warned: whether that warning was logged.
     """
 
-    model: str
     name: str
     dims: tuple[int, ...]
     batched: bool
