@@ -225,14 +225,6 @@ def test_weights_that_share_memory(kind: Any, tmp_path: Path) -> None:
     assert _tensors(document, "output") == {"OUTPUT__0": [-1, 20], "OUTPUT__1": []}
 
 
-def test_package_of_aotinductor(tmp_path: Path) -> None:
-    """A package has the names of the arguments; one without weights is tested by its rows."""
-    document = _saved(tmp_path, models.Affine(), format="aoti", example_inputs=_X)
-    files = {path.name for path in (tmp_path / "models" / "net" / "1").iterdir()}
-    assert files == {"model.pt2", "example_inputs.safetensors"}
-    assert _tensors(document, "input") == {"x": [4]}
-
-
 @pytest.mark.parametrize("module", [Centering(), Scaling(), Running()])
 @pytest.mark.parametrize("example", [_X, torch.ones(2, 4), _X[:1]], ids=["rows", "equal", "one"])
 def test_rows_that_depend_on_each_other(module: nn.Module, example: Tensor, tmp_path: Path) -> None:
@@ -243,19 +235,33 @@ def test_rows_that_depend_on_each_other(module: nn.Module, example: Tensor, tmp_
 
 
 @pytest.mark.parametrize(
-    ("shapes", "rows"),
+    ("module", "shapes", "dims", "rows"),
     [
-        pytest.param(None, 1, id="batch"),
+        pytest.param(models.Affine(), None, 4, 1, id="batch"),
         # Without the check of the batch, those of other dimensions would be missing, too.
-        pytest.param({"x": {0: Dim("batch"), 1: Dim("width")}}, 2, id="another dimension"),
+        pytest.param(
+            models.Negate(),
+            {"x": {0: Dim("batch"), 1: Dim("width")}},
+            -1,
+            2,
+            id="sizes, no weights",
+        ),
     ],
 )
-def test_rows_of_a_package(shapes: Any, rows: int, tmp_path: Path) -> None:
-    """A package computes one row as one row, where that needs no unchecked sizes."""
-    _saved(tmp_path, models.Negate(), format="aoti", example_inputs=_X, dynamic_shapes=shapes)
-    version, document = model_folder.completed(tmp_path / "models" / "net")
-    arguments = pbtxt.arguments(tmp_path / "models" / "net", version, document)
-    config = model_config.parse(arguments)
+def test_package_of_aotinductor(
+    module: nn.Module, shapes: Any, dims: int, rows: int, tmp_path: Path
+) -> None:
+    """A package has the names of the arguments.
+
+    It computes one row as one row, where that needs no unchecked sizes.
+    """
+    document = _saved(tmp_path, module, format="aoti", example_inputs=_X, dynamic_shapes=shapes)
+    folder = tmp_path / "models" / "net"
+    files = {path.name for path in (folder / "1").iterdir()}
+    assert files == {"model.pt2", "example_inputs.safetensors"}
+    assert _tensors(document, "input") == {"x": [dims]}
+    version, document = model_folder.completed(folder)
+    config = model_config.parse(pbtxt.arguments(folder, version, document))
     loaded = registry.load(discovery.find(config), config, torch.device("cpu"))
     assert loaded.kind is ArtifactType.AOTI
     assert loaded.rows.least == rows

@@ -28,8 +28,12 @@ def read(folder: Path) -> JsonObject:
         ConfigError: the file is not a valid config.pbtxt.
         PlatformError: Triton's protobuf is not installed.
     """
-    message = parse(text(folder))
-    _, _, json_format = _protobuf()
+    protobuf, text_format, json_format = _protobuf()
+    message = protobuf.ModelConfig()
+    try:
+        text_format.Parse(text(folder), message)
+    except text_format.ParseError as error:
+        raise _unreadable(error) from None
     message.name = message.name or folder.name
     document: JsonObject = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -114,22 +118,6 @@ def leaves_out_batch_size(folder: Path) -> bool:
     """
     content = text(folder)
     return bool(content) and not _BATCH_SIZE.search(content)
-
-
-def parse(content: str) -> Any:
-    """Parse the text of a config.pbtxt into Triton's message `ModelConfig`.
-
-    Raises:
-        ConfigError: the text is not a valid config.pbtxt.
-        PlatformError: Triton's protobuf is not installed.
-    """
-    protobuf, text_format, _ = _protobuf()
-    message = protobuf.ModelConfig()
-    try:
-        text_format.Parse(content, message)
-    except text_format.ParseError as error:
-        raise _unreadable(error) from None
-    return message
 
 
 def _unreadable(error: Exception) -> ConfigError:

@@ -13,9 +13,10 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torch_py_backend.errors import SaveError, summarize
-from torch_py_backend.saving.examples import Arguments
+from torch_py_backend.saving.examples import Example
 
 _CHECK = "aot_inductor.check_lowerbound"
 _CURE = "Save it with another format."
@@ -62,28 +63,40 @@ def _quiet_torch() -> Iterator[None]:
 
 
 def write_program(
-    module: nn.Module,
-    call: Arguments,
-    dynamic_shapes: Any,
-    path: Path,
-    *,
-    compiled: bool,
-    one_row: bool,
+    module: nn.Module, example: Example, dynamic_shapes: Any, path: Path, *, compiled: bool
 ) -> None:
     """Export a module.
 
     Args:
         module: the module.
-        call: valid arguments of forward().
-        dynamic_shapes: as of `torch.export.export`.
+        example: valid inputs.
+        dynamic_shapes: as of `torch.export.export`; None: the batch dimension alone.
         path: the file to write.
-        compiled: write a package of AOTInductor, not the program.
-        one_row: whether the package serves one row as such, without a check of minimum sizes; its
-            answer has to be compared.
+        compiled: write a package of AOTInductor, not the program. It serves one row as such,
+            without a check of minimum sizes, if only the batch is dynamic; its answer has to be
+            compared.
 
     Raises:
         SaveError: the module cannot be exported or compiled.
     """
+    if example.arguments is None:
+        raise SaveError(
+            "hooks are given, and the module is saved as a program, for which forward() is called"
+            " with example_inputs",
+            expected="a module whose class can be imported",
+            cure="Put the class into a .py file, or save it without hooks and write hooks.py beside"
+            " the program.",
+        )
+    # torch.export takes one tensor in two places for one input.
+    call = example.arguments.map(torch.clone)
+    if example.max_batch_size and example.rows == 1:
+        # torch.export takes a size of 1 for a constant.
+        call = call.map(lambda tensor: torch.cat([tensor, tensor]))
+    batch_alone = example.max_batch_size > 0 and dynamic_shapes is None
+    if batch_alone:
+        dynamic_shapes, batch = torch.export.ShapesCollection(), torch.export.Dim("batch", min=1)
+        for tensor in pytree.tree_leaves(tuple(call)):
+            dynamic_shapes[tensor] = {0: batch}
     failed = f"torch.export cannot export {type(module).__name__}"
     try:
         with warnings.catch_warnings():
@@ -99,7 +112,7 @@ def write_program(
             from torch._inductor import aoti_compile_and_package, config  # noqa: PLC0415  slow
 
             # By default, a package takes at least 2 rows.
-            configs = {_CHECK: False} if one_row and _CHECK in config.get_config_copy() else {}
+            configs = {_CHECK: False} if batch_alone and _CHECK in config.get_config_copy() else {}
             aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
     except Exception as error:  # of the module's own code, or the compiler's
         raise SaveError(f"{failed}: {summarize(error)}", cure=_CURE) from error

@@ -16,7 +16,6 @@ import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from torch_py_backend.errors import SaveError, a_type, summarize
 from torch_py_backend.loading.discovery import HOOKS
@@ -227,32 +226,9 @@ class ModuleFiles:
         if kind == "module":
             formats.write_weights(self._module, folder / "model.safetensors")
             return folder / "model.py"
-        if self.example.arguments is None:
-            raise SaveError(
-                "hooks are given, and the module is saved as a program, for which forward() is"
-                " called with example_inputs",
-                expected="a module whose class can be imported",
-                cure="Put the class into a .py file, or save it without hooks and write hooks.py"
-                " beside the program.",
-            )
-        # torch.export takes one tensor in two places for one input.
-        call = self.example.arguments.map(torch.clone)
-        if self.example.max_batch_size and self.example.rows == 1:
-            # torch.export takes a size of 1 for a constant.
-            call = call.map(lambda tensor: torch.cat([tensor, tensor]))
-        shapes = self._dynamic_shapes
-        if shapes is None and self.example.max_batch_size:
-            shapes, batch = torch.export.ShapesCollection(), torch.export.Dim("batch", min=1)
-            for tensor in pytree.tree_leaves(tuple(call)):
-                shapes[tensor] = {0: batch}
         path = folder / "model.pt2"
         formats.write_program(
-            self._module,
-            call,
-            shapes,
-            path,
-            compiled=kind == "aoti",
-            one_row=self.example.max_batch_size > 0 and self._dynamic_shapes is None,
+            self._module, self.example, self._dynamic_shapes, path, compiled=kind == "aoti"
         )
         return path
 
