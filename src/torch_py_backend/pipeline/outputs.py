@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -126,48 +125,30 @@ def _finite(value: Value | ItemRows) -> bool:
 
 
 def verifier(config: ModelConfig, spec: TensorSpec, *, any_shape: bool = False) -> Verify:
-    """Return what verifies an output.
-
-    With `any_shape`, it accepts other shapes than the config's, as Triton's LibTorch backend does.
-    """
-    # A batch output is verified in one dimension, and split later.
-    flat = any(batch_output.name == spec.name for batch_output in config.batch_outputs)
-    batched = config.max_batch_size > 0 and not flat
-    dims = (-1,) if flat else (-1, *spec.dims) if batched else spec.dims
-    # Triton's reshape needs the config's shape, and so do the states of sequences.
-    any_shape = any_shape and not spec.reshaped and spec.origin is Origin.CLIENT
-    if spec.dtype.torch is None:
-        return _Strings(spec.name, dims, batched, any_shape, spec.reshaped).verify
-    dtype: torch.dtype = getattr(torch, spec.dtype.torch)
-    # 16-bit weights and inputs change the type of outputs; the config has the type without them.
-    options = config.options
-    converts = options.weights_dtype is not None or options.cast_inputs is not None
-    cast = converts and dtype.is_floating_point
-    verify = _Tensor(
-        spec.name, dims, batched, any_shape, spec.reshaped, dtype=dtype, cast=cast
-    ).verify
-    if not flat:
-        return verify
-    return lambda part, rows: verify(part.reshape(-1) if isinstance(part, Tensor) else part, rows)
+    """Return what verifies an output; see `_Output`."""
+    kind = _Strings if spec.dtype.torch is None else _Tensor
+    return kind(config, spec, any_shape=any_shape).verify
 
 
-@dataclass(slots=True)
 class _Output:
     """One output, as the config describes it.
 
-    Attributes:
-        dims: the output's dims, with the batch dimension as -1.
-        any_shape: whether other shapes are served with a warning, not refused.
-        reshaped: whether the config has a `reshape`, from which the dims come.
-        warned: whether that warning was logged.
+    Args:
+        any_shape: whether other shapes than the config's are accepted, as Triton's LibTorch backend
+            does.
     """
 
-    name: str
-    dims: tuple[int, ...]
-    batched: bool
-    any_shape: bool = False
-    reshaped: bool = False
-    warned: bool = False
+    def __init__(self, config: ModelConfig, spec: TensorSpec, *, any_shape: bool) -> None:
+        self.name, self.reshaped = spec.name, spec.reshaped
+        # A batch output is verified in one dimension, and split later.
+        self.flat = any(output.name == spec.name for output in config.batch_outputs)
+        self.batched = config.max_batch_size > 0 and not self.flat
+        self.dims = spec.dims if config.max_batch_size == 0 else (-1, *spec.dims)
+        if self.flat:
+            self.dims = (-1,)
+        # Triton's reshape needs the config's shape, and so do the states of sequences.
+        self.any_shape = any_shape and not spec.reshaped and spec.origin is Origin.CLIENT
+        self.warned = False
 
     def serves(self, shape: tuple[int, ...], rows: int) -> bool:
         """Return whether a shape that does not fit is served; log a warning for the first."""
@@ -219,19 +200,38 @@ class _Output:
         )
 
 
-@dataclass(slots=True, kw_only=True)
 class _Tensor(_Output):
-    dtype: torch.dtype
-    cast: bool
-    start: int = field(init=False)
-    fixed: tuple[int, ...] | None = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, config: ModelConfig, spec: TensorSpec, *, any_shape: bool) -> None:
+        super().__init__(config, spec, any_shape=any_shape)
+        self.dtype: torch.dtype = getattr(torch, str(spec.dtype.torch))
+        # 16-bit weights and inputs change the type of outputs; the config has the type without.
+        options = config.options
+        converts = options.weights_dtype is not None or options.cast_inputs is not None
+        self.cast = converts and self.dtype.is_floating_point
         self.start = int(self.batched)
         # Compared first, because most outputs have fixed dims. None if there is only the batch.
         self.fixed = self.dims[self.start :] if len(self.dims) > self.start else None
 
     def verify(self, part: object, rows: int) -> Tensor:
+        tensor = self._dense(part, rows)
+        shape = tensor.shape
+        if shape[self.start :] != self.fixed and not pbtxt.fits(shape, self.dims):
+            ones = self.dims[self.start :]
+            if len(shape) == self.start and all(size == 1 for size in ones):
+                # Only dims of 1 are missing: [rows] for [-1, 1], a scalar for [1].
+                tensor = tensor.reshape(*shape, *ones)
+            elif not self.serves(shape, rows):
+                raise self.mismatch(_form(tensor), _short(self.dtype), self._cure(tensor, rows))
+        if self.batched and shape[0] != rows:
+            raise self.wrong_rows(shape[0], rows)
+        # Triton's utilities require contiguous memory. numpy rejects tensors that require a
+        # gradient or have a pending negation.
+        if tensor.requires_grad or tensor.is_neg():
+            tensor = tensor.detach().resolve_neg()
+        return tensor.contiguous()
+
+    def _dense(self, part: object, rows: int) -> Tensor:
+        """Return a part as a dense tensor of the output's type."""
         if isinstance(part, np.ndarray | np.generic) and part.dtype.kind not in "OUS":
             part = _from_numpy(part)
         if not isinstance(part, Tensor):
@@ -245,21 +245,7 @@ class _Tensor(_Output):
             part = part.to(self.dtype)
         if part.layout is not torch.strided or part.is_meta:
             raise self.mismatch(_form(part), "a dense tensor with values")
-        shape = part.shape
-        if shape[self.start :] != self.fixed and not pbtxt.fits(shape, self.dims):
-            ones = self.dims[self.start :]
-            if len(shape) == self.start and all(size == 1 for size in ones):
-                # Only dims of 1 are missing: [rows] for [-1, 1], a scalar for [1].
-                part = part.reshape(*shape, *ones)
-            elif not self.serves(shape, rows):
-                raise self.mismatch(_form(part), _short(self.dtype), self._cure(part, rows))
-        if self.batched and shape[0] != rows:
-            raise self.wrong_rows(shape[0], rows)
-        # Triton's utilities require contiguous memory. numpy rejects tensors that require a
-        # gradient or have a pending negation.
-        if part.requires_grad or part.is_neg():
-            part = part.detach().resolve_neg()
-        return part.contiguous()
+        return part.reshape(-1) if self.flat else part
 
     def _cure(self, part: Tensor, rows: int) -> str:
         if part.is_nested or part.layout is not torch.strided:
