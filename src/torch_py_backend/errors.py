@@ -30,12 +30,13 @@ class ModelError(BackendError):
     """An error about one model, whose name the message does not have yet.
 
     Args:
-        found: what was found, as a clause.
+        found: what was found, as a clause; kept as an attribute.
         expected: what was expected, as a noun phrase.
-        cure: what to do, as a sentence.
+        cure: what to do, as a sentence; kept as an attribute.
     """
 
     def __init__(self, found: str, *, expected: str = "", cure: str = "") -> None:
+        self.found, self.cure = found, cure
         problem = found + (f"; expected {expected}" if expected else "")
         if not problem.endswith((".", "?")):  # as the message of another error does
             problem += "."
@@ -162,16 +163,7 @@ class CancelledError(ModelError):
 
 
 class SaveError(ModelError):
-    """A module cannot be saved as a model folder.
-
-    Attributes:
-        found: what was found, without the cure.
-        cure: what to do, as a sentence; may be empty.
-    """
-
-    def __init__(self, found: str, *, expected: str = "", cure: str = "") -> None:
-        super().__init__(found, expected=expected, cure=cure)
-        self.found, self.cure = found, cure
+    """A module cannot be saved as a model folder."""
 
 
 class ExampleError(SaveError):

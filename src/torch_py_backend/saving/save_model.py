@@ -127,18 +127,16 @@ def _write(folder: Path, files: ModuleFiles, formats: Sequence[Format], document
             shutil.rmtree(folder)
             continue
         if refusals and not files.of_torch:
-            warnings.insert(0, f"saved as a torch.export program: {_found(refusals[0])}")
+            warnings.insert(0, f"saved as a torch.export program: {refusals[0].found}")
         for warning in warnings:
             log.warning("model '%s': %s", folder.name, warning)
         return
     if len(refusals) == 1:
         raise refusals[0]
     source, program = refusals
-    cure = source.cure if isinstance(source, SaveError) else ""
     raise SaveError(
-        f"it can be saved neither as source ({_found(source)}) nor as a program"
-        f" ({_found(program)})",
-        cure=f"{cure} Or change forward() so that torch.export supports it.".lstrip(),
+        f"it can be saved neither as source ({source.found}) nor as a program ({program.found})",
+        cure=f"{source.cure} Or change forward() so that torch.export supports it.".lstrip(),
     )
 
 
@@ -159,10 +157,6 @@ def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Docu
         torch.save(example.outputs, reference)
     warnings: list[str] = model_folder.inspect(folder, "1", config, reference=reference)["warnings"]
     return warnings
-
-
-def _found(error: SaveError | LoadError) -> str:
-    return error.found if isinstance(error, SaveError) else str(error)
 
 
 def _check(

@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import lzma
 import re
 import tempfile
 import zipfile
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,19 +33,6 @@ _HANDLERS = ("base_handler", "image_classifier", "image_segmenter", "object_dete
 # Numbers of model-config.yaml, for which a YAML parser would be a dependency.
 _BATCH_SETTING = re.compile(
     r"^(batchSize|maxBatchDelay):[ \t]*(\d{1,9})[ \t]*(?:#.*)?$", re.MULTILINE
-)
-# What zipfile, its decompressors and a manifest of another form raise; RuntimeError: the archive is
-# encrypted, or its compression is unknown.
-_DAMAGED = (
-    zipfile.BadZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    EOFError,
-    OSError,
-    RuntimeError,
-    ValueError,
-    KeyError,
-    TypeError,
 )
 
 
@@ -115,7 +100,7 @@ def unpack(archive: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
         config = model.get("configFile")
         text = (folder / Path(config).name).read_text() if config else ""
         weights.stat()
-    except _DAMAGED as error:
+    except Exception as error:  # of zipfile, its decompressors, or a manifest of another form
         raise ArtifactError(
             f"it is not an archive with a model file: {summarize(error)}",
             expected="a .mar file of torch-model-archiver with --serialized-file",
