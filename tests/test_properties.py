@@ -200,7 +200,7 @@ def test_paths_feed_their_leaves(trees: list[Any], random: Any) -> None:
     """For any call tree and any order of the config, each leaf gets the input of its path."""
     expected, paths = _numbered(trees)
     arguments = tuple(
-        Argument(f"argument{index}", True, Passing.POSITIONAL, ArgumentType.TENSOR, "")
+        Argument(f"argument{index}", True, Passing.POSITIONAL_OR_KEYWORD, ArgumentType.TENSOR, "")
         for index in range(len(trees))
     )
     random.shuffle(paths)
@@ -239,7 +239,9 @@ def test_programs_get_their_own_tree(
 def test_any_names_bind_or_are_refused(names: list[str], count: int, rest: bool) -> None:
     """Names of any spelling feed forward() once each, or raise a LoadError."""
     arguments = [
-        Argument(f"a{index}", index == 0, Passing.POSITIONAL, ArgumentType.TENSOR, f"a{index}")
+        Argument(
+            f"a{index}", index == 0, Passing.POSITIONAL_OR_KEYWORD, ArgumentType.TENSOR, f"a{index}"
+        )
         for index in range(count)
     ]
     if rest:
@@ -304,7 +306,8 @@ def _identity(ids: Any, mask: Any) -> dict[str, Any]:
 
 
 _ARGUMENTS = tuple(
-    Argument(name, True, Passing.POSITIONAL, ArgumentType.TENSOR, name) for name in ("ids", "mask")
+    Argument(name, True, Passing.POSITIONAL_OR_KEYWORD, ArgumentType.TENSOR, name)
+    for name in ("ids", "mask")
 )
 
 

@@ -35,7 +35,7 @@ def engine(
         Argument(
             spec.name,
             not spec.optional,
-            Passing.POSITIONAL,
+            Passing.POSITIONAL_OR_KEYWORD,
             takes.get(spec.name, ArgumentType.TENSOR),
             spec.name,
         )

@@ -50,9 +50,15 @@ def only(signature: str, before: str = "") -> Argument:
     [
         (
             "x, y=None",
-            [("x", True, Passing.POSITIONAL, "x"), ("y", False, Passing.POSITIONAL, "y=None")],
+            [
+                ("x", True, Passing.POSITIONAL_OR_KEYWORD, "x"),
+                ("y", False, Passing.POSITIONAL_OR_KEYWORD, "y=None"),
+            ],
         ),
-        ("x, /, *, y", [("x", True, Passing.POSITIONAL, "x"), ("y", True, Passing.KEYWORD, "y")]),
+        (
+            "x, /, *, y",
+            [("x", True, Passing.POSITIONAL_ONLY, "x"), ("y", True, Passing.KEYWORD_ONLY, "y")],
+        ),
         ("*xs", [("xs", False, Passing.VAR_POSITIONAL, "*xs")]),
         ("**xs", [("xs", False, Passing.VAR_KEYWORD, "**xs")]),
         ("", []),
@@ -274,7 +280,7 @@ def test_schema() -> None:
         ("rows", ArgumentType.NESTED_STRINGS, False, True),
         ("some", ArgumentType.LIST, False, True),
     ]
-    assert all(entry.passing is Passing.POSITIONAL for entry in read)
+    assert all(entry.passing is Passing.POSITIONAL_OR_KEYWORD for entry in read)
     assert str(signature).startswith("forward(Tensor x, Dict(str, Tensor) d, Tensor[] tensors, (")
 
 

@@ -259,7 +259,9 @@ def row_signature(config: ModelConfig) -> Signature:
         takes = ArgumentType.TENSOR
         if spec.dtype.torch is None:
             takes = ArgumentType.RAW if spec.dims in ((), (1,)) else ArgumentType.BYTES
-        arguments.append(Argument(spec.name, not spec.optional, Passing.KEYWORD, takes, spec.name))
+        arguments.append(
+            Argument(spec.name, not spec.optional, Passing.KEYWORD_ONLY, takes, spec.name)
+        )
     return Signature(tuple(arguments), name="collate")
 
 

@@ -200,7 +200,7 @@ def _by_keyword(signature: Signature, call: Arguments) -> Arguments:
     """Return a call with all arguments by name; unchanged if forward() does not allow that."""
     arguments = signature.arguments[: len(call.args)]
     if len(arguments) < len(call.args) or any(
-        entry.positional_only or entry.passing is not Passing.POSITIONAL for entry in arguments
+        entry.passing is not Passing.POSITIONAL_OR_KEYWORD for entry in arguments
     ):
         return call
     by_name = {entry.name: value for entry, value in zip(arguments, call.args, strict=True)}

@@ -8,11 +8,14 @@ if the artifact contains its own call tree).
 from __future__ import annotations
 
 import enum
+import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+# How an argument is passed.
+Passing: TypeAlias = inspect._ParameterKind  # noqa: SLF001  has no public name
 # Keys from an argument (or the result) down to a leaf.
 Path: TypeAlias = tuple[int | str, ...]
 # A leaf of the call tree: its slot, and the path within. A slot is the name of an argument, or `*n`
@@ -43,15 +46,6 @@ def is_path(name: str) -> bool:
 def path_text(root: str, path: Path) -> str:
     """Return the text of a path: `ARGS[2][key]`."""
     return root + "".join(f"[{key}]" for key in path)
-
-
-class Passing(enum.Enum):
-    """How an argument is passed: the kinds of `inspect.Parameter`."""
-
-    POSITIONAL = "positional"
-    KEYWORD = "keyword"
-    VAR_POSITIONAL = "*"
-    VAR_KEYWORD = "**"
 
 
 class ArgumentType(enum.Enum):
@@ -96,7 +90,6 @@ class Argument:
         type: its type; a tensor if it has no annotation.
         text: its declaration, for messages.
         nullable: its annotation allows None.
-        positional_only: it cannot be passed by keyword.
         keys: the keys of a TypedDict; each is bound to a separate input.
     """
 
@@ -106,13 +99,17 @@ class Argument:
     type: ArgumentType
     text: str
     nullable: bool = False
-    positional_only: bool = False
     keys: tuple[Argument, ...] = ()
 
     @property
     def named(self) -> bool:
         """Whether it is one argument, not `*` or `**`."""
-        return self.passing in (Passing.POSITIONAL, Passing.KEYWORD)
+        return self.passing not in (Passing.VAR_POSITIONAL, Passing.VAR_KEYWORD)
+
+    @property
+    def positional(self) -> bool:
+        """Whether it can be passed by position."""
+        return self.passing in (Passing.POSITIONAL_ONLY, Passing.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +138,8 @@ class Signature:
         """Return the declaration of the function."""
         texts = [argument.text for argument in self.arguments]
         kinds = [argument.passing for argument in self.arguments]
-        if Passing.KEYWORD in kinds and Passing.VAR_POSITIONAL not in kinds:
-            texts.insert(kinds.index(Passing.KEYWORD), "*")
+        if Passing.KEYWORD_ONLY in kinds and Passing.VAR_POSITIONAL not in kinds:
+            texts.insert(kinds.index(Passing.KEYWORD_ONLY), "*")
         return f"{self.name}({', '.join(texts)})"
 
     @property
@@ -169,7 +166,7 @@ class Signature:
 
     def slots(self, count: int) -> list[str]:
         """Return the numbered slots for `count` names: positional arguments, items of `*args`."""
-        slots = [entry.name for entry in self.arguments if entry.passing is Passing.POSITIONAL]
+        slots = [entry.name for entry in self.arguments if entry.positional]
         if self.has(Passing.VAR_POSITIONAL):
             slots += [f"*{index}" for index in range(len(slots), count)]
         return slots
@@ -206,7 +203,7 @@ class Signature:
         leaves = self.leaves or ()
         aliases = {leaf: index for index, leaf in enumerate(leaves)}
         for index, argument in enumerate(self.arguments):
-            if f"ARGS[{index}]" in aliases and argument.passing is Passing.POSITIONAL:
+            if f"ARGS[{index}]" in aliases and argument.positional:
                 aliases.setdefault(argument.name, aliases[f"ARGS[{index}]"])
         keys = [leaf.rpartition("[")[2].rstrip("]") for leaf in leaves]
         for index, key in enumerate(keys):

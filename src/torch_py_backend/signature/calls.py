@@ -13,6 +13,7 @@ from torch_py_backend.errors import BindingError, join_names
 from torch_py_backend.signature.arguments import (
     Argument,
     ArgumentType,
+    Passing,
     Path,
     Place,
     Signature,
@@ -58,7 +59,9 @@ def bind_places(
             feeds.setdefault(argument.name, {})  # it allows None
     leading = list(itertools.takewhile(feeds.__contains__, signature.slots(len(places))))
     trailing = [slot for slot in feeds if slot not in leading]
-    positional_only = {entry.name for entry in signature.arguments if entry.positional_only}
+    positional_only = {
+        entry.name for entry in signature.arguments if entry.passing is Passing.POSITIONAL_ONLY
+    }
     if any(slot in positional_only or slot.startswith("*") for slot in trailing):
         raise BindingError(f"inputs for * of {signature} leave a gap before them")
     arguments = {argument.name: argument for argument in signature.arguments}

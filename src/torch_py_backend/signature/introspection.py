@@ -21,14 +21,6 @@ from torch_py_backend.signature.arguments import (
     path_text,
 )
 
-_PASSING = {
-    inspect.Parameter.POSITIONAL_ONLY: Passing.POSITIONAL,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD: Passing.POSITIONAL,
-    inspect.Parameter.KEYWORD_ONLY: Passing.KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL: Passing.VAR_POSITIONAL,
-    inspect.Parameter.VAR_KEYWORD: Passing.VAR_KEYWORD,
-}
-_VARIADIC = (Passing.VAR_POSITIONAL, Passing.VAR_KEYWORD)
 _TYPES: Mapping[object, ArgumentType] = {
     int: ArgumentType.INT,
     float: ArgumentType.FLOAT,
@@ -67,8 +59,8 @@ def from_function(function: Callable[..., object]) -> Signature:
     arguments = []
     keyword_types: dict[str, ArgumentType] = {}
     for name, parameter in parameters.items():
-        passing = _PASSING[parameter.kind]
-        variadic = passing in _VARIADIC
+        passing = parameter.kind
+        variadic = passing in (Passing.VAR_POSITIONAL, Passing.VAR_KEYWORD)
         nullable, kind = _without_none(annotations[name])
         if passing is Passing.VAR_KEYWORD:
             keyword_types = _keyword_types(annotations[name], annotations.get("generation_config"))
@@ -79,7 +71,6 @@ def from_function(function: Callable[..., object]) -> Signature:
             type=ArgumentType.TENSOR if variadic else _argument_type(kind),
             text=str(parameter),
             nullable=nullable,
-            positional_only=parameter.kind is inspect.Parameter.POSITIONAL_ONLY,
             keys=() if variadic else _keys(kind),
         )
         arguments.append(argument)
@@ -172,7 +163,9 @@ def _keys(annotation: object) -> tuple[Argument, ...]:
         # Python ignores qualifiers in annotations that are text.
         qualified = {"Required": True, "NotRequired": False}.get(_name(get_origin(annotated)))
         required = name in required_keys if qualified is None else qualified
-        keys.append(Argument(name, required, Passing.KEYWORD, _argument_type(kind), name, nullable))
+        keys.append(
+            Argument(name, required, Passing.KEYWORD_ONLY, _argument_type(kind), name, nullable)
+        )
     return tuple(keys)
 
 
@@ -226,7 +219,7 @@ def from_schema(schema: torch._C.FunctionSchema) -> Signature:
         argument = Argument(
             name=entry.name,
             required=not entry.has_default_value(),
-            passing=Passing.KEYWORD if entry.kwarg_only else Passing.POSITIONAL,
+            passing=Passing.KEYWORD_ONLY if entry.kwarg_only else Passing.POSITIONAL_OR_KEYWORD,
             type=argument_type,
             text=f"{declared} {entry.name}",
             nullable=declared.endswith("?"),
@@ -251,8 +244,8 @@ def from_tree(
     numbers = range(spec.num_leaves)
     args, kwargs = pytree.tree_unflatten(list(numbers), spec)
     positional = [*names[: len(args)], *(f"arg{i}" for i in range(len(names), len(args)))]
-    passing = [(name, Passing.POSITIONAL) for name in positional]
-    passing += [(name, Passing.KEYWORD) for name in kwargs]
+    passing = [(name, Passing.POSITIONAL_OR_KEYWORD) for name in positional]
+    passing += [(name, Passing.KEYWORD_ONLY) for name in kwargs]
     arguments = tuple(
         Argument(name, required=True, passing=kind, type=ArgumentType.TENSOR, text=name)
         for name, kind in passing
