@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
-
-from torch.utils import _pytree as pytree
 
 from torch_py_backend.errors import BindingError, join_names
 from torch_py_backend.signature.arguments import (
@@ -67,22 +66,36 @@ def bind_places(
     arguments = {argument.name: argument for argument in signature.arguments}
     args = [_tree(feeds[slot], arguments.get(slot)) for slot in leading]
     kwargs = {slot: _tree(feeds[slot], arguments.get(slot)) for slot in trailing}
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    names = [name for name in leaves if name is not None]
+    names: list[str] = []
+    build_args, build_kwargs = _builder(args, names), _builder(kwargs, names)
 
     def call(module: Forward, columns: Sequence[object]) -> object:
-        remaining = iter(columns)
-        values = [name if name is None else next(remaining) for name in leaves]
-        args, kwargs = pytree.tree_unflatten(values, spec)
-        return module(*args, **kwargs)
+        return module(*build_args(columns), **build_kwargs(columns))
+
+    def call_positional(module: Forward, columns: Sequence[object]) -> object:
+        return module(*columns)
 
     return InputBinding(
         tuple(names),
         tuple(_column_type(signature, places[name]) for name in names),
-        # Without containers, columns are in the order of the arguments.
-        (lambda module, columns: module(*columns)) if args == names else call,
+        # Without containers and keywords, columns are in the order of the arguments.
+        call_positional if args == names else call,
         tuple(path_text(*places[name]) for name in names),
     )
+
+
+def _builder(tree: Any, names: list[str]) -> Callable[[Sequence[object]], Any]:
+    """Return a function that makes the tree of columns; append the tree's names to the others."""
+    if tree is None:
+        return lambda _: None
+    if isinstance(tree, str):
+        names.append(tree)
+        return operator.itemgetter(len(names) - 1)
+    if isinstance(tree, dict):
+        entries = {key: _builder(part, names) for key, part in tree.items()}
+        return lambda columns: {key: build(columns) for key, build in entries.items()}
+    sequence, items = type(tree), [_builder(part, names) for part in tree]
+    return lambda columns: sequence([build(columns) for build in items])
 
 
 def _column_type(signature: Signature, place: Place) -> ArgumentType:
