@@ -44,24 +44,19 @@ _GRPC = {
     503: "UNAVAILABLE",
 }
 # Of each kind of model, request and refusal one: what a server and its clients add to the fake.
+# Programs and packages are in test_digits.py, models without batches in test_drop_in.py.
 _ON_SERVER = {
     "requests": (
-        "script_by_name", "script_by_index", "script_of_other_dims",
-        "script_of_other_dims_without_a_batch", "module_class_and_kwargs", "extra_state",
-        "function", "factory", "unbatched", "sizes", "outputs", "prints_beyond_ascii",
-        "every_type", "optional_inputs", "scalars", "bytes_in_rows", "settings_libtorch_names",
-        "settings_python_names", "compiled", "weights_of_16_bits", "buckets", "padded", "poison",
-        "poison_of_slashes", "outputs_in_memory_used_again", "batch_inputs", "batch_output",
-        "batch_output_without_batches", "export_one", "aoti_one", "torchscript_nested",
-        "module_strings",
+        "script_by_name", "module_class_and_kwargs", "function", "outputs", "prints_beyond_ascii",
+        "every_type", "optional_inputs", "scalars", "bytes_in_rows", "compiled", "buckets",
+        "padded", "poison", "outputs_in_memory_used_again", "batch_inputs", "batch_output",
+        "torchscript_nested", "module_strings",
     ),
     "sequences, hooks, completed and refused models": (
-        "state_direct", "state_oldest", "state_unbatched", "states_of_strings_and_files",
-        "signals_uint64_direct", "signals_int64_oldest", "hooks_counts", "hooks_of_batches",
-        "operator_of_torchscript", "complete_export_nested", "complete_aoti",
-        "complete_torchscript", "complete_strings", "complete_outputs_only", "complete_crashes",
-        "no_files", "syntax_error", "bad_option", "output_contradicts", "state_file_missing",
-        "iterative_sequences",
+        "state_direct", "state_oldest", "states_of_strings_and_files", "signals_uint64_direct",
+        "hooks_counts", "operator_of_torchscript", "complete_export_nested",
+        "complete_torchscript", "complete_strings", "complete_crashes", "no_files", "syntax_error",
+        "bad_option", "state_file_missing", "iterative_sequences",
     ),
 }  # fmt: skip
 _ALL = (*scenarios.TABLE, *kinds.TABLE, *hooked.TABLE, *registered.TABLE)

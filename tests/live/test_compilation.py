@@ -14,19 +14,18 @@ import serving
 import tritonclient.http
 from torch import Tensor, nn
 
-# A compiler that counts its calls in a file, and then leaves the work to inductor.
+# A compiler that counts its calls in a file, and generates no code.
 _COUNTING = """
 from pathlib import Path
 
 from torch._dynamo import register_backend
-from torch._inductor.compile_fx import compile_fx
 
 
 @register_backend
 def counting(graph, samples):
     with (Path(__file__).parent / "compilations").open("a") as file:
         file.write("x")
-    return compile_fx(graph, samples)
+    return graph.forward
 
 
 """

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from digits_data import (
     REQUIRED_ACCURACY,
     REQUIRED_LINEAR_ACCURACY,
@@ -19,8 +21,10 @@ from digits_data import (
     load_split,
 )
 from PIL import Image
-from serving import running
-from tritonclient.grpc import InferenceServerClient, InferInput
+from safetensors.torch import load_file
+from scenarios import Call, Refused
+from serving import Serving, asked, infer_inputs
+from tritonclient import grpc
 
 _EXAMPLES = Path(__file__).parents[2] / "examples" / "model_repository"
 _BATCH = 64
@@ -34,22 +38,28 @@ def digits() -> Digits:
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InferenceServerClient]:
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("digits")
     for model in _EXAMPLES.glob("digits*"):
         shutil.copytree(model, folder / "repository" / model.name)
-    with running(folder) as server, InferenceServerClient(server.grpc_address) as client:
-        yield client
+    with asked(folder) as running:
+        assert [state.reason for state in running.states.values() if not state.ready] == []
+        yield running
+
+
+@pytest.fixture
+def client(serving: Serving) -> grpc.InferenceServerClient:
+    return serving.grpc
 
 
 def _logits(
-    client: InferenceServerClient, model: str, input_name: str, output: str, images: FloatArray
+    client: grpc.InferenceServerClient, model: str, input_name: str, output: str, images: FloatArray
 ) -> FloatArray:
     """Return the logits [n, 10] of images [n, 1, 8, 8]."""
     parts = []
     for start in range(0, len(images), _BATCH):
         batch = images[start : start + _BATCH]
-        tensor = InferInput(input_name, list(batch.shape), "FP32").set_data_from_numpy(batch)
+        tensor = grpc.InferInput(input_name, list(batch.shape), "FP32").set_data_from_numpy(batch)
         parts.append(client.infer(model, [tensor]).as_numpy(output))
     return np.concatenate(parts)
 
@@ -67,7 +77,7 @@ def _accuracy(logits: FloatArray, digits: Digits) -> float:
     ],
 )
 def test_forms_of_one_network(
-    client: InferenceServerClient, digits: Digits, model: str, input_name: str, output: str
+    client: grpc.InferenceServerClient, digits: Digits, model: str, input_name: str, output: str
 ) -> None:
     """Every form of one network returns the same logits, and classifies held-out digits."""
     expected = _logits(client, "digits", "image", "logits", digits.images)
@@ -76,19 +86,19 @@ def test_forms_of_one_network(
     np.testing.assert_allclose(logits, expected, atol=_LOGITS_TOLERANCE, rtol=0)
 
 
-def test_linear_model(client: InferenceServerClient, digits: Digits) -> None:
+def test_linear_model(client: grpc.InferenceServerClient, digits: Digits) -> None:
     """A class of torch with weights from a file classifies held-out digits."""
     logits = _logits(client, "digits_factory", "input", "logits", digits.images)
     assert _accuracy(logits, digits) >= REQUIRED_LINEAR_ACCURACY
 
 
-def test_row_by_row(client: InferenceServerClient, digits: Digits) -> None:
+def test_row_by_row(client: grpc.InferenceServerClient, digits: Digits) -> None:
     """The recurrent network classifies digits that it gets row by row, in sequences at a time."""
 
     def read(number: int) -> FloatArray:
         rows = digits.images[number, 0]
         for place, row in enumerate(rows):
-            tensor = InferInput("row", [1, len(row)], "FP32").set_data_from_numpy(row[None])
+            tensor = grpc.InferInput("row", [1, len(row)], "FP32").set_data_from_numpy(row[None])
             result = client.infer(
                 "digits_lstm",
                 [tensor],
@@ -104,15 +114,69 @@ def test_row_by_row(client: InferenceServerClient, digits: Digits) -> None:
     assert _accuracy(logits, digits) >= REQUIRED_ROWS_ACCURACY
 
 
-def test_image_files(client: InferenceServerClient, digits: Digits) -> None:
+def _file(pixels: FloatArray, kind: str = "PNG", side: int = 8) -> bytes:
+    """Return an image of 8 by 8 pixels as a file."""
+    image = Image.fromarray(pixels.astype(np.uint8)).resize((side, side), Image.Resampling.NEAREST)
+    file = BytesIO()
+    image.save(file, format=kind)
+    return file.getvalue()
+
+
+def _files(*contents: bytes) -> dict[str, Any]:
+    return {"image": np.array([[content] for content in contents], dtype=np.object_)}
+
+
+def test_image_files(serving: Serving, digits: Digits) -> None:
     """PNG files in, labels out."""
     labels = []
     for image in digits.images[:, 0]:
-        file = BytesIO()
-        paper = np.rint(255.0 * (1.0 - image / 16.0)).astype(np.uint8)
-        Image.fromarray(paper).save(file, format="PNG")
-        tensor = InferInput("image", [1, 1], "BYTES")
-        tensor.set_data_from_numpy(np.array([[file.getvalue()]], dtype=np.object_))
-        labels.append(client.infer("digits_png", [tensor]).as_numpy("label")[0, 0].decode())
+        file = _file(np.rint(255.0 * (1.0 - image / 16.0)))
+        tensor = infer_inputs(grpc, _files(file))
+        labels.append(serving.grpc.infer("digits_png", tensor).as_numpy("label")[0, 0].decode())
     right = [label == _NAMES[digit] for label, digit in zip(labels, digits.labels, strict=True)]
     assert np.mean(right) >= REQUIRED_ACCURACY
+
+
+def _drawn(kind: str = "PNG", side: int = 8, stroke: int = 4) -> bytes:
+    """Return a vertical stroke on white paper, as a file."""
+    pixels = np.full((8, 8), 255.0, dtype=np.float32)
+    pixels[1:7, stroke] = 0
+    return _file(pixels, kind, side)
+
+
+def _named(*files: bytes, top: int = 1) -> Call:
+    """Return files, and what the network of the example `digits` answers to their pixels."""
+    source: dict[str, Any] = {}
+    exec((_EXAMPLES / "digits" / "1" / "model.py").read_text(), source)
+    network = source["DigitsCNN"]().eval()
+    network.load_state_dict(load_file(_EXAMPLES / "digits" / "1" / "model.safetensors"))
+    labels, shares = [], []
+    for file in files:
+        paper = Image.open(BytesIO(file)).convert("L").resize((8, 8), Image.Resampling.BOX)
+        pixels = 16 * (1 - torch.from_numpy(np.array(paper, dtype=np.float32)) / 255)
+        with torch.inference_mode():
+            best = network(pixels[None, None]).softmax(1)[0].topk(top)
+        labels.append([_NAMES[place].encode() for place in best.indices])
+        shares.append(best.values.tolist())
+    expected = {
+        "label": np.array(labels, dtype=np.object_),
+        "probability": np.array(shares, dtype=np.float32),
+    }
+    return Call(_files(*files), expected, {} if top == 1 else {"top": top})
+
+
+def test_images(serving: Serving) -> None:
+    """Files of two kinds and sizes, a file without an image, and the parameter `top`."""
+    no_image = "preprocess() refuses the input: UnidentifiedImageError"
+    calls = [
+        _named(_drawn()),
+        _named(_drawn(stroke=2), _drawn("JPEG", side=64)),
+        _named(_drawn(side=200), top=3),
+        Call(_files(b"no image"), Refused(400, (no_image,))),
+        Call(_files(_drawn(), _drawn()[:60]), Refused(400, ("preprocess()",))),
+        Call(_files(_drawn()), Refused(500, ("postprocess() raised ValueError",)), {"top": "many"}),
+    ]
+    for call in calls:
+        for protocol in ("http", "grpc"):
+            serving.check(protocol, "digits_png", call)
+    serving.check_together("digits_png", calls)

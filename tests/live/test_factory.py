@@ -1,4 +1,4 @@
-"""A model of an installed package: a transformer that `from_pretrained` reads, without a network.
+"""Models of an installed package: transformers that `from_pretrained` reads, without a network.
 
 What is served has to be what eager PyTorch answers, for any length of text.
 """
@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 import scenarios
 import torch
-from scenarios import Call, tensor
+from scenarios import Call, Refused, tensor
 from serving import Serving, asked
 
 transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
 
 MODEL = "bert"
 HIDDEN = 16
@@ -46,6 +47,41 @@ GENERATOR_CONFIG = (
     + 'parameters { key: "METHOD" value { string_value: "generate" } }\n'
     + 'parameters { key: "MODEL_FACTORY"'
     + ' value { string_value: "transformers:AutoModelForCausalLM" } }\n'
+)
+
+# A classifier of texts, with its tokenizer and hooks in one folder.
+_LABELS = ("bad", "good", "so-so")
+_WORDS = ("[PAD]", "[UNK]", "the", "film", "was", "dull", "fine", "and", "long")
+_CODE = """\
+import torch
+from transformers import AutoTokenizer
+
+
+class Hooks:
+    def __init__(self, folder):
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def preprocess_batch(self, text: list[str]):
+        return self.tokenizer(text, padding=True, truncation=True, return_tensors="pt")
+
+    def postprocess(self, result, parameters):
+        shares = result.logits.softmax(0)
+        wished = parameters.get("label")
+        best = int(shares.argmax()) if wished is None else LABELS.index(wished)
+        return {"label": LABELS[best], "share": shares[best]}
+
+
+LABELS = ("bad", "good", "so-so")
+"""
+_CONFIG = (
+    'backend: "pytorch_py"\nmax_batch_size: 8\n'
+    + tensor("input", "text", [1], "STRING")
+    + tensor("output", "label", [1], "STRING")
+    + tensor("output", "share", [1])
+    + "dynamic_batching { max_queue_delay_microseconds: 20000 }\n"
+    + "instance_group [{ kind: KIND_CPU count: 1 }]\n"
+    + 'parameters { key: "MODEL_FACTORY" value'
+    + ' { string_value: "transformers:AutoModelForSequenceClassification" } }\n'
 )
 
 
@@ -122,14 +158,53 @@ def gpt2() -> Any:
 
 
 @pytest.fixture(scope="module")
+def classifier() -> Any:
+    """Random weights, the same in every run."""
+    settings = transformers.BertConfig(
+        vocab_size=len(_WORDS),
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+        num_labels=len(_LABELS),
+        initializer_range=1.0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.BertForSequenceClassification(settings).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    """One number a word."""
+    numbers = {word: number for number, word in enumerate(_WORDS)}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="[PAD]", unk_token="[UNK]", model_max_length=32
+    )
+
+
+@pytest.fixture(scope="module")
 def serving(
-    bert: Any, gpt2: Any, hub: Hub, tmp_path_factory: pytest.TempPathFactory
+    bert: Any,
+    gpt2: Any,
+    classifier: Any,
+    tokenizer: Any,
+    hub: Hub,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("factory")
     repository = folder / "repository"
     scenarios.Scenario(MODEL, bert.save_pretrained, CONFIG).lay_out(repository)
     scenarios.Scenario(GENERATOR, gpt2.save_pretrained, GENERATOR_CONFIG).lay_out(repository)
+    writers = scenarios.both(
+        classifier.save_pretrained, tokenizer.save_pretrained, scenarios.text(_CODE, "hooks.py")
+    )
+    scenarios.Scenario("texts", writers, _CONFIG).lay_out(repository)
     with asked(folder) as running:
+        assert [state.reason for state in running.states.values() if not state.ready] == []
         yield running
 
 
@@ -151,7 +226,6 @@ def test_a_transformer_is_served_from_its_folder(
     serving: Serving, bert: Any, length: int, protocol: str
 ) -> None:
     """MODEL_FACTORY says what it is; the files are those that save_pretrained wrote."""
-    assert serving.states[MODEL].ready, serving.states[MODEL].reason
     for rows in (1, 3):
         serving.check(protocol, MODEL, texts(bert, rows, length))
 
@@ -159,7 +233,6 @@ def test_a_transformer_is_served_from_its_folder(
 @pytest.mark.parametrize("tokens", [1, 5])
 def test_generate_takes_its_settings_as_inputs(serving: Serving, gpt2: Any, tokens: int) -> None:
     """Of what goes into generate()'s **kwargs, settings are numbers and masks are tensors."""
-    assert serving.states[GENERATOR].ready, serving.states[GENERATOR].reason
     ids = np.random.default_rng(tokens).integers(2, 40, (2, 6))
     given = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
     with torch.inference_mode():
@@ -175,9 +248,43 @@ def test_generate_takes_its_settings_as_inputs(serving: Serving, gpt2: Any, toke
     serving.check("http", GENERATOR, Call(given | settings, {"sequences": made.numpy()}))
 
 
+def _column(*values: str | bytes) -> np.ndarray[Any, Any]:
+    encoded = [value if isinstance(value, bytes) else value.encode() for value in values]
+    return np.array([[value] for value in encoded], dtype=np.object_)
+
+
+def _judged(classifier: Any, tokenizer: Any, *texts: str, label: str | None = None) -> Call:
+    """Texts, and what eager PyTorch answers to each of them."""
+    labels, shares = [], []
+    for text in texts:
+        with torch.inference_mode():
+            found = classifier(**tokenizer([text], return_tensors="pt")).logits[0].softmax(0)
+        best = int(found.argmax()) if label is None else _LABELS.index(label)
+        labels.append(_LABELS[best])
+        shares.append([float(found[best])])
+    return Call(
+        {"text": _column(*texts)},
+        {"label": _column(*labels), "share": np.array(shares, dtype=np.float32)},
+        {} if label is None else {"label": label},
+    )
+
+
+def test_texts(serving: Serving, classifier: Any, tokenizer: Any) -> None:
+    """A tokenizer from the folder, batches padded by it, labels and shares as in eager."""
+    calls = [
+        _judged(classifier, tokenizer, "the film was fine"),
+        _judged(classifier, tokenizer, "dull", "the film was long and dull and long"),
+        _judged(classifier, tokenizer, "the plot was fine", label="bad"),
+    ]
+    for call in calls:
+        for protocol in ("http", "grpc"):
+            serving.check(protocol, "texts", call)
+    unreadable = Call({"text": _column(b"\xff")}, Refused(400, ("input 'text' is not UTF-8",)))
+    serving.check_together("texts", [*calls, unreadable])
+
+
 def test_the_hub_is_not_asked_for_anything(serving: Serving, hub: Hub) -> None:
     """Loading and answering, by the tests above, used what lies in the folder."""
-    assert serving.states[MODEL].ready, serving.states[MODEL].reason
     assert not hub.asked
 
 

@@ -16,9 +16,7 @@ import numpy as np
 import pytest
 import scenarios
 import serving
-import streamed
 import tritonclient.grpc
-from grpc_streams import connect, responses
 from scenarios import Scenario
 from torch import nn
 from tritonclient.utils import InferenceServerException
@@ -72,20 +70,13 @@ _TABLE = (
     ),
     Scenario("narrow", scenarios.python(Narrow), scenarios.x_to_y(4, WARMUP="false")),
     Scenario(
-        "padded", scenarios.python(models.Tokens), scenarios.tokens('{"ids": {"mask": "mask"}}')
-    ),
-    Scenario(
-        "ticker",
-        scenarios.text(streamed.TICKER),
-        streamed.config({"count": "INT32"}, {"y": "FP32"}),
-    ),
-    Scenario(
         "taker",
         scenarios.text(_TAKES_A_NAME),
         scenarios.x_to_y(4).replace("pytorch_py", "python"),
     ),
+    next(one for one in scenarios.SEQUENCES if one.name == "state_oldest"),
 )
-_SERVED = ("filled", "narrow", "padded", "ticker")
+_SERVED = ("filled", "narrow")
 
 
 @pytest.fixture(scope="module")
@@ -100,18 +91,6 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(repository: Path) -> Iterator[Server]:
     arguments = ["--model-control-mode=explicit", *(f"--load-model={one}" for one in _SERVED)]
     with serving.running(repository.parent, *arguments) as made:
-        yield made
-
-
-@pytest.fixture
-def alone(tmp_path: Path) -> Iterator[Server]:
-    """A server that may die, with the model that takes a name."""
-    (taker,) = [one for one in _TABLE if one.name == "taker"]
-    (refused,) = [one for one in scenarios.SEQUENCES if one.name == "state_oldest"]
-    for scenario in (taker, refused):
-        scenario.lay_out(tmp_path / "repository")
-    arguments = ("--model-control-mode=explicit", "--load-model=taker")
-    with serving.running(tmp_path, *arguments) as made:
         yield made
 
 
@@ -162,21 +141,12 @@ def series(server: Server, model: str, name: str, label: str = "") -> dict[str, 
 
 def send(client: Any, model: str, value: float, rows: int) -> str:
     """One request; the name of gRPC's code."""
-    return _code(client, model, x=np.full((rows, 4), value, dtype=np.float32))
-
-
-def _code(client: Any, model: str, **arrays: Any) -> str:
+    inputs = {"x": np.full((rows, 4), value, dtype=np.float32)}
     try:
-        client.infer(model, serving.infer_inputs(tritonclient.grpc, arrays))
+        client.infer(model, serving.infer_inputs(tritonclient.grpc, inputs))
     except InferenceServerException as error:
         return str(error.status()).rpartition(".")[2]
     return "OK"
-
-
-def tokens(client: Any, length: int, mask: int) -> str:
-    sizes = {"ids": length, "mask": mask}
-    arrays = {name: np.ones((1, size), dtype=np.int64) for name, size in sizes.items()}
-    return _code(client, "padded", **arrays)
 
 
 # --- what adds up ----------------------------------------------------------------------------
@@ -197,30 +167,6 @@ def test_requests_and_batches(server: Server, client: Any) -> None:
     serving.until(lambda: series(server, "filled", "filled_rows_total") == {"": 1 + 3})
     stages = {"gather", "forward"}
     serving.until(lambda: stages <= set(series(server, "filled", "stage_seconds_total", "stage")))
-
-
-def test_padding(server: Server, client: Any) -> None:
-    """Rows of padded batches, and a mask that is refused."""
-    assert [tokens(client, 3, 3), tokens(client, 5, 5), tokens(client, 3, 9)] == [
-        "OK", "OK", "INVALID_ARGUMENT",
-    ]  # fmt: skip
-
-    wanted = {"OK": 2, "INVALID_ARG": 1}
-    serving.until(lambda: series(server, "padded", "requests_total", "code") == wanted)
-    serving.until(lambda: series(server, "padded", "rows_total") == {"": 2})
-
-
-def test_streams(server: Server) -> None:
-    """A stream is one request; its responses are counted beside."""
-    streams = connect(server)
-    for count, come in ((3, 3), (0, 0), (9, 8)):
-        call = streams.ask("ticker", {"count": streamed.ints(count)})
-        assert len([one for one in responses(call) if one != {}]) == come
-
-    wanted = {"OK": 2, "INTERNAL": 1}
-    serving.until(lambda: series(server, "ticker", "requests_total", "code") == wanted)
-    serving.until(lambda: series(server, "ticker", "stream_responses_total") == {"": 3 + 7})
-    serving.until(lambda: series(server, "ticker", "live_streams") == {})
 
 
 # --- names -----------------------------------------------------------------------------------
@@ -257,17 +203,17 @@ def test_queries_find_triton_s_metrics(server: Server) -> None:
 
 def test_loaded_anew(server: Server, client: Any) -> None:
     """A model's counters go on when it is loaded anew."""
-    before = series(server, "padded", "requests_total", "code")
-    assert tokens(client, 4, 4) == "OK"
-    client.unload_model("padded")
+    before = series(server, "filled", "requests_total", "code")
+    assert send(client, "filled", 1.0, 1) == "OK"
+    client.unload_model("filled")
     # The last request is counted, however soon it was followed by the end.
     once = {**before, "OK": before.get("OK", 0) + 1}
-    serving.until(lambda: series(server, "padded", "requests_total", "code") == once)
+    serving.until(lambda: series(server, "filled", "requests_total", "code") == once)
 
-    client.load_model("padded")
-    assert tokens(client, 4, 4) == "OK"
+    client.load_model("filled")
+    assert send(client, "filled", 1.0, 1) == "OK"
     twice = {**before, "OK": before.get("OK", 0) + 2}
-    serving.until(lambda: series(server, "padded", "requests_total", "code") == twice)
+    serving.until(lambda: series(server, "filled", "requests_total", "code") == twice)
 
 
 def test_a_call_that_goes_on(server: Server, repository: Path, client: Any) -> None:
@@ -284,16 +230,19 @@ def test_a_call_that_goes_on(server: Server, repository: Path, client: Any) -> N
     serving.until(lambda: series(server, "narrow", call) == {})
 
 
-def test_a_name_that_is_taken(alone: Server) -> None:
-    """Another backend's metric of another kind: the load fails with a sentence."""
-    with tritonclient.grpc.InferenceServerClient(alone.grpc_address) as client:
-        with pytest.raises(InferenceServerException) as refusal:
-            client.load_model("state_oldest")
-        if "Triton refuses the metric" not in refusal.value.message():
-            # Triton reads what it refuses with from memory that it has freed, and may die of it.
-            code = alone.process.wait(_SECONDS)
-            assert code in (-signal.SIGSEGV, -signal.SIGABRT)
-            pytest.skip("tritonserver 24.10 has died of its own refusal")
+def test_a_name_that_is_taken(server: Server, client: Any) -> None:
+    """Another backend's metric of another kind: the load fails with a sentence.
+
+    The last test of this file: the server may die.
+    """
+    client.load_model("taker")
+    with pytest.raises(InferenceServerException) as refusal:
+        client.load_model("state_oldest")
+    if "Triton refuses the metric" not in refusal.value.message():
+        # Triton reads what it refuses with from memory that it has freed, and may die of it.
+        code = server.process.wait(_SECONDS)
+        assert code in (-signal.SIGSEGV, -signal.SIGABRT)
+        pytest.skip("tritonserver 24.10 has died of its own refusal")
     assert (
         "model 'state_oldest': Triton refuses the metric pytorch_py_sequences (Family name"
         " already exists with different type); expected a server where nothing else has"

@@ -28,7 +28,7 @@ from torch_py_backend import LocalServer
 from torch_py_backend.errors import InputError, ServerError
 from torch_py_backend.saving.module_files import Format
 
-_FORMATS: tuple[Format, ...] = ("module", "export", "aoti")
+_FORMATS: tuple[Format, ...] = ("module", "export")
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,7 @@ from torch_py_backend.server import Server
 _MANY = 64
 _STEPS = 90
 _LONGEST_S = 60
-# The fake runs the others: the server adds nothing but the transport of the message.
-_REFUSED = streamed.REFUSED[0]
-_MODELS = (*(one.scenario for one in streamed.TABLE), _REFUSED)
+_MODELS = tuple(one.scenario for one in streamed.TABLE)
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -40,7 +38,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for scenario in _MODELS:
         scenario.lay_out(folder / "repository")
     shutil.copytree(_EXAMPLES / "model_repository" / "sonnets", folder / "repository" / "sonnets")
-    with serving.running(folder, ready=False) as server:
+    with serving.running(folder) as server:
         yield server
 
 
@@ -68,14 +66,6 @@ def test_streams(one: Streamed, client: Client) -> None:
             for name, value in expected.items():
                 assert response[name].shape == value.shape
                 assert_close(response[name], value)
-
-
-def test_refusal(server: Server) -> None:
-    """A stream that would not be served as one fails the load with its reason."""
-    (state,) = [one for one in server.models() if one.name == _REFUSED.name]
-    assert not state.ready
-    for part in _REFUSED.load_error:
-        assert part in state.reason
 
 
 def test_many_generators_at_once(client: Client) -> None:
@@ -108,18 +98,6 @@ def test_many_streams_share_their_steps(client: Client, server: Server) -> None:
         came = [float(one["y"][0]) for one in responses(call) if isinstance(one, dict)]
         assert came == [start + tick for tick in range(_STEPS)]
     serving.until(lambda: metric(server, stepped, "continuous") >= before + _MANY * _STEPS)
-
-
-def test_an_error_leaves_the_others(client: Client) -> None:
-    """One stream of many fails in a shared step: the others miss nothing."""
-    starts = [1.0, 95.0, 2.0, 3.0]
-    calls = [
-        client.ask("continuous", {"start": streamed.floats(start), "count": streamed.ints(20)})
-        for start in starts
-    ]
-    came = [list(responses(call)) for call in calls]
-    assert [len(one) for one in came] == [20, 6, 20, 20]
-    assert "more than 99" in came[1][-1]
 
 
 def test_the_last_response_is_marked(client: Client) -> None:

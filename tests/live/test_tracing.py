@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc_streams
@@ -99,15 +98,3 @@ def test_call_of_another_model(server: Server, spans: Collector) -> None:
     ids = _ask(server, "caller", traceparent=f"00-{'-'.join(_CLIENT)}-01")
     assert ids[:1] == traced.ends(_CLIENT[0])
     assert _span_name(spans, ids) == "plain"
-
-
-def test_tracing_without_opentelemetry(tmp_path: Path) -> None:
-    """Triton's own traces, in files, have no context: nothing is current, and all is answered."""
-    traced.TABLE["plain"].lay_out(tmp_path / "repository")
-    arguments = [
-        "--trace-config=rate=1",
-        "--trace-config=level=TIMESTAMPS",
-        f"--trace-config=triton,file={tmp_path}/trace.json",
-    ]
-    with serving.running(tmp_path, *arguments) as server:
-        assert _ask(server, "plain") == [0, 0]
