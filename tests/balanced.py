@@ -330,13 +330,15 @@ class _OverGrpc(_Client):
 
 
 @contextlib.contextmanager
-def hosts(folder: Path, numbers: Iterable[int], triton: Sequence[str] = ()) -> Iterator[list[Host]]:
-    """Hosts, which serve version 1; with more arguments for tritonserver."""
+def hosts(
+    folder: Path, numbers: Iterable[int], triton: Sequence[str] = (), version: int = 1
+) -> Iterator[list[Host]]:
+    """Hosts, which serve one version; with more arguments for tritonserver."""
     made = [Host(folder, number, triton) for number in numbers]
     with contextlib.ExitStack() as running:
         for one in made:
             running.callback(one.end)
-            one.publish(1)
+            one.publish(version)
             one.start()
         for one in made:
             one.served.wait_loaded()

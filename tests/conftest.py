@@ -30,6 +30,10 @@ _COMMANDS = (
 )
 
 
+# In tests/deploy/: those that use `deployed`, which installs Kustomize and KServe for a process.
+_DEPLOYED = ("test_deployment_page", "test_kserve", "test_manifests")
+
+
 class _Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
     """Whole files. Those with real servers in two processes: one for commands that start them.
 
@@ -38,6 +42,8 @@ class _Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no 
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
+        if file.rpartition("tests/deploy/")[2].startswith(_DEPLOYED):
+            return "deployed"
         _, folder, name = file.rpartition("tests/live/")
         if not folder:
             return file

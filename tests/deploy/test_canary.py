@@ -14,10 +14,11 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 def test_a_canary_gets_its_share(tmp_path: Path) -> None:
     """A tenth of the requests goes to the canary, and none while its model is loaded again."""
-    with balanced.hosts(tmp_path, (1, 4)) as (stable, canary):
+    with (
+        balanced.hosts(tmp_path, (1,)) as (stable,),
+        balanced.hosts(tmp_path, (4,), version=2) as (canary,),
+    ):
         canary.name = "canary"
-        canary.publish(2)
-        canary.restart()
         with balanced.balancer(tmp_path, [stable], canary, percent=10) as balancer, Load(2) as load:
             balancer.until("UP", canary)
             begin = len(load.asked)

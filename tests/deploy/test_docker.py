@@ -2,7 +2,7 @@
 
 The Dockerfile's COPY and RUN lines are carried out in order in a scratch tree that is laid out like
 NVIDIA's image, with a fresh virtual environment in the role of the system's Python. Its CMD then
-serves the examples.
+serves an example.
 """
 
 from __future__ import annotations
@@ -80,11 +80,6 @@ def compose_service() -> dict[str, Any]:
     document = yaml.safe_load(COMPOSE.read_text(encoding="utf-8"))
     (service,) = document["services"].values()
     return dict(service)
-
-
-def test_reading_a_dockerfile_joins_continued_lines_and_drops_comments() -> None:
-    text = "# one\nFROM a\n\nRUN b \\\n    # two\n    && c\ncopy d e\n"
-    assert read_dockerfile(text) == [Step("FROM", "a"), Step("RUN", "b && c"), Step("COPY", "d e")]
 
 
 # --- the files as they are -------------------------------------------------------------------
@@ -248,9 +243,9 @@ def copy(text: str) -> None:
             shutil.copy2(source, target)
 
 
-def entry_point(ports: Sequence[int]) -> list[str]:
-    """The image's CMD, on free ports and with the examples mounted where compose has them."""
-    command = [word.replace("/models", str(EXAMPLES)) for word in json.loads(texts("CMD")[0])]
+def entry_point(models: Path, ports: Sequence[int]) -> list[str]:
+    """The image's CMD, on free ports and with models mounted where compose has the examples."""
+    command = [word.replace("/models", str(models)) for word in json.loads(texts("CMD")[0])]
     services = zip(("http", "grpc", "metrics", "health"), ports, strict=True)
     # The last one counts.
     return [*command, "--address=127.0.0.1", *(f"--{name}-port={port}" for name, port in services)]
@@ -309,12 +304,13 @@ def wait_healthy(image: Image, process: subprocess.Popen[bytes], command: Sequen
 
 @pytest.mark.server
 @pytest.mark.slow
-def test_built_image_serves_the_examples(image: Image) -> None:
+def test_built_image_serves_an_example(image: Image, tmp_path: Path) -> None:
     installed = image.run(["python3", "-m", "pip", "show", "--files", "torch-py-backend"])
     assert f"Location: {image.root}" in installed.stdout
     ports = choose_ports(0, 0, 0, 0)
     probe = [word.replace("8003", str(ports[3])) for word in healthcheck()]
-    with running(image, entry_point(ports)) as process:
+    shutil.copytree(EXAMPLES / "add_sub", tmp_path / "add_sub")
+    with running(image, entry_point(tmp_path, ports)) as process:
         wait_healthy(image, process, probe)
         check_answers(ports[1])
     assert not healthy(image, probe)

@@ -85,32 +85,6 @@ def test_page(page: Path, tmp_path: Path) -> None:
         reader.follow(page)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "torch-py-backend serf models",
-        "torch-py-backend serve models --htp-port=1",
-        "pip install 'torch-py-backend[servers]'",
-        "python -m benchmarks.nothing",
-        "make nothing",
-        "curl localhost:9000/v2",
-        "docker ps",
-    ],
-)
-def test_misspelt_command(text: str) -> None:
-    """A command that does not exist is found without running it."""
-    with pytest.raises(commands.CommandError):
-        commands.check(Block("here:1", "sh", "", text))
-
-
-def test_wrong_output(tmp_path: Path) -> None:
-    """A page that shows another output than its code prints fails."""
-    page = tmp_path / "page.md"
-    page.write_text('```python\nprint(1)\n```\n\n```text title="prints"\n2\n```\n')
-    with Walkthrough(tmp_path) as reader, pytest.raises(AssertionError, match=r"page\.md:5"):
-        reader.follow(page)
-
-
 # --- links and the site ----------------------------------------------------------------------
 
 

@@ -79,22 +79,24 @@ _NO_GPU = pytest.mark.skipif(
 )
 
 
-@_NO_GPU
-def test_torch_for_the_cpu(tmp_path: Path) -> None:
-    """Without a GPU, a CPU build of torch is installed first, and one line says so."""
-    text = _installs(tmp_path)
-    assert "No GPU: installing a CPU build of torch. PIP_ARGS=" in text
-    torch, rest = text.splitlines()[-2:]
-    assert torch.endswith(f"--no-deps --index-url {_CPU} --constraint constraints.txt torch")
-    assert rest.endswith("install --constraint constraints.txt --editable .[demo]")
+_FROM_CPU_INDEX = f"--no-deps --index-url {_CPU} --constraint constraints.txt torch\n"
+_DEMO = "install --constraint constraints.txt --editable .[demo]\n"
 
 
 @_NO_GPU
-def test_torch_without_that_index(tmp_path: Path) -> None:
-    """If the index of CPU builds fails, the default build is installed."""
-    text = _installs(tmp_path, fails=_CPU)
-    assert f"No torch from {_CPU}: installing the default build." in text
-    assert text.endswith("install --constraint constraints.txt --editable .[demo]\n")
+@pytest.mark.parametrize(
+    ("fails", "says"),
+    [
+        ("nothing", "No GPU: installing a CPU build of torch. PIP_ARGS="),
+        (_CPU, f"No torch from {_CPU}: installing the default build."),
+    ],
+)
+def test_torch_for_the_cpu(fails: str, says: str, tmp_path: Path) -> None:
+    """Without a GPU, a CPU build is tried first; if its index fails, the default is installed."""
+    text = _installs(tmp_path, fails=fails)
+    assert says in text
+    assert _FROM_CPU_INDEX in text
+    assert text.endswith(_DEMO)
 
 
 @pytest.mark.parametrize(

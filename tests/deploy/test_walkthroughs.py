@@ -16,11 +16,6 @@ _PAGES = [page for page in documentation.PAGES if walkthrough.serves(page)]
 
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.stem)
 def test_page(page: Path, tmp_path: Path) -> None:
-    """A page, followed in an empty folder, ends with the answers that it promises.
-
-    The example of the README can be run again.
-    """
+    """A page, followed in an empty folder, ends with the answers that it promises."""
     with Walkthrough(tmp_path) as reader:
         reader.follow(page)
-        if page.stem == "README":
-            reader.follow(page)
