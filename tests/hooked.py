@@ -321,7 +321,4 @@ BAD = (
     ),
 )
 
-# As in scenarios: the server only carries the message.
-REFUSED_ON_SERVER = frozenset({"hooks_wrong_signature"})
-
 TABLE = GOOD + BAD

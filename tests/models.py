@@ -84,11 +84,6 @@ class WithDefault(nn.Module):
         return {"double": 2 * x, "y": x * scale + bias, "triple": 3 * x}
 
 
-class ReturnsDict(nn.Module):
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"double": 2 * x, "triple": 3 * x}
-
-
 class Pair(NamedTuple):
     first: Tensor
     second: Tensor
@@ -207,18 +202,6 @@ class Reuses(nn.Module):
         if bool((x == 7).any()):
             raise ValueError("seven")
         return made
-
-
-class Convolved(nn.Module):
-    """A convolution, whose weights inductor packs for oneDNN where they are constants."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(1, 8, 2)
-        self.second = nn.Linear(8, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.nn.functional.gelu(self.first(x.view(-1, 1, 2, 2)).flatten(1)))
 
 
 class Scale(nn.Module):

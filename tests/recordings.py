@@ -1,7 +1,7 @@
 """Record the outputs of all scenario models bit for bit, and compare another version with them.
 
-    python tests/recordings.py record FILE [--checkout FOLDER] [--server] [NAME …]
-    python tests/recordings.py compare FILE [--checkout FOLDER] [--server] [NAME …]
+    python tests/recordings.py record FILE [--checkout FOLDER] [NAME …]
+    python tests/recordings.py compare FILE [--checkout FOLDER] [NAME …]
 
 The tables of scenarios are this checkout's; `--checkout` names the version of the backend that
 answers them, by default this one. So two versions are compared by
@@ -15,8 +15,8 @@ read; and as the batches of the table. Of an error only its code is recorded. Bi
 machine and on the version of torch: record and compare on one machine. Only the fake of Triton's
 utilities, the tables, and the files that `install` installs are used.
 
-With `--server`, a real tritonserver batches; no tensor is unreadable there. `compare` names each
-difference and ends with exit code 1 if there is one. Scenarios that only one version has are named.
+`compare` names each difference and ends with exit code 1 if there is one. Scenarios that only one
+version has are named.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import importlib.util
 import itertools
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -45,21 +44,14 @@ sys.path[:0] = [str(_ROOT), str(_ROOT / "examples")]
 torch.set_num_threads(1)
 
 import fake_triton  # noqa: E402
-import grpc  # noqa: E402
 import hooked  # noqa: E402
 import kinds  # noqa: E402
 import numpy as np  # noqa: E402
 import scenarios  # noqa: E402
 from scenarios import Call, Refused, Scenario  # noqa: E402
-from tritonclient.grpc import service_pb2, service_pb2_grpc  # noqa: E402
-
-from benchmarks import stubs  # noqa: E402
 
 TABLE = {one.name: one for one in (*scenarios.TABLE, *kinds.TABLE, *hooked.TABLE)}
-_ON_SERVER = 24  # models at a time
 _LONGEST_S = 300
-_DELAY = "max_queue_delay_microseconds: 200000"
-_SEQUENCE = ("sequence_id", "sequence_start", "sequence_end")
 
 # A code, or for each output its type, shape and bytes.
 Outcome: TypeAlias = dict[str, Any]
@@ -71,22 +63,18 @@ Send: TypeAlias = Callable[[Sequence[Call | None]], list[Outcome]]
 _FOREIGN_TURN = fake_triton.Turn(99_991, starts=True, ends=True)
 
 
-def batches(
-    scenario: Scenario, rows: int, *, unreadable: bool
-) -> dict[str, list[list[Call | None]]]:
+def batches(scenario: Scenario, rows: int) -> dict[str, list[list[Call | None]]]:
     """Return what is sent at once, by the way in which it is sent.
 
     Args:
-        scenario: the model and its requests.
+        scenario: the model and its requests; None is a request that cannot be read.
         rows: its max_batch_size.
-        unreadable: whether None can be sent, a request that cannot be read.
     """
     good = [call for call in scenario.calls if not isinstance(call.expected, Refused)]
     together = list(_groups(good, rows)) if rows else []
-    failing = []
     if len(good) < len(scenario.calls):
         failing = list(_groups(scenario.calls, rows)) if rows else []
-    elif unreadable:
+    else:
         failing = [[*group[:1], None, *group[1:]] for group in together]
     return {
         "alone": [[call] for call in scenario.calls],
@@ -172,7 +160,7 @@ def _outcomes(scenario: Scenario, folder: Path, model: Any) -> Outcomes:
         responses = model.execute([_request(call, calls, document) for call in calls])
         return [_outcome(response) for response in responses]
 
-    sent = batches(scenario, document["max_batch_size"], unreadable=True)
+    sent = batches(scenario, document["max_batch_size"])
     outcomes = {way: [send(batch) for batch in all_of_it] for way, all_of_it in sent.items()}
     model.finalize()
     return outcomes
@@ -211,69 +199,6 @@ def _tensor(tensor: Any) -> list[Any]:
 
 def _text(content: bytes) -> str:
     return base64.b64encode(content).decode()
-
-
-# --- on a real server --------------------------------------------------------------------------
-
-_TYPES = {"FP16": "float16", "FP32": "float32", "FP64": "float64", "BF16": "bfloat16"}
-
-
-def record_on_server(names: Sequence[str], checkout: Path) -> dict[str, Outcomes]:
-    """Return the outcomes of the scenarios that load, some models at a time."""
-    served = [name for name in names if not TABLE[name].load_error]
-    recorded = {}
-    for start in range(0, len(served), _ON_SERVER):
-        with tempfile.TemporaryDirectory(prefix="recordings-") as name:
-            repository = Path(name, "repository")
-            for one in served[start : start + _ON_SERVER]:
-                _lay_out_for_batches(TABLE[one], repository)
-            with (
-                stubs.served(repository, {"pytorch_py": checkout}) as server,
-                grpc.insecure_channel(server.grpc) as channel,
-            ):
-                client = service_pb2_grpc.GRPCInferenceServiceStub(channel)
-                for one in served[start : start + _ON_SERVER]:
-                    recorded[one] = _outcomes_of_server(TABLE[one], client)
-                    print(".", end="", flush=True)
-    print()
-    return recorded
-
-
-def _lay_out_for_batches(scenario: Scenario, repository: Path) -> None:
-    """Write a model folder; Triton waits for all requests of a batch."""
-    config = scenario.lay_out(repository) / "config.pbtxt"
-    text = re.sub(r"dynamic_batching \{.*?\}", "", scenario.config)
-    if re.search(r"max_batch_size: [1-9]", text) and "sequence_batching" not in text:
-        config.write_text(f"{text}\ndynamic_batching {{ {_DELAY} }}\n")
-
-
-def _outcomes_of_server(scenario: Scenario, client: Any) -> Outcomes:
-    request = service_pb2.ModelConfigRequest(name=scenario.name)
-    rows = client.ModelConfig(request).config.max_batch_size
-
-    def send(calls: Sequence[Call | None]) -> list[Outcome]:
-        answers = []
-        for call in calls:
-            assert call is not None
-            parameters = dict(call.parameters)
-            if call.turn is not None:
-                parameters |= dict(zip(_SEQUENCE, call.turn, strict=True))
-            request = stubs.request(scenario.name, call.inputs, parameters)
-            answers.append(client.ModelInfer.future(request, timeout=_LONGEST_S))
-        return [_outcome_of_server(answer) for answer in answers]
-
-    sent = batches(scenario, rows, unreadable=False)
-    return {way: [send(batch) for batch in all_of_it] for way, all_of_it in sent.items()}
-
-
-def _outcome_of_server(answer: Any) -> Outcome:
-    if answer.exception() is not None:
-        return {"code": answer.code().name}
-    response = answer.result()
-    return {
-        output.name: [_TYPES.get(output.datatype, output.datatype), list(output.shape), _text(raw)]
-        for output, raw in zip(response.outputs, response.raw_output_contents, strict=True)
-    }
 
 
 # --- the command -------------------------------------------------------------------------------
@@ -321,10 +246,8 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help="scenarios; all by default")
     parser.add_argument("--checkout", type=Path, default=_ROOT)
-    parser.add_argument("--server", action="store_true")
     settings = parser.parse_intermixed_args(words)
-    do = record_on_server if settings.server else record
-    recorded = do(settings.names or list(TABLE), settings.checkout.absolute())
+    recorded = record(settings.names or list(TABLE), settings.checkout.absolute())
     if settings.action == "record":
         settings.file.write_bytes(gzip.compress(json.dumps(recorded).encode(), mtime=0))
         print(f"{len(recorded)} scenarios, {settings.file.stat().st_size:,} bytes")

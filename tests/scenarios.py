@@ -190,7 +190,21 @@ class _Swapped(nn.Module):
         return a - b, a + b
 
 
+_FORWARD_HOOK = """
+from torch import nn
+
+
+class Hooked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_forward_hook(lambda module, inputs, result: 10 * result)
+
+    def forward(self, x):
+        return x
+"""
+
 NAMES = (
+    Scenario("module_hook", text(_FORWARD_HOOK), _X_TO_Y, (Call({"x": _X}, {"y": 10 * _X}),)),
     Scenario(
         "arrays_of_numpy",
         text("def f(x):\n    return {'y': (x * 2).cpu().numpy(), 'z': x.cpu().numpy()[:, ::-1]}\n"),
@@ -706,6 +720,7 @@ RUNTIMES = (
         both(python(models.Convolution), safe(models.Convolution().state_dict())),
         _convolution(
             OPTIMIZE="bf16",
+            BATCH_BUCKETS="8",  # one graph
             TORCH_COMPILE_OPTIONAL_PARAMETERS='{"dynamic": false, "options": {"freezing": true}}',
         ),
         _CONVOLVED,

@@ -100,8 +100,6 @@ def _scenario(name: str, code: str, more: str = "", **parameters: str) -> Scenar
 
 _DECOUPLED = "model_transaction_policy { decoupled: true }\n"
 _SEQUENCES = scenarios.sequencing(scenarios.state(("sum_in", "sum_out"), "1"))
-# As many requests as fit are one batch: that waits until they are there.
-_TOGETHER = "dynamic_batching { max_queue_delay_microseconds: 20000000 }\n"
 TABLE = {
     one.name: one
     for one in (

@@ -206,26 +206,3 @@ print(torch.get_num_threads())
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert printed.split() == ["3", "3", "3"]
-
-
-# --- metrics -------------------------------------------------------------------------------------
-
-
-def _counted(*names: str) -> dict[str, float]:
-    """Return the sum of each of these metrics."""
-    made = fake_triton.MetricFamily.made
-    return {
-        name: sum(metric.value() for metric in made[f"pytorch_py_{name}_total"]) for name in names
-    }
-
-
-def test_filling_is_counted(tmp_path: Path) -> None:
-    """Rows that fill a bucket are counted, but not in the warm-up; the last ones on close()."""
-    model = instances.load(tmp_path, instances.named("buckets"))
-    model.execute([request(1, rows=3)])
-    model._publisher.publish()
-    first = _counted("rows", "filled_rows")
-    model.execute([request(1, rows=7)])
-    model.finalize()
-    assert first == {"rows": 4, "filled_rows": 1}
-    assert _counted("rows", "filled_rows") == {"rows": 12, "filled_rows": 2}

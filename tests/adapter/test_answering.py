@@ -311,55 +311,39 @@ class RecordedStatus(instance_status.InstanceStatus):
         self.reasons.append(reason)
 
 
-def poison(model: TritonPythonModel, broken: Callable[[], None]) -> list[Any]:
-    broken()
-    sent = [request(1, "one"), request(-2, "two")]
-    responses: list[Any] = model.execute(sent)
-    assert check(sent, responses) == [TritonError.UNAVAILABLE] * 2
-    return responses
-
-
 def gauge() -> list[float]:
     return [metric.value() for metric in fake_triton.MetricFamily.made["pytorch_py_poisoned"]]
 
 
 @pytest.mark.parametrize("generation", fake_triton.GENERATIONS)
-def test_a_poisoned_instance_refuses_requests(
+def test_a_poisoned_instance(
     generation: str,
     tmp_path: Path,
     broken: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each request gets an error, and a newer server is told that the model is not ready."""
+    """The error is reported once, every request is refused unread, and the model is not called.
+
+    A newer server is told that the model is not ready.
+    """
     fake_triton.become(generation, monkeypatch)
-    model = load(tmp_path)
-    first = [request(1), request(2)]
-    assert check(first, model.execute(first)) == [None, None]
-    assert fake_triton.is_ready(generation, model)
-    poison(model, broken)
-    later = [request(1), request(2)]
-    answered = model.execute(later)
-    assert fake_triton.is_ready(generation, model) is (generation == fake_triton.GENERATIONS[0])
-    assert check(later, answered) == [TritonError.UNAVAILABLE] * 2
-
-
-def test_a_poisoned_instance(
-    tmp_path: Path, broken: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error is reported once, every request is refused unread, and the model is not called."""
     model = load(tmp_path)
     status = RecordedStatus()
     model._status = status
-    assert model.is_ready()
+    assert fake_triton.is_ready(generation, model)
     assert gauge() == [0]
 
-    responses = poison(model, broken)
+    broken()
+    sent = [request(1, "one"), request(-2, "two")]
+    responses: list[Any] = model.execute(sent)
+    assert check(sent, responses) == [TritonError.UNAVAILABLE] * 2
     rows = model._engine.counts.rows
     monkeypatch.setattr(messages, "read", None)
     later = [request(1), request(2)]
 
     assert check(later, model.execute(later)) == [TritonError.UNAVAILABLE] * 2
     assert model._engine.counts.rows == rows
+    assert fake_triton.is_ready(generation, model) is (generation == fake_triton.GENERATIONS[0])
     assert not model.is_ready()
     assert gauge() == [1]
     assert "device-side assert triggered" in responses[0].error().message()

@@ -263,21 +263,6 @@ def test_no_further_request_is_needed(tmp_path: Path, monkeypatch: pytest.Monkey
     assert published("running_call_seconds") == {}
 
 
-def test_a_running_call(tmp_path: Path) -> None:
-    """The duration of the running call is published."""
-    model = load(tmp_path, judge())
-    assert published("running_call_seconds") == {}
-    model._status.busy()
-    model._publisher.publish()
-    (seconds,) = published("running_call_seconds").values()
-    assert 0 < seconds < _SECONDS
-    model._publisher.publish()
-    assert published("running_call_seconds")[""] > seconds
-    model.execute([request(1)])
-    model._publisher.publish()
-    assert published("running_call_seconds") == {}
-
-
 @pytest.mark.parametrize("kind", ["plain", "stepped", "sequences"])
 def test_triton_that_refuses_values(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ import torch
 from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import LoadError
 from torch_py_backend.processes import child_process
+from torch_py_backend.tools import trial
 
 _CONFIG = """# mine
 backend: "pytorch_py"
@@ -72,9 +73,11 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> _Measured:
     return measured
 
 
-@pytest.mark.slow
-def test_measured(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("process")
+def test_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real figures of each candidate; the config is not written without --write."""
+    monkeypatch.setattr(child_process, "run", command_line.here)
+    monkeypatch.setattr(trial, "_SECONDS", 0.01)
     model = _model(tmp_path)
     done = command_line.run("tune", str(model), "--json", str(tmp_path / "run.json"))
     assert done.returncode == 0, done.stderr

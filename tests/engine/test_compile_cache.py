@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,6 @@ from typing import Any
 import build
 import models
 import pytest
-import starts
 
 from torch_py_backend.engine import compile_cache
 from torch_py_backend.processes import private_files
@@ -105,20 +107,67 @@ def test_one_of_several_instances_compiles(tmp_path: Path, monkeypatch: pytest.M
     assert compiled.value == 1
 
 
+_START = """
+import json, sys
+import torch
+from torch_py_backend.config import model_config, threads
+from torch_py_backend.engine import load, runtime, warmup
+
+settings = model_config.parse(json.loads(sys.argv[1]))
+torch.manual_seed(0)
+engine = load.build(settings, threads.budget(settings))
+with runtime.mode(settings.options):
+    warmup.run(engine)
+    (outcome,) = engine.run([{"x": torch.ones(1, 4)}])
+from torch._dynamo.utils import counters
+report = {"y": outcome["y"].tolist(), "cache": engine.counts.compile_cache}
+print(json.dumps(report | counters["inductor"]))
+"""
+# The compiler, with a log of what it builds.
+_COMPILER = """#!/bin/sh
+case "$1" in --version|-v) ;; *) echo "$*" >> "{log}";; esac
+exec {compiler} "$@"
+"""
+
+
+def _started(folder: Path, scratch: Path) -> tuple[str, dict[str, Any]]:
+    """Load and warm up a model in a process with a temporary folder of its own.
+
+    Return the arguments of the compiler's calls, and the model's result and counters.
+    """
+    compiler, log = scratch / "bin" / "g++", scratch / "built"
+    compiler.parent.mkdir(parents=True)
+    log.touch()
+    compiler.write_text(_COMPILER.format(log=log, compiler=shutil.which("g++")))
+    compiler.chmod(0o755)
+    options = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": "{}", "WEIGHTS": "none"}
+    arguments = build.arguments(
+        max_batch_size=1,
+        output=[{"name": "y", "data_type": "TYPE_FP32", "dims": [2]}],
+        parameters={key: {"string_value": value} for key, value in options.items()},
+    )
+    path = f"{compiler.parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-c", _START, json.dumps(arguments | {"model_repository": str(folder)})],
+        env={**os.environ, "TMPDIR": str(scratch), "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return log.read_text(), json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.mark.slow
 def test_later_starts_compile_nothing(tmp_path: Path) -> None:
-    """A second start loads every graph, and so does a start of the folder at another path."""
-    folders = [tmp_path / "compiled", tmp_path / "frozen"]
-    for folder, module in zip(folders, (models.Compiled, models.Convolved), strict=True):
-        build.write(folder, "model.py", models.source(module))
-    built, cold = starts.start(folders, tmp_path / "first")
+    """A second start, of a copy of the folder at another path, loads every graph."""
+    build.write(tmp_path / "model", "model.py", models.source(models.Compiled))
+    built, cold = _started(tmp_path / "model", tmp_path / "first")
     assert built
-    moved = [Path(shutil.copytree(folder, tmp_path / "moved" / folder.name)) for folder in folders]
-    for number, place in enumerate((folders, moved)):
-        built, warm = starts.start(place, tmp_path / f"again{number}")
-        assert built == []
-        for before, after in zip(cold, warm, strict=True):
-            assert (before["cache"], after["cache"]) == ({"miss": 1}, {"hit": 1})
-            assert after["y"] == before["y"]
-            assert after["fxgraph_cache_hit"] == before["fxgraph_cache_miss"] > 0
-            assert not after.keys() & {"fxgraph_cache_miss", "fxgraph_cache_bypass"}
+    moved = Path(shutil.copytree(tmp_path / "model", tmp_path / "moved" / "model"))
+    built, warm = _started(moved, tmp_path / "again")
+    assert not built
+    assert (cold["cache"], warm["cache"]) == ({"miss": 1}, {"hit": 1})
+    assert warm["y"] == cold["y"]
+    assert warm["fxgraph_cache_hit"] == cold["fxgraph_cache_miss"] > 0
+    assert not warm.keys() & {"fxgraph_cache_miss", "fxgraph_cache_bypass"}

@@ -354,24 +354,30 @@ LIMIT = 3
 
 class Letters:
     def preprocess(self, text: str):
-        return torch.tensor([len(Counts(text[:BOUND]))])
+        return torch.tensor([len(Counts(text[:9]))])
 
 
-try:
-    source_files.write(Path(sys.argv[1]), "hooks", Letters, "Hooks", write_out=True)
-except SaveError as error:
-    print(error)
+class Limited:
+    def preprocess(self, text: str):
+        return torch.tensor([len(Counts(text[:LIMIT]))])
+
+
+for hooks in (Limited, Letters):
+    try:
+        source_files.write(Path(sys.argv[1]), "hooks", hooks, "Hooks", write_out=True)
+    except SaveError as error:
+        print(error)
 """
 
 
 def test_hooks_of_a_script(tmp_path: Path) -> None:
     """A class of a script is written out with its imports; it may use no other name of it."""
     script = tmp_path / "script.py"
-    for bound, says in (("9", ""), ("LIMIT", "Letters uses 'LIMIT', which is defined in the scr")):
-        script.write_text(_SCRIPT.replace("BOUND", bound))
-        command = [sys.executable, str(script), str(tmp_path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        assert says in done.stdout
+    script.write_text(_SCRIPT)
+    command = [sys.executable, str(script), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    (refusal,) = done.stdout.splitlines()
+    assert "Limited uses 'LIMIT', which is defined in the scr" in refusal
     scope: dict[str, Any] = {}
     exec((tmp_path / "hooks.py").read_text(), scope)
     assert scope["Hooks"]().preprocess("abba") == 2
