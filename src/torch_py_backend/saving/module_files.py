@@ -147,7 +147,13 @@ class ModuleFiles:
         parameters: dict[str, str] = {}
         if kind == "module":
             if self._kwargs:
-                parameters["MODEL_KWARGS"] = self._json()
+                try:
+                    parameters["MODEL_KWARGS"] = json.dumps(self._kwargs)
+                except (TypeError, ValueError) as error:
+                    raise SaveError(
+                        f"model_kwargs cannot be written as JSON: {error}",
+                        cure="Save with format='export'.",
+                    ) from None
             if not self._pretrained:
                 built = type(self._module)
                 name = parameters["MODEL_CLASS"] = built.__name__
@@ -184,15 +190,6 @@ class ModuleFiles:
         with (folder / HOOKS).open("a", encoding="utf-8") as file:
             file.write(f"\n\ndef example_inputs():\n    return {{\n{''.join(lines)}    }}\n")
 
-    def _json(self) -> str:
-        try:
-            return json.dumps(self._kwargs)
-        except (TypeError, ValueError) as error:
-            raise SaveError(
-                f"model_kwargs cannot be written as JSON: {error}",
-                cure="Save with format='export'.",
-            ) from None
-
     def _check_class(self) -> None:
         """Raise SaveError if the class does not build a module that takes the same weights."""
         built, weights = type(self._module), self._module.state_dict()
@@ -208,9 +205,16 @@ class ModuleFiles:
             else:
                 return
         text = f"{built.__name__}({', '.join(f'{k}={v!r}' for k, v in self._kwargs.items())})"
+        arguments = ", ".join(
+            f"{name!r}: …"
+            for name, parameter in inspect.signature(built).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        )
         raise SaveError(
             f"{text} does not make this module again: {problem}",
-            cure=_constructor_cure(built),
+            cure=f"Pass its arguments: model_kwargs={{{arguments}}}."
+            if arguments
+            else "Let its constructor make the whole module.",
         )
 
     # --- the model -----------------------------------------------------------------------------
@@ -231,12 +235,3 @@ class ModuleFiles:
             self._module, self.example, self._dynamic_shapes, path, compiled=kind == "aoti"
         )
         return path
-
-
-def _constructor_cure(built: type) -> str:
-    """Return what to do about a class that does not build the module again."""
-    parameters = inspect.signature(built).parameters.values()
-    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    if not named:
-        return "Let its constructor make the whole module."
-    return f"Pass its arguments: model_kwargs={{{', '.join(f'{one.name!r}: …' for one in named)}}}."
