@@ -152,7 +152,7 @@ def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Docu
     }
     completion.complete(pbtxt.arguments(folder, "1", config), config)
     config = model_folder.write_config(folder, config, artifact.description, {})
-    reference = folder.with_name("reference.pt") if example.outputs else None
+    reference = str(folder.with_name("reference.pt")) if example.outputs else None
     if reference is not None:
         torch.save(example.outputs, reference)
     warnings: list[str] = model_folder.inspect(folder, "1", config, reference=reference)["warnings"]

@@ -151,7 +151,7 @@ def inspect(
     version: str,
     document: Document,
     seconds: float = _TIMEOUT_S,
-    reference: Path | None = None,
+    reference: str | None = None,
 ) -> JsonObject:
     """Load and warm up a model in a child process, and return the report of `trial.inspect`.
 
@@ -160,8 +160,7 @@ def inspect(
             `reference`; the message says why.
     """
     conflicts.check_for_triton(document)
-    path = None if reference is None else str(reference)
-    return _run("tools.trial:inspect", folder, version, document, seconds, reference=path)
+    return _run("tools.trial:inspect", folder, version, document, seconds, reference=reference)
 
 
 def _run(

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from logging.handlers import BufferingHandler
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,7 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
     engine = _load(settings)
     if reference is not None:
         with runtime.mode(settings.options):
-            _compare(engine, Path(reference))
+            _compare(engine, reference)
     engine.close()
     sent = [spec.name for spec in engine.config.inputs if spec.origin is Origin.CLIENT]
     # Inputs of hooks are bound to the hooks' own methods.
@@ -89,7 +88,7 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
     }
 
 
-def _compare(engine: Engine, reference: Path) -> None:
+def _compare(engine: Engine, reference: str) -> None:
     """Raise OutputError if the outputs for the example differ from those in a file.
 
     A batch of the example's first row alone must have the outputs of that row, where they have the
