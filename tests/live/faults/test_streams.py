@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -33,10 +32,11 @@ _CONFIG = streamed.config({"x": "FP32"}, {"y": "FP32"})
 _LIMIT = 'parameters { key: "EXECUTION_TIMEOUT_MS" value { string_value: "3000" } }\n'
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Supervised]:
-    Scenario("endless", scenarios.text(_ENDLESS), _CONFIG + _LIMIT).lay_out(tmp_path)
-    with serve(tmp_path) as supervised:
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
+    repository = tmp_path_factory.mktemp("streams")
+    Scenario("endless", scenarios.text(_ENDLESS), _CONFIG + _LIMIT).lay_out(repository)
+    with serve(repository) as supervised:
         supervised.wait_loaded()
         yield supervised
 
