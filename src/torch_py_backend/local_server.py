@@ -98,8 +98,11 @@ class LocalServer:
         self._stack.close()
 
     def _supervise(self, serving: Serving) -> None:
-        while not self._ended.is_set() and serving.server.process.poll() is None:
+        server = serving.server
+        while not self._ended.is_set() and server.process.poll() is None:
             serving.step()
+        if not self._ended.is_set():
+            _LOGGER.error("tritonserver has ended; its log says why%s.", server.log_name)
 
     @functools.cached_property
     def client(self) -> tritonclient.grpc.InferenceServerClient:
