@@ -36,7 +36,12 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def backends(tmp_path: Path) -> Path:
+def backends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A backend directory; the package that is installed into it is a small one."""
+    package = tmp_path / "source" / PACKAGE.name
+    package.mkdir(parents=True)
+    (package / "errors.py").touch()
+    monkeypatch.setattr(installation, "PACKAGE", package)
     return tmp_path / "backends"
 
 
@@ -83,9 +88,9 @@ def test_backend_is_the_shim_and_the_package(tmp_path: Path) -> None:
         assert struct.unpack("<III", compiled[4:16]) == (0, int(status.st_mtime), status.st_size)
 
 
-def test_installed_shim_imports_the_package_beside_it(backends: Path, tmp_path: Path) -> None:
+def test_installed_shim_imports_the_package_beside_it(tmp_path: Path) -> None:
     """It prefers the package beside it to one in site-packages, and does not import torch."""
-    target = installation.install(backends, NAME)
+    target = installation.install(tmp_path / "backends", NAME)
     (tmp_path / "triton_python_backend_utils.py").write_text("")
     program = f"""
 import sys
