@@ -19,7 +19,7 @@ from torch_py_backend.processes import instance_status, orphan_cleanup
 from torch_py_backend.processes.instance_status import Identity, InstanceState, InstanceStatus
 folder, model, limit = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) or None
 os.environ[orphan_cleanup.VARIABLE] = str(folder)  # /proc shows what it was at the start
-status = InstanceStatus(identity=Identity(os.getpid(), model, "1", model + "_0_0", limit))
+status = InstanceStatus(identity=Identity(os.getpid(), model, model + "_0_0", limit))
 {what}
 print("published", flush=True)
 {then}

@@ -79,7 +79,7 @@ def test_identity(
     monkeypatch.setattr(orphan_cleanup, "region", lambda: "a_region")
     instance_status.start(_config(**parameters))
     identity = dataclasses.astuple(_reader(folder).identity)
-    assert identity == (os.getpid(), "grüße", "3", "grüße_0_1", limit, "a_region", False)
+    assert identity == (os.getpid(), "grüße", "grüße_0_1", limit, "a_region", False)
     (path,) = folder.iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -132,7 +132,7 @@ def _link(path: Path) -> None:
 
 def _identity(**changed: object) -> Callable[[Path], object]:
     def write(path: Path) -> None:
-        identity = {"pid": os.getpid(), "model": "m", "version": "1", "instance": "m_0"}
+        identity = {"pid": os.getpid(), "model": "m", "instance": "m_0"}
         text = json.dumps(identity | {"limit_ms": None} | changed).encode()
         path.write_bytes(bytes(1024) + text.ljust(path.stat().st_size - 1024, b"\0"))
 

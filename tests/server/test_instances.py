@@ -21,7 +21,7 @@ _IDLE, _LOADING = InstanceState.IDLE, InstanceState.LOADING
 # Publishes another identity: in another state, with the name of a region of shared memory.
 _PUBLISH = (
     "status = InstanceStatus(InstanceState.{state},"
-    " Identity(os.getpid(), model, '', '', None, {region!r}))"
+    " Identity(os.getpid(), model, '', None, {region!r}))"
 )
 
 
@@ -255,7 +255,7 @@ def test_a_process_id_that_was_used_again(
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as stranger:
         assert stranger.stdout is not None
         stranger.stdout.readline()  # until it runs, its environment cannot be read
-        identity = Identity(stranger.pid, "m", "1", "m_0_0", 1)
+        identity = Identity(stranger.pid, "m", "m_0_0", 1)
         monkeypatch.setenv(orphan_cleanup.VARIABLE, str(tmp_path))
         InstanceStatus(InstanceState.BUSY, identity)
         assert _next_failure(monitor).reason == "instance m_0_0 died"

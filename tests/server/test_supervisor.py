@@ -193,7 +193,7 @@ class FakeServer:
     ) -> None:
         """End an instance, which serves unless it is LOADING; Triton's state stays."""
         pid = 1 if state is InstanceState.LOADING else self.pids.pop(model, 1)
-        identity = Identity(pid, model, "1", f"{model}_0", None, copied=copied)
+        identity = Identity(pid, model, f"{model}_0", None, copied=copied)
         self.failures.append(InstanceFailure(identity, reason, state))
 
     # --- for tests ---
@@ -334,7 +334,7 @@ def test_survivors_delay_the_load_for_ten_seconds_only() -> None:
     server.pending = []
     server.advance(2)
     (load,) = server.pending
-    server.failures.append(InstanceFailure(Identity(5, "a", "1", "a_0", None), "was killed"))
+    server.failures.append(InstanceFailure(Identity(5, "a", "a_0", None), "was killed"))
     server.step()
     load()
     server.survivors = set()

@@ -59,7 +59,6 @@ class Identity:
 
     pid: int
     model: str
-    version: str
     instance: str
     limit_ms: int | None
     region: str = ""
@@ -149,7 +148,6 @@ def start(config: ModelConfig) -> InstanceStatus:
     identity = Identity(
         os.getpid(),
         config.name,
-        config.version,
         config.instance,
         config.options.execution_timeout_ms,
         orphan_cleanup.region(),
@@ -160,7 +158,7 @@ def start(config: ModelConfig) -> InstanceStatus:
 
 def start_completing(model: str) -> InstanceStatus:
     """Return the status of a process that completes a model's config and then ends."""
-    identity = Identity(os.getpid(), model, "", "", None, orphan_cleanup.region())
+    identity = Identity(os.getpid(), model, "", None, orphan_cleanup.region())
     return InstanceStatus(InstanceState.COMPLETING, identity)
 
 
