@@ -230,7 +230,8 @@ class Supervisor:
             return  # the load was abandoned
         error = call.exception()
         if model.phase is not Phase.LOADING:
-            if error is not None and model.phase is Phase.DOWN:
+            is_down = model.phase is Phase.DOWN
+            if error is not None and is_down and self._is_ready(model.name):
                 self._retry(model, str(error), unload=False)
             return
         if error is None:
