@@ -38,9 +38,8 @@ def forward(x):
         yield x
 """
 _CONFIG = streamed.config({"x": "FP32"}, {"y": "FP32"})
-_NARROW = 'parameters { key: "MAX_STREAMS" value { string_value: "3" } }\n'
 _MODELS = (
-    Scenario("endless", scenarios.text(_ENDLESS), _CONFIG + _NARROW),
+    Scenario("endless", scenarios.text(_ENDLESS), _CONFIG),
     *(one.scenario for one in streamed.TABLE if one.scenario.name == "asynchronous"),
 )
 _DIED = "tritonserver has died of a cancellation"
@@ -128,21 +127,6 @@ def test_a_client_that_disconnects(server: Server) -> None:
         _until(server, lambda: metric(server, "pytorch_py_live_streams", "endless") == 0)
 
 
-def test_more_streams_than_there_is_room_for(client: Client, server: Server) -> None:
-    """Beyond MAX_STREAMS requests wait, and are served when others end."""
-    with _or_skipped(server):
-        first = [client.ask("endless", _X) for _ in range(3)]
-        for call in first:
-            next(responses(call))
-        late = client.ask("endless", _X)
-        _until(server, lambda: metric(server, "pytorch_py_live_streams", "endless") == 3)
-        first[0].cancel()
-        assert isinstance(next(responses(late)), dict)
-        for call in (*first, late):
-            call.cancel()
-        _until(server, lambda: metric(server, "pytorch_py_live_streams", "endless") == 0)
-
-
 def test_unload_with_live_streams(client: Client, server: Server) -> None:
     """An unload takes no new streams, and ends when the live ones have."""
     with _or_skipped(server):
@@ -154,7 +138,7 @@ def test_unload_with_live_streams(client: Client, server: Server) -> None:
         assert isinstance(refused, str)
         assert len(list(itertools.islice(responses(call), 50))) == 50
         call.cancel()
-        _until(server, lambda: _reason(server, "endless") == "unloaded")
+        _until(server, lambda: _reason(control, "endless") == "unloaded")
         control.load_model("endless")
         call = client.ask("endless", _X)
         assert isinstance(next(responses(call)), dict)
@@ -162,9 +146,11 @@ def test_unload_with_live_streams(client: Client, server: Server) -> None:
         control.close()
 
 
-def _reason(server: Server, model: str) -> str:
-    (state,) = [one for one in server.models() if one.name == model]
-    return state.reason
+def _reason(control: tritonclient.grpc.InferenceServerClient, name: str) -> str:
+    (model,) = [
+        entry for entry in control.get_model_repository_index().models if entry.name == name
+    ]
+    return str(model.reason)
 
 
 def _until(server: Server, what: Callable[[], object]) -> None:
