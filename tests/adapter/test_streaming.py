@@ -18,7 +18,7 @@ from instances import load, logged
 from scenarios import Refused, Scenario, assert_close
 from streamed import Stream, Streamed
 
-from torch_py_backend.adapter import metrics, streaming
+from torch_py_backend.adapter import streaming
 from torch_py_backend.engine import runtime
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -315,18 +315,6 @@ def test_the_end_of_an_instance(tmp_path: Path) -> None:
     assert error.code() == fake_triton.TritonError.UNAVAILABLE
     assert "unloaded in mid-stream" in error.message()
     assert _live() == 0
-
-
-def test_live_streams_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gauge has the number of live streams."""
-    monkeypatch.setattr(metrics, "_SECONDS", 0.01)
-    served = _Served(tmp_path, _model(_ENDLESS))
-    requests = [served.request(_X) for _ in range(3)]
-    served.start(*requests)
-    _until(lambda: _live() == 3)
-    for request in requests:
-        request.sender.cancelled = True
-    _until(lambda: _live() == 0)
 
 
 _TICKER = next(entry for entry in streamed.TABLE if entry.scenario.name == "ticker")

@@ -40,18 +40,6 @@ _OLDEST = "oldest { max_candidate_sequences: 64 max_queue_delay_microseconds: 10
 _MODELS = {
     "direct": (models.Accumulate, _config(f"direct {{ }} {_PATIENT}")),
     "oldest": (models.Accumulate, _config(f"{_OLDEST} {_PATIENT}")),
-    "slots": (
-        models.Slots,
-        scenarios.config(
-            {"x": [4]},
-            {"y": [4]},
-            more=scenarios.sequencing(
-                strategy=f"direct {{ }} {_PATIENT}",
-                controls=scenarios.control("START", "START", "fp32_false_true: [0, 1]")
-                + scenarios.control("READY", "READY", "fp32_false_true: [0, 1]"),
-            ),
-        ),
-    ),
     "idle": (models.Accumulate, _config(f"{_OLDEST} {_IDLE}", more="")),
 }
 
@@ -133,16 +121,6 @@ def test_out_of_order(model: str, client: Any) -> None:
     assert _ask(client, model, 5, 7, "s") == 7
     assert _ask(client, model, 5, 7, "s") == 7
     assert _ask(client, model, 5, 7, "e") == 14
-
-
-def test_slots_of_the_models_own(client: Any) -> None:
-    """A model that keeps its state by its place in the batch has each sequence in one place."""
-    assert _ask(client, "slots", 1, 1, "s") == 1
-    assert _ask(client, "slots", 2, 10, "s") == 10
-    assert _ask(client, "slots", 2, 10) == 20
-    assert _ask(client, "slots", 1, 1) == 2
-    assert _ask(client, "slots", 2, 10, "e") == 30
-    assert _ask(client, "slots", 1, 1, "e") == 3
 
 
 def _await_sequences(server: Server, model: str, sequences: int) -> None:
