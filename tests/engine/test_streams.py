@@ -184,6 +184,31 @@ def test_cancellation_closes_the_generator(asynchronous: bool) -> None:
     assert isinstance(recorder.error, CancelledError)
 
 
+def test_a_model_that_swallows_its_cancellation() -> None:
+    """Its stream ends with its next response."""
+    reached = asyncio.Event()
+
+    async def forward(x: Tensor) -> AsyncIterator[Tensor]:
+        with contextlib.suppress(asyncio.CancelledError):
+            reached.set()
+            await asyncio.Event().wait()
+        for _ in range(3):
+            yield x
+
+    recorder = Recorder()
+
+    async def leave() -> None:
+        task = asyncio.create_task(Streams(engine(forward)).run(item(1), recorder))
+        await reached.wait()
+        recorder.left = True
+        task.cancel()
+        await task
+
+    asyncio.run(leave())
+    assert isinstance(recorder.error, CancelledError)
+    assert recorder.values == []
+
+
 def test_closing_a_generator_fails(caplog: pytest.LogCaptureFixture) -> None:
     """An exception raised while a generator is closed is logged and has no other effect."""
 

@@ -128,6 +128,8 @@ class Streams:
             if isinstance(outcome, BackendError):
                 raise outcome
             self._check_device()
+            if consumer.left or self.closing:  # the model has swallowed the cancellation
+                raise asyncio.CancelledError
             if outcome is not None:
                 consumer.send(outcome, last=last)
             if last:
