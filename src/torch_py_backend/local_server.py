@@ -99,8 +99,12 @@ class LocalServer:
 
     def _supervise(self, serving: Serving) -> None:
         server = serving.server
-        while not self._ended.is_set() and server.process.poll() is None:
-            serving.step()
+        try:
+            while not self._ended.is_set() and server.process.poll() is None:
+                serving.step()
+        except Exception:  # the server goes on answering
+            _LOGGER.exception("the supervisor has failed; models that die are not loaded again.")
+            return
         if not self._ended.is_set():
             _LOGGER.error("tritonserver has ended; its log says why%s.", server.log_name)
 

@@ -18,7 +18,7 @@ from torch_py_backend.config.options import Options
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.runtime import Runtime
 from torch_py_backend.engine.streams import Streams, trial
-from torch_py_backend.errors import BackendError, CancelledError, ForwardError, InputError
+from torch_py_backend.errors import BackendError, CancelledError, ForwardError
 from torch_py_backend.values import Value
 
 
@@ -115,13 +115,6 @@ def test_any_exception_ends_the_stream() -> None:
         recorder = Recorder()
         run(engine(forward), (item(1), recorder))
         assert isinstance(recorder.error, ForwardError)
-
-
-def test_an_invalid_item() -> None:
-    """It is refused before the model is called."""
-    recorder = Recorder()
-    run(engine(lambda x: pytest.fail("called")), ({}, recorder))
-    assert isinstance(recorder.error, InputError)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
@@ -312,9 +305,3 @@ def test_a_trial_returns_errors() -> None:
     assert isinstance(outcome, ForwardError)
     assert outcome.reported
     assert "ValueError: second" in outcome.traceback
-
-
-async def _three_awaited(x: Tensor) -> AsyncIterator[Tensor]:
-    for factor in (1, 2, 3):
-        await asyncio.sleep(0)
-        yield factor * x

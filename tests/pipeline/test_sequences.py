@@ -62,15 +62,6 @@ def test_unknown_sequences() -> None:
     assert len(served.states) == 1
 
 
-def test_a_report_has_the_position_of_the_failed_step() -> None:
-    """Slot fillers and refused steps do not shift the positions of reports."""
-    served = accumulating()
-    served.send(step(1, 1, "s"), step(2, 1, "s"))
-    outcomes = served.send(step(0, 9), step(7, 1), step(1, 1), step(2, -1))
-    reported = [at for at, value in enumerate(outcomes) if getattr(value, "reported", False)]
-    assert reported == [3]
-
-
 @pytest.mark.parametrize(("flags", "value"), [("s", 7), ("e", None), ("", 12)])
 def test_a_step_that_cannot_be_read(flags: str, value: float | None) -> None:
     """It begins and ends its sequence, so no later step gets an older sequence's state."""

@@ -1,4 +1,4 @@
-"""Inputs that `LocalServer.infer` sends, with a client that returns them."""
+"""`LocalServer` without a server: the inputs that it sends, and its supervisor."""
 
 from __future__ import annotations
 
@@ -83,3 +83,12 @@ def test_values_that_do_not_fit(datatype: str, value: object, says: str) -> None
     """Values that would arrive as others are refused."""
     with pytest.raises(InputError, match=says):
         _sent(datatype, value)
+
+
+def test_a_supervisor_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """The log says that models are not loaded again."""
+    server, process = LocalServer("models", 1), SimpleNamespace(poll=lambda: None)
+    server._ended.clear()
+    serving: Any = SimpleNamespace(server=SimpleNamespace(process=process), step=lambda: 1 / 0)
+    server._supervise(serving)
+    assert "models that die are not loaded again" in caplog.text
