@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 from benchmarks.load_generator import Send
 from benchmarks.payloads import Payload
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.server import client as triton_client
 from torch_py_backend.server.client import ModelState
 
@@ -58,7 +58,7 @@ def address(url: str) -> Address:
     """Return the address in a URL.
 
     Raises:
-        ServerError: the URL is not of the form grpc://host:port or http://host:port.
+        ToolError: the URL is not of the form grpc://host:port or http://host:port.
     """
     try:
         parts = urlsplit(url)
@@ -66,7 +66,7 @@ def address(url: str) -> Address:
     except ValueError:  # the port is not a number
         complete = False
     if not complete or parts.scheme not in PROTOCOLS or parts.query:
-        raise ServerError(
+        raise ToolError(
             f"'{url}' is not an address; expected grpc://host:port or http://host:port."
         )
     return Address(parts.scheme, parts.netloc)
@@ -76,7 +76,7 @@ class Client:
     """A client of one address, to be used and closed in one event loop.
 
     Raises:
-        ServerError: a package is not installed.
+        ToolError: a package is not installed.
     """
 
     def __init__(self, to: Address) -> None:
@@ -88,7 +88,7 @@ class Client:
             self._connection = channel(to.host) if to.protocol == "grpc" else session()
         except (ImportError, RuntimeError) as error:  # tritonclient raises the latter
             reason = getattr(error, "name", None) or error
-            raise ServerError(f"{reason} is not installed; {_INSTALL} brings it.") from None
+            raise ToolError(f"{reason} is not installed; {_INSTALL} brings it.") from None
 
     def sender(self, model: str, payloads: Sequence[Payload]) -> Send:
         """Return a function that sends the next of these requests, in a cycle."""
@@ -128,7 +128,7 @@ class Client:
             message = getattr(error, "message", None)  # a method of tritonclient's exception
             text = str(message() if callable(message) else error).strip() or "no answer in time"
             reason = text.splitlines()[0].rstrip(".")
-            raise ServerError(
+            raise ToolError(
                 f"no tritonserver answers at {self._address}: {reason}."
                 f" Is it running, and is this its {self._address.protocol} port?"
             ) from error
@@ -138,16 +138,16 @@ async def require_ready(client: Client, model: str) -> None:
     """Raise unless the model is ready.
 
     Raises:
-        ServerError: the model is unknown or not ready.
+        ToolError: the model is unknown or not ready.
     """
     states = await client.states()
     versions = [state for state in states if state.name == model]
     if not versions:
         names = ", ".join(sorted({state.name for state in states})) or "none"
-        raise ServerError(f"the server has no model '{model}'; its models: {names}.")
+        raise ToolError(f"the server has no model '{model}'; its models: {names}.")
     if not any(state.ready for state in versions):
         reason = versions[-1].reason.split("\n\nAt:")[0].strip() or "it was not loaded"
-        raise ServerError(f"model '{model}' is not ready on the server: {reason.rstrip('.')}.")
+        raise ToolError(f"model '{model}' is not ready on the server: {reason.rstrip('.')}.")
 
 
 def channel(host: str) -> grpc.aio.Channel:
@@ -178,7 +178,7 @@ def grpc_sender(channel: grpc.aio.Channel, model: str, payloads: Sequence[Payloa
         try:
             await infer(next(cycle))
         except grpc.RpcError as error:
-            raise ServerError(error.details()) from None
+            raise ToolError(error.details()) from None
 
     return send
 
@@ -205,7 +205,7 @@ def http_sender(session: aiohttp.ClientSession, url: str, requests: Sequence[Htt
                 message = json.loads(content)["error"]  # of Triton
             except (ValueError, KeyError, TypeError):
                 message = f"HTTP status {response.status}: {content[:200]!r}"
-            raise ServerError(message)
+            raise ToolError(message)
 
     return send
 

@@ -122,7 +122,7 @@ async def measure(
 
     Raises:
         ToolError: every request failed, or none was answered.
-        ServerError: the server does not return its statistics.
+        ToolError: the server does not return its statistics.
     """
     before: JsonObject = await _stable_statistics(statistics) if statistics else {}
     if warmup:

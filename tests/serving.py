@@ -25,7 +25,7 @@ from scenarios import Call, Refused, assert_close
 from supervised import EXIT
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.processes import instance_status
 from torch_py_backend.processes.instance_status import InstanceState
 from torch_py_backend.server.client import ModelState
@@ -181,7 +181,7 @@ def _loaded(
             states = None
             try:
                 states = _states(server, deadline)
-            except ServerError:
+            except ToolError:
                 log = log_path.read_text(errors="replace")
                 if _STALLED not in log or time.monotonic() > deadline:
                     raise
@@ -197,7 +197,7 @@ def _states(server: Server, deadline: float) -> list[ModelState] | None:
     while True:
         try:
             return server.wait_loaded(_FORGOTTEN_S)
-        except ServerError:
+        except ToolError:
             if server.process.poll() is not None or time.monotonic() > deadline:
                 raise
         states = set()

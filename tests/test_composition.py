@@ -22,7 +22,7 @@ from instances import logged, request
 from torch_py_backend import composition
 from torch_py_backend.adapter import TritonPythonModel, calling
 from torch_py_backend.composition import Model, model, stand_in
-from torch_py_backend.errors import CallError, NoServerError
+from torch_py_backend.errors import CallError
 from torch_py_backend.tools import trial
 
 Answer = Callable[[InferenceRequest], InferenceResponse]
@@ -232,11 +232,11 @@ def test_asynchronous_calls(served: dict[str, Answer]) -> None:
 
 def test_without_server() -> None:
     """Outside a server, a call raises an error that names `stand_in`."""
-    with pytest.raises(NoServerError) as error:
+    with pytest.raises(CallError) as error:
         model("other")(x=1, y=2)
     assert "it was called with x, y where no server executes requests" in str(error.value)
     assert "torch_py_backend.composition.stand_in" in str(error.value)
-    with pytest.raises(NoServerError):
+    with pytest.raises(CallError):
         asyncio.run(model("other").asynchronously())
 
 
@@ -245,9 +245,9 @@ def test_stand_in() -> None:
     with stand_in({"other": lambda x: {"y": x + 1}}):
         assert model("other")(x=1) == {"y": 2}
         assert asyncio.run(model("other").asynchronously(x=2)) == {"y": 3}
-        with pytest.raises(NoServerError):
+        with pytest.raises(CallError):
             model("absent")(x=1)
-    with pytest.raises(NoServerError):
+    with pytest.raises(CallError):
         model("other")(x=1)
 
 
@@ -326,7 +326,7 @@ def test_batches_that_called_other_models(
     monkeypatch.setattr(composition, "_transport", composition._StandIns({}))
     head = "import torch\nfrom torch import Tensor, nn\n"
     head += "from torch_py_backend.composition import model\n"
-    head += "from torch_py_backend.errors import NoServerError\n"
+    head += "from torch_py_backend.errors import CallError\n"
     (tmp_path / "1").mkdir()
     scenarios.hooked(head + code)(tmp_path / "1")
     rows: list[int] = []

@@ -11,7 +11,6 @@ from torch_py_backend.errors import (
     BackendError,
     ForwardError,
     ModelError,
-    UnavailableError,
     join_names,
     summarize,
 )
@@ -71,8 +70,6 @@ def test_no_name(error: BackendError) -> None:
 
 def test_facts() -> None:
     """Classes compose their messages from facts."""
-    fatal = UnavailableError.fatal("RuntimeError: it broke")
-    assert "a fatal error and answers no requests any more (RuntimeError: it broke)" in str(fatal)
     error = ForwardError(ZeroDivisionError("by zero"))
     assert str(error) == "forward() raised ZeroDivisionError: by zero."
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from torch_py_backend.errors import NoServerError
+from torch_py_backend.errors import CallError, join_names
 
 if TYPE_CHECKING:  # the border: no torch before an instance has set its threads
     from torch_py_backend.values import Parameters
@@ -89,7 +89,12 @@ class _StandIns:
 
     def send(self, called: Model, inputs: Mapping[str, object]) -> Results:
         if called.name not in self.functions:
-            raise NoServerError(called.name, inputs)
+            raise CallError(
+                called.name,
+                f"it was called with {join_names(inputs) or 'no inputs'} where no server executes"
+                " requests: while a model loads, in `check`, or in a test",
+                cure="In a test, replace the model with torch_py_backend.composition.stand_in.",
+            )
         return self.functions[called.name](**inputs)
 
     async def send_async(self, called: Model, inputs: Mapping[str, object]) -> Results:

@@ -1,8 +1,8 @@
-"""The exception tree. A class has the name of a Triton code.
+"""The exception tree, and the text of messages. `code` is the name of a Triton code.
 
 A message says what was found, what was expected, and what to do. The adapter and the command line
 put the model's name before it, with `about` or `named`. Messages to clients (InputError,
-ForwardError, HookError, CallError, OutputError, UnavailableError) contain no path of the server.
+ForwardError, CallError, OutputError, UnavailableError) contain no path of the server.
 """
 
 from __future__ import annotations
@@ -16,24 +16,21 @@ class BackendError(Exception):
     """Root of the tree.
 
     Attributes:
-        code: the name of a `TritonError` code.
         traceback: the traceback of the cause, for the log; never sent to clients.
         reported: whether the error of a request is written to the log: not if its client caused it.
     """
 
-    code: str = "INTERNAL"
-    traceback: str = ""
-    reported: bool = False
+    code = "INTERNAL"
+    traceback = ""
+    reported = False
+
+
+class ToolError(BackendError):
+    """A command or a server fails. The message is complete: it is not about one model."""
 
 
 class ModelError(BackendError):
-    """An error about one model, whose name the message does not have yet.
-
-    Args:
-        found: what was found, as a clause; kept as an attribute.
-        expected: what was expected, as a noun phrase.
-        cure: what to do, as a sentence; kept as an attribute.
-    """
+    """An error about one model: what was `found`, what was `expected`, and the `cure`."""
 
     def __init__(self, found: str, *, expected: str = "", cure: str = "") -> None:
         self.found, self.cure = found, cure
@@ -52,11 +49,7 @@ class ConfigError(LoadError):
 
 
 class ArtifactError(LoadError):
-    """The model file is missing, or has an unsupported type."""
-
-
-class SourceError(LoadError):
-    """`model.py` fails, or does not define the model."""
+    """The model's file, its source or its weights cannot be used."""
 
 
 class BindingError(LoadError):
@@ -67,14 +60,27 @@ class PlatformError(LoadError):
     """This process lacks what the model needs: a GPU, a matching numpy."""
 
 
+class SaveError(ModelError):
+    """A module cannot be saved as a model folder."""
+
+
 class InputError(ModelError):
     """A request is invalid."""
 
     code = "INVALID_ARG"
 
 
+# What torch says where gradients are not recorded.
+_NO_GRADIENTS = (
+    "element 0 of tensors does not require grad",
+    "Setting requires_grad=True on inference tensor",
+    "Inference tensors cannot be saved for backward",
+    "can't retain_grad on Tensor that has requires_grad=False",
+)
+
+
 class ForwardError(ModelError):
-    """An exception of the model's own code, raised by the function `called`."""
+    """The model's own code, or a hook, raised in the function `called`."""
 
     def __init__(self, error: BaseException, called: str = "forward") -> None:
         summary, cure = summarize(error), ""
@@ -88,33 +94,14 @@ class ForwardError(ModelError):
         super().__init__(f"{called}() raised {summary}", cure=cure)
 
 
-class HookError(ModelError):
-    """A hook raised."""
-
-    def __init__(self, stage: str, error: BaseException) -> None:
-        super().__init__(f"{stage}() raised {summarize(error)}")
-
-
 class CallError(ModelError):
-    """A failed call of the model `called`; `code` is that of its response."""
+    """A call of the model `called` failed; `code` is that of its response."""
 
     def __init__(
         self, called: str, found: str, *, code: str = "INTERNAL", expected: str = "", cure: str = ""
     ) -> None:
         super().__init__(f"model '{called}': {found}", expected=expected, cure=cure)
         self.code = code
-
-
-class NoServerError(CallError):
-    """No server executes calls of other models."""
-
-    def __init__(self, called: str, inputs: Iterable[str]) -> None:
-        super().__init__(
-            called,
-            f"it was called with {join_names(inputs) or 'no inputs'} where no server executes"
-            " requests: while a model loads, in `check`, or in a test",
-            cure="In a test, replace the model with torch_py_backend.composition.stand_in.",
-        )
 
 
 class OutputError(ModelError):
@@ -135,14 +122,6 @@ class UnavailableError(ModelError):
 
     code = "UNAVAILABLE"
 
-    @classmethod
-    def fatal(cls, reason: str) -> UnavailableError:
-        """Return the answer to every request after an error that makes the process unusable."""
-        return cls(
-            f"this instance met a fatal error and answers no requests any more ({reason})",
-            cure="It must be replaced: reload the model.",
-        )
-
 
 class OutOfMemoryError(UnavailableError):
     """Too little memory. The message omits torch's text, which reports the memory of others."""
@@ -162,52 +141,10 @@ class CancelledError(ModelError):
         super().__init__(f"the request was cancelled {when}")
 
 
-class SaveError(ModelError):
-    """A module cannot be saved as a model folder."""
-
-
-class ExampleError(SaveError):
-    """Example inputs are missing, or do not fit the module."""
-
-
-class InstallError(BackendError):
-    """A backend folder cannot be written."""
-
-
-class ServerError(BackendError):
-    """A tritonserver cannot be found, started or reached, or fails."""
-
-
-class ToolError(BackendError):
-    """A command, `save_model` or a benchmark cannot work, or cannot write its result."""
-
-
-_SHOWN = 8
-_LONGEST = 500
-# What is searched of a message, which may contain megabytes of a client's text. A search holds the
-# GIL, so the patterns below must also take linear time. A path has at most 4,096 bytes.
-_SEARCHED = 8192
-# Absolute folders before a name; not after a letter (1/2/3, ../a/b), and not in a URL.
-_PATH = re.compile(r"((?<=file://)|(?<![\w./])(?<!:/))/(?:[\w.@+~-]+/)+(?=[\w.@+~-])")
-# The same in quotes, where names of folders may contain blanks.
-_QUOTED_PATH = re.compile(r"""(['"])/[^'"]*/(?=[^'"/]+\1)""")
-_MEMORY_ADDRESS = re.compile(r"( at)? 0x[0-9a-fA-F]{6,}")
-_NETWORK_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
-_TORCHSCRIPT = "TorchScript interpreter"
-# What torch says where gradients are not recorded.
-_NO_GRADIENTS = (
-    "element 0 of tensors does not require grad",
-    "Setting requires_grad=True on inference tensor",
-    "Inference tensors cannot be saved for backward",
-    "can't retain_grad on Tensor that has requires_grad=False",
-)
-
-
 def named(model: str, error: BackendError) -> str:
     """Return the message of an error about a model, with the model's name before it."""
-    names_another = isinstance(error, CallError)
-    is_named = isinstance(error, ModelError) and not names_another
-    return f"model '{model}': {error}" if is_named else str(error)
+    names_another = isinstance(error, ToolError | CallError)
+    return str(error) if names_another else f"model '{model}': {error}"
 
 
 @contextlib.contextmanager
@@ -215,9 +152,25 @@ def about(model: str) -> Iterator[None]:
     """Put the model's name before the message of an error that the block raises."""
     try:
         yield
-    except ModelError as error:
+    except BackendError as error:
         error.args = (named(model, error),)
         raise
+
+
+_SHOWN = 8
+_LONGEST = 500
+# What is searched of a message, which may contain megabytes of a client's text. A search holds the
+# GIL, so the patterns below must also take linear time. A path has at most 4,096 bytes.
+_SEARCHED = 8192
+_REMOVED = (
+    # Folders in quotes, whose names may contain blanks.
+    (re.compile(r"""(['"])/[^'"]*/(?=[^'"/]+\1)"""), r"\1"),
+    # Other absolute folders; not after a letter (1/2/3, ../a/b), and not in a URL.
+    (re.compile(r"((?<=file://)|(?<![\w./])(?<!:/))/(?:[\w.@+~-]+/)+(?=[\w.@+~-])"), ""),
+    # Addresses in memory and in a network.
+    (re.compile(r"( at)? 0x[0-9a-fA-F]{6,}"), ""),
+    (re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"), "(address)"),
+)
 
 
 def join_names(names: Iterable[str]) -> str:
@@ -239,39 +192,29 @@ def counted(number: int, noun: str) -> str:
 
 
 def summarize(error: BaseException) -> str:
-    """Return an exception's type and message in one line that may be sent to clients.
-
-    It contains no traceback, folder or address of the server, and at most `_LONGEST` characters,
-    all printable: text that cannot be sent would fail the whole batch.
-    """
+    """Return an exception's type and message in one line that may be sent to clients."""
     try:
         message = str(error).strip()
     except Exception:  # raised by __str__ of a class in the model's code
         message = ""
-    text = _first_line(message)
-    if _TORCHSCRIPT in text:  # a traceback, whose last line is the message of the cause
-        text = message.rpartition("\n")[2][:_SEARCHED]
-    text = _sanitized(text)
-    kind = type(error).__name__
+    if "TorchScript interpreter" in message[:_SEARCHED].partition("\n")[0]:
+        message = message.rpartition("\n")[2]  # a traceback, whose last line is the cause
+    text, kind = sanitize_line(message), type(error).__name__
     if text.startswith(f"{kind}:") or not text:
-        return (text or kind)[:_LONGEST]
+        return text or kind
     return f"{kind}: {text}"[:_LONGEST]
 
 
 def sanitize_line(text: str) -> str:
-    """Return the message of another model's error in one line that may be sent to clients."""
-    return _sanitized(_first_line(text.strip()))[:_LONGEST]
+    """Return the first line of a message, which may be sent to clients.
 
-
-def _first_line(text: str) -> str:
-    """Return the first line of a stripped text, at most `_SEARCHED` characters of it."""
-    return next(iter(text[:_SEARCHED].splitlines()), "").rstrip()
-
-
-def _sanitized(text: str) -> str:
-    text = _PATH.sub("", _QUOTED_PATH.sub(r"\1", text))
-    text = _NETWORK_ADDRESS.sub("(address)", _MEMORY_ADDRESS.sub("", text))
-    return printable(text)
+    It contains no folder or address of the server, and at most `_LONGEST` characters, all
+    printable: text that cannot be sent would fail the whole batch.
+    """
+    line = next(iter(text.strip()[:_SEARCHED].splitlines()), "").rstrip()
+    for pattern, replacement in _REMOVED:
+        line = pattern.sub(replacement, line)
+    return printable(line)[:_LONGEST]
 
 
 def printable(text: str) -> str:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_py_backend.errors import InputError, ServerError, about, join_names
+from torch_py_backend.errors import InputError, ToolError, about, join_names
 from torch_py_backend.server.lifecycle import Event
 from torch_py_backend.server.serving import Serving
 from torch_py_backend.tools import remote_repository
@@ -68,10 +68,10 @@ class LocalServer:
         """Start the server, and wait until every model is READY.
 
         Raises:
-            ServerError: the server or a model does not start.
+            ToolError: the server or a model does not start.
         """
         if not self._ended.is_set():
-            raise ServerError("the server runs already; stop it first.")
+            raise ToolError("the server runs already; stop it first.")
         path = remote_repository.local(self.repository, self._cache, _LOGGER.info)
         serving = Serving(path, _log, **self._options)
         server = serving.server
@@ -155,22 +155,22 @@ class LocalServer:
         return {key: result.as_numpy(key).copy() for key in outputs}  # they are read-only
 
     def _wait_loaded(self, serving: Serving) -> None:
-        """Wait until every model is READY; raise ServerError with the reason of the first other."""
+        """Wait until every model is READY; raise ToolError with the reason of the first other."""
         deadline = time.monotonic() + self._timeout
         while True:
             serving.step()
             if serving.server.process.poll() is not None:
-                raise ServerError(
+                raise ToolError(
                     f"tritonserver has ended; its log says why{serving.server.log_name}."
                 )
             if serving.supervisor.initial_loads_done:
                 break
             if time.monotonic() > deadline:
-                raise ServerError(f"the models were not loaded within {self._timeout:g} seconds.")
+                raise ToolError(f"the models were not loaded within {self._timeout:g} seconds.")
         for name, reason in serving.supervisor.snapshot.models.items():
             if reason:
                 _, model, text = reason.partition(f"model '{name}'")
-                raise ServerError(f"{model}{text}" if model else f"model '{name}' {reason}")
+                raise ToolError(f"{model}{text}" if model else f"model '{name}' {reason}")
 
 
 def serve(
@@ -207,7 +207,7 @@ def serve(
         timeout: seconds until every model is READY.
 
     Raises:
-        ServerError: on entering the block: there is no server, a port is in use, or a model does
+        ToolError: on entering the block: there is no server, a port is in use, or a model does
             not load; with the server's own sentence.
     """
     return LocalServer(
@@ -236,7 +236,7 @@ def _grpc() -> Any:
     try:
         import tritonclient.grpc  # noqa: PLC0415  in an extra
     except ImportError as error:
-        raise ServerError(
+        raise ToolError(
             f"requests need Triton's client: {error}."
             " Install it with pip install 'torch-py-backend[server]'."
         ) from None

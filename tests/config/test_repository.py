@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torch_py_backend.config import repository
-from torch_py_backend.errors import ConfigError, ServerError
+from torch_py_backend.errors import ConfigError, ToolError
 
 
 def _lay_out(root: Path, *entries: str) -> Path:
@@ -97,7 +97,7 @@ def test_models_by_name(tmp_path: Path) -> None:
     """Folders are returned by name; a missing model, or a model as repository, is an error."""
     _lay_out(tmp_path, "a/1/", "b/config.pbtxt")
     assert repository.by_name(tmp_path, ["b"]) == {"a": tmp_path / "a", "b": tmp_path / "b"}
-    with pytest.raises(ServerError, match=r"has no model 'c'; its models: a, b\.$"):
+    with pytest.raises(ToolError, match=r"has no model 'c'; its models: a, b\.$"):
         repository.by_name(tmp_path, ["a", "c"])
-    with pytest.raises(ServerError, match=f"a is a model; .* holds it: {tmp_path}\\.$"):
+    with pytest.raises(ToolError, match=f"a is a model; .* holds it: {tmp_path}\\.$"):
         repository.by_name(tmp_path / "a")

@@ -18,7 +18,7 @@ import scenarios
 import torch
 from scenarios import Scenario
 
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 
 _ON_CPU = os.environ.get("GPU_DEVICE") == "cpu"
 _NO_GPU = not torch.cuda.is_available()
@@ -39,7 +39,7 @@ try:
     import supervised
     import tritonclient.grpc
     from serving import Serving, asked
-except (ServerError, ModuleNotFoundError) as error:
+except (ToolError, ModuleNotFoundError) as error:
     pytest.skip(f"{error} (make gpu-site)", allow_module_level=True)
 
 _NEGATE = """

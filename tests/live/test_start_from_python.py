@@ -25,7 +25,7 @@ from tritonclient.utils import InferenceServerException
 
 import torch_py_backend
 from torch_py_backend import LocalServer
-from torch_py_backend.errors import InputError, ServerError
+from torch_py_backend.errors import InputError, ToolError
 from torch_py_backend.saving.module_files import Format
 
 _FORMATS: tuple[Format, ...] = ("module", "export")
@@ -143,7 +143,7 @@ def _repository(folder: Path, *names: str) -> Path:
 def _refuse(says: str, repository: Path, **options: Any) -> None:
     before = set(living.descendants(os.getpid()))
     with (
-        pytest.raises(ServerError, match=says) as error,
+        pytest.raises(ToolError, match=says) as error,
         torch_py_backend.serve(repository, **options),
     ):
         pass
@@ -179,7 +179,7 @@ def test_log_of_a_server_that_ends(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
         with (
-            pytest.raises(ServerError, match="its log says more: ") as error,
+            pytest.raises(ToolError, match="its log says more: ") as error,
             torch_py_backend.serve(repository, arguments=["--nonsense"]),
         ):
             pass

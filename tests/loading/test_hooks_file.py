@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from torch_py_backend.config.batch_io import BatchOutput
-from torch_py_backend.errors import ConfigError, HookError, InputError, SourceError
+from torch_py_backend.errors import ArtifactError, ConfigError, ForwardError, InputError
 from torch_py_backend.loading import discovery, registry
 from torch_py_backend.loading import hooks as user_hooks
 from torch_py_backend.loading.hooks import Hook, Hooks
@@ -85,7 +85,7 @@ class Hooks:
 )
 def test_refused_class(code: str, message: str, tmp_path: Path) -> None:
     """A class that cannot be created, or has no hooks, is named at load."""
-    with pytest.raises(SourceError) as refusal:
+    with pytest.raises(ArtifactError) as refusal:
         load(tmp_path, code)
     assert message in str(refusal.value)
 
@@ -124,7 +124,7 @@ def test_signatures(tmp_path: Path) -> None:
 )
 def test_refused_signatures(definition: str, message: str, tmp_path: Path) -> None:
     """A method with other arguments is refused with the expected ones."""
-    with pytest.raises(SourceError) as refusal:
+    with pytest.raises(ArtifactError) as refusal:
         load(tmp_path, method(definition))
     assert message in str(refusal.value)
     assert definition.partition("def ")[2].partition("(")[0] in str(refusal.value)
@@ -181,10 +181,10 @@ def test_client_errors(error: BaseException, refused: bool) -> None:
     for name in ("preprocess", "preprocess_batch", "collate"):
         hook = Hook(name, fails, takes_parameters=False)
         of_client = refused and name != "collate"
-        with pytest.raises(InputError if of_client else HookError) as raised:
+        with pytest.raises(InputError if of_client else ForwardError) as raised:
             hook()
         assert type(error).__name__ in str(raised.value)
-        assert isinstance(raised.value, HookError) == (raised.value.__cause__ is error)
+        assert isinstance(raised.value, ForwardError) == (raised.value.__cause__ is error)
 
 
 _REFUSES = """\
@@ -224,7 +224,7 @@ def test_class_in_the_wrong_file(tmp_path: Path) -> None:
             contextlib.nullcontext()
             if "Hooks:\n    def" not in code
             else pytest.raises(
-                SourceError,
+                ArtifactError,
                 match=r"model\.py defines the class Hooks .* Move the class to hooks\.py",
             )
         ):

@@ -11,7 +11,7 @@ import build
 import pytest
 from torch import nn
 
-from torch_py_backend.errors import LoadError, SourceError
+from torch_py_backend.errors import ArtifactError, LoadError
 from torch_py_backend.loading import python_source
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 
@@ -47,7 +47,7 @@ def constructed(folder: Path, source: str | bytes, **options: Any) -> Any:
 
 def refusal(folder: Path, source: str | bytes, **options: Any) -> str:
     """Return the message of the error that a source causes."""
-    with pytest.raises(SourceError) as raised:
+    with pytest.raises(ArtifactError) as raised:
         constructed(folder, source, **options)
     assert isinstance(raised.value, LoadError)
     assert str(folder) not in str(raised.value)
@@ -326,7 +326,7 @@ def test_from_pretrained(
 def test_factory_that_fails(name: str, message: str, package: str, tmp_path: Path) -> None:
     """A missing or failing factory is an error with its reason, and no folders of the server."""
     options = {"model_kwargs": {"width": 3}} if name == ".models:Net" else {}
-    with pytest.raises(SourceError) as raised:
+    with pytest.raises(ArtifactError) as raised:
         built(tmp_path / "digits", f"{package}{name}", **options)
     assert "MODEL_FACTORY " in str(raised.value)
     assert message in str(raised.value)
@@ -350,6 +350,6 @@ def test_example_inputs(body: str, message: str, tmp_path: Path) -> None:
     path = build.write(tmp_path, "plain.py", NET)
     assert python_source.example_inputs(path) is None
     path = build.write(tmp_path, "other.py", f"def example_inputs():\n    {body}\n")
-    with pytest.raises(SourceError) as raised:
+    with pytest.raises(ArtifactError) as raised:
         python_source.example_inputs(path)
     assert message in str(raised.value)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, SourceError
+from torch_py_backend.errors import ArtifactError, ConfigError, LoadError
 from torch_py_backend.loading import discovery, registry
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.values import ANY_ROWS
@@ -154,7 +154,7 @@ def test_object_that_cannot_be_called(
     """A model is a module, a function or a method, and its arguments are known."""
     others = "from torch import relu\ndef make():\n    return 3\nclass Size: ...\n"
     store(tmp_path, METHODS + others)
-    with pytest.raises(SourceError, match=message):
+    with pytest.raises(ArtifactError, match=message):
         load(tmp_path, **options)
 
 

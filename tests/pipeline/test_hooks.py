@@ -19,7 +19,7 @@ from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
     BindingError,
-    HookError,
+    ForwardError,
     InputError,
     OutputError,
 )
@@ -279,7 +279,7 @@ def test_a_failed_row_fails_only_its_request() -> None:
     model = engine(module, {"preprocess": picky})
     sent = [item([1.0]), item([1.0], [-1.0]), item([0.0]), {}, item([2.0])]
     outcomes: list[Any] = list(model.run(sent))
-    assert kinds(outcomes) == [dict, InputError, HookError, InputError, dict]
+    assert kinds(outcomes) == [dict, InputError, ForwardError, InputError, dict]
     assert [len(call) for call in module.calls] == [2]
     assert [outcome.reported for outcome in outcomes[1:4]] == [False, True, False]
     assert "preprocess() refuses the input: ValueError: negative." in str(outcomes[1])
@@ -291,7 +291,7 @@ def test_a_failed_result_fails_only_its_request() -> None:
     """After a failure of postprocess() the module is not called again."""
     module = Recorder()
     outcomes = engine(module, {"postprocess": picky}).run([item([1.0]), item([-1.0]), item([2.0])])
-    assert kinds(outcomes) == [dict, HookError, dict]
+    assert kinds(outcomes) == [dict, ForwardError, dict]
     assert [len(call) for call in module.calls] == [3]
     assert [getattr(outcome, "reported", False) for outcome in outcomes] == [False, True, False]
     assert "Traceback" in getattr(outcomes[1], "traceback", "")
@@ -299,7 +299,11 @@ def test_a_failed_result_fails_only_its_request() -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("preprocess_batch", InputError), ("collate", HookError), ("postprocess_batch", HookError)],
+    [
+        ("preprocess_batch", InputError),
+        ("collate", ForwardError),
+        ("postprocess_batch", ForwardError),
+    ],
 )
 def test_a_failed_batch_is_bisected(name: str, kind: type) -> None:
     """An exception of a method for batches becomes the error of the request that causes it."""
@@ -311,7 +315,7 @@ def test_a_failed_batch_is_bisected(name: str, kind: type) -> None:
     model = engine(doubled, {name: hook})
     outcomes: list[Any] = list(model.run([item([1.0]), item([2.0]), item([-1.0]), item([3.0])]))
     assert kinds(outcomes) == [dict, dict, kind, dict]
-    assert outcomes[2].reported is (kind is HookError)
+    assert outcomes[2].reported is (kind is ForwardError)
     assert f"{name}() r" in str(outcomes[2])
 
 

@@ -24,7 +24,7 @@ from torch.export import Dim
 
 from torch_py_backend import save_model
 from torch_py_backend.config import model_config, pbtxt
-from torch_py_backend.errors import ExampleError, LoadError, SaveError, SourceError, ToolError
+from torch_py_backend.errors import ArtifactError, LoadError, SaveError, ToolError
 from torch_py_backend.loading import discovery, registry
 from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.processes import child_process
@@ -519,44 +519,44 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "no example": (
         models.Affine(),
         {},
-        ExampleError,
+        SaveError,
         r"example_inputs is missing; expected valid arguments of forward\(x\): a tensor, a tuple",
     ),
     "shape": (
         models.Affine(),
         {"example_inputs": torch.rand(2, 5)},
-        ExampleError,
+        SaveError,
         r"example_inputs does not fit forward\(x\): RuntimeError: mat1 and mat2",
     ),
-    "kind": (models.Affine(), {"example_inputs": 3}, ExampleError, "example_inputs is an int"),
+    "kind": (models.Affine(), {"example_inputs": 3}, SaveError, "example_inputs is an int"),
     "number": (
         Nested(),
         {"example_inputs": (_X, {"bias": 1.0}, (_X, _X))},
-        ExampleError,
+        SaveError,
         r"the value of 'ARGS\[1\]\[bias\]' in example_inputs is a float; expected a tensor",
     ),
     "type": (
         models.Negate(),
         {"example_inputs": _X.to(torch.complex64)},
-        SourceError,
+        ArtifactError,
         "tensor 'x' is complex64, which no request can carry",
     ),
     "no dimensions": (
         models.AddSub(),
         {"example_inputs": (torch.tensor(1.0), torch.tensor(2.0))},
-        ExampleError,
+        SaveError,
         "a value in example_inputs has no dimensions, and there is no batch dimension",
     ),
     "batch": (
         Total(),
         {"example_inputs": _X, "max_batch_size": 4},
-        ExampleError,
+        SaveError,
         "max_batch_size is 4, and .*with twice the rows they have not twice the rows",
     ),
     "request": (
         models.Affine(),
         {"example_inputs": _X, "hooks": models.Measure},
-        ExampleError,
+        SaveError,
         "example_inputs is a Tensor, and the model has hooks; expected a dict of the inputs",
     ),
     "hooks of a program": (
@@ -620,7 +620,7 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "rows of a batch": (
         Centering(),
         {"example_inputs": _X, "max_batch_size": 4},
-        ExampleError,
+        SaveError,
         "max_batch_size is 4, and .*with twice the rows .* a row alone has other values",
     ),
     "processor": (

@@ -13,7 +13,7 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.server import client as triton
 from torch_py_backend.server.client import LoadTimeoutError, ModelState, TritonClient
 from torch_py_backend.server.server_arguments import Keys
@@ -70,7 +70,7 @@ def test_requests_and_errors_of_the_client(service: tuple[_Service, str]) -> Non
         *((act, name, keys) for name in names for act in ("load", "unload")),
         ("load", "m", {**keys, "config": f'{{"name": "{text}"}}'}),
     ]
-    with pytest.raises(ServerError, match=r"^load failed$"):
+    with pytest.raises(ToolError, match=r"^load failed$"):
         client.load("broken", 30).result(60)
     with pytest.raises(LoadTimeoutError, match="took longer than 30 s"):
         client.load("endless", 30).result(60)
@@ -78,7 +78,7 @@ def test_requests_and_errors_of_the_client(service: tuple[_Service, str]) -> Non
     assert service[0].requests[-1][1] == "?"
     client.close()
     call = client.unload("m")  # the future fails, not the method
-    with pytest.raises(ServerError, match="closed"):
+    with pytest.raises(ToolError, match="closed"):
         call.result(60)
 
 
@@ -87,7 +87,7 @@ def test_names_that_a_shell_changes(service: tuple[_Service, str]) -> None:
     with contextlib.closing(TritonClient("", service[1], Keys(), uses_shell=True)) as client:
         for name in ("net copy", "net(1)", "a;b", "a$b", "it's"):
             call = client.load(name, 30)  # the future fails, not the method
-            with pytest.raises(ServerError, match=r"through a shell, .* Rename it"):
+            with pytest.raises(ToolError, match=r"through a shell, .* Rename it"):
                 call.result(60)
         client.load("grüße-1.0_{a}", 30).result(60)
     assert [name for _, name, _ in service[0].requests] == ["grüße-1.0_{a}"]

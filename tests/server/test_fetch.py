@@ -11,7 +11,7 @@ import fsspec
 import pytest
 from stores import files_in
 
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.server import fetch
 
 _URL = "memory://bucket/models"
@@ -92,7 +92,7 @@ def test_faults(fault: Any, store: Any, tmp_path: Path, monkeypatch: pytest.Monk
     assert _served(folder) == _FILES
     assert lines[-1].startswith(f"{_URL} cannot be read: ")
     assert lines[-1].endswith(". Serving the files that were fetched last.")
-    with pytest.raises(ServerError, match=r"cannot be read: \w+: .*\.$") as raised:
+    with pytest.raises(ToolError, match=r"cannot be read: \w+: .*\.$") as raised:
         fetch.fetch(_URL, tmp_path / "empty", lines.append)
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "outside").exists()
@@ -103,7 +103,7 @@ def test_missing_library(tmp_path: Path) -> None:
     """The message names the extra to install."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.sys.modules, "fsspec", None)  # type: ignore[attr-defined]
-        with pytest.raises(ServerError, match=r"pip install 'torch-py-backend\[stores\]'"):
+        with pytest.raises(ToolError, match=r"pip install 'torch-py-backend\[stores\]'"):
             fetch.fetch(_URL, tmp_path / "cache", print)
 
 
@@ -112,9 +112,9 @@ def test_refused_caches(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o777)
     (tmp_path / "file").touch()
-    with pytest.raises(ServerError, match="others may write to it"):
+    with pytest.raises(ToolError, match="others may write to it"):
         fetch.fetch(_URL, tmp_path / "open", print)
-    with pytest.raises(ServerError, match="cannot be used"):
+    with pytest.raises(ToolError, match="cannot be used"):
         fetch.fetch(_URL, tmp_path / "file", print)
-    with pytest.raises(ServerError, match="holds credentials"):
+    with pytest.raises(ToolError, match="holds credentials"):
         fetch.fetch("s3://id:key@bucket/models", tmp_path / "cache", print)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import torch_py_backend
-from torch_py_backend.errors import InstallError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.server import installation
 
 NAME = "pytorch_py"
@@ -176,7 +176,7 @@ def test_files_of_another_backend_are_refused(
     """Files of other backends are kept; Triton prefers a library to any model.py."""
     (backends / content).parent.mkdir(parents=True)
     (backends / content).write_text("theirs")
-    with pytest.raises(InstallError, match=text) as raised:
+    with pytest.raises(ToolError, match=text) as raised:
         command(backends, NAME)
     assert str(backends / NAME) in str(raised.value)
     assert files(backends) == {content: b"theirs"}
@@ -187,7 +187,7 @@ def test_library_beside_our_package_is_refused(command: Command, backends: Path)
     """A library that was added to our folder is not removed with it."""
     target = installation.install(backends, NAME)
     (target / f"libtriton_{NAME}.so").write_bytes(b"")
-    with pytest.raises(InstallError, match="--backend-dir"):
+    with pytest.raises(ToolError, match="--backend-dir"):
         command(backends, NAME)
     assert (target / f"libtriton_{NAME}.so").is_file()
 
@@ -196,7 +196,7 @@ def test_library_beside_our_package_is_refused(command: Command, backends: Path)
 def test_name_that_is_a_path_is_refused(name: str, backends: Path) -> None:
     """Nothing is written outside the backend directory."""
     for command in COMMANDS:
-        with pytest.raises(InstallError, match="expected letters, digits"):
+        with pytest.raises(ToolError, match="expected letters, digits"):
             command(backends, name)
     assert not backends.exists()
 
@@ -205,7 +205,7 @@ def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """The error has the reason and the path."""
     blocked = tmp_path / "file"
     blocked.write_text("")
-    with pytest.raises(InstallError, match=f"cannot install into {blocked}.*Not a directory"):
+    with pytest.raises(ToolError, match=f"cannot install into {blocked}.*Not a directory"):
         installation.install(blocked / "backends", NAME)
 
 
@@ -224,7 +224,7 @@ def test_failed_installation_keeps_the_old_one(
     else:
         fail_rename(monkeypatch, lambda path: path.name == NAME and path != target, errno.ENOSPC)
     says = {"copy": "lost.py.*No such file or directory", "move": "No space left on device"}
-    with pytest.raises(InstallError, match=says[step]):
+    with pytest.raises(ToolError, match=says[step]):
         installation.install(backends, NAME)
     assert files(target) == before
     assert names(backends) == [NAME]

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.server.ports import check_ports, choose_ports
 
 
@@ -50,11 +50,11 @@ def test_ports_that_cannot_be_listened_on(
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = listener.getsockname()[1]
         named = {option: taken if port is None else port for option, port in requested.items()}
-        with pytest.raises(ServerError, match=says.replace("TAKEN", str(taken))):
+        with pytest.raises(ToolError, match=says.replace("TAKEN", str(taken))):
             check_ports(address, named)
 
 
 def test_one_port_for_two_services() -> None:
     (port,) = choose_ports(0)
-    with pytest.raises(ServerError, match=f"--grpc-port {port} on"):
+    with pytest.raises(ToolError, match=f"--grpc-port {port} on"):
         check_ports("127.0.0.1", {"--http-port": port, "--grpc-port": port})

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from torch_py_backend.config import execution_env, pbtxt
-from torch_py_backend.errors import ConfigError, ServerError
+from torch_py_backend.errors import ConfigError, ToolError
 from torch_py_backend.server import preflight, triton_installation
 from torch_py_backend.server.triton_installation import TritonInstallation
 
@@ -106,7 +106,7 @@ def test_no_server(machine: _Machine, monkeypatch: pytest.MonkeyPatch, function:
     """A server that is missing or unusable is one problem among others."""
 
     def refuse(*args: Any) -> Any:
-        raise ServerError("no tritonserver was found. Install one.")
+        raise ToolError("no tritonserver was found. Install one.")
 
     monkeypatch.setattr(triton_installation, function, refuse)
     machine.shared_memory(1)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.server.lifecycle import Event, EventKind
 from torch_py_backend.server.reloading import Reloader
 
@@ -44,7 +44,7 @@ class Fake:
             self.reloader.step()
             for load in self.pending:
                 if self.refusal:
-                    load.set_exception(ServerError(self.refusal))
+                    load.set_exception(ToolError(self.refusal))
                 else:
                     load.set_result(None)
             self.pending.clear()

@@ -7,7 +7,7 @@ import re
 import pytest
 from documentation import ROOT
 
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.server import server_arguments
 from torch_py_backend.server.server_arguments import SENSITIVE, Keys
 
@@ -83,14 +83,14 @@ def test_keys_and_exposed_endpoints(arguments: list[str], keys: Keys, exposed: l
 @pytest.mark.parametrize("value", ["health:key", "health=key"])
 def test_a_restriction_without_a_key(value: str) -> None:
     """The error shows the expected form."""
-    with pytest.raises(ServerError, match="expected APIS:KEY=VALUE"):
+    with pytest.raises(ToolError, match="expected APIS:KEY=VALUE"):
         server_arguments.required_keys([f"--http-restricted-api={value}"])
 
 
 @pytest.mark.parametrize("apis", ["repository", "trace,,logging", "trace:k"])
 def test_endpoints_that_triton_does_not_have(apis: str) -> None:
     """A misspelt endpoint would stay open: it is an error, which lists the names."""
-    with pytest.raises(ServerError, match="health, metadata, inference"):
+    with pytest.raises(ToolError, match="health, metadata, inference"):
         server_arguments.restriction_arguments(apis, "k", "v")
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.processes.instance_status import Identity, InstanceState
 from torch_py_backend.server import client
 from torch_py_backend.server.client import LoadTimeoutError, ModelState
@@ -17,7 +17,7 @@ from torch_py_backend.server.lifecycle import Event
 from torch_py_backend.server.supervisor import Supervisor
 
 _READY, _UNLOADED = "READY", "unloaded"
-_DEAD = ServerError("Stub process 'a_0' is not healthy.")
+_DEAD = ToolError("Stub process 'a_0' is not healthy.")
 _STUCK = "Triton never stops waiting for it: only a new server can load it"
 _TIMEOUT = "took longer than 100 s (--load-timeout)"
 
@@ -50,7 +50,7 @@ class FakeServer:
         self.pids: dict[str, int] = {}
         self.survivors: set[int] = set()
         self.failures: list[InstanceFailure] = []
-        self.refusals: dict[str, ServerError] = {}
+        self.refusals: dict[str, ToolError] = {}
         self.rows: dict[str, int] = {}
         self.unlisted: set[str] = set()
         self.calls: list[str] = []
@@ -118,7 +118,7 @@ class FakeServer:
         def work() -> None:
             self.calls.append(f"unload {model}")
             if self.refuses_unloads:
-                raise ServerError("no")
+                raise ToolError("no")
             self.withdraw(model)
 
         return self._begin(work)
@@ -129,7 +129,7 @@ class FakeServer:
         def complete() -> None:
             try:
                 work()
-            except ServerError as error:
+            except ToolError as error:
                 future.set_exception(error)
             else:
                 future.set_result(None)
@@ -264,7 +264,7 @@ def test_models_are_loaded() -> None:
     """A model that refuses to load is reported, and not loaded again; others serve."""
     server = FakeServer("a", "b")
     assert server.supervisor.snapshot.problem == "the server is being started"
-    server.refusals["b"] = ServerError(
+    server.refusals["b"] = ToolError(
         "load failed for model 'b': version 1 is at UNAVAILABLE"
         " state: Internal: no /srv/models/b/1/model.py;\n\nAt:\n  x"
     )
@@ -412,7 +412,7 @@ def test_a_refusal_after_a_death_is_not_final() -> None:
     """A model that was loaded once may load later: a GPU's memory is freed meanwhile."""
     server = _serving("a")
     server.die("a")
-    server.refusals["a"] = ServerError("out of memory")
+    server.refusals["a"] = ToolError("out of memory")
     server.after(0.3, "DOWN a, DOWN a", "unload a, load a", {"a": "is down: out of memory"})
     server.refusals.clear()
     server.after(3, "READY a 1", "load a")
@@ -455,7 +455,7 @@ def test_an_ensemble_is_loaded_again_with_its_part(cascades: bool) -> None:
 def test_models_that_die_together() -> None:
     """The one that can be loaded serves again."""
     server = _serving("a", "b")
-    server.refusals["b"] = ServerError("out of memory")
+    server.refusals["b"] = ToolError("out of memory")
     for name in "ab":
         server.die(name)
     server.step(3)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.server import triton_installation
 
 
@@ -42,14 +42,14 @@ def test_order_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_server_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names what is missing; without any server, the extra to install."""
-    with pytest.raises(ServerError, match="is not a file"):
+    with pytest.raises(ToolError, match="is not a file"):
         triton_installation.find(tmp_path / "nothing")
-    with pytest.raises(ServerError, match="does not support Python"):
+    with pytest.raises(ToolError, match="does not support Python"):
         triton_installation.find(_tree(tmp_path, stub=False))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(triton_installation, "NGC", tmp_path / "none")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ServerError, match=r"pip install 'torch-py-backend\[server\]'"):
+    with pytest.raises(ToolError, match=r"pip install 'torch-py-backend\[server\]'"):
         triton_installation.find()
 
 
@@ -76,5 +76,5 @@ def test_environment_leads_to_this_python(tmp_path: Path, monkeypatch: pytest.Mo
     assert (first / "python3").resolve() == Path(sys.executable).resolve()
     assert values["LD_LIBRARY_PATH"].endswith(f"{os.pathsep}/somewhere")
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    with pytest.raises(ServerError, match="is not this Python"):
+    with pytest.raises(ToolError, match="is not this Python"):
         triton_installation.environment(triton)

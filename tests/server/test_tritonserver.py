@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.server import tritonserver
 from torch_py_backend.server.tritonserver import Server
 
 
 def test_a_server_that_was_not_started(tmp_path: Path) -> None:
     """Its methods raise an error, but it may be stopped; its repository must exist."""
-    with pytest.raises(ServerError, match="is not a folder; expected a model repository"):
+    with pytest.raises(ToolError, match="is not a folder; expected a model repository"):
         Server(tmp_path / "none")
     server = Server(tmp_path, http_port=80, grpc_port=0, metrics_port=0, address="0.0.0.0")
     assert server.http_address == "127.0.0.1:80"
-    with pytest.raises(ServerError, match="call start"):
+    with pytest.raises(ToolError, match="call start"):
         server.wait_loaded()
     server.stop()
 
@@ -37,7 +37,7 @@ def test_paths_that_a_shell_changes(
         monkeypatch.setattr(tempfile, "tempdir", str(folder))
     says = "model repository '.*Rename it" if in_repository else "temporary folder '.*Set TMPDIR"
     server = Server(folder if in_repository else tmp_path)
-    with pytest.raises(ServerError, match=says):
+    with pytest.raises(ToolError, match=says):
         server.start()
 
 
@@ -97,5 +97,5 @@ def test_a_temporary_folder_that_cannot_be_used(
 ) -> None:
     """The error names it, and not only /dev/shm."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
-    with pytest.raises(ServerError, match=r"as Triton must: .*/none/torch-py-backend-"):
+    with pytest.raises(ToolError, match=r"as Triton must: .*/none/torch-py-backend-"):
         Server(tmp_path).start()

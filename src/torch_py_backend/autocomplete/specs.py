@@ -11,7 +11,7 @@ from torch import Tensor
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.errors import ConfigError, SourceError, join_names
+from torch_py_backend.errors import ArtifactError, ConfigError, join_names
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.pipeline.outputs import unchecked
 from torch_py_backend.signature import results
@@ -92,7 +92,7 @@ def of_values(values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
     """Return the specs of values, with all dims; -1 for a size that a program does not fix.
 
     Raises:
-        SourceError: Triton lacks the type of one.
+        ArtifactError: Triton lacks the type of one.
     """
     specs = []
     for name, value in values.items():
@@ -100,7 +100,7 @@ def of_values(values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
         try:
             dtype = dtypes.from_torch(value.dtype) if isinstance(value, Tensor) else _STRINGS
         except KeyError:
-            raise SourceError(
+            raise ArtifactError(
                 f"tensor '{name}' is {str(value.dtype).removeprefix('torch.')}, which no request"
                 " can carry",
                 expected=", ".join(row.torch for row in dtypes.TABLE if row.torch),

@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import pbtxt, repository
-from torch_py_backend.errors import BackendError, ConfigError, ServerError, named
+from torch_py_backend.errors import BackendError, ConfigError, ToolError, named
 from torch_py_backend.server import preflight
 from torch_py_backend.tools import model_folder
 
@@ -38,7 +38,7 @@ def check(
 ) -> None:
     """Try models without a server: signature, bindings, options, problems and their cure."""
     if not path.is_dir():
-        raise ServerError(f"{path} is not a folder; expected a model or a model repository.")
+        raise ToolError(f"{path} is not a folder; expected a model or a model repository.")
     folders = repository.models(path.resolve())
     # With --json, standard output holds nothing but JSON. The status is shown on terminals only.
     console = Console(stderr=as_json, soft_wrap=True, highlight=False, emoji=False)

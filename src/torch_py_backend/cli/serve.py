@@ -18,7 +18,7 @@ from rich.status import Status
 
 from torch_py_backend.cli import interruption
 from torch_py_backend.cli.interruption import Stopped
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.processes import orphan_cleanup, procfs
 from torch_py_backend.server import server_arguments, triton_installation
 from torch_py_backend.server.lifecycle import Event, EventKind
@@ -188,7 +188,7 @@ def _open_log(console: Console) -> IO[bytes]:
         # No `with`: the file stays open until this process ends, and is kept.
         file = tempfile.NamedTemporaryFile(prefix="tritonserver-", suffix=".log", delete=False)  # noqa: SIM115
     except OSError as error:
-        raise ServerError(
+        raise ToolError(
             f"a file for Triton's log cannot be created: {error.strerror}. --verbose needs none."
         ) from None
     console.print(f"log     {escape(file.name)} is Triton's log; --verbose prints it here")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from torch_py_backend.errors import ConfigError, ServerError, join_names
+from torch_py_backend.errors import ConfigError, ToolError, join_names
 
 
 def models(path: Path) -> list[Path]:
@@ -19,17 +19,17 @@ def by_name(path: Path, required: Iterable[str] = ()) -> dict[str, Path]:
     """Return a repository's model folders by name.
 
     Raises:
-        ServerError: the path is itself a model, or the repository lacks a required model.
+        ToolError: the path is itself a model, or the repository lacks a required model.
     """
     folders = {folder.name: folder for folder in models(path.resolve())}
     if path.resolve() in folders.values():
-        raise ServerError(
+        raise ToolError(
             f"{path} is a model; expected the repository that holds it: {path.resolve().parent}."
         )
     for name in required:
         if name not in folders:
             names = ", ".join(folders) or "none"
-            raise ServerError(f"{path} has no model '{name}'; its models: {names}.")
+            raise ToolError(f"{path} has no model '{name}'; its models: {names}.")
     return folders
 
 

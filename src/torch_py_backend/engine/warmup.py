@@ -16,11 +16,10 @@ from torch_py_backend.engine import compilation, gpu_sharing, model_state, row_c
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
+    CallError,
     ForwardError,
-    HookError,
     InputError,
     LoadError,
-    NoServerError,
     join_names,
 )
 from torch_py_backend.loading import example_inputs
@@ -48,7 +47,7 @@ _OF_TYPES = re.compile(
 # Seconds between two reports of progress.
 _REPORT_S = 10.0
 
-_OF_MODEL = ForwardError | HookError | InputError
+_OF_MODEL = ForwardError | InputError
 
 _Call: TypeAlias = "Callable[[Sequence[Item]], Sequence[Outcome]]"
 
@@ -97,7 +96,7 @@ def run(
             if not row_counts:
                 counts = [count for count in _few_row_counts(engine) if count and count > 1]
                 row_check.check(engine.config, call, _example(engine), min(counts, default=0))
-        except NoServerError as error:
+        except CallError as error:
             log.warning(
                 "the warm-up is skipped: the model calls another model. %s",
                 error,
@@ -159,7 +158,7 @@ def _run_sample(engine: Engine, call: _Call, sample: Item) -> tuple[Item, Backen
     Return a request that failed, and its error.
 
     Raises:
-        NoServerError: the model calls another model.
+        CallError: the model calls another model.
     """
     config = engine.config
     items = example_inputs.requests(config, sample)
@@ -171,7 +170,7 @@ def _run_sample(engine: Engine, call: _Call, sample: Item) -> tuple[Item, Backen
         results: list[dict[str, Value]] = []
         copies = [{**item, **_copied_tensors(item)} for item in items]  # forward() may write
         for item, outcome in zip(items, call(copies), strict=True):
-            if isinstance(outcome, NoServerError):
+            if isinstance(outcome, CallError):
                 raise outcome
             if isinstance(outcome, BackendError):
                 return item, outcome

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.errors import SourceError, a_type
+from torch_py_backend.errors import ArtifactError, a_type
 from torch_py_backend.loading import initial_states, python_source, state_dict
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.values import Item, Strings, Value
@@ -34,7 +34,7 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
 
     Raises:
         ArtifactError: the file is damaged.
-        SourceError: the function fails, or returns something else.
+        ArtifactError: the function fails, or returns something else.
     """
     path = config.version_folder / f"{NAME}.safetensors"
     if path.is_file():
@@ -55,7 +55,7 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
             continue
         strings: Strings = np.asarray(value, dtype=np.object_)
         if not all(isinstance(element, str | bytes) for element in strings.flat):
-            raise SourceError(
+            raise ArtifactError(
                 f"{NAME}() gives {a_type(value)} for '{name}'",
                 expected="a tensor, or a list of strings",
             )

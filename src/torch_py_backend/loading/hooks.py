@@ -18,12 +18,12 @@ from typing import Any, TypeAlias
 from torch_py_backend.config import conflicts, removed_names
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import (
+    ArtifactError,
     BackendError,
     BindingError,
     ConfigError,
-    HookError,
+    ForwardError,
     InputError,
-    SourceError,
     a_type,
     summarize,
 )
@@ -75,7 +75,7 @@ class Hook:
 
         Raises:
             InputError: the method refuses the input.
-            HookError: the method fails.
+            ForwardError: the method fails.
         """
         try:
             return self.method(*args, **kwargs)
@@ -87,7 +87,7 @@ class Hook:
                 isinstance(error, OSError) and error.errno is None
             )
             if not (unreadable and self.name.startswith("preprocess")):
-                raise HookError(self.name, error) from error
+                raise ForwardError(error, self.name) from error
             self._log_refusal(error)
             raise InputError(f"{self.name}() refuses the input: {summarize(error)}") from None
 
@@ -159,7 +159,7 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
     """Load the hooks in a model's folder; None: there are none.
 
     Raises:
-        SourceError: the class cannot be created, or its methods take other arguments.
+        ArtifactError: the class cannot be created, or its methods take other arguments.
         ConfigError: the config contradicts the hooks.
     """
     path = artifact.hooks
@@ -183,9 +183,9 @@ def _create_hook(path: Path, name: str, method: Any) -> Hook:
     """Return the hook of this name after checking its arguments."""
     place = f"Hooks.{name} in {path.name}"
     if not callable(method):
-        raise SourceError(f"{place} is {a_type(method)}", expected="a method")
+        raise ArtifactError(f"{place} is {a_type(method)}", expected="a method")
     if inspect.iscoroutinefunction(method) or introspection.is_generator(method):
-        raise SourceError(
+        raise ArtifactError(
             f"{place} is asynchronous or a generator",
             expected="a method that returns its result",
         )
@@ -198,7 +198,7 @@ def _create_hook(path: Path, name: str, method: Any) -> Hook:
             keywords = {ARGUMENT: None} if takes_parameters else {}
             signature.bind(arguments, **keywords)
     except (TypeError, ValueError) as error:
-        raise SourceError(
+        raise ArtifactError(
             f"Hooks.{name}{signature} in {path.name} cannot be called: {error}",
             expected=f"{name}(self, {arguments or 'inputs by name'}), with"
             f" {ARGUMENT} as the last argument if it takes them",
@@ -207,18 +207,18 @@ def _create_hook(path: Path, name: str, method: Any) -> Hook:
 
 
 def _check_methods(place: str, instance: object, hooks: Hooks) -> None:
-    """Raise SourceError for a removed method, two methods for one step, or no method."""
+    """Raise ArtifactError for a removed method, two methods for one step, or no method."""
     for name, advice in removed_names.HOOKS.items():
         if hasattr(instance, name):
-            raise SourceError(f"{place} has {name}(), which was removed", cure=advice)
+            raise ArtifactError(f"{place} has {name}(), which was removed", cure=advice)
     for first, second in _EXCLUSIVE:
         if getattr(hooks, first) and getattr(hooks, second):
-            raise SourceError(
+            raise ArtifactError(
                 f"{place} has {first}() and {second}()",
                 expected="one of them: they do the same",
             )
     if not hooks.defined:
-        raise SourceError(
+        raise ArtifactError(
             f"{place} has no hooks",
             expected="some of the methods " + ", ".join(HOOK_METHODS),
         )

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, ConfigError, SourceError, a_type
+from torch_py_backend.errors import ArtifactError, ConfigError, a_type
 from torch_py_backend.loading import python_source, state_dict
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import NO_FORWARD, Forward, Loaded
@@ -23,7 +23,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     A module is filled with the weights of its version folder and moved to its device.
 
     Raises:
-        ArtifactError, SourceError: it cannot be loaded.
+        ArtifactError: it cannot be loaded.
         ConfigError: an option does not apply to it.
     """
     if artifact.kind is ArtifactType.FACTORY:
@@ -31,7 +31,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     else:
         served, pretrained = python_source.construct(config, artifact), False
     if not callable(served):
-        raise SourceError(
+        raise ArtifactError(
             f"what {artifact.path.name} builds is {a_type(served)}",
             expected="a torch.nn.Module or a function",
         )
@@ -54,7 +54,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     try:
         signature = dataclasses.replace(introspection.from_function(described), name=name)
     except (TypeError, ValueError) as error:
-        raise SourceError(
+        raise ArtifactError(
             f"the arguments of what is served cannot be determined: {error}"
         ) from error
     _refuse_streams(config, served, described)
@@ -69,7 +69,7 @@ def _entry_point(
     if method is not None:
         called: Forward | None = getattr(served, method, None)
         if called is None:
-            raise SourceError(
+            raise ArtifactError(
                 f"METHOD is '{method}', which {type(served).__name__} does not have",
                 expected="the name of a method",
             )

@@ -21,7 +21,7 @@ from torch import nn
 
 from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import SourceError, a_type, join_names, summarize
+from torch_py_backend.errors import ArtifactError, a_type, join_names, summarize
 from torch_py_backend.loading import state_dict
 from torch_py_backend.loading.discovery import Artifact
 
@@ -55,7 +55,7 @@ def import_source(path: Path) -> ModuleType:
         return imported
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise SourceError(f"{path.name} is not Python source", expected="a .py file")
+        raise ArtifactError(f"{path.name} is not Python source", expected="a .py file")
     spec.loader_state = state
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -64,7 +64,7 @@ def import_source(path: Path) -> ModuleType:
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise SourceError(f"{path.name} fails at {error_location(error, path)}") from error
+        raise ArtifactError(f"{path.name} fails at {error_location(error, path)}") from error
     return module
 
 
@@ -105,14 +105,14 @@ def error_line(error: BaseException, path: Path) -> int | None:
 
 
 def _call(path: Path, name: str, function: Callable[[], _Result], cure: str = "") -> _Result:
-    """Call a function of a model's file; raise SourceError with the line of its error.
+    """Call a function of a model's file; raise ArtifactError with the line of its error.
 
     `cure` says what to do about wrong arguments.
     """
     try:
         return function()
     except (Exception, SystemExit) as error:
-        raise SourceError(
+        raise ArtifactError(
             f"{name}() in {path.name} fails at {error_location(error, path)}",
             cure=cure if isinstance(error, TypeError) else "",
         ) from error
@@ -127,7 +127,7 @@ def construct(config: ModelConfig, artifact: Artifact) -> object:
     The random values of weights that a file has are not drawn.
 
     Raises:
-        SourceError: the file defines no model, or several, or it fails.
+        ArtifactError: the file defines no model, or several, or it fails.
     """
     path, options = artifact.path, config.options
     refuse_hooks(path)
@@ -136,7 +136,7 @@ def construct(config: ModelConfig, artifact: Artifact) -> object:
     if not isinstance(target, type) and options.model_factory is None:
         if keywords:
             name = getattr(target, "__name__", type(target).__name__)
-            raise SourceError(
+            raise ArtifactError(
                 f"MODEL_KWARGS is set, and {name}, which {path.name} serves, is not constructed",
                 cure="Remove MODEL_KWARGS, or name a function that builds the module with"
                 " MODEL_FACTORY.",
@@ -158,7 +158,7 @@ def construct_from_package(config: ModelConfig, artifact: Artifact) -> tuple[obj
     no network; it reads the weights itself.
 
     Raises:
-        SourceError: the factory cannot be imported, or fails.
+        ArtifactError: the factory cannot be imported, or fails.
     """
     factory_name = config.options.model_factory or ""
     package, _, name = factory_name.partition(":")
@@ -168,7 +168,7 @@ def construct_from_package(config: ModelConfig, artifact: Artifact) -> tuple[obj
         with importing_from(config.version_folder):
             factory = operator.attrgetter(name)(importlib.import_module(package))
     except (Exception, SystemExit) as error:  # the package's own code runs here
-        raise SourceError(
+        raise ArtifactError(
             f"MODEL_FACTORY is '{factory_name}', which cannot be imported: {summarize(error)}",
             expected="package.module:callable of a package that this Python has",
         ) from error
@@ -181,7 +181,7 @@ def construct_from_package(config: ModelConfig, artifact: Artifact) -> tuple[obj
             return from_pretrained(str(folder), local_files_only=True, **keywords), True
         return _build(config, artifact, factory, keywords), False
     except (Exception, SystemExit) as error:
-        raise SourceError(
+        raise ArtifactError(
             f"MODEL_FACTORY '{factory_name}' with {keywords or 'no arguments'} fails:"
             f" {summarize(error)}",
             cure=_KEYWORDS,
@@ -220,7 +220,7 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
         if callable(target):
             return target
         key = "MODEL_FACTORY" if options.model_factory else "MODEL_CLASS"
-        raise SourceError(
+        raise ArtifactError(
             f"{key} is '{name}', which {path.name} does not define",
             expected=f"one of {join_names(classes | functions) or 'its classes or functions'}",
         )
@@ -241,7 +241,7 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
         if candidates
         else "defines no nn.Module and no function"
     )
-    raise SourceError(
+    raise ArtifactError(
         f"{path.name} {problem}",
         expected="one class derived from torch.nn.Module, or one function",
         cure="Name the one to serve with the parameter MODEL_CLASS." if candidates else "",
@@ -276,14 +276,14 @@ def example_inputs(path: Path) -> Mapping[str, object] | None:
     """Return what `example_inputs()` of a model's source returns; None: it has none.
 
     Raises:
-        SourceError: the function fails, or does not return a dict.
+        ArtifactError: the function fails, or does not return a dict.
     """
     function = getattr(import_source(path), "example_inputs", None)
     if function is None:
         return None
     inputs: object = _call(path, "example_inputs", function)
     if not isinstance(inputs, Mapping):
-        raise SourceError(
+        raise ArtifactError(
             f"example_inputs() in {path.name} returns {a_type(inputs)}",
             expected="a dict of tensors by input name",
         )
@@ -291,14 +291,14 @@ def example_inputs(path: Path) -> Mapping[str, object] | None:
 
 
 def refuse_hooks(path: Path) -> None:
-    """Raise SourceError if a model's source defines the class of hooks, which is for hooks.py."""
+    """Raise ArtifactError if a model's source defines the class of hooks, which is for hooks.py."""
     source = import_source(path)
     hooks_class = _defined(source, lambda value: isinstance(value, type)).get("Hooks")
     if hooks_class is None or _is_module_class(hooks_class):
         return
     names = [name for name in HOOK_METHODS if hasattr(hooks_class, name)]
     if names:
-        raise SourceError(
+        raise ArtifactError(
             f"{path.name} defines the class Hooks with {names[0]}()",
             cure=removed_names.HOOKS_FILE,
         )
@@ -308,11 +308,11 @@ def construct_hooks(config: ModelConfig, path: Path) -> Any:
     """Return an instance of the class `Hooks` of hooks.py.
 
     Raises:
-        SourceError: there is no such class, or it cannot be constructed.
+        ArtifactError: there is no such class, or it cannot be constructed.
     """
     hooks_class = getattr(import_source(path), "Hooks", None)
     if not isinstance(hooks_class, type) or _is_module_class(hooks_class):
-        raise SourceError(
+        raise ArtifactError(
             f"{path.name} does not define the class Hooks",
             expected="a plain class of that name with some of the methods "
             + ", ".join(HOOK_METHODS),

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, SourceError, summarize
+from torch_py_backend.errors import ArtifactError, summarize
 from torch_py_backend.loading import python_source
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 
@@ -44,11 +44,11 @@ def imported(config: ModelConfig, artifact: Artifact) -> Iterator[None]:
     """
     if artifact.hooks is not None:
         python_source.import_source(artifact.hooks)
-    failure: SourceError | None = None
+    failure: ArtifactError | None = None
     if artifact.source is not None:
         try:
             functions = python_source.function_names(artifact.source)
-        except SourceError as error:
+        except ArtifactError as error:
             failure = error
             log.warning("%s %s is loaded without it.", error, artifact.path.name)
         else:

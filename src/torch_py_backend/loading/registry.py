@@ -30,7 +30,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     """Load an artifact as a module in eval mode on a device; None: the model places itself.
 
     Raises:
-        ArtifactError, SourceError: the artifact cannot be loaded.
+        ArtifactError: the artifact cannot be loaded.
         ConfigError: an option does not apply to artifacts of this type.
     """
     if artifact.kind not in (ArtifactType.MODULE, ArtifactType.FACTORY):

@@ -17,7 +17,6 @@ from torch_py_backend import composition
 from torch_py_backend.errors import (
     BackendError,
     ForwardError,
-    HookError,
     InputError,
     InternalError,
     LoadError,
@@ -194,16 +193,13 @@ class Failures:
         memory = faults.out_of_memory(error)
         cause = self._fatal_cause(error)
         if cause is not None:
-            if self.fatal is None:
-                self.reason = summarize(cause)
-                self.fatal = reported(UnavailableError.fatal(self.reason), text)
-            failure = Failure(self.fatal, text, final=True)
+            failure = Failure(self.poison(summarize(cause), text), text, final=True)
         elif memory:
             failure = Failure(OutOfMemoryError(), text)
         elif isinstance(error, BackendError):
             # A LoadError is a conflict between config and model: every item fails with it. Only
             # errors of the user's own code need a traceback.
-            shown = text if isinstance(error, HookError) else ""
+            shown = text if isinstance(error, ForwardError) else ""
             failure = Failure(error, shown, final=isinstance(error, LoadError))
         else:
             failure = Failure(ForwardError(error, called), text)
@@ -227,11 +223,15 @@ class Failures:
             return probe_error
         return None
 
-    def poison(self, reason: str) -> UnavailableError:
+    def poison(self, reason: str, text: str = "") -> UnavailableError:
         """Refuse every request from now on; return the error, the first one if there is one."""
         if self.fatal is None:
             self.reason = reason
-            self.fatal = reported(UnavailableError.fatal(reason))
+            error = UnavailableError(
+                f"this instance met a fatal error and answers no requests any more ({reason})",
+                cure="It must be replaced: reload the model.",
+            )
+            self.fatal = reported(error, text)
         return self.fatal
 
     def unreadable(self, error: Exception) -> BackendError:

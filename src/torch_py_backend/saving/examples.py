@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from torch_py_backend.autocomplete import specs
 from torch_py_backend.config.pbtxt import JsonObject
-from torch_py_backend.errors import ExampleError, a_type, join_names, summarize
+from torch_py_backend.errors import SaveError, a_type, join_names, summarize
 from torch_py_backend.loading.example_inputs import distinct_rows
 from torch_py_backend.pipeline import differences
 from torch_py_backend.signature import introspection, results
@@ -74,8 +74,8 @@ def from_arguments(
     With `by_name`, all arguments are passed by name where forward() allows it.
 
     Raises:
-        ExampleError: an example is missing or does not fit forward(), or has no batch dimension.
-        SourceError: Triton lacks the type of a tensor.
+        SaveError: an example is missing or does not fit forward(), or has no batch dimension.
+        ArtifactError: Triton lacks the type of a tensor.
     """
     signature = introspection.from_function(module.forward)
     call = _call(signature, example_inputs)
@@ -87,7 +87,7 @@ def from_arguments(
     dynamic = {name: dims for name, _, dims in named}
     batched = max_batch_size != 0 and _is_batch(module, call, item, outputs)
     if max_batch_size and not batched:
-        raise ExampleError(
+        raise SaveError(
             f"max_batch_size is {max_batch_size}, and the example's outputs are none of a batch:"
             " with twice the rows they have not twice the rows, or a row alone has other values",
             expected="tensors whose dimension 0 is the batch, with rows that do not depend on each"
@@ -106,10 +106,10 @@ def from_requests(example_inputs: object, max_batch_size: int | None) -> Example
     """Return the example of a module with hooks, whose inputs are those of a request.
 
     Raises:
-        ExampleError: an example is missing, or has other values than tensors and strings.
+        SaveError: an example is missing, or has other values than tensors and strings.
     """
     if not isinstance(example_inputs, Mapping) or not example_inputs:
-        raise ExampleError(
+        raise SaveError(
             f"example_inputs is {describe_type(example_inputs)}, and the model has hooks",
             expected="a dict of the inputs of a request by name",
         )
@@ -124,7 +124,7 @@ def from_requests(example_inputs: object, max_batch_size: int | None) -> Example
         else:
             item[name] = value.detach().cpu()
     if len({isinstance(value, Tensor) for value in item.values()}) > 1:
-        raise ExampleError(
+        raise SaveError(
             "example_inputs has tensors and strings",
             expected="one of them",
             cure="Let the hooks take strings only, or write the folder by hand.",
@@ -138,14 +138,14 @@ def _outputs(module: nn.Module, call: Arguments) -> dict[str, Tensor]:
     """Call a module and return the outputs that are tensors, on the CPU.
 
     Raises:
-        ExampleError: the call fails, or returns no tensors.
+        SaveError: the call fails, or returns no tensors.
     """
     args, kwargs = call.map(torch.clone)  # forward() may change them in place
     try:
         result = module(*args, **kwargs)
     except Exception as error:  # the module's own code
         declaration = _declaration(introspection.from_function(module.forward))
-        raise ExampleError(
+        raise SaveError(
             f"example_inputs does not fit {declaration}: {summarize(error)}",
             expected=_KINDS,
         ) from error
@@ -158,7 +158,7 @@ def _outputs(module: nn.Module, call: Arguments) -> dict[str, Tensor]:
     }
     if not outputs:
         kind = a_type(result)
-        raise ExampleError(f"forward() returns {kind} without tensors", expected="tensors")
+        raise SaveError(f"forward() returns {kind} without tensors", expected="tensors")
     return outputs
 
 
@@ -171,8 +171,8 @@ def describe_type(value: object) -> str:
     return "missing" if value is None else a_type(value)
 
 
-def _unsupported(name: str, value: object, expected: str) -> ExampleError:
-    return ExampleError(
+def _unsupported(name: str, value: object, expected: str) -> SaveError:
+    return SaveError(
         f"the value of '{name}' in example_inputs is {a_type(value)}",
         expected=expected,
         cure="Leave it out if it has a default.",
@@ -190,7 +190,7 @@ def _call(signature: Signature, example: object) -> Arguments:
         return Arguments(example, {})
     if isinstance(example, Mapping) and example:
         return Arguments((), {str(name): value for name, value in example.items()})
-    raise ExampleError(
+    raise SaveError(
         f"example_inputs is {describe_type(example)}",
         expected=f"valid arguments of {_declaration(signature)}: {_KINDS}",
     )
@@ -284,7 +284,7 @@ def _is_batch(
             _outputs(module, batch.map(itemgetter(rows)))
             for rows in (slice(None), slice(0, 1), slice(-1, None))
         )
-    except (ExampleError, RuntimeError):  # forward() takes no other number of rows
+    except (SaveError, RuntimeError):  # forward() takes no other number of rows
         return False
     rows = 2 * _rows(item)
     twice = {name: (rows, *value.shape[1:]) for name, value in outputs.items()}
@@ -297,9 +297,9 @@ def _is_batch(
 def _entries(item: Item, dynamic: Mapping[str, set[int]], max_batch_size: int) -> list[JsonObject]:
     """Return the inputs in config.pbtxt."""
     if not item:
-        raise ExampleError("example_inputs has no tensors", expected=_KINDS)
+        raise SaveError("example_inputs has no tensors", expected=_KINDS)
     if not max_batch_size and any(value.ndim == 0 for value in item.values()):
-        raise ExampleError(
+        raise SaveError(
             "a value in example_inputs has no dimensions, and there is no batch dimension",
             expected="at least one dimension, as Triton requires",
         )

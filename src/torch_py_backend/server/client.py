@@ -22,7 +22,7 @@ from typing import Any
 
 import grpc
 
-from torch_py_backend.errors import ServerError, summarize
+from torch_py_backend.errors import ToolError, summarize
 from torch_py_backend.server import triton_installation
 from torch_py_backend.server.server_arguments import Keys
 
@@ -43,7 +43,7 @@ _NO_BACKEND = re.compile(
 )
 
 
-class LoadTimeoutError(ServerError):
+class LoadTimeoutError(ToolError):
     """A load was not completed in time."""
 
 
@@ -105,7 +105,7 @@ class TritonClient:
     """A client of one server.
 
     The futures that it returns fail with a LoadTimeoutError if Triton took longer, in which case it
-    continues, and otherwise with a ServerError, which says why. The other methods raise an OSError
+    continues, and otherwise with a ToolError, which says why. The other methods raise an OSError
     if the server does not answer, or not completely.
 
     Args:
@@ -194,7 +194,7 @@ class TritonClient:
         if self._uses_shell:
             try:
                 triton_installation.refuse_in_shell("the folder", model, "Rename it.")
-            except ServerError as error:
+            except ToolError as error:
                 return _failed(error)
         parameters = b""
         if config:
@@ -224,14 +224,14 @@ class TritonClient:
             else:
                 reason = call.details() or str(call.code())
                 known = self._poll_failure(model) if _NOT_POLLED in reason else ""
-                result.set_exception(ServerError(known or reason))
+                result.set_exception(ToolError(known or reason))
 
         try:
             call = send.future(
                 message, timeout=seconds, metadata=self._keys.grpc, wait_for_ready=True
             )
         except ValueError:  # raised by grpc
-            return _failed(ServerError("the connection is closed"))
+            return _failed(ToolError("the connection is closed"))
         call.add_done_callback(complete)
         return result
 
@@ -244,7 +244,7 @@ def _path(model: str) -> str:
     return f"models/{urllib.parse.quote(model, safe='')}"
 
 
-def _failed(error: ServerError) -> Future[None]:
+def _failed(error: ToolError) -> Future[None]:
     """Return the future of a call that could not be sent."""
     future: Future[None] = Future()
     future.set_exception(error)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_py_backend import files
-from torch_py_backend.errors import ServerError, printable
+from torch_py_backend.errors import ToolError, printable
 from torch_py_backend.processes import private_files
 
 _FETCHED = ".fetched.json"
@@ -34,20 +34,20 @@ def fetch(url: str, cache: Path, report: Callable[[str], None]) -> Path:
         report: called with what happens, a line each.
 
     Raises:
-        ServerError: the store cannot be read and nothing was fetched before, or the cache cannot be
+        ToolError: the store cannot be read and nothing was fetched before, or the cache cannot be
             used.
     """
     if "@" in url and not url.startswith("hf://"):
-        raise ServerError("the URL holds credentials; set the variables of the store's library.")
+        raise ToolError("the URL holds credentials; set the variables of the store's library.")
     name = url.rstrip("/").rpartition("/")[2].partition("@")[0]
     folder = cache / hashlib.sha256(url.encode()).hexdigest()[:16] / name
     try:
         risk = private_files.create(cache)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ServerError(f"the cache {cache} cannot be used: {error}.") from error
+        raise ToolError(f"the cache {cache} cannot be used: {error}.") from error
     if risk:
-        raise ServerError(f"the cache {cache} is not used: {risk}. Name another one with --cache.")
+        raise ToolError(f"the cache {cache} is not used: {risk}. Name another one with --cache.")
     with private_files.locked(folder.parent / "lock"):  # another server may fetch the same
         try:
             if url.startswith("hf://"):
@@ -57,7 +57,7 @@ def fetch(url: str, cache: Path, report: Callable[[str], None]) -> Path:
         except Exception as error:  # each store's library has exceptions of its own
             problem = f"{url} cannot be read: {_reason(error)}."
             if not (folder / _FETCHED).exists():
-                raise ServerError(problem) from error
+                raise ToolError(problem) from error
             report(f"{problem} Serving the files that were fetched last.")
     return folder
 

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch_py_backend.errors import InstallError
+from torch_py_backend.errors import ToolError
 
 PACKAGE = Path(__file__).parents[1]
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
@@ -39,7 +39,7 @@ def install(backends: Path, name: str) -> Path:
     moved, so that a server never sees a part of it.
 
     Raises:
-        InstallError: the folder holds other files, or cannot be written.
+        ToolError: the folder holds other files, or cannot be written.
     """
     target = _target(backends, name)
     with _as_install_error(f"cannot install into {backends}"):
@@ -66,12 +66,12 @@ def check_backend_directory(backends: Path) -> None:
     """Raise an error if a folder is not the backend directory of a tritonserver.
 
     Raises:
-        InstallError: it is not a folder, or does not hold Triton's Python backend.
+        ToolError: it is not a folder, or does not hold Triton's Python backend.
     """
     if (backends / _PYTHON).is_file():
         return
     problem = f"has no {_PYTHON}" if backends.is_dir() else "is not a folder"
-    raise InstallError(
+    raise ToolError(
         f"{backends} {problem}; expected the backend directory of a tritonserver. Name it with"
         " --backend-dir, or add --create to install there nevertheless."
     )
@@ -81,7 +81,7 @@ def uninstall(backends: Path, name: str) -> bool:
     """Remove the backend folder `backends/name`; return whether it existed.
 
     Raises:
-        InstallError: the folder holds other files, or cannot be removed.
+        ToolError: the folder holds other files, or cannot be removed.
     """
     target = _target(backends, name)
     if not target.exists():
@@ -100,18 +100,18 @@ def _target(backends: Path, name: str) -> Path:
     It may if it does not exist, is empty, or holds this package.
     """
     if not _NAME.fullmatch(name):
-        raise InstallError(f"--name is '{name}'; expected letters, digits, _ and -.")
+        raise ToolError(f"--name is '{name}'; expected letters, digits, _ and -.")
     target = backends / name
     library = target / f"libtriton_{name}.so"
     if library.exists():
-        raise InstallError(
+        raise ToolError(
             f"{target} holds {library.name}, which Triton prefers to any model.py. Install"
             " into another folder (--backend-dir) and start the server with"
             " --backend-directory, or move that folder away first."
         )
     empty = not target.exists() or (target.is_dir() and not any(target.iterdir()))
     if not empty and not (target / PACKAGE.name).is_dir():
-        raise InstallError(
+        raise ToolError(
             f"{target} holds files that are not of this backend. Choose another --name, or"
             " remove it first."
         )
@@ -140,4 +140,4 @@ def _as_install_error(problem: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:  # or shutil.Error, which holds a list of errors
-        raise InstallError(f"{problem}: {error}") from error
+        raise ToolError(f"{problem}: {error}") from error

@@ -7,7 +7,7 @@ import errno
 import socket
 from collections.abc import Mapping
 
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 
 
 def choose_ports(*requested: int) -> list[int]:
@@ -31,7 +31,7 @@ def check_ports(address: str, requested: Mapping[str, int]) -> None:
     """Listen for a moment on each port, named by its option, as the server will; 0 is any port.
 
     Raises:
-        ServerError: a port is out of range, taken, named twice or not allowed for this user.
+        ToolError: a port is out of range, taken, named twice or not allowed for this user.
     """
     with contextlib.ExitStack() as open_sockets:
         for option, port in requested.items():
@@ -42,7 +42,7 @@ def check_ports(address: str, requested: Mapping[str, int]) -> None:
                 listener.bind((address, port))
                 listener.listen()
             except OverflowError:
-                raise ServerError(f"{option} is {port}; expected a port from 0 to 65535.") from None
+                raise ToolError(f"{option} is {port}; expected a port from 0 to 65535.") from None
             except OSError as error:
                 is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
                 cure = (
@@ -50,7 +50,7 @@ def check_ports(address: str, requested: Mapping[str, int]) -> None:
                     if is_port
                     else "an --address of this machine"
                 )
-                raise ServerError(
+                raise ToolError(
                     f"{option} {port} on {address} cannot be listened on: {error.strerror}."
                     f" Choose {cure}."
                 ) from None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_py_backend.config import execution_env, pbtxt
-from torch_py_backend.errors import BackendError, ConfigError, ServerError, join_names
+from torch_py_backend.errors import BackendError, ConfigError, ToolError, join_names
 from torch_py_backend.server import triton_installation
 from torch_py_backend.server.triton_installation import TritonInstallation
 
@@ -36,7 +36,7 @@ def machine_problems() -> Iterator[str]:
         triton = triton_installation.find()
         triton_installation.environment(triton)
         numpy = metadata.version("numpy")
-    except ServerError as error:
+    except ToolError as error:
         yield str(error)
     except metadata.PackageNotFoundError:
         pass  # reported below
@@ -86,7 +86,7 @@ def check_server(path: Path, document: Mapping[str, Any]) -> None:
             )
     try:
         triton = triton_installation.find()
-    except ServerError:
+    except ToolError:
         return  # `machine_problems` reports it
     if "model_metrics" in document and "pytriton" in triton.executable.parts:
         raise ConfigError(

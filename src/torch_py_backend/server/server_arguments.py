@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 
 # The names of Triton 24.10.
 APIS = (
@@ -68,7 +68,7 @@ def required_keys(arguments: Sequence[str]) -> Keys:
     """Return the keys that a tritonserver with these arguments requires.
 
     Raises:
-        ServerError: a restriction has no key.
+        ToolError: a restriction has no key.
     """
     grpc = [(f"{_GRPC_PREFIX}{key}".lower(), secret) for key, secret in _keys(arguments, _GRPC)]
     return Keys(tuple(_keys(arguments, _HTTP)), tuple(grpc))
@@ -79,7 +79,7 @@ def _keys(arguments: Sequence[str], name: str) -> list[tuple[str, str]]:
     for value in values(arguments, name):
         key, equals, secret = value.partition(":")[2].partition("=")
         if not equals:
-            raise ServerError(
+            raise ToolError(
                 f"'{value}' restricts no endpoints; expected APIS:KEY=VALUE, such as"
                 " model-repository,shared-memory:admin-key=secret."
             )
@@ -106,11 +106,11 @@ def restriction_arguments(apis: str, key: str, secret: str) -> list[str]:
     A client must then send the header `key` with the value `secret`.
 
     Raises:
-        ServerError: Triton has no endpoint of such a name.
+        ToolError: Triton has no endpoint of such a name.
     """
     names = [name.strip() for name in apis.split(",")]
     unknown = [name for name in names if name not in APIS]
     if unknown:
-        raise ServerError(f"'{unknown[0]}' is not one of Triton's endpoints: {', '.join(APIS)}.")
+        raise ToolError(f"'{unknown[0]}' is not one of Triton's endpoints: {', '.join(APIS)}.")
     value = f"{','.join(names)}:{key}={secret}"
     return [f"--{_HTTP}={value}", f"--{_GRPC}={value}"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from torch_py_backend.config import repository as repositories
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.server import server_arguments
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.lifecycle import Event
@@ -43,7 +43,7 @@ class Serving:
         health_address: host and port of the readiness endpoints, while it runs.
 
     Raises:
-        ServerError: an argument cannot be used, a port is taken, or there is no tritonserver.
+        ToolError: an argument cannot be used, a port is taken, or there is no tritonserver.
     """
 
     supervisor: Supervisor
@@ -93,7 +93,7 @@ class Serving:
         """Start the server and begin to load its models; stop it at the end of the block.
 
         Raises:
-            ServerError: the server cannot start.
+            ToolError: the server cannot start.
         """
         server = self.server
         with server:
@@ -142,7 +142,7 @@ def _triton_arguments(
     """Return the model control mode, the models to load, and the arguments for tritonserver."""
     mode = (server_arguments.values(arguments, "model-control-mode") or ["explicit"])[-1]
     if reload and mode != "explicit":
-        raise ServerError(
+        raise ToolError(
             f"--reload was given, and Triton's model control mode is {mode}; expected explicit."
             " Remove one of the two."
         )
@@ -150,7 +150,7 @@ def _triton_arguments(
         allowed = server_arguments.values(arguments, f"allow-{service}")
         is_disabled = bool(allowed) and allowed[-1].lower() not in ("true", "1")
         if is_disabled or server_arguments.values(arguments, f"{service}-port"):
-            raise ServerError(
+            raise ToolError(
                 f"--{f'allow-{service}' if is_disabled else f'{service}-port'} was given after --,"
                 f" and `serve` itself uses this service; expected --{service}-port before --."
             )
@@ -168,7 +168,7 @@ def _refuse_empty(repository: Path, models: Sequence[str], arguments: Sequence[s
         server_arguments.values(arguments, name) for name in ("model-repository", "model-store")
     )
     if not is_replaced and not repositories.by_name(repository, models):
-        raise ServerError(
+        raise ToolError(
             f"{repository} holds no models; expected folders with a config.pbtxt. --allow-empty"
             " serves it as it is."
         )

@@ -11,7 +11,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.server import installation
 
 NGC = Path("/opt/tritonserver")
@@ -54,7 +54,7 @@ def find(executable: Path | None = None) -> TritonInstallation:
         executable: the tritonserver to use instead.
 
     Raises:
-        ServerError: no tritonserver is installed, or it lacks the Python backend or a stub for this
+        ToolError: no tritonserver is installed, or it lacks the Python backend or a stub for this
             Python.
     """
     if executable is None:
@@ -64,7 +64,7 @@ def find(executable: Path | None = None) -> TritonInstallation:
     wheel = importlib.util.find_spec("pytriton")  # not imported
     if executable is not None:
         if not executable.is_file():
-            raise ServerError(f"{executable} is not a file; expected a tritonserver executable.")
+            raise ToolError(f"{executable} is not a file; expected a tritonserver executable.")
         executable = executable.absolute()  # it is started in another folder
         # The layout of NVIDIA's containers.
         prefix = executable.resolve().parent.parent
@@ -77,13 +77,13 @@ def find(executable: Path | None = None) -> TritonInstallation:
         backend, libraries = root / "backends" / "python", package.parent / "nvidia_pytriton.libs"
         stub = root / "python_backend_stubs" / _PYTHON / _STUB
     else:
-        raise ServerError(
+        raise ToolError(
             f"no tritonserver was found on PATH, in {NGC} or in a wheel. Install one with"
             " pip install 'torch-py-backend[server]', or name it with --tritonserver."
         )
     for part in (backend / "libtriton_python.so", stub):
         if not part.is_file():
-            raise ServerError(
+            raise ToolError(
                 f"{executable} comes without {part}: its Python backend does not support Python"
                 f" {_PYTHON}, or is not installed."
             )
@@ -95,10 +95,10 @@ def refuse_in_shell(subject: str, name: str, cure: str) -> None:
     """Refuse a name that a stub would not get as it is from a shell: Triton waits for it forever.
 
     Raises:
-        ServerError: it has a space or another character that a shell interprets.
+        ToolError: it has a space or another character that a shell interprets.
     """
     if match := _SHELL.search(name):
-        raise ServerError(
+        raise ToolError(
             f"{subject} '{name}' has the character {match[0]!r}; Triton starts processes through a"
             f" shell, which splits or changes it. {cure}"
         )
@@ -120,12 +120,12 @@ def environment(triton: TritonInstallation) -> dict[str, str]:
     """Return the environment variables with which a server finds its libraries and this Python.
 
     Raises:
-        ServerError: there is no `python3` beside this interpreter that is the same interpreter.
+        ToolError: there is no `python3` beside this interpreter that is the same interpreter.
     """
     folder = Path(sys.executable).parent
     python3 = folder / "python3"
     if not python3.exists() or python3.resolve() != Path(sys.executable).resolve():
-        raise ServerError(
+        raise ToolError(
             f"Triton's stub runs the first python3 on PATH, and {python3} is not this Python"
             f" ({sys.executable}). Run from a virtual environment: python -m venv .venv."
         )

@@ -16,7 +16,7 @@ from typing import IO, TYPE_CHECKING
 
 import psutil
 
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.processes import instance_status, orphan_cleanup
 from torch_py_backend.processes.orphan_cleanup import ServerFolder
 from torch_py_backend.server import server_arguments, triton_installation
@@ -81,7 +81,7 @@ class Server:
         log: IO[bytes] | IO[str] | None = None,
     ) -> None:
         if not repository.is_dir():
-            raise ServerError(f"{repository} is not a folder; expected a model repository.")
+            raise ToolError(f"{repository} is not a folder; expected a model repository.")
         self._repository = repository.absolute()
         self._ports = choose_ports(http_port, grpc_port, metrics_port)
         self._address = address
@@ -113,20 +113,20 @@ class Server:
     def status_folder(self) -> Path:
         """The folder with the status files of the instances of the running server."""
         if self._folder is None:
-            raise ServerError("the server was not started; call start() first.")
+            raise ToolError("the server was not started; call start() first.")
         return self._folder.status
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            raise ServerError("the server was not started; call start() first.")
+            raise ToolError("the server was not started; call start() first.")
         return self._process
 
     def start(self) -> None:
         """Start the server, which loads its models before it listens.
 
         Raises:
-            ServerError: the server cannot run on this machine.
+            ToolError: the server cannot run on this machine.
         """
         variables = triton_installation.environment(self._triton) | self.variables
         try:
@@ -134,7 +134,7 @@ class Server:
             orphan_cleanup.sweep()
             folder = self._folder = ServerFolder()
         except OSError as error:
-            raise ServerError(
+            raise ToolError(
                 f"cannot write to {orphan_cleanup.SHARED_MEMORY} and to the temporary folder, as"
                 f" Triton must: {error}."
             ) from None
@@ -171,11 +171,11 @@ class Server:
         except BaseException as error:
             self.stop()
             if isinstance(error, OSError):  # a full disk, or no executable of this machine
-                raise ServerError(f"tritonserver cannot be started: {error}.") from error
+                raise ToolError(f"tritonserver cannot be started: {error}.") from error
             raise
 
     def _refuse_in_shell(self) -> None:
-        """Raise a ServerError if a shell between Triton and its stubs would change their paths."""
+        """Raise a ToolError if a shell between Triton and its stubs would change their paths."""
         if not self._triton.uses_shell:
             return
         for subject, path, cure in (
@@ -188,7 +188,7 @@ class Server:
         """Wait until the server has tried to load every model, and return their states.
 
         Raises:
-            ServerError: the server ended, could not start, or took too long.
+            ToolError: the server ended, could not start, or took too long.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -199,7 +199,7 @@ class Server:
             if self.client.is_dead():
                 raise self._failure("could not start")
             if time.monotonic() > deadline:
-                raise ServerError(f"tritonserver was not ready within {timeout:g} seconds.")
+                raise ToolError(f"tritonserver was not ready within {timeout:g} seconds.")
             time.sleep(_POLL_SECONDS)
 
     def models(self) -> list[ModelState]:
@@ -210,10 +210,10 @@ class Server:
         """
         return self.client.models()
 
-    def _failure(self, problem: str) -> ServerError:
+    def _failure(self, problem: str) -> ToolError:
         reason = "".join(f": {text}" for text in self._logged(_ERROR))
         more = "more" if reason else "why"
-        return ServerError(f"tritonserver {problem}{reason}; its log says {more}{self.log_name}.")
+        return ToolError(f"tritonserver {problem}{reason}; its log says {more}{self.log_name}.")
 
     def _poll_failure(self, model: str) -> str:
         """Return why Triton could not read a model's folder, from the log; empty: unknown."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torch_py_backend.config import repository as repositories
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ToolError
 from torch_py_backend.server import fetch
 from torch_py_backend.tools import artifact_files, model_folder
 
@@ -19,7 +19,7 @@ def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
     What happens is passed to `report`, a line each.
 
     Raises:
-        ServerError: the store fails, or the cache cannot be used.
+        ToolError: the store fails, or the cache cannot be used.
     """
     if "://" not in url:
         return Path(url)
@@ -28,9 +28,9 @@ def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
         return _with_model_folder(folder, url)
     models = repositories.models(folder)
     if models == [folder]:
-        raise ServerError(f"{url} is a model; expected the repository that holds it.")
+        raise ToolError(f"{url} is a model; expected the repository that holds it.")
     if not models:
-        raise ServerError(f"{url} holds no models; expected folders with a config.pbtxt.")
+        raise ToolError(f"{url} holds no models; expected folders with a config.pbtxt.")
     return folder
 
 
@@ -38,7 +38,7 @@ def _default_cache() -> Path:
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     except RuntimeError as error:
-        raise ServerError(f"{error}; name a folder for the cache with --cache.") from None
+        raise ToolError(f"{error}; name a folder for the cache with --cache.") from None
     return home / "torch-py-backend"
 
 
@@ -49,7 +49,7 @@ def _with_model_folder(files: Path, url: str) -> Path:
     artifact = artifact_files.find(files, None)
     report = model_folder.create(repository / files.name, artifact, [], transfer=os.link)
     if not report.loads:
-        raise ServerError(
+        raise ToolError(
             f"{url} is no model repository, and no model that is served as it is:"
             f" {report.lines[-1]}. Make a model folder of it with `torch-py-backend init`."
         )
