@@ -23,15 +23,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 # In tests/live/: those that wait rather than compute.
-_COMMANDS = (
-    "faults/",
-    "test_bench",
-    "test_serve",
-)
-
-
-# In tests/deploy/: those that use `deployed`, which installs Kustomize and KServe for a process.
-_DEPLOYED = ("test_deployment_page", "test_kserve", "test_manifests")
+_COMMANDS = ("faults/", "test_serve")
 
 
 class _Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
@@ -42,8 +34,6 @@ class _Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no 
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        if file.rpartition("tests/deploy/")[2].startswith(_DEPLOYED):
-            return "deployed"
         _, folder, name = file.rpartition("tests/live/")
         if not folder:
             return file

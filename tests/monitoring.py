@@ -18,8 +18,8 @@ from torch_py_backend.engine import metrics as metric_families
 from torch_py_backend.engine.metrics import Family
 
 ROOT = Path(__file__).parents[1]
-ALERT_TESTS = ROOT / "tests" / "alerts.yaml"
 ALERTS = ROOT / "deploy" / "kustomize" / "base" / "alerts.yaml"
+SCALED_OBJECT = ROOT / "deploy/kustomize/components/keda/scaled-object.yaml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "torch-py-backend.json"
 PAGE = ROOT / "docs" / "metrics.md"
 # What Prometheus is told to call these servers.
@@ -31,35 +31,25 @@ _UP = "up"
 # --- queries ---------------------------------------------------------------------------------
 
 
-def alerts() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["spec"]
-    return loaded
-
-
 def rules() -> list[dict[str, Any]]:
-    return [rule for group in alerts()["groups"] for rule in group["rules"]]
-
-
-def dashboard() -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(DASHBOARD.read_text(encoding="utf-8"))
-    return loaded
-
-
-def panels() -> list[dict[str, Any]]:
-    """Those that show something."""
-    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["spec"]["groups"]
+    return [rule for group in groups for rule in group["rules"]]
 
 
 def queries() -> dict[str, str]:
     """Every query, by where it stands; with a value for each of Grafana's variables."""
     found = {f"alert {rule['alert']}": rule["expr"] for rule in rules()}
-    for panel in panels():
-        for target in panel["targets"]:
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    for panel in dashboard["panels"]:
+        for target in panel.get("targets", ()):  # rows have none
             found[f"panel {panel['title']} {target['refId']}"] = _filled(target["expr"])
-    for variable in dashboard()["templating"]["list"]:
+    for variable in dashboard["templating"]["list"]:
         if variable["type"] == "query":
             (series,) = re.findall(r"^label_values\((.+), \w+\)$", variable["query"]["query"])
             found[f"variable {variable['name']}"] = _filled(series)
+    scaled = yaml.safe_load(SCALED_OBJECT.read_text(encoding="utf-8"))
+    for trigger in scaled["spec"]["triggers"]:
+        found[f"autoscaler {trigger['name']}"] = trigger["metadata"]["query"]
     return found
 
 

@@ -1,22 +1,39 @@
-"""deploy/kustomize: built by its own tool, validated with official schemas."""
+"""deploy/ and docs/deployment.md: manifests and a unit that are valid, and that fit `serve`."""
 
 from __future__ import annotations
 
-import copy
+import asyncio
+import configparser
+import importlib
 import re
+import shlex
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeAlias
 
-import deployed
+import kubernetes_validate
 import monitoring
+import pydantic
 import pytest
-from deployed import BASE, DEPLOY, KEDA, NAME, Document
+import typer.main
+import yaml
+from cloudcoil.models.keda.v1alpha1 import ScaledObject
+from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule
 
+from torch_py_backend.cli import commands
 from torch_py_backend.server import tritonserver
 from torch_py_backend.server.lifecycle import Snapshot
 from torch_py_backend.server.readiness import ReadinessServer
 
+_ROOT = Path(__file__).parents[2]
+_DEPLOY = _ROOT / "deploy"
+_NAME = "torch-py-backend"
+_CACHE = "/var/cache/torch-py-backend"
+# What serve takes to end a server, at most, after the drain.
+_STOP_S = tritonserver._EXIT_SECONDS + 2 * tritonserver._GRACE_SECONDS
 _KUSTOMIZATION = """
 apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
@@ -24,78 +41,192 @@ namespace: inference
 resources: [../deploy/kustomize/base]
 components: {components}
 configMapGenerator: [{{name: models, literals: [MODELS=s3://bucket/models]}}]
-images: [{{name: torch-py-backend, newName: registry.example.com/models, newTag: "7"}}]
+images: [{{name: torch-py-backend, newName: registry.example.com/torch-py-backend, newTag: "1"}}]
 """
-_CACHE = "/var/cache/torch-py-backend"
+_OPERATORS: dict[str, type[pydantic.BaseModel]] = {
+    "PodMonitor": PodMonitor,
+    "PrometheusRule": PrometheusRule,
+    "ScaledObject": ScaledObject,
+}
+Document: TypeAlias = dict[str, Any]
+# Builds the kustomization that has this text and lies beside deploy/.
+Build: TypeAlias = Callable[[str], list[Document]]
 
 
-def _kustomized(folder: Path, *components: str) -> list[Document]:
-    (folder / "deploy").symlink_to(DEPLOY)
-    (folder / "inference").mkdir()
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Build]:
+    """Kustomize itself; its package fits no environment, because it asks for a newer Python."""
+    packages = tmp_path_factory.mktemp("packages")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    pip += ["--ignore-requires-python", "--target", str(packages), "pykustomize==0.1.4"]
+    subprocess.run(pip, check=True)
+
+    def kustomize(text: str) -> list[Document]:
+        folder = tmp_path_factory.mktemp("kustomize")
+        (folder / "deploy").symlink_to(_DEPLOY)
+        (folder / "inference").mkdir()
+        (folder / "inference" / "kustomization.yaml").write_text(text, encoding="utf-8")
+        built = asyncio.run(package.build(str(folder / "inference")))
+        return _parse(built.yaml)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(packages)
+        package = importlib.import_module("pykustomize")
+        yield kustomize
+
+
+def _parse(text: str) -> list[Document]:
+    return [document for document in yaml.safe_load_all(text) if document]
+
+
+def _read(name: str) -> Document:
+    (document,) = _parse((_DEPLOY / name).read_text(encoding="utf-8"))
+    return document
+
+
+def _with(*components: str) -> str:
+    """Return the text of a kustomization with these components."""
     paths = [f"../deploy/kustomize/components/{name}" for name in components]
-    text = _KUSTOMIZATION.format(components=paths)
-    (folder / "inference" / "kustomization.yaml").write_text(text, encoding="utf-8")
-    return deployed.build(folder / "inference")
+    return _KUSTOMIZATION.format(components=paths)
 
 
-_VARIANTS: dict[str, Callable[[Path], list[Document]]] = {
-    "base": lambda _: deployed.build(BASE),
-    "components": lambda folder: _kustomized(folder, "gpu", "object-store"),
+def _page() -> list[str]:
+    """Return the kustomizations of docs/deployment.md; the later ones are additions."""
+    text = (_ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"kustomization.yaml`:\n\n```yaml\n(.*?)```", text, flags=re.DOTALL)
+    assert text.count("```yaml") == len(blocks) == 3
+    return [block if "kind: Kustom" in block else blocks[0] + block for block in blocks]
+
+
+_VARIANTS = {
+    "base": _with(),
+    "components": _with("gpu", "object-store"),
+    "keda": _with("keda"),
+    **{f"page {place}": text for place, text in enumerate(_page())},
 }
 
 
-@pytest.fixture(params=_VARIANTS)
-def documents(request: pytest.FixtureRequest, tmp_path: Path) -> list[Document]:
-    return _VARIANTS[request.param](tmp_path)
+@pytest.fixture(params=_VARIANTS, scope="module")
+def documents(request: pytest.FixtureRequest, build: Build) -> list[Document]:
+    return build(_VARIANTS[request.param])
+
+
+def _one(documents: list[Document], kind: str, name: str = _NAME) -> Document:
+    (found,) = [
+        document
+        for document in documents
+        if (document["kind"], document["metadata"]["name"]) == (kind, name)
+    ]
+    return found
+
+
+def _pod(documents: list[Document]) -> Document:
+    spec: Document = _one(documents, "Deployment")["spec"]["template"]["spec"]
+    return spec
+
+
+def _container(documents: list[Document]) -> Document:
+    (container,) = _pod(documents)["containers"]
+    return dict(container)
+
+
+def _arguments(words: list[str]) -> Document:
+    """Return the parameters of `torch-py-backend serve`, as the command line parses them."""
+    program, command, *rest = words
+    assert Path(program).name == "torch-py-backend"
+    group: Any = typer.main.get_command(commands)
+    with group.commands[command].make_context(command, rest) as context:
+        return dict(context.params)
+
+
+def _validate(document: Document) -> None:
+    """Compare an object with its schemas, which allow no unknown field."""
+    operator = _OPERATORS.get(document["kind"])
+    if operator is None:
+        for version in ("1.27", "1.37"):
+            kubernetes_validate.validate(document, version, strict=True)
+        return
+    parsed = operator.model_validate(document)
+    # Unknown fields would be left out.
+    assert parsed.model_dump(mode="json", by_alias=True, exclude_unset=True) == document
+
+
+def _assert_restricted(spec: Document) -> None:
+    """The pod fits Pod Security's level `restricted`.
+
+    https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted
+    """
+    for container in spec["containers"]:
+        own = container["securityContext"]
+        assert own["allowPrivilegeEscalation"] is False
+        assert own["capabilities"]["drop"] == ["ALL"]
+        both = {**spec.get("securityContext", {}), **own}
+        assert both["runAsNonRoot"] is True
+        assert both["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+# --- Kustomize -------------------------------------------------------------------------------
 
 
 def test_schemas(documents: list[Document]) -> None:
-    """The oldest and newest Kubernetes and the Prometheus operator accept every field."""
+    """The oldest and newest Kubernetes and the operators accept every field."""
     for document in documents:
-        deployed.validate(document, "1.27")
-        deployed.validate(document, "1.37")
+        _validate(document)
+    assert _container(documents)["image"] == "registry.example.com/torch-py-backend:1"
 
 
 def test_selectors(documents: list[Document]) -> None:
-    """Services, disruption budget, PodMonitor and topology spread select the Deployment's pods.
-
-    The alerts select the job that these pods get.
-    """
-    deployment = deployed.one(documents, "Deployment")
-    monitor = deployed.one(documents, "PodMonitor")["spec"]
-    (spread,) = deployed.pod(documents)["topologySpreadConstraints"]
+    """Services, disruption budget, PodMonitor and topology spread select the Deployment's pods."""
+    deployment = _one(documents, "Deployment")
+    monitor = _one(documents, "PodMonitor")["spec"]
+    (spread,) = _pod(documents)["topologySpreadConstraints"]
     selectors = [
         deployment["spec"]["selector"]["matchLabels"],
         spread["labelSelector"]["matchLabels"],
-        deployed.one(documents, "Service")["spec"]["selector"],
-        deployed.one(documents, "Service", f"{NAME}-hosts")["spec"]["selector"],
-        deployed.one(documents, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
+        _one(documents, "Service")["spec"]["selector"],
+        _one(documents, "Service", f"{_NAME}-hosts")["spec"]["selector"],
+        _one(documents, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
         monitor["selector"]["matchLabels"],
     ]
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     assert all(selector and selector.items() <= labels.items() for selector in selectors)
+    # The alerts select this job.
     assert labels[monitor["jobLabel"]] == monitoring.JOB
 
 
-def test_ports(documents: list[Document]) -> None:
-    """Container, Services, probes and PodMonitor use the ports that `serve` listens on."""
-    container = deployed.server(documents)
+def test_pods_fit_serve(documents: list[Document]) -> None:
+    """Ports are those of `serve`; connections end within its drain, and that within the grace."""
+    container = _container(documents)
+    arguments = _arguments(container["args"])
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-    arguments = deployed.serve_arguments(container["args"])
-    assert ports == {
-        name: arguments[f"{name}_port"] for name in ("http", "grpc", "metrics", "health")
-    }
-    for service in (NAME, f"{NAME}-hosts"):
-        for port in deployed.one(documents, "Service", service)["spec"]["ports"]:
+    services = ("http", "grpc", "metrics", "health")
+    assert ports == {name: arguments[f"{name}_port"] for name in services}
+    for service in (_NAME, f"{_NAME}-hosts"):
+        for port in _one(documents, "Service", service)["spec"]["ports"]:
             assert ports[port["targetPort"]] == port["port"]
-    (endpoint,) = deployed.one(documents, "PodMonitor")["spec"]["podMetricsEndpoints"]
-    assert endpoint["port"] == "metrics"
     assert arguments["address"] == "0.0.0.0"
+    name, _, milliseconds = arguments["arguments"][0].partition("=")
+    assert name == "--grpc-max-connection-age"
+    assert 1.1 * int(milliseconds) < 1000 * arguments["drain"]  # gRPC adds up to 10 %
+    grace = _pod(documents)["terminationGracePeriodSeconds"]
+    assert grace > arguments["drain"] + _STOP_S
 
 
-def test_probes(documents: list[Document]) -> None:
+def test_security(documents: list[Document]) -> None:
+    """Pods are restricted, and write only to memory, /tmp and the cache of an object store."""
+    _assert_restricted(_pod(documents))
+    container = _container(documents)
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    mounts = {
+        mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]
+    }
+    models = {_CACHE: False} if _CACHE in mounts else {"/models": True}
+    assert mounts == {"/dev/shm": False, "/tmp": False, **models}
+
+
+def test_probes(build: Build) -> None:
     """While a model loads, the replica has started and lives, but is not ready."""
-    container = deployed.server(documents)
+    container = _container(build(_with()))
     snapshot = Snapshot({"m": "is being loaded"}, "", time.monotonic())
     with ReadinessServer("127.0.0.1", 0, lambda: snapshot) as readiness:
         for probe, status in {"startup": 200, "liveness": 200, "readiness": 503}.items():
@@ -104,106 +235,104 @@ def test_probes(documents: list[Document]) -> None:
             assert readiness.answer(request["path"])[0].value == status
 
 
-def test_shutdown(documents: list[Document]) -> None:
-    """Connections of gRPC end within the drain (it adds 10 %), and the drain within the grace."""
-    arguments = deployed.serve_arguments(deployed.server(documents)["args"])
-    name, _, milliseconds = arguments["arguments"][0].partition("=")
-    assert name == "--grpc-max-connection-age"
-    assert 1.1 * int(milliseconds) < 1000 * arguments["drain"]
-    stop = arguments["drain"] + tritonserver._EXIT_SECONDS + 2 * tritonserver._GRACE_SECONDS
-    assert deployed.pod(documents)["terminationGracePeriodSeconds"] > stop
+def test_keda(build: Build) -> None:
+    """The ScaledObject scales the Deployment, and its queries select this Deployment's pods."""
+    documents = build(_with("keda"))
+    spec = _one(documents, "ScaledObject")["spec"]
+    assert spec["scaleTargetRef"]["name"] == _NAME
+    assert spec["minReplicaCount"] == _one(build(_with()), "Deployment")["spec"]["replicas"]
+    assert "replicas" not in _one(documents, "Deployment")["spec"]
+    for trigger in spec["triggers"]:
+        (pattern,) = set(re.findall(r'pod=~"([^"]+)"', trigger["metadata"]["query"]))
+        assert re.fullmatch(pattern, f"{_NAME}-5d4f8c7b96-x2k4p")
+        assert not re.fullmatch(pattern, f"{_NAME}-canary-5d4f8c7b96-x2k4p")
 
 
-def test_volumes(documents: list[Document]) -> None:
-    """Only /dev/shm, in memory, /tmp and the cache of an object store are writable."""
-    container = deployed.server(documents)
-    assert container["securityContext"]["readOnlyRootFilesystem"]
-    mounts = {
-        mount["mountPath"]: mount.get("readOnly", False) for mount in container["volumeMounts"]
-    }
-    models = {_CACHE: False} if _CACHE in mounts else {"/models": True}
-    assert mounts == {"/dev/shm": False, "/tmp": False, **models}
-    volumes = {volume["name"] for volume in deployed.pod(documents)["volumes"]}
-    assert volumes == {mount["name"] for mount in container["volumeMounts"]}
-    assert _volume(documents, "/dev/shm")["emptyDir"]["medium"] == "Memory"
-
-
-def test_pod_security(documents: list[Document]) -> None:
-    """The pods fit the level `restricted`."""
-    assert deployed.unrestricted(deployed.pod(documents)) == set()
-
-
-# --- components ------------------------------------------------------------------------------
-
-
-def test_gpu(tmp_path: Path) -> None:
-    """Each replica has a GPU; an old one leaves first, because there may be no spare GPU."""
-    documents = _kustomized(tmp_path, "gpu")
-    assert deployed.server(documents)["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    update = deployed.one(documents, "Deployment")["spec"]["strategy"]["rollingUpdate"]
-    assert update == {"maxSurge": 0, "maxUnavailable": 1}
-
-
-def test_keda(tmp_path: Path) -> None:
-    """The ScaledObject scales the Deployment, which then has no number of its own."""
-    base = deployed.one(deployed.build(BASE), "Deployment")["spec"]
-    documents = _kustomized(tmp_path, "keda")
-    scaled = deployed.one(documents, "ScaledObject")
-    deployed.validate(scaled, "1.37")
-    spec = scaled["spec"]
-    assert spec["scaleTargetRef"]["name"] == NAME
-    assert spec["minReplicaCount"] == base["replicas"]
-    assert "replicas" not in deployed.one(documents, "Deployment")["spec"]
-    queries = deployed.keda_queries(spec)
-    names = {selector.name for query in queries for selector in monitoring.selectors(query)}
-    ours = {name for name in names if name and not name.startswith("nv_")}
-    assert ours == {"pytorch_py_live_streams"} <= monitoring.known().keys()
-    assert all('namespace="inference"' in query for query in queries)
-
-
-def test_keda_selects_the_pods() -> None:
-    """The queries select the pods of this Deployment, and none of another release's."""
-    (scaled,) = deployed.parse((KEDA / "scaled-object.yaml").read_text(encoding="utf-8"))
-    for query in deployed.keda_queries(scaled["spec"]):
-        (pattern,) = set(re.findall(r'pod=~"([^"]+)"', query))
-        assert re.fullmatch(pattern, f"{NAME}-5d4f8c7b96-x2k4p")
-        assert not re.fullmatch(pattern, f"{NAME}-canary-5d4f8c7b96-x2k4p")
-
-
-def test_object_store(tmp_path: Path) -> None:
-    """`serve` fetches the URL into a volume; another URL replaces the pods."""
-    kustomized = _kustomized(tmp_path, "object-store")
-    container = deployed.server(kustomized)
-    arguments = deployed.serve_arguments(container["args"])
+def test_object_store(build: Build) -> None:
+    """`serve` fetches the URL into a volume; a changed URL replaces the pods."""
+    documents = build(_with("object-store"))
+    container = _container(documents)
+    arguments = _arguments(container["args"])
     assert str(arguments["repository"]) == "$(MODELS)"
     assert str(arguments["cache"]) == _CACHE
-    assert _volume(kustomized, _CACHE)["emptyDir"] == {"sizeLimit": "20Gi"}
-    sources = [source.popitem()[1]["name"] for source in copy.deepcopy(container["envFrom"])]
-    assert [name.partition("-")[0] for name in sources] == ["models", "models"]
-    probe = container["startupProbe"]
-    assert probe["periodSeconds"] * probe["failureThreshold"] == 3600
-    (config,) = [document for document in kustomized if document["kind"] == "ConfigMap"]
+    (config,) = [document for document in documents if document["kind"] == "ConfigMap"]
     assert config["data"] == {"MODELS": "s3://bucket/models"}
-    name = config["metadata"]["name"]
-    assert re.fullmatch(r"models-\w{10}", name)  # a hash of the contents
-    assert deployed.server(kustomized)["envFrom"][0]["configMapRef"]["name"] == name
+    assert re.fullmatch(r"models-\w{10}", config["metadata"]["name"])  # a hash of the contents
+    assert container["envFrom"][0]["configMapRef"]["name"] == config["metadata"]["name"]
 
 
-def test_no_operator(tmp_path: Path) -> None:
-    """The component leaves out what needs the Prometheus operator; image and namespace are mine."""
-    documents = _kustomized(tmp_path, "no-operator")
-    kinds = {document["kind"] for document in deployed.build(BASE)}
-    assert {document["kind"] for document in documents} - {"ConfigMap"} == kinds - {
-        "PodMonitor",
-        "PrometheusRule",
-    }
-    assert deployed.server(documents)["image"] == "registry.example.com/models:7"
-    assert {document["metadata"]["namespace"] for document in documents} == {"inference"}
+def test_no_operator(build: Build) -> None:
+    """The component leaves out what needs the Prometheus operator."""
+    kinds = [{one["kind"] for one in build(_with(*names))} for names in ((), ("no-operator",))]
+    assert kinds[0] - kinds[1] == {"PodMonitor", "PrometheusRule"}
 
 
-def _volume(documents: list[Document], path: str) -> Document:
-    """Return the volume that the server mounts at a path."""
-    mounts = deployed.server(documents)["volumeMounts"]
-    (name,) = [mount["name"] for mount in mounts if mount["mountPath"] == path]
-    (volume,) = [volume for volume in deployed.pod(documents)["volumes"] if volume["name"] == name]
-    return dict(volume)
+def test_models_volume(build: Build) -> None:
+    """Replicas mount the claim, and the pod that copies models has their user."""
+    documents = _parse((_DEPLOY / "models-volume.yaml").read_text(encoding="utf-8"))
+    for document in documents:
+        _validate(document)
+    base = _pod(build(_with()))
+    (volume,) = [volume for volume in base["volumes"] if volume["name"] == "models"]
+    _one(documents, "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
+    pod = _one(documents, "Pod", "models")["spec"]
+    assert base["securityContext"].items() <= pod["securityContext"].items()
+    _assert_restricted(pod)
+
+
+# --- KServe and systemd ----------------------------------------------------------------------
+
+
+def test_kserve_runtime(build: Build) -> None:
+    """The runtime is a valid pod with probes, resources and arguments of the base."""
+    spec = _read("kserve/runtime.yaml")["spec"]
+    pod = {key: spec[key] for key in ("containers", "volumes")}
+    kind = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "runtime"}}
+    _validate({**kind, "spec": pod})
+    _assert_restricted(pod)
+    (container,) = spec["containers"]
+    base = _container(build(_with()))
+    for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+        base[probe]["httpGet"]["port"] = 8003
+        assert container[probe] == base[probe]
+    assert container["resources"] == base["resources"]
+    kserve = {"/mnt/models", "--http-port=8080", "--grpc-port=9000"}
+    assert set(container["args"]) - kserve == set(base["args"]) - {"/models"}
+    # KServe maps the first port to 80 of the Service.
+    assert [port["containerPort"] for port in container["ports"]] == [8080, 9000, 8002]
+    monitor = _read("kserve/pod-monitor.yaml")
+    _validate(monitor)
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= spec["labels"].items()
+    assert spec["labels"][monitor["spec"]["jobLabel"]] == monitoring.JOB
+
+
+def test_kserve_service() -> None:
+    """The InferenceService selects the runtime and scales on the queries of the component keda."""
+    predictor = _read("kserve/inference-service.yaml")["spec"]["predictor"]
+    formats = _read("kserve/runtime.yaml")["spec"]["supportedModelFormats"]
+    selected = {entry["name"] for entry in formats if entry["autoSelect"]}
+    assert selected == {predictor["model"]["modelFormat"]["name"]}
+    assert predictor["terminationGracePeriodSeconds"] > 10 + _STOP_S
+    text = monitoring.SCALED_OBJECT.read_text(encoding="utf-8")
+    (scaled,) = _parse(text.replace(f"{_NAME}-[", "digits-predictor-["))
+    metrics = predictor["autoScaling"]["metrics"]
+    for metric, trigger in zip(metrics, scaled["spec"]["triggers"], strict=True):
+        assert metric["external"]["metric"]["query"] == trigger["metadata"]["query"]
+        value = trigger["metadata"]["threshold"]
+        assert metric["external"]["target"] == {"type": "Value", "value": value}
+
+
+def test_systemd() -> None:
+    """Systemd kills nothing before the drain has ended; the arguments are those of HAProxy's."""
+    unit = configparser.ConfigParser(interpolation=None)
+    text = (_DEPLOY / "systemd" / "torch-py-backend.service").read_text(encoding="utf-8")
+    unit.read_string(text.replace("\\\n", " "))
+    service = unit["Service"]
+    arguments = _arguments(shlex.split(service["ExecStart"]))
+    assert service["KillMode"] == "mixed"  # only `serve` gets the signal
+    assert service["Restart"] == "always"
+    assert int(service["TimeoutStopSec"]) > arguments["drain"] + _STOP_S
+    balancer = re.sub(r"[\s\\#]+", " ", (_DEPLOY / "haproxy.cfg").read_text(encoding="utf-8"))
+    assert arguments["address"] == "0.0.0.0"
+    assert f"--drain={arguments['drain']:g} " in balancer
+    assert f"--restrict={arguments['restrict']} " in balancer

@@ -51,8 +51,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Running]:
             scenarios.text(_MODEL),
             scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters),
         ).lay_out(repository)
-    environment = packed.make(repository / "folder" / "env", layer=False, names={})
-    packed.borrow(environment)
+    environment = packed.make(repository / "folder" / "env")
     (environment / SITE / "greeting.py").write_text("VALUE = 42.0\n")
     _pack_for_another(repository / "foreign" / "env.tar.gz")
     with serving.running(folder, ready=False) as server:

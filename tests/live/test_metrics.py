@@ -26,7 +26,7 @@ from torch_py_backend.server import Server
 
 _SECONDS = 60
 # Labels of what scrapes, not of what is scraped.
-_OF_TARGETS = {"job", "instance", "namespace"}
+_OF_TARGETS = {"job", "instance", "namespace", "pod"}
 
 
 class Narrow(nn.Module):
@@ -188,7 +188,7 @@ def test_names_and_kinds(server: Server) -> None:
 
 
 def test_queries_find_triton_s_metrics(server: Server) -> None:
-    """What the dashboard and the alerts ask of Triton's own metrics is there, with its labels."""
+    """What queries of deploy/ ask of Triton's own metrics is there, with its labels."""
     labels = {one.name: one.labels.keys() for one in scrape(server)}
     for place, query in monitoring.queries().items():
         for one in monitoring.selectors(query):
