@@ -442,29 +442,24 @@ _SCALARS: Arrays = {
 }
 _BLOBS = np.array([[b"\xff\x00", b"a"], [b"", b"\xfe"]], dtype=np.object_)
 
-_TYPED_DICT = """
+_SCALAR_ARGUMENTS = """
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
 from torch import Tensor
-from typing_extensions import NotRequired, TypedDict
 
 
-class Batch(TypedDict):
-    x: Tensor
-    power: Annotated[int, "at least 1"]
-    factor: float
-    negative: bool
-    unit: NotRequired[Literal["one", "ten"]]
-
-
-def forward(batch: Batch) -> Tensor:
-    numbers = [batch["power"], batch["factor"], batch["negative"], batch.get("unit", "one")]
-    assert [type(number) for number in numbers] == [int, float, bool, str]
-    result = batch["x"] ** batch["power"] * batch["factor"]
-    result = result * {"one": 1, "ten": 10}[batch.get("unit", "one")]
-    return -result if batch["negative"] else result
+def forward(
+    x: Tensor,
+    power: Annotated[int, "at least 1"],
+    factor: float,
+    negative: bool,
+    unit: Literal["one", "ten"] = "one",
+) -> Tensor:
+    assert [type(value) for value in (power, factor, negative, unit)] == [int, float, bool, str]
+    result = x**power * factor * {"one": 1, "ten": 10}[unit]
+    return -result if negative else result
 """
 
 
@@ -525,7 +520,7 @@ CALLS = (
     ),
     Scenario(
         "scalars",
-        text(_TYPED_DICT),
+        text(_SCALAR_ARGUMENTS),
         config({"x": [4], "factor": [1]}, {"y": [4]}, parameters={"WARMUP": "false"})
         + tensor("input", "power", [1], "INT64")
         + tensor("input", "negative", [1], "BOOL")

@@ -29,7 +29,7 @@ from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline import batches
 from torch_py_backend.signature import binding, introspection
 from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
-from torch_py_backend.signature.calls import InputBinding
+from torch_py_backend.signature.binding import InputBinding
 from torch_py_backend.values import ANY_ROWS, Item, Rows
 
 Result = TypeVar("Result")

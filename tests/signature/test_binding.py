@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import pytest
 import torch
@@ -12,23 +12,12 @@ from torch.utils import _pytree as pytree
 from torch_py_backend.errors import BindingError, LoadError
 from torch_py_backend.signature import arguments, binding, introspection
 from torch_py_backend.signature.arguments import ArgumentType, Signature
-from torch_py_backend.signature.binding import BindingRule
-from torch_py_backend.signature.calls import InputBinding
-
-
-class Pair(TypedDict):
-    x: Tensor
-    mask: Tensor | None
-
-
-class More(Pair, total=False):
-    size: int
-    note: int | None
+from torch_py_backend.signature.binding import BindingRule, InputBinding
 
 
 def function(parameters: str) -> Callable[..., Any]:
     """Return a function with these parameters, which returns its arguments."""
-    scope: dict[str, Any] = {"Tensor": Tensor, "Pair": Pair, "More": More}
+    scope: dict[str, Any] = {"Tensor": Tensor}
     exec(f"def forward({parameters}): return locals()", scope)
     forward: Callable[..., Any] = scope["forward"]
     return forward
@@ -88,15 +77,7 @@ def called(parameters: str, names: str) -> str:
         ("x: dict, scale=1.0", "i__1, b", "{x: {i__1: i__1, b: b}, scale: 1.0}"),
         ("x: dict[str, Tensor] | None = None", "x, a", "{x: {x: x, a: a}}"),
         ("x: dict", "ARGS[0][0]", "{x: {0: ARGS[0][0]}}"),
-        # keys of a TypedDict
-        ("x: Pair", "mask, x", "{x: {mask: mask, x: x}}"),
-        ("pair: Pair", "i__1, i__0", "{pair: {mask: i__1, x: i__0}}"),
-        ("p: Pair", "ARGS[0][x], KWARGS[p][mask]", "{p: {mask: KWARGS[p][mask], x: ARGS[0][x]}}"),
-        (
-            "more: More, scale, size",
-            "i__1, size, x, ARGS[0][size]",
-            "{more: {mask: None, x: x, size: ARGS[0][size]}, scale: i__1, size: size}",
-        ),
+        ("p: dict", "ARGS[0][x], KWARGS[p][mask]", "{p: {x: ARGS[0][x], mask: KWARGS[p][mask]}}"),
         # inputs that are left out
         ("x, y=None, z=None", "x, y?, z", "{x: x, y: None, z: z}"),
         ("x, y=None, z=None", "a, b?, c", "{x: a, y: None, z: c}"),
@@ -104,7 +85,6 @@ def called(parameters: str, names: str) -> str:
         ("x: dict", "a?, b", "{x: {b: b}}"),
         ("*xs", "a, b?", "{xs: (a,)}"),
         ("x, y", "x, ARGS[1][a]?, ARGS[1][b]", "{x: x, y: {b: ARGS[1][b]}}"),
-        ("m: More", "x, mask?, size?", "{m: {mask: None, x: x}}"),
     ],
 )
 def test_each_argument_gets_its_tensor(parameters: str, names: str, arguments: str) -> None:
@@ -141,14 +121,6 @@ def test_each_argument_gets_its_tensor(parameters: str, names: str, arguments: s
         ("x, y=None, *xs", "i__0, i__1?, i__2", "* of forward(x, y=None, *xs) leave a gap"),
         ("x, y=None, z=None, /", "x, z", "leave a gap"),
         ("x, t: tuple = ()", "x, ARGS[1][0], ARGS[1][1]?", "ARGS[1][1] are left out of it"),
-        # keys of a TypedDict
-        ("pair: Pair", "x, y", "has no key y; expected names among x, mask"),
-        ("pair: Pair", "i__2", "has no key i__2"),
-        ("pair: Pair", "ARGS[0][x], ARGS[0][y]", "do not make the dict pair"),
-        ("pair: Pair", "mask", "the inputs mask do not make the dict pair"),
-        ("pair: Pair", "x?, mask", "expected inputs for its keys x, mask"),
-        ("more: More, scale", "more, scale", "the inputs more do not make the dict more"),
-        ("more: More, scale", "y, x, scale", "expected names among more, scale, x, mask, size"),
     ],
 )
 def test_invalid_inputs(parameters: str, names: str, message: str) -> None:
@@ -188,15 +160,14 @@ def test_number_of_a_name() -> None:
 
 def test_types_and_places_of_columns() -> None:
     """A column has the type of its argument or key; parts of containers are tensors."""
-    parameters = "n: int, ss: list[str], pair: More, x: tuple, *rest, more: list, **others"
-    names = "ss, n, size, ARGS[2][x], ARGS[3][0], ARGS[4], more, w"
+    parameters = "n: int, ss: list[str], d: dict, x: tuple, *rest, more: list, **others"
+    names = "ss, n, ARGS[2][x], ARGS[3][0], ARGS[4], more, w"
     inputs = bound(parameters, names)
     columns = dict(zip(inputs.names, zip(inputs.types, inputs.places, strict=True), strict=True))
     assert columns == {
         "n": (ArgumentType.INT, "n"),
         "ss": (ArgumentType.STRINGS, "ss"),
-        "size": (ArgumentType.INT, "pair[size]"),
-        "ARGS[2][x]": (ArgumentType.TENSOR, "pair[x]"),
+        "ARGS[2][x]": (ArgumentType.TENSOR, "d[x]"),
         "ARGS[3][0]": (ArgumentType.TENSOR, "x[0]"),
         "ARGS[4]": (ArgumentType.TENSOR, "*4"),
         "more": (ArgumentType.TENSOR, "more"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 import types
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
@@ -107,89 +106,16 @@ def test_type_of_an_argument(takes: ArgumentType, texts: str) -> None:
         assert argument.required
 
 
-_REST = """
-from typing_extensions import TypedDict, Unpack
-class Rest(TypedDict, total=False):
-    steps: int
-    y: "torch.Tensor"
-class GenerationConfig:
-    def __init__(self):
-        self.max_new_tokens = self.temperature = None
-"""
-
-
-@pytest.mark.parametrize(
-    ("signature", "keyword_types"),
-    [
-        ("x, **rest: Unpack[Rest]", {"steps": ArgumentType.INT, "y": ArgumentType.TENSOR}),
-        (
+def test_settings_of_generate() -> None:
+    """The attributes of transformers' GenerationConfig are names of values that `**` takes."""
+    before = "class GenerationConfig:\n    def __init__(self): self.max_new_tokens = None"
+    for future in FUTURE:
+        source = function(
             "x, generation_config: Optional[GenerationConfig] = None, **kwargs",
-            {"max_new_tokens": ArgumentType.VALUE, "temperature": ArgumentType.VALUE},
-        ),
-        ("x, generation_config: GenerationConfig", {}),
-        ("x, generation_config=None, **kwargs: int", {}),
-    ],
-)
-def test_names_of_keyword_arguments(signature: str, keyword_types: dict[str, ArgumentType]) -> None:
-    """The names of `**` are read from a TypedDict, and for generate() of transformers."""
-    for future in FUTURE:
-        read = introspection.from_function(function(signature, future + _REST)).keyword_types
-        assert read == keyword_types
-
-
-_KEYS = """
-from typing import Annotated, Optional
-from typing_extensions import NotRequired, Required, TypedDict
-from torch import Tensor
-
-class Base(TypedDict):
-    image: Tensor
-    mask: Optional[Tensor]
-
-class Batch(Base, total=False):
-    ids: list[str]
-    size: Required[Annotated[int, "pixels"]]
-
-class Part(TypedDict):
-    scale: NotRequired[float]
-    {more}
-
-def forward(batch: Batch, part: Optional[Part] = None, *rest: Batch): ...
-"""
-
-
-@pytest.mark.parametrize(
-    ("more", "last"),
-    [
-        ("y: Tensor", ("y", ArgumentType.TENSOR, True, False)),
-        ("y: 'Unknown'", ("y", ArgumentType.TENSOR, True, False)),
-        ("y: 'Optional[int]'", ("y", ArgumentType.INT, True, True)),
-    ],
-    ids=["plain", "unknown", "text"],
-)
-def test_keys_of_a_typed_dict(
-    more: str, last: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Type and requiredness of each key are read."""
-
-    def keys(argument: Argument) -> list[tuple[str, ArgumentType, bool, bool]]:
-        return [(key.name, key.type, key.required, key.nullable) for key in argument.keys]
-
-    for future in FUTURE:
-        module = types.ModuleType("source_of_keys")
-        monkeypatch.setitem(sys.modules, "source_of_keys", module)
-        code = compile(future + _KEYS.format(more=more), "source", "exec", dont_inherit=True)
-        exec(code, vars(module))
-        first, second, rest = introspection.from_function(module.forward).arguments
-        assert keys(first) == [
-            ("image", ArgumentType.TENSOR, True, False),
-            ("mask", ArgumentType.TENSOR, True, True),
-            ("ids", ArgumentType.STRINGS, False, False),
-            ("size", ArgumentType.INT, True, False),
-        ]
-        assert keys(second) == [("scale", ArgumentType.FLOAT, False, False), last]
-        assert second.nullable
-        assert rest.keys == ()
+            f"{future}\n{before}",
+        )
+        assert introspection.from_function(source).settings == {"max_new_tokens"}
+    assert not introspection.from_function(function("x, **kwargs: int")).settings
 
 
 def test_annotations_that_say_nothing() -> None:

@@ -20,7 +20,7 @@ from torch_py_backend.pipeline.ragged import Ragged
 from torch_py_backend.pipeline.run import Entry, GroupStage, Result, Stages
 from torch_py_backend.pipeline.sequences import Sequences, Slots
 from torch_py_backend.pipeline.stages import Scatter
-from torch_py_backend.signature.calls import InputBinding
+from torch_py_backend.signature.binding import InputBinding
 from torch_py_backend.values import Item, Value, clone
 
 if TYPE_CHECKING:

@@ -25,8 +25,7 @@ from torch_py_backend.pipeline.inputs import MAX_SETS, Inputs
 from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
 from torch_py_backend.pipeline.run import Entry, Gather, Group, GroupStage
 from torch_py_backend.signature.arguments import Signature
-from torch_py_backend.signature.binding import bind_inputs
-from torch_py_backend.signature.calls import InputBinding
+from torch_py_backend.signature.binding import InputBinding, bind_inputs
 from torch_py_backend.values import Item, Parameters, Value
 
 # The module of the model, or the function that is served instead.

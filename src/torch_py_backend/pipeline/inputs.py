@@ -20,8 +20,7 @@ from torch_py_backend.pipeline import arguments, batches, ragged, shapes
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.run import Entry, Gather, Group, GroupStage
 from torch_py_backend.signature.arguments import Signature
-from torch_py_backend.signature.binding import bind_inputs
-from torch_py_backend.signature.calls import InputBinding
+from torch_py_backend.signature.binding import InputBinding, bind_inputs
 from torch_py_backend.values import Item, Value, to_column
 
 # The most sets of optional inputs that requests may leave out: n inputs have 2^n sets.

@@ -1,8 +1,8 @@
 """The arguments of forward(), and the grammar of the names that stand for them.
 
-The name of an input is, in this order: an argument of forward(); a path, `ARGS[0]`, `ARGS[2][key]`,
-`KWARGS[name]`; the key of a TypedDict; or `<name>__<number>`, the number of an argument (of a leaf,
-if the artifact contains its own call tree).
+The name of an input is, in this order: an argument of forward(); a path, `ARGS[0]`,
+`ARGS[2][key]`, `KWARGS[name]`; or `<name>__<number>`, the number of an argument (of a leaf, if the
+artifact contains its own call tree).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import enum
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 # How an argument is passed.
@@ -90,7 +90,6 @@ class Argument:
         type: its type; a tensor if it has no annotation.
         text: its declaration, for messages.
         nullable: its annotation allows None.
-        keys: the keys of a TypedDict; each is bound to a separate input.
     """
 
     name: str
@@ -99,7 +98,6 @@ class Argument:
     type: ArgumentType
     text: str
     nullable: bool = False
-    keys: tuple[Argument, ...] = ()
 
     @property
     def named(self) -> bool:
@@ -123,7 +121,7 @@ class Signature:
         dtypes: the torch.dtypes of the leaves; empty: they are unknown.
         name: the name of the function, for messages.
         torchscript: it is TorchScript: names follow LibTorch's rule, strings may be any bytes.
-        keyword_types: the types of the known names that `**` accepts.
+        settings: names that `**` takes as values, not as tensors.
     """
 
     arguments: tuple[Argument, ...]
@@ -132,7 +130,7 @@ class Signature:
     name: str = "forward"
     torchscript: bool = False
     dtypes: tuple[object, ...] = ()
-    keyword_types: Mapping[str, ArgumentType] = field(default_factory=dict)
+    settings: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         """Return the declaration of the function."""
@@ -177,11 +175,6 @@ class Signature:
             return name, ()
         if is_path(name):
             return self._place_of_path(name, slots)
-        owners = [
-            entry.name for entry in self.arguments if name in [key.name for key in entry.keys]
-        ]
-        if len(owners) == 1:
-            return owners[0], (name,)
         number = ordinal(name)
         if number is not None and number < len(slots):
             return slots[number], ()

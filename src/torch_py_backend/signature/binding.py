@@ -12,22 +12,47 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import logging
-from collections.abc import Collection, Sequence
+import operator
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BindingError, counted, join_names
 from torch_py_backend.signature.arguments import (
     Argument,
     ArgumentType,
+    Passing,
+    Path,
     Place,
     Signature,
     is_path,
     ordinal,
+    path_text,
 )
-from torch_py_backend.signature.calls import Forward, InputBinding, bind_places
 
 log = logging.getLogger(__name__)
+
+Forward: TypeAlias = Callable[..., object]
+
+
+@dataclass(frozen=True, slots=True)
+class InputBinding:
+    """The binding of the columns of a batch to arguments.
+
+    Attributes:
+        names: tensor names, in the order in which `call` expects their columns.
+        types: the type that each column is converted to.
+        call: a function that calls a module with the columns.
+        places: the argument or path that each column is bound to, for reports.
+    """
+
+    names: tuple[str, ...]
+    types: tuple[ArgumentType, ...]
+    call: Callable[[Forward, Sequence[object]], object]
+    places: tuple[str, ...] = ()
 
 
 class BindingRule(enum.Enum):
@@ -83,7 +108,7 @@ def bind_inputs(
         return _bind_leaves(names, signature, left_out)
     container = signature.container_argument(names)
     if container is not None:
-        places = _part_places(names, container, signature)
+        places = _part_places(names, container)
     else:
         places = _places(
             names,
@@ -97,7 +122,7 @@ def bind_inputs(
             f"two of the inputs {join_names(names)} feed the same argument",
             expected="one input for each",
         )
-    return bind_places(places, signature, left_out)
+    return _bind_places(places, signature, left_out)
 
 
 def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
@@ -159,24 +184,13 @@ def _bind_leaves(
     return InputBinding(in_order, (ArgumentType.TENSOR,) * len(leaves), call, leaves)
 
 
-def _part_places(
-    names: Sequence[str], container: Argument, signature: Signature
-) -> dict[str, Place]:
-    """Return the places in an argument that contains all inputs, by keys or by numbers."""
-    numbers = {name: number for name in names if (number := ordinal(name)) is not None}
+def _part_places(names: Sequence[str], container: Argument) -> dict[str, Place]:
+    """Return the places in an argument that contains all inputs: by keys, numbers or order."""
+    keys: Sequence[str | int] = names
     if container.type is not ArgumentType.DICT:
-        order = numbers.values() if len(numbers) == len(names) else range(len(names))
-        return {name: (container.name, (index,)) for name, index in zip(names, order, strict=True)}
-    keys = [key.name for key in container.keys] or list(names)
-    aliases = {name: keys[number] for name, number in numbers.items() if number < len(keys)}
-    aliases |= {key: key for key in keys}
-    unknown = [name for name in names if name not in aliases]
-    if unknown:
-        raise BindingError(
-            f"{container.name} of {signature} has no key {join_names(unknown)}",
-            expected=f"names among {join_names(keys)}",
-        )
-    return {name: (container.name, (aliases[name],)) for name in names}
+        numbers = [number for name in names if (number := ordinal(name)) is not None]
+        keys = numbers if len(numbers) == len(names) else range(len(names))
+    return {name: (container.name, (key,)) for name, key in zip(names, keys, strict=True)}
 
 
 def _places(
@@ -220,11 +234,121 @@ def _places(
         places |= {name: (slot, ()) for name, slot in zip(unplaced, free, strict=False)}
     unknown = [name for name, place in places.items() if place is None]
     if unknown:
-        keys = (key.name for argument in signature.arguments for key in argument.keys)
         numbered = [f"INPUT__{index}" for index in range(len(slots))]
         paths = [f"ARGS[{index}]" for index in range(len(slots))]
         raise BindingError(
             f"{signature} has no {join_names(unknown)}",
-            expected=f"names among {join_names([*signature.named, *keys, *numbered, *paths])}",
+            expected=f"names among {join_names([*signature.named, *numbered, *paths])}",
         )
     return {name: place for name, place in places.items() if place is not None}
+
+
+# --- from places to a call --------------------------------------------------------------------
+
+
+def _bind_places(
+    places: Mapping[str, Place], signature: Signature, left_out: Collection[str]
+) -> InputBinding:
+    """Pass arguments by position up to the first one without input, then by keyword."""
+    feeds: dict[str, dict[Path, str]] = {}
+    for name, (slot, path) in places.items():
+        if name not in left_out:
+            feeds.setdefault(slot, {})[path] = name
+    for argument in signature.arguments:
+        parts = [name for name, (slot, _) in places.items() if slot == argument.name]
+        _check_argument(argument, parts, left_out, signature)
+        if argument.required:
+            feeds.setdefault(argument.name, {})  # it allows None
+    leading = list(itertools.takewhile(feeds.__contains__, signature.slots(len(places))))
+    trailing = [slot for slot in feeds if slot not in leading]
+    by_position = [a.name for a in signature.arguments if a.passing is Passing.POSITIONAL_ONLY]
+    if any(slot.startswith("*") or slot in by_position for slot in trailing):
+        raise BindingError(f"inputs for * of {signature} leave a gap before them")
+    types = {argument.name: argument.type for argument in signature.arguments}
+    args = [_tree(feeds[slot], types.get(slot)) for slot in leading]
+    kwargs = {slot: _tree(feeds[slot], types.get(slot)) for slot in trailing}
+    names: list[str] = []
+    build_args, build_kwargs = _builder(args, names), _builder(kwargs, names)
+
+    def call(module: Forward, columns: Sequence[object]) -> object:
+        return module(*build_args(columns), **build_kwargs(columns))
+
+    def call_positional(module: Forward, columns: Sequence[object]) -> object:
+        return module(*columns)
+
+    types |= dict.fromkeys(signature.settings, ArgumentType.VALUE)
+    return InputBinding(
+        tuple(names),
+        tuple(_column_type(types, *places[name]) for name in names),
+        # Without containers and keywords, columns are in the order of the arguments.
+        call_positional if args == names else call,
+        tuple(path_text(*places[name]) for name in names),
+    )
+
+
+def _column_type(types: Mapping[str, ArgumentType], slot: str, path: Path) -> ArgumentType:
+    """Return the type of an argument; parts of containers are tensors."""
+    kind = types.get(slot, ArgumentType.TENSOR)
+    return ArgumentType.TENSOR if path or kind.container else kind
+
+
+def _check_argument(
+    argument: Argument, parts: Sequence[str], left_out: Collection[str], signature: Signature
+) -> None:
+    """Raise if the inputs of an argument in this batch do not make it up; `parts` are all."""
+    missing = [name for name in parts if name in left_out]
+    optional = argument.nullable or not argument.required
+    if len(missing) == len(parts) and not optional:
+        reason = f"; {join_names(left_out)} cannot be optional" if left_out else ""
+        raise BindingError(
+            f"no input feeds {signature.name}()'s argument {argument.name}{reason}",
+            expected=f"inputs for {signature}",
+            cure="Add them to config.pbtxt, or give the arguments defaults.",
+        )
+    if optional and argument.type is ArgumentType.TUPLE and 0 < len(missing) < len(parts):
+        raise BindingError(
+            f"{argument.name} of {signature} is a tuple, and {join_names(missing)} are left out"
+            " of it",
+            expected=f"all of {join_names(parts)}, or none of them",
+        )
+
+
+def _tree(feeds: Mapping[Path, str], kind: ArgumentType | None = None) -> Any:
+    """Return a tree of the names of inputs, by their paths in it; None without inputs.
+
+    `kind` is the type of the argument whose tree it is, if it is known.
+    """
+    if not feeds:
+        return None
+    if () in feeds:
+        if len(feeds) > 1:
+            raise BindingError(
+                f"{join_names(feeds.values())} feed an argument and a part of it at once"
+            )
+        return feeds[()]
+    branches: dict[int | str, dict[Path, str]] = {}
+    for (key, *below), name in feeds.items():
+        branches.setdefault(key, {})[tuple(below)] = name
+    if kind is ArgumentType.DICT or not all(isinstance(key, int) for key in branches):
+        return {str(key): _tree(branch) for key, branch in branches.items()}
+    if branches.keys() != set(range(len(branches))):
+        raise BindingError(
+            f"{join_names(feeds.values())} leave gaps in a list",
+            expected=f"items 0 to {len(branches) - 1}",
+        )
+    items = [_tree(branches[index]) for index in range(len(branches))]
+    return tuple(items) if kind is ArgumentType.TUPLE else items
+
+
+def _builder(tree: Any, names: list[str]) -> Callable[[Sequence[object]], Any]:
+    """Return a function that makes the tree of columns; append the tree's names to the others."""
+    if tree is None:
+        return lambda _: None
+    if isinstance(tree, str):
+        names.append(tree)
+        return operator.itemgetter(len(names) - 1)
+    if isinstance(tree, dict):
+        entries = {key: _builder(part, names) for key, part in tree.items()}
+        return lambda columns: {key: build(columns) for key, build in entries.items()}
+    sequence, items = type(tree), [_builder(part, names) for part in tree]
+    return lambda columns: sequence([build(columns) for build in items])

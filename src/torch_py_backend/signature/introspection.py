@@ -5,10 +5,9 @@ from __future__ import annotations
 import collections.abc
 import functools
 import inspect
-import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any, ForwardRef, Literal, Union, get_args, get_origin
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import torch
 from torch.utils import _pytree as pytree
@@ -27,7 +26,6 @@ _TYPES: Mapping[object, ArgumentType] = {
     bool: ArgumentType.BOOL,
     str: ArgumentType.STR,
     bytes: ArgumentType.RAW,
-    dict: ArgumentType.DICT,
     collections.abc.Mapping: ArgumentType.DICT,
     collections.abc.MutableMapping: ArgumentType.DICT,
     tuple: ArgumentType.TUPLE,
@@ -35,8 +33,6 @@ _TYPES: Mapping[object, ArgumentType] = {
     collections.abc.Sequence: ArgumentType.LIST,
     collections.abc.Iterable: ArgumentType.LIST,
 }
-# Qualifiers of the keys of a TypedDict.
-_QUALIFIERS = ("Required", "NotRequired", "ReadOnly")
 
 
 # --- Python ----------------------------------------------------------------------------------
@@ -54,27 +50,25 @@ def from_function(function: Callable[..., object]) -> Signature:
     if not hasattr(unwrapped, "__globals__"):  # an object with a __call__
         unwrapped = type(unwrapped).__call__
     scope: dict[str, object] = getattr(unwrapped, "__globals__", {})
-    parameters = inspect.signature(function).parameters
-    annotations = {name: _resolved(entry.annotation, scope) for name, entry in parameters.items()}
     arguments = []
-    keyword_types: dict[str, ArgumentType] = {}
-    for name, parameter in parameters.items():
-        passing = parameter.kind
-        variadic = passing in (Passing.VAR_POSITIONAL, Passing.VAR_KEYWORD)
-        nullable, kind = _without_none(annotations[name])
-        if passing is Passing.VAR_KEYWORD:
-            keyword_types = _keyword_types(annotations[name], annotations.get("generation_config"))
+    settings: frozenset[str] = frozenset()
+    for name, parameter in inspect.signature(function).parameters.items():
+        variadic = parameter.kind in (Passing.VAR_POSITIONAL, Passing.VAR_KEYWORD)
+        kinds = [*_alternatives(_resolved(parameter.annotation, scope))]
+        others = [kind for kind in kinds if kind is not types.NoneType]
+        only = others[0] if others and all(kind == others[0] for kind in others) else Any
+        if isinstance(only, type) and only.__name__ == "GenerationConfig":
+            settings = frozenset(vars(only()))  # of generate() of transformers, by `**`
         argument = Argument(
             name=name,
             required=parameter.default is inspect.Parameter.empty and not variadic,
-            passing=passing,
-            type=ArgumentType.TENSOR if variadic else _argument_type(kind),
+            passing=parameter.kind,
+            type=ArgumentType.TENSOR if variadic else _argument_type(only),
             text=str(parameter),
-            nullable=nullable,
-            keys=() if variadic else _keys(kind),
+            nullable=len(others) < len(kinds),
         )
         arguments.append(argument)
-    return Signature(tuple(arguments), keyword_types=keyword_types)
+    return Signature(tuple(arguments), settings=settings)
 
 
 def is_generator(function: Callable[..., object]) -> bool:
@@ -98,75 +92,18 @@ def _resolved(annotation: object, scope: dict[str, object]) -> object:
     return annotation
 
 
-def _keyword_types(annotation: object, generation_config: object) -> dict[str, ArgumentType]:
-    """Return the types of the known names that `**` accepts.
-
-    These are the keys of `Unpack[SomeTypedDict]`, and the attributes of GenerationConfig for
-    `generate()` of transformers. The latter have no annotations; the config's type decides.
-    """
-    _, settings = _without_none(generation_config)
-    keyword_types: dict[str, ArgumentType] = {}
-    if isinstance(settings, type) and settings.__name__ == "GenerationConfig":
-        keyword_types |= dict.fromkeys(vars(settings()), ArgumentType.VALUE)
-    if _name(get_origin(annotation)) == "Unpack":
-        keyword_types |= {key.name: key.type for key in _keys(get_args(annotation)[0])}
-    return keyword_types
-
-
-def _without_none(annotation: object) -> tuple[bool, object]:
-    """Return whether an annotation allows None, and its only other type (Any if it has several)."""
-    kinds = list(_alternatives(annotation))
-    others = [kind for kind in kinds if kind is not types.NoneType]
-    alike = others and all(kind == others[0] for kind in others)
-    return len(others) < len(kinds), others[0] if alike else Any
-
-
 def _alternatives(annotation: object) -> Iterator[object]:
-    """Yield the types that an annotation allows: of unions, literals, Annotated and qualifiers."""
+    """Yield the types that an annotation allows: of unions, literals and Annotated."""
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
         for alternative in get_args(annotation):
             yield from _alternatives(alternative)
     elif origin is Literal:
         yield from map(type, get_args(annotation))
-    elif origin is Annotated or _name(origin) in _QUALIFIERS:
+    elif origin is Annotated:
         yield from _alternatives(get_args(annotation)[0])
     else:
         yield annotation
-
-
-def _name(form: object) -> str:
-    """Return the name of a special form of typing or typing_extensions."""
-    return str(form).rpartition(".")[2]
-
-
-def _required_keys(annotation: object) -> Collection[str] | None:
-    """Return the required keys of a TypedDict; None for other types."""
-    if not isinstance(annotation, type):
-        return None
-    required: Collection[str] | None = getattr(annotation, "__required_keys__", None)
-    return required
-
-
-def _keys(annotation: object) -> tuple[Argument, ...]:
-    """Return the keys of a TypedDict; empty for other types."""
-    required_keys = _required_keys(annotation)
-    if required_keys is None:
-        return ()
-    keys = []
-    for name, hint in annotation.__annotations__.items():
-        annotated = hint
-        if isinstance(hint, ForwardRef):  # text, to evaluate in the module that defines it
-            module = sys.modules.get(str(hint.__forward_module__))
-            annotated = _resolved(hint.__forward_arg__, vars(module) if module else {})
-        nullable, kind = _without_none(annotated)
-        # Python ignores qualifiers in annotations that are text.
-        qualified = {"Required": True, "NotRequired": False}.get(_name(get_origin(annotated)))
-        required = name in required_keys if qualified is None else qualified
-        keys.append(
-            Argument(name, required, Passing.KEYWORD_ONLY, _argument_type(kind), name, nullable)
-        )
-    return tuple(keys)
 
 
 def _argument_type(annotation: object) -> ArgumentType:
@@ -175,9 +112,9 @@ def _argument_type(annotation: object) -> ArgumentType:
         is_dict = outer in ("dict", "Dict", "Mapping")
         return ArgumentType.DICT if is_dict else ArgumentType.TENSOR
     origin = get_origin(annotation) or annotation
-    if _required_keys(origin) is not None:
-        return ArgumentType.DICT
-    outermost = _TYPES.get(origin) if isinstance(origin, type) else None
+    if not isinstance(origin, type):
+        return ArgumentType.TENSOR
+    outermost = ArgumentType.DICT if issubclass(origin, dict) else _TYPES.get(origin)
     if outermost is not ArgumentType.LIST or not get_args(annotation):
         return outermost or ArgumentType.TENSOR
     item: object = get_args(annotation)[0]

@@ -16,20 +16,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from torch_py_backend.errors import BindingError, join_names
-from torch_py_backend.signature.arguments import Path, is_path, ordinal, path_text
+from torch_py_backend.signature.arguments import is_path, ordinal
 
 log = logging.getLogger(__name__)
 
 # A function from the result of forward() to the outputs, in the config's order.
 OutputBinding: TypeAlias = Callable[[object], Sequence[object]]
-Getter: TypeAlias = Callable[[Any], object]
+Getter: TypeAlias = Callable[[Any], Any]
 
 
 class _Leaf(NamedTuple):
     """A leaf of a result: its path, the same with the fields of named tuples, and how to get it."""
 
-    path: Path
-    labels: Path
+    path: str
+    labels: str
     get: Getter
 
 
@@ -53,93 +53,95 @@ def bind_outputs(
     Raises:
         BindingError: a name matches no leaf, or there are more names than leaves.
     """
-    leaves = list(_leaves(result))
-    fields = _names(result)
-    # Keys and fields come before paths.
-    keys = [_field_name(leaf, fields) for leaf in leaves]
-    aliases = {key: index for index, key in enumerate(keys) if key is not None}
-    for paths in ([leaf.path for leaf in leaves], [leaf.labels for leaf in leaves]):
-        for index, path in enumerate(paths):
-            aliases.setdefault(path_text("RESULT", path), index)
-    positions = [aliases.get(name, ordinal(name)) for name in names]
-    indices = [index for index in positions if index is not None and index < len(leaves)]
-    unknown = [index is None for index in positions]
-    unmatched = not any(is_path(name) or name in fields for name in names)
+    leaves, fields = list(_leaves(result)), _fields(result)
+    aliases = {name: index for index, name in enumerate(_keys(leaves, fields)) if name}
+    for index, leaf in enumerate(leaves):
+        aliases.setdefault(leaf.path, index)
+        aliases.setdefault(leaf.labels, index)
+    indices = [aliases.get(name, ordinal(name)) for name in names]
+    unknown = [index is None for index in indices]
+    in_order = any(unknown)
     if fields:
         in_order = fields_optional and isinstance(result, tuple) and all(unknown)
-    else:
-        in_order = any(unknown)
-    if in_order and unmatched and len(names) <= len(leaves):
+    named = any(is_path(name) or name in fields for name in names)
+    if in_order and not named and len(names) <= len(leaves):
         if fields or not all(unknown):
+            problem = f"among the result's {join_names(fields)}" if fields else "all numbers"
             log.warning(
-                "the output names %s %s; they are taken in the result's order.",
+                "the output names %s are not %s; they are taken in the result's order.",
                 ", ".join(names),
-                f"are not among the result's {join_names(fields)}"
-                if fields
-                else "are not all numbers (OUTPUT__0, OUTPUT__1, …)",
+                problem,
             )
         indices = list(range(len(names)))
-    if len(indices) < len(names) or len(set(indices)) < len(indices):
+    chosen = {index for index in indices if index is not None and index < len(leaves)}
+    if len(chosen) < len(names):
         valid = [*aliases, *(f"OUTPUT__{index}" for index in range(len(leaves)))]
-        misspelt = [name for name in names if name not in aliases]
-        meant = [key for name in misspelt for key in difflib.get_close_matches(name, fields, n=1)]
-        cure = f"Did you mean {join_names(meant)}?" if meant else ""
-        if set(misspelt) & set(fields):  # a list or a dict is there
-            cure = f"Return a torch.Tensor as {join_names(misspelt)}, or name its parts."
         raise BindingError(
-            f"the outputs {join_names(names)} do not fit what {of} returns, {_describe(result)}",
+            f"the outputs {join_names(names)} do not fit what {of} returns,"
+            f" {_describe(result, fields)}",
             expected=f"names among {join_names(valid)}",
-            cure=cure,
+            cure=_cure([name for name in names if name not in aliases], fields),
         )
-    return _selector([leaves[index] for index in indices], result)
+    getters = [leaves[index].get for index in indices if index is not None]
+    if not isinstance(result, tuple | list):
+        return lambda result: [get(result) for get in getters]
+    count = len(result)
+
+    def checked(result: object) -> Sequence[object]:
+        if not isinstance(result, tuple | list) or len(result) != count:
+            raise TypeError(type(result).__name__)
+        return [get(result) for get in getters]
+
+    return checked
 
 
 def leaf_names(result: object) -> list[str]:
     """Return a name for each leaf of a result: its key or field, else `OUTPUT__<number>`."""
-    fields = _names(result)
-    return [
-        _field_name(leaf, fields) or f"OUTPUT__{number}"
-        for number, leaf in enumerate(_leaves(result))
-    ]
+    keys = _keys([*_leaves(result)], _fields(result))
+    return [key or f"OUTPUT__{number}" for number, key in enumerate(keys)]
+
+
+def _keys(leaves: Sequence[_Leaf], fields: Sequence[str]) -> list[str | None]:
+    """Return the key or field of each leaf at the top level; None for others."""
+    tops = {f"RESULT[{field}]": field for field in fields}
+    return [tops.get(leaf.labels) for leaf in leaves]
+
+
+def _fields(result: object) -> list[str]:
+    """Return the keys or fields at the top level of a result; empty if it has none."""
+    indexed = isinstance(result, tuple | list)
+    return [str(label) for key, label, _ in _parts(result) or () if label != key or not indexed]
 
 
 def _leaves(
-    value: object, path: Path = (), labels: Path = (), get: Getter = lambda result: result
+    value: object, path: str = "RESULT", labels: str = "RESULT", get: Getter = lambda result: result
 ) -> Iterator[_Leaf]:
     """Yield the leaves in the result's order; a list of strings is one leaf."""
-    children = _children(value)
-    if children is None:
+    parts = _parts(value)
+    if parts is None:
         yield _Leaf(path, labels, get)
         return
-    for key, label, step in children:
-        way = step if not path else _then(get, step)
-        yield from _leaves(step(value), (*path, key), (*labels, label), way)
+    for key, label, step in parts:
+        way = step if path == "RESULT" else _then(get, step)
+        yield from _leaves(step(value), f"{path}[{key}]", f"{labels}[{label}]", way)
 
 
 def _then(get: Getter, step: Getter) -> Getter:
     return lambda result: step(get(result))
 
 
-def _children(value: object) -> list[tuple[int | str, int | str, Getter]] | None:
+def _parts(value: object) -> list[tuple[object, object, Getter]] | None:
     """Return key, label (of a named tuple: its field) and getter of each part; None: a leaf."""
     if isinstance(value, Mapping):
-        names = [key if isinstance(key, int) else str(key) for key in value]
-        return list(zip(names, names, map(operator.itemgetter, value), strict=True))
+        return [(key, key, operator.itemgetter(key)) for key in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = [field.name for field in dataclasses.fields(value)]
-        return [(name, name, operator.attrgetter(name)) for name in fields]
-    if isinstance(value, tuple | list) and not _is_strings(value):
-        labels: Sequence[int | str] = _fields(value) or range(len(value))
-        return [(index, label, _item(index)) for index, label in enumerate(labels)]
-    return None
-
-
-def _fields(value: Sequence[object]) -> Sequence[str]:
-    """Return the fields of a named tuple, or of a return type such as that of torch.max."""
-    if not isinstance(value, tuple):
-        return ()
-    named: Sequence[str] = getattr(value, "_fields", getattr(value, "__match_args__", ()))
-    return named
+        names = [field.name for field in dataclasses.fields(value)]
+        return [(name, name, operator.attrgetter(name)) for name in names]
+    if not isinstance(value, tuple | list) or _is_strings(value):
+        return None
+    # The fields of a named tuple, or of a return type such as that of torch.max.
+    labels = getattr(value, "_fields", getattr(value, "__match_args__", ()))
+    return [(index, label, _item(index)) for index, label in enumerate(labels or range(len(value)))]
 
 
 def _item(index: int) -> Getter:
@@ -160,39 +162,18 @@ def _is_strings(value: Sequence[object]) -> bool:
     )
 
 
-def _names(result: object) -> list[str]:
-    """Return the keys or fields at the top level of a result; empty if it has none."""
-    if isinstance(result, tuple | list):
-        return list(_fields(result))
-    return [str(key) for key, _, _ in _children(result) or ()]
+def _cure(misspelt: Sequence[str], fields: Sequence[str]) -> str:
+    containers = [name for name in misspelt if name in fields]  # a list or a dict is there
+    if containers:
+        return f"Return a torch.Tensor as {join_names(containers)}, or name its parts."
+    meant = [key for name in misspelt for key in difflib.get_close_matches(name, fields, n=1)]
+    return f"Did you mean {join_names(meant)}?" if meant else ""
 
 
-def _field_name(leaf: _Leaf, fields: Sequence[str]) -> str | None:
-    """Return the key or field of a leaf at the top level."""
-    name = str(leaf.labels[0]) if len(leaf.labels) == 1 else ""
-    return name if name in fields else None
-
-
-def _selector(leaves: Sequence[_Leaf], result: object) -> OutputBinding:
-    if isinstance(result, tuple | list):
-        count = len(result)
-
-        def checked(result: object) -> Sequence[object]:
-            if not isinstance(result, tuple | list) or len(result) != count:
-                raise TypeError(type(result).__name__)
-            return result
-
-        if [leaf.path for leaf in leaves] == [(index,) for index in range(count)]:
-            return checked
-    getters = [leaf.get for leaf in leaves]
-    return lambda result: [get(result) for get in getters]
-
-
-def _describe(result: object) -> str:
+def _describe(result: object, fields: Sequence[str]) -> str:
     kind = type(result).__name__
-    names = _names(result)
-    if names:
-        return f"{kind} with {join_names(names)}"
+    if fields:
+        return f"{kind} with {join_names(fields)}"
     if isinstance(result, tuple | list) and not _is_strings(result):
         return f"{kind} of {len(result)}"
     return f"one {kind}"
