@@ -98,15 +98,14 @@ def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
     )
     named = [argument for argument in signature.arguments if argument.named]
     required = [argument for argument in named if argument.required] or named
-    leaves = [leaf for owner in required for leaf in owner.keys or (owner,)]
     return {
         "signature": str(signature),
         "arguments": [argument.name for argument in named],
         "inputs": [
-            specs.entry_of(TensorSpec(leaf.name, *_ANNOTATED[leaf.type]))
-            if leaf.type in _ANNOTATED
-            else {"name": leaf.name}
-            for leaf in leaves
+            specs.entry_of(TensorSpec(argument.name, *_ANNOTATED[argument.type]))
+            if argument.type in _ANNOTATED
+            else {"name": argument.name}
+            for argument in required
         ],
     }
 
