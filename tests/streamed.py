@@ -21,7 +21,7 @@ from torch_py_backend.config.options import Options
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.streams import Streams
-from torch_py_backend.errors import BackendError
+from torch_py_backend.errors import BackendError, CancelledError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 from torch_py_backend.values import Value
@@ -50,26 +50,20 @@ def item(*values: float) -> dict[str, Value]:
 
 @dataclass
 class Recorder:
-    """Keeps what a stream gives; leaves after so many responses."""
+    """A client that keeps what a stream gives, and leaves after so many responses."""
 
     leaves_after: int | None = None
     values: list[list[list[float]]] = field(default_factory=list)
     error: BackendError | None = None
-    ends: int = 0
-    left: bool = False
+    refusal: BackendError | None = None
 
     def send(self, outcome: dict[str, Value], *, last: bool) -> None:
         self.values.append(torch.as_tensor(outcome["y"]).tolist())
-        self.ends += last
         if len(self.values) == self.leaves_after:
-            self.left = True
+            self.refusal = CancelledError("in mid-stream")
             task = asyncio.current_task()
             assert task is not None
             task.cancel()
-
-    def end(self, error: BackendError | None) -> None:
-        self.ends += 1
-        self.error = error
 
     @property
     def text(self) -> str:
@@ -81,11 +75,12 @@ def run(model: Engine, *pairs: tuple[dict[str, Value], Recorder]) -> Streams:
     streams = Streams(model)
 
     async def together() -> None:
-        await asyncio.gather(*(streams.run(*pair) for pair in pairs))
+        ends = await asyncio.gather(*(streams.run(*pair) for pair in pairs))
+        for (_, recorder), error in zip(pairs, ends, strict=True):
+            recorder.error = error
 
     asyncio.run(together())
     assert streams.live == 0
-    assert all(recorder.ends == 1 for _, recorder in pairs)
     return streams
 
 
@@ -160,8 +155,8 @@ class Ticker(torch.nn.Module):
 """
 ROWS = """
 def multiples(x, count: int):
-    for factor in range(1, count + 1):
-        yield factor * x, [[f"{factor} times"]] * len(x)
+    # An iterator that is no generator.
+    return map(lambda factor: (factor * x, [[f"{factor} times"]] * len(x)), range(1, count + 1))
 """
 CONTINUOUS = """
 import torch

@@ -85,8 +85,7 @@ def test_only_failing_streams_end() -> None:
     assert "ValueError: too much" in pairs[3][1].text
     assert pairs[3][1].values == []
     assert model.sizes[-2:] == [3, 3]  # they share the other steps
-    assert streams.steps is not None
-    assert streams.steps.streams == sum(model.sizes)
+    assert streams.stepped == sum(model.sizes)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +210,11 @@ def test_outputs_that_contradict_the_config() -> None:
     ("returned", "message"),
     [
         ([], "step() returned a list of 0 for 1 stream"),
-        ([torch.ones(1)], "step() returned a Tensor for a stream"),
-        ([(None, None, None)], "step() returned a tuple for a stream"),
+        ([torch.ones(1)], "step() returned a list of 1 for 1 stream"),
+        (
+            [(None, None, None)],
+            "step() returned a list of 1 for 1 stream; expected a list with a pair",
+        ),
         (torch.ones(1, 2), "step() returned a Tensor"),
     ],
 )

@@ -17,44 +17,9 @@ from torch import Tensor
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.runtime import Runtime
-from torch_py_backend.engine.streams import Streams, trial
-from torch_py_backend.errors import BackendError, CancelledError, ForwardError
+from torch_py_backend.engine.streams import Streams
+from torch_py_backend.errors import CancelledError, ForwardError
 from torch_py_backend.values import Value
-
-
-def _three(x: Tensor) -> Iterator[Tensor]:
-    for factor in (1, 2, 3):
-        yield factor * x
-
-
-class _Iterator:
-    """An iterator that is not a generator."""
-
-    def __init__(self, x: Tensor) -> None:
-        self._values = _three(x)
-
-    def __iter__(self) -> _Iterator:
-        return self
-
-    def __next__(self) -> Tensor:
-        return next(self._values)
-
-
-@pytest.mark.parametrize(
-    ("forward", "values"),
-    [
-        (lambda x: _three(x + 0), [2.0, 4.0, 6.0]),
-        (_Iterator, [2.0, 4.0, 6.0]),
-        (lambda x: iter(()), []),
-    ],
-    ids=["returned", "iterator", "empty"],
-)
-def test_values_become_responses(forward: Any, values: list[float]) -> None:
-    """Each value of an iterator, which may be no generator, is a response."""
-    recorder = Recorder()
-    run(engine(forward), (item(2), recorder))
-    assert recorder.values == [[[value]] for value in values]
-    assert recorder.error is None
 
 
 def test_streams_take_turns() -> None:
@@ -84,24 +49,6 @@ def test_an_awaiting_stream_does_not_block_others() -> None:
     waiting, running = Recorder(), Recorder()
     run(engine(forward), (item(1), waiting), (item(2), running))
     assert len(running.values) == len(waiting.values) == 5
-
-
-def test_an_error_ends_its_own_stream() -> None:
-    """A stream that raises keeps its responses until then; other streams continue."""
-
-    def forward(x: Tensor) -> Iterator[Tensor]:
-        yield x
-        if int(x) == 1:
-            raise ValueError("one")
-        yield 10 * x
-
-    failing, other = Recorder(), Recorder()
-    run(engine(forward), (item(1), failing), (item(2), other))
-    assert failing.values == [[[1.0]]]
-    assert isinstance(failing.error, ForwardError)
-    assert "ValueError: one" in failing.text
-    assert other.values == [[[2.0]], [[20.0]]]
-    assert other.error is None
 
 
 def test_any_exception_ends_the_stream() -> None:
@@ -166,13 +113,9 @@ def test_cancellation_closes_the_generator(asynchronous: bool) -> None:
             await asyncio.sleep(0)
             closed.append(int(x))
 
-    class Ended(Recorder):
-        def end(self, error: BackendError | None) -> None:
-            super().end(error)
-            assert closed == [3]
-
-    recorder = Ended(leaves_after=4)
+    recorder = Recorder(leaves_after=4)
     run(engine(awaited if asynchronous else forward), (item(3), recorder))
+    assert closed == [3]
     assert len(recorder.values) == 4
     assert isinstance(recorder.error, CancelledError)
 
@@ -193,9 +136,9 @@ def test_a_model_that_swallows_its_cancellation() -> None:
     async def leave() -> None:
         task = asyncio.create_task(Streams(engine(forward)).run(item(1), recorder))
         await reached.wait()
-        recorder.left = True
+        recorder.refusal = CancelledError()
         task.cancel()
-        await task
+        recorder.error = await task
 
     asyncio.run(leave())
     assert isinstance(recorder.error, CancelledError)
@@ -276,32 +219,3 @@ def test_a_context_open_during_an_await() -> None:
     assert other.values == [[[2.0]]]
     assert inside == [False]
     assert runtime.thread_state(torch.device("cpu")) == before
-
-
-def test_a_trial_takes_the_first_responses() -> None:
-    """A trial ends an endless stream after its first responses."""
-    steps = []
-
-    def forward(x: Tensor) -> Iterator[Tensor]:
-        while True:
-            steps.append(1)
-            yield x * len(steps)
-
-    (outcome,) = trial(engine(forward))([item(1)])
-    assert isinstance(outcome, dict)
-    assert torch.as_tensor(outcome["y"]).tolist() == [[3.0]]
-    assert len(steps) == 3
-
-
-def test_a_trial_returns_errors() -> None:
-    """The outcome of a stream that fails is its error; the traceback is reported."""
-
-    def forward(x: Tensor) -> Iterator[Tensor]:
-        yield x
-        raise ValueError("second")
-
-    model = engine(forward)
-    (outcome,) = trial(model)([item(1)])
-    assert isinstance(outcome, ForwardError)
-    assert outcome.reported
-    assert "ValueError: second" in outcome.traceback

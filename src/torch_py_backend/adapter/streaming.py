@@ -23,8 +23,8 @@ from torch_py_backend.engine.tracing import TraceContexts
 from torch_py_backend.errors import (
     BackendError,
     CancelledError,
-    InternalError,
     OutputError,
+    UnavailableError,
     summarize,
 )
 from torch_py_backend.pipeline.counters import OK
@@ -75,8 +75,7 @@ class Streaming:
         # While `start` waits for it, Triton queues requests or sends them to other instances.
         self._slots = threading.BoundedSemaphore(engine.config.options.max_streams)
         self.streams = Streams(engine, self._around_call)
-        self._polling = False
-        self._clients: dict[asyncio.Task[None], _Client] = {}
+        self._tasks: dict[_Client, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         # The thread count is thread-local: a new thread starts with torch's default.
         self._thread = threading.Thread(
@@ -95,7 +94,8 @@ class Streaming:
                 continue
             if not self._slots.acquire(blocking=False):
                 self._slots.acquire()
-                client.check()  # it may have gone during the wait
+                if client.has_left():  # during the wait
+                    client.refusal = CancelledError()
             self._loop.call_soon_threadsafe(self._launch, item, client)
 
     def close(self) -> None:
@@ -138,47 +138,36 @@ class Streaming:
         client.end(self.engine.failures.unreadable(error))
 
     def _launch(self, item: Item, client: _Client) -> None:
-        if client.left:
-            self._slots.release()
-            client.end(CancelledError())
-            return
         with values.trace_context((item,)):  # a context that the task keeps
-            task = self._loop.create_task(self.streams.run(item, client))
-        self._clients[task] = client
-        task.add_done_callback(self._finalize)
-        self._schedule_poll()
+            self._tasks[client] = self._loop.create_task(self._serve(item, client))
 
-    def _finalize(self, task: asyncio.Task[None]) -> None:
-        client = self._clients.pop(task)
+    async def _serve(self, item: Item, client: _Client) -> None:
+        self._schedule_poll(client)
+        error = await self.streams.run(item, client)
+        del self._tasks[client]
         self._slots.release()
-        # A stream ends its client by itself, except on an unexpected exception.
-        if task.cancelled():  # before it began
-            client.end(self.streams.error(asyncio.CancelledError(), client))
+        if not client.ended:
+            client.end(error)
+
+    def _schedule_poll(self, client: _Client) -> None:
+        delay = max(_POLL_S, _POLL_OF_EACH_S * len(self._tasks))
+        self._loop.call_later(delay, self._poll, client)
+
+    def _poll(self, client: _Client) -> None:
+        """Cancel the stream of a client that has gone."""
+        if client.ended or client.refusal is not None:
             return
-        error = task.exception()
-        if error is not None:
-            failures = self.engine.failures
-            text = failures.classify(error).text
-            client.end(failures.fatal or reported(InternalError(), text))
-
-    def _schedule_poll(self) -> None:
-        if not self._polling:
-            self._polling = True
-            delay = max(_POLL_S, _POLL_OF_EACH_S * len(self._clients))
-            self._loop.call_later(delay, self._poll)
-
-    def _poll(self) -> None:
-        """Cancel the streams of clients that have gone."""
-        self._polling = False
-        if self._clients:  # schedule first: an exception below must not end the polling
-            self._schedule_poll()
-        for task, client in self._clients.items():
-            if not client.left and client.check():
-                task.cancel()
+        self._schedule_poll(client)  # first: an exception below must not end the polling
+        if client.has_left():
+            client.refusal = CancelledError("in mid-stream")
+            self._tasks[client].cancel()
 
     async def _finish(self) -> None:
-        self.streams.closing = True
-        # Includes tasks of the model.
+        """End the streams, and the tasks that the model has started."""
+        await asyncio.sleep(0)  # a task that is cancelled before it begins would never run
+        unloaded = "the model is unloaded in mid-stream"
+        for client in self._tasks:
+            client.refusal = reported(UnavailableError(unloaded, cure="Retry later."))
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -190,27 +179,29 @@ class _Client:
     """The client of one request, which gets its responses.
 
     Attributes:
-        left: whether a `check` found that it has gone.
+        refusal: why its stream was cancelled; None: it was not.
+        ended: whether it got its final response.
     """
 
     def __init__(self, streaming: Streaming, request: Request) -> None:
-        self.left = False
+        self.refusal: BackendError | None = None
+        self.ended = False
         self._streaming, self._engine = streaming, streaming.engine
         self._sender = request.get_response_sender()
         self._name = messages.request_id(request)
-        # After the final response, a query would read memory that Triton has freed: 24.10 dies.
-        self._ended = False
 
-    def check(self) -> bool:
-        """Query Triton whether the client has gone; false if its stream has ended."""
+    def has_left(self) -> bool:
+        """Query Triton whether the client has gone.
+
+        After the final response, the query would read memory that Triton has freed: 24.10 dies.
+        """
         orphans.end_if_orphaned()
-        self.left = not self._ended and self._sender.is_cancelled()
-        return self.left
+        return not self.ended and self._sender.is_cancelled()
 
     def send(self, outcome: dict[str, Value], *, last: bool) -> None:
         """Send a response."""
         orphans.end_if_orphaned()
-        self._ended = last
+        self.ended = last
         try:
             response = messages.write(outcome, self._engine.config.name)
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL * last)
@@ -223,7 +214,7 @@ class _Client:
     def end(self, error: BackendError | None) -> None:
         """End the stream for the client; log the error."""
         orphans.end_if_orphaned()
-        self._ended = True
+        self.ended = True
         send = self._sender.send
         if error is not None:
             send = partial(send, messages.write(error, self._engine.config.name))

@@ -98,8 +98,8 @@ def _compile_cache(of: Sources) -> Values:
 
 
 def _stepped_streams(of: Sources) -> Values:
-    stepper = of.streams.steps if of.streams is not None else None
-    return {"": stepper.streams} if stepper is not None else {}
+    stepped = of.streams.stepped if of.streams is not None else None
+    return {"": stepped} if stepped is not None else {}
 
 
 def _counted(field: str, applies: Callable[[Sources], bool] = lambda _: True) -> Read:
