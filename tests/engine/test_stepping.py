@@ -60,7 +60,7 @@ def test_streams_of_different_lengths() -> None:
             if len(self.values) == 1:
                 others.append(asyncio.create_task(streams.run(item(10), late)))
 
-    others: list[asyncio.Task[None]] = []
+    others: list[asyncio.Task[Any]] = []
     early = Early(leaves_after=3)
 
     async def staggered() -> None:
