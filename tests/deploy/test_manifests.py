@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import configparser
+import http.client
 import importlib
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import time
@@ -24,9 +26,9 @@ from cloudcoil.models.keda.v1alpha1 import ScaledObject
 from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule
 
 from torch_py_backend.cli import commands
+from torch_py_backend.page.app import Page
+from torch_py_backend.page.snapshot import Snapshot
 from torch_py_backend.server import tritonserver
-from torch_py_backend.server.lifecycle import Snapshot
-from torch_py_backend.server.readiness import ReadinessServer
 
 _ROOT = Path(__file__).parents[2]
 _DEPLOY = _ROOT / "deploy"
@@ -228,11 +230,15 @@ def test_probes(build: Build) -> None:
     """While a model loads, the replica has started and lives, but is not ready."""
     container = _container(build(_with()))
     snapshot = Snapshot({"m": "is being loaded"}, "", time.monotonic())
-    with ReadinessServer("127.0.0.1", 0, lambda: snapshot) as readiness:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with Page(listener, lambda: snapshot):
         for probe, status in {"startup": 200, "liveness": 200, "readiness": 503}.items():
             request = container[f"{probe}Probe"]["httpGet"]
             assert request["port"] == "health"
-            assert readiness.answer(request["path"])[0].value == status
+            client = http.client.HTTPConnection("127.0.0.1", listener.getsockname()[1], timeout=60)
+            client.request("GET", request["path"])
+            assert client.getresponse().status == status
+            client.close()
 
 
 def test_keda(build: Build) -> None:

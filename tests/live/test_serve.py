@@ -28,6 +28,8 @@ _REFUSED = {
     "misspelt": 'backend: "torch_py_backend"\n' + scenarios.x_to_y().partition("\n")[2],
     "unreadable": 'backend: "pytorch_py"\ninput [{ name: }]\n',
 }
+# Not every machine has IPv6.
+_LOOPBACK = "::1" if Path("/proc/net/if_inet6").exists() else "127.0.0.1"
 
 
 @pytest.fixture
@@ -102,8 +104,11 @@ def test_warnings_of_a_load(repository: Path) -> None:
 
 
 def test_requests_are_taken_while_it_drains(repository: Path) -> None:
-    """With --drain, SIGTERM ends readiness at once; what still comes is answered, then it ends."""
-    with supervised.serve(repository, "--drain=10") as served:
+    """With --drain, SIGTERM ends readiness at once; what still comes is answered, then it ends.
+
+    Over IPv6, too.
+    """
+    with supervised.serve(repository, "--drain=10", f"--address={_LOOPBACK}") as served:
         served.wait_loaded()
         served.process.send_signal(signal.SIGTERM)
         stopping = {"ready": False, "reason": "the server is being stopped"}

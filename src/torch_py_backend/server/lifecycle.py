@@ -1,4 +1,4 @@
-"""The lifecycle of a model: its phases, what is recorded of it, and what is reported of it."""
+"""The lifecycle of a model: its phases, what is recorded of it, and its events."""
 
 from __future__ import annotations
 
@@ -28,23 +28,6 @@ class Event:
     kind: EventKind
     model: str
     text: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The readiness of all models, for other threads.
-
-    Attributes:
-        models: the models that should serve, each with the reason why it does not; empty: it does.
-        problem: a problem of the whole server.
-        at: when it was taken, in the clock's seconds.
-        warnings: the warnings of the last load of each model that serves, if there were any.
-    """
-
-    models: Mapping[str, str] = field(default_factory=dict)
-    problem: str = "the server is being started"
-    at: float = 0.0
-    warnings: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 class Phase(Enum):

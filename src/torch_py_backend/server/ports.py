@@ -1,4 +1,4 @@
-"""The ports of a server: free ones, and checks of those that were requested."""
+"""The addresses and ports of a server: free ones, and errors for those that are taken."""
 
 from __future__ import annotations
 
@@ -8,6 +8,19 @@ import socket
 from collections.abc import Mapping
 
 from torch_py_backend.errors import ToolError
+
+# Clients on this machine reach all addresses at the loopback address of the same family.
+_WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104
+
+
+def is_ipv6(address: str) -> bool:
+    return ":" in address
+
+
+def client_address(address: str, port: int) -> str:
+    """Return host and port at which clients on this machine reach a service, as in a URL."""
+    address = _WILDCARDS.get(address, address)
+    return f"[{address}]:{port}" if is_ipv6(address) else f"{address}:{port}"
 
 
 def choose_ports(*requested: int) -> list[int]:
@@ -22,35 +35,36 @@ def choose_ports(*requested: int) -> list[int]:
         ]
 
 
-def client_address(address: str, port: int) -> str:
-    """Return the address at which clients on this machine reach a service."""
-    return f"{'127.0.0.1' if address == '0.0.0.0' else address}:{port}"  # noqa: S104
+def listen(option: str, address: str, port: int) -> socket.socket:
+    """Listen on a port, as Triton does: one with connections in TIME_WAIT only is free.
+
+    Args:
+        option: the option that sets the port, for the error.
+        address: the address, IPv4 or IPv6, or a host name.
+        port: the port; 0 is any port.
+
+    Raises:
+        ToolError: the port is out of range, taken or not allowed for this user.
+    """
+    listener = socket.socket(socket.AF_INET6 if is_ipv6(address) else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen()
+    except (OSError, OverflowError) as error:
+        listener.close()
+        if isinstance(error, OverflowError):
+            raise ToolError(f"{option} is {port}; expected a port from 0 to 65535.") from None
+        is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+        cure = "another port; 0 takes a free one" if is_port else "an --address of this machine"
+        raise ToolError(
+            f"{option} {port} on {address} cannot be listened on: {error.strerror}. Choose {cure}."
+        ) from None
+    return listener
 
 
 def check_ports(address: str, requested: Mapping[str, int]) -> None:
-    """Listen for a moment on each port, named by its option, as the server will; 0 is any port.
-
-    Raises:
-        ToolError: a port is out of range, taken, named twice or not allowed for this user.
-    """
+    """Listen for a moment on each port, named by its option; see `listen`."""
     with contextlib.ExitStack() as open_sockets:
         for option, port in requested.items():
-            listener = open_sockets.enter_context(socket.socket())
-            # As Triton does: a port with connections in TIME_WAIT only is free.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((address, port))
-                listener.listen()
-            except OverflowError:
-                raise ToolError(f"{option} is {port}; expected a port from 0 to 65535.") from None
-            except OSError as error:
-                is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
-                cure = (
-                    "another port; 0 takes a free one"
-                    if is_port
-                    else "an --address of this machine"
-                )
-                raise ToolError(
-                    f"{option} {port} on {address} cannot be listened on: {error.strerror}."
-                    f" Choose {cure}."
-                ) from None
+            open_sockets.enter_context(listen(option, address, port))

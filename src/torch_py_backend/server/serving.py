@@ -9,11 +9,11 @@ from pathlib import Path
 
 from torch_py_backend.config import repository as repositories
 from torch_py_backend.errors import ToolError
+from torch_py_backend.page.app import Page
 from torch_py_backend.server import server_arguments
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.lifecycle import Event
-from torch_py_backend.server.ports import check_ports, choose_ports
-from torch_py_backend.server.readiness import ReadinessServer
+from torch_py_backend.server.ports import check_ports, choose_ports, client_address, listen
 from torch_py_backend.server.reloading import Reloader
 from torch_py_backend.server.supervisor import Supervisor
 from torch_py_backend.server.tritonserver import Server
@@ -105,10 +105,9 @@ class Serving:
                 restarts=self._restarts,
                 load_seconds=self._load_seconds,
             )
-            with ReadinessServer(
-                self._address, self._health_port, lambda: supervisor.snapshot
-            ) as readiness:
-                self.health_address = readiness.address
+            listener = listen("--health-port", self._address, self._health_port)
+            with Page(listener, lambda: supervisor.snapshot) as page:
+                self.health_address = client_address(self._address, self._health_port)
                 try:
                     states = server.wait_loaded()
                     if self._controls:
@@ -120,7 +119,7 @@ class Serving:
                 finally:
                     # In this order, both the requests that a load balancer still sends and those in
                     # progress when Triton stops are answered.
-                    readiness.set_stopping()
+                    page.stopping = True
                     deadline = time.monotonic() + self._drain
                     while server.process.poll() is None and time.monotonic() < deadline:
                         supervisor.step()

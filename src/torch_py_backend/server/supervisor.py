@@ -18,11 +18,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torch_py_backend.page.snapshot import Snapshot
 from torch_py_backend.processes.instance_status import InstanceState
 from torch_py_backend.server import client as triton
 from torch_py_backend.server.client import LoadTimeoutError, ModelState, TritonClient
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
-from torch_py_backend.server.lifecycle import Event, EventKind, ModelRecord, Phase, Snapshot
+from torch_py_backend.server.lifecycle import Event, EventKind, ModelRecord, Phase
 
 _STEP_S = 0.1
 _INDEX_S = 0.5

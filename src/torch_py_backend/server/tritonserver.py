@@ -21,7 +21,7 @@ from torch_py_backend.processes import instance_status, orphan_cleanup
 from torch_py_backend.processes.orphan_cleanup import ServerFolder
 from torch_py_backend.server import server_arguments, triton_installation
 from torch_py_backend.server.client import ModelState, TritonClient
-from torch_py_backend.server.ports import choose_ports, client_address
+from torch_py_backend.server.ports import choose_ports, client_address, is_ipv6
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -158,7 +158,10 @@ class Server:
                     *(
                         f"--{service}-{argument}"
                         for service, port in zip(_SERVICES, self._ports, strict=True)
-                        for argument in (f"address={self._address}", f"port={port}")
+                        for argument in (
+                            f"address={_bound_address(self._address, service)}",
+                            f"port={port}",
+                        )
                     ),
                     *self._arguments,
                 ],
@@ -267,6 +270,13 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+
+def _bound_address(address: str, service: str) -> str:
+    """Return an address as Triton expects it: libevent and gRPC write IPv6 in their own ways."""
+    if not is_ipv6(address):
+        return address
+    return f"[{address}]" if service == "grpc" else f"ipv6:{address}"
 
 
 def exit_seconds(arguments: Sequence[str]) -> int:

@@ -1,0 +1,1 @@
+"""The HTTP endpoints of `serve` for probes: `app`. Imports no torch."""

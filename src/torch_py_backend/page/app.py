@@ -1,0 +1,163 @@
+"""Liveness and readiness over HTTP, for Kubernetes and load balancers.
+
+GET /live           200 while the models are monitored and tritonserver answers; else 503
+GET /ready          200 if every model that should serve does; else 503
+GET /ready/MODEL    the same for one model, with the warnings of its load; 404 if it should not
+                    serve
+
+Slow or hostile clients delay neither probes nor the supervisor: the endpoints have a thread of
+their own, and connections are limited in number, size and time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import functools
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from torch_py_backend.errors import sanitize_line
+from torch_py_backend.page.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# A supervisor with an older snapshot has stopped to monitor the models.
+_STALE_S = 30.0
+# A connection ends with its response, after this time, or when so many newer ones were opened.
+_CONNECTION_S = 10.0
+_MAX_CONNECTIONS = 64
+# Connections that the kernel keeps until they are accepted, all of them at once.
+_BACKLOG = 512
+_MAX_REQUEST_BYTES = 16 << 10
+_UNKNOWN_PATH: dict[str, object] = {"error": "expected /live, /ready or /ready/MODEL"}
+# Requests that are no HTTP are not worth a line.
+_SILENT = logging.getLogger(f"{__name__}.connections")
+_SILENT.disabled = True
+
+
+class Page:
+    """The HTTP server of these endpoints, as a context manager.
+
+    Args:
+        listener: a socket that listens; closed at the end.
+        snapshot: returns the readiness of the models.
+
+    Attributes:
+        stopping: whether the endpoints report that nothing is ready, since the server is stopped.
+    """
+
+    def __init__(self, listener: socket.socket, snapshot: Callable[[], Snapshot]) -> None:
+        self.stopping = False
+        self._snapshot = snapshot
+        routes = [
+            Route("/live", self._live),
+            Route("/ready", self._ready),
+            Route("/ready/{model}", self._model_ready),
+            Route("/{path:path}", _unknown),
+        ]
+        # The connections of this page, in the order of their arrival.
+        opened: collections.deque[_Connection] = collections.deque()
+        connect: Any = functools.partial(_Connection, opened)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                Starlette(routes=routes),
+                http=connect,
+                loop="asyncio",
+                ws="none",
+                lifespan="off",
+                log_config=None,  # that of this process stays as it is
+                access_log=False,
+                server_header=False,
+                headers=[("Connection", "close")],
+                backlog=_BACKLOG,
+                h11_max_incomplete_event_size=_MAX_REQUEST_BYTES,
+            )
+        )
+        self._thread = threading.Thread(
+            target=self._server.run, args=([listener],), name="page", daemon=True
+        )
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.should_exit = self._server.force_exit = True
+        self._thread.join()
+
+    # --- endpoints -------------------------------------------------------------------------------
+
+    async def _live(self, _request: Request) -> Response:
+        return _response("live", self._server_problem(self._snapshot()))
+
+    async def _ready(self, _request: Request) -> Response:
+        snapshot = self._snapshot()
+        problem = self._problem(snapshot)
+        reasons = {name: reason for name, reason in snapshot.models.items() if reason}
+        if not problem and not reasons:
+            return _json({"ready": True}, HTTPStatus.OK)
+        body = {"ready": False, "models": reasons} | ({"reason": problem} if problem else {})
+        return _json(body, HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def _model_ready(self, request: Request) -> Response:
+        snapshot, model = self._snapshot(), request.path_params["model"]
+        problem = self._problem(snapshot)
+        if not problem and model not in snapshot.models:
+            body = {"ready": False, "reason": "no such model should serve"}
+            return _json(body, HTTPStatus.NOT_FOUND)
+        warnings = [sanitize_line(text) for text in snapshot.warnings.get(model, ())]
+        more = {"warnings": warnings} if warnings else {}
+        return _response("ready", problem or snapshot.models[model], more)
+
+    def _problem(self, snapshot: Snapshot) -> str:
+        return "the server is being stopped" if self.stopping else self._server_problem(snapshot)
+
+    def _server_problem(self, snapshot: Snapshot) -> str:
+        is_stale = snapshot.at and time.monotonic() - snapshot.at > _STALE_S
+        return snapshot.problem or ("the models are no longer monitored" if is_stale else "")
+
+
+async def _unknown(_request: Request) -> Response:
+    return _json(_UNKNOWN_PATH, HTTPStatus.NOT_FOUND)
+
+
+def _response(key: str, reason: str, more: dict[str, list[str]] | None = None) -> Response:
+    """Return 200 without a reason, else 503."""
+    body = {key: not reason, **({"reason": reason} if reason else {}), **(more or {})}
+    return _json(body, HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK)
+
+
+def _json(body: dict[str, object], status: HTTPStatus) -> Response:
+    # In ASCII: a name given on the command line need not be UTF-8.
+    return Response(json.dumps(body), status, media_type="application/json")
+
+
+class _Connection(H11Protocol):
+    """A connection of a client, which is closed when it takes too long, or when there are many."""
+
+    def __init__(self, opened: collections.deque[_Connection], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.logger = _SILENT
+        self._opened = opened
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(_CONNECTION_S, transport.abort)
+        self._opened.append(self)
+        if len(self._opened) > _MAX_CONNECTIONS:
+            self._opened.popleft().transport.abort()

@@ -1,0 +1,153 @@
+"""The endpoints for probes: their statuses and JSON, and clients that misbehave."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from torch_py_backend.page import app
+from torch_py_backend.page.app import Page
+from torch_py_backend.page.snapshot import Snapshot
+
+_UNKNOWN = "the parameter X is unknown and ignored"
+_PATHS = {"error": "expected /live, /ready or /ready/MODEL"}
+_MODELS = {"a": "", "\udcff": "", "b": "is down: died", "grüße": ""}
+_WARNINGS = {"a": [_UNKNOWN, "/srv/m/w.pt is unused"]}
+
+
+class Probed:
+    """A running page and its address.
+
+    Attributes:
+        snapshot: what the supervisor reports.
+    """
+
+    def __init__(self, address: str = "127.0.0.1") -> None:
+        self.snapshot = Snapshot(_MODELS, "", time.monotonic() + 1000, _WARNINGS)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)
+        host, port = listener.getsockname()[:2]
+        self.address: tuple[str, int] = host, port
+        self.page = Page(listener, lambda: self.snapshot)
+
+    def get(self, path: str = "/live", method: str = "GET") -> tuple[int, Any]:
+        client = http.client.HTTPConnection(self.address[0], self.address[1], timeout=60)
+        with contextlib.closing(client):
+            client.request(method, path)
+            response = client.getresponse()
+            body = response.read()
+            return response.status, json.loads(body) if body else b""
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self.address, timeout=60)
+
+
+@pytest.fixture
+def probed() -> Iterator[Probed]:
+    probed = Probed()
+    with probed.page:
+        yield probed
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "body"),
+    [
+        ("/live", 200, {"live": True}),
+        ("/ready?verbose", 503, {"ready": False, "models": {"b": "is down: died"}}),
+        ("/ready/a", 200, {"ready": True, "warnings": [_UNKNOWN, "w.pt is unused"]}),
+        ("/ready/gr%C3%BC%C3%9Fe", 200, {"ready": True}),
+        ("/ready/b", 503, {"ready": False, "reason": "is down: died"}),
+        ("/ready/x", 404, {"ready": False, "reason": "no such model should serve"}),
+        ("/ready/a/b", 404, _PATHS),
+        ("/", 404, _PATHS),
+    ],
+)
+def test_paths(path: str, status: int, body: dict[str, object], probed: Probed) -> None:
+    """Each path has a status and JSON; models are named as in a URL."""
+    assert probed.get(path) == (status, body)
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "reason"),
+    [
+        (Snapshot(_MODELS, "no answer", time.monotonic() + 1000), "no answer"),
+        (Snapshot(_MODELS, "", time.monotonic() - 100), "the models are no longer monitored"),
+        (Snapshot(), "the server is being started"),
+    ],
+)
+def test_problems_of_the_whole_server(snapshot: Snapshot, reason: str, probed: Probed) -> None:
+    """It is the reason why the server is not live, and no model is ready."""
+    probed.snapshot = snapshot
+    for path in ("/live", "/ready", "/ready/a", "/ready/x"):
+        status, body = probed.get(path)
+        assert (status, body["reason"]) == (503, reason)
+
+
+def test_readiness_at_the_end(probed: Probed) -> None:
+    """While the server stops, nothing is ready, but it is live."""
+    probed.snapshot = Snapshot({"a": ""}, "", time.monotonic() + 1000)
+    assert probed.get("/ready") == (200, {"ready": True})
+    probed.page.stopping = True
+    stopping = {"ready": False, "reason": "the server is being stopped"}
+    assert probed.get("/ready/a") == (503, stopping)
+    assert probed.get("/live") == (200, {"live": True})
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_the_end(address: str) -> None:
+    """The port is free again, also if a client is connected."""
+    probed = Probed(address)
+    with probed.page, probed.connect():
+        assert probed.get("/live", "HEAD") == (200, b"")
+    with pytest.raises(ConnectionRefusedError):
+        probed.connect()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\r\n\r\n",
+        b"\0" * 1000,
+        b"POST /ready HTTP/1.1\r\nContent-Length: 9\r\n\r\n",
+        b"G" * 99999,
+    ],
+)
+def test_malformed_requests_are_harmless(
+    data: bytes, probed: Probed, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The next probe is answered, and nothing is printed."""
+    with probed.connect() as connection:
+        connection.sendall(data)
+        assert probed.get() == (200, {"live": True})
+    assert capfd.readouterr().err == ""
+
+
+def _assert_closed(connection: socket.socket) -> None:
+    with contextlib.suppress(ConnectionResetError):
+        assert connection.recv(1) == b""
+
+
+def test_many_clients(probed: Probed) -> None:
+    """Of 1,000 connections that send nothing the oldest are closed, and probes are answered."""
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(probed.connect()) for _ in range(1000)]
+        assert probed.get() == (200, {"live": True})
+        for connection in connections[: -app._MAX_CONNECTIONS]:
+            _assert_closed(connection)
+
+
+def test_slow_clients(monkeypatch: pytest.MonkeyPatch, probed: Probed) -> None:
+    """A request that does not end has its time."""
+    monkeypatch.setattr(app, "_CONNECTION_S", 0.2)
+    with probed.connect() as connection:
+        connection.sendall(b"GET /re")
+        _assert_closed(connection)
+    assert probed.get() == (200, {"live": True})
