@@ -1,16 +1,18 @@
 """Triton's arguments as a ModelConfig."""
 
 import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
 import build
 import pytest
 
-from torch_py_backend.config import model_config
-from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.config import dtypes, model_config
+from torch_py_backend.config.batch_io import BatchInputKind, BatchOutput
+from torch_py_backend.config.model_config import ModelConfig, Origin
 from torch_py_backend.config.options import Options
-from torch_py_backend.errors import ConfigError
+from torch_py_backend.config.sequence_config import ControlInput, SequenceConfig, State
 
 
 def parsed(**document: Any) -> ModelConfig:
@@ -99,18 +101,6 @@ def test_reshape(changes: dict[str, Any], dims: tuple[int, ...]) -> None:
         assert spec.reshaped is (changes.get("reshape") is not None)
 
 
-@pytest.mark.parametrize("role", ["input", "output"])
-def test_invalid_tensors(role: str) -> None:
-    """A config without tensors is accepted only for its completion; unknown types never are."""
-    with pytest.raises(ConfigError, match=rf"config.pbtxt lists no {role}; expected at"):
-        parsed(**{role: []})
-    incomplete = model_config.parse(build.arguments(**{role: []}), complete=False)
-    assert (incomplete.inputs, incomplete.outputs) == ((), ())
-    text = rf"{role} 'x' has data_type TYPE_BYTES; expected one of TYPE_BOOL"
-    with pytest.raises(ConfigError, match=text):
-        parsed(**{role: [tensor(data_type="TYPE_BYTES")]})
-
-
 def test_settings_of_a_tensor() -> None:
     """An input is optional or ragged only if the config says so."""
     ids = tensor(name="ids", data_type="TYPE_STRING", allow_ragged_batch=True)
@@ -127,18 +117,98 @@ def test_settings_of_the_core() -> None:
     assert batching == dataclasses.replace(parsed(), dynamic_batching=True)
 
 
+# --- batch_input and batch_output ----------------------------------------------------------------
+
+
+def test_batch_inputs_and_outputs() -> None:
+    """Each target of an entry is a separate input or output; both types of Triton are accepted."""
+    entry = {"target_name": ["n", "m"], "source_input": ["x"]}
+    for kind, dtype in itertools.product(BatchInputKind, ("INT32", "FP32")):
+        config = parsed(
+            batch_input=[entry | {"kind": kind.value, "data_type": f"TYPE_{dtype}"}],
+            batch_output=[{"target_name": ["y"], "source_input": ["x"]}],
+        )
+        texts = [f"{name} {dtype} ({kind.value} of x)" for name in "nm"]
+        assert [str(each) for each in config.batch_inputs] == texts
+        assert config.batch_outputs == (BatchOutput("y", "x"),)
+        assert config.concatenates
+    assert not parsed().concatenates
+
+
+# --- sequence_batching --------------------------------------------------------------------
+
+_FP32 = dtypes.from_triton("FP32")
+_FILE = {"data_type": "TYPE_FP32", "dims": [2, 3], "data_file": "f"}
+_BLOCK = {
+    "input_name": "past",
+    "output_name": "present",
+    "data_type": "TYPE_FP32",
+    "dims": [2, -1],
+}
+_ZEROS = {"name": "b", "data_type": "TYPE_FP32", "zero_data": True}
+_OLDEST = {"max_candidate_sequences": 64, "max_queue_delay_microseconds": 2000}
+
+
 @pytest.mark.parametrize(
-    ("document", "message"),
+    ("batching", "rows", "expected"),
     [
-        ({"cc_model_filenames": {"8.0": "a.pt"}}, "Remove cc_model_filenames from config.pbtxt."),
-        *(
-            ({"default_model_filename": name}, f"is '{name}'; expected a file in the version fold")
-            for name in ("../2/model.pt", "/etc/passwd", "..")
-        ),
+        ({}, 8, (8, 1.0, 0.0)),
+        ({"direct": {"max_queue_delay_microseconds": "500"}}, 0, (1, 1.0, 5e-4)),
+        ({"oldest": {"max_candidate_sequences": 0}}, 4, (4, 1.0, 0.0)),
+        ({"oldest": _OLDEST, "max_sequence_idle_microseconds": "5000000"}, 4, (64, 5.0, 2e-3)),
     ],
 )
-def test_refused_setting(document: dict[str, Any], message: str) -> None:
-    """A setting without effect, and a file outside the version folder, are rejected."""
-    with pytest.raises(ConfigError) as raised:
-        parsed(**document)
-    assert message in str(raised.value)
+def test_schedulers(
+    batching: dict[str, Any], rows: int, expected: tuple[int, float, float]
+) -> None:
+    """Slots, idle time and delay are those of Triton's schedulers."""
+    config = parsed(sequence_batching=batching, max_batch_size=rows)
+    assert config.sequencing == SequenceConfig(*expected, (), (), "oldest" not in batching)
+
+
+@pytest.mark.parametrize(
+    ("control", "dtype", "idle"),
+    [
+        ({"int32_false_true": [0, 1]}, "INT32", None),
+        ({"bool_false_true": [False, True]}, "BOOL", None),
+        ({"kind": "CONTROL_SEQUENCE_READY", "fp32_false_true": [-1, 1]}, "FP32", -1),
+        ({"data_type": "TYPE_UINT64"}, "UINT64", None),
+        ({"data_type": "TYPE_STRING"}, "BYTES", None),
+    ],
+)
+def test_controls(control: dict[str, Any], dtype: str, idle: float | None) -> None:
+    """The type of a control follows from the values that are set; READY has one for no request."""
+    empty = {"int32_false_true": [], "fp32_false_true": [], "data_type": "TYPE_INVALID"}
+    entry = {"name": "c", "control": [{**empty, **control}]}
+    sequencing = parsed(sequence_batching={"control_input": [entry]}).sequencing
+    assert sequencing is not None
+    assert sequencing.controls == (ControlInput("c", dtypes.from_triton(dtype), idle),)
+
+
+@pytest.mark.parametrize(
+    ("initial", "sizes", "file"),
+    [
+        ([], (2, 1), None),  # undefined in Triton, zeros here
+        ([_ZEROS | {"dims": [2, 3]}], (2, 3), None),
+        ([_ZEROS | {"dims": ["2", "0"]}], (2, 0), None),
+        ([_FILE], (2, 3), "f"),
+    ],
+    ids=["none", "zeros", "empty", "file"],
+)
+def test_states(initial: list[Any], sizes: tuple[int, ...], file: str | None) -> None:
+    """A state has the settings of its block; sizes of -1 are 1 at first, as in Triton."""
+    state = State("past", "present", _FP32, (2, -1), sizes, file)
+    assert parsed(sequence_batching={"state": [_BLOCK | {"initial_state": initial}]}).states == (
+        state,
+    )
+
+
+def test_states_are_inputs_and_outputs() -> None:
+    """States are added to inputs and outputs, unless listed there, with the same type."""
+    batching = {"state": [_BLOCK]}
+    config = parsed(sequence_batching=batching)
+    tensors = {(spec.name, spec.origin) for spec in (*config.inputs, *config.outputs)}
+    client, state = Origin.CLIENT, Origin.STATE
+    assert tensors == {("x", client), ("past", state), ("y", client), ("present", state)}
+    config = parsed(sequence_batching=batching, output=[tensor(name="present", dims=[2, -1])])
+    assert [(spec.name, spec.origin) for spec in config.outputs] == [("present", client)]

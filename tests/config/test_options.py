@@ -1,16 +1,14 @@
 """The parameters of config.pbtxt."""
 
-import json
 from typing import Any
 
 import pytest
 
-from torch_py_backend.config import options, removed_names
-from torch_py_backend.config.options import Options, Parser
+from torch_py_backend.config import options
+from torch_py_backend.config.options import Options
 from torch_py_backend.errors import ConfigError
 
 # Keys that a repository written for Triton's LibTorch backend or its Python runtime may contain.
-_KEYS = {row.key for row in options.TABLE}
 LIBTORCH_KEYS = """
     DISABLE_OPTIMIZED_EXECUTION INFERENCE_MODE ENABLE_JIT_EXECUTOR
     ENABLE_JIT_PROFILING ENABLE_TENSOR_FUSER DISABLE_CUDNN ENABLE_WEIGHT_SHARING
@@ -18,10 +16,6 @@ LIBTORCH_KEYS = """
     NUM_INTEROP_THREADS TORCH_COMPILE_OPTIONAL_PARAMETERS FORCE_CPU_ONLY_INPUT_TENSORS
     EXECUTION_ENV_PATH
 """
-ALIASES = [
-    ("NUM_THREADS", "INTRA_OP_THREAD_COUNT"),
-    ("NUM_INTEROP_THREADS", "INTER_OP_THREAD_COUNT"),
-]
 
 
 def parsed(**parameters: str) -> Options:
@@ -40,60 +34,57 @@ def test_keys() -> None:
         assert expected in str(raised.value)
 
 
-# --- parsers -----------------------------------------------------------------------------------
-
-ACCEPTED: list[tuple[Parser[Any], dict[str, Any]]] = [
-    (options.boolean, {"true": True, "ON": True, "1": True, " true\n": True}),
-    (options.boolean, {"fAlSe": False, "off": False, "0": False}),
-    (options.yes_no, {"yes": True, "no": False}),
-    (options.name, {" Net \n": "Net"}),
-    (options.positive, {"1": 1, " 64 ": 64}),
-    (options.fraction, {"1": 1.0}),
-    (options.count, {"3": 3, "0": None, " -64 ": None}),
-    (options.matmul_precision, {" High ": "high", "highest": "highest"}),
-    (options.floating, {"bf16": "BF16", " type_fp32\n": "FP32"}),
-    (options.json_object, {"{}": {}, '{"a": [{"ü": null}]}': {"a": [{"ü": None}]}}),
-    (options.optimizations, {"none": (), "freeze,freeze": ("freeze",)}),
-    (options.optimizations, {" Channels_Last , BF16 ": ("bf16", "channels_last")}),
-    (options.buckets, {"auto": None, "NONE": (), "8, 1,4": (1, 4, 8), "2,2": (2,)}),
-]
-# The keys of JSON objects; the object is not changed.
-ACCEPTED += [
-    (parser, {json.dumps(value): value for value in values})
-    for parser, values in (
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("WARMUP", {"true": True, "ON": True, "1": True, " true\n": True, "fAlSe": False}),
+        ("INFERENCE_MODE", {"off": False, "0": False}),
+        ("FORCE_CPU_ONLY_INPUT_TENSORS", {"yes": True, "no": False}),
+        ("METHOD", {" Net \n": "Net"}),
+        ("MAX_STREAMS", {"1": 1, " 64 ": 64}),
+        ("CUDA_MEMORY_FRACTION", {"1": 1.0}),
+        ("FLOAT32_MATMUL_PRECISION", {" High ": "high", "highest": "highest"}),
+        ("CAST_INPUTS", {"bf16": "BF16", " type_fp32\n": "FP32"}),
+        ("MODEL_KWARGS", {"{}": {}, '{"a": [{"ü": null}]}': {"a": [{"ü": None}]}}),
+        ("OPTIMIZE", {"none": (), "freeze,freeze": ("freeze",)}),
+        ("OPTIMIZE", {" Channels_Last , BF16 ": ("bf16", "channels_last")}),
+        ("BATCH_BUCKETS", {"auto": None, "NONE": (), "8, 1,4": (1, 4, 8), "2,2": (2,)}),
         (
-            options.compile_parameters,
-            [{}, {"fullgraph": True, "dynamic": None, "backend": "eager"}],
-        ),
-        (
-            options.compile_parameters,
-            [{"mode": "max-autotune", "options": {"trace.enabled": True}, "disable": False}],
-        ),
-        (
-            options.padding,
-            [
-                {
-                    "a": {
-                        "value": 0,
-                        "side": "left",
-                        "multiple_of": 8,
-                        "mask": "m",
-                        "outputs": ["y"],
-                    }
+            "TORCH_COMPILE_OPTIONAL_PARAMETERS",
+            {
+                "{}": {},
+                '{"fullgraph": true, "dynamic": null, "backend": "eager"}': {
+                    "fullgraph": True,
+                    "dynamic": None,
+                    "backend": "eager",
                 },
-                {"ids": {"value": 0.5, "side": "right"}, "b": {}},
-            ],
+                '{"mode": "x", "options": {"a": true}, "disable": false}': {
+                    "mode": "x",
+                    "options": {"a": True},
+                    "disable": False,
+                },
+            },
         ),
-    )
-]
-
-
-@pytest.mark.parametrize(("parser", "values"), ACCEPTED)
-def test_accepted_text(parser: Parser[Any], values: dict[str, Any]) -> None:
-    """A parser accepts its spellings, without regard to case and blanks around where that helps."""
+        (
+            "PAD",
+            {
+                '{"a": {"value": 0.5, "side": "left"}, "b": {}}': {
+                    "a": {"value": 0.5, "side": "left"},
+                    "b": {},
+                },
+                '{"a": {"multiple_of": 8, "mask": "m", "outputs": ["y"]}}': {
+                    "a": {"multiple_of": 8, "mask": "m", "outputs": ["y"]}
+                },
+            },
+        ),
+    ],
+)
+def test_accepted_text(key: str, values: dict[str, Any]) -> None:
+    """An option accepts its spellings, without regard to case and blanks where that helps."""
     for text, value in values.items():
-        assert parser.parse(text) == value
-        assert type(parser.parse(text)) is type(value)
+        read = getattr(parsed(**{key: text}), key.lower())
+        assert read == value
+        assert type(read) is type(value)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +100,7 @@ def test_accepted_text(parser: Parser[Any], values: dict[str, Any]) -> None:
             "TORCH_COMPILE_OPTIONAL_PARAMETERS",
             ["[3]", '{"model": null}', '{"Mode": "x"}', '{"options": "x"}', '{"disable": "false"}'],
         ),
-        ("OPTIMIZE", ["fast", "freeze bf16", "auto,freeze", "none,freeze", "true"]),
+        ("OPTIMIZE", ["fast", "freeze bf16", "none,freeze", "true"]),
         ("BATCH_BUCKETS", ["0", "-1", "1,,2", "1.5", "[1, 2]", "auto,4", "many"]),
         ("PAD", ["[]", '{"ids": []}', '{"ids": {"fill": 0}}', '{"ids": {"value": "0"}}']),
         ("PAD", ['{"ids": {"side": "top"}}', '{"ids": {"side": []}}', '{"ids": {"mask": 1}}']),
@@ -129,29 +120,28 @@ def test_rejected_text(key: str, texts: list[str]) -> None:
 @pytest.mark.parametrize(
     ("key", "entry", "message"),
     [
-        (
-            "MODEL_KWARGS",
-            {"string_value": '{"a": 3'},
-            "a JSON object (JSON says: Expecting ',' del",
-        ),
+        ("MODEL_KWARGS", {"string_value": '{"a": 3'}, "object (JSON says: Expecting ',' del"),
         ("INTRA_OP_THREAD_COUNT", {"string_value": "1.5"}, "expected an integer; 0 or less leaves"),
         # without a value it is empty
         ("WARMUP", {}, "the parameter WARMUP is ''"),
         ("WARMUP", "true", "expected a string_value with true, on, 1, false, off"),
         ("WARMUP", {"string_value": True}, "expected a string_value with true, on, 1, false, off"),
+        # names of earlier versions
+        ("STATE", {"string_value": "h"}, "STATE was removed. Declare the states in config.pbtxt"),
+        ("OPTIMIZE", {"string_value": "freeze,auto"}, "auto was removed. `torch-py-backend tune`"),
     ],
 )
 def test_rejected_entry(key: str, entry: object, message: str) -> None:
-    """An entry without a valid string is rejected with its cause."""
+    """An entry without a valid string, or with a removed name, is rejected with its cause."""
     with pytest.raises(ConfigError) as raised:
         options.parse({key: entry})
     assert message in str(raised.value)
 
 
-# --- keys --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("key", "alias"), ALIASES)
+@pytest.mark.parametrize(
+    ("key", "alias"),
+    [("NUM_THREADS", "INTRA_OP_THREAD_COUNT"), ("NUM_INTEROP_THREADS", "INTER_OP_THREAD_COUNT")],
+)
 def test_two_keys_of_one_option(key: str, alias: str) -> None:
     """Both keys may have the same value; as in LibTorch, a count of 0 or less is unset."""
     for parameters in ({alias: "3"}, {key: "3", alias: "3"}, {key: "3", alias: "-1"}):
@@ -162,26 +152,19 @@ def test_two_keys_of_one_option(key: str, alias: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "question"),
+    ("key", "problem"),
     [
-        ("NUM_THREAD", " Did you mean NUM_THREADS?"),
-        ("inference_mode", " Did you mean INFERENCE_MODE?"),
-        ("INTRA_OP_THREADS_COUNT", " Did you mean INTRA_OP_THREAD_COUNT?"),
-        ("OUR_TEAM", ""),
+        ("NUM_THREAD", "is unknown and ignored. Did you mean NUM_THREADS?"),
+        ("inference_mode", "is unknown and ignored. Did you mean INFERENCE_MODE?"),
+        ("INTRA_OP_THREADS_COUNT", "is unknown and ignored. Did you mean INTRA_OP_THREAD_COUNT?"),
+        ("OUR_TEAM", "is unknown and ignored."),
+        ("ENABLE_NVFUSER", "has no effect: PyTorch no longer has nvFuser."),
     ],
 )
-def test_unknown_key(key: str, question: str, caplog: pytest.LogCaptureFixture) -> None:
-    """An unknown key is ignored with a warning, which names the most similar known key if any."""
-    assert parsed(**{key: "1"}) == Options()
-    assert caplog.messages == [f"the parameter {key} is unknown and ignored.{question}"]
-
-
-def test_option_without_effect(caplog: pytest.LogCaptureFixture) -> None:
-    """An option of LibTorch that has no effect here logs a warning; known keys log none."""
-    parsed(WARMUP="false", NUM_THREADS="2", MODEL_CLASS="Net")
-    assert caplog.messages == []
-    parsed(ENABLE_NVFUSER="true")
-    assert "the parameter ENABLE_NVFUSER has no effect" in caplog.messages[0]
+def test_ignored_key(key: str, problem: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It is warned about, with the most similar known key if any; known keys are not."""
+    assert parsed(**{key: "1"}, WARMUP="true") == Options(warmup=True)
+    assert caplog.messages == [f"the parameter {key} {problem}"]
 
 
 def test_reduced_precision() -> None:
@@ -189,20 +172,6 @@ def test_reduced_precision() -> None:
     texts = ("none", "bf16,freeze", "fp16")
     dtypes = [parsed(OPTIMIZE=text).weights_dtype for text in texts]
     assert dtypes == [None, "bfloat16", "float16"]
-
-
-@pytest.mark.parametrize("key", sorted(removed_names.OPTIONS.keys() - _KEYS))
-def test_removed_options(key: str) -> None:
-    """An option of an earlier version fails the load with what to do instead."""
-    with pytest.raises(ConfigError, match=f"the parameter {key} was removed. ") as raised:
-        parsed(**{key: "true"})
-    assert removed_names.OPTIONS[key] in str(raised.value)
-
-
-@pytest.mark.parametrize("value", sorted(removed_names.OPTIMIZE))
-def test_removed_optimizations(value: str) -> None:
-    with pytest.raises(ConfigError, match=f"{value} was removed. "):
-        parsed(OPTIMIZE=f"channels_last,{value}")
 
 
 @pytest.mark.parametrize(

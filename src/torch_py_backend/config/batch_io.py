@@ -65,19 +65,14 @@ def parse_inputs(document: Document) -> tuple[BatchInput, ...]:
     for entry in document.get("batch_input", ()):
         kind = entry.get("kind", BatchInputKind.ELEMENT_COUNT.value)
         subject, data_type = f"batch_input {kind}", entry.get("data_type")
-        refuse(
-            (kind not in kinds, f"batch_input has the kind {kind}", join_names(kinds)),
-            (
-                data_type not in _DATA_TYPES,
-                f"{subject} has data_type {data_type}",
-                " or ".join(_DATA_TYPES),
-            ),
-        )
+        refuse(kind not in kinds, f"batch_input has the kind {kind}", join_names(kinds))
+        known = data_type in _DATA_TYPES
+        refuse(not known, f"{subject} has data_type {data_type}", " or ".join(_DATA_TYPES))
         dtype = dtypes.parse(subject, data_type)
         source, targets = _source_and_targets(subject, entry, document)
         for name in targets:
             problem = f"{subject} makes '{name}', which is an input or a batch_input already"
-            refuse((name in names, problem, "another target_name, as in the model"))
+            refuse(name in names, problem, "another target_name, as in the model")
             names.add(name)
             parsed.append(BatchInput(name, BatchInputKind(kind), dtype, source))
     return tuple(parsed)
@@ -95,20 +90,18 @@ def parse_outputs(document: Document) -> tuple[BatchOutput, ...]:
     parsed: dict[str, BatchOutput] = {}
     for entry in document.get("batch_output", ()):
         kind = entry.get("kind", _SCATTER)
-        refuse((kind != _SCATTER, f"batch_output has the kind {kind}", _SCATTER))
+        refuse(kind != _SCATTER, f"batch_output has the kind {kind}", _SCATTER)
         source, targets = _source_and_targets(f"batch_output {kind}", entry, document)
         shape = source_dims[source]
+        outputs = f"names among {join_names(dims)}, each once"
         for name in targets:
-            outputs = f"names among {join_names(dims)}, each once"
-            given = f"'{name}' of dims {dims.get(name)} the shape of '{source}' of dims {shape}"
+            refuse(name in parsed, f"batch_output names '{name}', twice", outputs)
+            refuse(name not in dims, f"batch_output names '{name}', which is no output", outputs)
             refuse(
-                (name in parsed, f"batch_output names '{name}', twice", outputs),
-                (name not in dims, f"batch_output names '{name}', which is no output", outputs),
-                (
-                    -1 in dims.get(name, ())[len(shape) :],
-                    f"batch_output gives {given}",
-                    "for each dim of -1 one of the input at the same place",
-                ),
+                -1 in dims[name][len(shape) :],
+                f"batch_output gives '{name}' of dims {dims[name]} the shape of '{source}' of dims"
+                f" {shape}",
+                "for each dim of -1 one of the input at the same place",
             )
             parsed[name] = BatchOutput(name, source)
     return tuple(parsed.values())
@@ -118,16 +111,11 @@ def _source_and_targets(subject: str, entry: Document, document: Document) -> tu
     """Return the only source_input of an entry, and its target_name."""
     inputs = {tensor["name"]: tensor for tensor in document.get("input", ())}
     sources, targets = entry.get("source_input", ()), entry.get("target_name", [])
-    refuse((len(sources) != 1, f"{subject} has {len(sources)} source_input", "one"))
+    refuse(len(sources) != 1, f"{subject} has {len(sources)} source_input", "one")
     source = str(sources[0])
     problem = f"{subject} has the source_input '{source}', which"
-    refuse(
-        (source not in inputs, f"{problem} is no input", f"one of {join_names(inputs)}"),
-        (
-            bool(inputs.get(source, {}).get("optional")),
-            f"{problem} requests may leave out",
-            "an input that is not optional",
-        ),
-        (not targets, f"{subject} has no target_name", "at least one"),
-    )
+    refuse(source not in inputs, f"{problem} is no input", f"one of {join_names(inputs)}")
+    optional = bool(inputs[source].get("optional"))
+    refuse(optional, f"{problem} requests may leave out", "an input that is not optional")
+    refuse(not targets, f"{subject} has no target_name", "at least one")
     return source, targets

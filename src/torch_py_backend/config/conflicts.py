@@ -127,15 +127,10 @@ def check(config: ModelConfig, *, complete: bool = True) -> None:
         )
 
 
-def refuse(*rules: tuple[bool, str, str]) -> None:
-    """Raise for the first rule that applies: whether it does, what was found, what was expected.
-
-    Raises:
-        ConfigError: a rule applies.
-    """
-    for applies, found, expected in rules:
-        if applies:
-            raise ConfigError(found, expected=expected)
+def refuse(applies: bool, found: str, expected: str) -> None:  # noqa: FBT001
+    """Raise ConfigError if a rule applies."""
+    if applies:
+        raise ConfigError(found, expected=expected)
 
 
 def check_for_triton(document: Document) -> None:
@@ -145,9 +140,9 @@ def check_for_triton(document: Document) -> None:
         ConfigError: the server would not load the model.
     """
     rows = document["max_batch_size"]
-    refuse((rows < 0, f"max_batch_size is {rows}", "the largest number of rows, or 0"))
+    refuse(rows < 0, f"max_batch_size is {rows}", "the largest number of rows, or 0")
     for role in ("input", "output"):
         for entry in document[role]:
             is_wrong = any(size < 1 and size != -1 for size in entry["dims"])
             found = f"{role} '{entry['name']}' has dims {entry['dims']}"
-            refuse((is_wrong, found, "sizes of at least 1, or -1 for any size"))
+            refuse(is_wrong, found, "sizes of at least 1, or -1 for any size")

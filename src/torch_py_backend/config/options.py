@@ -11,8 +11,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from types import NoneType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from torch_py_backend.config import removed_names
 from torch_py_backend.config.pbtxt import JsonObject
@@ -20,29 +19,10 @@ from torch_py_backend.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
 OPTIMIZATIONS = ("freeze", "channels_last", "bf16", "fp16")
-_COMPILE_VALUES: Mapping[str, tuple[type, ...]] = {
-    "fullgraph": (bool,),
-    "dynamic": (bool, NoneType),
-    "backend": (str,),
-    "mode": (str, NoneType),
-    "options": (dict, NoneType),
-    "disable": (bool,),
-}
-_PAD_VALUES: Mapping[str, Callable[[Any], bool]] = {
-    "value": lambda value: isinstance(value, bool | int | float),
-    "side": lambda side: side in ("left", "right"),
-    "multiple_of": lambda number: isinstance(number, int) and number >= 1,
-    "mask": lambda name: isinstance(name, str),
-    "outputs": lambda names: isinstance(names, list) and all(isinstance(n, str) for n in names),
-}
 
 
-@dataclass(frozen=True, slots=True)
-class Parser(Generic[T_co]):
+class Parser(NamedTuple):
     """A conversion of a string to a value.
 
     Attributes:
@@ -51,15 +31,15 @@ class Parser(Generic[T_co]):
     """
 
     accepted: str
-    parse: Callable[[str], T_co]
+    parse: Callable[[str], Any]
 
 
 def _checked(
-    accepted: str, convert: Callable[[str], T], is_valid: Callable[[T], object]
-) -> Parser[T]:
+    accepted: str, convert: Callable[[str], Any], is_valid: Callable[[Any], object]
+) -> Parser:
     """Return a parser that converts a string, and then checks the value."""
 
-    def parse(text: str) -> T:
+    def parse(text: str) -> Any:
         value = convert(text)
         if not is_valid(value):
             raise ValueError(text)
@@ -68,13 +48,13 @@ def _checked(
     return Parser(accepted, parse)
 
 
-def _is_padding(entry: object) -> bool:
-    return isinstance(entry, dict) and all(_PAD_VALUES[key](entry[key]) for key in entry)
-
-
-def _words(accepted: str, values: Mapping[str, T]) -> Parser[T]:
+def _words(accepted: str, values: Mapping[str, object]) -> Parser:
     """Return a parser of words, in any case and with blanks around."""
     return Parser(accepted, lambda text: values[text.strip().lower()])
+
+
+def _is_a(*types: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, types)
 
 
 boolean = _words(
@@ -98,20 +78,36 @@ count = Parser(
     "an integer; 0 or less leaves it unset", lambda text: int(text) if int(text) > 0 else None
 )
 name = _checked("a name", str.strip, bool)
-json_object: Parser[JsonObject] = _checked(
-    "a JSON object", json.loads, lambda value: isinstance(value, dict)
-)
+json_object = _checked("a JSON object", json.loads, _is_a(dict))
+_COMPILE_TYPES = {
+    "fullgraph": bool,
+    "dynamic": bool | None,
+    "backend": str,
+    "mode": str | None,
+    "options": dict | None,
+    "disable": bool,
+}
 compile_parameters = _checked(
     "a JSON object with some of fullgraph, dynamic, disable (true or false), backend, mode (names)"
     " and options (an object)",
     json_object.parse,
-    lambda values: all(isinstance(values[key], _COMPILE_VALUES[key]) for key in values),
+    lambda values: all(isinstance(values[key], _COMPILE_TYPES[key]) for key in values),
 )
+_PAD_VALUES: Mapping[str, Callable[[Any], bool]] = {
+    "value": _is_a(bool, int, float),
+    "side": lambda side: side in ("left", "right"),
+    "multiple_of": lambda number: isinstance(number, int) and number >= 1,
+    "mask": _is_a(str),
+    "outputs": lambda names: isinstance(names, list) and all(map(_is_a(str), names)),
+}
 padding = _checked(
     "a JSON object of inputs, each with some of value (a number), side (left or right),"
     " multiple_of (an integer of at least 1), mask (an input's name), outputs (names)",
     json_object.parse,
-    lambda inputs: all(map(_is_padding, inputs.values())),
+    lambda inputs: all(
+        isinstance(entry, dict) and all(_PAD_VALUES[key](entry[key]) for key in entry)
+        for entry in inputs.values()
+    ),
 )
 
 
@@ -137,7 +133,7 @@ def _parse_buckets(text: str) -> tuple[int, ...] | None:
 buckets = Parser("auto, none, or row counts such as 1,2,4,8", _parse_buckets)
 
 
-def _option(parser: Parser[object], *aliases: str, default: object = None) -> Any:
+def _option(parser: Parser, *aliases: str, default: object = None) -> Any:
     """Return a field of Options: a row of the table without its name."""
     return field(default=default, metadata={"parser": parser, "aliases": aliases})
 
@@ -212,7 +208,7 @@ class OptionRow(NamedTuple):
 
     key: str
     default: object
-    parser: Parser[object]
+    parser: Parser
     aliases: tuple[str, ...]
 
 
@@ -269,7 +265,7 @@ def refusal(key: str, value: str, accepted: str, cure: str = "") -> ConfigError:
     )
 
 
-def _parse_value(key: str, parser: Parser[object], entry: object) -> object:
+def _parse_value(key: str, parser: Parser, entry: object) -> object:
     # Triton's entries are always strings; entries of other files may be anything.
     text = entry.get("string_value", "") if isinstance(entry, Mapping) else entry
     if not isinstance(text, str) or text is entry:

@@ -87,7 +87,7 @@ def parse(document: Document) -> SequenceConfig | None:
             f"sequence_batching contains {key}, and no Python-based backend can give a request back"
             " to the scheduler"
         )
-        refuse((bool(batching.get(key)), problem, "a config without it"))
+        refuse(bool(batching.get(key)), problem, "a config without it")
     oldest, direct = batching.get("oldest"), batching.get("direct") or {}
     slots = int((oldest or {}).get("max_candidate_sequences", 0))
     sequencing = SequenceConfig(
@@ -125,7 +125,7 @@ def _parse_state(entry: Document) -> State:
     problem = (
         f"a state of sequence_batching is called '{names[0]}' as input and '{names[1]}' as output"
     )
-    refuse((not all(names), problem, "input_name and output_name"))
+    refuse(not all(names), problem, "input_name and output_name")
     dtype = dtypes.parse(f"the state '{names[0]}'", entry.get("data_type", "unset"))
     dims = _dims(entry)
     return State(*names, dtype, dims, *_parse_initial(names[0], dims, entry))
@@ -145,31 +145,21 @@ def _parse_initial(
         # Triton leaves the values undefined then, and uses 1 for sizes of -1.
         return tuple(1 if size == -1 else size for size in dims), None
     block, sizes = blocks[0], _dims(blocks[0])
-    subject, file = f"the initial_state of '{name}' has", block.get("data_file")
+    subject = f"the initial_state of '{name}' has"
+    refuse(len(blocks) > 1, f"the state '{name}' has {len(blocks)} entries of initial_state", "one")
+    data_type, expected = block.get("data_type"), entry["data_type"]
+    found = f"{subject} data_type {data_type}"
+    refuse(data_type != expected, found, f"{expected}, as the state has")
+    has_sizes = min(sizes, default=0) >= 0 and pbtxt.fits(sizes, dims)
+    expected = f"fixed sizes that fit {list(dims)}, as the state has"
+    refuse(not has_sizes, f"{subject} dims {list(sizes)}", expected)
+    file = block.get("data_file")
+    has_values = file is not None or "zero_data" in block
+    refuse(not has_values, f"{subject} no values", "zero_data or data_file")
     path = PurePosixPath(file or "")
-    refuse(
-        (len(blocks) > 1, f"the state '{name}' has {len(blocks)} entries of initial_state", "one"),
-        (
-            block.get("data_type") != entry["data_type"],
-            f"{subject} data_type {block.get('data_type')}",
-            f"{entry['data_type']}, as the state has",
-        ),
-        (
-            min(sizes, default=0) < 0 or not pbtxt.fits(sizes, dims),
-            f"{subject} dims {list(sizes)}",
-            f"fixed sizes that fit {list(dims)}, as the state has",
-        ),
-        (
-            file is None and "zero_data" not in block,
-            f"{subject} no values",
-            "zero_data or data_file",
-        ),
-        (
-            path.is_absolute() or ".." in path.parts,
-            f"the data_file of the state '{name}' is '{file}'",
-            "a file in the folder initial_state of the model",
-        ),
-    )
+    found = f"the data_file of the state '{name}' is '{file}'"
+    is_outside = path.is_absolute() or ".." in path.parts
+    refuse(is_outside, found, "a file in the folder initial_state of the model")
     return sizes, file or None
 
 
@@ -187,4 +177,4 @@ def _check_names(document: Document, sequencing: SequenceConfig) -> None:
     ):
         for name in names:
             problem = f"the {role} '{name}' is defined twice among inputs, controls and states"
-            refuse((names.count(name) > 1, problem, "unique names"))
+            refuse(names.count(name) > 1, problem, "unique names")

@@ -1,0 +1,208 @@
+"""Settings of config.pbtxt that fail the load, and combinations that are accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import build
+import pytest
+
+from torch_py_backend.config import model_config
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import ConfigError
+
+_OPTIONS: dict[str, dict[str, str]] = {
+    "pad": {"PAD": '{"x": {}}'},
+    "buckets": {"BATCH_BUCKETS": "1"},
+    "compiled": {"TORCH_COMPILE_OPTIONAL_PARAMETERS": "{}"},
+    "not compiled": {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"disable": true}'},
+    "fixed shapes": {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"dynamic": false}'},
+    "graphs": {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"mode": "reduce-overhead"}'},
+    "shared": {"ENABLE_WEIGHT_SHARING": "true"},
+    "freeze": {"OPTIMIZE": "freeze"},
+    "fp16": {"OPTIMIZE": "fp16"},
+    "both": {"OPTIMIZE": "bf16,fp16"},
+    "cast": {"CAST_INPUTS": "BF16"},
+    "class and factory": {"MODEL_CLASS": "Net", "MODEL_FACTORY": "make"},
+    "relative": {"PROFILE_DIR": "traces"},
+    "absolute": {"PROFILE_DIR": "/traces"},
+}
+_X: dict[str, Any] = {"name": "x", "data_type": "TYPE_FP32", "dims": [4]}
+_STATE = {"input_name": "h", "output_name": "g", "data_type": "TYPE_FP32", "dims": [2, -1]}
+_INITIAL = {"name": "b", "data_type": "TYPE_FP32", "dims": [2, 3], "zero_data": True}
+_COUNT = {
+    "kind": "BATCH_ELEMENT_COUNT",
+    "target_name": ["n"],
+    "data_type": "TYPE_INT32",
+    "source_input": ["x"],
+}
+_SCATTER = {"target_name": ["y"], "source_input": ["x"]}
+
+
+def _sequences(**batching: Any) -> dict[str, Any]:
+    return {"sequence_batching": batching}
+
+
+def _state(*changes: dict[str, Any]) -> dict[str, Any]:
+    return _sequences(state=[_STATE | change for change in changes or ({},)])
+
+
+def _initial(**changes: Any) -> dict[str, Any]:
+    return _state({"initial_state": [_INITIAL | changes]})
+
+
+_DOCUMENTS: dict[str, dict[str, Any]] = {
+    "": {},
+    "unbatched": {"max_batch_size": 0},
+    "stream": {"model_transaction_policy": {"decoupled": True}},
+    "sequences": _sequences(),
+    "state": _state(),
+    "state y": _state({"output_name": "y", "dims": [4]}),
+    "cache": {"response_cache": {"enable": True}},
+    "no cache": {"response_cache": {"enable": False}},
+    "batch_input": {"batch_input": [_COUNT]},
+    "batch_output": {"batch_output": [_SCATTER]},
+}
+
+
+def _named(settings: str, kind: str = "CPU", *, complete: bool = True) -> ModelConfig:
+    """Parse a config with some options and settings of the tables above, by their names."""
+    parameters: dict[str, str] = {}
+    document: dict[str, Any] = {}
+    for name in settings.split(" + "):
+        parameters |= _OPTIONS.get(name, {})
+        document |= {} if name in _OPTIONS else _DOCUMENTS[name]
+    entries = {key: {"string_value": value} for key, value in parameters.items()}
+    arguments = build.arguments(parameters=entries, **document) | {"model_instance_kind": kind}
+    return model_config.parse(arguments, complete=complete)
+
+
+# Conflicts that decide how the model runs are refused before a config is completed.
+_EARLY = {
+    "stream + sequences": "sequence_batching is set, and the model is decoupled",
+    "class and factory": "MODEL_CLASS is set, and MODEL_FACTORY is set",
+}
+_LATE = {
+    "cache + sequences": "response_cache is enabled, and sequence_batching is set",
+    "pad + state": "PAD is set, and a state of sequence_batching has dims of -1",
+    "both": "OPTIMIZE asks for bf16, and OPTIMIZE asks for fp16",
+    "fp16 + cast": "CAST_INPUTS is set, and OPTIMIZE asks for fp16",
+    "buckets + unbatched": "BATCH_BUCKETS is set, and max_batch_size is 0",
+    "pad + unbatched": "PAD is set, and max_batch_size is 0",
+    "relative": "PROFILE_DIR is 'traces'. Give an absolute path",
+    "pad + stream": "PAD is set, and the model is decoupled",
+    "buckets + stream": "BATCH_BUCKETS is set, and the model is decoupled",
+    "compiled + stream": "OPTIONAL_PARAMETERS is set, and the model is decoupled",
+    "freeze + stream": "OPTIMIZE asks for freeze, and the model is",
+    "shared + stream": "shares the weights on the GPU, and the model is decoupled",
+    "pad + batch_output": "PAD is set, and config.pbtxt has batch_output",
+    "buckets + batch_input": "BATCH_BUCKETS is set, and config.pbtxt has batch_input",
+    "fixed shapes + batch_input": "has dynamic: false, and config.pbtxt has batch_input",
+    "stream + batch_input": "the model is decoupled, and config.pbtxt has batch_input",
+    "state y + batch_output": "batch_output names a state, and config.pbtxt has batch_output",
+}
+
+
+@pytest.mark.parametrize(("settings", "message"), (_EARLY | _LATE).items())
+def test_conflict(settings: str, message: str) -> None:
+    """Settings that conflict fail the load; the completion only if they decide how it runs."""
+    with pytest.raises(ConfigError) as raised:
+        _named(settings, "GPU")
+    assert message in str(raised.value)
+    if settings in _EARLY:
+        with pytest.raises(ConfigError):
+            _named(settings, complete=False)
+    else:
+        _named(settings, complete=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("GPU", "graphs + buckets"),
+        ("CPU", "pad + state y"),
+        ("CPU", "cache"),
+        ("CPU", "sequences + no cache"),
+        ("CPU", "absolute"),
+        ("CPU", "not compiled + shared + stream"),
+        ("CPU", "compiled + batch_input"),
+    ],
+)
+def test_accepted_combination(kind: str, settings: str) -> None:
+    """Settings that do not conflict are accepted together."""
+    assert _named(settings, kind).kind == kind
+
+
+def _batch_input(**changes: Any) -> dict[str, Any]:
+    return {"batch_input": [_COUNT | changes]}
+
+
+def _batch_output(**changes: Any) -> dict[str, Any]:
+    return {"batch_output": [_SCATTER | changes]}
+
+
+_CONTROL: dict[str, Any] = {"name": "x", "control": [{"int32_false_true": [0, 1]}]}
+_FILE = {"data_type": "TYPE_FP32", "dims": [2, 3]}
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"input": []}, "config.pbtxt lists no input; expected at least one"),
+        ({"output": []}, "config.pbtxt lists no output; expected at least one"),
+        ({"input": [_X | {"data_type": "TYPE_BYTES"}]}, "'x' has data_type TYPE_BYTES; expected"),
+        ({"cc_model_filenames": {"8.0": "a.pt"}}, "Remove cc_model_filenames from config.pbtxt."),
+        ({"default_model_filename": "../2/model.pt"}, "'../2/model.pt'; expected a file in the"),
+        ({"default_model_filename": "/etc/passwd"}, "'/etc/passwd'; expected a file in the"),
+        ({"default_model_filename": ".."}, "is '..'; expected a file in the version folder"),
+        # batch_input and batch_output
+        (_batch_input(kind="BATCH_WHATEVER"), "the kind BATCH_WHATEVER; expected BATCH_ELEM"),
+        (_batch_input(data_type="TYPE_INT64"), "TYPE_INT64; expected TYPE_INT32 or TYPE_FP32"),
+        (_batch_input(source_input=[]), "has 0 source_input; expected one"),
+        (_batch_input(source_input=["a"]), "'a', which is no input; expected one of x, z"),
+        (_batch_input(source_input=["z"]), "'z', which requests may leave out; expected an input"),
+        (_batch_input(target_name=[]), "has no target_name; expected at least one"),
+        (_batch_input(target_name=["n", "n"]), "makes 'n', which is an input or a batch_input"),
+        (_batch_output(kind="BATCH_GATHER"), "BATCH_GATHER; expected BATCH_SCATTER_WITH_"),
+        (_batch_output(source_input=["x", "z"]), "has 2 source_input; expected one"),
+        (_batch_output(target_name=["a"]), "'a', which is no output; expected names among y, w"),
+        (_batch_output(target_name=["y", "y"]), "names 'y', twice"),
+        (_batch_output(target_name=["w"]), "the shape of 'x' of dims [4]; expected for each dim"),
+        # sequence_batching
+        (_state({"input_name": ""}), "called '' as input and 'g' as output"),
+        (_state({"output_name": ""}), "expected input_name and output_name"),
+        (_state({"data_type": "TYPE_INVALID"}), "'h' has data_type TYPE_INVALID"),
+        (_state({"input_name": "x"}), "the input 'x' is defined twice"),
+        (_sequences(control_input=[_CONTROL]), "the input 'x' is defined twice"),
+        (_state({}, {"input_name": "other"}), "output 'g' is defined twice"),
+        (_state({"initial_state": [{}, {}]}), "has 2 entries of initial_state; expected one"),
+        (_initial(data_type="TYPE_FP64"), "data_type TYPE_FP64; expected TYPE_FP32"),
+        (_initial(dims=[2]), "has dims [2]; expected fixed sizes that fit [2, -1]"),
+        (_initial(dims=[2, -1]), "has dims [2, -1]"),
+        (_initial(data_file="../f"), "'../f'; expected a file in"),
+        (_initial(data_file="/f"), "'/f'; expected a file in"),
+        (_state({"initial_state": [_FILE]}), "has no values; expected zero_data or data_file"),
+        (
+            _sequences(control_input=[{"name": "c", "control": []}]),
+            "the control input 'c' has no type",
+        ),
+        (_state({"output_name": "y"}), "the output y FP32 [-1] is a state, too; expected y FP32"),
+        (_sequences(iterative_sequence=True), "iterative_sequence, and no Python-based backend"),
+    ],
+)
+def test_invalid_setting(document: dict[str, Any], message: str) -> None:
+    """An invalid setting is refused; the message has its name, its value and what is expected."""
+    tensors = {
+        "input": [_X, _X | {"name": "z", "optional": True}],
+        "output": [_X | {"name": "y", "dims": [-1]}, _X | {"name": "w", "dims": [2, -1]}],
+    }
+    with pytest.raises(ConfigError) as raised:
+        model_config.parse(build.arguments(**tensors | document))
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("role", ["input", "output"])
+def test_incomplete_config(role: str) -> None:
+    """A config without tensors is accepted for its completion."""
+    incomplete = model_config.parse(build.arguments(**{role: []}), complete=False)
+    assert (incomplete.inputs, incomplete.outputs) == ((), ())
