@@ -152,7 +152,6 @@ TABLE = (
         "import NAME\n" + _HELPER,
         _X_TO_Y,
         _DOUBLED,
-        logs=("helper() in model.py is not called",),
     ),
     # Before the row that registers the same operator in this process.
     Scenario(

@@ -16,7 +16,7 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import sharing
 from torch_py_backend.engine.sharing import Sharing
 from torch_py_backend.errors import ConfigError
-from torch_py_backend.loading import discovery, mapped_files, registry, state_dict
+from torch_py_backend.loading import discovery, mapped_files, registry, weights
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
@@ -182,7 +182,7 @@ def test_unusual_tensors(tmp_path: Path) -> None:
     path = build.write(tmp_path, "model.pt", b"")
     torch.save(saved.state_dict(), path)
     artifact = Artifact(ArtifactType.MODULE, path.with_suffix(".py"), path)
-    state_dict.load_into(build.config(tmp_path), artifact, module)
+    weights.load_into(build.config(tmp_path), artifact, module)
     assert torch.equal(module.linear.weight, saved.linear.weight)
     for name, tensor in saved.named_buffers():
         filled: Any = module.get_buffer(name)

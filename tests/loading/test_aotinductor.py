@@ -136,9 +136,6 @@ class Loader:
         self.refuses, self.least, self.most = refuses, least, most
         self.calls: list[list[Tensor]] = []
 
-    def get_constant_fqns(self) -> list[str]:
-        return []
-
     def get_call_spec(self) -> list[str]:
         spec = torch.utils._pytree
         x = torch.ones(1)
@@ -246,22 +243,6 @@ def test_limits_of_a_real_package(tmp_path: Path) -> None:
                 loaded.module(x, mask)
         else:
             torch.testing.assert_close(loaded.module(x, mask), module(x, mask))
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("process")
-def test_package_without_its_weights(tmp_path: Path) -> None:
-    """A package that was compiled without its weights, which would end the process, is refused."""
-    path = tmp_path / "model.pt2"
-    program = torch.export.export(nn.Linear(2, 2).eval(), (A,))
-    without = {"aot_inductor.package_constants_in_so": False, "always_keep_tensor_constants": True}
-    torch._inductor.aoti_compile_and_package(
-        program, package_path=str(path), inductor_configs=without
-    )
-    with pytest.raises(
-        ArtifactError, match=r"model\.pt2 was compiled without its weights; expected"
-    ):
-        aotinductor.load(Artifact(ArtifactType.AOTI, path), config(tmp_path, "INPUT__0"), CPU)
 
 
 _LOADED_ALONE = """

@@ -29,8 +29,7 @@ from torch_py_backend.loading import (
     aotinductor,
     discovery,
     example_inputs,
-    exported_program,
-    registrations,
+    exported,
     registry,
 )
 from torch_py_backend.loading import hooks as user_hooks
@@ -131,7 +130,7 @@ def _infer(config: ModelConfig, arguments: Mapping[str, str]) -> Schema:
     if hooks is not None:
         return _with_hooks(config, artifact, hooks, listed, device)
     if artifact.kind is ArtifactType.EXPORTED:
-        with registrations.imported(config, artifact):
+        with registry.beside_imported(artifact):
             return _from_program(artifact.path)
     loaded = registry.load(artifact, config, device)
     example = example_inputs.find(config, artifact)
@@ -159,7 +158,7 @@ def _infer(config: ModelConfig, arguments: Mapping[str, str]) -> Schema:
 
 def _from_program(path: Path) -> Schema:
     """Return the schema that an exported program declares; sizes that are not fixed are -1."""
-    *tensors, rows = exported_program.describe(path)
+    *tensors, rows = exported.describe(path)
     inputs, outputs = (specs.of_values(values) for values in tensors)
     # A fixed first dimension is not taken for a batch.
     batched = {spec.dims[:1] for spec in (*inputs, *outputs)} == {(-1,)}

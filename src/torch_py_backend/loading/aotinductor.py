@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import os
 import platform
@@ -23,9 +22,9 @@ from torch.utils import _pytree as pytree
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, InputError
-from torch_py_backend.loading import example_inputs, file_types, registrations
+from torch_py_backend.loading import example_inputs, file_types
 from torch_py_backend.loading.discovery import Artifact
-from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.loading.loaded import Loaded, reading
 from torch_py_backend.processes import orphan_cleanup
 from torch_py_backend.signature import binding, introspection
 from torch_py_backend.signature.arguments import Signature
@@ -55,8 +54,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     """Load a package. It is called with its leaves, in the order of the package.
 
     Raises:
-        ArtifactError: it was built for another machine, this torch cannot load it, or it has no
-            weights.
+        ArtifactError: it was built for another machine, or this torch cannot load it.
     """
     path = artifact.path
     difference = mismatch(path, device)
@@ -75,15 +73,9 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         # aoti_load_package ends with this call. Before that, it imports the compiler and builds a
         # library for each instruction set, to warn of what `mismatch` has compared, in 2 to 10 s.
         # It passes the same name of the model, "not single-threaded", and one runner.
-        with registrations.reading(path, artifact.kind), _temporary_folder(folder):
+        with reading(path, artifact.kind), _temporary_folder(folder):
             package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
             in_spec, out_spec = (pytree.treespec_loads(text) for text in package.get_call_spec())
-        if package.get_constant_fqns() and not _contains_constants(Path(folder)):
-            raise ArtifactError(
-                f"{path.name} was compiled without its weights",
-                expected="a package that contains them",
-                cure="Compile it again without aot_inductor.package_constants_in_so: False.",
-            )
         tree = introspection.from_tree(in_spec, {})
         # The leaves are the arguments: a tree would only be built to be flattened again.
         signature = Signature(tree.arguments, tree.leaves, lambda columns: (columns, {}))
@@ -103,25 +95,6 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         close = weakref.finalize(module, files.pop_all().close)
 
     return Loaded(artifact, module, signature, rows=rows, close=close)
-
-
-def _contains_constants(folder: Path) -> bool:
-    """Return whether an unpacked package contains its constants: without them, a call crashes.
-
-    They are in a file of their own, or in the library between two symbols, with a single byte for
-    none (see AotCodeCompiler in torch's _inductor/codecache.py).
-    """
-    if any(folder.rglob("*_weights.blob")):
-        return True
-    for path in folder.rglob("*.so"):
-        library = ctypes.CDLL(str(path))
-        with contextlib.suppress(ValueError):  # a library of kernels
-            start, end = (
-                ctypes.addressof(ctypes.c_char.in_dll(library, f"_binary_constants_bin_{edge}"))
-                for edge in ("start", "end")
-            )
-            return end - start > 1
-    return True
 
 
 def _checked(
@@ -178,13 +151,13 @@ def _rows(call: _Run, row: list[Tensor]) -> Rows:
     try:
         with torch.inference_mode():
             call(row)
+    except RuntimeError:  # up to torch 2.11, which prints the limit
+        return Rows(2)
     except InputError as error:
         refused = _SIZE.search(str(error.__cause__))
         if refused is not None and refused["dim"] == "0":
             limit = int(refused["limit"])
             return Rows(limit, limit if refused["relation"] == ":" else None)
-    except RuntimeError:  # up to torch 2.11, which prints the limit
-        return Rows(2)
     return ANY_ROWS
 
 
@@ -263,8 +236,7 @@ def this_machine(device: torch.device | None) -> dict[str, str]:
 
 def _fits(key: str, built: str, here: str) -> bool:
     if key == "AOTI_CPU_ISA":
-        needed = {name for name in built.split() if name in _ISA_FLAGS}
-        return needed <= set(here.split())
+        return {*built.split()} & _ISA_FLAGS.keys() <= {*here.split()}
     if key == "torch_version":
         return built.partition("+")[0] == here.partition("+")[0]
     return built == here

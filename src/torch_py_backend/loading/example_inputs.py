@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import ArtifactError, a_type
-from torch_py_backend.loading import initial_states, python_source, state_dict
+from torch_py_backend.loading import initial_states, python_source, weights
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.values import Item, Strings, Value
 
@@ -38,7 +38,7 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     """
     path = config.version_folder / f"{NAME}.safetensors"
     if path.is_file():
-        return dict(state_dict.read_safetensors(path))
+        return dict(weights.read_safetensors(path))
     folder = config.version_folder / NAME
     if folder.is_dir() and not (folder / "__init__.py").exists():
         return _read_bytes(config, folder)

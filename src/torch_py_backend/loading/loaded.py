@@ -1,13 +1,18 @@
-"""A loaded model."""
+"""A loaded model, and the errors of files that torch cannot read as one."""
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
+from torch_py_backend.errors import ArtifactError, summarize
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.values import ANY_ROWS, Rows
@@ -16,6 +21,22 @@ from torch_py_backend.values import ANY_ROWS, Rows
 Forward: TypeAlias = "Callable[..., Any]"
 # The forward() of modules that define none, such as ModuleList.
 NO_FORWARD = nn.Module.forward
+
+# What torch writes about an unregistered operator or class; those of torch itself do not count.
+_UNREGISTERED = re.compile(
+    r"Unknown builtin op: (?!aten::|prim::)([\w:.]+)"  # torch.jit.load
+    r"|Unknown type name '__torch__\.(torch\.classes\.[\w.]+)'"
+    r"|failed to resolve torch\.ops\.(?!aten\.|prim\.)(\w+\.\w+)"  # torch.export.load
+    r"|GLOBAL ([\w.]+) was not an allowed global"
+    r"|Could not find schema for (?!aten::|prim::)([\w:.]+)"  # AOTInductor
+    r"|Deserializing ([\w.<>]+) in pytree is not registered"
+    r"|namedtuple class ([\w.<>]+) because"
+)
+_WRITERS = {
+    ArtifactType.TORCHSCRIPT: "torch.jit.save",
+    ArtifactType.EXPORTED: "torch.export.save",
+    ArtifactType.AOTI: "torch._inductor.aoti_compile_and_package",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +77,28 @@ class Loaded:
         if self.owner is not None:
             yield from self.owner.parameters()
             yield from self.owner.buffers()
+
+
+@contextlib.contextmanager
+def reading(path: Path, kind: ArtifactType) -> Iterator[None]:
+    """Raise an ArtifactError for a file that torch cannot read in the context.
+
+    It names an operator or class that is not registered, if that is the reason.
+    """
+    try:
+        yield
+    except Exception as error:  # a damaged file, or one of another torch, raises nearly anything
+        cause: BaseException | None = error
+        while cause is not None:
+            if match := _UNREGISTERED.search(str(cause)):
+                name = match[match.lastindex or 0].rstrip(".")
+                raise ArtifactError(
+                    f"{path.name} is {kind.value} with {name}, which is not registered",
+                    cure="Import the package that registers it in model.py, beside the artifact.",
+                ) from error
+            cause = cause.__cause__ or cause.__context__
+        raise ArtifactError(
+            f"{path.name} is {kind.value} that torch {torch.__version__} cannot load:"
+            f" {summarize(error)}",
+            cure=f"Write it again with {_WRITERS[kind]} under this version of torch.",
+        ) from error

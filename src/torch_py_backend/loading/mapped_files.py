@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# A local file header of a ZIP archive has 30 bytes. The last four are the lengths of the name and
-# of the extra field that follow it. See 4.3.7 of APPNOTE.TXT.
-_HEADER = 30
-_LENGTHS = struct.Struct("<HH")
+# The header of a member of a ZIP archive: 26 bytes, then the lengths of the name and of the extra
+# field that follow them. See 4.3.7 of APPNOTE.TXT.
+_HEADER = struct.Struct("<26xHH")
 # Bytes at either end of a storage that are compared first.
 _FINGERPRINT = 64
 
@@ -131,13 +130,8 @@ def share(weights: Iterable[object], archive: Path) -> None:
     for weight in {id(weight): weight for weight in weights}.values():
         if has_plain_storage(weight) and weight.device.type == "cpu":
             by_storage[storage_id(weight)].append(weight)
-    file = cast(  # torch declares a base class
-        torch.UntypedStorage,
-        torch.UntypedStorage.from_file(str(archive), shared=False, nbytes=archive.stat().st_size),
-    )
     records = defaultdict(list)
-    for start, size in stored_members(archive):
-        record = file[start : start + size]
+    for record in _stored_members(archive):
         records[_fingerprint(record)].append(record)
     for sharers in by_storage.values():
         storage = sharers[0].untyped_storage()
@@ -154,18 +148,18 @@ def share(weights: Iterable[object], archive: Path) -> None:
                 break
 
 
-def stored_members(archive: Path) -> Iterator[tuple[int, int]]:
-    """Yield the offset and the size of each uncompressed member of an archive.
-
-    Raises:
-        OSError, zipfile.BadZipFile: the archive cannot be read.
-    """
-    with zipfile.ZipFile(archive) as members, archive.open("rb") as file:
+def _stored_members(archive: Path) -> Iterator[torch.UntypedStorage]:
+    """Yield each uncompressed member of an archive as memory of the mapped file."""
+    size = archive.stat().st_size
+    mapped = torch.UntypedStorage.from_file(str(archive), shared=False, nbytes=size)
+    file = cast("torch.UntypedStorage", mapped)  # torch declares a base class
+    with zipfile.ZipFile(archive) as members, archive.open("rb") as headers:
         for member in members.infolist():
             if member.compress_type == zipfile.ZIP_STORED and member.file_size:
-                file.seek(member.header_offset + _HEADER - _LENGTHS.size)
-                name, extra = _LENGTHS.unpack(file.read(_LENGTHS.size))
-                yield member.header_offset + _HEADER + name + extra, member.file_size
+                headers.seek(member.header_offset)
+                start = member.header_offset + _HEADER.size
+                start += sum(_HEADER.unpack(headers.read(_HEADER.size)))
+                yield file[start : start + member.file_size]
 
 
 def _fingerprint(storage: torch.UntypedStorage) -> tuple[int, bytes, bytes]:

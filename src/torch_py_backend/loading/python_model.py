@@ -11,7 +11,7 @@ from torch import nn
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, a_type
-from torch_py_backend.loading import python_source, state_dict
+from torch_py_backend.loading import python_source, weights
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import NO_FORWARD, Forward, Loaded
 from torch_py_backend.signature import introspection
@@ -43,7 +43,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         )
     if owner is not None:
         if not pretrained and not artifact.weightless:
-            state_dict.load_into(config, artifact, owner)
+            weights.load_into(config, artifact, owner)
         owner.eval()
         for parameter in owner.parameters():  # TorchScript does not support requires_grad_()
             parameter.requires_grad = False

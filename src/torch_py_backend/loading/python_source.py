@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import importlib.machinery
 import importlib.util
 import inspect
 import logging
@@ -22,7 +23,7 @@ from torch import nn
 from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, a_type, join_names, summarize
-from torch_py_backend.loading import state_dict
+from torch_py_backend.loading import weights
 from torch_py_backend.loading.discovery import Artifact
 
 log = logging.getLogger(__name__)
@@ -41,27 +42,19 @@ _KEYWORDS = "Give its arguments as JSON in the parameter MODEL_KWARGS."
 def import_source(path: Path) -> ModuleType:
     """Import a model's source file; it can import the files beside it.
 
-    A file that was imported and has not changed since is not executed again: its code may fail the
-    second time.
+    A file that has not changed since is not executed again: its code may fail the second time.
     """
-    name = f"torch_py_backend_model_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    try:
-        status = path.stat()
-        state = (status.st_mtime_ns, status.st_size)
-    except OSError:  # the loader reports it
-        state = (0, 0)
-    imported = sys.modules.get(name)
-    if imported and imported.__spec__ and imported.__spec__.loader_state == state:
-        return imported
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ArtifactError(f"{path.name} is not Python source", expected="a .py file")
-    spec.loader_state = state
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    key = f"{path} {path.stat().st_mtime_ns} {path.stat().st_size}"
+    name = f"torch_py_backend_model_{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    loader = importlib.machinery.SourceFileLoader(name, str(path))
+    spec = importlib.machinery.ModuleSpec(name, loader, origin=str(path))
+    spec.has_location = True  # the module has __file__
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         with importing_from(path.parent):
-            spec.loader.exec_module(module)
+            loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise ArtifactError(f"{path.name} fails at {error_location(error, path)}") from error
@@ -194,11 +187,11 @@ def _build(
     factory: Callable[..., object],
     keywords: Mapping[str, object],
 ) -> object:
-    weights = artifact.weights
-    if weights is None:
+    path = artifact.weights
+    if path is None:
         return factory(**keywords)
-    return state_dict.build_uninitialized(
-        lambda: factory(**keywords), lambda: state_dict.read(config, weights)
+    return weights.build_uninitialized(
+        lambda: factory(**keywords), lambda: weights.read(config, path)
     )
 
 
@@ -265,11 +258,6 @@ def _is_module_class(value: object) -> bool:
 
 
 # --- beside the model ------------------------------------------------------------------------
-
-
-def function_names(path: Path) -> list[str]:
-    """Return the names of the public functions that a source defines."""
-    return list(_defined(import_source(path), inspect.isfunction))
 
 
 def example_inputs(path: Path) -> Mapping[str, object] | None:

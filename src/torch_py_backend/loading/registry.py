@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TypeAlias
 
 import torch
 
 from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ConfigError
+from torch_py_backend.errors import ArtifactError, ConfigError
 from torch_py_backend.loading import (
     aotinductor,
-    exported_program,
+    exported,
     python_model,
-    registrations,
+    python_source,
     torchscript,
 )
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
@@ -35,8 +36,34 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     """
     if artifact.kind not in (ArtifactType.MODULE, ArtifactType.FACTORY):
         _check_options(artifact, config)
-    with registrations.imported(config, artifact):
+    with beside_imported(artifact):
         return LOADERS[artifact.kind](artifact, config, device)
+
+
+@contextlib.contextmanager
+def beside_imported(artifact: Artifact) -> Iterator[None]:
+    """Import hooks.py and the source file beside an artifact, which is loaded in the context.
+
+    They may register operators and classes that the artifact needs. If the source file cannot be
+    imported, that is a warning, and the error of an artifact that cannot be loaded either.
+    """
+    if artifact.hooks is not None:
+        python_source.import_source(artifact.hooks)
+    failure: ArtifactError | None = None
+    if artifact.source is not None:
+        try:
+            python_source.import_source(artifact.source)
+        except ArtifactError as error:
+            failure = error
+            log.warning("%s %s is loaded without it.", error, artifact.path.name)
+        else:
+            python_source.refuse_hooks(artifact.source)
+    try:
+        yield
+    except ArtifactError:
+        if failure is not None:
+            raise failure from failure.__cause__
+        raise
 
 
 def _check_options(artifact: Artifact, config: ModelConfig) -> None:
@@ -59,7 +86,7 @@ LOADERS: Mapping[ArtifactType, Loader] = {
     ArtifactType.TORCHSCRIPT: torchscript.load,
     ArtifactType.MODULE: python_model.load,
     ArtifactType.FACTORY: python_model.load,
-    ArtifactType.EXPORTED: exported_program.load,
+    ArtifactType.EXPORTED: exported.load,
     ArtifactType.AOTI: aotinductor.load,
 }
 

@@ -9,9 +9,9 @@ import torch
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, summarize
-from torch_py_backend.loading import mapped_files, registrations
+from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.discovery import Artifact
-from torch_py_backend.loading.loaded import Forward, Loaded
+from torch_py_backend.loading.loaded import Forward, Loaded, reading
 from torch_py_backend.signature import introspection
 
 
@@ -22,7 +22,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         ArtifactError: this torch cannot load it, or it lacks the method to serve.
     """
     path = artifact.path
-    with registrations.reading(path, artifact.kind):
+    with reading(path, artifact.kind):
         module: torch.jit.ScriptModule = torch.jit.load(path, map_location=device)
     module.eval()
     if config.options.enable_weight_sharing is not False:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,15 +16,15 @@ from torch.utils import _pytree as pytree
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError
-from torch_py_backend.loading import mapped_files, registrations
+from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
-from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.loading.loaded import Loaded, reading
 from torch_py_backend.signature import binding, introspection, results
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.values import ANY_ROWS, Rows
 
-# Its logger is named here, because an import of the module imports the compiler.
-_SERIALIZER = "torch._export.serde.serialize"
+# The second is named here, because an import of that module imports the compiler.
+_LOGGERS = ("torch.export", "torch._export.serde.serialize")
 
 # Fake tensors by name. A size of them that is not fixed is no int.
 Values: TypeAlias = "dict[str, Tensor]"
@@ -88,36 +86,27 @@ def describe(path: Path) -> tuple[Values, Values, Rows]:
 
 
 def _read(path: Path) -> ExportedProgram:
-    with registrations.reading(path, ArtifactType.EXPORTED), _logged_causes() as causes:
-        try:
-            return torch.export.load(path)
-        except Exception as error:
-            if causes and "warnings above" in str(error):
-                raise causes[-1] from error
-            raise
-
-
-@contextlib.contextmanager
-def _logged_causes() -> Iterator[list[BaseException]]:
-    """Collect the exceptions that torch logs with their tracebacks, instead of their records.
-
-    Its own exception then refers to "the warnings above".
-    """
+    """Return a program; torch logs the cause of an error, instead of raising it."""
     causes: list[BaseException] = []
 
     def collect(record: logging.LogRecord) -> bool:
-        if record.exc_info and record.exc_info[1]:
-            causes.append(record.exc_info[1])
-        return not record.exc_info
+        cause = record.exc_info[1] if record.exc_info else None
+        causes.extend([cause] if cause else ())
+        return cause is None
 
-    loggers = [logging.getLogger(name) for name in ("torch.export", _SERIALIZER)]
-    for logger in loggers:
-        logger.addFilter(collect)
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(collect)
     try:
-        yield causes
+        with reading(path, ArtifactType.EXPORTED):
+            try:
+                return torch.export.load(path)
+            except Exception as error:
+                if causes and "warnings above" in str(error):
+                    raise causes[-1] from error
+                raise
     finally:
-        for logger in loggers:
-            logger.removeFilter(collect)
+        for name in _LOGGERS:
+            logging.getLogger(name).removeFilter(collect)
 
 
 def _signature(program: ExportedProgram, module: nn.Module) -> Signature:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError
-from torch_py_backend.loading import exported_program
+from torch_py_backend.loading import exported
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import binding
@@ -49,7 +49,7 @@ def config(folder: Path, *names: str, rows: int = 8) -> ModelConfig:
     )
 
 
-def exported(folder: Path, module: nn.Module, args: tuple[Any, ...], dims: Any = None) -> Path:
+def save_program(folder: Path, module: nn.Module, args: tuple[Any, ...], dims: Any = None) -> Path:
     path = build.write(folder, "model.pt2", "")
     program = torch.export.export(module.eval(), args, dynamic_shapes=dims)
     torch.export.save(program, path)
@@ -59,7 +59,7 @@ def exported(folder: Path, module: nn.Module, args: tuple[Any, ...], dims: Any =
 def loaded(folder: Path, *names: str, device: torch.device | None = CPU, rows: int = 8) -> Loaded:
     settings = config(folder, *names, rows=rows)
     artifact = Artifact(ArtifactType.EXPORTED, folder / "1" / "model.pt2")
-    return exported_program.load(artifact, settings, device)
+    return exported.load(artifact, settings, device)
 
 
 def weights(program: Loaded) -> list[Tensor]:
@@ -82,7 +82,7 @@ def test_program_computes_what_was_exported(tmp_path: Path) -> None:
     With KIND_MODEL it stays where it was.
     """
     module = Net()
-    exported(tmp_path, module, (torch.rand(4, 2),), dims=(dynamic(),))
+    save_program(tmp_path, module, (torch.rand(4, 2),), dims=(dynamic(),))
     for device, expected in ((torch.device("meta"), "meta"), (None, "cpu"), (CPU, "cpu")):
         program = loaded(tmp_path, "x", device=device)
         assert {tensor.device.type for tensor in weights(program)} == {expected}
@@ -95,7 +95,7 @@ A, B = torch.full((2, 2), 1.0), torch.full((2, 2), 2.0)
 
 def test_constants_are_passed_as_exported(tmp_path: Path) -> None:
     """A number of the export is not an input, and is passed with each call."""
-    exported(tmp_path, Power(), (torch.rand(2, 2), 3, torch.rand(2, 2)))
+    save_program(tmp_path, Power(), (torch.rand(2, 2), 3, torch.rand(2, 2)))
     program = loaded(tmp_path, "x", "y")
     assert program.signature.leaves == ("ARGS[0]", "ARGS[2]")
     for names in (["x", "y"], ["INPUT__0", "INPUT__1"], ["ARGS[0]", "ARGS[2]"]):
@@ -112,15 +112,15 @@ def test_constants_are_passed_as_exported(tmp_path: Path) -> None:
 )
 def test_row_limits_of_a_program(dims: Any, rows: Rows, tmp_path: Path) -> None:
     """The limits of dimension 0 are read from the program."""
-    exported(tmp_path, nn.ReLU(), (torch.rand(4, 2),), dims=dims)
+    save_program(tmp_path, nn.ReLU(), (torch.rand(4, 2),), dims=dims)
     assert loaded(tmp_path, "x").rows == rows
 
 
 def test_programs_without_limits(tmp_path: Path) -> None:
     """There are no limits without a batch dimension, or if inputs differ in dimension 0."""
-    exported(tmp_path, Net(), (torch.rand(4, 2),))
+    save_program(tmp_path, Net(), (torch.rand(4, 2),))
     assert loaded(tmp_path, "x", rows=0).rows == ANY_ROWS
-    exported(tmp_path, Total(), (torch.rand(4, 2), torch.rand(3)))
+    save_program(tmp_path, Total(), (torch.rand(4, 2), torch.rand(3)))
     assert loaded(tmp_path, "x", "y").rows == ANY_ROWS
 
 
@@ -129,7 +129,7 @@ def test_programs_without_limits(tmp_path: Path) -> None:
 )
 def test_program_that_cannot_be_loaded(member: str, content: bytes | None, tmp_path: Path) -> None:
     """A damaged program, or one of another torch, fails the load with the version of torch."""
-    path = exported(tmp_path, Net(), (torch.rand(4, 2),))
+    path = save_program(tmp_path, Net(), (torch.rand(4, 2),))
     with zipfile.ZipFile(path) as file:
         members = {name: file.read(name) for name in file.namelist()}
     with zipfile.ZipFile(path, "w") as file:
@@ -152,7 +152,7 @@ def test_symbolic_number(tmp_path: Path) -> None:
             return x * n
 
     dims = (dynamic(), torch.export.Dim.DYNAMIC)
-    exported(tmp_path, Times(), (torch.rand(4, 2), 3), dims=dims)
+    save_program(tmp_path, Times(), (torch.rand(4, 2), 3), dims=dims)
     try:
         assert loaded(tmp_path, "x", "n").signature.leaves == ("ARGS[0]", "ARGS[1]")
     except ArtifactError as error:

@@ -1,7 +1,6 @@
-"""Weights of modules: building a module without random values, and loading a file into it.
+"""Weights of modules: built without random values, read without running code, and mapped.
 
-Files are read without executing code. They are mapped: where a module loads a weight unchanged, the
-weight stays in the mapped file (see `mapped_files`).
+Where a module loads a weight unchanged, the weight stays in the mapped file (see `mapped_files`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ _SAVE = (
     " around it; or change MODEL_KWARGS so that the constructor builds the module the weights"
     " belong to."
 )
-
 # The class or function that weights_only refuses, in the message of torch.load.
 _REFUSED = re.compile(r"GLOBAL (\S+) was not an allowed global")
 
@@ -63,10 +61,9 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
     for key, value in own.items():
         if key not in state and id(value) in present:
             state[key] = present[id(value)]
+    copied = discovery.mapping_obstacle(config, artifact)
     try:
-        with contextlib.ExitStack() as stack:
-            if not discovery.mapping_obstacle(config, artifact):
-                stack.enter_context(mapped_files.AliasOnCopy(state.values()))
+        with contextlib.nullcontext() if copied else mapped_files.AliasOnCopy(state.values()):
             module.load_state_dict(state)
     except Exception as error:  # the module may load the entries with code of its own
         nested = [
@@ -93,27 +90,24 @@ def read(config: ModelConfig, path: Path) -> dict[str, Any]:
     if path.suffix == ".json":
         return _read_shards(config, path)
     if path.suffix == ".safetensors":
-        return read_safetensors(path)
+        return dict(read_safetensors(path))
     try:
         # Compressed entries cannot be mapped: their compressed bytes would be read as values.
         mmap = not file_types.mmap_obstacle(path)
         state = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+        found = f"hold {a_type(state)} that is not a state_dict"
     except Exception as error:  # a damaged pickle raises nearly anything
-        refused = _REFUSED.search(str(error))
-        raise ArtifactError(
-            f"the weights {path.name} hold {refused[1]}, which weights_only refuses to load"
-            if refused
-            else f"the weights {path.name} cannot be read: {summarize(error)}",
-            expected="a state_dict of plain tensors that torch.save wrote, or safetensors",
-            cure="Save module.state_dict() there.",
-        ) from error
-    if not isinstance(state, dict) or not all(isinstance(key, str) for key in state):
-        raise ArtifactError(
-            f"the weights {path.name} hold {a_type(state)} that is not a state_dict",
-            expected="tensors by name",
-            cure="Save module.state_dict() there.",
-        )
-    return state
+        state, refused = None, _REFUSED.search(str(error))
+        found = f"cannot be read: {summarize(error)}"
+        if refused:
+            found = f"hold {refused[1]}, which weights_only refuses to load"
+    if isinstance(state, dict) and all(isinstance(key, str) for key in state):
+        return state
+    raise ArtifactError(
+        f"the weights {path.name} {found}",
+        expected="a state_dict of plain tensors that torch.save wrote, or safetensors",
+        cure="Save module.state_dict() there.",
+    )
 
 
 def _read_shards(config: ModelConfig, index: Path) -> dict[str, Tensor]:
@@ -168,13 +162,11 @@ def build_uninitialized(
         build: the constructor.
         saved: returns the entries of the file that will fill the module.
 
-    Drawing the values takes longer than reading them: seconds and memory for each gigabyte, in each
-    instance. Memory of torch.empty costs neither until it is written. The meta device would avoid
-    the values as well, but also those of the buffers that a constructor computes and no file holds.
+    Drawing the values takes seconds for each gigabyte. Memory of torch.empty costs nothing until it
+    is written. The meta device would also avoid the buffers that a constructor computes.
 
-    It is safe if the file replaces all skipped values, nothing was computed from them, and nothing
-    was drawn after them: a random projection that is drawn later and is in no state_dict would have
-    other values. Otherwise, and after an exception, `build` is called again.
+    It is safe if the file replaces all values that were not drawn, and none of them was used.
+    Otherwise, and after an exception, `build` is called again.
     """
     random_state = torch.random.get_rng_state()
     skipping = _SkipDraws()
@@ -182,24 +174,34 @@ def build_uninitialized(
     truncated = mock.patch.object(
         nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: nn.init.normal_(tensor)
     )
-    with contextlib.suppress(Exception):  # the second call raises it, too, or succeeds
-        with truncated, skipping, _NoticeReads(skipping):
+    # The second call raises an exception, too, or succeeds.
+    with contextlib.suppress(Exception, _UsedError):
+        with truncated, skipping, _RefuseReads(skipping):
             built = build()
-        if skipping.is_safe(built, saved):
+        if skipping.all_replaced(built, saved):
             return built
     torch.random.set_rng_state(random_state)
     return build()
 
 
+class _UsedError(BaseException):
+    """A constructor uses values that were not drawn, or draws others after them.
+
+    Not an Exception, because the constructor must not continue after it.
+    """
+
+
 class _SkipDraws(mapped_files.DispatchMode):
-    """Skips in-place random operations, and in-place operations on their results and copies."""
+    """Skips in-place random operations, in-place operations on their results, and their copies.
+
+    Raises `_UsedError` for operations with other results, such as a projection that is drawn later:
+    it would have other values.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         # Tensors without values, by the identity of their storages.
         self._skipped: dict[int, Tensor] = {}
-        # Whether nothing was computed from them, and nothing was drawn after them.
-        self._unused = True
 
     def __torch_dispatch__(
         self,
@@ -209,37 +211,32 @@ class _SkipDraws(mapped_files.DispatchMode):
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         keywords = kwargs or {}
-        tensors = [it for it in pytree.tree_leaves((args, keywords)) if isinstance(it, Tensor)]
-        used = self._skipped.keys() & {mapped_files.storage_id(tensor) for tensor in tensors}
         # A generator that the caller passes is not affected by what is skipped.
         draws = torch.Tag.nondeterministic_seeded in func.tags and keywords.get("generator") is None
         target = args[0] if args and func._schema.is_mutable else None
-        if isinstance(target, Tensor) and (
-            draws or mapped_files.storage_id(target) in self._skipped
-        ):
-            self._skip(target)
+        if func is torch.ops.aten.clone.default and self.has_skipped(args):  # deepcopy of a layer
+            draws, target = True, torch.ops.aten.empty_like.default(*args, **keywords)
+        if isinstance(target, Tensor) and (draws or self.has_skipped(target)):
+            # A separate tensor, so that its storage shows whether the module still uses it.
+            self._skipped[mapped_files.storage_id(target)] = target.detach()
             return target
-        if used and func is torch.ops.aten.clone.default:  # copy.deepcopy of a layer
-            copied = torch.ops.aten.empty_like.default(*args, **keywords)
-            self._skip(copied)
-            return copied
-        if (used and not func.is_view) or (draws and self._skipped):
-            self._unused = False
+        if (draws and self._skipped) or (not func.is_view and self.has_skipped(args, keywords)):
+            raise _UsedError
         return func(*args, **keywords)
 
-    def notice_read(self, tensor: Tensor) -> None:
-        """Take note that the values of a tensor are used."""
-        self._unused &= mapped_files.storage_id(tensor) not in self._skipped
+    def has_skipped(self, *values: object) -> bool:
+        """Return whether a tensor in these values, or nested in them, has no values."""
+        leaves = pytree.tree_leaves(values)
+        return any(
+            isinstance(leaf, Tensor) and mapped_files.storage_id(leaf) in self._skipped
+            for leaf in leaves
+        )
 
-    def _skip(self, tensor: Tensor) -> None:
-        # A separate tensor, so that its storage shows whether the module still uses it.
-        self._skipped[mapped_files.storage_id(tensor)] = tensor.detach()
-
-    def is_safe(self, built: object, saved: Callable[[], Mapping[str, object]]) -> bool:
-        """Return whether the file replaces all skipped values, and nothing else depends on them."""
+    def all_replaced(self, built: object, saved: Callable[[], Mapping[str, object]]) -> bool:
+        """Return whether a file replaces all skipped values of a module."""
         if not self._skipped:
             return True
-        if not self._unused or not isinstance(built, nn.Module):
+        if not isinstance(built, nn.Module):
             return False
         state = saved()
         replaced = {
@@ -253,8 +250,8 @@ class _SkipDraws(mapped_files.DispatchMode):
         )
 
 
-class _NoticeReads(TorchFunctionMode):
-    """Reports reads that no operation makes, and dispatch modes therefore do not see."""
+class _RefuseReads(TorchFunctionMode):
+    """Refuses reads that are no operations, and that dispatch modes therefore do not see."""
 
     def __init__(self, skipping: _SkipDraws) -> None:
         super().__init__()
@@ -267,6 +264,7 @@ class _NoticeReads(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        if func in (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__):
-            self._skipping.notice_read(args[0])
+        reads = func in (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+        if reads and self._skipping.has_skipped(args[0]):
+            raise _UsedError
         return func(*args, **(kwargs or {}))

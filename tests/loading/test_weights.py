@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.errors import ArtifactError
-from torch_py_backend.loading import state_dict
+from torch_py_backend.loading import weights
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 
 State = Mapping[str, Any]
@@ -103,7 +103,7 @@ FORMATS = [(zipped, "model.pt"), (legacy, "model.pth"), (safe, "model.safetensor
 def load(folder: Path, name: str, module: nn.Module, **options: Any) -> nn.Module:
     """Return the module, filled from a file of its version folder."""
     artifact = Artifact(ArtifactType.MODULE, folder / "1" / "model.py", folder / "1" / name)
-    state_dict.load_into(build.config(folder, **options), artifact, module)
+    weights.load_into(build.config(folder, **options), artifact, module)
     return module.eval()
 
 
@@ -189,16 +189,6 @@ def test_module_computes_as_the_one_that_was_saved(
     assert not torch.equal(other, expected)
 
 
-@pytest.mark.parametrize(("write", "name"), FORMATS)
-def test_file_may_change_while_it_is_served(write: Writer, name: str, tmp_path: Path) -> None:
-    """Writing over a file does not change a model that has copied from it."""
-    module = filled(tmp_path, Net(), STATE, write, name, enable_weight_sharing=False)
-    path = tmp_path / "1" / name
-    with path.open("r+b") as file:
-        file.write(bytes(path.stat().st_size))
-    assert torch.equal(module(X), Y)
-
-
 # --- what does not fit -----------------------------------------------------------------------
 
 
@@ -249,7 +239,7 @@ def test_weights_of_another_module(
         ({"epoch": np.float64(3)}, ".multiarray.scalar, which weights_only refuses to load"),
         ({"args": argparse.Namespace(lr=1), "model": STATE}, "hold argparse.Namespace, which"),
         ({0: torch.ones(3)}, "hold a dict that is not a state_dict"),
-        (torch.ones(3), "hold a Tensor that is not a state_dict; expected tensors by name"),
+        (torch.ones(3), "hold a Tensor that is not a state_dict; expected a state_dict"),
     ],
 )
 def test_file_without_a_state_dict(state: Any, message: str, tmp_path: Path) -> None:
@@ -370,7 +360,7 @@ def test_weights_that_a_file_will_fill_are_not_drawn(code: str) -> None:
     saved = Constructed(code).state_dict()
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
-    state_dict.build_uninitialized(construct, lambda: saved)
+    weights.build_uninitialized(construct, lambda: saved)
     assert construct.call_count == 1
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -401,7 +391,7 @@ def test_a_module_that_uses_its_random_values_has_them(code: str) -> None:
     torch.manual_seed(0)
     expected = Constructed(code)
     torch.manual_seed(0)
-    built = state_dict.build_uninitialized(lambda: Constructed(code), expected.state_dict)
+    built = weights.build_uninitialized(lambda: Constructed(code), expected.state_dict)
     tensors = [name for name, value in vars(expected).items() if isinstance(value, Tensor)]
     buffers = [name for name, _ in expected.named_buffers()]
     for name in (*tensors, *buffers):
@@ -417,16 +407,14 @@ def test_weights_that_the_file_lacks_have_their_random_values(bias: object) -> N
     torch.manual_seed(0)
     state: dict[str, Any] = {"linear.weight": expected.linear.weight}
     state |= {} if bias is None else {"linear.bias": bias}
-    built = state_dict.build_uninitialized(lambda: Constructed(""), lambda: state)
+    built = weights.build_uninitialized(lambda: Constructed(""), lambda: state)
     assert torch.equal(built.linear.bias, expected.linear.bias)
 
 
 def test_error_of_a_constructor() -> None:
     """The error of the constructor is raised."""
     with pytest.raises(ValueError, match="no such size"):
-        state_dict.build_uninitialized(
-            lambda: Constructed("raise ValueError('no such size')"), dict
-        )
+        weights.build_uninitialized(lambda: Constructed("raise ValueError('no such size')"), dict)
 
 
 def test_function_keeps_its_random_values() -> None:
@@ -439,4 +427,4 @@ def test_function_keeps_its_random_values() -> None:
     torch.manual_seed(0)
     expected = construct()()
     torch.manual_seed(0)
-    assert torch.equal(state_dict.build_uninitialized(construct, dict)(), expected)
+    assert torch.equal(weights.build_uninitialized(construct, dict)(), expected)
