@@ -24,7 +24,6 @@ from torch_py_backend.signature import binding, introspection
 from torch_py_backend.values import Outcome, RequestItem, Step
 
 IDLE_S = 5.0
-SLOTS = 16
 
 
 def make_state(
@@ -40,7 +39,7 @@ def make_state(
 
 def config(*states: State, controls: Sequence[ControlInput] = (), **overrides: Any) -> ModelConfig:
     """A model whose sequences keep these states."""
-    sequencing = SequenceConfig(SLOTS, IDLE_S, 0.0, tuple(controls), states)
+    sequencing = SequenceConfig(IDLE_S, tuple(controls), states)
     plain = build.config(sequencing=sequencing, **overrides)
     inputs = (TensorSpec(s.input, s.dtype, s.dims, origin=Origin.STATE) for s in states)
     names = {spec.name for spec in plain.outputs}

@@ -127,7 +127,6 @@ def test_metrics_of_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     loaded.send(loaded.request(1, "s"))
     _await({"sequences": [1]})
     monkeypatch.setattr(loaded.model._publisher._sources.sequences, "_idle", 0.0)
-    monkeypatch.setattr(loaded.model._publisher._sources.sequences, "_quiet", 0.0)
     _await({"sequences": [0]})
 
 

@@ -146,24 +146,20 @@ _BLOCK = {
     "dims": [2, -1],
 }
 _ZEROS = {"name": "b", "data_type": "TYPE_FP32", "zero_data": True}
-_OLDEST = {"max_candidate_sequences": 64, "max_queue_delay_microseconds": 2000}
 
 
 @pytest.mark.parametrize(
-    ("batching", "rows", "expected"),
+    ("batching", "idle_s", "direct"),
     [
-        ({}, 8, (8, 1.0, 0.0)),
-        ({"direct": {"max_queue_delay_microseconds": "500"}}, 0, (1, 1.0, 5e-4)),
-        ({"oldest": {"max_candidate_sequences": 0}}, 4, (4, 1.0, 0.0)),
-        ({"oldest": _OLDEST, "max_sequence_idle_microseconds": "5000000"}, 4, (64, 5.0, 2e-3)),
+        ({}, 1.0, True),
+        ({"direct": {"max_queue_delay_microseconds": "500"}}, 1.0, True),
+        ({"oldest": {}, "max_sequence_idle_microseconds": "5000000"}, 5.0, False),
     ],
 )
-def test_schedulers(
-    batching: dict[str, Any], rows: int, expected: tuple[int, float, float]
-) -> None:
-    """Slots, idle time and delay are those of Triton's schedulers."""
-    config = parsed(sequence_batching=batching, max_batch_size=rows)
-    assert config.sequencing == SequenceConfig(*expected, (), (), "oldest" not in batching)
+def test_schedulers(batching: dict[str, Any], idle_s: float, direct: bool) -> None:
+    """The idle time and the strategy are those of Triton's schedulers."""
+    config = parsed(sequence_batching=batching)
+    assert config.sequencing == SequenceConfig(idle_s, (), (), direct)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stateful import IDLE_S, SLOTS, Served, config, engine, make_state, step
+from stateful import IDLE_S, Served, config, engine, make_state, step
 from torch import Tensor
 
 from torch_py_backend import values
@@ -24,11 +24,12 @@ from torch_py_backend.engine import engine as engine_module
 from torch_py_backend.engine import warmup
 from torch_py_backend.errors import ForwardError, InputError, OutputError
 from torch_py_backend.loading import example_inputs
+from torch_py_backend.pipeline.sequences import GRACE_S
 from torch_py_backend.signature import binding, introspection
 from torch_py_backend.values import Item, RequestItem, Step
 
 # Longer than the idle time, plus the time a request may still be queued.
-_FORGOTTEN_S = IDLE_S + 1.5
+_FORGOTTEN_S = IDLE_S + GRACE_S + 0.5
 
 
 def accumulating(**overrides: Any) -> Served:
@@ -348,31 +349,16 @@ def test_controls_are_taken_by_name(
 
 
 def test_idle_sequences_are_freed() -> None:
-    """After the idle time without other requests the state is freed."""
+    """A state is freed after the idle time and the time for which a request may be queued."""
     served = accumulating()
-    served.send(step(1, 1, "s"))
-    served.now += IDLE_S
+    served.send(step(1, 1, "s"), step(2, 1, "s"))
+    served.now += IDLE_S + GRACE_S
     served.states.sweep()
-    assert len(served.states) == 1
-    served.now += _FORGOTTEN_S - IDLE_S
+    assert served.send(step(1, 1)) == [2]
+    served.now += 0.5
     served.states.sweep()
-    assert len(served.states) == 0
-    assert isinstance(served.send(step(1, 1))[0], InputError)
-
-
-def test_sequences_with_queued_requests_are_kept() -> None:
-    """While others run, a sequence is freed once none of its requests can be in Triton's queue."""
-    served = accumulating()
-    served.send(step(1, 1, "s"), step(2, 1, "s"), step(3, 1, "s"))
-    for _ in range(20):  # without a pause
-        served.now += 0.5
-        served.send(step(2, 1))
-    served.states.sweep()
-    assert served.send(step(1, 1)) == [2]  # it arrived in time
-    for _ in range(SLOTS + 8 + 1):
-        served.send(step(2, 1))
-    served.states.sweep()
-    assert served.states._live.keys() == {1, 2}
+    assert served.states._live.keys() == {1}
+    assert isinstance(served.send(step(2, 1))[0], InputError)
 
 
 def test_a_sweep_during_a_batch_keeps_its_sequences() -> None:
@@ -412,22 +398,20 @@ def test_no_state_leaks(events: list[list[RequestItem] | str]) -> None:
     served = accumulating()
     totals: dict[int | str, float] = {}
     used: dict[int | str, float] = {}
-    sent = served.now
     for event in events:
         if isinstance(event, list):
-            sent = served.now
             for item, outcome in zip(event, served.send(*event), strict=True):
                 _compare(totals, item, outcome)
-                used[item.step.id] = sent
+                used[item.step.id] = served.now
         elif event == "wait":
             served.now += _FORGOTTEN_S
         else:
             served.states.sweep()
-            forgotten = {name for name in totals if served.now - used[name] > IDLE_S + 1}
-            freed = totals.keys() - served.states._live.keys()
-            assert freed <= forgotten
-            assert freed == forgotten or sent == served.now
-            totals = {name: total for name, total in totals.items() if name not in freed}
+            totals = {
+                name: total
+                for name, total in totals.items()
+                if served.now - used[name] < _FORGOTTEN_S
+            }
         assert served.states._live.keys() == totals.keys()
 
 

@@ -57,17 +57,13 @@ class SequenceConfig:
     """The sequence settings of a model.
 
     Attributes:
-        slots: the number of sequences that Triton assigns to one instance at a time.
         idle_s: seconds without a request after which Triton ends a sequence.
-        delay_s: seconds that Triton may delay a request to fill a batch.
         controls: inputs that Triton adds to each request.
         states: tensors that are kept between the requests of a sequence.
         direct: whether each sequence has a place in the batch: the strategy `direct`.
     """
 
-    slots: int
     idle_s: float
-    delay_s: float
     controls: tuple[ControlInput, ...]
     states: tuple[State, ...]
     direct: bool = True
@@ -88,15 +84,11 @@ def parse(document: Document) -> SequenceConfig | None:
             " to the scheduler"
         )
         refuse(bool(batching.get(key)), problem, "a config without it")
-    oldest, direct = batching.get("oldest"), batching.get("direct") or {}
-    slots = int((oldest or {}).get("max_candidate_sequences", 0))
     sequencing = SequenceConfig(
-        slots=slots or max(1, int(document.get("max_batch_size", 0))),
         idle_s=int(batching.get("max_sequence_idle_microseconds") or _IDLE_MICROSECONDS) / 1e6,
-        delay_s=int((oldest or direct).get("max_queue_delay_microseconds", 0)) / 1e6,
         controls=tuple(_parse_control(entry) for entry in batching.get("control_input", ())),
         states=tuple(_parse_state(entry) for entry in batching.get("state", ())),
-        direct=oldest is None,
+        direct=batching.get("oldest") is None,
     )
     _check_names(document, sequencing)
     return sequencing

@@ -23,8 +23,10 @@ from torch_py_backend.loading import initial_states
 from torch_py_backend.pipeline.run import Entry, Result
 from torch_py_backend.values import Item, RequestItem, Step, Strings, Value, clone
 
-# After this many seconds without a run, the instance's queue in Triton is empty.
-_QUIET_S = 1.0
+# A state is kept for these seconds longer than Triton's idle time. Triton measures that from the
+# arrival of a request, which may have been queued since, and does not report that it forgets a
+# sequence.
+GRACE_S = 60.0
 
 
 @dataclass(eq=False, slots=True)
@@ -34,12 +36,10 @@ class _Sequence:
     Attributes:
         states: its states by the names of their inputs.
         used: the time of its last step.
-        requests_when_idle: the number of requests run when it was found idle; None: it was not.
     """
 
     states: Item
     used: float
-    requests_when_idle: int | None = None
 
 
 class Sequences:
@@ -67,13 +67,9 @@ class Sequences:
         }
         sequencing = config.sequencing
         assert sequencing is not None  # noqa: S101  only sequences have states
-        self._quiet = _QUIET_S + sequencing.delay_s
-        self._idle = sequencing.idle_s + self._quiet
-        # The most requests that may be queued for an instance or running in it.
-        self._backlog = sequencing.slots + max(1, config.max_batch_size)
+        self._idle = sequencing.idle_s + GRACE_S
         self._live: dict[int | str, _Sequence] = {}
-        self._requests = 0
-        self._runs, self._last_run = False, clock()
+        self._runs = False
         # Another thread calls `sweep`.
         self._lock = threading.Lock()
         # Takes the place of a request that only fills a slot: it is not run.
@@ -87,7 +83,6 @@ class Sequences:
         """Return the items with the states of their sequences; end those of last steps."""
         with self._lock:
             self._runs, now = True, self._clock()
-            self._requests += len(entries)
             return [
                 entry if isinstance(entry, BackendError) else self._attached(entry, now)
                 for entry in entries
@@ -104,7 +99,7 @@ class Sequences:
                 " the model was reloaded",
                 expected="the START flag in the first request of a sequence",
             )
-        sequence.used, sequence.requests_when_idle = now, None
+        sequence.used = now
         return item | sequence.states
 
     def _begin(self, step: Step) -> _Sequence | None:
@@ -122,7 +117,6 @@ class Sequences:
         """Keep the new states of steps that succeeded; return the results for clients."""
         with self._lock:
             self._runs, now = False, self._clock()
-            self._last_run = now
             return [
                 self._kept(result, entry, now)
                 for result, entry in zip(results, entries, strict=True)
@@ -144,22 +138,15 @@ class Sequences:
         return result
 
     def sweep(self) -> None:
-        """Free the sequences that Triton has forgotten.
-
-        Triton measures the idle time from the arrival of a request, and does not report when it
-        forgets a sequence. A request that arrived in time may still be queued. So an idle sequence
-        is freed only after the queue was empty, or after as many requests as it can hold ran.
-        """
+        """Free idle sequences, which Triton has forgotten, unless a batch is running."""
         with self._lock:
             now = self._clock()
-            quiet = not self._runs and now - self._last_run > self._quiet
-            for name, sequence in list(self._live.items()):
-                if now - sequence.used <= self._idle:
-                    continue
-                if sequence.requests_when_idle is None:
-                    sequence.requests_when_idle = self._requests
-                if quiet or self._requests - sequence.requests_when_idle > self._backlog:
-                    del self._live[name]
+            if not self._runs:
+                self._live = {
+                    name: sequence
+                    for name, sequence in self._live.items()
+                    if now - sequence.used <= self._idle
+                }
 
 
 class Slots:
