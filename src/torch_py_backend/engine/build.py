@@ -14,8 +14,9 @@ from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline import batches, stages
 from torch_py_backend.pipeline import hooks as hook_stages
 from torch_py_backend.pipeline.failures import Failures
-from torch_py_backend.pipeline.hooks import ROWS, HookedPipeline
+from torch_py_backend.pipeline.hooks import HookedPipeline
 from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
+from torch_py_backend.pipeline.postprocessing import ROWS, Postprocessing
 from torch_py_backend.pipeline.ragged import Ragged
 from torch_py_backend.pipeline.run import Entry, GroupStage, Result, Stages
 from torch_py_backend.pipeline.sequences import Sequences, Slots
@@ -91,11 +92,12 @@ def chosen(
     hooked, counts = made.hooked, made.counts
     if steps is not None:
         before, after = (steps.attach,), (steps.keep,)
+    guarded = partial(stages.guarded, made.failures)
     if hooked is not None and hooked.by_row:
-        before = (partial(stages.prepared, hooked.prepare, counts, made.failures),)
+        before = (partial(stages.prepared, partial(hooked.prepare, guarded), counts),)
     if hooked is not None and (hook := hooked.hooks.postprocess) is not None:
-        finish = partial(hooked.finish, hook)
-        after = (partial(stages.finished, finish, counts, made.failures),)
+        finish = Postprocessing(config, hook, guarded).finish
+        after = (partial(stages.finished, finish, counts),)
     outputs = made.outputs
     fill = stages.filled(made.rows, outputs.extract, outputs.copy, counts)
     limited = made.rows.most is not None and made.rows.most < config.max_batch_size

@@ -24,7 +24,7 @@ from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.run import Attempt, Entry, Group, Result, Run
 from torch_py_backend.pipeline.sequences import Sequences, Slots
 from torch_py_backend.pipeline.stages import Scatter
-from torch_py_backend.values import Item
+from torch_py_backend.values import Item, RequestItem
 
 
 class Engine:
@@ -193,6 +193,8 @@ def _no_grad() -> bool:
 
 def _run_traced(run_group: Attempt, group: Group, copies: bool) -> Sequence[Result]:  # noqa: FBT001
     """Run a group in the trace context of the first of its requests that has one."""
+    if RequestItem not in map(type, group.items):
+        return run_group(group, copies)
     with values.trace_context(group.items):
         return run_group(group, copies)
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
@@ -44,8 +45,6 @@ def choose(
     spec: TensorSpec,
     takes: ArgumentType,
     cast: torch.dtype | None,
-    *,
-    by_row: bool = False,
 ) -> Argument:
     """Return the kind of an input's argument.
 
@@ -54,7 +53,6 @@ def choose(
         spec: the input.
         takes: the type of the argument.
         cast: what floating-point inputs are converted to; None: they are not.
-        by_row: whether each row of a value is an argument.
     """
     strings = spec.dtype.torch is None
     # A TorchScript string holds bytes of any encoding.
@@ -62,10 +60,9 @@ def choose(
     if takes.scalar:
         decode = _decode_any if signature.torchscript else _decode
         check = _check_text if strings and not any_bytes else None
-        refuse = partial(_refuse_scalar, f"{signature.name}() takes {takes.value}", check)
         return Argument(
             partial(_are_one_value, check),
-            partial(_refuse_rows, refuse) if by_row else refuse,
+            partial(_refuse_scalar, f"{signature.name}() takes {takes.value}", check),
             _first,
             lambda column: _SCALARS[takes](
                 decode(_first(column)) if strings and not takes.raw else _first(column)
@@ -82,6 +79,31 @@ def choose(
     if cast is None or not dtype.is_floating_point:
         return TENSOR
     return Argument(convert=lambda column: column.to(cast))
+
+
+def for_rows(argument: Argument) -> Argument:
+    """Return the kind of an argument of a function that is called with each row of a column.
+
+    The function that converts a column returns a list: the argument for each row.
+    """
+    refuse, convert = argument.refuse, argument.convert
+
+    def rows_of(column: Value) -> Sequence[object]:
+        rows: Sequence[Any]
+        if isinstance(column, Tensor):
+            rows = column.unbind()
+        else:
+            rows = [column[row, ...] for row in range(column.shape[0])]
+        return rows if convert is None else [convert(row) for row in rows]
+
+    if refuse is None:
+        return Argument(convert=rows_of)
+    refuse_rows = partial(_refuse_rows, refuse)
+    return Argument(
+        lambda values: all(refuse_rows(value) is None for value in values),
+        refuse_rows,
+        convert=rows_of,
+    )
 
 
 # --- strings -----------------------------------------------------------------------------------

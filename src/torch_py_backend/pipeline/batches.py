@@ -97,7 +97,7 @@ def scatter(
     outputs: Sequence[Value | ItemRows], names: Sequence[str], sizes: Sequence[int]
 ) -> list[dict[str, Value]]:
     """Return each item's rows of each output as views; contiguous, as the outputs are."""
-    if len(sizes) <= 1:
+    if len(sizes) == 1:
         values = [output[0] if isinstance(output, ItemRows) else output for output in outputs]
         return [dict(zip(names, values, strict=True))]
     parts = [split(output, sizes) for output in outputs]

@@ -1,14 +1,14 @@
-"""The stages of a model with hooks: prepare rows, make batches, call the module, finish rows.
+"""The stages of a model with hooks: prepare rows, make batches, call the module.
 
-A prepared item has one column, ROWS, of what preprocess() returned for each row; so has an outcome
-before postprocess(). collate() makes a batch of prepared rows, or rows of equal shapes are stacked.
+A prepared item has one column, ROWS, of what preprocess() returned for each row. collate() makes a
+batch of prepared rows, or rows of equal shapes are stacked.
 """
 
 from __future__ import annotations
 
 import copy
-import dataclasses
-from collections.abc import Callable, Hashable, Mapping, MutableMapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -17,22 +17,20 @@ import torch
 from torch import Tensor
 
 from torch_py_backend import values
-from torch_py_backend.config.model_config import ModelConfig, TensorSpec
-from torch_py_backend.errors import BackendError, InputError, OutputError, a_type, summarize
-from torch_py_backend.loading.hooks import Hook, Hooks, Tree, hook_signature, row_signature
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import BackendError, InputError, OutputError, a_type
+from torch_py_backend.loading.hooks import Hooks, Tree, hook_signature, row_signature
 from torch_py_backend.pipeline import batches, trees
 from torch_py_backend.pipeline.inputs import MAX_SETS, Inputs
-from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
+from torch_py_backend.pipeline.postprocessing import ROWS, Guarded
 from torch_py_backend.pipeline.run import Entry, Gather, Group, GroupStage
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.binding import InputBinding, bind_inputs
-from torch_py_backend.values import Item, Parameters, Value
+from torch_py_backend.values import Item, Parameters, RequestItem, Value
 
 # The module of the model, or the function that is served instead.
 Module: TypeAlias = "Callable[..., Tree]"
 RowParameters: TypeAlias = "Sequence[Parameters]"
-
-ROWS = "rows"
 # The prefix of the names of unnamed results of preprocess().
 _NUMBERED = "INPUT__"
 
@@ -71,24 +69,40 @@ class HookedPipeline:
         elif self.by_row:
             taken = row_signature(config)
         self.inputs = Inputs(config, taken, by_row=self.by_row)
+        self._group_inputs = self.inputs.stage(lambda binding: partial(self._rows, binding))
         self._bound: dict[tuple[str, ...], InputBinding] = {}
-        self._specs = {spec.name: spec for spec in config.outputs}
-        row_config = dataclasses.replace(config, max_batch_size=0)
-        self._extractor = OutputExtractor(row_config, "postprocess()")
-        self._finite = Finite(config) if config.options.check_finite else None
 
     # --- rows ----------------------------------------------------------------------------------
 
-    def prepare(self, item: Item) -> Item:
+    def prepare(self, guarded: Guarded, entries: Sequence[Entry]) -> Sequence[Entry]:
+        """Return the prepared rows of each request, or why it is refused.
+
+        Args:
+            guarded: calls a function for a request.
+            entries: the entries of a run.
+        """
+        entries, groups = self._group_inputs(entries)
+        prepared = list(entries)
+        for group in groups:
+            columns, sizes = group.gather(group.items)
+            binding, rows = group.call(*columns)
+            for place, item, size in zip(group.places, group.items, sizes, strict=True):
+                own = list(itertools.islice(rows, size))
+                prepared[place] = guarded(item, self._prepare, item, binding, own)
+        return prepared
+
+    def _rows(
+        self, binding: InputBinding, *columns: Any
+    ) -> tuple[InputBinding, Iterator[Sequence[Any]]]:
+        """Return the arguments of each row. Without a batch dimension a request is one row."""
+        return binding, zip(*columns, strict=True) if self._batched else iter([columns])
+
+    def _prepare(self, item: Item, binding: InputBinding, rows: list[Sequence[Any]]) -> Item:
         """Return the prepared rows of a request.
 
         Raises:
-            InputError: a row is refused, or the request has no rows.
+            BackendError: a row is refused, or the request has no rows.
         """
-        admitted = self.inputs.admit(item)
-        if isinstance(admitted, BackendError):
-            raise admitted
-        binding, rows = self.inputs.rows(admitted)
         if not rows:
             raise InputError("the request has no rows")
         if self.hooks.preprocess is None:
@@ -98,7 +112,8 @@ class HookedPipeline:
             prepared = [binding.call(hook, row) for row in rows]
         if self.hooks.collate is None:
             prepared = self._stackable(prepared)
-        return {ROWS: values.objects(prepared)}
+        result: Item = {ROWS: values.objects(prepared)}
+        return values.like(item, result) if isinstance(item, RequestItem) else result
 
     def _stackable(self, rows: Sequence[Tree]) -> list[dict[str, Tensor]]:
         """Return the tensors of each row by name.
@@ -246,70 +261,6 @@ class HookedPipeline:
         parts = trees.split(result, rows) if self._batched else [result]
         return [values.objects(parts)]
 
-    def finish(self, hook: Hook, outcome: Mapping[str, Value], item: Item) -> dict[str, Value]:
-        """Return one request's outputs: call postprocess() for each of its rows.
-
-        Args:
-            hook: postprocess().
-            outcome: the request's part of the column from `split`.
-            item: the item.
-
-        Raises:
-            BackendError: postprocess() fails, or its result contradicts the config.
-        """
-        postprocess = hook.with_parameters(values.parameters(item))
-        rows = [
-            self._extractor.extract(self._converted(postprocess(result)), 1)
-            for result in outcome[ROWS].tolist()
-        ]
-        outputs: dict[str, Value] = {}
-        for name, column in zip(self._specs, zip(*rows, strict=True), strict=True):
-            stack: Callable[..., Value] = torch.stack if isinstance(column[0], Tensor) else np.stack
-            try:
-                outputs[name] = stack(column) if self._batched else column[0]
-            except (RuntimeError, ValueError):
-                shapes = [list(value.shape) for value in column]
-                raise OutputError(
-                    f"postprocess() gives output '{name}' other shapes for other rows of one"
-                    f" request: {shapes[:3]}",
-                    expected="one shape for all",
-                ) from None
-        if self._finite is not None and (refusal := self._finite.refusal(outputs)) is not None:
-            raise refusal
-        return outputs
-
-    def _converted(self, result: Tree) -> Tree:
-        """Convert lists and numbers in the result of postprocess() to the types of the outputs."""
-        if isinstance(result, Mapping):
-            return {
-                name: self._convert(self._specs[name], part) if name in self._specs else part
-                for name, part in result.items()
-            }
-        if len(self._specs) == 1 and not isinstance(result, tuple):
-            (spec,) = self._specs.values()
-            return self._convert(spec, result)
-        return result
-
-    def _convert(self, spec: TensorSpec, part: Tree) -> Tree:
-        """Convert a list to the output's type without loss, and a number of numpy to Python's."""
-        if isinstance(part, np.generic):
-            return part.item()
-        if not isinstance(part, list | tuple):
-            return part
-        if spec.dtype.torch is None:
-            return np.array(part, dtype=np.object_)
-        dtype: torch.dtype = getattr(torch, spec.dtype.torch)
-        try:
-            tensor, converted = torch.as_tensor(part), torch.tensor(part, dtype=dtype)
-        except Exception as error:  # tensors, strings, ragged lists, numbers that are too large
-            raise OutputError(
-                f"postprocess() gives {a_type(part)} for output '{spec.name}': {summarize(error)}",
-                expected=str(spec),
-            ) from None
-        both_bool = (tensor.dtype is torch.bool) is (dtype is torch.bool)
-        lossless = not part or (both_bool and torch.can_cast(tensor.dtype, dtype))
-        return converted if lossless else tensor  # of another type, which the extractor refuses
-
     # --- without a config ----------------------------------------------------------------------
 
     def run_unchecked(self, module: Module, item: Item) -> tuple[Tree, bool]:
@@ -318,9 +269,10 @@ class HookedPipeline:
         Raises:
             BackendError: a hook fails, or refuses the item.
         """
+        entries: Sequence[Entry] = [item]
         if self.by_row:
-            item = self.prepare(item)
-        (entry,), groups = self.stage(module)([item])
+            entries = self.prepare(lambda _, function, *args: function(*args), entries)
+        (entry,), groups = self.stage(module)(entries)
         if isinstance(entry, BackendError):
             raise entry
         columns, _ = groups[0].gather(groups[0].items)

@@ -21,7 +21,7 @@ from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.run import Entry, Gather, Group, GroupStage
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.binding import InputBinding, bind_inputs
-from torch_py_backend.values import Item, Value, to_column
+from torch_py_backend.values import Item, Value
 
 # The most sets of optional inputs that requests may leave out: n inputs have 2^n sets.
 MAX_SETS = 64
@@ -36,7 +36,8 @@ class Inputs:
     Args:
         padding: pads inputs; None: PAD is not set.
         cast: the type that floating-point inputs are converted to, unless CAST_INPUTS names one.
-        by_row: whether the function takes the inputs of one row.
+        by_row: whether the function takes the inputs of one row; the calls of groups get a list of
+            them for each input.
 
     Attributes:
         patterns: the sets of optional inputs that are left out at load: none of them, and all.
@@ -77,11 +78,13 @@ class Inputs:
             spec.name: shapes.choose(config, spec, pads.get(spec.name)) for spec in config.inputs
         }
         self._arguments = {
-            spec.name: arguments.choose(
-                signature, spec, takes[spec.name], to, by_row=by_row and self._batched
-            )
+            spec.name: arguments.choose(signature, spec, takes[spec.name], to)
             for spec in config.inputs
         }
+        if by_row and self._batched:
+            self._arguments = {
+                name: arguments.for_rows(argument) for name, argument in self._arguments.items()
+            }
         # The input of requests that each one is made of.
         self._sources = {spec.name: spec.name for spec in config.inputs}
         for made in config.batch_inputs:
@@ -102,6 +105,7 @@ class Inputs:
         self._compared = [
             (name, self._shapes[name].rows, self._arguments[name].alike) for name in self._specs
         ]
+        self._compare = self._may_share if padding is not None or self._any_device else None
         # States stay on the device.
         self._sent = [spec.name for spec in config.inputs if spec.origin is not Origin.STATE]
         self._are_arrays = all(
@@ -120,29 +124,25 @@ class Inputs:
         If not, `admit` finds which are refused, and `_key` which can share a call.
         """
         items: Sequence[Any] = entries
-        if not self._batched and len(items) != 1:
-            return False
+        sizes: list[int] | None = None
         try:
-            if not self._are_alike(items):
-                return False
+            for name, rows_of, same in self._compared:
+                values = [item[name] for item in items]
+                rows = rows_of(values)
+                if rows is None or (sizes is not None and rows != sizes):
+                    return False
+                if same is not None and not same(values):
+                    return False
+                sizes = rows
         except (LookupError, TypeError, ValueError):  # an input is missing, or an item was refused
             return False
-        return not self._any_device or self._on_one_device(items)
+        return sizes is not None and (self._compare is None or self._compare(items))
 
-    def _are_alike(self, items: Sequence[Item]) -> bool:
-        rows: list[int] | None = None
-        for name, rows_of, arguments_alike in self._compared:
-            values = [item[name] for item in items]
-            if arguments_alike is not None and not arguments_alike(values):
-                return False
-            if not self._batched:
-                continue
-            sizes = rows_of(values)
-            if sizes is None or (rows is not None and sizes != rows):
-                return False
-            rows = sizes
-        has_rows = rows is not None or not self._batched
-        return has_rows and (self._padding is None or self._padding.masks_fit(items))
+    def _may_share(self, items: Sequence[Item]) -> bool:
+        """Return whether items are on one device, with masks as long as their inputs."""
+        if self._padding is not None and not self._padding.masks_fit(items):
+            return False
+        return not self._any_device or self._on_one_device(items)
 
     def _on_one_device(self, items: Sequence[Item]) -> bool:
         return all(len({_device(item[name]) for item in items}) == 1 for name in self._sent)
@@ -193,22 +193,6 @@ class Inputs:
                 )
             rows = value.shape[0]
         return rows
-
-    def rows(self, item: Item) -> tuple[InputBinding, list[Sequence[object]]]:
-        """Return how the rows of an admitted item are passed, and the arguments of each.
-
-        An item of a model without a batch dimension is one row.
-        """
-        binding = self._bind(self._left_out(item))
-        columns = []
-        for name in binding.names:
-            value = item[name]
-            rows: Sequence[Any] = [to_column(value)]
-            if self._batched:  # to index an array takes a tenth of the time of a tensor
-                rows = [to_column(value[row, ...]) for row in range(value.shape[0])]
-            convert = self._arguments[name].convert
-            columns.append(rows if convert is None else [convert(row) for row in rows])
-        return binding, list(zip(*columns, strict=True)) if columns else [()]
 
     # --- groups --------------------------------------------------------------------------------
 

@@ -28,6 +28,9 @@ class Shape(NamedTuple):
 
 def choose(config: ModelConfig, spec: TensorSpec, pad: Pad | None) -> Shape:
     """Return how the values of an input become a column."""
+    if not config.max_batch_size:  # a call has one item, which counts as one row
+        gather = ragged.flatten if spec.ragged and config.concatenates else batches.concatenate
+        return Shape(_one_row, lambda _: None, _copied if spec.origin is Origin.STATE else gather)
     if pad is not None:
         return Shape(pad.rows, pad.key, pad.gather)
     if spec.ragged and config.concatenates:
@@ -35,6 +38,10 @@ def choose(config: ModelConfig, spec: TensorSpec, pad: Pad | None) -> Shape:
     rows = _rows_of_fixed if -1 not in spec.dims else _rows_of_equal
     gather = _copied if spec.origin is Origin.STATE else batches.concatenate
     return Shape(partial(rows, len(spec.dims) + 1), lambda value: value.shape[1:], gather)
+
+
+def _one_row(values: Sequence[Value]) -> list[int] | None:
+    return [1] if len(values) == 1 else None
 
 
 def _rows_of_fixed(axes: int, values: Sequence[Value]) -> list[int] | None:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from torch_py_backend import values
-from torch_py_backend.errors import BackendError
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.counters import Counts
 from torch_py_backend.pipeline.failures import Failures, reported
@@ -15,7 +14,7 @@ from torch_py_backend.pipeline.outputs import Finite
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.ragged import Ragged
 from torch_py_backend.pipeline.run import Entry, Result
-from torch_py_backend.values import Item, RequestItem, Rows, Value
+from torch_py_backend.values import Item, Rows, Value
 
 Scatter: TypeAlias = "Callable[[Sequence[Value], Sequence[int], Sequence[Item]], Sequence[Result]]"
 
@@ -111,50 +110,36 @@ def scatter_finite(
 # --- hooks for each request --------------------------------------------------------------------
 
 
-def prepared(
-    hook: Callable[[Item], Item], counts: Counts, failures: Failures, entries: Sequence[Entry]
-) -> Sequence[Entry]:
-    """Return the items that a hook prepares, with the trace contexts of their requests."""
-    began = time.perf_counter()
-    results = [
-        entry if isinstance(entry, BackendError) else _hooked(failures, entry, hook, entry)
-        for entry in entries
-    ]
-    counts.preprocess_seconds += time.perf_counter() - began
-    return [
-        values.like(entry, result)
-        if isinstance(entry, RequestItem) and isinstance(result, dict)
-        else result
-        for entry, result in zip(entries, results, strict=True)
-    ]
-
-
-def finished(
-    hook: Callable[[Any, Item], Item],
-    counts: Counts,
-    failures: Failures,
-    results: Sequence[Result],
-    entries: Sequence[Entry],
-) -> Sequence[Result]:
-    """Return the outputs that a hook makes of each result."""
-    began = time.perf_counter()
-    outcomes = [
-        result
-        if isinstance(result, BackendError)
-        else _hooked(failures, entry, hook, result, entry)
-        for result, entry in zip(results, entries, strict=True)
-    ]
-    counts.postprocess_seconds += time.perf_counter() - began
-    return outcomes
-
-
-def _hooked(failures: Failures, entry: Any, hook: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of a hook in the trace context of a request, or the request's error."""
+def guarded(failures: Failures, item: Item, function: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a function in the trace context of a request, or the request's error."""
     try:
-        with values.trace_context((entry,)):
-            return hook(*args)
+        with values.trace_context((item,)):
+            return function(*args)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
         failure = failures.classify(error)
     return failures.refusal(failure)
+
+
+def prepared(
+    prepare: Callable[[Sequence[Entry]], Sequence[Entry]], counts: Counts, entries: Sequence[Entry]
+) -> Sequence[Entry]:
+    """Return the items that hooks prepare."""
+    began = time.perf_counter()
+    results = prepare(entries)
+    counts.preprocess_seconds += time.perf_counter() - began
+    return results
+
+
+def finished(
+    finish: Callable[[Sequence[Result], Sequence[Entry]], Sequence[Result]],
+    counts: Counts,
+    results: Sequence[Result],
+    entries: Sequence[Entry],
+) -> Sequence[Result]:
+    """Return the outputs that a hook makes of the results."""
+    began = time.perf_counter()
+    outcomes = finish(results, entries)
+    counts.postprocess_seconds += time.perf_counter() - began
+    return outcomes

@@ -1,0 +1,132 @@
+"""The stage after the call of a model with postprocess(): rows of results become outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_py_backend import values
+from torch_py_backend.config.model_config import ModelConfig, TensorSpec
+from torch_py_backend.errors import BackendError, OutputError, a_type, summarize
+from torch_py_backend.loading.hooks import Hook, Tree
+from torch_py_backend.pipeline import batches
+from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
+from torch_py_backend.pipeline.run import Entry, Result
+from torch_py_backend.values import Item, Value
+
+# The only column of prepared items, and of results before postprocess(): one value a row.
+ROWS = "rows"
+# Calls a function for a request: the request, the function, and its arguments. Its exception is
+# that request's error.
+Guarded: TypeAlias = "Callable[..., Any]"
+
+
+class Postprocessing:
+    """Calls postprocess() with the rows of each result, and makes outputs of what it returns."""
+
+    def __init__(self, config: ModelConfig, hook: Hook, guarded: Guarded) -> None:
+        self._hook, self._guarded = hook, guarded
+        self._batched = config.max_batch_size > 0
+        self._specs = {spec.name: spec for spec in config.outputs}
+        row_config = dataclasses.replace(config, max_batch_size=0)
+        self._extractor = OutputExtractor(row_config, f"{hook.name}()")
+        self._finite = Finite(config) if config.options.check_finite else None
+
+    def finish(self, results: Sequence[Result], entries: Sequence[Entry]) -> Sequence[Result]:
+        """Return the outputs of each request.
+
+        Args:
+            results: each request's part of the column ROWS, or its error.
+            entries: the entries of the run.
+        """
+        outcomes: list[Any] = [
+            result
+            if isinstance(result, BackendError)
+            else self._guarded(entry, self._rows, result, entry)
+            for result, entry in zip(results, entries, strict=True)
+        ]
+        succeeded = [rows for rows in outcomes if not isinstance(rows, BackendError)]
+        try:
+            stacked = iter(self._stack(succeeded))
+        except OutputError:  # found by stacking those of each request
+            return [
+                rows
+                if isinstance(rows, BackendError)
+                else self._guarded(entry, self._stack_one, rows)
+                for rows, entry in zip(outcomes, entries, strict=True)
+            ]
+        return [rows if isinstance(rows, BackendError) else next(stacked) for rows in outcomes]
+
+    def _rows(self, result: Mapping[str, Value], item: Item) -> list[list[Value]]:
+        """Return the outputs of each row of a request."""
+        postprocess = self._hook.with_parameters(values.parameters(item))
+        extract = self._extractor.extract
+        return [extract(self._converted(postprocess(row)), 1) for row in result[ROWS].tolist()]
+
+    def _stack(self, requests: Sequence[list[list[Value]]]) -> list[dict[str, Value]]:
+        """Return the outputs of requests from those of their rows.
+
+        Raises:
+            OutputError: rows differ in shape, or an output is not finite.
+        """
+        outputs: list[Value] = []
+        rows = [row for request in requests for row in request]
+        for name, column in zip(self._specs, zip(*rows, strict=True), strict=False):
+            stack: Callable[..., Value] = torch.stack if isinstance(column[0], Tensor) else np.stack
+            try:
+                outputs.append(stack(column))
+            except (RuntimeError, ValueError):
+                shapes = [list(value.shape) for value in column]
+                raise OutputError(
+                    f"postprocess() gives output '{name}' other shapes for other rows of one"
+                    f" request: {shapes[:3]}",
+                    expected="one shape for all",
+                ) from None
+        outcomes = batches.scatter(outputs, [*self._specs], [len(request) for request in requests])
+        if not self._batched:
+            outcomes = [{name: value[0] for name, value in outcome.items()} for outcome in outcomes]
+        if self._finite is not None:
+            for outcome in outcomes:
+                if (refusal := self._finite.refusal(outcome)) is not None:
+                    raise refusal
+        return outcomes
+
+    def _stack_one(self, rows: list[list[Value]]) -> dict[str, Value]:
+        return self._stack([rows])[0]
+
+    def _converted(self, result: Tree) -> Tree:
+        """Convert lists and numbers in the result of postprocess() to the types of the outputs."""
+        if isinstance(result, Mapping):
+            return {
+                name: self._convert(self._specs[name], part) if name in self._specs else part
+                for name, part in result.items()
+            }
+        if len(self._specs) == 1 and not isinstance(result, tuple):
+            (spec,) = self._specs.values()
+            return self._convert(spec, result)
+        return result
+
+    def _convert(self, spec: TensorSpec, part: Tree) -> Tree:
+        """Convert a list to the output's type without loss, and a number of numpy to Python's."""
+        if isinstance(part, np.generic):
+            return part.item()
+        if not isinstance(part, list | tuple):
+            return part
+        if spec.dtype.torch is None:
+            return np.array(part, dtype=np.object_)
+        dtype: torch.dtype = getattr(torch, spec.dtype.torch)
+        try:
+            tensor, converted = torch.as_tensor(part), torch.tensor(part, dtype=dtype)
+        except Exception as error:  # tensors, strings, ragged lists, numbers that are too large
+            raise OutputError(
+                f"postprocess() gives {a_type(part)} for output '{spec.name}': {summarize(error)}",
+                expected=str(spec),
+            ) from None
+        both_bool = (tensor.dtype is torch.bool) is (dtype is torch.bool)
+        lossless = not part or (both_bool and torch.can_cast(tensor.dtype, dtype))
+        return converted if lossless else tensor  # of another type, which the extractor refuses
