@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import triton_python_backend_utils as pb_utils
 
 from torch_py_backend import composition
-from torch_py_backend.adapter import logs, orphans
+from torch_py_backend.adapter import logs
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import execution_env, model_config, threads
 from torch_py_backend.errors import BackendError, PlatformError, named
@@ -188,34 +188,28 @@ class TritonPythonModel:
         from torch_py_backend.adapter import answering, messages, sequencing
 
         engine, config = self._engine, self._settings
-        read: Callable[[Request], Any]
+        read: messages.Read = messages.read
+        how: dict[str, Any] = {}
         if config.sequencing is not None:
             reader = sequencing.SequenceReader(engine)
             self._publisher.follow(sequences=reader.sequences)
-            read = reader.read if contexts is None else messages.traced(reader.read, contexts.carry)
-            return answering.Answering(
-                engine,
-                self._on_fatal,
-                read,
-                engine.pipeline(steps=reader.steps, traced=contexts is not None),
-                count_sent=reader.count_sent,
-                skips_cancelled=False,  # cancelled steps run, too: the next step needs their states
-            )
-        # Reading parameters takes time, so do it only for hooks that take them.
-        takes_parameters = engine.hooks is not None and engine.hooks.takes_parameters
-        read = messages.read_with_parameters if takes_parameters else messages.read
-        are_numbers = config.options.force_cpu_only_input_tensors and all(
-            spec.dtype.numpy for spec in config.inputs
-        )
-        read_all: Callable[[Sequence[Request]], Any] | None = None
-        if are_numbers and not takes_parameters:
-            read_all = messages.read_numbers
+            read = reader.read
+            run = engine.pipeline(steps=reader.steps, traced=contexts is not None)
+            # Cancelled steps run, too: the next step needs their states.
+            how = {"count_sent": reader.count_sent, "skips_cancelled": False}
+        else:
+            # Reading parameters takes time, so do it only for hooks that take them.
+            if engine.hooks is not None and engine.hooks.takes_parameters:
+                read = messages.read_with_parameters
+            elif config.options.force_cpu_only_input_tensors and all(
+                spec.dtype.numpy for spec in config.inputs
+            ):
+                read = messages.read_numbers
+            writer = messages.writer([spec.name for spec in config.outputs])
+            run = engine.pipeline(writer, traced=contexts is not None)
         if contexts is not None:
             read = messages.traced(read, contexts.carry)
-            read_all = messages.unless_traced(read_all, read)
-        writer = messages.writer([spec.name for spec in config.outputs])
-        run = engine.pipeline(writer, traced=contexts is not None)
-        return answering.Answering(engine, self._on_fatal, read, run, read_all=read_all)
+        return answering.Answering(engine, self._on_fatal, read, run, **how)
 
     def execute(self, requests: Sequence[Any]) -> Any:
         """Return one response for each request, in order; None for a decoupled model."""
@@ -231,7 +225,7 @@ class TritonPythonModel:
         finally:
             self._status.idle()
             # The stub reports to the server that it has deleted the requests.
-            orphans.end_if_orphaned()
+            logs.end_if_orphaned()
 
     def _is_ready(self) -> bool:
         return self._engine.failures.fatal is None

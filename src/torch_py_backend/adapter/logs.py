@@ -1,13 +1,30 @@
-"""Write Python's log records to the server's log."""
+"""What reaches the server: log records; and whether there is a server.
+
+An instance whose tritonserver has ended without stopping it, as after kill -9, ends by itself,
+unless it is waiting for an answer of the server: a message to a server that has ended, be it a
+metric, a log or the deletion of a request, holds a mutex for ever that the stub needs to end.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend.adapter import orphans
+_SERVER = os.getppid()
+
+
+def is_orphaned() -> bool:
+    """Return whether the server has ended, or this process was forked by the model."""
+    return os.getppid() != _SERVER
+
+
+def end_if_orphaned() -> None:
+    """End this process at once if the server has ended. Not for code that forked processes run."""
+    if is_orphaned():
+        os._exit(os.EX_UNAVAILABLE)
 
 
 class LogHandler(logging.Handler):
@@ -29,7 +46,7 @@ class LogHandler(logging.Handler):
         logger = pb_utils.Logger
         # Triton's logger raises for text that is not UTF-8, as an exception's message may be.
         text = self.format(record).encode(errors="replace").decode()
-        if orphans.is_orphaned():
+        if is_orphaned():
             sys.stderr.write(f"{text}\n")
         elif record.levelno >= logging.ERROR:
             logger.log_error(text)

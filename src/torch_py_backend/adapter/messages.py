@@ -14,7 +14,7 @@ from torch.utils import dlpack
 
 from torch_py_backend.errors import BackendError, named, printable
 from torch_py_backend.pipeline import batches
-from torch_py_backend.values import Array, Item, RequestItem, Value
+from torch_py_backend.values import Item, RequestItem, Value
 
 # Below this size a DLPack capsule is cheaper to pass to Triton than a numpy array.
 DLPACK_BYTES = 4096
@@ -29,44 +29,57 @@ class Responses(list[Response]):
     """The responses of a batch without errors."""
 
 
-class TritonTensor(Protocol):
-    """`pb_utils.Tensor`."""
-
-    def name(self) -> str: ...
-    def is_cpu(self) -> bool: ...
-    def as_numpy(self) -> Array: ...
-    def to_dlpack(self) -> object: ...
-
-
-class Trace(Protocol):
-    """`pb_utils.InferenceTrace`."""
-
-    def get_context(self) -> str | None: ...
-
-
-class Sender(Protocol):
-    """`pb_utils.InferenceResponseSender`."""
-
-    def send(self, response: Response = ..., flags: int = ...) -> None: ...
-    def is_cancelled(self) -> bool: ...
-
-
 class Request(Protocol):
     """`pb_utils.InferenceRequest`, as Triton passes it to execute()."""
 
-    def inputs(self) -> Sequence[TritonTensor]: ...
+    def inputs(self) -> Sequence[Any]: ...
     def request_id(self) -> str: ...
     def correlation_id(self) -> int | str: ...
     def flags(self) -> int: ...
     def parameters(self) -> str: ...
-    def trace(self) -> Trace: ...
+    def trace(self) -> Any: ...
     def is_cancelled(self) -> bool: ...
-    def get_response_sender(self) -> Sender: ...
+    def get_response_sender(self) -> Any: ...
 
 
-def read(request: Request) -> Item:
-    """Return a request's tensors by name: arrays with their own memory, or tensors on the GPU."""
-    return {tensor.name(): read_tensor(tensor) for tensor in request.inputs()}
+# Returns the item of each request; raises what Triton's utilities raise.
+Read: TypeAlias = "Callable[[Sequence[Request]], list[Item]]"
+
+
+def read(requests: Sequence[Request]) -> list[Item]:
+    """Return each request's tensors by name: arrays with their own memory, or tensors on a GPU."""
+    return [
+        {tensor.name(): read_tensor(tensor) for tensor in request.inputs()} for request in requests
+    ]
+
+
+def read_numbers(requests: Sequence[Request]) -> list[Item]:
+    """Return each request's tensors, all of which are numbers in host memory, none BF16."""
+    return [
+        {tensor.name(): tensor.as_numpy() for tensor in request.inputs()} for request in requests
+    ]
+
+
+def read_with_parameters(requests: Sequence[Request]) -> list[Item]:
+    """Return each request's tensors by name, with its parameters: JSON, empty without any."""
+    return [
+        RequestItem(item, parameters=json.loads(request.parameters() or "{}"))
+        for item, request in zip(read(requests), requests, strict=True)
+    ]
+
+
+def read_kept(requests: Sequence[Request]) -> list[Item]:
+    """Return requests' tensors for use after execute() has returned.
+
+    Triton owns the memory of tensors on the GPU. They are copied before Triton reuses that memory.
+    """
+    items = read(requests)
+    for item in items:
+        for name, value in item.items():
+            if isinstance(value, Tensor) and value.is_cuda:
+                item[name] = value.clone()
+                torch.cuda.synchronize(value.device)
+    return items
 
 
 def read_some(request: Request, names: Collection[str]) -> Item:
@@ -75,91 +88,35 @@ def read_some(request: Request, names: Collection[str]) -> Item:
     return {name: read_tensor(tensor) for name, tensor in tensors if tensor is not None}
 
 
-def read_kept(request: Request) -> Item:
-    """Return a request's tensors for use after execute() has returned.
-
-    Triton owns the memory of tensors on the GPU. They are copied before Triton reuses that memory.
-    """
-    item = read(request)
-    for name, value in item.items():
-        if isinstance(value, Tensor) and value.is_cuda:
-            item[name] = value.clone()
-            torch.cuda.synchronize(value.device)
-    return item
-
-
-def read_with_parameters(request: Request) -> Item:
-    """Return a request's tensors by name, with its parameters."""
-    text = request.parameters()  # JSON; empty if there are none
-    return RequestItem(read(request), parameters=json.loads(text) if text else {})
-
-
-def read_numbers(requests: Sequence[Request]) -> list[Item]:
-    """Return the tensors of each request of a batch; all are numbers in host memory, none BF16.
-
-    Raises:
-        Exception: Triton's utilities cannot read a request.
-    """
-    return [
-        {tensor.name(): tensor.as_numpy() for tensor in request.inputs()} for request in requests
-    ]
-
-
 def has_traces() -> bool:
     """Return whether this server's requests have traces: 24.04 and later."""
     return hasattr(getattr(pb_utils, "InferenceRequest", None), "trace")
 
 
-def any_traced(requests: Sequence[Request]) -> bool:
-    """Return whether Triton traces one of the requests and passes the context on."""
-    for request in requests:  # noqa: SIM110  a generator costs a call for each
-        if request.trace().get_context():
-            return True
-    return False
-
-
 def traced(
-    read: Callable[[Request], Item],
-    carry: Callable[[Item, str, Trace | None], Item],
-    *,
-    kept: bool = False,
-) -> Callable[[Request], Item]:
-    """Return a `read` that adds the trace of a traced request to its item.
+    read_items: Read, carry: Callable[[Item, str, Any], Item], *, kept: bool = False
+) -> Read:
+    """Return a function that adds the traces of traced requests to their items.
 
     Args:
-        read: reads a request.
+        read_items: reads requests.
         carry: adds a trace's context and Triton's handle of it to an item.
         kept: whether items are used after execute() has returned; Triton owns the handle.
     """
 
-    def read_traced(request: Request) -> Item:
-        item = read(request)
-        trace = request.trace()
-        context = trace.get_context()
-        return carry(item, context, None if kept else trace) if context else item
+    def read_traced(requests: Sequence[Request]) -> list[Item]:
+        items = read_items(requests)
+        for place, request in enumerate(requests):
+            trace = request.trace()
+            context = trace.get_context()
+            if context:
+                items[place] = carry(items[place], context, None if kept else trace)
+        return items
 
     return read_traced
 
 
-def unless_traced(
-    read_all: Callable[[Sequence[Request]], list[Item]] | None, read: Callable[[Request], Item]
-) -> Callable[[Sequence[Request]], list[Item]]:
-    """Return a function that reads a batch with `read_all`, and one with traced requests by `read`.
-
-    Args:
-        read_all: None: every batch is read by `read`.
-        read: reads a request and its trace.
-    """
-
-    def read_batch(requests: Sequence[Request]) -> list[Item]:
-        if read_all is None or any_traced(requests):
-            return [read(request) for request in requests]
-        return read_all(requests)
-
-    return read_batch
-
-
-def read_tensor(tensor: TritonTensor) -> Value:
+def read_tensor(tensor: Any) -> Any:
     """Convert one of Triton's tensors to an array with its own memory, or to a tensor."""
     if not tensor.is_cpu():
         return dlpack.from_dlpack(tensor)

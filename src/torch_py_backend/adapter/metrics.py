@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend.adapter import orphans
+from torch_py_backend.adapter import logs
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.metrics import TABLE, Family, Sources
@@ -144,7 +144,7 @@ class Publisher:
             values |= row.read(self._sources)
         before = self._before.get(row.name, {}) if row.grows else {}
         for label, value in values.items():
-            orphans.end_if_orphaned()
+            logs.end_if_orphaned()
             metric = self._metrics.get((row.name, label))
             if metric is None:
                 metric = self._metrics[row.name, label] = Metric(self._config, row, label)

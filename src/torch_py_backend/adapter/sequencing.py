@@ -45,7 +45,11 @@ class SequenceReader:
         elif config.keeps_slots:
             self.steps = Slots(config, engine.inputs.admit)
 
-    def read(self, request: Request) -> Item:
+    def read(self, requests: Sequence[Request]) -> list[Item]:
+        """Return the items of requests with their steps."""
+        return [self._read(request) for request in requests]
+
+    def _read(self, request: Request) -> Item:
         """Return a request's item with its step.
 
         A request that cannot be read still begins and ends its sequence: the next request must not

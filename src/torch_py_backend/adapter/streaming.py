@@ -13,7 +13,7 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from torch_py_backend import values
-from torch_py_backend.adapter import messages, orphans
+from torch_py_backend.adapter import logs, messages
 from torch_py_backend.adapter.messages import Request
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
@@ -69,7 +69,7 @@ class Streaming:
         self.on_fatal = on_fatal
         self._on_idle = on_idle
         self._profiler = profiler
-        self._read: Callable[[Request], Item] = messages.read_kept
+        self._read: messages.Read = messages.read_kept
         if contexts is not None:
             self._read = messages.traced(self._read, contexts.carry, kept=True)
         # While `start` waits for it, Triton queues requests or sends them to other instances.
@@ -88,7 +88,7 @@ class Streaming:
         for request in requests:
             client = _Client(self, request)
             try:
-                item = self._read(request)
+                (item,) = self._read((request,))
             except Exception as error:  # from Triton's utilities, or because of a lost device
                 self._loop.call_soon_threadsafe(self._refuse, error, client)
                 continue
@@ -195,12 +195,12 @@ class _Client:
 
         After the final response, the query would read memory that Triton has freed: 24.10 dies.
         """
-        orphans.end_if_orphaned()
+        logs.end_if_orphaned()
         return not self.ended and self._sender.is_cancelled()
 
     def send(self, outcome: dict[str, Value], *, last: bool) -> None:
         """Send a response."""
-        orphans.end_if_orphaned()
+        logs.end_if_orphaned()
         self.ended = last
         try:
             response = messages.write(outcome, self._engine.config.name)
@@ -213,7 +213,7 @@ class _Client:
 
     def end(self, error: BackendError | None) -> None:
         """End the stream for the client; log the error."""
-        orphans.end_if_orphaned()
+        logs.end_if_orphaned()
         self.ended = True
         send = self._sender.send
         if error is not None:
