@@ -11,18 +11,17 @@ from torch import Tensor, nn
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.loading.loaded import Forward, Loaded
-from torch_py_backend.pipeline import batches, stages
 from torch_py_backend.pipeline import hooks as hook_stages
+from torch_py_backend.pipeline import stages
 from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.pipeline.hooks import HookedPipeline
 from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
 from torch_py_backend.pipeline.postprocessing import ROWS, Postprocessing
 from torch_py_backend.pipeline.ragged import Ragged
-from torch_py_backend.pipeline.run import Entry, GroupStage, Result, Stages
+from torch_py_backend.pipeline.run import Entry, GroupStage, Result, Scatter, Stages
 from torch_py_backend.pipeline.sequences import Sequences, Slots
-from torch_py_backend.pipeline.stages import Scatter
 from torch_py_backend.signature.binding import InputBinding
-from torch_py_backend.values import Item, Value, clone
+from torch_py_backend.values import Value, clone
 
 if TYPE_CHECKING:
     from torch_py_backend.engine.engine import Engine
@@ -205,20 +204,11 @@ def _extract(made: Engine) -> Callable[[Any, int], Sequence[Value]]:
 
 
 def _scatter(made: Engine, writer: Scatter | None) -> Scatter:
-    names = made.outputs.names
-
-    def by_name(values: Sequence[Value], sizes: Sequence[int], _: Sequence[Item]) -> Any:
-        return batches.scatter(values, names, sizes)
-
-    scatter: Scatter = by_name
-    states = {state.output for state in made.config.states}
+    config, names, finite = made.config, made.outputs.names, made.outputs.finite
+    states = {state.output for state in config.states}
     places = [place for place, name in enumerate(names) if name in states]
-    if places:
-        scatter = partial(stages.scatter_states, scatter, places)
-    if made.config.batch_outputs:
-        scatter = partial(stages.scatter_ragged, scatter, Ragged(made.config))
-    if made.padding is not None:
-        scatter = partial(stages.scatter_padded, scatter, made.padding)
-    if made.outputs.finite is not None:
-        scatter = partial(stages.scatter_finite, scatter, made.outputs.finite)
-    return writer if scatter is by_name and writer is not None else scatter
+    ragged = Ragged(config) if config.batch_outputs else None
+    is_plain = not places and ragged is None and made.padding is None and finite is None
+    if is_plain and writer is not None:
+        return writer
+    return stages.ScatterByName(names, places, ragged, made.padding, finite)

@@ -21,9 +21,8 @@ from torch_py_backend.pipeline.counters import Counts
 from torch_py_backend.pipeline.hooks import HookedPipeline
 from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.pipeline.padding import Padding
-from torch_py_backend.pipeline.run import Attempt, Entry, Group, Result, Run
+from torch_py_backend.pipeline.run import Attempt, Entry, Group, Result, Run, Scatter
 from torch_py_backend.pipeline.sequences import Sequences, Slots
-from torch_py_backend.pipeline.stages import Scatter
 from torch_py_backend.values import Item, RequestItem
 
 

@@ -46,6 +46,10 @@ class Group(NamedTuple):
     places: Sequence[int]
 
 
+# Returns a result for each item from the outputs, the rows of each, and the items.
+Scatter: TypeAlias = "Callable[[Sequence[Value], Sequence[int], Sequence[Item]], Sequence[Result]]"
+
+
 # Refuses entries, and puts those that can share a call together.
 GroupStage: TypeAlias = "Callable[[Sequence[Entry]], tuple[Sequence[Entry], Sequence[Group]]]"
 
@@ -61,7 +65,7 @@ class Stages(NamedTuple):
             with the rows that it takes; None: it takes any number of rows.
         copy: copies an output, whose memory a later call may overwrite.
         fetch: copies outputs to the host; None: they are there.
-        scatter: returns a result for each item from the outputs, the rows of each, and the items.
+        scatter: returns the results of items.
         after: each takes and returns the results of a run, and takes its entries.
     """
 
@@ -72,7 +76,7 @@ class Stages(NamedTuple):
     fill: Callable[[Callable[..., Any], Sequence[Value], int], Sequence[Value]] | None
     copy: Callable[[Value], Value]
     fetch: Callable[[Sequence[Value]], Sequence[Value]] | None
-    scatter: Callable[[Sequence[Value], Sequence[int], Sequence[Item]], Sequence[Result]]
+    scatter: Scatter
     after: tuple[Callable[[Sequence[Result], Sequence[Entry]], Sequence[Result]], ...]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any
 
 from torch_py_backend import values
 from torch_py_backend.pipeline import batches
@@ -15,8 +16,6 @@ from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.ragged import Ragged
 from torch_py_backend.pipeline.run import Entry, Result
 from torch_py_backend.values import Item, Rows, Value
-
-Scatter: TypeAlias = "Callable[[Sequence[Value], Sequence[int], Sequence[Item]], Sequence[Result]]"
 
 
 def filled(
@@ -50,61 +49,44 @@ def filled(
 # --- after the call ----------------------------------------------------------------------------
 
 
-def scatter_states(
-    scatter: Scatter,
-    places: Sequence[int],
-    outputs: Sequence[Any],
-    sizes: Sequence[int],
-    items: Sequence[Item],
-) -> Sequence[Result]:
-    """Scatter copies of states: the model may return views of memory that it writes again."""
-    owned = list(outputs)
-    for place in places:
-        owned[place] = batches.clone_rows(outputs[place], sizes)
-    return scatter(owned, sizes, items)
+@dataclass(frozen=True, slots=True)
+class ScatterByName:
+    """Makes a result for each item from the outputs of a batch.
 
+    Attributes:
+        names: the names of the outputs.
+        states: the places of the states of sequences among them.
+        ragged: splits batch outputs by the shapes of their sources.
+        padding: cuts outputs to the lengths of their items.
+        finite: refuses items whose outputs hold NaN or infinity.
+    """
 
-def scatter_ragged(
-    scatter: Scatter,
-    ragged: Ragged,
-    outputs: Sequence[Any],
-    sizes: Sequence[int],
-    items: Sequence[Item],
-) -> Sequence[Result]:
-    """Scatter batch outputs by the shapes of their sources."""
-    split: Sequence[Any] = ragged.split(items, outputs)
-    return scatter(split, sizes, items)
+    names: Sequence[str]
+    states: Sequence[int]
+    ragged: Ragged | None
+    padding: Padding | None
+    finite: Finite | None
 
-
-def scatter_padded(
-    scatter: Scatter,
-    padding: Padding,
-    outputs: Sequence[Value],
-    sizes: Sequence[int],
-    items: Sequence[Item],
-) -> Sequence[Result]:
-    """Scatter outputs, and cut them to the lengths of their items."""
-    results = scatter(outputs, sizes, items)
-    padding.cut(results, items)
-    return results
-
-
-def scatter_finite(
-    scatter: Scatter,
-    finite: Finite,
-    outputs: Sequence[Value],
-    sizes: Sequence[int],
-    items: Sequence[Item],
-) -> Sequence[Result]:
-    """Scatter outputs, and refuse the items whose outputs hold NaN or infinity."""
-    results = scatter(outputs, sizes, items)
-    if finite.holds(outputs):
+    def __call__(
+        self, outputs: Sequence[Any], sizes: Sequence[int], items: Sequence[Item]
+    ) -> Sequence[Result]:
+        """Return the results of items; `sizes` are the rows of each."""
+        if self.states:  # copies: the model may return views of memory that it writes again
+            outputs = list(outputs)
+            for place in self.states:
+                outputs[place] = batches.clone_rows(outputs[place], sizes)
+        if self.ragged is not None:
+            outputs = self.ragged.split(items, outputs)
+        results: Sequence[Result] = batches.scatter(outputs, self.names, sizes)
+        if self.padding is not None:
+            self.padding.cut(results, items)
+        if self.finite is not None and not self.finite.holds(outputs):
+            refusals = map(self.finite.refusal, results)
+            results = [
+                result if refusal is None else reported(refusal)
+                for result, refusal in zip(results, refusals, strict=True)
+            ]
         return results
-    refusals = [finite.refusal(result) for result in results]
-    return [
-        result if refusal is None else reported(refusal)
-        for result, refusal in zip(results, refusals, strict=True)
-    ]
 
 
 # --- hooks for each request --------------------------------------------------------------------
