@@ -19,7 +19,7 @@ import build
 from torch_py_backend.config import options, pbtxt
 from torch_py_backend.errors import LoadError
 from torch_py_backend.loading import discovery, file_types, source_dependencies
-from torch_py_backend.tools import artifact_files
+from torch_py_backend.model_folders.archive import unpack
 
 Target = Callable[[Path, bytes], None]
 
@@ -74,7 +74,7 @@ def archive(folder: Path, data: bytes) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         target = Path(scratch, "net")
         with contextlib.suppress(LoadError):
-            artifact_files.unpack(path, target)
+            unpack(path, target)
         assert {path.name for path in Path(scratch).iterdir()} <= {"net"}
 
 

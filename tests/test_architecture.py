@@ -59,7 +59,8 @@ def test_what_the_package_imports() -> None:
     """The public names are there without torch, numpy or a client; `serve` needs no torch."""
     code = (
         "import sys, torch_py_backend as package\n"
-        "heavy = {'torch', 'numpy', 'tritonclient', 'grpc', 'psutil', 'torch_py_backend.tools'}\n"
+        "heavy = {'torch', 'numpy', 'tritonclient', 'grpc', 'psutil',"
+        " 'torch_py_backend.model_folders'}\n"
         "assert set(package.__all__) <= set(dir(package))\n"
         "print(heavy & set(sys.modules))\n"
         "package.serve, package.LocalServer\n"
@@ -87,7 +88,8 @@ def test_public_names_without_the_extras() -> None:
 
 
 _WITHOUT_COMPILER = (
-    "engine.load", "engine.warmup", "autocomplete.schema", "tools.trial", "saving.save_model",
+    "engine.load", "engine.warmup", "autocomplete.schema", "saving.save_model",
+    "model_folders.inspection",
 )  # fmt: skip
 
 

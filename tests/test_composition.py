@@ -23,7 +23,7 @@ from torch_py_backend import composition
 from torch_py_backend.adapter import TritonPythonModel, calling
 from torch_py_backend.composition import Model, model, stand_in
 from torch_py_backend.errors import CallError
-from torch_py_backend.tools import trial
+from torch_py_backend.model_folders import inspection
 
 Answer = Callable[[InferenceRequest], InferenceResponse]
 
@@ -266,7 +266,7 @@ class Caller(nn.Module):
 def test_check_skips_the_warm_up(tmp_path: Path, process: None) -> None:
     """`check` loads and binds a model that calls others, without running it."""
     build.write(tmp_path, "model.py", _CALLER)
-    report = trial.inspect(build.arguments() | {"model_repository": str(tmp_path)})
+    report = inspection.inspect(build.arguments() | {"model_repository": str(tmp_path)})
     (warning,) = report["warnings"]
     assert "the warm-up is skipped: the model calls another model. model 'other'" in warning
 

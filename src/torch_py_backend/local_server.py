@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torch_py_backend.errors import InputError, ToolError, about, join_names
+from torch_py_backend.model_folders import remote_repository
 from torch_py_backend.server.lifecycle import Event
 from torch_py_backend.server.serving import Serving
-from torch_py_backend.tools import remote_repository
 
 if TYPE_CHECKING:
     import tritonclient.grpc

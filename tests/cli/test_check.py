@@ -18,9 +18,9 @@ from command_line import run, tree
 
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.cli.check import check
+from torch_py_backend.model_folders import trial
 from torch_py_backend.processes import child_process
 from torch_py_backend.server import preflight, triton_installation
-from torch_py_backend.tools import model_folder
 
 _NEGATE = models.source(models.Negate)
 _COMPLETE = scenarios.x_to_y()
@@ -206,13 +206,13 @@ def test_each_model_is_printed_when_it_is_done(
 ) -> None:
     """A model's lines are printed before the next one is tried; brackets are text."""
     printed: list[str] = []
-    inspect = model_folder.inspect
+    inspect = trial.inspect
 
     def inspecting(*arguments: Any) -> Any:
         printed.append(capsys.readouterr().out)
         return inspect(*arguments)
 
-    monkeypatch.setattr(model_folder, "inspect", inspecting)
+    monkeypatch.setattr(trial, "inspect", inspecting)
     _lay_out(tmp_path, "broken_config", "gaps [red] ü", "other")
     with pytest.raises(typer.Exit) as end:
         check(tmp_path, timeout=120.0)

@@ -8,7 +8,6 @@ import shlex
 import subprocess
 import zipfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import command_line
@@ -23,8 +22,8 @@ from torch import nn
 
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import pbtxt
+from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.processes import child_process
-from torch_py_backend.tools import artifact_files
 
 _ODD = "größe 2.0 -x_y"
 
@@ -210,7 +209,7 @@ def test_init_after_a_failed_trial(tmp_path: Path) -> None:
 
 
 def test_init_of_weights(tmp_path: Path) -> None:
-    """Weights require their class, and a class its weights; shapes do not depend on them."""
+    """Weights require their class, and a class its weights."""
     safetensors.torch.save_file(Classifier().state_dict(), tmp_path / "net.safetensors")
     text = "Write net.py beside it, with the class that it belongs to"
     refuse(text, "init", "net.safetensors", _IMAGES, cwd=tmp_path)
@@ -220,17 +219,12 @@ def test_init_of_weights(tmp_path: Path) -> None:
     (tmp_path / "net.safetensors").unlink()
 
     done = run("init", "net.py", _IMAGES, cwd=tmp_path)
-    assert done.returncode == 1
-    assert "there is no weights file beside model.py" in done.stdout
-    assert "or save the weights: torch.save(module.state_dict(), 'net.pt')" in done.stdout
-    assert not completion.is_incomplete(pbtxt.read(tmp_path / "net"))
-    done = run("init", "net.py", "--name=unknown", cwd=tmp_path)
-    assert "the types and sizes of x are not known" in done.stdout
+    assert (done.returncode, "there is no weights file beside model.py" in done.stdout) == (1, True)
     torch.save(Classifier().state_dict(), tmp_path / "net.pt")
     refuse("or replace it with --force", "init", "net.py", _IMAGES, cwd=tmp_path)
     _init(tmp_path, "net.py", _IMAGES, "--force")
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"both", "net", "net.pt", "net.py", "unknown"}
+    assert names == {"both", "net", "net.pt", "net.py"}
 
 
 _TAKES = """
@@ -316,98 +310,6 @@ def test_caches_of_decoders(name: str, kwargs: dict[str, bool]) -> None:
     assert artifact_files.pretrained_kwargs(["input_ids", name]) == kwargs
 
 
-def test_init_of_a_folder_that_names_no_class(tmp_path: Path) -> None:
-    """A config.json may name a class of transformers only."""
-    (tmp_path / "net").mkdir()
-    for architectures in ('["os.system"]', "7", "[[]]"):
-        text = f'{{"architectures": {architectures}}}'
-        (tmp_path / "net" / "config.json").write_text(text)
-        refuse("net is a folder without a config.json of transf", "init", "net", cwd=tmp_path)
-    assert not (tmp_path / "models").exists()
-
-
-_SOURCE = b"def forward(x):\n    return x\n"
-_WEIGHTS = safetensors.torch.save(models.Affine().state_dict())
-
-
-@pytest.mark.parametrize(
-    ("file", "arguments", "says"),
-    [
-        ("net.py", ["--input=x"], "--input is 'x'; expected NAME:TYPE:DIMS such as x:FP32:3x224"),
-        ("net.py", ["--input=x:FLOAT:3"], "with one of the types BOOL"),
-        ("net.py", ["--input=x:FP32:-2"], "expected NAME:TYPE:DIMS"),
-        ("net.py", ["--input=x:FP32:3", "--example=net.py"], "give one of them"),
-        ("net.py", ["--example=none"], "--example is none; expected a file of safetensors"),
-        ("page.pt", ["--repository=new/models"], "page.pt is not a PyTorch file, or a damaged one"),
-        ("net.safetensors", [], "net.safetensors is safetensors: weights without code"),
-        ("a [red] b.pt", ["--repository=new/models"], "a [red] b.pt is not a PyTorch file"),
-        ("net.py", ["--repository=/dev/null/models"], "/dev/null"),
-        *(
-            ("net.py", [f"--name={name}"], f"--name is '{name}'")
-            for name in ("../evil", "/tmp/evil", "..", ".hidden", "[red]", 'a"b', "a\\b", " ")
-        ),
-    ],
-)
-def test_init_refuses(tmp_path: Path, file: str, arguments: list[str], says: str) -> None:
-    """Bad options, files that are no models and names that are paths are errors of one line.
-
-    Nothing is made.
-    """
-    folder = tmp_path / "inside"
-    folder.mkdir()
-    content = {"page.pt": b"<!DOCTYPE html><html>not found</html>", "net.py": _SOURCE}
-    content |= {"net.safetensors": _WEIGHTS, "a [red] b.pt": b"PNG"}
-    (folder / file).write_bytes(content[file])
-    before = tree(tmp_path)
-    refuse(says, "init", file, *arguments, cwd=folder)
-    assert tree(tmp_path) == before
-
-
-@pytest.mark.parametrize("name", ['a\nplatform: "x" #', "a\n"])
-def test_init_refuses_names_with_line_breaks(tmp_path: Path, name: str) -> None:
-    """A name must not add lines to the config."""
-    (tmp_path / "net.py").write_bytes(_SOURCE)
-    done = run("init", "net.py", f"--name={name}", cwd=tmp_path)
-    assert (done.returncode, f"--name is '{name}'" in done.stderr) == (1, True)
-    assert [path.name for path in tmp_path.iterdir()] == ["net.py"]
-
-
-@pytest.mark.parametrize(
-    ("files", "arguments", "says"),
-    [
-        (["net/notes.txt", "source.py"], [], "is not a model folder"),
-        (["net/config.pbtxt", "net/2/model.py"], [], "the version 1 alone"),
-        (["net/config.pbtxt", "net/1/net.py"], ["--link"], "--link would link to files in"),
-    ],
-    ids=["no-model", "versions", "link-into-itself"],
-)
-def test_init_replaces_nothing_else(
-    tmp_path: Path, files: list[str], arguments: list[str], says: str
-) -> None:
-    """--force replaces only a model folder as `init` makes it."""
-    for name in files:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(_SOURCE)
-    before = tree(tmp_path)
-    command = ["init", str(tmp_path / files[-1]), "--name=net", "--force", *arguments]
-    refuse(says, *command, cwd=tmp_path)
-    assert tree(tmp_path) == before
-
-
-@pytest.mark.parametrize(
-    "occupy",
-    [Path.mkdir, lambda path: path.write_text("mine"), lambda path: path.symlink_to("/no/such")],
-    ids=["empty-folder", "file", "broken-link"],
-)
-def test_init_overwrites_nothing(tmp_path: Path, occupy: Callable[[Path], object]) -> None:
-    """A path that has the model's name already is an error."""
-    scenarios.text("def forward(x:\n", "net.py")(tmp_path)
-    occupy(tmp_path / "taken")
-    before = sorted(tmp_path.iterdir())
-    refuse(f"{tmp_path / 'taken'} exists already", "init", "net.py", "--name=taken", cwd=tmp_path)
-    assert sorted(tmp_path.iterdir()) == before
-
-
 def test_names_and_dims_of_the_model_are_in_the_config(tmp_path: Path) -> None:
     """Tensors may have any name, and one value for each row."""
     source = """
@@ -435,7 +337,7 @@ def example_inputs():
 # --- archives of TorchServe ------------------------------------------------------------------
 
 
-def _archive(path: Path, files: dict[str, bytes], **model: str) -> None:
+def _archive(path: Path | io.BytesIO, files: dict[str, bytes], **model: str) -> None:
     """Write an archive as torch-model-archiver does."""
     manifest = {"modelName": "net", "handler": "base_handler", "serializedFile": "net.pt"} | model
     with zipfile.ZipFile(path, "w") as archive:
@@ -479,25 +381,84 @@ def test_init_of_an_archive_with_torchscript(tmp_path: Path) -> None:
     _init(tmp_path, "net.mar", "--input=x:FP32:4")
 
 
+# --- refusals --------------------------------------------------------------------------------
+
+
+def _mar(**model: str) -> bytes:
+    buffer = io.BytesIO()
+    _archive(buffer, {"net.pt": b""}, **model)
+    return buffer.getvalue()
+
+
+_SOURCE = b"def forward(x):\n    return x\n"
+_WEIGHTS = safetensors.torch.save(models.Affine().state_dict())
+_BAD_NAMES = (
+    "../evil", "/tmp/evil", "..", ".hidden", "[red]",
+    'a"b', "a\\b", " ", 'a\nplatform: "x" #', "a\n"
+)  # fmt: skip
+_NO_CLASS = "net is a folder without a config.json of transformers"
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("files", "arguments", "says"),
     [
-        ({"handler": "my_handler.py"}, "class Hooks in hooks.py"),
-        ({"serializedFile": "gone.pt"}, "gone.pt"),
-        ({"configFile": "gone.yaml"}, "not an archive with a model file"),
-        (b"PK\3\4", "not an archive with a model file"),
-        (_damaged_member(), "not an archive with a model file"),
+        ({}, ["--input=x"], "--input is 'x'; expected NAME:TYPE:DIMS such as x:FP32:3x224"),
+        ({}, ["--input=x:FLOAT:3"], "with one of the types BOOL"),
+        ({}, ["--input=x:FP32:-2"], "expected NAME:TYPE:DIMS"),
+        ({}, ["--input=x:FP32:3", "--example=net.py"], "give one of them"),
+        ({}, ["--example=none"], "--example is none; expected a file of safetensors"),
+        ({}, ["--repository=/dev/null/models"], "/dev/null"),
+        *(({}, [f"--name={name}"], f"--name is '{name}'") for name in _BAD_NAMES),
+        ({"w.safetensors": _WEIGHTS}, [], "is safetensors: weights without code"),
+        ({"a.pt": b"<!DOCTYPE html>"}, ["--repository=new/models"], "a.pt is not a PyTorch file"),
+        ({"a [red] b.pt": b"PNG"}, ["--repository=new"], "a [red] b.pt is not a PyTorch file"),
+        # what the config.json of a folder names is a class of transformers
+        *(
+            ({"net/config.json": b'{"architectures": %b}' % value}, [], _NO_CLASS)
+            for value in (b'["os.system"]', b"7", b"[[]]")
+        ),
+        # the path is taken, and --force replaces only a model folder as `init` makes it
+        ({"net/": b""}, [], "net exists already"),
+        ({"taken": b"mine"}, ["--name=taken"], "taken exists already"),
+        ({"net -> /no/such": b""}, [], "net exists already"),
+        ({"net/notes.txt": b""}, ["--force"], "is not a model folder"),
+        ({"net/config.pbtxt": b"", "net/2/model.py": b""}, ["--force"], "the version 1 alone"),
+        (
+            {"net/config.pbtxt": b"", "net/1/net.py": _SOURCE},
+            ["--force", "--link", "--name=net"],
+            "--link would link to files in",
+        ),
+        # archives of TorchServe
+        ({"net.mar": _mar(handler="my_handler.py")}, [], "class Hooks in hooks.py"),
+        ({"net.mar": _mar(serializedFile="gone.pt")}, [], "gone.pt"),
+        ({"net.mar": _mar(configFile="gone.yaml")}, [], "not an archive with a model file"),
+        ({"net.mar": b"PK\3\4"}, [], "not an archive with a model file"),
+        ({"net.mar": _damaged_member()}, [], "not an archive with a model file"),
     ],
-    ids=["own handler", "no model", "no settings", "cut off", "damaged"],
 )
-def test_init_of_an_unusable_archive(
-    content: dict[str, str] | bytes, message: str, tmp_path: Path
+def test_init_refuses(
+    tmp_path: Path, files: dict[str, bytes], arguments: list[str], says: str
 ) -> None:
-    """The error says what is wrong, and nothing is written."""
-    if isinstance(content, bytes):
-        (tmp_path / "net.mar").write_bytes(content)
-    else:
-        _archive(tmp_path / "net.mar", {"net.pt": b""}, **content)
+    """Bad options, files that are no models, names that are paths or lines, and taken folders.
+
+    The error is one line, and nothing is made or replaced.
+    """
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    (folder / "net.py").write_bytes(_SOURCE)
+    for name, content in files.items():
+        path, _, target = (folder / name).as_posix().partition(" -> ")
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        if target:
+            Path(path).symlink_to(target)
+        elif name.endswith("/"):
+            Path(path).mkdir()
+        else:
+            Path(path).write_bytes(content)
+    model = [name for name in files if name.endswith((".pt", ".mar", ".safetensors", "net.py"))]
+    model += ["net"] if "net/config.json" in files else []
     before = tree(tmp_path)
-    refuse(message, "init", "net.mar", cwd=tmp_path)
+    done = run("init", *(model or ["net.py"]), *arguments, cwd=folder)
+    assert (done.returncode, says in done.stderr) == (1, True), done.stderr
+    assert done.stderr.count("\n") == 1 + says.count("\n")
     assert tree(tmp_path) == before

@@ -187,6 +187,8 @@ def test_later_results() -> None:
     assert list(bound({"other": 0, "deviation": 3, "mean": 4})) == [3]
     with pytest.raises(LookupError):
         bound({"mean": 4})
+    texts = results.bind_outputs(["y"], TEXTS)
+    assert [*texts(["d"])] == [["d"]]  # one leaf, of any length
     second = results.bind_outputs(["RESULT[1]"], (1, 2))
     with pytest.raises(TypeError):
         second(torch.ones(2, 3))  # a tensor can be indexed, too

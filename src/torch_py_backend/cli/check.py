@@ -17,8 +17,8 @@ from rich.markup import escape
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import pbtxt, repository
 from torch_py_backend.errors import BackendError, ConfigError, ToolError, named
+from torch_py_backend.model_folders import trial
 from torch_py_backend.server import preflight
-from torch_py_backend.tools import model_folder
 
 _SAMPLES = (
     "model_warmup is not needed, because this backend warms up without it; tritonserver 24.10 may"
@@ -26,6 +26,7 @@ _SAMPLES = (
 )
 # A frame of a traceback: file, line number, function and source line.
 _FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)(?:\n +(.+))?', re.MULTILINE)
+_COLORS = {"OK": "green", "FAILED": "red", "SKIPPED": "yellow", "PROBLEM": "red"}
 
 
 def check(
@@ -52,16 +53,14 @@ def check(
     problems = list(preflight.machine_problems())
     if not folders:
         problems.append(f"{path} holds no models; expected folders with a config.pbtxt.")
+    outcomes = Counter([*map(_outcome, reports), *("PROBLEM" for _ in problems)])
     if as_json:
         typer.echo(json.dumps({"environment": problems, "models": reports}, indent=2))
     else:
         for problem in problems:
-            console.print(f"[red]PROBLEM[/] {escape(problem)}")
-        counts = Counter(map(_outcome, reports)) | Counter(PROBLEM=len(problems))
-        outcomes = [key for key in ("OK", "FAILED", "SKIPPED", "PROBLEM") if counts[key]]
-        console.print(", ".join(f"{counts[key]} {key}" for key in outcomes))
-    failed = problems or any("error" in report for report in reports)
-    raise typer.Exit(1 if failed else 0)
+            _print_outcome(console, "PROBLEM", problem)
+        console.print(", ".join(f"{outcomes[key]} {key}" for key in _COLORS if outcomes[key]))
+    raise typer.Exit(1 if outcomes["FAILED"] or outcomes["PROBLEM"] else 0)
 
 
 def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
@@ -81,23 +80,20 @@ def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, 
         if document.get("model_warmup"):
             notes.append(_SAMPLES)
         preflight.check_server(folder, document)
-        incomplete = completion.is_incomplete(document)
-        version, document = model_folder.completed(folder, timeout)
+        if completion.is_incomplete(document):
+            notes.append("config.pbtxt leaves out inputs or outputs; they come from the model.")
+        version, document = trial.complete(folder, timeout)
         remaining = max(0.0, round(deadline - time.monotonic(), 1))
-        report = model_folder.inspect(folder, version, document, remaining)
+        report = trial.inspect(folder, version, document, remaining)
     except BackendError as error:
-        report = {
-            "model": folder.name,
-            "error": named(folder.name, error),
-            "notes": notes,
-            "at": "",
-        }
-        for file, line, function, source in _FRAME.findall(error.traceback):
-            if Path(file).is_relative_to(folder):  # the innermost such frame is the last one
-                report["at"] = f"{file}:{line} in {function}" + (f": {source}" if source else "")
+        report = {"model": folder.name, "error": named(folder.name, error), "notes": notes}
+        frames = [
+            f"{file}:{line} in {function}" + (f": {source}" if source else "")
+            for file, line, function, source in _FRAME.findall(error.traceback)
+            if Path(file).is_relative_to(folder)
+        ]
+        report["at"] = frames[-1] if frames else ""  # the innermost one of the model's files
         return report | ({"traceback": error.traceback} if traceback else {})
-    if incomplete:
-        notes.append("config.pbtxt leaves out inputs or outputs; they come from the model.")
     return {"model": folder.name, "version": version, "notes": notes, **report}
 
 
@@ -106,20 +102,20 @@ def _outcome(report: Mapping[str, Any]) -> str:
     return "FAILED" if "error" in report else "SKIPPED" if "skipped" in report else "OK"
 
 
+def _print_outcome(console: Console, outcome: str, text: str) -> None:
+    console.print(f"[{_COLORS[outcome]}]{outcome:7}[/] {escape(text)}")
+
+
 def _print_model(console: Console, report: Mapping[str, Any]) -> None:
-    if "skipped" in report:
-        served = escape(f"{report['model']}: served by {report['skipped']}")
-        console.print(f"[yellow]SKIPPED[/] {served}")
-        return
-    if "error" in report:
-        console.print(f"[red]FAILED[/]  {escape(report['error'])}")
-        if report["at"]:
-            console.print(f"        {'at':9}{escape(report['at'])}")
-        if "traceback" in report:
-            console.print(escape(report["traceback"]))
+    outcome, lines = _outcome(report), dict[str, Any]()
+    if outcome == "SKIPPED":
+        text = f"{report['model']}: served by {report['skipped']}"
+    elif outcome == "FAILED":
+        text = report["error"]
+        lines["at"] = report["at"]
     else:
+        text = f"{report['model']} {report['version']}"
         rows = report["max_batch_size"]
-        console.print(f"[green]OK[/]      {escape(report['model'])} {report['version']}")
         lines = {
             "artifact": report["artifact"],
             "weights": report["weights"],
@@ -131,8 +127,11 @@ def _print_model(console: Console, report: Mapping[str, Any]) -> None:
             "batch": f"at most {rows}" if rows else "no batching",
             "options": json.dumps(report["options"]) if report["options"] else "defaults",
         }
-        for label, value in lines.items():
-            if value or label not in ("hooks", "bound"):
-                console.print(f"        {label:9}{escape(str(value))}")
-    for note in (*report["notes"], *report.get("warnings", ())):
+    _print_outcome(console, outcome, text)
+    for label, value in lines.items():
+        if value:
+            console.print(f"        {label:9}{escape(str(value))}")
+    if "traceback" in report:
+        console.print(escape(report["traceback"]))
+    for note in (*report.get("notes", ()), *report.get("warnings", ())):
         console.print(f"        [yellow]note[/]     {escape(note)}")

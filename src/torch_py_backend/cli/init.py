@@ -16,8 +16,8 @@ from rich.console import Console
 
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.errors import ToolError, about
-from torch_py_backend.tools import artifact_files, model_folder
-from torch_py_backend.tools.model_folder import FolderReport
+from torch_py_backend.model_folders import artifact_files, creation
+from torch_py_backend.model_folders.creation import FolderReport
 
 # NAME:TYPE:DIMS; DIMS are numbers separated by x.
 _INPUT = re.compile(r"(?P<name>.+):(?:TYPE_)?(?P<type>\w+):(?P<dims>(?:-1|\d+)(?:x(?:-1|\d+))*)?")
@@ -74,10 +74,10 @@ def init(
     parent = repository or Path("models" if model_file.is_dir() else "")
     target = parent.absolute() / name
     with about(name), artifact_files.opened(absolute, example) as artifact:
-        if not model_folder.NAME.fullmatch(name):
+        if not creation.NAME.fullmatch(name):
             raise ToolError(f"--name is '{name}'; expected letters, digits, _, -, . and blanks.")
         transfer = os.symlink if link else shutil.copyfile
-        report = model_folder.create(target, artifact, entries, transfer, force=force)
+        report = creation.create(target, artifact, entries, transfer, force=force)
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print(f"made {target}")
     for line in report.lines:
@@ -85,8 +85,7 @@ def init(
     if report.loads:
         console.print(f"next: {shlex.join(['torch-py-backend', 'serve', str(parent)])}")
         return
-    weights = str(model_file.with_suffix(".pt")) if artifact.lacks_weights else ""
-    for line in _next_steps(report, weights, parent / name):
+    for line in _next_steps(report, parent / name):
         console.print(line)
     raise typer.Exit(1)
 
@@ -107,8 +106,8 @@ def _parse_input(text: str) -> dict[str, Any]:
     return {"name": match["name"], "data_type": dtype.config, **pbtxt.dims_entry(dims)}
 
 
-def _next_steps(report: FolderReport, weights: str, folder: Path) -> Iterator[str]:
-    """Yield the steps after which a model may load; `weights` is the path of missing weights."""
+def _next_steps(report: FolderReport, folder: Path) -> Iterator[str]:
+    """Yield the steps after which a model may load."""
     options = [] if "--force" in sys.argv else ["--force"]
     for argument in report.missing:
         data_type = argument.get("data_type", "TYPE_FP32").removeprefix("TYPE_")
@@ -119,8 +118,7 @@ def _next_steps(report: FolderReport, weights: str, folder: Path) -> Iterator[st
         yield f"next: {again}"
         yield "      (types and sizes are examples; without the batch dimension; or --example FILE)"
     else:
-        save = f", or save the weights: torch.save(module.state_dict(), {weights!r})"
-        yield f"next: correct this{save if weights else ''}"
+        yield "next: correct this"
         yield f"then: {again}"
     check = shlex.join(["torch-py-backend", "check", str(folder)])
     yield f"or:   edit {folder / 'config.pbtxt'}, then {check}"

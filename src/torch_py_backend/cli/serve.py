@@ -19,11 +19,11 @@ from rich.status import Status
 from torch_py_backend.cli import interruption
 from torch_py_backend.cli.interruption import Stopped
 from torch_py_backend.errors import ToolError
+from torch_py_backend.model_folders import remote_repository
 from torch_py_backend.processes import orphan_cleanup, procfs
 from torch_py_backend.server import server_arguments, triton_installation
 from torch_py_backend.server.lifecycle import Event, EventKind
 from torch_py_backend.server.serving import Serving
-from torch_py_backend.tools import remote_repository
 
 _KEY_VARIABLE = "TORCH_PY_BACKEND_ADMIN_KEY"
 _KEY_HEADER = "admin-key"

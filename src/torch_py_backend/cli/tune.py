@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -20,15 +18,14 @@ from torch_py_backend import files
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import ToolError, about
-from torch_py_backend.tools import model_folder, tuning
-from torch_py_backend.tools.tuning import Row
+from torch_py_backend.model_folders import trial, tuning
+from torch_py_backend.model_folders.tuning import Row
 
 _MAX_ERROR, _MAX_ERROR_REDUCED = 1e-4, 0.03
 # Above these, figures are noted as doubtful: cores that other processes use, and the spread.
 _BUSY_CORES, _WIDE_SPREAD = 0.3, 0.1
-_OUT = Console(highlight=False, emoji=False, soft_wrap=True)
-_ERR = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 _WIDTH = 100  # of the table, if the output is not a terminal
+_COLUMNS = ("ms", "gain", "rows/s", "gain", "±", "cores", "READY s", "error")
 
 
 def tune(
@@ -50,9 +47,6 @@ def tune(
     write: Annotated[
         bool, typer.Option("--write", help="Append the options to config.pbtxt.")
     ] = False,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures to this file.")
-    ] = None,
 ) -> None:
     """Measure ways to run a model; print the options of the fastest one for config.pbtxt."""
     if not model.is_dir():
@@ -62,49 +56,39 @@ def tune(
     if not (math.isfinite(max_error) and max_error >= 0):
         raise ToolError(f"--max-error is {max_error:g}; expected a number of at least 0, as 1e-4.")
     folder = model.resolve()
-    with about(folder.name):
-        version, document = model_folder.completed(folder)
+    errors = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
+    rows: list[Row] = []
+    with about(folder.name), errors.status("measuring the model as configured") as status:
+        version, document = trial.complete(folder)
         if document.get("model_transaction_policy", {}).get("decoupled"):
             raise ToolError(
                 "the model is decoupled; expected one with a response for each request."
             )
         busy = psutil.cpu_percent(0.5) / 100 * (psutil.cpu_count() or 1)
-        candidates = tuning.measure(folder, version, document, timeout, reduced=reduced_precision)
-        rows = _report_progress(candidates)
-    _print(document, rows, busy)
-    if json_path is not None:
-        _write(json_path, json.dumps([asdict(row) for row in rows], indent=2, default=str) + "\n")
-    choice = tuning.best(rows[1:], max_error)
-    if choice is None:
-        _OUT.print("nothing is faster than the model as configured; config.pbtxt is as it was")
-        return
-    gain = f"{choice.latency_gain:.2f} in latency, {choice.throughput_gain:.2f} in rows/s"
-    _OUT.print(f"fastest: {choice.runtime.title} ({gain}, with {choice.cores:.1f} cores)")
-    _apply(folder, document, choice, write=write)
-
-
-def _report_progress(candidates: Iterator[Row]) -> list[Row]:
-    """Return the rows; each is printed to standard error as it is measured."""
-    rows = []
-    with _ERR.status("measuring the model as configured") as status:
-        for row in candidates:
+        for row in tuning.measure(folder, version, document, timeout, reduced=reduced_precision):
             rows.append(row)
             status.update("measuring the candidates")
             text = row.failure or f"{row.latency_gain:.2f}, {row.throughput_gain:.2f}"
-            _ERR.print(f"{row.runtime.title}: {text}", markup=False)
-    return rows
+            errors.print(f"{row.runtime.title}: {text}", markup=False)
+    console = Console(highlight=False, emoji=False, soft_wrap=True, markup=False)
+    _print_figures(console, rows, max(1, document["max_batch_size"]), busy)
+    choice = tuning.best(rows[1:], max_error)
+    if choice is None:
+        console.print("nothing is faster than the model as configured; config.pbtxt is as it was")
+        return
+    gain = f"{choice.latency_gain:.2f} in latency, {choice.throughput_gain:.2f} in rows/s"
+    console.print(f"fastest: {choice.runtime.title} ({gain}, with {choice.cores:.1f} cores)")
+    _apply(console, folder, document, choice, write=write)
 
 
-def _print(document: Document, rows: Sequence[Row], busy: float) -> None:
+def _print_figures(console: Console, rows: Sequence[Row], full: int, busy: float) -> None:
     """Print the table, and a note for each reason to doubt it."""
-    if not _OUT.is_terminal:
-        _OUT.width = max(_OUT.width, _WIDTH)
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("candidate", min_width=12, no_wrap=True)
-    for title in ("ms", "gain", "rows/s", "gain", "±", "cores", "READY s", "error"):
+    for title in _COLUMNS:
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
-        cells = [
+        figures = [
             f"{row.latency_ms:.3g}",
             f"{row.latency_gain:.2f}",
             f"{row.throughput:,.0f}",
@@ -114,37 +98,31 @@ def _print(document: Document, rows: Sequence[Row], busy: float) -> None:
             f"{row.ready_s:.1f}",
             f"{row.error:.0e}" if row.error else "0",
         ]
-        table.add_row(escape(row.runtime.title), *([""] * 8 if row.failure else cells))
-    _OUT.print(table, soft_wrap=False)
-    full = tuning.full_rows(document)
-    _OUT.print(f"ms: one row; rows/s: batches of {full} rows; one instance of each")
+        table.add_row(escape(row.runtime.title), *([] if row.failure else figures))
+    width = console.width if console.is_terminal else max(console.width, _WIDTH)
+    console.print(table, soft_wrap=False, width=width)
+    console.print(f"ms: one row; rows/s: batches of {full} rows; one instance of each")
     for row in rows:
         if row.failure:
-            _OUT.print(f"{row.runtime.title}: {row.failure}", markup=False)
+            console.print(f"{row.runtime.title}: {row.failure}")
     if busy > _BUSY_CORES:
-        _OUT.print(f"other processes use {busy:.1f} cores; measure again on a quiet machine")
+        console.print(f"other processes use {busy:.1f} cores; measure again on a quiet machine")
     if any(row.spread > _WIDE_SPREAD for row in rows):
-        _OUT.print("the rounds differ widely (±); measure again on a quiet machine")
+        console.print("the rounds differ widely (±); measure again on a quiet machine")
 
 
-def _apply(folder: Path, document: Document, choice: Row, *, write: bool) -> None:
+def _apply(console: Console, folder: Path, document: Document, choice: Row, *, write: bool) -> None:
     """Print the lines for config.pbtxt, or append them; keys that are set are only printed."""
     path = folder / "config.pbtxt"
     lines = [pbtxt.parameter(key, text) for key, text in choice.runtime.parameters.items()]
     conflicts = [key for key in tuning.TUNED if key in document.get("parameters", {})]
     appends = write and not conflicts
     if appends:
-        _write(path, "\n".join([pbtxt.text(folder).rstrip(), *lines, ""]))
-    _OUT.print(f"{'appended to' if appends else 'for'} {path}:", markup=False)
-    for line in lines:
-        _OUT.print(line, markup=False)
+        text = "\n".join([pbtxt.text(folder).rstrip(), *lines, ""])
+        try:
+            files.replace(path.resolve(), text.encode())  # the whole file, or nothing
+        except OSError as error:
+            raise ToolError(f"cannot write {path}: {error.strerror or error}.") from error
+    console.print(f"{'appended to' if appends else 'for'} {path}:", *lines, sep="\n")
     if conflicts:
-        _OUT.print(f"set already, to be replaced or removed by hand: {', '.join(conflicts)}")
-
-
-def _write(path: Path, text: str) -> None:
-    """Write the whole file, or nothing; a link is kept, and its target replaced."""
-    try:
-        files.replace(path.resolve(), text.encode())
-    except OSError as error:
-        raise ToolError(f"cannot write {path}: {error.strerror or error}.") from error
+        console.print(f"set already, to be replaced or removed by hand: {', '.join(conflicts)}")

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch_py_backend.errors import SaveError, a_type, summarize
 from torch_py_backend.loading.discovery import HOOKS
 from torch_py_backend.loading.example_inputs import NAME
+from torch_py_backend.model_folders import artifact_files
+from torch_py_backend.model_folders.artifact_files import EXAMPLE, ArtifactFiles
 from torch_py_backend.saving import examples, formats, source_files
 from torch_py_backend.signature import introspection
-from torch_py_backend.tools import artifact_files
-from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles
 
 Format: TypeAlias = Literal["module", "export", "aoti"]
 

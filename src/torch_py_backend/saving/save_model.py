@@ -18,9 +18,9 @@ from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import pbtxt, removed_names
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import LoadError, SaveError, about
+from torch_py_backend.model_folders import config_text, creation, trial
 from torch_py_backend.saving import examples, module_files
 from torch_py_backend.saving.module_files import Format, ModuleFiles
-from torch_py_backend.tools import model_folder
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def save_model(
             key: value if isinstance(value, str) else json.dumps(value)
             for key, value in (parameters or {}).items()
         }
-        new_folder = model_folder.new_folder(target, force=overwrite)
+        new_folder = creation.new_folder(target, force=overwrite)
         with _evaluating(module), torch.no_grad(), new_folder as folder:
             document = pbtxt.read(folder)
             document["parameters"] = pbtxt.parameters(options)
@@ -151,11 +151,11 @@ def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Docu
         "parameters": pbtxt.parameters(artifact.parameters) | document["parameters"],
     }
     completion.complete(pbtxt.arguments(folder, "1", config), config)
-    config = model_folder.write_config(folder, config, artifact.description, {})
+    config = config_text.write(folder, config, artifact.description, {})
     reference = str(folder.with_name("reference.pt")) if example.outputs else None
     if reference is not None:
         torch.save(example.outputs, reference)
-    warnings: list[str] = model_folder.inspect(folder, "1", config, reference=reference)["warnings"]
+    warnings: list[str] = trial.inspect(folder, "1", config, reference=reference)["warnings"]
     return warnings
 
 
@@ -164,7 +164,7 @@ def _check(
 ) -> None:
     """Raise SaveError for arguments that are wrong whatever the module is."""
     found = expected = cure = ""
-    if not model_folder.NAME.fullmatch(name):
+    if not creation.NAME.fullmatch(name):
         found = f"the name of the folder is '{name}'"
         expected = "letters, digits, _, -, . and blanks, not first a . or a blank"
     elif not isinstance(module, nn.Module):

@@ -13,6 +13,7 @@ import difflib
 import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 from torch_py_backend.errors import BindingError, join_names
@@ -82,17 +83,19 @@ def bind_outputs(
             expected=f"names among {join_names(valid)}",
             cure=_cure([name for name in names if name not in aliases], fields),
         )
-    getters = [leaves[index].get for index in indices if index is not None]
-    if not isinstance(result, tuple | list):
-        return lambda result: [get(result) for get in getters]
-    count = len(result)
+    bound = [leaves[index] for index in indices if index is not None]
+    count = len(bound)
+    in_order = [leaf.path for leaf in bound] == [f"RESULT[{index}]" for index in range(count)]
+    if isinstance(result, tuple | list) and len(result) == count and in_order:
+        return partial(_whole, count)
+    return lambda result: [leaf.get(result) for leaf in bound]
 
-    def checked(result: object) -> Sequence[object]:
-        if not isinstance(result, tuple | list) or len(result) != count:
-            raise TypeError(type(result).__name__)
-        return [get(result) for get in getters]
 
-    return checked
+def _whole(count: int, result: object) -> Sequence[object]:
+    """Return a result whose items are the outputs."""
+    if not isinstance(result, tuple | list) or len(result) != count:
+        raise TypeError(type(result).__name__)
+    return result
 
 
 def leaf_names(result: object) -> list[str]:

@@ -1,8 +1,9 @@
-"""The text of a config.pbtxt with a comment on each field."""
+"""A config.pbtxt with a comment on each field."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import pbtxt
@@ -15,13 +16,17 @@ _COMMENTS = {
 }
 
 
-def text(document: Document, description: str, signature: Document) -> str:
-    """Return the text of a config; of its instance group, kind and count.
+def write(
+    folder: Path, document: Document, description: str, signature: Document
+) -> pbtxt.JsonObject:
+    """Write config.pbtxt, with kind and count of the instance group; return what Triton reads.
 
     `signature`, as of `autocomplete.schema.describe_arguments`, gives placeholders for inputs that
     the config lacks; empty: it is unknown.
     """
-    return "\n".join(_lines(document, description, signature)) + "\n"
+    text = "\n".join([*_lines(document, description, signature), ""])
+    (folder / "config.pbtxt").write_text(text, encoding="utf-8")
+    return pbtxt.read(folder)
 
 
 def _lines(document: Document, description: str, signature: Document) -> Iterator[str]:

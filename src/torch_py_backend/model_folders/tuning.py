@@ -4,14 +4,13 @@ Each candidate runs in a process of its own, together with the model as configur
 timed in turn (A B B A), because the speed of a machine drifts within minutes. Numbers of threads
 and instances are not searched: docs/performance.md says how to choose them.
 
-Imports no torch: the models run in child processes (`trial.measure`).
+Imports no torch: the models run in child processes (`measurement.measure`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,65 +23,50 @@ from torch_py_backend.processes import child_process
 COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 TUNED = ("OPTIMIZE", COMPILE, "BATCH_BUCKETS")
 """The options that a candidate replaces."""
-_MEASURE = "torch_py_backend.tools.trial:measure"
+_MEASURE = "torch_py_backend.model_folders.measurement:measure"
 # A candidate is better from this mean gain on, and if neither gain is a loss.
 _LEAST_GAIN, _LOSS = 1.03, 0.98
+_FREEZING = '{"options": {"freezing": true}}'
 
+_ANY = tuple(ArtifactType)
 _MODULES = (ArtifactType.MODULE, ArtifactType.FACTORY, ArtifactType.EXPORTED)
 _WEIGHTS = (ArtifactType.MODULE, ArtifactType.FACTORY, ArtifactType.TORCHSCRIPT)
-_FREEZING = '{"options": {"freezing": true}}'
+_SCRIPTS = (ArtifactType.TORCHSCRIPT,)
 
 
 class Runtime(NamedTuple):
-    """A way to run a model.
-
-    Attributes:
-        kinds: the artifacts that can be run so.
-        reduced: whether it computes in 16 bits.
-        instance: the kind of instance that it needs; empty: any.
-    """
+    """A way to run a model: the artifacts that can be run so, and the options for it."""
 
     title: str
     kinds: tuple[ArtifactType, ...]
     parameters: Mapping[str, str]
-    reduced: bool = False
-    instance: str = ""
 
 
-AS_CONFIGURED = Runtime("as configured", tuple(ArtifactType), {})
-RUNTIMES = (
+AS_CONFIGURED = Runtime("as configured", _ANY, {})
+_RUNTIMES = (
     Runtime("eager", _MODULES, {}),
     Runtime("channels_last", _WEIGHTS, {"OPTIMIZE": "channels_last"}),
-    Runtime("freeze", (ArtifactType.TORCHSCRIPT,), {"OPTIMIZE": "freeze"}),
+    Runtime("freeze", _SCRIPTS, {"OPTIMIZE": "freeze"}),
     Runtime("compile", _MODULES, {COMPILE: "{}"}),
     Runtime("compile, freezing", _MODULES, {COMPILE: _FREEZING}),
     Runtime("compile, channels_last", _MODULES, {COMPILE: "{}", "OPTIMIZE": "channels_last"}),
     Runtime("compile, fixed sizes", _MODULES, {COMPILE: '{"dynamic": false}'}),
-    Runtime(
-        "compile, CUDA graphs",
-        _MODULES,
-        {COMPILE: '{"mode": "reduce-overhead"}', "BATCH_BUCKETS": "auto"},
-        instance="KIND_GPU",
-    ),
-    Runtime("bf16", _WEIGHTS, {"OPTIMIZE": "bf16"}, reduced=True),
-    Runtime(
-        "compile, freezing, bf16",
-        _MODULES,
-        {COMPILE: _FREEZING, "OPTIMIZE": "bf16"},
-        reduced=True,
-    ),
+)
+_GRAPHS = '{"mode": "reduce-overhead"}'
+_OF_GPUS = (Runtime("compile, CUDA graphs", _MODULES, {COMPILE: _GRAPHS, "BATCH_BUCKETS": "auto"}),)
+_REDUCED = (
+    Runtime("bf16", _WEIGHTS, {"OPTIMIZE": "bf16"}),
+    Runtime("compile, freezing, bf16", _MODULES, {COMPILE: _FREEZING, "OPTIMIZE": "bf16"}),
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A candidate's figures.
+class Row(NamedTuple):
+    """A candidate's figures. Gains are ratios to the model as configured, medians of the rounds.
 
     Attributes:
         kind: the name of the artifact's type.
         latency_ms: milliseconds of a call with one row.
         throughput: rows per second of a full batch.
-        latency_gain, throughput_gain: ratios to the model as configured, medians of the rounds.
         spread: the largest relative distance of a round's ratio from its median.
         cores: processor cores in use during a full batch.
         ready_s: seconds of the load and the warm-up.
@@ -108,18 +92,8 @@ class Row:
         return math.sqrt(self.latency_gain * self.throughput_gain)
 
 
-def full_rows(document: Document) -> int:
-    """Return the rows of a full batch."""
-    return max(1, int(document["max_batch_size"]))
-
-
 def measure(
-    folder: Path,
-    version: str,
-    document: Document,
-    timeout_s: float,
-    *,
-    reduced: bool,
+    folder: Path, version: str, document: Document, timeout_s: float, *, reduced: bool
 ) -> Iterator[Row]:
     """Yield the figures of the model as configured, and then of each candidate that suits it.
 
@@ -130,30 +104,27 @@ def measure(
         LoadError: the model as configured cannot be run.
     """
     configured = pbtxt.arguments(folder, version, document)
-    parameters = document.get("parameters", {})
-    others = {key: entry for key, entry in parameters.items() if key not in TUNED}
 
     def row(runtime: Runtime, arguments: Mapping[str, str]) -> Row:
-        rows = full_rows(document)
+        rows = max(1, document["max_batch_size"])
         task = {"arguments": arguments, "configured": configured, "rows": rows}
         return Row(runtime, **child_process.run(_MEASURE, task, timeout_s, quiet=True))
 
     first = row(AS_CONFIGURED, configured)
     yield first
-    instance = document["instance_group"][0]["kind"]
-    for runtime in RUNTIMES:
-        suits = ArtifactType[first.kind] in runtime.kinds and runtime.instance in ("", instance)
-        if not suits or runtime.reduced > reduced:
+    on_gpu = document["instance_group"][0]["kind"] == "KIND_GPU"
+    others = {k: v for k, v in document.get("parameters", {}).items() if k not in TUNED}
+    for runtime in (*_RUNTIMES, *(_OF_GPUS if on_gpu else ()), *(_REDUCED if reduced else ())):
+        if ArtifactType[first.kind] not in runtime.kinds:
             continue
-        changed = pbtxt.parameters(runtime.parameters)
-        candidate = {**document, "parameters": {**others, **changed}}
+        candidate = {**document, "parameters": others | pbtxt.parameters(runtime.parameters)}
         try:
             yield row(runtime, pbtxt.arguments(folder, version, candidate))
         except LoadError as error:
             yield Row(runtime, failure=str(error))
 
 
-def best(rows: list[Row], max_error: float) -> Row | None:
+def best(rows: Sequence[Row], max_error: float) -> Row | None:
     """Return the exact row with the best mean gain, without a loss; None: none is better."""
     better = [
         row

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from torch_py_backend.config import repository as repositories
 from torch_py_backend.errors import ToolError
+from torch_py_backend.model_folders import artifact_files, creation
 from torch_py_backend.server import fetch
-from torch_py_backend.tools import artifact_files, model_folder
 
 
 def local(url: str, cache: Path | None, report: Callable[[str], None]) -> Path:
@@ -47,7 +47,7 @@ def _with_model_folder(files: Path, url: str) -> Path:
     repository = files.with_name("models")
     shutil.rmtree(repository, ignore_errors=True)
     artifact = artifact_files.find(files, None)
-    report = model_folder.create(repository / files.name, artifact, [], transfer=os.link)
+    report = creation.create(repository / files.name, artifact, [], transfer=os.link)
     if not report.loads:
         raise ToolError(
             f"{url} is no model repository, and no model that is served as it is:"

@@ -8,17 +8,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import re
 import tempfile
-import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch_py_backend.errors import ArtifactError, printable, summarize
+from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import discovery, file_types, source_dependencies
 from torch_py_backend.loading.file_types import FileType
+from torch_py_backend.model_folders import archive
 
 EXAMPLE = "example_inputs.safetensors"
 _SERVED_NAMES = {
@@ -28,12 +27,6 @@ _SERVED_NAMES = {
 }
 _WEIGHTS = (FileType.STATE_DICT, FileType.SAFETENSORS)
 _SOURCE = "Python source and weights"
-# The handlers of TorchServe itself, which are not part of an archive.
-_HANDLERS = ("base_handler", "image_classifier", "image_segmenter", "object_detector")
-# Numbers of model-config.yaml, for which a YAML parser would be a dependency.
-_BATCH_SETTING = re.compile(
-    r"^(batchSize|maxBatchDelay):[ \t]*(\d{1,9})[ \t]*(?:#.*)?$", re.MULTILINE
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +49,6 @@ class ArtifactFiles:
     pretrained_config: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def lacks_weights(self) -> bool:
-        """Whether this is a Python source without a file of weights."""
-        model_file, *others = self.files
-        return model_file == "model.py" and not any(name.startswith("model.") for name in others)
-
 
 @contextlib.contextmanager
 def opened(path: Path, example: Path | None) -> Iterator[ArtifactFiles]:
@@ -74,52 +61,9 @@ def opened(path: Path, example: Path | None) -> Iterator[ArtifactFiles]:
         yield find(path, example)
         return
     with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
-        model_file, settings = unpack(path, Path(folder))
+        model_file, settings = archive.unpack(path, Path(folder))
         artifact = find(model_file, example)
         yield dataclasses.replace(artifact, settings=settings)
-
-
-def unpack(archive: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Unpack an archive of torch-model-archiver (.mar), which has TorchScript or class and weights.
-
-    Returns:
-        The file of TorchScript, or of weights with a source file of the same name beside it; and
-        entries of config.pbtxt for a model with a batch dimension.
-
-    Raises:
-        ArtifactError: it is damaged, is not such an archive, or has a handler of its own.
-    """
-    try:
-        with zipfile.ZipFile(archive) as opened:
-            opened.extractall(folder)  # drops `..` and roots, and creates no links
-        model = json.loads((folder / "MAR-INF" / "MANIFEST.json").read_bytes())["model"]
-        handler = str(model["handler"])
-        weights = folder / Path(str(model["serializedFile"])).name
-        if source := model.get("modelFile"):
-            (folder / Path(source).name).rename(weights.with_suffix(".py"))
-        config = model.get("configFile")
-        text = (folder / Path(config).name).read_text() if config else ""
-        weights.stat()
-    except Exception as error:  # of zipfile, its decompressors, or a manifest of another form
-        raise ArtifactError(
-            f"it is not an archive with a model file: {summarize(error)}",
-            expected="a .mar file of torch-model-archiver with --serialized-file",
-        ) from error
-    if handler.removesuffix(".py") not in _HANDLERS:
-        raise ArtifactError(
-            f"it has a handler of its own, {printable(handler)}",
-            expected=f"one of TorchServe's: {', '.join(_HANDLERS)}",
-            cure="Write its preprocess() and postprocess() into a class Hooks in hooks.py, and its"
-            " inference() into forward() of a module in model.py: see docs/migrate.md.",
-        )
-    numbers = {key: int(digits) for key, digits in _BATCH_SETTING.findall(text)}
-    settings: dict[str, Any] = {}
-    if "batchSize" in numbers:
-        settings["max_batch_size"] = max(1, numbers["batchSize"])
-    if "maxBatchDelay" in numbers:
-        delay = 1000 * numbers["maxBatchDelay"]
-        settings["dynamic_batching"] = {"max_queue_delay_microseconds": delay}
-    return weights, settings
 
 
 def find(path: Path, example: Path | None) -> ArtifactFiles:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import LoadError
-from torch_py_backend.tools import trial, tuning
+from torch_py_backend.model_folders import inspection, measurement, tuning
 from torch_py_backend.values import Item
 
 
@@ -67,14 +67,13 @@ def _arguments(folder: Path, source: str = _DOUBLE, **document: Any) -> dict[str
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Item]:
     """The batches that are measured; each measurement is one call."""
     batches: list[Item] = []
-    run = trial._run
 
     def recorded(engine: Engine, item: Item) -> Item:
         batches.append(item)
-        return run(engine, item)
+        return inspection.run(engine, item)
 
-    monkeypatch.setattr(trial, "_run", recorded)
-    monkeypatch.setattr(trial, "_SECONDS", 0.0)
+    monkeypatch.setattr(measurement, "run", recorded)
+    monkeypatch.setattr(measurement, "_SECONDS", 0.0)
     return batches
 
 
@@ -82,7 +81,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Item]:
 def test_same_model(tmp_path: Path, size: int, rows: int, measured: list[Item]) -> None:
     """Figures of one row and of a full batch; the same model has no error."""
     given = _arguments(tmp_path, max_batch_size=size)
-    figures = trial.measure(given, given, rows)
+    figures = measurement.measure(given, given, rows)
     assert (figures.pop("kind"), figures.pop("error")) == ("MODULE", 0)
     assert figures.pop("spread") >= 0
     assert min(figures.values()) > 0
@@ -95,7 +94,7 @@ def test_another_result_is_an_error(tmp_path: Path, measured: list[Item]) -> Non
     """The error is relative to the outputs of the model as configured."""
     configured = _arguments(tmp_path)
     candidate = _arguments(tmp_path / "other", _module("2.2 * x"))
-    figures = trial.measure(candidate, configured, 8)
+    figures = measurement.measure(candidate, configured, 8)
     assert figures["error"] == pytest.approx(0.1, rel=0.2)
 
 
@@ -104,7 +103,7 @@ def test_inputs(tmp_path: Path, measured: list[Item]) -> None:
     rows = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8], [9, 8, 7, 6]])
     given = _arguments(tmp_path)
     save_file({"x": rows}, tmp_path / "1" / "example_inputs.safetensors")
-    trial.measure(given, given, 4)
+    measurement.measure(given, given, 4)
     assert torch.equal(torch.as_tensor(measured[-1]["x"]), rows[[0, 1, 2, 0]])
 
 
@@ -123,7 +122,7 @@ def test_other_inputs(tmp_path: Path, kind: str, measured: list[Item]) -> None:
             batch_input=[_SIZES],
             max_batch_size=2,
         )
-    assert trial.measure(given, given, 2)["error"] == 0
+    assert measurement.measure(given, given, 2)["error"] == 0
 
 
 # --- the report --------------------------------------------------------------------------------
@@ -137,7 +136,7 @@ def _inspect(folder: Path, source: str = _LINEAR, **document: Any) -> dict[str, 
     build.write(folder, "model.py", source)
     y = _X | {"name": "y", "dims": [3]}
     given = build.arguments(**{"output": [y], **document})
-    return trial.inspect(given | {"model_repository": str(folder)})
+    return inspection.inspect(given | {"model_repository": str(folder)})
 
 
 def _save_weights(folder: Path, out: int = 3) -> None:
@@ -177,7 +176,7 @@ def test_rule_of_names(tmp_path: Path) -> None:
         input=[_X | {"name": "INPUT__1"}, _X | {"name": "INPUT0"}],
         output=[_X | {"name": "y", "dims": [5]}],
     )
-    report = trial.inspect(given | {"model_repository": str(tmp_path)})
+    report = inspection.inspect(given | {"model_repository": str(tmp_path)})
     assert report["binding"] == "in the config's order"
     assert report["inputs"] == ["INPUT__1 FP32 [4] → INPUT0", "INPUT0 FP32 [4] → INPUT1"]
     order, dims = report["warnings"]

@@ -1,4 +1,4 @@
-"""Load a model without a server: describe it, compare it with a reference, measure it.
+"""Load a model, describe it, and compare it with a reference.
 
 To be run in a child process, because it runs the model's code. `arguments` are Triton's arguments
 of `initialize`.
@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from logging.handlers import BufferingHandler
 from typing import Any
 
-import numpy as np
 import torch
 
 from torch_py_backend.config import model_config, threads
@@ -27,25 +25,7 @@ from torch_py_backend.pipeline.differences import MAX_ERROR_REDUCED, difference,
 from torch_py_backend.signature import binding
 from torch_py_backend.values import Item, Value
 
-# Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
-_FIRST_CALLS = 3
-_ROUNDS = 5
-_SECONDS = 0.2  # of one measurement
 _MOST_WARNINGS = 10_000
-
-
-def _load(settings: ModelConfig, row_counts: Sequence[int] = ()) -> Engine:
-    """Load a model, and warm it up as a server would, or for some row counts only."""
-    engine = load.build(settings, threads.budget(settings))
-    if settings.options.warmup is not False:
-        with runtime.mode(settings.options):
-            call = streams.trial(engine) if settings.decoupled else None
-            rows = row_counts if settings.max_batch_size else ()
-            warmup.run(engine, call, row_counts=rows)
-    return engine
-
-
-# --- the description -----------------------------------------------------------------------------
 
 
 def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[str, Any]:
@@ -63,14 +43,12 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
     warnings.setLevel(logging.WARNING)
     logger.addHandler(warnings)
     settings = model_config.parse(arguments)
-    engine = _load(settings)
+    engine = load_warm(settings)
     if reference is not None:
         with runtime.mode(settings.options):
             _compare(engine, reference)
     engine.close()
     sent = [spec.name for spec in engine.config.inputs if spec.origin is Origin.CLIENT]
-    # Inputs of hooks are bound to the hooks' own methods.
-    rule = "" if engine.hooks else binding.rule(sent, engine.loaded.signature).value
     inputs = {spec.name: _described(spec) for spec in engine.config.inputs}
     inputs |= {spec.name: str(spec) for spec in settings.batch_inputs}
     bound = engine.inputs.binding
@@ -79,13 +57,18 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
         **load.report(engine),
         "signature": str(engine.loaded.signature),
         "hooks": str(engine.hooks or ""),
-        "binding": rule,
+        # Inputs of hooks are bound to the hooks' own methods.
+        "binding": "" if engine.hooks else binding.rule(sent, engine.loaded.signature).value,
         "inputs": [f"{text} → {places[name]}" for name, text in inputs.items()],
         "outputs": [_described(spec) for spec in settings.outputs],
         "max_batch_size": settings.max_batch_size,
         "threads": dataclasses.asdict(threads.budget(settings)),
         "warnings": [record.getMessage() for record in warnings.buffer],
     }
+
+
+def _described(spec: TensorSpec) -> str:
+    return str(spec) if spec.origin is Origin.CLIENT else f"{spec} ({spec.origin.value})"
 
 
 def _compare(engine: Engine, reference: str) -> None:
@@ -96,9 +79,9 @@ def _compare(engine: Engine, reference: str) -> None:
     """
     expected: Item = torch.load(reference, "cpu", weights_only=False)
     rows = next(iter(expected.values())).shape[0] if engine.config.max_batch_size else 1
-    _compare_outputs(
+    _refuse_differences(
         engine,
-        _run(engine, _batch(engine, rows)),
+        run(engine, batch(engine, rows)),
         expected,
         "of the saved model differs from the module's own by",
         "Check that the module can be built again from model_kwargs and its weights, that its"
@@ -106,9 +89,9 @@ def _compare(engine: Engine, reference: str) -> None:
         " it is exported or traced.",
     )
     if rows > 1:
-        outputs = _run(engine, _batch(engine, 1))
+        outputs = run(engine, batch(engine, 1))
         first = {name: value[:1] for name, value in expected.items()}
-        _compare_outputs(
+        _refuse_differences(
             engine,
             outputs,
             {name: row for name, row in first.items() if row.shape == outputs[name].shape},
@@ -118,14 +101,13 @@ def _compare(engine: Engine, reference: str) -> None:
         )
 
 
-def _compare_outputs(
+def _refuse_differences(
     engine: Engine, outputs: Item, references: Item, problem: str, cure: str
 ) -> None:
+    reduced = engine.config.options.optimize  # such as bf16
     for name, expected in references.items():
         error = difference(name, outputs[name], expected)
-        limit = tolerance(expected)
-        if engine.config.options.optimize:  # such as bf16
-            limit = MAX_ERROR_REDUCED
+        limit = MAX_ERROR_REDUCED if reduced else tolerance(expected)
         if not error <= limit:
             raise OutputError(
                 f"output '{name}' {problem} {error:.2g}",
@@ -134,19 +116,24 @@ def _compare_outputs(
             )
 
 
-def _described(spec: TensorSpec) -> str:
-    return str(spec) if spec.origin is Origin.CLIENT else f"{spec} ({spec.origin.value})"
+def load_warm(settings: ModelConfig, row_counts: Sequence[int] = ()) -> Engine:
+    """Load a model, and warm it up as a server would, or for some row counts only."""
+    engine = load.build(settings, threads.budget(settings))
+    if settings.options.warmup is not False:
+        with runtime.mode(settings.options):
+            call = streams.trial(engine) if settings.decoupled else None
+            rows = row_counts if settings.max_batch_size else ()
+            warmup.run(engine, call, row_counts=rows)
+    return engine
 
 
-# --- calls -----------------------------------------------------------------------------------
-
-
-def _batch(engine: Engine, rows: int) -> Item:
+def batch(engine: Engine, rows: int) -> Item:
     """Return the warm-up's batch of this many rows: of the model's example, else made up."""
     return next(warmup.batches(engine, [rows if engine.config.max_batch_size else None]))
 
 
-def _run(engine: Engine, item: Item) -> dict[str, Value]:
+def run(engine: Engine, item: Item) -> dict[str, Value]:
+    """Return the outputs of a batch; raise LoadError if the call fails."""
     results = []
     for outcome in engine.run(example_inputs.requests(engine.config, item)):
         if isinstance(outcome, LoadError):
@@ -158,64 +145,3 @@ def _run(engine: Engine, item: Item) -> dict[str, Value]:
     names = tuple(results[0])
     joined = batches.join([[result[name] for name in names] for result in results])
     return dict(zip(names, joined, strict=True))
-
-
-# --- measuring -----------------------------------------------------------------------------------
-
-
-def measure(
-    arguments: Mapping[str, str], configured: Mapping[str, str], rows: int
-) -> dict[str, Any]:
-    """Return the figures of `tuning.Row` for a candidate, timed beside the model as configured.
-
-    The candidate is loaded first, in a process that has not compiled anything yet. A full batch has
-    `rows` rows.
-
-    Raises:
-        LoadError: a model cannot be loaded or run.
-        OutputError: the outputs differ in shape or in infinities.
-    """
-    began = time.perf_counter()
-    candidate = _load(model_config.parse(arguments), (1, rows))
-    ready_s = time.perf_counter() - began
-    engines = candidate, _load(model_config.parse(configured), (1, rows))
-    samples = _batch(candidate, 1), _batch(candidate, rows)
-    # Seconds and cores of each model with each of the samples in each round.
-    figures = np.zeros((2, len(engines), len(samples), _ROUNDS))
-    with runtime.mode(candidate.config.options):
-        error = max(_error(*engines, sample) for sample in samples)
-        for turn in range(_ROUNDS):
-            for number in (0, 1) if turn % 2 else (1, 0):
-                for size, sample in enumerate(samples):
-                    figures[:, number, size, turn] = _timed(engines[number], sample)
-    seconds, cores = np.median(figures, axis=-1)[:, 0]
-    ratios = figures[0, 1] / figures[0, 0]
-    gains = np.median(ratios, axis=-1, keepdims=True)
-    return {
-        "kind": candidate.kind.name,
-        "latency_ms": 1e3 * seconds[0],
-        "latency_gain": gains.item(0),
-        "throughput": rows / seconds[1],
-        "throughput_gain": gains.item(1),
-        "spread": np.abs(ratios / gains - 1).max(),
-        "cores": cores[1],
-        "ready_s": ready_s,
-        "error": error,
-    }
-
-
-def _error(candidate: Engine, configured: Engine, batch: Item) -> float:
-    """Return the largest difference from the outputs of the model as configured."""
-    for _ in range(_FIRST_CALLS):
-        outputs, references = _run(candidate, batch), _run(configured, batch)
-    return max(difference(name, outputs[name], expected) for name, expected in references.items())
-
-
-def _timed(engine: Engine, batch: Item) -> tuple[float, float]:
-    """Return the mean seconds of a call, and the cores in use."""
-    calls, began, used = 0, time.perf_counter(), time.process_time()
-    while not calls or time.perf_counter() < began + _SECONDS:
-        _run(engine, batch)
-        calls += 1
-    elapsed = time.perf_counter() - began
-    return elapsed / calls, (time.process_time() - used) / elapsed

@@ -1,4 +1,4 @@
-"""Model folders: written for `init` and `save_model`, completed from the model, and tried.
+"""Write a model folder for `init` and `save_model`, and complete its config from the model.
 
 Imports no torch: the model's code runs in child processes.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import re
 import tempfile
@@ -16,32 +15,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_py_backend.autocomplete import completion
-from torch_py_backend.config import conflicts, model_config, pbtxt, repository
+from torch_py_backend.config import model_config, pbtxt, repository
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import BackendError, LoadError, ToolError, join_names
 from torch_py_backend.loading import file_types
-from torch_py_backend.processes import child_process
-from torch_py_backend.tools import artifact_files, config_text
-from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles
+from torch_py_backend.model_folders import artifact_files, config_text, trial
+from torch_py_backend.model_folders.artifact_files import EXAMPLE, ArtifactFiles
 
 NAME = re.compile(r"[\w-][\w.\- ]*")
 """Names that a model folder may have."""
-_TIMEOUT_S = 600.0
-_SIGNATURE = "autocomplete.schema:describe_arguments"
 # The number of rows in the call that shows whether the model takes batches.
 _BATCH_SIZE = 8
-# With this parameter a model loads without its weights: names and shapes do not depend on them.
-_WITHOUT_WEIGHTS = {"WEIGHTS": {"string_value": "none"}}
 
 
 @dataclass(slots=True)
 class FolderReport:
-    """The state of a model folder that was written.
+    """The model in a folder that was written: its description, and whether it loads and runs.
 
-    Attributes:
-        lines: the description of the model, to print.
-        loads: whether the model loads and runs.
-        missing: the arguments whose types and sizes are unknown; `--input` can give them.
+    `missing` are the arguments whose types and sizes are unknown; `--input` can give them.
     """
 
     lines: list[str]
@@ -131,67 +122,6 @@ def _refuse(target: Path, linked: Sequence[Path], *, force: bool) -> None:
         raise ToolError(f"--link would link to files in {target}, which --force replaces.")
 
 
-def completed(folder: Path, seconds: float = math.inf) -> tuple[str, JsonObject]:
-    """Return the latest version that is served, and the config, completed as by a server.
-
-    Raises:
-        LoadError: the config cannot be read or completed, or Triton refuses it.
-    """
-    document = pbtxt.read(folder)
-    conflicts.check_for_triton(document)
-    specific = document.get("version_policy", {}).get("specific", {})
-    version = repository.latest(folder, specific.get("versions", ()))
-    if completion.is_incomplete(document):
-        completion.complete(pbtxt.arguments(folder, version, document), document, seconds)
-    return version, document
-
-
-def inspect(
-    folder: Path,
-    version: str,
-    document: Document,
-    seconds: float = _TIMEOUT_S,
-    reference: str | None = None,
-) -> JsonObject:
-    """Load and warm up a model in a child process, and return the report of `trial.inspect`.
-
-    Raises:
-        LoadError: the model cannot be served, or its outputs differ from those in the file
-            `reference`; the message says why.
-    """
-    conflicts.check_for_triton(document)
-    return _run("tools.trial:inspect", folder, version, document, seconds, reference=reference)
-
-
-def _run(
-    task: str,
-    folder: Path,
-    version: str,
-    document: Document,
-    seconds: float = _TIMEOUT_S,
-    **options: object,
-) -> JsonObject:
-    """Run a function of this package on a model in a child process, and return its result.
-
-    Its first parameter is `arguments`, those of `initialize`; `options` are the others.
-    """
-    sent = {"arguments": pbtxt.arguments(folder, version, document), **options}
-    result: JsonObject = child_process.run(f"torch_py_backend.{task}", sent, seconds)
-    return result
-
-
-# --- the config of a new folder --------------------------------------------------------------
-
-
-def write_config(
-    folder: Path, document: Document, description: str, signature: Document
-) -> JsonObject:
-    """Write config.pbtxt, and return what Triton reads from it. Arguments as of `config_text`."""
-    text = config_text.text(document, description, signature)
-    (folder / "config.pbtxt").write_text(text, encoding="utf-8")
-    return pbtxt.read(folder)
-
-
 def _configure(folder: Path, artifact: ArtifactFiles, document: JsonObject) -> FolderReport:
     """Write config.pbtxt, as complete as the model allows, and load the model with it."""
     report = FolderReport([f"{artifact.title} is {artifact.description}"])
@@ -200,9 +130,6 @@ def _configure(folder: Path, artifact: ArtifactFiles, document: JsonObject) -> F
         _add_pretrained(folder, artifact, document)
     elif others := list(artifact.files)[1:]:
         report.lines.append(f"with {join_names(others)}")
-    configured = dict(document["parameters"])
-    if artifact.lacks_weights:
-        document["parameters"] |= _WITHOUT_WEIGHTS
     signature: Document = {}
     try:
         _complete(folder, document)
@@ -210,16 +137,15 @@ def _configure(folder: Path, artifact: ArtifactFiles, document: JsonObject) -> F
     except BackendError as error:
         signature = _report_gaps(folder, document, error, report)
         document["input"] = given  # those of `_add_pretrained` are not what the model takes
-    document["parameters"] = configured
     if file_types.is_cuda_package(folder / "1" / next(iter(artifact.files))):
         document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]
     if document["max_batch_size"]:
         document.update(artifact.settings)
-    document = write_config(folder, document, artifact.description, signature)
+    document = config_text.write(folder, document, artifact.description, signature)
     if completion.is_incomplete(document):
         return report
     try:
-        inspection = inspect(folder, "1", document)
+        inspection = trial.inspect(folder, "1", document)
     except LoadError as error:
         report.lines.append(f"does not load: {error}")
     else:
@@ -244,7 +170,7 @@ def _add_pretrained(folder: Path, artifact: ArtifactFiles, document: JsonObject)
     """Add what is known of the inputs and the constructor of a transformers model."""
     arguments: Sequence[str] = ()
     with contextlib.suppress(LoadError):  # `_complete` raises the same error
-        arguments = _run(_SIGNATURE, folder, "1", document)["arguments"]
+        arguments = trial.describe(folder, document)["arguments"]
     if kwargs := artifact_files.pretrained_kwargs(arguments):
         document["parameters"]["MODEL_KWARGS"] = {"string_value": json.dumps(kwargs)}
     if not document["input"] and EXAMPLE not in artifact.files:
@@ -284,7 +210,7 @@ def _report_gaps(
 ) -> Document:
     """Report the gaps of a config that could not be completed; return the model's signature."""
     try:
-        signature = _run(_SIGNATURE, folder, "1", document)
+        signature = trial.describe(folder, document)
     except LoadError as refusal:
         report.lines.append(f"does not load: {refusal}")
         return {}
