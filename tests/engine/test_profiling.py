@@ -137,20 +137,3 @@ def test_a_trace_that_cannot_be_written_costs_the_trace_only(tmp_path: Path) -> 
     served.send(BATCHES + 3)
     logged = [text for _, text in fake_triton.Logger.lines if "the profiler failed" in text]
     assert len(logged) == 1
-
-
-@pytest.mark.parametrize(
-    ("folder", "message"),
-    [
-        ("traces", "PROFILE_DIR is 'traces'. Give an absolute path"),
-        ("/no/such/folder", "cannot be written to: No such file or directory"),
-        ("/dev/null", "to: Not a directory; expected an existing folder that the"),
-    ],
-)
-def test_bad_folder(folder: str, message: str, tmp_path: Path) -> None:
-    """A PROFILE_DIR that is not writable fails the load before the model is loaded."""
-    text = scenarios.config({"x": [4]}, {"y": [4]}, parameters={"PROFILE_DIR": folder})
-    scenario = Scenario("m", scenarios.text("raise SystemExit"), text)
-    with pytest.raises(fake_triton.TritonModelException) as error:
-        TritonPythonModel().initialize(fake_triton.arguments(scenario.lay_out(tmp_path)))
-    assert message in str(error.value)

@@ -217,19 +217,6 @@ def test_a_gpu_that_torch_was_not_built_for(
     assert "Install a torch built for this GPU" in str(raised.value)
 
 
-@pytest.mark.parametrize("kind", ["CPU", "MODEL"])
-@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU on this machine")
-def test_parameters_without_effect(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Without a GPU warnings at load name the parameters that need one."""
-    runtime.placement(
-        build.config(kind=kind, force_cpu_only_input_tensors=False, cuda_memory_fraction=0.25)
-    )
-    fraction, inputs = caplog.messages
-    assert f"CUDA_MEMORY_FRACTION has no effect on KIND_{kind}" in fraction
-    assert "FORCE_CPU_ONLY_INPUT_TENSORS is 'no'" in inputs
-    assert "a request whose tensors are on one is refused" in inputs
-
-
 # --- copies ----------------------------------------------------------------------------------
 
 

@@ -1,6 +1,5 @@
 import dataclasses
 import logging
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,21 +59,6 @@ def test_a_scalar_input() -> None:
     model = engine(config, lambda x, scale: x * scale, scale=ArgumentType.FLOAT)
     warmup.run(model)
     assert model.counts.rows
-
-
-def test_progress_is_logged(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A long warm-up logs its progress every ten seconds."""
-    caplog.set_level("INFO", "torch_py_backend")
-    clock = iter([0.0, 4.0, 11.0, 20.9, 21.0])
-    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    items: list[Item] = [{"x": torch.zeros(rows, 4)} for rows in (4, 3, 2, 1)]
-    assert list(warmup.log_progress(iter(items))) == items
-    assert [record.getMessage() for record in caplog.records] == [
-        "1 batches of the warm-up took 11 s; the next one is x [3, 4].",
-        "3 batches of the warm-up took 21 s; the next one is x [1, 4].",
-    ]
 
 
 def test_models_that_write_to_their_inputs() -> None:

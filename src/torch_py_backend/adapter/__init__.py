@@ -116,7 +116,6 @@ class TritonPythonModel:
         from torch_py_backend.engine import load, profiling, runtime, streams, tracing, warmup
 
         _check_numpy()
-        profiling.check_writable(settings)
         self._settings = settings
         self._build(share)
         if settings.options.warmup is not False:
@@ -155,7 +154,7 @@ class TritonPythonModel:
             self._answering = self._create_answering(contexts)
             answer: Callable[[Sequence[Request]], Any] = self._answering.answer
             if profiler is not None:
-                self._modes.enter_context(profiler)
+                self._modes.enter_context(profiler.running())
                 answer = profiler.batch()(answer)  # as a decorator: each call enters a new one
             self._answer = answer
         # torch and the model are hundreds of thousands of permanent objects. A collection of all of

@@ -111,7 +111,8 @@ class Streaming:
         """Run streams until `close`."""
         torch.set_num_threads(threads)
         runtime.make_current(self.engine.device)
-        with runtime.mode(self.engine.config.options), self._profiler or contextlib.nullcontext():
+        profiled = self._profiler.running() if self._profiler else contextlib.nullcontext()
+        with runtime.mode(self.engine.config.options), profiled:
             closed = False
             while not closed:
                 try:

@@ -58,11 +58,9 @@ class SharedWeights:
 
     def __init__(self, config: ModelConfig, device: torch.device | None) -> None:
         if config.kind == "MODEL" or device is None:
-            reason = "the instance is KIND_MODEL: the model places itself"
-            raise not_shared_error(reason)
+            raise not_shared_error("the instance is KIND_MODEL: the model places itself")
         if config.options.freezes:
-            reason = "freezing makes them constants of each instance's own graph"
-            raise not_shared_error(reason)
+            raise not_shared_error("freezing makes them constants of each instance's own graph")
         self._config, self._device = config, device
         key = f"{config.version_folder.resolve()} {device}"
         self._socket = private_files.server_path(config.name, key)
@@ -84,7 +82,13 @@ class SharedWeights:
         if module is None or not named(module):
             raise not_shared_error("the model exposes none")
         if self.owns:
-            self._offer(named(module))
+            self._offer(
+                {
+                    name: weight.detach()
+                    for name, weight in named(module).items()
+                    if weight.device == self._device
+                }
+            )
         else:
             self._place(module)
 
@@ -142,13 +146,8 @@ class SharedWeights:
             listening.bind(address)
         listening.listen()
         self._offered = self._socket.lstat()
-        offered = {
-            name: weight.detach()
-            for name, weight in weights.items()
-            if weight.device == self._device
-        }
         threading.Thread(
-            target=self._serve, args=(listening, offered), name="weights", daemon=True
+            target=self._serve, args=(listening, weights), name="weights", daemon=True
         ).start()
         log.info("'%s' owns the weights.", self._config.instance)
         if orphan_cleanup.VARIABLE not in os.environ:
@@ -188,17 +187,9 @@ class SharedWeights:
         if differing:
             reason = f"the owner and '{self._config.instance}' disagree about "
             raise not_shared_error(reason + join_names(sorted(differing)))
-        shared = {id(own[name]): weight for name, weight in weights.items()}
-        # As Module.to() does it.
-        module._apply(  # noqa: SLF001
-            lambda tensor: shared[id(tensor)] if id(tensor) in shared else tensor.to(self._device)
-        )
-        # This sets the weights of RNNs, too: moving an RNN copies them.
-        placed = named(module)
-        for name, weight in weights.items():
-            placed[name].data = weight
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        for name, tensor in own.items():
+            # In place, as Module.to() does it, which would copy the weights of RNNs once more.
+            tensor.data = weights[name] if name in weights else tensor.to(self._device)
         log.info("'%s' maps the weights.", self._config.instance)
 
 

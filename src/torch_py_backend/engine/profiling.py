@@ -5,17 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch.profiler import profile, record_function, schedule, tensorboard_trace_handler
 
-from torch_py_backend import files
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ConfigError, summarize
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from torch_py_backend.errors import summarize
 
 log = logging.getLogger(__name__)
 
@@ -23,29 +17,11 @@ log = logging.getLogger(__name__)
 BATCHES = 10
 
 
-def check_writable(config: ModelConfig) -> None:
-    """Check, before the model is loaded, that PROFILE_DIR is a writable directory.
-
-    Raises:
-        ConfigError: it is not.
-    """
-    if config.options.profile_dir is None:
-        return
-    folder = Path(config.options.profile_dir)
-    try:
-        files.check_writable(folder)
-    except OSError as error:
-        raise ConfigError(
-            f"PROFILE_DIR is '{folder}', which cannot be written to: {error.strerror or error}",
-            expected="an existing folder that the server's user may write to",
-        ) from None
-
-
 class Profiler:
     """Writes a trace of the first batches to PROFILE_DIR.
 
-    A context manager that is entered in the thread that runs the model. An error of the profiler is
-    logged, ends the profile, and does not fail a request.
+    To be started and stopped in the thread that runs the model. An error of the profiler is logged,
+    ends the profile, and does not fail a request.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -57,15 +33,16 @@ class Profiler:
             on_trace_ready=tensorboard_trace_handler(folder, name, use_gzip=True),
         )
 
-    def __enter__(self) -> Self:
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Profile the first batches within the context."""
         self._left = 1 + BATCHES
         self._guarded(self._profile.start)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._left:
-            self._guarded(self._profile.stop)
-            self._left = 0
+        try:
+            yield
+        finally:
+            if self._left:
+                self._guarded(self._profile.stop)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
@@ -19,8 +18,6 @@ from torch_py_backend.config.options import Options
 from torch_py_backend.config.threads import Threads
 from torch_py_backend.errors import PlatformError, summarize
 from torch_py_backend.values import Value
-
-log = logging.getLogger(__name__)
 
 Guard: TypeAlias = "Callable[[], AbstractContextManager[object]]"
 
@@ -88,18 +85,6 @@ def placement(config: ModelConfig) -> torch.device | None:
     Raises:
         PlatformError: the config's GPU is not visible to this process, or torch cannot use it.
     """
-    fraction = config.options.cuda_memory_fraction
-    if fraction is not None and config.kind != "GPU":
-        log.warning(
-            "the parameter CUDA_MEMORY_FRACTION has no effect on KIND_%s.",
-            config.kind,
-        )
-    if not config.options.force_cpu_only_input_tensors and not torch.cuda.is_available():
-        log.warning(
-            "FORCE_CPU_ONLY_INPUT_TENSORS is 'no', and torch %s sees no GPU: a request"
-            " whose tensors are on one is refused. Remove the parameter.",
-            torch.__version__,
-        )
     if config.kind == "MODEL":
         return None
     if config.kind != "GPU":
@@ -117,6 +102,7 @@ def placement(config: ModelConfig) -> torch.device | None:
             f" ({summarize(error)})",
             cure="Install a torch built for this GPU, or use KIND_CPU.",
         ) from error
+    fraction = config.options.cuda_memory_fraction
     if fraction is not None:
         torch.cuda.set_per_process_memory_fraction(fraction, device)
     return device
@@ -125,7 +111,7 @@ def placement(config: ModelConfig) -> torch.device | None:
 def _missing_gpu(config: ModelConfig, visible: int) -> PlatformError:
     """Return the error for a GPU that torch does not see, with torch's reason if it sees none."""
     problem = f"sees {visible} GPUs"
-    if not torch.cuda.is_available():
+    if not visible:
         try:
             torch.cuda.init()
         except Exception as error:  # RuntimeError, AssertionError or torch's own classes

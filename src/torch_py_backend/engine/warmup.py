@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import logging
 import re
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -44,8 +43,6 @@ _OF_TYPES = re.compile(
     r"(?<!infer )dtype|scalar type|not implemented for '|Promotion for |Input type \(|result type "
     r"|floating point or complex"
 )
-# Seconds between two reports of progress.
-_REPORT_S = 10.0
 
 _OF_MODEL = ForwardError | InputError
 
@@ -81,7 +78,7 @@ def run(
     state = model_state.ModelState(engine)
     with engine.preparing():
         try:
-            for sample in log_progress(batches(engine, row_counts)):
+            for sample in batches(engine, row_counts):
                 failed = _run_sample(engine, call, sample)
                 if failed is None:
                     continue
@@ -130,22 +127,6 @@ def warn_of_changes(config: ModelConfig, changed: Sequence[str]) -> None:
         join_names(changed),
         ", and calls that need another graph run eagerly" if compilation.requested(config) else "",
     )
-
-
-def log_progress(items: Iterator[Item]) -> Iterator[Item]:
-    """Yield the items and log the progress every few seconds."""
-    began = reported = time.monotonic()
-    for done, item in enumerate(items):
-        now = time.monotonic()
-        if now - reported >= _REPORT_S:
-            reported = now
-            log.info(
-                "%d batches of the warm-up took %.0f s; the next one is %s.",
-                done,
-                now - began,
-                _shapes(item),
-            )
-        yield item
 
 
 def _shapes(item: Item) -> str:
