@@ -61,22 +61,16 @@ import torch
 def refuse(x):
     return torch.relu(x) @ torch.ones(3, 2)
 """
-_TYPO = 'parameters { key: "NUMBER_THREADS" value { string_value: "1" } }\n'
-_MODELS: dict[str, tuple[str | bytes, str]] = {
+_MODELS: dict[str, tuple[str, str]] = {
     "good": (_COMPLETE, _NEGATE),
     "gaps [red] ü": (_BARE, _GAPS),
     "noisy": (_COMPLETE, _NOISY),
-    "no_backend": (_COMPLETE.replace(_BARE, ""), _NEGATE),
     "misspelt": (_COMPLETE.replace("pytorch_py", "pytorch-py"), _NEGATE),
     "other": ('backend: "python"\n', _NEGATE),
-    "typo": (_COMPLETE + _TYPO, _NEGATE),
     "broken_config": ('backend: "pytorch_py"\ninput [{ name: }]\n', _NEGATE),
-    "latin": ("# café\n".encode("latin-1"), _NEGATE),
     "broken_source": (_COMPLETE, "def broken(:\n"),
     "exits": (_COMPLETE, "import os\n\nos._exit(7)\n"),
     "hangs": (_BARE, _HANGS),
-    "no_versions": (_COMPLETE, ""),
-    "renamed": (f'name: "other"\n{_COMPLETE}', _NEGATE),
     "raises": (_COMPLETE, _RAISES),
     "raises_in_completion": (_BARE, _RAISES),
 }
@@ -86,14 +80,10 @@ def _lay_out(repository: Path, *names: str) -> Path:
     for name in names:
         text, source = _MODELS[name]
         (repository / name / "1").mkdir(parents=True)
-        content = text.encode() if isinstance(text, str) else text
-        (repository / name / "config.pbtxt").write_bytes(content)
+        (repository / name / "config.pbtxt").write_text(text)
         (repository / name / "1" / "model.py").write_text(source)
         if source == _RAISES:
             (repository / name / "1" / "helper.py").write_text(_REFUSE)
-        if not source:
-            (repository / name / "1" / "model.py").unlink()
-            (repository / name / "1").rmdir()
     return repository
 
 
@@ -125,7 +115,7 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
     reports = {model["model"]: model for model in report["models"]}
     assert list(reports) == sorted(_MODELS.keys() - {"good", "raises"})
     served = [name for name, model in reports.items() if "error" not in model]
-    assert served == ["gaps [red] ü", "noisy", "other", "typo"]
+    assert served == ["gaps [red] ü", "noisy", "other"]
     assert reports["other"] == {"model": "other", "skipped": "python"}
     # Also a model that prints, closes streams or forks is served; a completed config is noted.
     for name, output, notes in (
@@ -139,19 +129,13 @@ def test_a_repository(here: None, tmp_path: Path) -> None:
         assert model["outputs"] == [output]
         assert (model["max_batch_size"], model["options"], model["warnings"]) == (8, {}, [])
         assert [note.partition(";")[0] for note in model["notes"]] == notes
-    (warning,) = reports["typo"]["warnings"]
-    assert "Did you mean NUM_THREADS?" in warning
     assert reports["broken_config"]["notes"] == []
     for name, says in {
         "misspelt": "Did you mean pytorch_py?",
-        "no_backend": "config.pbtxt has no `backend`",
         "broken_config": "config.pbtxt cannot be read: 2:",
-        "latin": "config.pbtxt cannot be read",
         "broken_source": "model.py fails at line 1: SyntaxError",
         "exits": "trying the model ended the process with exit code 7",
         "hangs": "took longer than 1 seconds. If config.pbtxt lacks inputs or outputs, write them",
-        "no_versions": "the model folder has no versions",
-        "renamed": "config.pbtxt names the model 'other'; expected the folder's name",
         "raises_in_completion": "RuntimeError: mat1 and mat2 shapes",
     }.items():
         error = reports[name]["error"]
@@ -226,26 +210,22 @@ def test_each_model_is_printed_when_it_is_done(
 
 
 def test_one_model_by_a_relative_path(here: None, tmp_path: Path) -> None:
-    """A model folder may be checked itself; nothing in it changes."""
+    """A model folder may be checked itself, in the version that is served; nothing in it changes.
+
+    Samples of model_warmup are noted: tritonserver 24.10 may die of one that fails.
+    """
     _lay_out(tmp_path, "good")
+    (tmp_path / "good" / "2").mkdir()
+    sample = 'inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 4 ] zero_data: true } }'
+    with (tmp_path / "good" / "config.pbtxt").open("a") as config:
+        config.write("version_policy { specific { versions: 1 } }\n")
+        config.write(f'model_warmup [ {{ name: "zeros" {sample} }} ]\n')
     before = tree(tmp_path)
     done = run("check", ".", cwd=tmp_path / "good")
     assert done.stdout.startswith("OK      good 1\n")
+    assert "note     model_warmup is not needed" in done.stdout
     assert done.returncode == int(bool(list(preflight.machine_problems())))
     assert tree(tmp_path) == before
-
-
-def test_the_version_that_is_served(here: None, tmp_path: Path) -> None:
-    """Versions that version_policy leaves out are not tried."""
-    _lay_out(tmp_path, "good")
-    (tmp_path / "good" / "2").mkdir()
-    config = tmp_path / "good" / "config.pbtxt"
-    text = config.read_text()
-    config.write_text(text + "version_policy { specific { versions: 1 } }\n")
-    assert run("check", "good", cwd=tmp_path).stdout.startswith("OK      good 1\n")
-    config.write_text(text + "version_policy { specific { versions: 3 } }\n")
-    refusal = "none of the versions that version_policy names; expected a folder named 3"
-    assert refusal in run("check", "good", cwd=tmp_path).stdout
 
 
 def test_completion_and_load_share_the_timeout(
@@ -274,18 +254,5 @@ def test_an_empty_folder(tmp_path: Path) -> None:
     done = run("check", str(tmp_path))
     assert (done.returncode, f"PROBLEM {tmp_path} holds no models" in done.stdout) == (1, True)
     done = run("check", "--json", str(tmp_path))
-    assert (done.returncode, "holds no models" in json.loads(done.stdout)["environment"][-1]) == (
-        1,
-        True,
-    )
-
-
-def test_samples_of_model_warmup(here: None, tmp_path: Path) -> None:
-    """They are noted: tritonserver 24.10 may die of one that fails."""
-    _lay_out(tmp_path, "good")
-    sample = 'inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 4 ] zero_data: true } }'
-    config = tmp_path / "good" / "config.pbtxt"
-    config.write_text(f'{config.read_text()}model_warmup [ {{ name: "zeros" {sample} }} ]\n')
-    (report,) = json.loads(run("check", "--json", "good", cwd=tmp_path).stdout)["models"]
-    (note,) = report["notes"]
-    assert note.startswith("model_warmup is not needed")
+    assert done.returncode == 1
+    assert "holds no models" in json.loads(done.stdout)["environment"][-1]

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -277,6 +277,11 @@ def tree(
     return introspection.from_tree(spec, dict(constants or {}), names)
 
 
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
 TREE = tree((0, {"z": 0, "a": [0, 0]}), {"scale": 0}, ["x", "extra"])
 TWO = tree((0, 0), names=["x", "y"])
 
@@ -303,6 +308,7 @@ TWO = tree((0, 0), names=["x", "y"])
         ),
         (tree((0, {"x": 0}), names=["x", "d"]), "ARGS[1][x], x", "(x, {x: ARGS[1][x]}) {}"),
         (tree((0, 0), names=["i__1", "i__0"]), "i__0, i__1", "(i__1, i__0) {}"),
+        (tree((Pair(0, 0), 0), names=["p"]), "i__0, i__1, i__2", "(Pair(a=i__0, b=i__1), i__2) {}"),
     ],
 )
 def test_program_gets_its_own_tree(signature: Signature, names: str, arguments: str) -> None:
