@@ -227,7 +227,12 @@ def _padded(case: Any, module: nn.Module, inputs: Sequence[Tensor], output: Tens
         outputs=[Tensor(output.name, -1 if is_as_long else output.dim)],
         # On a busy machine, a batch may lack the longest request.
         parameters={
-            "PAD": json.dumps({tensor.name: {"multiple_of": tensor.dim} for tensor in inputs})
+            "PAD": json.dumps(
+                {
+                    tensor.name: {"multiple_of": tensor.dim, "outputs": cut}
+                    for tensor, cut in zip(inputs, ([output.name], []), strict=False)
+                }
+            )
         },
         requests=requests,
         answers=[answers],

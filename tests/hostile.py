@@ -177,7 +177,9 @@ SERVED = (
         Scenario(
             "padded",
             python(models.Tokens),
-            scenarios.tokens('{"ids": {"multiple_of": 4, "mask": "mask"}}', _BATCHED),
+            scenarios.tokens(
+                '{"ids": {"multiple_of": 4, "mask": "mask", "outputs": ["y"]}}', _BATCHED
+            ),
         ),
         _padded,
     ),

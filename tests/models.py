@@ -315,16 +315,6 @@ class Tokens(nn.Module):
         return {"y": ids * 100 + places, "count": mask.sum(1, keepdim=True)}
 
 
-class CountedTokens(Tokens):
-    """Counts its calls in an attribute, so it is built again after the warm-up."""
-
-    calls = 0
-
-    def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        self.calls += 1
-        return super().forward(ids, mask)
-
-
 class Lengths(nn.Module):
     """Outputs as long as each input, and one of five values."""
 

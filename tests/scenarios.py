@@ -681,9 +681,6 @@ def _cut(ids: int, query: int, y: int, terms: int) -> Call:
     )
 
 
-_NOT_CUT = ("output 'y' keeps its padding", "output 'best' keeps its padding")
-
-
 def _convolution(**parameters: str) -> str:
     return config({"x": [2, 4, 4]}, {"y": [3, 4, 4]}, parameters=parameters)
 
@@ -729,7 +726,9 @@ RUNTIMES = (
     Scenario(
         "padded",
         python(models.Tokens),
-        tokens('{"ids": {"value": 9, "multiple_of": 4, "mask": "mask"}}', TOGETHER),
+        tokens(
+            '{"ids": {"value": 9, "multiple_of": 4, "mask": "mask", "outputs": ["y"]}}', TOGETHER
+        ),
         (_tokens(1, 3), _tokens(2, 4), _tokens(1, 9)),
         batches=(
             (
@@ -743,22 +742,6 @@ RUNTIMES = (
         ),
     ),
     Scenario(
-        "padded_and_built_again",
-        python(models.Tokens, models.CountedTokens),
-        tokens(
-            '{"ids": {"multiple_of": 4, "mask": "mask"}}',
-            'parameters { key: "MODEL_CLASS" value { string_value: "CountedTokens" } }\n',
-        ),
-        (_tokens(1, 3), _tokens(2, 4)),
-        logs=("the warm-up has changed calls",),
-    ),
-    Scenario(
-        "padded_outputs_of_other_lengths",
-        python(models.Lengths),
-        _lengths('{"ids": {"multiple_of": 5}, "query": {"multiple_of": 5}}'),
-        batches=((_cut(3, 5, 3, 5), _cut(5, 2, 5, 2)),),
-    ),
-    Scenario(
         "padded_outputs_listed",
         python(models.Lengths),
         _lengths(
@@ -767,13 +750,6 @@ RUNTIMES = (
             WARMUP="false",
         ),
         batches=((_cut(3, 5, 3, 5), _cut(5, 2, 5, 5)),),
-    ),
-    Scenario(
-        "padded_without_warm_up",
-        python(models.Lengths),
-        _lengths('{"ids": {"multiple_of": 5}, "query": {"outputs": ["terms"]}}', WARMUP="false"),
-        logs=_NOT_CUT,
-        batches=((_cut(3, 5, 5, 5), _cut(5, 2, 5, 2)),),
     ),
 )
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.pipeline.padding import MOST_GROWTH, Pad, Padding
-from torch_py_backend.values import Item
 
 
 def spec(
@@ -193,43 +192,6 @@ def test_listed_outputs_get_their_own_lengths(
     assert all(outcome["y"].is_contiguous() for outcome in outcomes + rows)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "cut", "warned"),
-    [
-        pytest.param([(8, 8), (6, 6)], True, False, id="follows"),
-        pytest.param([(8, 8), (6, 8)], False, False, id="equal once"),
-        pytest.param([(8, 8), (8, 8)], False, True, id="one length"),
-        pytest.param([], False, True, id="no warm-up"),
-    ],
-)
-def test_outputs_that_follow_a_length(
-    sizes: list[tuple[int, int]], cut: bool, warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without a list, an output is cut if it was as long as the padded input at two lengths."""
-    padding = create((IDS,), (spec("y"),), ids={})
-    for padded, size in sizes:
-        padding.cut([{"y": torch.zeros(1, size)}], [{"ids": torch.zeros(1, padded)}])
-    padding.choose_cuts()
-    outcomes: list[dict[str, Any]] = [{"y": torch.zeros(1, 4)} for _ in range(2)]
-    padding.cut(outcomes, [{"ids": torch.zeros(1, length)} for length in (2, 4)])
-    assert outcomes[0]["y"].shape == (1, 2 if cut else 4)
-    assert ('{"ids": {"outputs": ["y"]}}' in caplog.text) is warned
-
-
-def test_inputs_of_one_length() -> None:
-    """The warm-up shortens padded inputs together, then each alone, with its mask."""
-    padding = create((IDS, MASK, spec("types")), ids={"mask": "mask"}, types={"multiple_of": 4})
-    item: Item = {name: torch.zeros(1, 5) for name in ("ids", "mask", "types")}
-    assert [
-        {name: value.shape[1] for name, value in shorter.items()}
-        for shorter in padding.shortened(item)
-    ] == [
-        {"ids": 4, "mask": 4, "types": 4},
-        {"ids": 4, "mask": 4, "types": 5},
-        {"ids": 5, "mask": 5, "types": 4},
-    ]
-
-
 def test_strings_are_cut_too() -> None:
     """Strings for padding are not sent."""
     padding = create((IDS,), (spec("y", "BYTES"),), ids=_LISTED)
@@ -262,6 +224,14 @@ def test_pad_that_does_not_fit(pad: dict[str, Any], message: str) -> None:
     inputs = (IDS, MASK, spec("text", "BYTES"), spec("fixed", dims=(4,)), spec("bytes", "UINT8"))
     with pytest.raises(ConfigError, match=f"PAD names {message}"):
         create(inputs, (spec("y", dims=(4,)),), **pad)
+
+
+def test_outputs_that_may_have_to_be_cut() -> None:
+    """Outputs of any length must be listed, or an empty list must say that there are none."""
+    outputs = (spec("y"), spec("z", dims=(4,)))
+    with pytest.raises(ConfigError, match="which of the outputs y are as long as a padded input"):
+        create((IDS, MASK), outputs, ids={}, mask={})
+    create((IDS, MASK), outputs, ids={}, mask={"outputs": []})
 
 
 @pytest.mark.parametrize("ragged", [True, False])

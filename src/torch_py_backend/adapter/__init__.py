@@ -173,13 +173,10 @@ class TritonPythonModel:
 
     def _rebuild(self, share: threads.Threads) -> None:
         """Replace the model with one that was not called yet, which compiles nothing."""
-        padding = self._engine.padding
         self._modes.close()
         del self._engine
         gc.collect()
         self._build(share)
-        if padding is not None and self._engine.padding is not None:
-            self._engine.padding.take_cuts(padding)
         with self._engine.preparing():
             pass
 

@@ -98,11 +98,6 @@ def run(
                 "the warm-up is skipped: the model calls another model. %s",
                 error,
             )
-        if engine.padding is not None:
-            item = example_inputs.item(engine.config, 1, example=_example(engine))
-            for shorter in engine.padding.shortened(item):
-                call([shorter])  # it may fail: inputs may have to be of the same length
-            engine.padding.choose_cuts()
         changed = state.put_back()
     if first is not None:
         consequence = "the first requests may take longer."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,9 +48,12 @@ class Pad:
         """Return the shape of a batch of values of these shapes."""
         padded = [sum([shape[0] for shape in shapes]), *shapes[0][1:]]
         for axis in self.axes:
-            longest = max([shape[axis] for shape in shapes])
-            padded[axis] = -(-longest // self.multiple_of) * self.multiple_of  # rounded up
+            padded[axis] = self.rounded(max([shape[axis] for shape in shapes]))
         return padded
+
+    def rounded(self, length: int) -> int:
+        """Return a length rounded up to a multiple."""
+        return -(-length // self.multiple_of) * self.multiple_of
 
     def key(self, value: Value) -> tuple[int, ...]:
         """Return the part of a shape that must be equal for values to share a batch."""
@@ -57,7 +61,6 @@ class Pad:
 
     def rows(self, values: Sequence[Value]) -> list[int] | None:
         """Return the rows of each value; None: they cannot share a batch, or with much padding."""
-        unit = self.multiple_of
         rows: list[int] = []
         sent, longest = 0, [0] * len(self.axes)
         for value in values:
@@ -66,7 +69,7 @@ class Pad:
                 return None
             size = shape[0]
             for place, axis in enumerate(self.axes):
-                length = -(-shape[axis] // unit) * unit  # rounded up
+                length = self.rounded(shape[axis])
                 longest[place] = max(longest[place], length)
                 size *= length
             sent += size
@@ -139,19 +142,7 @@ class Padding:
         for name, setting in settings.items():
             if "mask" in setting:
                 self._add_mask(name, setting["mask"])
-        self._cuts = list(self._listed_cuts(config, settings))
-        listed = {cut.output for cut in self._cuts}
-        # The padded length and the output's size in each call of the warm-up.
-        self._possible_cuts: dict[_Cut, set[tuple[int, int]]] = {
-            _Cut(spec.name, axis, name, axis, self.pads[name].left): set()
-            for name, setting in settings.items()
-            if "outputs" not in setting
-            for spec in config.outputs
-            for axis in _free_axes(spec)
-            if axis in self.pads[name].axes and spec.name not in listed
-        }
-        if config.options.warmup is False:
-            self.choose_cuts()
+        self._cuts = list(self._parse_cuts(config, settings))
 
     def _parse_pad(self, name: str, setting: Mapping[str, Any]) -> Pad:
         spec = self._specs.get(name)
@@ -196,8 +187,17 @@ class Padding:
         if spec.optional:
             self.masks[mask] = name
 
-    def _listed_cuts(self, config: ModelConfig, settings: Mapping[str, Any]) -> Iterator[_Cut]:
+    def _parse_cuts(self, config: ModelConfig, settings: Mapping[str, Any]) -> Iterator[_Cut]:
         outputs = {spec.name: spec for spec in config.outputs}
+        free = [spec.name for spec in config.outputs if -1 in spec.dims]
+        if free and settings and not any("outputs" in setting for setting in settings.values()):
+            name = next(iter(settings))
+            raise ConfigError(
+                f"PAD does not say which of the outputs {join_names(free)} are as long as a padded"
+                " input, to cut them to the length of each request",
+                expected=f'a list of them in PAD, or [] for none: {{"{name}": {{"outputs":'
+                f" {json.dumps(free)}}}}}",
+            )
         for name, setting in settings.items():
             pad = self.pads[name]
             for output in setting.get("outputs", ()):
@@ -206,58 +206,6 @@ class Padding:
                     raise _refusal(f"the output '{output}'", "outputs with dims of -1")
                 for axis, input_axis in zip(axes, pad.axes, strict=False):
                     yield _Cut(output, axis, name, input_axis, pad.left)
-
-    def shortened(self, item: Item) -> Iterator[Item]:
-        """Yield the item with shorter values in all padded axes, then in each alone.
-
-        Calls with them show which output follows the length of which input.
-        """
-        axes = [
-            (name, place)
-            for name, pad in self.pads.items()
-            if name in item and name not in self._masked
-            for place in range(len(pad.axes))
-        ]
-        for chosen in (axes, *([axis] for axis in axes)):
-            shorter = dict(item)
-            for name, place in chosen:
-                masks = (mask for mask, masked in self._masked.items() if masked == name)
-                for padded in (name, *masks):
-                    value, pad = shorter[padded], self.pads[padded]
-                    axis = pad.axes[place]
-                    size = pad.padded_shape([value.shape])[axis] - pad.multiple_of
-                    if isinstance(value, Tensor) and size > 0:
-                        shorter[padded] = value.narrow(axis, 0, size).contiguous()
-            yield shorter
-
-    def choose_cuts(self) -> None:
-        """Choose the outputs to cut: those that were as long as a padded input in each call.
-
-        Calls with at least two lengths are needed; without them, a warning is logged.
-        """
-        unknown: dict[tuple[str, int], _Cut] = {}
-        for cut, sizes in self._possible_cuts.items():
-            if len({padded for padded, _ in sizes}) <= 1:
-                unknown.setdefault((cut.output, cut.axis), cut)
-            elif all(padded == size for padded, size in sizes):
-                self._cuts.append(cut)
-        self._possible_cuts.clear()
-        for cut in self._cuts:
-            unknown.pop((cut.output, cut.axis), None)
-        for cut in unknown.values():
-            log.warning(
-                "output '%s' keeps its padding: no warm-up with two lengths has shown"
-                " whether it is as long as the padded input '%s'. List the outputs to cut in PAD:"
-                ' {"%s": {"outputs": ["%s"]}}, or [] for none.',
-                cut.output,
-                cut.input,
-                cut.input,
-                cut.output,
-            )
-
-    def take_cuts(self, other: Padding) -> None:
-        """Cut the outputs that a padding of the same config has chosen."""
-        self._cuts, self._possible_cuts = other._cuts, other._possible_cuts
 
     def fill(self, item: Item) -> Item:
         """Return the item with masks for those that its request left out."""
@@ -320,29 +268,15 @@ class Padding:
                 part_shapes, part_values = shapes[index], values[index]
         return [[items[index] for index in sorted(part)] for part in parts]
 
-    def cut(
-        self,
-        outcomes: Sequence[dict[str, Value]],
-        items: Sequence[Item],
-    ) -> None:
+    def cut(self, outcomes: Sequence[dict[str, Value]], items: Sequence[Item]) -> None:
         """Cut outputs to the lengths of the items of a batch."""
-        shapes = {
-            name: pad.padded_shape([item[name].shape for item in items])
-            for name, pad in self.pads.items()
-            if name in items[0]
-        }
-        for cut, sizes in self._possible_cuts.items():
-            if cut.input in shapes:
-                padded = shapes[cut.input][cut.input_axis]
-                for outcome in outcomes:
-                    shape = outcome[cut.output].shape
-                    sizes.add((padded, shape[cut.axis] if cut.axis < len(shape) else 0))
         for cut in self._cuts:
-            if cut.input not in shapes:
+            if cut.input not in items[0]:
                 continue
-            padded = shapes[cut.input][cut.input_axis]
-            for outcome, item in zip(outcomes, items, strict=True):
-                value, size = outcome[cut.output], item[cut.input].shape[cut.input_axis]
+            lengths = [item[cut.input].shape[cut.input_axis] for item in items]
+            padded = self.pads[cut.input].rounded(max(lengths))
+            for outcome, size in zip(outcomes, lengths, strict=True):
+                value = outcome[cut.output]
                 # An output that is not as long as the padded input does not follow its length. Of
                 # TorchScript, it may have fewer dimensions.
                 if size == padded or value.shape[cut.axis : cut.axis + 1] != (padded,):
