@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -23,7 +22,6 @@ from torch_py_backend import composition
 from torch_py_backend.adapter import TritonPythonModel, calling
 from torch_py_backend.composition import Model, model, stand_in
 from torch_py_backend.errors import CallError
-from torch_py_backend.model_folders import inspection
 
 Answer = Callable[[InferenceRequest], InferenceResponse]
 
@@ -146,30 +144,6 @@ def test_triton_raises(served: dict[str, Answer]) -> None:
         asyncio.run(model("other").asynchronously())
 
 
-class _Busy:
-    """A model that is not ready, such as one whose device is lost."""
-
-    def __call__(self, request: InferenceRequest) -> Any:
-        return echo(request)
-
-    def is_ready(self) -> bool:
-        return False
-
-
-@pytest.mark.parametrize(("generation", "refused"), [("24.10", False), ("26.03", True)])
-def test_a_model_that_is_not_ready(
-    generation: str, refused: bool, served: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Newer servers do not pass a call on to it."""
-    fake_triton.become(generation, monkeypatch)
-    served["other"] = _Busy()
-    outcome: Any = (
-        pytest.raises(CallError, match="is not ready") if refused else contextlib.nullcontext()
-    )
-    with outcome:
-        model("other")(x=torch.ones(1, 4))
-
-
 def test_a_model_calls_itself(served: dict[str, Answer]) -> None:
     """A model that calls itself fails at once: it would wait for itself."""
     served["caller"] = echo
@@ -261,14 +235,6 @@ class Caller(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return model("other")(x=x)["x"] + 1
 """
-
-
-def test_check_skips_the_warm_up(tmp_path: Path, process: None) -> None:
-    """`check` loads and binds a model that calls others, without running it."""
-    build.write(tmp_path, "model.py", _CALLER)
-    report = inspection.inspect(build.arguments() | {"model_repository": str(tmp_path)})
-    (warning,) = report["warnings"]
-    assert "the warm-up is skipped: the model calls another model. model 'other'" in warning
 
 
 def test_in_a_server(

@@ -178,7 +178,9 @@ class Keeps(torch.nn.Module):
 def test_threads_are_reserved_before_torch_is_imported(tmp_path: Path) -> None:
     """OpenMP reads its environment variables once, when torch is imported."""
     folder = scenarios.Scenario(
-        "negate", scenarios.python(models.Negate), scenarios.x_to_y(NUM_THREADS="3")
+        "negate",
+        scenarios.python(models.Negate),
+        scenarios.x_to_y(NUM_THREADS="3", NUM_INTEROP_THREADS="5"),
     ).lay_out(tmp_path)
     code = f"""
 import json, sys, types, unittest.mock
@@ -200,9 +202,9 @@ adapter._check_numpy = lambda: None
 adapter.execution_env.check_running_python = lambda *_: None  # looks for torch
 adapter.TritonPythonModel().initialize(json.loads({json.dumps(fake_triton.arguments(folder))!r}))
 import torch
-print(torch.get_num_threads())
+print(torch.get_num_threads(), torch.get_num_interop_threads())
 """
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
-    assert printed.split() == ["3", "3", "3"]
+    assert printed.split() == ["3", "3", "3", "5"]

@@ -335,7 +335,6 @@ def test_a_server_without_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tried: list[int] = []
 
     monkeypatch.setattr(MetricFamily, "__init__", refuse)
-    monkeypatch.setattr(metrics.Metric, "supported", True)
     model = load(tmp_path, judge())
     (response,) = model.execute([request(1)])
     model.finalize()

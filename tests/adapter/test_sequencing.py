@@ -19,7 +19,6 @@ from scenarios import Scenario
 from torch import Tensor, nn
 
 from torch_py_backend.adapter import metrics
-from torch_py_backend.pipeline import sequences
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -223,19 +222,6 @@ def test_a_refused_request_keeps_its_slot(unread: bool, tmp_path: Path) -> None:
     assert loaded.send(bad(), bad(), bad()) == [refused] * 3
     assert loaded.send(bad("s"), request(100), request(100)) == [refused, 102, 133]
     assert loaded.send(request(5), request(0), request(0)) == [5, 102, 133]
-
-
-def test_fillers_of_every_kind_are_blank() -> None:
-    """Of a request that only fills a slot, only controls reach the model."""
-    item: dict[str, Any] = {
-        "a": np.array([[np.nan]]),
-        "b": np.array([[b"chance"]], dtype=np.object_),
-        "c": torch.full((1, 1), 3.0, dtype=torch.bfloat16),
-        "READY": np.array([[-1]]),
-    }
-    sequences.blank(item, ["a", "b", "c"])
-    blank = {name: value.tolist() for name, value in item.items()}
-    assert blank == {"a": [[0]], "b": [[b""]], "c": [[0]], "READY": [[-1]]}
 
 
 @pytest.mark.parametrize("mode", ["true", "false"])

@@ -1,7 +1,6 @@
 """The runtime: switches of the process, the device, copies, and the context of calls."""
 
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -63,23 +62,6 @@ def test_matmul_precision(value: str | None, expected: str) -> None:
         assert torch.get_float32_matmul_precision() == expected
     finally:
         torch.set_float32_matmul_precision(before)
-
-
-def test_threads_of_a_fresh_process_are_the_budget() -> None:
-    """In a fresh process both thread counts become the budget's, also when set twice."""
-    program = """
-import json, torch
-from torch_py_backend.engine import runtime
-from torch_py_backend.config.options import Options
-from torch_py_backend.config.threads import Threads
-for _ in range(2):
-    runtime.set_switches(Options(), Threads(intra_op=3, inter_op=5))
-print(json.dumps([torch.get_num_threads(), torch.get_num_interop_threads()]))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True
-    )
-    assert json.loads(done.stdout) == [3, 5]
 
 
 @pytest.mark.parametrize("variable", ["", "MALLOC_ARENA_MAX"])
@@ -253,16 +235,6 @@ def test_inputs_that_triton_leaves_on_the_gpu_come_to_a_model_on_the_cpu() -> No
 
 
 # --- the context of a call -------------------------------------------------------------------
-
-
-def test_the_current_gpu_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A runtime does not change the GPU of the thread, as of a user who calls `save_model`."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    selected: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", selected.append)
-    runtime.create(Options(), torch.device("cuda"), ())
-    assert selected == []
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])

@@ -16,7 +16,7 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import sharing
 from torch_py_backend.engine.sharing import Sharing
 from torch_py_backend.errors import ConfigError
-from torch_py_backend.loading import discovery, mapped_files, registry, weights
+from torch_py_backend.loading import discovery, registry, weights
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
@@ -191,24 +191,3 @@ def test_unusual_tensors(tmp_path: Path) -> None:
     size = sum(parameter.nbytes for parameter in module.parameters())
     loaded = Loaded(artifact, module, introspection.from_function(module.forward), module)
     assert sharing.mapped(loaded)[:2] == (size, size)
-
-
-class Quantised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.small: Tensor
-        self.register_buffer("small", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))
-        self.register_buffer("nothing", torch.empty(0))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.small.dequantize()
-
-
-@_QUANTISED
-def test_quantised_tensors_of_an_archive_stay(tmp_path: Path) -> None:
-    """A scripted model with a quantized tensor is loaded without sharing it."""
-    path = tmp_path / "model.pt"
-    torch.jit.script(Quantised().eval()).save(path)
-    loaded = torch.jit.load(path)
-    mapped_files.share(loaded.state_dict(keep_vars=True).values(), path)
-    assert torch.equal(loaded(torch.zeros(4)), Quantised()(torch.zeros(4)))

@@ -189,23 +189,6 @@ def test_states_are_released() -> None:
     assert not any(alive[2:])
 
 
-def test_outputs_that_contradict_the_config() -> None:
-    """Outputs that contradict the config end their stream only."""
-
-    class Wrong(Counter):
-        def step(self, states: list[State]) -> list[tuple[State | None, Tensor]]:
-            return [
-                (state, torch.ones(2, 1) if float(value) == 12 else value)
-                for state, value in super().step(states)
-            ]
-
-    pairs = _kept(3)
-    _run(Wrong(), *pairs)
-    assert pairs[0][1].error is None
-    assert len(pairs[1][1].values) == 2
-    assert "has 2 rows for a batch of 1" in str(pairs[1][1].error)
-
-
 @pytest.mark.parametrize(
     ("returned", "message"),
     [

@@ -184,21 +184,6 @@ def test_context_of_each_step() -> None:
     assert recorder.values == [[[2.0]], [[2.0]]]
 
 
-@pytest.mark.parametrize("context", ["autocast", "device"])
-def test_a_context_that_stays_open(context: str) -> None:
-    """A stream that yields within a thread-wide context ends, and the context is closed."""
-
-    def forward(x: Tensor) -> Iterator[Tensor]:
-        with torch.autocast("cpu") if context == "autocast" else torch.device("cpu"):
-            yield x
-
-    before = runtime.thread_state(torch.device("cpu"))
-    recorder = Recorder()
-    run(engine(forward), (item(1), recorder))
-    assert "yields within torch.autocast" in str(recorder.error)
-    assert runtime.thread_state(torch.device("cpu")) == before
-
-
 def test_a_context_open_during_an_await() -> None:
     """A stream that awaits within a thread-wide context ends; no other stream runs in it."""
     inside = []

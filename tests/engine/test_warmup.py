@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import runtime, warmup
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import BackendError, BindingError, ConfigError, LoadError
+from torch_py_backend.errors import BackendError, ConfigError, LoadError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.values import Item
@@ -254,13 +254,6 @@ def test_a_failed_warm_up_fails_the_load(
     assert text.endswith(advice)
     assert ("made-up" in text) is ("RuntimeError" in message)
     assert ("Traceback" in caplog.text) is ("Error" in message)
-
-
-def test_output_names_that_do_not_fit() -> None:
-    """A wrong output name raises BindingError, not LoadError."""
-    config = build.config(outputs=(build.spec("mean"), build.spec("variance")))
-    with pytest.raises(BindingError, match="the outputs mean, variance do not fit"):
-        warmup.run(engine(config, lambda x: {"mean": x, "deviation": x}))
 
 
 # --- samples that may fail -------------------------------------------------------------------

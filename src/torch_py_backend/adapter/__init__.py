@@ -237,7 +237,7 @@ class TritonPythonModel:
             return
         self._lost = True
         self._status.poisoned(reason)
-        self._publisher.poisoned()
+        self._publisher.try_publish()
         log.error(
             "instance %s is poisoned and refuses all requests until the model is reloaded.",
             self._settings.instance,

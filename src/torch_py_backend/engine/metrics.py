@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
@@ -25,7 +25,6 @@ _MODEL = ("model", "version")
 STAGES = ("gather", "host_to_device", "forward", "device_to_host")
 # The stages of models with hooks before and after STAGES.
 HOOK_STAGES = ("preprocess", "postprocess")
-
 # The values of a family by its own label, "" where it has none; empty: the instance has no series.
 Values: TypeAlias = "Mapping[str, float]"
 
@@ -37,21 +36,18 @@ class Sources:
     Attributes:
         streams: the streams of a decoupled model.
         sequences: the states of a model with sequences.
-        poisoned: whether the instance had a fatal error.
     """
 
     engine: Engine
     status: InstanceStatus
     streams: Streams | None = None
     sequences: Sequences | None = None
-    poisoned: bool = False
 
 
 Read: TypeAlias = "Callable[[Sources], Values]"
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
+class Family(NamedTuple):
     """A row of the table.
 
     Attributes:
@@ -187,7 +183,7 @@ TABLE = (
     Family(
         "pytorch_py_poisoned",
         "1 for an instance that had a fatal error and no longer answers requests",
-        lambda of: {"": of.poisoned},
+        lambda of: {"": of.engine.failures.fatal is not None},
     ),
     Family(
         "pytorch_py_running_call_seconds",
