@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import build
@@ -100,33 +99,6 @@ def test_rows_of_an_example(rows: int, shrunk: bool, expected: list[list[int]]) 
 def test_an_example_fits_its_input(dims: tuple[int, ...], value: Any, fits: bool) -> None:
     """An example of another dtype or shape does not fit its input."""
     assert example_inputs.fits(build.config(), build.spec("x", dims=dims), value) is fits
-
-
-@pytest.mark.parametrize(
-    ("max_batch_size", "dims", "shape"),
-    [
-        pytest.param(8, None, (1, 1), id="inputs unknown"),
-        pytest.param(0, None, (1,), id="inputs and batch unknown"),
-        pytest.param(8, (1,), (1, 1), id="batch"),
-        pytest.param(8, (), (1,), id="completed"),  # by a reshape
-        pytest.param(0, (1,), (1,), id="no batch"),
-    ],
-)
-def test_files_of_bytes(
-    max_batch_size: int, dims: tuple[int, ...] | None, shape: tuple[int, ...], tmp_path: Path
-) -> None:
-    """Each file of a folder is one row of the input with its name, in the model's shape."""
-    build.write(tmp_path, "example_inputs/image", b"\xff\x00")
-    build.write(tmp_path, "example_inputs/label", "cat")
-    build.write(tmp_path, "example_inputs/.hidden", "")
-    build.write(tmp_path, "example_inputs/folder/file", "")
-    names = () if dims is None else ("image", "label")
-    inputs = tuple(build.spec(name, "BYTES", dims or ()) for name in names)
-    config = build.config(tmp_path, max_batch_size=max_batch_size, inputs=inputs)
-    item = example_inputs.find(config, build.artifact())
-    assert item is not None
-    assert shapes(item) == {"image": shape, "label": shape}
-    assert [np.asarray(value).flat[0] for value in item.values()] == [b"\xff\x00", b"cat"]
 
 
 def test_random_values() -> None:

@@ -315,12 +315,10 @@ class Bytes:
 
 
 def test_example_of_bytes(tmp_path: Path) -> None:
-    """A file as an example is saved as a file, not within model.py, and is found again."""
+    """A file as an example is saved in hooks.py, and is found again."""
     content = b"\x00\xff\x10\x80"
     document = _saved(tmp_path, models.Affine(), hooks=Bytes, example_inputs={"data": [content]})
-    version = tmp_path / "models" / "net" / "1"
-    assert (version / "example_inputs" / "data").read_bytes() == content
-    assert "example_inputs" not in (version / "hooks.py").read_text()
+    assert repr(content) in (tmp_path / "models" / "net" / "1" / "hooks.py").read_text()
     assert _tensors(document, "input") == {"data": [1]}
 
 

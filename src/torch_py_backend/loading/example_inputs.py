@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,19 +28,14 @@ _NO_EXAMPLE: Mapping[str, Value] = {}
 def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     """Return example inputs by name; None: there are none.
 
-    They are tensors in a file beside the model, bytes in a folder with a file for each input, or
-    what a function in hooks.py or model.py returns.
+    They are tensors in a file beside the model, or what a function in hooks.py or model.py returns.
 
     Raises:
-        ArtifactError: the file is damaged.
-        ArtifactError: the function fails, or returns something else.
+        ArtifactError: the file is damaged, or the function fails or returns something else.
     """
     path = config.version_folder / f"{NAME}.safetensors"
     if path.is_file():
         return dict(weights.read_safetensors(path))
-    folder = config.version_folder / NAME
-    if folder.is_dir() and not (folder / "__init__.py").exists():
-        return _read_bytes(config, folder)
     inputs = None
     for source in (artifact.hooks, artifact.path if artifact.kind is ArtifactType.MODULE else None):
         if inputs is None and source is not None:
@@ -61,19 +55,6 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
             )
         item[name] = strings
     return item
-
-
-def _read_bytes(config: ModelConfig, folder: Path) -> Item | None:
-    dims = {spec.name: spec.dims for spec in config.inputs}
-    item: Item = {}
-    for path in sorted(folder.iterdir()):
-        if not path.is_file() or path.name.startswith("."):
-            continue
-        rank = len(dims.get(path.name, (1,))) + bool(config.max_batch_size)
-        value: Strings = np.empty((1,) * rank, dtype=np.object_)
-        value.fill(path.read_bytes())
-        item[path.name] = value
-    return item or None
 
 
 # --- synthetic requests ----------------------------------------------------------------------

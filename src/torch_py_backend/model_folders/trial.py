@@ -42,20 +42,15 @@ def describe(folder: Path, document: Document) -> JsonObject:
 
 
 def inspect(
-    folder: Path,
-    version: str,
-    document: Document,
-    seconds: float = _TIMEOUT_S,
-    reference: str | None = None,
+    folder: Path, version: str, document: Document, seconds: float = _TIMEOUT_S
 ) -> JsonObject:
     """Load and warm up a model, and return the report of `inspection.inspect`.
 
     Raises:
-        LoadError: the model cannot be served, or its outputs differ from those in the file
-            `reference`; the message says why.
+        LoadError: the model cannot be served; the message says why.
     """
     conflicts.check_for_triton(document)
-    sent = {"arguments": pbtxt.arguments(folder, version, document), "reference": reference}
+    sent = {"arguments": pbtxt.arguments(folder, version, document)}
     return _run("torch_py_backend.model_folders.inspection:inspect", sent, seconds)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from torch_py_backend.errors import SaveError, a_type, join_names, summarize
 from torch_py_backend.loading.example_inputs import distinct_rows
 from torch_py_backend.pipeline import differences
 from torch_py_backend.signature import introspection, results
-from torch_py_backend.signature.arguments import Passing, Signature
+from torch_py_backend.signature.arguments import Passing, Signature, path_text
 from torch_py_backend.values import Item
 
 _BATCH_SIZE = 8
@@ -82,9 +82,12 @@ def from_arguments(
     if by_name:
         call = _by_keyword(signature, call)
     outputs = _outputs(module, call)
-    named = _named_tensors(signature, call, dynamic_shapes)
-    item: Item = {name: tensor for name, tensor, _ in named}
-    dynamic = {name: dims for name, _, dims in named}
+    item: Item = {}
+    dynamic = {}
+    for name, tensor, shape in _leaves(signature, call, dynamic_shapes):
+        if not isinstance(tensor, Tensor):
+            raise _unsupported(name, tensor, "a tensor")
+        item[name], dynamic[name] = tensor, _dynamic_dims(shape)
     batched = max_batch_size != 0 and _is_batch(module, call, item, outputs)
     if max_batch_size and not batched:
         raise SaveError(
@@ -115,14 +118,13 @@ def from_requests(example_inputs: object, max_batch_size: int | None) -> Example
         )
     item: Item = {}
     for name, value in example_inputs.items():
-        strings = isinstance(value, list) and all(isinstance(x, str | bytes) for x in value)
-        if not isinstance(value, Tensor) and not strings:
-            raise _unsupported(name, value, "a tensor, or a list of str or bytes")
-        if strings:
+        if isinstance(value, Tensor):
+            item[name] = value.detach().cpu()
+        elif isinstance(value, list) and all(isinstance(x, str | bytes) for x in value):
             shape = (-1,) if max_batch_size == 0 else (-1, 1)
             item[name] = np.array(value, dtype=np.object_).reshape(shape)
         else:
-            item[name] = value.detach().cpu()
+            raise _unsupported(name, value, "a tensor, or a list of str or bytes")
     if len({isinstance(value, Tensor) for value in item.values()}) > 1:
         raise SaveError(
             "example_inputs has tensors and strings",
@@ -207,56 +209,44 @@ def _by_keyword(signature: Signature, call: Arguments) -> Arguments:
     return Arguments((), by_name | call.kwargs)
 
 
-def _named_tensors(
+def _leaves(
     signature: Signature, call: Arguments, dynamic_shapes: Any
-) -> list[tuple[str, Tensor, set[int]]]:
-    """Return the tensors of a call with the names of their inputs and their dynamic dimensions."""
+) -> Iterator[tuple[str, object, Any]]:
+    """Yield the input's name, the value and the part of `dynamic_shapes` of each leaf of a call."""
     slots = signature.slots(len(call.args))[: len(call.args)]
-    places = {
-        slot: (f"ARGS[{index}]", value)
-        for index, (slot, value) in enumerate(zip(slots, call.args, strict=True))
-    }
-    places |= {name: (f"KWARGS[{name}]", value) for name, value in call.kwargs.items()}
-    leaves = []
-    for index, (slot, (root, value)) in enumerate(places.items()):
-        spec = _part(dynamic_shapes, slot, index)
-        names = list(value) if isinstance(value, Mapping) else []
-        if len(places) == 1 and names and signature.container_argument(names) is not None:
-            leaves += [
-                leaf
-                for name, part in value.items()
-                for leaf in _flatten(str(name), part, _part(spec, name, 0))
-            ]
+    places = [*slots, *call.kwargs]
+    if isinstance(dynamic_shapes, Sequence):
+        dynamic_shapes = dict(zip(places, dynamic_shapes, strict=False))
+    (main, *others) = (*call.args, *call.kwargs.values())
+    unpacked = not others and isinstance(main, Mapping) and signature.container_argument([*main])
+    leaves: list[tuple[Any, object]] = pytree.tree_flatten_with_path(tuple(call))[0]
+    for (root, first, *keys), value in leaves:
+        place = first.key if root.idx else slots[first.idx]
+        path = tuple(key.key if isinstance(key, pytree.MappingKey) else key.idx for key in keys)
+        shape = _part(dynamic_shapes, place)
+        for key in path:
+            shape = _part(shape, key)
+        if unpacked and path:
+            name = path_text(str(path[0]), path[1:])
+        elif path or place.startswith("*"):
+            name = path_text(f"KWARGS[{place}]" if root.idx else f"ARGS[{first.idx}]", path)
         else:
-            name = root if slot.startswith("*") or not isinstance(value, Tensor) else slot
-            leaves += _flatten(name, value, spec)
-    for name, tensor, _ in leaves:
-        if not isinstance(tensor, Tensor):
-            raise _unsupported(name, tensor, "a tensor")
-    return leaves
+            name = place
+        yield name, value, shape
 
 
-def _flatten(place: str, value: Any, spec: Any) -> Iterator[tuple[str, Any, set[int]]]:
-    if isinstance(value, Mapping):
-        for index, (key, part) in enumerate(value.items()):
-            yield from _flatten(f"{place}[{key}]", part, _part(spec, key, index))
-    elif isinstance(value, tuple | list):
-        for index, part in enumerate(value):
-            yield from _flatten(f"{place}[{index}]", part, _part(spec, index, index))
-    else:
-        sizes = spec.items() if isinstance(spec, Mapping) else enumerate(spec or ())
-        static = torch.export.Dim.STATIC
-        dims = {
-            dim for dim, size in sizes if not (size is None or size is static or type(size) is int)
-        }
-        yield place, value, dims
-
-
-def _part(spec: Any, key: object, index: int) -> Any:
+def _part(shapes: Any, key: Any) -> Any:
     """Return the part of `dynamic_shapes` for one argument, or one part of an argument."""
-    if isinstance(spec, Mapping):
-        return spec.get(key)
-    return spec[index] if isinstance(spec, tuple | list) and index < len(spec) else None
+    if isinstance(shapes, Mapping):
+        return shapes.get(key)
+    return shapes[key] if isinstance(shapes, Sequence) and key < len(shapes) else None
+
+
+def _dynamic_dims(shape: Any) -> set[int]:
+    """Return the dimensions that `dynamic_shapes` does not fix, of one tensor."""
+    sizes = shape.items() if isinstance(shape, Mapping) else enumerate(shape or ())
+    fixed = (None, torch.export.Dim.STATIC)
+    return {dim for dim, size in sizes if size not in fixed and type(size) is not int}
 
 
 # --- the batch dimension, and sizes ----------------------------------------------------------
@@ -303,14 +293,9 @@ def _entries(item: Item, dynamic: Mapping[str, set[int]], max_batch_size: int) -
             "a value in example_inputs has no dimensions, and there is no batch dimension",
             expected="at least one dimension, as Triton requires",
         )
-    whole = [
-        replace(
-            spec,
-            dims=tuple(
-                -1 if dim in dynamic.get(spec.name, ()) else size
-                for dim, size in enumerate(spec.dims)
-            ),
-        )
-        for spec in specs.of_values(item)
-    ]
+    whole = []
+    for spec in specs.of_values(item):
+        varying = dynamic.get(spec.name, ())
+        dims = tuple(-1 if dim in varying else size for dim, size in enumerate(spec.dims))
+        whole.append(replace(spec, dims=dims))
     return [specs.entry_of(spec) for spec in specs.row_specs(whole, batched=max_batch_size > 0)]

@@ -1,4 +1,4 @@
-"""The files of a module in memory: its weights, a program, a package."""
+"""The model file of a module in memory: its weights, a program, a package."""
 
 from __future__ import annotations
 
@@ -28,14 +28,12 @@ def write_weights(module: nn.Module, path: Path) -> None:
     Raises:
         SaveError: safetensors cannot store it, such as sparse tensors.
     """
+    own = module.state_dict(keep_vars=True)
     state: dict[str, Tensor] = {}
-    written: set[int] = set()
     storages: set[int] = set()
     try:
-        for key, value in module.state_dict(keep_vars=True).items():
-            if id(value) in written:
-                continue  # tied to another weight, as it will be in the module that is built
-            written.add(id(value))
+        # Weights that are tied will be tied in the module that is built, too.
+        for key, value in {id(value): (key, value) for key, value in own.items()}.values():
             tensor = value.detach().cpu().contiguous()
             storage = tensor.untyped_storage().data_ptr()
             state[key] = tensor.clone() if storage in storages else tensor
@@ -56,7 +54,8 @@ def _quiet_torch() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
     finally:
         logger.setLevel(level)
@@ -99,20 +98,18 @@ def write_program(
             dynamic_shapes[tensor] = {0: batch}
     failed = f"torch.export cannot export {type(module).__name__}"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's, about itself
-            with _quiet_torch():
-                program = torch.export.export(
-                    module, call.args, call.kwargs, dynamic_shapes=dynamic_shapes
-                )
-            if not compiled:
-                torch.export.save(program, path)
-                return
-            failed = f"AOTInductor cannot compile {type(module).__name__}"
-            from torch._inductor import aoti_compile_and_package, config  # noqa: PLC0415  slow
+        with _quiet_torch():
+            program = torch.export.export(
+                module, call.args, call.kwargs, dynamic_shapes=dynamic_shapes
+            )
+        if not compiled:
+            torch.export.save(program, path)
+            return
+        failed = f"AOTInductor cannot compile {type(module).__name__}"
+        from torch._inductor import aoti_compile_and_package, config  # noqa: PLC0415  slow
 
-            # By default, a package takes at least 2 rows.
-            configs = {_CHECK: False} if batch_alone and _CHECK in config.get_config_copy() else {}
-            aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
+        # By default, a package takes at least 2 rows.
+        configs = {_CHECK: False} if batch_alone and _CHECK in config.get_config_copy() else {}
+        aoti_compile_and_package(program, package_path=str(path), inductor_configs=configs)
     except Exception as error:  # of the module's own code, or the compiler's
         raise SaveError(f"{failed}: {summarize(error)}", cure=_CURE) from error

@@ -12,14 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
 import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from torch_py_backend.errors import SaveError, a_type, summarize
 from torch_py_backend.loading.discovery import HOOKS
-from torch_py_backend.loading.example_inputs import NAME
 from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.model_folders.artifact_files import EXAMPLE, ArtifactFiles
 from torch_py_backend.saving import examples, formats, source_files
@@ -87,15 +85,20 @@ class ModuleFiles:
         if self._pretrained:
             signature = introspection.from_function(module.forward)
             self._kwargs = artifact_files.pretrained_kwargs(signature.named) | self._kwargs
-        if hooks is None and self._template is None:
-            self.example = examples.from_arguments(
-                module, example_inputs, max_batch_size, dynamic_shapes, by_name=kind == "aoti"
-            )
-            self._add_known_entries()
-        else:
-            if example_inputs is None and self._template is not None:
-                example_inputs = _EXAMPLES[self._template]
+        if hooks is not None or self._template is not None:
+            if example_inputs is None:
+                example_inputs = _EXAMPLES.get(self._template or "")
             self.example = examples.from_requests(example_inputs, max_batch_size)
+            return
+        self.example = examples.from_arguments(
+            module, example_inputs, max_batch_size, dynamic_shapes, by_name=kind == "aoti"
+        )
+        if self._pretrained:  # its config has the types and sizes of known inputs
+            names = list(self.example.item)
+            config: Any = module.config
+            entries = artifact_files.pretrained_inputs(config.to_dict(), names)
+            if [entry["name"] for entry in entries] == names:
+                self.example = replace(self.example, entries=entries)
 
     def _find_template(self) -> str | None:
         """Return the file with the hooks for the processor; None: the user's own hooks read it.
@@ -116,15 +119,6 @@ class ModuleFiles:
             cure="Prepare the inputs in a class, and pass it as hooks.",
         )
 
-    def _add_known_entries(self) -> None:
-        """Take the inputs of a transformers model from its config, if the example has the same."""
-        if self._pretrained:
-            config: Any = self._module.config
-            names = list(self.example.item)
-            entries = artifact_files.pretrained_inputs(config.to_dict(), names)
-            if [entry["name"] for entry in entries] == names:
-                self.example = replace(self.example, entries=entries)
-
     def write(self, folder: Path, kind: Format) -> ArtifactFiles:
         """Write the files of a version folder in one format; return the model file with options.
 
@@ -132,7 +126,13 @@ class ModuleFiles:
             SaveError: the module cannot be saved in this format.
         """
         folder.mkdir(parents=True)
-        parameters = self._write_source(folder, kind)
+        parameters: dict[str, str] = {}
+        if kind == "module":
+            parameters = self._write_class(folder)
+        if self._hooks is not None:
+            source_files.write(folder, "hooks", self._hooks, "Hooks", write_out=True)
+        elif self._template is not None:
+            shutil.copyfile(Path(__file__).with_name(self._template), folder / HOOKS)
         self._write_example(folder)
         artifact = artifact_files.find(self._write_model(folder, kind), None)
         for path in folder.rglob("*"):
@@ -140,55 +140,37 @@ class ModuleFiles:
                 path.chmod(0o644)  # safetensors 0.8 writes files for their owner only
         return replace(artifact, parameters={**artifact.parameters, **parameters})
 
-    # --- source and example --------------------------------------------------------------------
-
-    def _write_source(self, folder: Path, kind: Format) -> dict[str, str]:
-        """Write the classes of the module and the hooks; return the options for the module's."""
+    def _write_class(self, folder: Path) -> dict[str, str]:
+        """Write the class of the module, unless a package has it; return the options for it."""
         parameters: dict[str, str] = {}
-        if kind == "module":
-            if self._kwargs:
-                try:
-                    parameters["MODEL_KWARGS"] = json.dumps(self._kwargs)
-                except (TypeError, ValueError) as error:
-                    raise SaveError(
-                        f"model_kwargs cannot be written as JSON: {error}",
-                        cure="Save with format='export'.",
-                    ) from None
-            if not self._pretrained:
-                built = type(self._module)
-                name = parameters["MODEL_CLASS"] = built.__name__
-                source_files.write(folder, "model", built, name)
-                self._check_class()
-        if self._hooks is not None:
-            source_files.write(folder, "hooks", self._hooks, "Hooks", write_out=True)
-        elif self._template is not None:
-            shutil.copyfile(Path(__file__).with_name(self._template), folder / HOOKS)
+        if self._kwargs:
+            try:
+                parameters["MODEL_KWARGS"] = json.dumps(self._kwargs)
+            except (TypeError, ValueError) as error:
+                raise SaveError(
+                    f"model_kwargs cannot be written as JSON: {error}",
+                    cure="Save with format='export'.",
+                ) from None
+        if not self._pretrained:
+            built = type(self._module)
+            name = parameters["MODEL_CLASS"] = built.__name__
+            source_files.write(folder, "model", built, name)
+            self._check_class()
         return parameters
 
     def _write_example(self, folder: Path) -> None:
-        """Write the example into files, or into a function of hooks.py."""
-        item = self.example.item
-        tensors = {
-            name: value.detach().cpu().clone().contiguous()  # they may share memory
-            for name, value in item.items()
-            if isinstance(value, Tensor)
-        }
+        """Write the example into a file, or strings into a function of hooks.py."""
+        tensors, lines = {}, ""
+        for name, value in self.example.item.items():
+            if isinstance(value, Tensor):
+                tensors[name] = value.detach().cpu().clone().contiguous()  # they may share memory
+            else:
+                lines += f"        {name!r}: {value.tolist()!r},\n"
         if tensors:
             safetensors.torch.save_file(tensors, folder / EXAMPLE)
-            return
-        contents = {
-            name: content
-            for name, value in item.items()
-            if value.size == 1 and isinstance(content := np.ravel(value)[0], bytes)
-        }
-        if len(contents) == len(item) and not any("/" in name for name in contents):
-            (folder / NAME).mkdir()
-            for name, content in contents.items():
-                (folder / NAME / name).write_bytes(content)
-            return
-        lines = (f"        {name!r}: {value.tolist()!r},\n" for name, value in item.items())
-        with (folder / HOOKS).open("a", encoding="utf-8") as file:
-            file.write(f"\n\ndef example_inputs():\n    return {{\n{''.join(lines)}    }}\n")
+        else:
+            with (folder / HOOKS).open("a", encoding="utf-8") as file:
+                file.write(f"\n\ndef example_inputs():\n    return {{\n{lines}    }}\n")
 
     def _check_class(self) -> None:
         """Raise SaveError if the class does not build a module that takes the same weights."""
@@ -216,8 +198,6 @@ class ModuleFiles:
             if arguments
             else "Let its constructor make the whole module.",
         )
-
-    # --- the model -----------------------------------------------------------------------------
 
     def _write_model(self, folder: Path, kind: Format) -> Path:
         """Write the module in its format, and return the model file, or its folder."""

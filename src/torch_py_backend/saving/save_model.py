@@ -14,11 +14,12 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from torch_py_backend.autocomplete import completion
-from torch_py_backend.config import pbtxt, removed_names
+from torch_py_backend.autocomplete import completion, schema
+from torch_py_backend.config import conflicts, pbtxt, removed_names
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import LoadError, SaveError, about
-from torch_py_backend.model_folders import config_text, creation, trial
+from torch_py_backend.model_folders import config_text, creation, inspection
+from torch_py_backend.processes import child_process
 from torch_py_backend.saving import examples, module_files
 from torch_py_backend.saving.module_files import Format, ModuleFiles
 
@@ -85,18 +86,20 @@ def save_model(
         formats: tuple[Format, ...] = (format,) if format else ("module", "export")
         if processor is not None or model_kwargs or module_files.is_pretrained(module):
             formats = (format or "module",)
+        on_gpu = any(weight.is_cuda for weight in module.parameters())
         options = {
             key: value if isinstance(value, str) else json.dumps(value)
             for key, value in (parameters or {}).items()
         }
         new_folder = creation.new_folder(target, force=overwrite)
         with _evaluating(module), torch.no_grad(), new_folder as folder:
-            document = pbtxt.read(folder)
-            document["parameters"] = pbtxt.parameters(options)
-            kind = (
-                "KIND_GPU" if any(weight.is_cuda for weight in module.parameters()) else "KIND_CPU"
-            )
-            document["instance_group"] = [{"kind": kind, "count": instances}]
+            document = {
+                **pbtxt.read(folder),
+                "parameters": pbtxt.parameters(options),
+                "instance_group": [
+                    {"kind": "KIND_GPU" if on_gpu else "KIND_CPU", "count": instances}
+                ],
+            }
             files = ModuleFiles(
                 module,
                 example_inputs,
@@ -107,37 +110,37 @@ def save_model(
                 processor,
                 formats[0],
             )
-            _write(folder, files, formats, document)
+            for warning in _write(folder, files, formats, document):
+                log.warning("model '%s': %s", target.name, warning)
     return target
 
 
-def _write(folder: Path, files: ModuleFiles, formats: Sequence[Format], document: Document) -> None:
-    """Write the folder in the first of the formats in which the module can be saved.
+def _write(
+    folder: Path, files: ModuleFiles, formats: Sequence[Format], document: Document
+) -> list[str]:
+    """Write the folder in the first format in which the module can be saved; return warnings.
 
     Raises:
         SaveError: it can be saved in none of them.
         LoadError: the saved model does not load, or its answers differ.
     """
-    refusals: list[SaveError | LoadError] = []
-    for kind in formats:
-        try:
-            warnings = _write_format(folder, files, kind, document)
-        except (SaveError, LoadError) as error:
-            refusals.append(error)
-            shutil.rmtree(folder)
-            continue
-        if refusals and not files.of_torch:
-            warnings.insert(0, f"saved as a torch.export program: {refusals[0].found}")
-        for warning in warnings:
-            log.warning("model '%s': %s", folder.name, warning)
-        return
-    if len(refusals) == 1:
-        raise refusals[0]
-    source, program = refusals
-    raise SaveError(
-        f"it can be saved neither as source ({source.found}) nor as a program ({program.found})",
-        cure=f"{source.cure} Or change forward() so that torch.export supports it.".lstrip(),
-    )
+    try:
+        return _write_format(folder, files, formats[0], document)
+    except (SaveError, LoadError) as error:
+        if len(formats) == 1:
+            raise
+        source = error
+    shutil.rmtree(folder)
+    try:
+        warnings = _write_format(folder, files, formats[1], document)
+    except (SaveError, LoadError) as program:
+        raise SaveError(
+            f"it can be saved neither as source ({source.found}) nor as a program"
+            f" ({program.found})",
+            cure=f"{source.cure} Or change forward() so that torch.export supports it.".lstrip(),
+        ) from program
+    reason = f"saved as a torch.export program: {source.found}"
+    return warnings if files.of_torch else [reason, *warnings]
 
 
 def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Document) -> list[str]:
@@ -150,13 +153,34 @@ def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Docu
         "input": example.entries,
         "parameters": pbtxt.parameters(artifact.parameters) | document["parameters"],
     }
-    completion.complete(pbtxt.arguments(folder, "1", config), config)
-    config = config_text.write(folder, config, artifact.description, {})
     reference = str(folder.with_name("reference.pt")) if example.outputs else None
     if reference is not None:
         torch.save(example.outputs, reference)
-    warnings: list[str] = trial.inspect(folder, "1", config, reference=reference)["warnings"]
+    report = child_process.run(
+        "torch_py_backend.saving.save_model:complete_and_compare",
+        {"arguments": pbtxt.arguments(folder, "1", config), "reference": reference},
+        completion.LIMIT_S,
+    )
+    config_text.write(folder, report["config"], artifact.description, {})
+    warnings: list[str] = report["warnings"]
     return warnings
+
+
+def complete_and_compare(arguments: Mapping[str, str], reference: str | None) -> JsonObject:
+    """Complete a config from its model, and compare the model's outputs; runs in a child process.
+
+    Args:
+        arguments: the arguments that Triton passes to `initialize`.
+        reference: a file with the outputs for the example; None: there are none.
+
+    Returns:
+        As JSON: `config`, the complete config; `warnings`, those of the load.
+    """
+    config: JsonObject = json.loads(arguments["model_config"])
+    completion.fill(config, schema.describe(arguments))
+    conflicts.check_for_triton(config)
+    complete = {**arguments, "model_config": json.dumps(config)}
+    return {"config": config, "warnings": inspection.inspect(complete, reference)["warnings"]}
 
 
 def _check(

@@ -6,15 +6,14 @@ notebook is written out.
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import inspect
 import shutil
 import site
-import symtable
 import sys
 import sysconfig
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -42,13 +41,14 @@ def write(folder: Path, stem: str, value: type, name: str, *, write_out: bool = 
     Raises:
         SaveError: the class cannot be imported.
     """
-    origin = None if "<locals>" in value.__qualname__ else _origin(value.__name__, value)
+    local = "<locals>" in value.__qualname__
+    origin = None if local else _origin(value.__name__, value)
     if origin is not None:
         lines = _imported(folder, stem, name, *origin)
     elif write_out and value.__module__ == _MAIN:
         lines = _written_out(folder, stem, value, name)
     else:
-        place = "a function" if "<locals>" in value.__qualname__ else "a script or a notebook"
+        place = "a function" if local else "a script or a notebook"
         raise SaveError(
             f"{value.__qualname__} is defined in {place}, which cannot be imported",
             cure=_CURE,
@@ -60,18 +60,19 @@ def write(folder: Path, stem: str, value: type, name: str, *, write_out: bool = 
 
 def _imported(folder: Path, stem: str, name: str, module: str, attribute: str) -> str:
     """Return the import of a value, after copying the files of a module that is not installed."""
-    path = _local_file(module)
-    if path is not None:
+    file = getattr(sys.modules.get(module), "__file__", None)
+    path = Path(file or sys.executable).absolute()
+    if file is not None and not any(path.is_relative_to(place) for place in _INSTALLED):
         parts = module.split(".")
         root = path.parents[len(parts) - (path.name != "__init__.py")]
-        for place, file in source_dependencies.modules(root, tuple(parts)).items():
+        for place, source in source_dependencies.modules(root, tuple(parts)).items():
             (folder / place).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(file, folder / place)
+            shutil.copyfile(source, folder / place)
         if module == stem:  # this file begins with the module
             return f"\n\n{name} = {attribute}\n" if name != attribute else ""
-    source = f"from {module} import {attribute}" if attribute else f"import {module}"
+    statement = f"from {module} import {attribute}" if attribute else f"import {module}"
     renamed = "" if name == (attribute or module) else f" as {name}"
-    return f"{source}{renamed}\n"
+    return f"{statement}{renamed}\n"
 
 
 def _written_out(folder: Path, stem: str, value: type, name: str) -> str:
@@ -82,29 +83,23 @@ def _written_out(folder: Path, stem: str, value: type, name: str) -> str:
         raise SaveError(
             f"the source of {value.__name__} cannot be read: {error}", cure=_CURE
         ) from None
+    nodes = [*ast.walk(ast.parse(text))]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+    defined = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    defined |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     scope = vars(sys.modules[_MAIN])
-    used = {*_global_names(symtable.symtable(text, value.__name__, "exec"))}
     imports = ""
-    for used_name in sorted(used & scope.keys() - {value.__name__, "__name__", "__file__"}):
-        origin = _origin(used_name, scope[used_name])
+    for used in sorted((read - defined - {value.__name__, "__name__", "__file__"}) & scope.keys()):
+        origin = _origin(used, scope[used])
         if origin is None:
             raise SaveError(
-                f"{value.__name__} uses '{used_name}', which is defined in the script",
+                f"{value.__name__} uses '{used}', which is defined in the script",
                 cure=_CURE,
             )
-        imports += _imported(folder, stem, used_name, *origin)
+        imports += _imported(folder, stem, used, *origin)
     renamed = "" if name == value.__name__ else f"\n\n{name} = {value.__name__}\n"
     return f"{imports}\n\n{text.rstrip()}\n{renamed}"
-
-
-def _global_names(table: symtable.SymbolTable) -> Iterator[str]:
-    """Yield the names that a definition uses and does not define."""
-    for symbol in table.get_symbols():
-        is_module = table.get_type() == "module"
-        if symbol.is_referenced() and (is_module or symbol.is_global()):
-            yield symbol.get_name()
-    for child in table.get_children():
-        yield from _global_names(child)
 
 
 def _origin(name: str, value: object) -> tuple[str, str] | None:
@@ -114,17 +109,5 @@ def _origin(name: str, value: object) -> tuple[str, str] | None:
     module = getattr(value, "__module__", None)
     if not isinstance(module, str) or module == _MAIN or module not in sys.modules:
         return None
-    for key in ("__qualname__", "__name__", "_name"):
-        attribute = getattr(value, key, None) or name
-        if vars(sys.modules[module]).get(attribute) is value:
-            return module, attribute
-    return None
-
-
-def _local_file(name: str) -> Path | None:
-    """Return the file of a module that is not installed; None for all others."""
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None:
-        return None
-    path = Path(file).absolute()
-    return None if any(path.is_relative_to(folder) for folder in _INSTALLED) else path
+    attribute = getattr(value, "__name__", name)
+    return (module, attribute) if getattr(sys.modules[module], attribute, None) is value else None
