@@ -71,12 +71,7 @@ class InputError(ModelError):
 
 
 # What torch says where gradients are not recorded.
-_NO_GRADIENTS = (
-    "element 0 of tensors does not require grad",
-    "Setting requires_grad=True on inference tensor",
-    "Inference tensors cannot be saved for backward",
-    "can't retain_grad on Tensor that has requires_grad=False",
-)
+_NO_GRADIENTS = re.compile("does not require grad|requires_grad=(True|False)|saved for backward")
 
 
 class ForwardError(ModelError):
@@ -86,7 +81,7 @@ class ForwardError(ModelError):
         summary, cure = summarize(error), ""
         if isinstance(error, UnicodeDecodeError):  # of torch, for a string in a result
             cure = "TorchScript can return only UTF-8 strings; return other bytes as a tensor."
-        elif summary.removeprefix("RuntimeError: ").startswith(_NO_GRADIENTS):
+        elif _NO_GRADIENTS.search(summary):
             cure = (
                 'Gradients need the parameter INFERENCE_MODE "false", and torch.enable_grad() in'
                 f" {called}()."

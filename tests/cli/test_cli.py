@@ -62,37 +62,45 @@ def test_install_beside_the_python_backend_and_uninstall(tmp_path: Path) -> None
     assert (done.returncode, "nothing to remove" in done.stdout) == (0, True)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("bench", "models", "net"), ("pack", "env"), ("serve", "models", "--poll=5")],
-    ids=["bench", "pack", "--poll"],
-)
-def test_removed_names(arguments: tuple[str, ...]) -> None:
-    """A command or flag of an earlier version is an error that says what to do instead."""
-    refuse("was removed. ", *arguments)
-
-
 # --- errors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("command", "text"),
     [
-        (["serve", "/no/such/repository"], "/no/such/repository is not a folder"),
-        (["serve", ".", "--tritonserver=/no/server"], "/no/server is not a file"),
-        (
-            ["serve", ".", "--allow-empty", "--http-port=99999"],
-            "--http-port is 99999; expected a port from 0",
+        ("serve /no/such/repository", "/no/such/repository is not a folder"),
+        ("serve models/net", "models/net is a model; expected the repository that holds it: "),
+        ("serve empty", "empty holds no models; expected folders with a config.pbtxt."),
+        ("serve . --tritonserver=/no/server", "/no/server is not a file"),
+        ("serve . --allow-empty --http-port=99999", "--http-port is 99999; expected a port from 0"),
+        ("serve models -- --load-model=m", "has no model 'm'; its models: net"),
+        # services that `serve` itself uses: it would wait for them forever
+        *(
+            (f"serve models -- {option}={value}", f"{option} was given after --, and `serve` its")
+            for option, value in (
+                ("--http-port", 80),
+                ("--grpc-port", 80),
+                ("--allow-http", "false"),
+                ("--allow-grpc", 0),
+            )
         ),
-        (["serve", ".", "--", "--load-model=m"], "has no model 'm'; its models: "),
-        (["install", "--backend-dir=/no/backends"], "/no/backends is not a folder; expected the"),
-        (["install", "--backend-dir=/dev/null/x", "--create"], "cannot install into /dev/null/x"),
-        (["check", "/dev/null"], "/dev/null is not a folder"),
-        (["check", "/no/[extra]/[/x]"], "/no/[extra]/[/x] is not a folder"),
-        (["init", "/no/such/model.pt"], "/no/such/model.pt is not there"),
-        (["init", "/"], "/ is a folder without a config.json of transformers"),
+        (
+            "serve models --reload -- --model-control-mode=poll",
+            "--reload was given, and Triton's model control mode is poll",
+        ),
+        ("install --backend-dir=/no/backends", "/no/backends is not a folder; expected the"),
+        ("install --backend-dir=/dev/null/x --create", "cannot install into /dev/null/x"),
+        ("check /dev/null", "/dev/null is not a folder"),
+        ("check /no/[extra]/[/x]", "/no/[extra]/[/x] is not a folder"),
+        ("init /no/such/model.pt", "/no/such/model.pt is not there"),
+        ("init /", "/ is a folder without a config.json of transformers"),
+        # names of earlier versions
+        ("bench models net", "the command bench was removed. Use perf_analyzer"),
+        ("serve models --poll=5", "the flag --poll was removed. "),
     ],
-    ids=" ".join,
 )
-def test_an_error_is_one_line_and_exit_code_1(arguments: list[str], text: str) -> None:
-    refuse(text, *arguments)
+def test_an_error_is_one_line_and_exit_code_1(command: str, text: str, tmp_path: Path) -> None:
+    """It is printed before a server starts."""
+    (tmp_path / "models" / "net" / "1").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    refuse(text, *command.split(), cwd=tmp_path)

@@ -9,44 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import refuse
 
 from torch_py_backend.server import server_arguments
 from torch_py_backend.server.lifecycle import Event, EventKind
 
 # `cli.serve` is the command; other functions are in the module of the same name.
 serve = importlib.import_module("torch_py_backend.cli.serve")
-
-
-@pytest.mark.parametrize(
-    ("folder", "text"),
-    [
-        ("models/net", "models/net is a model; expected the repository that holds it: "),
-        ("empty", "empty holds no models; expected folders with a config.pbtxt."),
-    ],
-)
-def test_a_folder_that_is_no_repository(folder: str, text: str, tmp_path: Path) -> None:
-    """A folder without models is refused before a server starts."""
-    (tmp_path / "models" / "net" / "1").mkdir(parents=True)
-    (tmp_path / "empty").mkdir()
-    refuse(text, "serve", folder, cwd=tmp_path)
-
-
-@pytest.mark.parametrize(
-    "argument", ["--http-port=80", "--grpc-port=80", "--allow-http=false", "--allow-grpc=0"]
-)
-def test_services_that_serve_itself_uses(argument: str, tmp_path: Path) -> None:
-    """They cannot be moved or disabled behind its back: it would wait for them forever."""
-    option = argument.partition("=")[0]
-    text = f"{option} was given after --, and `serve` itself uses this service"
-    refuse(text, "serve", "models", "--", argument, cwd=tmp_path)
-
-
-def test_reload_needs_the_model_control(tmp_path: Path) -> None:
-    """Where Triton itself decides what is loaded, --reload is refused."""
-    text = "--reload was given, and Triton's model control mode is poll"
-    arguments = ("models", "--reload", "--", "--model-control-mode=poll")
-    refuse(text, "serve", *arguments, cwd=tmp_path)
 
 
 @pytest.mark.parametrize(

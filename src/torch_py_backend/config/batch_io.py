@@ -54,11 +54,7 @@ class BatchOutput:
 
 
 def parse_inputs(document: Document) -> tuple[BatchInput, ...]:
-    """Return the batch inputs of a config, one for each target.
-
-    Raises:
-        ConfigError: `batch_input` has unknown values, or does not fit the config's inputs.
-    """
+    """Return the batch inputs of a config, one for each target; raise ConfigError for others."""
     kinds = [kind.value for kind in BatchInputKind]
     names = {entry["name"] for entry in document.get("input", ())}
     parsed = []
@@ -79,12 +75,7 @@ def parse_inputs(document: Document) -> tuple[BatchInput, ...]:
 
 
 def parse_outputs(document: Document) -> tuple[BatchOutput, ...]:
-    """Return the batch outputs of a config, one for each target.
-
-    Raises:
-        ConfigError: `batch_output` has unknown values, or does not fit the config's inputs or
-            outputs.
-    """
+    """Return the batch outputs of a config, one for each target; raise ConfigError for others."""
     dims = {entry["name"]: pbtxt.model_dims(entry) for entry in document.get("output", ())}
     source_dims = {entry["name"]: pbtxt.model_dims(entry) for entry in document.get("input", ())}
     parsed: dict[str, BatchOutput] = {}

@@ -104,11 +104,7 @@ def _settings(config: ModelConfig) -> dict[str, bool]:
 
 
 def check(config: ModelConfig, *, complete: bool = True) -> None:
-    """Raise for the first pair of settings that a config has.
-
-    Raises:
-        ConfigError: two settings conflict.
-    """
+    """Raise ConfigError for the first pair of settings that a config has."""
     settings = _settings(config)
     for first, second, cure in (*_BEFORE_COMPLETION, *_PAIRS) if complete else _BEFORE_COMPLETION:
         if settings.get(first) and settings.get(second):
@@ -134,11 +130,7 @@ def refuse(applies: bool, found: str, expected: str) -> None:  # noqa: FBT001
 
 
 def check_for_triton(document: Document) -> None:
-    """Raise for sizes that Triton refuses, before or after it completes the config.
-
-    Raises:
-        ConfigError: the server would not load the model.
-    """
+    """Raise ConfigError for sizes that Triton refuses, before or after it completes the config."""
     rows = document["max_batch_size"]
     refuse(rows < 0, f"max_batch_size is {rows}", "the largest number of rows, or 0")
     for role in ("input", "output"):

@@ -49,11 +49,7 @@ _BY_TRITON = {dtype.triton: dtype for dtype in TABLE}
 
 
 def from_torch(dtype: object) -> DType:
-    """Return the type for a torch.dtype.
-
-    Raises:
-        KeyError: Triton has no such type.
-    """
+    """Return the type for a torch.dtype; raise KeyError if Triton has none."""
     return _BY_TORCH[str(dtype).removeprefix("torch.")]
 
 
@@ -69,11 +65,7 @@ def from_triton(name: str) -> DType:
 
 
 def parse(subject: str, name: str) -> DType:
-    """Return the type that `subject` has in config.pbtxt.
-
-    Raises:
-        ConfigError: there is no such type.
-    """
+    """Return the type that `subject` has in config.pbtxt; raise ConfigError if there is none."""
     dtype = from_config(name)
     if dtype is None:
         names = ", ".join(_BY_CONFIG)

@@ -27,12 +27,7 @@ def environment_path(document: Document) -> str:
 
 
 def check_running_python(environment: str) -> None:
-    """Check the Python of this stub, and the environment in the model's config.
-
-    Raises:
-        PlatformError: the environment is for another version of Python than this process, or
-            packages are not installed.
-    """
+    """Raise PlatformError if packages are missing, or the environment is for another Python."""
     # Every bin/activate, also conda's, puts its folder first.
     folder = Path(os.environ.get("PATH", "").partition(os.pathsep)[0]).parent
     libraries = folder.glob("lib*/python3.*") if environment else ()
@@ -55,11 +50,7 @@ def check_running_python(environment: str) -> None:
 
 
 def check_path(folder: str) -> None:
-    """Check that this process can open a model's folder.
-
-    Raises:
-        PlatformError: the path has characters beyond ASCII, and Python encodes paths as ASCII.
-    """
+    """Raise PlatformError if this Python, which may encode paths as ASCII, cannot open a folder."""
     try:
         os.fsencode(folder)
     except UnicodeEncodeError:

@@ -168,11 +168,7 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
 
 
 def listed_inputs(args: Mapping[str, str]) -> tuple[TensorSpec, ...]:
-    """Return the inputs that a config lists; empty if one of them lacks its type or dims.
-
-    Raises:
-        ConfigError: an input has an unknown type.
-    """
+    """Return the inputs that a config lists; empty if one of them lacks its type or dims."""
     entries = json.loads(args["model_config"]).get("input", [])
     if not all(map(pbtxt.is_complete, entries)):
         return ()
@@ -201,11 +197,7 @@ def _spec(role: str, entry: Document) -> TensorSpec:
 
 
 def _state_outputs(states: Iterable[State], listed: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
-    """Yield the outputs for states that the config does not list as outputs.
-
-    Raises:
-        ConfigError: a listed output differs from the state of the same name.
-    """
+    """Yield the outputs for states that the config does not list as outputs."""
     listed_by_name = {spec.name: spec for spec in listed}
     for state in states:
         spec = TensorSpec(state.output, state.dtype, state.dims, origin=Origin.STATE)

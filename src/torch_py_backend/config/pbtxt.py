@@ -94,11 +94,7 @@ def is_complete(entry: Document) -> bool:
 
 
 def text(folder: Path) -> str:
-    """Return the text of config.pbtxt; empty if the file does not exist.
-
-    Raises:
-        ConfigError: it cannot be read.
-    """
+    """Return the text of config.pbtxt; empty if the file does not exist."""
     path = folder / "config.pbtxt"
     if not path.is_file():
         return ""
@@ -112,9 +108,6 @@ def leaves_out_batch_size(folder: Path) -> bool:
     """Return whether config.pbtxt has no max_batch_size above 0, as before auto-completion.
 
     The file is not parsed: Triton's protobuf is not installed where a model is served.
-
-    Raises:
-        ConfigError: it cannot be read.
     """
     content = text(folder)
     return bool(content) and not _BATCH_SIZE.search(content)
