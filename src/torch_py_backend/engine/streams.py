@@ -96,6 +96,7 @@ class Streams:
         self._engine = engine
         self._around_call = around_call
         self._waiting: list[_Waiting] = []
+        self._call_step: Any = engine.loaded.step
         self._stages = engine.stages
         begins = self._stages._replace(
             extract=lambda result, _: result,
@@ -330,19 +331,16 @@ class Streams:
         return self._step(batch)
 
     def _step(self, batch: Sequence[_Waiting]) -> Sequence[_StepResult]:
+        self.stepped = (self.stepped or 0) + len(batch)
         with self._calling():
             # Context variables, such as a trace's context, are those of the first stream.
-            return batch[0].context.run(self._call_step, batch)
-
-    def _call_step(self, batch: Sequence[_Waiting]) -> Sequence[_StepResult]:
-        step = self._engine.loaded.step
-        assert step is not None  # noqa: S101  only modules with step() have states
-        self.stepped = (self.stepped or 0) + len(batch)
-        returned = self._timed(partial(step, [stream.state for stream in batch]))
-        return [
-            (state, None if outputs is None else stream.extract(outputs))
-            for stream, (state, outputs) in zip(batch, _pairs(returned, len(batch)), strict=True)
-        ]
+            step = partial(batch[0].context.run, self._call_step)
+            returned = self._timed(partial(step, [stream.state for stream in batch]))
+            pairs = zip(batch, _pairs(returned, len(batch)), strict=True)
+            return [
+                (state, None if outputs is None else stream.extract(outputs))
+                for stream, (state, outputs) in pairs
+            ]
 
 
 def _pairs(returned: object, count: int) -> Sequence[tuple[object, object]]:
