@@ -1,5 +1,4 @@
 import json
-import logging
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -141,17 +140,6 @@ def test_copies_on_a_gpu(tmp_path: Path) -> None:
     """Weights on a GPU are copies by default; no file can be the reason."""
     sharing = report(tmp_path, _compressed, kind="GPU")
     assert sharing.obstacle == "each instance has a copy on its device"
-
-
-def test_large_copies_are_logged(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only large copies are logged, in one line with the reason."""
-    caplog.set_level(logging.INFO)
-    for least, lines in ((1 << 30, 0), (1, 1)):
-        monkeypatch.setattr(sharing, "_MIN_LOGGED_BYTES", least)
-        report(tmp_path, _compressed)
-        assert len([text for text in caplog.messages if "compressed" in text]) == lines
 
 
 # torch 2.13 no longer likes them; files that hold some are there all the same.

@@ -113,15 +113,14 @@ class TritonPythonModel:
         threads.set_environment(share)
         # Import torch only now: it reads its environment variables when it is imported.
         from torch_py_backend.adapter import calling, messages, metrics, streaming
-        from torch_py_backend.engine import load, profiling, runtime, streams, tracing, warmup
+        from torch_py_backend.engine import load, profiling, runtime, tracing, warmup
 
         _check_numpy()
         self._settings = settings
         self._build(share)
         if settings.options.warmup is not False:
             with runtime.mode(settings.options):
-                call = streams.trial(self._engine) if settings.decoupled else None
-                changed = warmup.run(self._engine, call, serving=True)
+                changed = warmup.run(self._engine, serving=True)
             if changed:
                 warmup.warn_of_changes(settings, changed)
                 self._rebuild(share)

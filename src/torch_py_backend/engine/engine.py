@@ -56,7 +56,6 @@ class Engine:
         self.config = config
         self.artifact = artifact
         self.loaded = loaded
-        self.kind = loaded.kind
         self.hooks = hooks
         self.device, self.guard = device_runtime.device, device_runtime.guard
         self.sharing = sharing.report(config, loaded)
@@ -121,7 +120,7 @@ class Engine:
         Raises:
             ConfigError: the weights cannot be shared.
         """
-        if self.kind is ArtifactType.AOTI:
+        if self.loaded.kind is ArtifactType.AOTI:
             raise gpu_sharing.not_shared_error("the AOTInductor package contains them")
         shared.share(self.loaded.owner)
         self._shared = shared

@@ -55,7 +55,7 @@ def report(engine: Engine) -> dict[str, object]:
     """Return what an engine loaded, how it shares its weights, and the options in effect."""
     options = engine.config.options
     return {
-        "artifact": f"{engine.loaded.artifact.path.name}: {engine.kind.value}",
+        "artifact": f"{engine.loaded.artifact.path.name}: {engine.loaded.kind.value}",
         "weights": str(engine.sharing),
         "options": {
             row.key: value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -17,10 +16,6 @@ from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.loading.mapped_files import Mapped
 
-log = logging.getLogger(__name__)
-
-# Copies of fewer bytes are not logged.
-_MIN_LOGGED_BYTES = 1 << 20
 # Seconds between two looks at mapped files.
 _PERIOD_S = 1.0
 
@@ -61,12 +56,6 @@ def report(config: ModelConfig, loaded: Loaded) -> Sharing:
             f"ENABLE_WEIGHT_SHARING is true, and only {sharing}",
             cure="Remove what stands in the way, or remove ENABLE_WEIGHT_SHARING.",
         )
-    if (
-        sharing.obstacle
-        and weights.total - weights.shared >= _MIN_LOGGED_BYTES
-        and config.kind == "CPU"
-    ):
-        log.info("weights: %s.", sharing)
     return sharing
 
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from torch_py_backend.config.model_config import ModelConfig, Origin
-from torch_py_backend.engine import compilation, gpu_sharing, model_state, row_check
+from torch_py_backend.engine import compilation, gpu_sharing, model_state, row_check, streams
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -50,11 +50,7 @@ _Call: TypeAlias = "Callable[[Sequence[Item]], Sequence[Outcome]]"
 
 
 def run(
-    engine: Engine,
-    call: _Call | None = None,
-    *,
-    serving: bool = False,
-    row_counts: Sequence[int | None] = (),
+    engine: Engine, *, serving: bool = False, row_counts: Sequence[int | None] = ()
 ) -> list[str]:
     """Call the engine with a sample of every kind of batch.
 
@@ -62,7 +58,6 @@ def run(
 
     Args:
         engine: the model.
-        call: returns the outcomes of items; None: `engine.run` does.
         serving: whether the model is served next. Then a made-up sample that fails is a warning,
             where `_may_fail` allows it.
         row_counts: the only row counts that are going to be called; empty: any.
@@ -71,7 +66,7 @@ def run(
         LoadError: forward() failed, its result contradicts the config, or the rows of a batch,
             which auto-completion has chosen, depend on each other.
     """
-    call = call or engine.run
+    call = streams.trial(engine) if engine.config.decoupled else engine.run
     compiles = "; torch.compile may take minutes" if engine.compiles else ""
     log.info("the warm-up begins%s.", compiles)
     first: LoadError | None = None
@@ -94,10 +89,7 @@ def run(
                 counts = [count for count in _few_row_counts(engine) if count and count > 1]
                 row_check.check(engine.config, call, _example(engine), min(counts, default=0))
         except CallError as error:
-            log.warning(
-                "the warm-up is skipped: the model calls another model. %s",
-                error,
-            )
+            log.warning("the warm-up is skipped: the model calls another model. %s", error)
         changed = state.put_back()
     if first is not None:
         consequence = "the first requests may take longer."

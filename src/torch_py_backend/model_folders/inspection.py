@@ -16,7 +16,7 @@ import torch
 
 from torch_py_backend.config import model_config, threads
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.engine import load, runtime, streams, warmup
+from torch_py_backend.engine import load, runtime, warmup
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, LoadError, OutputError
 from torch_py_backend.loading import example_inputs
@@ -121,9 +121,8 @@ def load_warm(settings: ModelConfig, row_counts: Sequence[int] = ()) -> Engine:
     engine = load.build(settings, threads.budget(settings))
     if settings.options.warmup is not False:
         with runtime.mode(settings.options):
-            call = streams.trial(engine) if settings.decoupled else None
             rows = row_counts if settings.max_batch_size else ()
-            warmup.run(engine, call, row_counts=rows)
+            warmup.run(engine, row_counts=rows)
     return engine
 
 
