@@ -1,6 +1,5 @@
 """Binding of input names to the leaves of forward()'s call tree."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,12 +22,61 @@ def function(parameters: str) -> Callable[..., Any]:
     return forward
 
 
-def bound(parameters: str, names: str) -> InputBinding:
-    """Bind comma-separated names; those that end with `?` are left out of the batch."""
+class Difference(nn.Module):
+    def forward(self, INPUT0: Tensor, INPUT1: Tensor) -> Tensor:
+        return INPUT0 - INPUT1
+
+
+class Numbered(nn.Module):
+    def forward(self, a__1: Tensor, b: Tensor) -> Tensor:
+        return a__1 - b
+
+
+class OfDict(nn.Module):
+    def forward(self, tensors: dict[str, Tensor]) -> Tensor:
+        return tensors["x"]
+
+
+def scripted(module: nn.Module) -> Signature:
+    compiled: Any = torch.jit.script(module)
+    return introspection.from_schema(compiled.forward.schema)
+
+
+def tree(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    names: Sequence[str] = (),
+    constants: Mapping[int, Any] | None = None,
+) -> Signature:
+    """Return the signature of a program that was exported with such a tree."""
+    spec = pytree.tree_structure((args, dict(kwargs or {})))
+    return introspection.from_tree(spec, dict(constants or {}), names)
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+SCRIPT = scripted(Difference())
+TREE = tree((0, {"z": 0, "a": [0, 0]}), {"scale": 0}, ["x", "extra"])
+TWO = tree((0, 0), names=["x", "y"])
+
+
+def bound(signature: str | Signature, names: str) -> InputBinding:
+    """Bind comma-separated names; `?` ends those that are left out, `!` those of sequences."""
+    if isinstance(signature, str):
+        signature = introspection.from_function(function(signature))
     listed = names.split(", ")
-    left_out = [name.rstrip("?") for name in listed if name.endswith("?")]
-    signature = introspection.from_function(function(parameters))
-    return binding.bind_inputs([name.rstrip("?") for name in listed], signature, left_out)
+    left_out, sequence_inputs = (
+        [name.rstrip(mark) for name in listed if name.endswith(mark)] for mark in "?!"
+    )
+    return binding.bind_inputs(
+        [name.rstrip("?!") for name in listed],
+        signature,
+        left_out,
+        sequence_inputs=sequence_inputs,
+    )
 
 
 def called(parameters: str, names: str) -> str:
@@ -93,7 +141,7 @@ def test_each_argument_gets_its_tensor(parameters: str, names: str, arguments: s
 
 
 @pytest.mark.parametrize(
-    ("parameters", "names", "message"),
+    ("signature", "names", "message"),
     [
         ("x, **xs", "b", "no input feeds forward()'s argument x"),
         # unknown names
@@ -121,12 +169,25 @@ def test_each_argument_gets_its_tensor(parameters: str, names: str, arguments: s
         ("x, y=None, *xs", "i__0, i__1?, i__2", "* of forward(x, y=None, *xs) leave a gap"),
         ("x, y=None, z=None, /", "x, z", "leave a gap"),
         ("x, t: tuple = ()", "x, ARGS[1][0], ARGS[1][1]?", "ARGS[1][1] are left out of it"),
+        # TorchScript
+        (SCRIPT, "i__0, i__2", "has no i__2; expected names among INPUT0"),
+        (SCRIPT, "a__0, b__0", "a__0, b__0 feed the same argument"),
+        (SCRIPT, "a, b, c", ") cannot take 3 inputs"),
+        (SCRIPT, "ARGS[0], mask", "has no mask"),
+        # a program, each of whose tensors needs one input
+        (TWO, "x", "x do not feed each tensor of forward(x, y) once; expected 2 inputs with names"),
+        (TWO, "x, mask", "names among ARGS[0], ARGS[1], INPUT__0, INPUT__1."),
+        (tree((0,)), "a, b", "expected 1 input with names"),
+        (TWO, "a__0, b__0", "a__0, b__0"),
+        (tree((0, 0), constants={1: 3}), "arg0, ARGS[1]", "names among ARGS[0], INPUT__0."),
+        (TREE, "x, a, z, scale, i__3", "forward(x, extra, *, scale)"),
+        (TWO, "x, y?", "input y is optional, and forward(x, y) has no defaults. Remove `optional`"),
     ],
 )
-def test_invalid_inputs(parameters: str, names: str, message: str) -> None:
+def test_invalid_inputs(signature: str | Signature, names: str, message: str) -> None:
     """Unknown names, two inputs for one leaf, gaps and missing arguments fail the load."""
     with pytest.raises(BindingError) as raised:
-        bound(parameters, names)
+        bound(signature, names)
     assert isinstance(raised.value, LoadError)
     assert message in str(raised.value)
 
@@ -178,26 +239,6 @@ def test_types_and_places_of_columns() -> None:
 # --- TorchScript: the rule of Triton's LibTorch backend ----------------------------------------
 
 
-class Difference(nn.Module):
-    def forward(self, INPUT0: Tensor, INPUT1: Tensor) -> Tensor:
-        return INPUT0 - INPUT1
-
-
-class Numbered(nn.Module):
-    def forward(self, a__1: Tensor, b: Tensor) -> Tensor:
-        return a__1 - b
-
-
-class OfDict(nn.Module):
-    def forward(self, tensors: dict[str, Tensor]) -> Tensor:
-        return tensors["x"]
-
-
-def scripted(module: nn.Module) -> Signature:
-    compiled: Any = torch.jit.script(module)
-    return introspection.from_schema(compiled.forward.schema)
-
-
 @pytest.mark.parametrize(
     ("module", "names", "places", "rule"),
     [
@@ -223,28 +264,10 @@ def test_scripted_arguments_get_their_tensors_by_one_rule(
     """In TorchScript one rule binds all inputs of requests: names, numbers or order."""
     signature = scripted(module())
     listed = names.split(", ")
-    states = [name.rstrip("!") for name in listed if name.endswith("!")]
-    inputs = binding.bind_inputs(
-        [name.rstrip("!") for name in listed], signature, sequence_inputs=states
-    )
+    inputs = bound(signature, names)
     place = dict(zip(inputs.names, inputs.places, strict=True))
     assert ", ".join(place[name.rstrip("!")] for name in listed) == places
     assert binding.rule([name for name in listed if "!" not in name], signature) is rule
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["i__0", "i__2"], "has no i__2; expected names among INPUT0"),
-        (["a__0", "b__0"], "a__0, b__0 feed the same argument"),
-        (["a", "b", "c"], ") cannot take 3 inputs"),
-        (["ARGS[0]", "mask"], "has no mask"),
-    ],
-)
-def test_names_that_no_rule_binds(names: list[str], message: str) -> None:
-    """Names that do not fit the arguments of TorchScript fail the load."""
-    with pytest.raises(BindingError, match=re.escape(message)):
-        binding.bind_inputs(names, scripted(Difference()))
 
 
 @pytest.mark.parametrize(
@@ -264,26 +287,6 @@ def test_rule_of_python_functions(parameters: str, names: list[str], rule: Bindi
 
 
 # --- artifacts that contain their call tree ----------------------------------------------------
-
-
-def tree(
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any] | None = None,
-    names: Sequence[str] = (),
-    constants: Mapping[int, Any] | None = None,
-) -> Signature:
-    """Return the signature of a program that was exported with such a tree."""
-    spec = pytree.tree_structure((args, dict(kwargs or {})))
-    return introspection.from_tree(spec, dict(constants or {}), names)
-
-
-class Pair(NamedTuple):
-    a: Any
-    b: Any
-
-
-TREE = tree((0, {"z": 0, "a": [0, 0]}), {"scale": 0}, ["x", "extra"])
-TWO = tree((0, 0), names=["x", "y"])
 
 
 @pytest.mark.parametrize(
@@ -313,33 +316,13 @@ TWO = tree((0, 0), names=["x", "y"])
 )
 def test_program_gets_its_own_tree(signature: Signature, names: str, arguments: str) -> None:
     """A program is called with its own tree and order of keys, for any order of names."""
-    inputs = binding.bind_inputs(names.split(", "), signature)
+    inputs = bound(signature, names)
     called = inputs.call(
         lambda *args, **kwargs: f"({', '.join(map(str, args))}) {kwargs}", inputs.names
     )
     assert str(called).replace("'", "") == arguments
     assert set(inputs.types) == {ArgumentType.TENSOR}
     assert inputs.places == signature.leaves
-
-
-@pytest.mark.parametrize(
-    ("signature", "names", "message"),
-    [
-        (TWO, "x", "x do not feed each tensor of forward(x, y) once; expected 2 inputs with names"),
-        (TWO, "x, mask", "names among ARGS[0], ARGS[1], INPUT__0, INPUT__1."),
-        (tree((0,)), "a, b", "expected 1 input with names"),
-        (TWO, "a__0, b__0", "a__0, b__0"),
-        (tree((0, 0), constants={1: 3}), "arg0, ARGS[1]", "names among ARGS[0], INPUT__0."),
-        (TREE, "x, a, z, scale, i__3", "forward(x, extra, *, scale)"),
-        (TWO, "x, y?", "input y is optional, and forward(x, y) has no defaults. Remove `optional`"),
-    ],
-)
-def test_program_without_all_inputs(signature: Signature, names: str, message: str) -> None:
-    """Each tensor of a program needs one input; the error lists the valid names."""
-    listed = [name.rstrip("?") for name in names.split(", ")]
-    with pytest.raises(BindingError) as raised:
-        binding.bind_inputs(listed, signature, ["y"] if "?" in names else ())
-    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,8 @@ def bind_outputs(
     in_order = [leaf.path for leaf in bound] == [f"RESULT[{index}]" for index in range(count)]
     if isinstance(result, tuple | list) and len(result) == count and in_order:
         return partial(_whole, count)
-    return lambda result: [leaf.get(result) for leaf in bound]
+    getters = [leaf.get for leaf in bound]
+    return lambda result: [get(result) for get in getters]
 
 
 def _whole(count: int, result: object) -> Sequence[object]:
