@@ -49,7 +49,7 @@ def measure(
     ratios = figures[0, 1] / figures[0, 0]
     gains = np.median(ratios, axis=-1, keepdims=True)
     return {
-        "kind": candidate.kind.name,
+        "kind": candidate.loaded.kind.name,
         "latency_ms": 1e3 * seconds[0],
         "latency_gain": gains.item(0),
         "throughput": rows / seconds[1],
