@@ -323,17 +323,6 @@ def test_one_value_per_row(tmp_path: Path) -> None:
     assert described["output"] == [{"name": "OUTPUT__0", **entry}]
 
 
-def test_inference_mode(tmp_path: Path) -> None:
-    """Without inference mode, a model can compute gradients, as when it is served."""
-    body = "torch.autograd.grad((y := x.clone().requires_grad_()).square().sum(), y)[0]"
-    source = _FUNCTION.format(body=body, examples="{'x': torch.rand(2, 4)}")
-    build.write(tmp_path, "model.py", source.replace("def f", "@torch.enable_grad()\ndef f"))
-    with pytest.raises(ForwardError):
-        _describe(tmp_path)
-    described = _describe(tmp_path, **_option("INFERENCE_MODE", "false"))
-    assert described == (_ONE, "OUTPUT__0 FP32 [4]", 8)
-
-
 def test_file_of_examples(tmp_path: Path) -> None:
     """A file of examples comes before a function in model.py."""
     build.write(tmp_path, "model.py", _FUNCTION.format(body="x[:, :3]", examples="1 / 0"))
@@ -353,6 +342,8 @@ def test_file_of_examples(tmp_path: Path) -> None:
         ("{'y': torch.rand(2, 4), 'z': torch.rand(2)}", "forward(x) cannot take 2 inputs"),
         ("{'x': torch.rand(2, 5)}", "forward() raised"),
         ("{'x': torch.rand(2, 4).cfloat()}", "tensor 'x' is complex64"),
+        ("3", "example_inputs() in model.py returns an int; expected a dict"),
+        ("1 / 0", "example_inputs() in model.py fails at line 11: ZeroDivisionError"),
         (None, "example_inputs.safetensors"),
     ],
 )

@@ -97,24 +97,6 @@ def test_model_file(
     assert artifact == Artifact(kind, version / model, version / beside if beside else None)
 
 
-def test_a_model_file_is_not_read_as_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Gigabytes of weights are not read to find its type, nor searched for hooks."""
-    path = tmp_path / "1" / "model.pt"
-    path.parent.mkdir()
-    script(path)
-    read: list[str] = []
-
-    def read_bytes(path: Path) -> bytes:
-        read.append(path.name)
-        raise FileNotFoundError
-
-    monkeypatch.setattr(Path, "read_bytes", read_bytes)
-    assert discovery.find(build.config(tmp_path)).kind is ArtifactType.TORCHSCRIPT
-    assert "model.pt" not in read
-
-
 @pytest.mark.parametrize(
     ("files", "name", "message"),
     [

@@ -132,22 +132,6 @@ def test_content(name: str, tmp_path: Path) -> None:
     assert file_types.file_type(tmp_path / "model.pt") is content
 
 
-@pytest.mark.parametrize(
-    ("write", "obstacle"),
-    [
-        (save(_STATE), ""),
-        (save(_STATE, **_LEGACY), "model.pt is not a zip archive: torch older than 1.6 wrote it"),
-        (repacked, "the entries of model.pt are compressed"),
-        (truncated(save(_STATE), 0.9), "model.pt cannot be read"),
-        (lambda path: path.mkdir(), "model.pt cannot be read"),
-    ],
-)
-def test_files_that_cannot_be_mapped(write: _Write, obstacle: str, tmp_path: Path) -> None:
-    """Weights are mapped if they are uncompressed members of a zip archive."""
-    write(tmp_path / "model.pt")
-    assert file_types.mmap_obstacle(tmp_path / "model.pt") == obstacle
-
-
 _PACKAGE = "data/aotinductor/model/abc_metadata.json"
 
 

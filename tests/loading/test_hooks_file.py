@@ -187,26 +187,16 @@ def test_client_errors(error: BaseException, refused: bool) -> None:
         assert isinstance(raised.value, ForwardError) == (raised.value.__cause__ is error)
 
 
-_REFUSES = """\
-class Hooks:
-    def preprocess(self, x):
-        if x.sum() > 9:
-            raise ValueError("too much")
-        return int("no number")
-"""
-
-
 def test_refusals_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A refusal may be a mistake in preprocess(): the log has the first one of each line."""
-    hooks = load(tmp_path, _REFUSES)
+    """A refusal may be a mistake in preprocess(): the log has the first one, with its line."""
+    hooks = load(tmp_path, "class Hooks:\n    def preprocess(self, x):\n        return int(x)\n")
     assert hooks.preprocess is not None
-    for value in (1.0, 10.0, 1.0, 10.0):
+    for value in ("one", "two"):
         with pytest.raises(InputError):
-            hooks.preprocess(torch.tensor(value))
-    refusals = [record.getMessage().partition(". ")[0] for record in caplog.records]
-    begins = "preprocess() in hooks.py refuses an input at line"
-    number = "ValueError: invalid literal for int() with base 10: 'no number'"
-    assert refusals == [f"{begins} 5: {number}", f"{begins} 4: ValueError: too much"]
+            hooks.preprocess(value)
+    (refusal,) = caplog.messages
+    number = "ValueError: invalid literal for int() with base 10: 'one'"
+    assert refusal.startswith(f"preprocess() in hooks.py refuses an input at line 3: {number}")
 
 
 # --- beside a model.py -----------------------------------------------------------------------

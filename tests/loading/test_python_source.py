@@ -331,25 +331,3 @@ def test_factory_that_fails(name: str, message: str, package: str, tmp_path: Pat
     assert "MODEL_FACTORY " in str(raised.value)
     assert message in str(raised.value)
     assert "/srv/secret" not in str(raised.value)
-
-
-# --- example_inputs --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("return None", "example_inputs() in other.py returns a NoneType; expected a dict of ten"),
-        ("raise SystemExit(3)", "example_inputs() in other.py fails at line 2: SystemExit: 3"),
-    ],
-)
-def test_example_inputs(body: str, message: str, tmp_path: Path) -> None:
-    """The result of the function in model.py is returned; its error has its line."""
-    path = build.write(tmp_path, "model.py", NET + "def example_inputs():\n    return {'x': 3}\n")
-    assert python_source.example_inputs(path) == {"x": 3}
-    path = build.write(tmp_path, "plain.py", NET)
-    assert python_source.example_inputs(path) is None
-    path = build.write(tmp_path, "other.py", f"def example_inputs():\n    {body}\n")
-    with pytest.raises(ArtifactError) as raised:
-        python_source.example_inputs(path)
-    assert message in str(raised.value)

@@ -308,13 +308,6 @@ def test_entry_point(
     assert (loaded.step is not None) is steps
 
 
-def test_streams_in_a_model_that_is_not_decoupled(tmp_path: Path) -> None:
-    """A streaming model that is not decoupled is refused with what to write."""
-    for which in ("generator", "asynchronous", "steps"):
-        with pytest.raises(ConfigError, match=r"is not decoupled.*decoupled: true"):
-            _streaming(tmp_path / which, which)
-
-
 # --- options for modules only ----------------------------------------------------------------
 
 
@@ -341,18 +334,3 @@ def test_module_object(tmp_path: Path) -> None:
     (weight, _), (other, _) = first.weights, second.weights
     assert torch.equal(weight, other)
     assert weight is not other
-
-
-_UNCOPYABLE = {
-    "weight_norm": "net = nn.utils.weight_norm(nn.Linear(2, 3))\n",
-    "lock": "net = nn.Linear(2, 3)\nnet.lock = threading.Lock()\n",
-}
-
-
-@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
-@pytest.mark.parametrize("code", _UNCOPYABLE.values(), ids=_UNCOPYABLE)
-def test_module_object_that_cannot_be_copied(code: str, tmp_path: Path) -> None:
-    """It is served itself."""
-    build.write(tmp_path, "model.py", f"import threading\n\nfrom torch import nn\n\n{code}")
-    module: Any = load(tmp_path, model_class="net", weights="none").module
-    assert module(X).shape == (1, 3)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -36,12 +37,21 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     path = config.version_folder / f"{NAME}.safetensors"
     if path.is_file():
         return dict(weights.read_safetensors(path))
-    inputs = None
-    for source in (artifact.hooks, artifact.path if artifact.kind is ArtifactType.MODULE else None):
-        if inputs is None and source is not None:
-            inputs = python_source.example_inputs(source)
-    if inputs is None:
-        return None
+    of_model = artifact.path if artifact.kind is ArtifactType.MODULE else None
+    for source in filter(None, (artifact.hooks, of_model)):
+        function = getattr(python_source.import_source(source), NAME, None)
+        if function is not None:
+            return _from_function(source, function)
+    return None
+
+
+def _from_function(source: Path, function: Callable[[], object]) -> Item:
+    inputs: object = python_source.call(source, NAME, function)
+    if not isinstance(inputs, Mapping):
+        raise ArtifactError(
+            f"{NAME}() in {source.name} returns {a_type(inputs)}",
+            expected="a dict of tensors by input name",
+        )
     item: Item = {}
     for name, value in inputs.items():
         if isinstance(value, Tensor):

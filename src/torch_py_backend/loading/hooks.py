@@ -7,13 +7,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
+
+from torch import nn
 
 from torch_py_backend.config import conflicts, removed_names
 from torch_py_backend.config.model_config import ModelConfig
@@ -29,7 +32,6 @@ from torch_py_backend.errors import (
 )
 from torch_py_backend.loading import python_source
 from torch_py_backend.loading.discovery import Artifact
-from torch_py_backend.loading.python_source import HOOK_METHODS
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.signature.binding import bind_inputs
@@ -40,6 +42,9 @@ log = logging.getLogger(__name__)
 # What the methods of a user take and return: trees of anything.
 Tree: TypeAlias = Any
 
+# The methods that the class may have, in the order in which they run.
+HOOK_METHODS = ("preprocess", "preprocess_batch", "collate", "postprocess", "postprocess_batch")
+_EXPECTED = f"some of the methods {', '.join(HOOK_METHODS)}"
 # The name of the argument through which a hook receives the parameters of a request.
 ARGUMENT = "parameters"
 # The argument of the hooks that do not take the inputs by name.
@@ -68,7 +73,7 @@ class Hook:
     method: Callable[..., Tree]
     takes_parameters: bool
     file: Path = Path("hooks.py")
-    _logged: set[int | None] = field(default_factory=set)
+    _refused: bool = False
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the method.
@@ -88,21 +93,16 @@ class Hook:
             )
             if not (unreadable and self.name.startswith("preprocess")):
                 raise ForwardError(error, self.name) from error
-            self._log_refusal(error)
+            if not self._refused:  # the first may be a mistake in the method
+                self._refused = True
+                log.warning(
+                    "%s() in %s refuses an input at %s. The response has the code INVALID_ARG."
+                    " Further refusals are not logged.",
+                    self.name,
+                    self.file.name,
+                    python_source.error_location(error, self.file),
+                )
             raise InputError(f"{self.name}() refuses the input: {summarize(error)}") from None
-
-    def _log_refusal(self, error: BaseException) -> None:
-        """Log the first refusal of each line, which may be a mistake in the method."""
-        line = python_source.error_line(error, self.file)
-        if line not in self._logged:
-            self._logged.add(line)
-            log.warning(
-                "%s() in %s refuses an input at %s. The response has the code"
-                " INVALID_ARG. Further refusals by this line are not logged.",
-                self.name,
-                self.file.name,
-                python_source.error_location(error, self.file),
-            )
 
     def with_parameters(self, parameters: Parameters | Sequence[Parameters]) -> Callable[..., Tree]:
         """Bind the parameters of a request, or of each row, if the method takes them."""
@@ -165,18 +165,58 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
     path = artifact.hooks
     if path is None:
         return None
-    instance = python_source.construct_hooks(config, path)
+    place, instance = f"the class Hooks in {path.name}", _construct(config, path)
+    for name, advice in removed_names.HOOKS.items():
+        if hasattr(instance, name):
+            raise ArtifactError(f"{place} has {name}(), which was removed", cure=advice)
     methods = {name: getattr(instance, name, None) for name in HOOK_METHODS}
-    hooks = Hooks(
-        **{
-            name: _create_hook(path, name, method)
-            for name, method in methods.items()
-            if method is not None
-        }
-    )
-    _check_methods(f"the class Hooks in {path.name}", instance, hooks)
+    defined = {name: method for name, method in methods.items() if method is not None}
+    if not defined:
+        raise ArtifactError(f"{place} has no hooks", expected=_EXPECTED)
+    for first, second in _EXCLUSIVE:
+        if first in defined and second in defined:
+            raise ArtifactError(
+                f"{place} has {first}() and {second}()",
+                expected="one of them: they do the same",
+            )
+    hooks = Hooks(**{name: _create_hook(path, name, method) for name, method in defined.items()})
     _check_config(config, hooks)
     return hooks
+
+
+def refuse_in_model(path: Path) -> None:
+    """Raise ArtifactError if a model's source defines the class of hooks, which is for hooks.py."""
+    source = python_source.import_source(path)
+    hooks_class = getattr(source, "Hooks", None)
+    if getattr(hooks_class, "__module__", None) != source.__name__:
+        return
+    names = [name for name in HOOK_METHODS if hasattr(hooks_class, name)]
+    if names:
+        raise ArtifactError(
+            f"{path.name} defines the class Hooks with {names[0]}()",
+            cure=removed_names.HOOKS_FILE,
+        )
+
+
+def _construct(config: ModelConfig, path: Path) -> Any:
+    """Return an instance of the class `Hooks` of a file."""
+    hooks_class = getattr(python_source.import_source(path), "Hooks", None)
+    if not isinstance(hooks_class, type) or issubclass(hooks_class, nn.Module):
+        raise ArtifactError(
+            f"{path.name} does not define the class Hooks",
+            expected=f"a plain class of that name with {_EXPECTED}",
+            cure="Rename the file if it serves another purpose.",
+        )
+    keywords: dict[str, Path] = {}
+    with contextlib.suppress(TypeError, ValueError):  # some built-in classes have no signature
+        if "folder" in inspect.signature(hooks_class).parameters:
+            keywords["folder"] = config.version_folder
+    return python_source.call(
+        path,
+        "Hooks",
+        lambda: hooks_class(**keywords),
+        cure="Its arguments are none, or `folder`, which is the version's folder.",
+    )
 
 
 def _create_hook(path: Path, name: str, method: Any) -> Hook:
@@ -206,50 +246,42 @@ def _create_hook(path: Path, name: str, method: Any) -> Hook:
     return Hook(name, method, takes_parameters, path)
 
 
-def _check_methods(place: str, instance: object, hooks: Hooks) -> None:
-    """Raise ArtifactError for a removed method, two methods for one step, or no method."""
-    for name, advice in removed_names.HOOKS.items():
-        if hasattr(instance, name):
-            raise ArtifactError(f"{place} has {name}(), which was removed", cure=advice)
-    for first, second in _EXCLUSIVE:
-        if getattr(hooks, first) and getattr(hooks, second):
-            raise ArtifactError(
-                f"{place} has {first}() and {second}()",
-                expected="one of them: they do the same",
-            )
-    if not hooks.defined:
-        raise ArtifactError(
-            f"{place} has no hooks",
-            expected="some of the methods " + ", ".join(HOOK_METHODS),
-        )
-
-
 def _check_config(config: ModelConfig, hooks: Hooks) -> None:
     """Raise ConfigError if the config contradicts the hooks."""
-    excluded = {
-        "sequence_batching": config.sequencing is not None,
-        "batch_input or batch_output": config.concatenates,
-        "a decoupled policy": config.decoupled,
-    }
-    conflicting = [name for name, is_set in excluded.items() if is_set]
-    problem = cure = ""
-    if hooks.per_batch and not config.max_batch_size:
-        problem = f"Hooks has {', '.join(hooks.per_batch)}(), and max_batch_size is 0"
-        cure = "Set max_batch_size, or remove them: each request is then one item."
-    elif config.options.pad is not None:
-        problem = "PAD is set, and the model has hooks"
-        cure = "Pad in collate() or preprocess_batch(), and remove PAD."
-    elif conflicting:
-        problem = f"config.pbtxt has {conflicting[0]}, and the model has hooks"
-        cure = "Do in forward() what the hooks do, or remove hooks.py."
-    elif hooks.takes_parameters and any(spec.name == ARGUMENT for spec in config.inputs):
-        problem = f"an input is named {ARGUMENT}, like the argument for a request's parameters"
-        cure = "Rename the input."
-    elif hooks.takes_parameters and config.response_cache:
-        problem = "response_cache is enabled, and Hooks reads the parameters of requests"
-        cure = conflicts.CACHE_CURE
-    if problem:
-        raise ConfigError(problem, cure=cure)
+    reads = hooks.takes_parameters
+    forward = "Do in forward() what the hooks do, or remove hooks.py."
+    rules = (
+        (
+            hooks.per_batch and not config.max_batch_size,
+            f"Hooks has {', '.join(hooks.per_batch)}(), and max_batch_size is 0",
+            "Set max_batch_size, or remove them: each request is then one item.",
+        ),
+        (
+            config.options.pad is not None,
+            "PAD is set, and the model has hooks",
+            "Pad in collate() or preprocess_batch(), and remove PAD.",
+        ),
+        (config.sequencing, "config.pbtxt has sequence_batching, and the model has hooks", forward),
+        (
+            config.concatenates,
+            "config.pbtxt has batch_input or batch_output, and the model has hooks",
+            forward,
+        ),
+        (config.decoupled, "config.pbtxt has a decoupled policy, and the model has hooks", forward),
+        (
+            reads and any(spec.name == ARGUMENT for spec in config.inputs),
+            f"an input is named {ARGUMENT}, like the argument for a request's parameters",
+            "Rename the input.",
+        ),
+        (
+            reads and config.response_cache,
+            "response_cache is enabled, and Hooks reads the parameters of requests",
+            conflicts.CACHE_CURE,
+        ),
+    )
+    for holds, problem, cure in rules:
+        if holds:
+            raise ConfigError(problem, cure=cure)
 
 
 def row_signature(config: ModelConfig) -> Signature:

@@ -1,9 +1,10 @@
-"""The object that a model.py or a package defines: imported, selected, constructed."""
+"""Modules and functions of a model.py or an installed package, with their weights."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -18,18 +19,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
-from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, a_type, join_names, summarize
+from torch_py_backend.errors import ArtifactError, ConfigError, a_type, join_names, summarize
 from torch_py_backend.loading import weights
-from torch_py_backend.loading.discovery import Artifact
+from torch_py_backend.loading.discovery import Artifact, ArtifactType
+from torch_py_backend.loading.loaded import NO_FORWARD, Forward, Loaded
+from torch_py_backend.signature import introspection
 
 log = logging.getLogger(__name__)
-
-# The methods that the class of hooks may have, in the order in which they run.
-HOOK_METHODS = ("preprocess", "preprocess_batch", "collate", "postprocess", "postprocess_batch")
 
 _Result = TypeVar("_Result")
 
@@ -86,18 +86,12 @@ def error_location(error: BaseException, path: Path) -> str:
     """Return the line of the model's file that raised an exception, and its message."""
     if isinstance(error, SyntaxError) and error.filename == str(path) and error.lineno:
         return f"line {error.lineno}: SyntaxError: {error.msg}: {(error.text or '').strip()}"
-    line = error_line(error, path)
-    return f"line {line}: {summarize(error)}" if line else summarize(error)
-
-
-def error_line(error: BaseException, path: Path) -> int | None:
-    """Return the number of the line of a file that raised an exception; None: no line of it did."""
     frames = traceback.walk_tb(error.__traceback__)
     lines = [line for frame, line in frames if frame.f_code.co_filename == str(path)]
-    return lines[-1] if lines else None
+    return f"line {lines[-1]}: {summarize(error)}" if lines else summarize(error)
 
 
-def _call(path: Path, name: str, function: Callable[[], _Result], cure: str = "") -> _Result:
+def call(path: Path, name: str, function: Callable[[], _Result], cure: str = "") -> _Result:
     """Call a function of a model's file; raise ArtifactError with the line of its error.
 
     `cure` says what to do about wrong arguments.
@@ -111,7 +105,95 @@ def _call(path: Path, name: str, function: Callable[[], _Result], cure: str = ""
         ) from error
 
 
-# --- the model -------------------------------------------------------------------------------
+# --- the loaded model -------------------------------------------------------------------------
+
+
+def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
+    """Load what a model.py defines, or what MODEL_FACTORY of a package returns.
+
+    A module is filled with the weights of its version folder and moved to its device.
+
+    Raises:
+        ArtifactError: it cannot be loaded.
+        ConfigError: an option does not apply to it.
+    """
+    pretrained = False
+    if artifact.kind is ArtifactType.FACTORY:
+        served, pretrained = construct_from_package(config, artifact)
+    else:
+        served = construct(config, artifact)
+    if not callable(served):
+        raise ArtifactError(
+            f"what {artifact.path.name} builds is {a_type(served)}",
+            expected="a torch.nn.Module or a function",
+        )
+    owner = served if isinstance(served, nn.Module) else None
+    if owner is None and artifact.weights is not None:
+        raise ArtifactError(
+            f"{artifact.weights.name} is beside a function, which has no weights",
+            cure='Remove the file, or set the parameter WEIGHTS to "none".',
+        )
+    if owner is not None:
+        if not pretrained and not artifact.weightless:
+            weights.load_into(config, artifact, owner)
+        owner.eval()
+        for parameter in owner.parameters():  # TorchScript does not support requires_grad_()
+            parameter.requires_grad = False
+        if device is not None:
+            owner.to(device)
+    called, step, name = _entry_point(config, served)
+    described = owner.forward if called is owner and owner is not None else called
+    try:
+        signature = dataclasses.replace(introspection.from_function(described), name=name)
+    except (TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"the arguments of what is served cannot be determined: {error}"
+        ) from error
+    _refuse_streams(config, served, described)
+    return Loaded(artifact, called, signature, owner, step=step)
+
+
+def _entry_point(
+    config: ModelConfig, served: Any
+) -> tuple[Forward, Callable[[list[Any]], Any] | None, str]:
+    """Return the callable for inputs, the `step` of a streaming model, and the callable's name."""
+    method = config.options.method
+    if method is not None:
+        called: Forward | None = getattr(served, method, None)
+        if called is None:
+            raise ArtifactError(
+                f"METHOD is '{method}', which {type(served).__name__} does not have",
+                expected="the name of a method",
+            )
+        return called, None, method
+    if config.decoupled and _has_steps(served):
+        return served.begin, served.step, "begin"
+    # A callable object that is not a function has no name.
+    return served, None, getattr(served, "__name__", "forward")
+
+
+def _has_steps(served: object) -> bool:
+    return all(callable(getattr(served, name, None)) for name in ("begin", "step"))
+
+
+def _refuse_streams(config: ModelConfig, served: object, described: Forward) -> None:
+    """Raise ConfigError for a streaming model whose config is not decoupled."""
+    if config.decoupled:
+        return
+    if introspection.is_generator(described):
+        problem = f"{getattr(described, '__name__', 'forward')}() yields its results one by one"
+    elif _has_steps(served) and getattr(described, "__func__", None) is NO_FORWARD:
+        problem = "begin() and step() make streams, and there is no forward()"
+    else:
+        return
+    raise ConfigError(
+        f"{problem}, and the model is not decoupled",
+        cure="Write model_transaction_policy { decoupled: true } into config.pbtxt; or let"
+        " forward() return all results at once.",
+    )
+
+
+# --- the object that is served ----------------------------------------------------------------
 
 
 def construct(config: ModelConfig, artifact: Artifact) -> object:
@@ -123,7 +205,6 @@ def construct(config: ModelConfig, artifact: Artifact) -> object:
         ArtifactError: the file defines no model, or several, or it fails.
     """
     path, options = artifact.path, config.options
-    refuse_hooks(path)
     target = _select(config, path, import_source(path))
     keywords = options.model_kwargs or {}
     if not isinstance(target, type) and options.model_factory is None:
@@ -141,7 +222,7 @@ def construct(config: ModelConfig, artifact: Artifact) -> object:
                 return copy.deepcopy(target)
         return target
     name = options.model_factory or target.__name__
-    return _call(path, name, lambda: _build(config, artifact, target, keywords), cure=_KEYWORDS)
+    return call(path, name, lambda: _build(config, artifact, target, keywords), cure=_KEYWORDS)
 
 
 def construct_from_package(config: ModelConfig, artifact: Artifact) -> tuple[object, bool]:
@@ -255,64 +336,3 @@ def _defined(source: ModuleType, matches: Callable[[object], bool]) -> dict[str,
 
 def _is_module_class(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, nn.Module)
-
-
-# --- beside the model ------------------------------------------------------------------------
-
-
-def example_inputs(path: Path) -> Mapping[str, object] | None:
-    """Return what `example_inputs()` of a model's source returns; None: it has none.
-
-    Raises:
-        ArtifactError: the function fails, or does not return a dict.
-    """
-    function = getattr(import_source(path), "example_inputs", None)
-    if function is None:
-        return None
-    inputs: object = _call(path, "example_inputs", function)
-    if not isinstance(inputs, Mapping):
-        raise ArtifactError(
-            f"example_inputs() in {path.name} returns {a_type(inputs)}",
-            expected="a dict of tensors by input name",
-        )
-    return inputs
-
-
-def refuse_hooks(path: Path) -> None:
-    """Raise ArtifactError if a model's source defines the class of hooks, which is for hooks.py."""
-    source = import_source(path)
-    hooks_class = _defined(source, lambda value: isinstance(value, type)).get("Hooks")
-    if hooks_class is None or _is_module_class(hooks_class):
-        return
-    names = [name for name in HOOK_METHODS if hasattr(hooks_class, name)]
-    if names:
-        raise ArtifactError(
-            f"{path.name} defines the class Hooks with {names[0]}()",
-            cure=removed_names.HOOKS_FILE,
-        )
-
-
-def construct_hooks(config: ModelConfig, path: Path) -> Any:
-    """Return an instance of the class `Hooks` of hooks.py.
-
-    Raises:
-        ArtifactError: there is no such class, or it cannot be constructed.
-    """
-    hooks_class = getattr(import_source(path), "Hooks", None)
-    if not isinstance(hooks_class, type) or _is_module_class(hooks_class):
-        raise ArtifactError(
-            f"{path.name} does not define the class Hooks",
-            expected="a plain class of that name with some of the methods "
-            + ", ".join(HOOK_METHODS),
-            cure="Rename the file if it serves another purpose.",
-        )
-    keywords: dict[str, Path] = {}
-    with contextlib.suppress(TypeError, ValueError):  # some built-in classes have no signature
-        if "folder" in inspect.signature(hooks_class).parameters:
-            keywords["folder"] = config.version_folder
-    return _call(
-        path,
-        "Hooks",
-        lambda: hooks_class(**keywords),
-        cure="Its arguments are none, or `folder`, which is the version's folder.",
-    )

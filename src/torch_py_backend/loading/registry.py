@@ -15,7 +15,7 @@ from torch_py_backend.errors import ArtifactError, ConfigError
 from torch_py_backend.loading import (
     aotinductor,
     exported,
-    python_model,
+    hooks,
     python_source,
     torchscript,
 )
@@ -37,6 +37,8 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     if artifact.kind not in (ArtifactType.MODULE, ArtifactType.FACTORY):
         _check_options(artifact, config)
     with beside_imported(artifact):
+        if artifact.kind is ArtifactType.MODULE:
+            hooks.refuse_in_model(artifact.path)
         return LOADERS[artifact.kind](artifact, config, device)
 
 
@@ -57,7 +59,7 @@ def beside_imported(artifact: Artifact) -> Iterator[None]:
             failure = error
             log.warning("%s %s is loaded without it.", error, artifact.path.name)
         else:
-            python_source.refuse_hooks(artifact.source)
+            hooks.refuse_in_model(artifact.source)
     try:
         yield
     except ArtifactError:
@@ -84,8 +86,8 @@ def _check_options(artifact: Artifact, config: ModelConfig) -> None:
 
 LOADERS: Mapping[ArtifactType, Loader] = {
     ArtifactType.TORCHSCRIPT: torchscript.load,
-    ArtifactType.MODULE: python_model.load,
-    ArtifactType.FACTORY: python_model.load,
+    ArtifactType.MODULE: python_source.load,
+    ArtifactType.FACTORY: python_source.load,
     ArtifactType.EXPORTED: exported.load,
     ArtifactType.AOTI: aotinductor.load,
 }
