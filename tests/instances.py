@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,3 +38,11 @@ def request(value: float, name: str = "", *, rows: int = 1, cancelled: bool = Fa
 
 def logged(level: str = "error") -> list[str]:
     return [text for logged_level, text in fake_triton.Logger.lines if logged_level == level]
+
+
+def until(happened: Callable[[], object]) -> None:
+    """Wait until a function returns something true."""
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import scenarios
 import streamed
 import torch
 from fake_triton import MetricFamily, TritonModelException
-from instances import load, logged, named, request
+from instances import load, logged, named, request, until
 from scenarios import Scenario
 from torch import nn
 
@@ -158,28 +156,6 @@ def test_counters(
         assert published("retried_rows_total") == retries
 
 
-_HOOKED = (
-    "from torch import Tensor, nn\n\n\nclass Net(nn.Module):\n"
-    "    def forward(self, x: Tensor) -> Tensor:\n        return x\n\n\n"
-    "class Hooks:\n    def preprocess(self, x: Tensor) -> Tensor:\n"
-    "        if (x < 0).any():\n            raise ValueError('negative')\n        return x\n\n"
-    "    def postprocess(self, result: Tensor) -> Tensor:\n        return result + 1\n"
-)
-
-
-def test_seconds_of_stages(tmp_path: Path) -> None:
-    """Each stage has its seconds, those of hooks where there are some; refusals have their code."""
-    model = load(tmp_path, Scenario("hooked", hooked.model(_HOOKED), scenarios.x_to_y(4)))
-    model.execute([request(1)])
-    assert model.execute([request(-1)])[0].has_error()
-    model.finalize()
-    assert published("requests_total", "code") == {"OK": 1, "INVALID_ARG": 1}
-    seconds = published("stage_seconds_total", "stage")
-    copies = {"host_to_device", "device_to_host"}  # on a GPU
-    stages = {*metric_families.STAGES, *metric_families.HOOK_STAGES}
-    assert {stage for stage, took in seconds.items() if took} == stages - copies
-
-
 def test_streams(tmp_path: Path) -> None:
     """A stream is a request with the code of its end; its responses are counted separately."""
     config = streamed.config({"count": "INT32"}, {"y": "FP32"})
@@ -240,23 +216,16 @@ def test_memory_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 # --- publishing ------------------------------------------------------------------------------
 
 
-def _await(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + _SECONDS
-    while not holds() and time.monotonic() < until:
-        time.sleep(0.01)
-    assert holds()
-
-
 def test_no_further_request_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread publishes the last request's counts and a running call; all gauges end with it."""
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     model = load(tmp_path, judge())
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "metrics"]
     model.execute([request(1)])
-    _await(lambda: published("requests_total", "code") == {"OK": 1})
+    until(lambda: published("requests_total", "code") == {"OK": 1})
     model.execute([request(1)])
     model._status.busy()
-    _await(lambda: published("running_call_seconds") != {})
+    until(lambda: published("running_call_seconds") != {})
     model.finalize()
     assert not thread.is_alive()
     assert published("requests_total", "code") == {"OK": 2}
@@ -278,7 +247,7 @@ def test_triton_that_refuses_values(
         patched.setattr(fake_triton.Metric, "increment", refuse)
         patched.setattr(fake_triton.Metric, "set", refuse)
         model._engine.counts.count_requests("OK")  # only values that change are published
-        _await(lambda: not model._publisher._publishes)
+        until(lambda: not model._publisher._publishes)
         (line,) = logged()
         assert "publishing metrics failed." in line
         if kind == "plain":

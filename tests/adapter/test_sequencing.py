@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 import scenarios
 import torch
 from fake_triton import MetricFamily, TritonError, Turn
-from instances import load
+from instances import load, until
 from scenarios import Scenario
 from torch import Tensor, nn
 
@@ -108,11 +107,9 @@ def test_states_of_requests_are_not_read(tmp_path: Path, monkeypatch: pytest.Mon
     assert loaded.send(fake_triton.InferenceRequest(tensors, turn=Turn(7, True, False))) == [1]
 
 
-def _gauges() -> dict[str, list[float]]:
-    return {
-        name: [metric.value() for metric in MetricFamily.made[f"pytorch_py_{name}"]]
-        for name in ("sequences",)
-    }
+def _live() -> float:
+    (metric,) = MetricFamily.made["pytorch_py_sequences"]
+    return float(metric.value())
 
 
 def test_metrics_of_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,20 +117,13 @@ def test_metrics_of_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     loaded = Loaded(tmp_path)
     loaded.send(loaded.request(1, "s"))
-    _await({"sequences": [1]})
+    until(lambda: _live() == 1)
     loaded.send(loaded.request(1, "e"))
-    _await({"sequences": [0]})
+    until(lambda: _live() == 0)
     loaded.send(loaded.request(1, "s"))
-    _await({"sequences": [1]})
+    until(lambda: _live() == 1)
     monkeypatch.setattr(loaded.model._publisher._sources.sequences, "_idle", 0.0)
-    _await({"sequences": [0]})
-
-
-def _await(wanted: dict[str, list[float]]) -> None:
-    until = time.monotonic() + 60
-    while _gauges() != wanted and time.monotonic() < until:
-        time.sleep(0.01)
-    assert _gauges() == wanted
+    until(lambda: _live() == 0)
 
 
 # --- models with their own states --------------------------------------------------------------

@@ -142,18 +142,6 @@ class Large(nn.Module):
         return x + self.large[:4]
 
 
-class Outside(nn.Module):
-    """Has a buffer in a module that is not registered as its submodule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts = [Buffers()]
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.parts[0](x)
-        return result
-
-
 class Called:
     """A callable object that is no module."""
 
@@ -271,7 +259,6 @@ def _compare(model: TritonPythonModel, fresh: Callable[[Tensor], Tensor]) -> Non
         np.testing.assert_allclose(tensor.as_numpy(), expected.numpy(), rtol=1e-5)
 
 
-_NO_GRAD = '\nparameters { key: "INFERENCE_MODE" value { string_value: "false" } }\n'
 _FROZEN = '\nparameters { key: "OPTIMIZE" value { string_value: "freeze" } }\n'
 
 
@@ -293,7 +280,6 @@ _FROZEN = '\nparameters { key: "OPTIMIZE" value { string_value: "freeze" } }\n'
             id="frozen",
         ),
         pytest.param(Buffers(), _python(Buffers()), "", ("count", "created"), id="buffers"),
-        pytest.param(Buffers(), _python(Buffers()), _NO_GRAD, ("count", "created"), id="no grad"),
         pytest.param(Exported(), _exported(Exported()), "", ("count",), id="program"),
     ],
 )
@@ -320,7 +306,6 @@ def test_state_that_is_put_back(
         pytest.param(
             Hooks, scenarios.hooked(models.source(Negated, Hooks)), "hooks.calls", id="hooks"
         ),
-        pytest.param(Outside, _python(Outside(), Buffers), "parts", id="module in a list"),
         pytest.param(build, scenarios.python(Called, build), "calls", id="no module"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +13,7 @@ import fake_triton
 import pytest
 import scenarios
 import streamed
-from instances import load, logged
+from instances import load, logged, until
 from scenarios import Refused, Scenario, assert_close
 from streamed import Stream, Streamed
 
@@ -84,7 +83,7 @@ def test_streams(entry: Streamed, tmp_path: Path) -> None:
         served.start(request)
         _check(stream, _ended(request))
         del request
-        _until(partial(_free, inputs))
+        until(partial(_free, inputs))
     together = [(stream, served.request(stream.inputs)) for stream in entry.streams * 4]
     served.start(*(request for _, request in together))
     for stream, request in together:
@@ -115,7 +114,7 @@ def test_streams_run_on_the_device_of_the_instance(
         lambda device: prepared.append((device.type, threading.current_thread().name)),
     )
     _Served(tmp_path, streamed.TABLE[0].scenario)
-    _until(lambda: bool(prepared))
+    until(lambda: bool(prepared))
     assert prepared == [("cpu", "streams")]
 
 
@@ -168,7 +167,7 @@ def test_a_client_that_leaves(body: str, tmp_path: Path) -> None:
     inputs, sender = _inputs(request), request.sender
     served.start(request)
     del request
-    _until(lambda: sender.responses)
+    until(lambda: sender.responses)
     sender.cancelled = True
     assert sender.ended.wait(_SECONDS)
     error = sender.responses[-1].error()
@@ -176,7 +175,7 @@ def test_a_client_that_leaves(body: str, tmp_path: Path) -> None:
     assert "cancelled in mid-stream" in error.message()
     assert closed.exists()
     sender.responses.clear()  # which are the input itself
-    _until(partial(_free, inputs))
+    until(partial(_free, inputs))
 
 
 def _leave_after(request: Any, responses: int) -> None:
@@ -195,13 +194,13 @@ def test_a_client_that_leaves_before_its_stream_begins(
     served = _Served(tmp_path, _model(_ENDLESS))
     living, late = served.request(_X), served.request(_X)
     served.start(living)
-    _until(lambda: living.sender.responses)
+    until(lambda: living.sender.responses)
     late.sender.cancelled = True
     served.start(late)
     assert _ended(late)[-1].error().code() == fake_triton.TritonError.CANCELLED
     living.sender.cancelled = True
     _ended(living)
-    _until(lambda: _live() == 0)
+    until(lambda: _live() == 0)
 
 
 @pytest.mark.parametrize("how", ["the last response", "the end"])
@@ -233,7 +232,7 @@ def test_an_unexpected_exception_ends_a_stream(
         error = _ended(request)[-1].error()
         assert error.code() == fake_triton.TritonError.INTERNAL
         assert "ZeroDivisionError" in error.message()
-    _until(lambda: _live() == 0)
+    until(lambda: _live() == 0)
     assert any("ZeroDivisionError" in text for _, text in fake_triton.Logger.lines)
 
 
@@ -297,7 +296,7 @@ def test_the_number_of_streams_is_limited(tmp_path: Path, monkeypatch: pytest.Mo
     waiting.join(_SECONDS)
     (refused,) = _ended(third)
     assert "cancelled before it ran" in refused.error().message()
-    _until(lambda: fourth.sender.responses)
+    until(lambda: fourth.sender.responses)
     for request in (second, fourth):
         request.sender.cancelled = True
         _ended(request)
@@ -308,7 +307,7 @@ def test_the_end_of_an_instance(tmp_path: Path) -> None:
     served = _Served(tmp_path, _model(_ENDLESS))
     request = served.request(_X)
     served.start(request)
-    _until(lambda: request.sender.responses)
+    until(lambda: request.sender.responses)
     served.model.finalize()
     assert request.sender.ended.is_set()
     error = request.sender.responses[-1].error()
@@ -337,7 +336,7 @@ def test_the_log_names_the_request(tmp_path: Path) -> None:
     request = served.request(_TICKER.streams[-1].inputs, "number-9")
     served.start(request)
     _ended(request)
-    _until(logged)
+    until(logged)
     (text,) = logged()
     assert "(request number-9)" in text
     assert "Traceback" in text
@@ -355,7 +354,7 @@ def test_a_fatal_error_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     failures = served.model._engine.failures
     living = served.request(_X)
     served.start(living)
-    _until(lambda: living.sender.responses)
+    until(lambda: living.sender.responses)
     monkeypatch.setattr(
         "torch_py_backend.pipeline.faults.is_sticky", lambda error: "gone" in str(error)
     )
@@ -370,10 +369,3 @@ def test_a_fatal_error_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not served.model.is_ready()
     (poisoned,) = fake_triton.MetricFamily.made["pytorch_py_poisoned"]
     assert poisoned.value() == 1
-
-
-def _until(happened: Callable[[], object]) -> None:
-    deadline = time.monotonic() + _SECONDS
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

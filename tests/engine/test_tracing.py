@@ -101,23 +101,6 @@ def test_failure(tmp_path: Path) -> None:
     assert _values(good) == traced.ends(*_FIRST)
 
 
-def test_call_of_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call of another model has the trace of its request."""
-    contexts = []
-
-    def plain(request: Any) -> Any:
-        contexts.append(request.trace().get_context())
-        (x,) = request.inputs()
-        y = fake_triton.Tensor("y", np.zeros((len(x.as_numpy()), 2), dtype=np.int64))
-        return fake_triton.InferenceResponse([y])
-
-    monkeypatch.setitem(fake_triton.InferenceRequest.served, "plain", plain)
-    served = _Served(tmp_path, "caller")
-    served.run(served.request(*_FIRST), served.request(*_SECOND))
-    served.run(served.request())
-    assert contexts == [traced.context(*_FIRST), None]
-
-
 def test_invalid_context(tmp_path: Path) -> None:
     """A request whose trace context is invalid is answered: clients send parts of it."""
     served = _Served(tmp_path, "plain")
