@@ -69,32 +69,6 @@ def test_single_item_is_copied_only_on_demand(rows: int) -> None:
     assert (sent["x"] != 9).all()
 
 
-def test_scattered_rows_are_contiguous_views() -> None:
-    """Splitting copies nothing, and every part is contiguous."""
-    output = torch.arange(12.0).reshape(6, 2)
-    outcomes = batches.scatter([output], ["y"], [1, 3, 2])
-    parts = [torch.as_tensor(outcome["y"]) for outcome in outcomes]
-    assert all(part.is_contiguous() for part in parts)
-    assert [part.data_ptr() - output.data_ptr() for part in parts] == [0, 8, 32]
-
-
-@pytest.mark.parametrize(
-    ("rows", "accepted", "refused"),
-    [
-        (Rows(2, None), (0, 2, 3), (1,)),
-        (Rows(1, 8), (0, 1, 8), (9,)),
-        (Rows(1, 4, (1, 2, 4)), (0, 1, 2, 4), (3, 5)),
-    ],
-    ids=str,
-)
-def test_rows_that_are_one_call(
-    rows: Rows, accepted: tuple[int, ...], refused: tuple[int, ...]
-) -> None:
-    """Only a batch that must be filled up or split is changed; an empty one never is."""
-    assert all(map(rows.accept, accepted))
-    assert not any(map(rows.accept, refused))
-
-
 @pytest.mark.parametrize(
     ("total", "rows", "calls"),
     [
@@ -119,17 +93,6 @@ def test_columns_are_fitted_to_the_rows_of_a_program(
     assert [(strings.tolist(), present) for (_, strings), present in parts] == [
         ([str(row) for row in rows], present) for rows, present in calls
     ]
-
-
-def test_outputs_of_several_calls_are_joined() -> None:
-    """Tensors and strings of the parts are concatenated."""
-    pieces: list[list[Value]] = [
-        [torch.tensor([1, 2]), texts("a", "b")],
-        [torch.tensor([3]), texts("c")],
-    ]
-    numbers, strings = batches.join(pieces)
-    assert numbers.tolist() == [1, 2, 3]
-    assert strings.tolist() == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize(

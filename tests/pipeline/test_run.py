@@ -10,10 +10,10 @@ from typing import Any, cast
 import build
 import pytest
 import torch
-from engines import engine, texts
+from engines import engine
 from torch import Tensor
 
-from torch_py_backend.errors import ForwardError, InputError, OutputError
+from torch_py_backend.errors import ForwardError, OutputError
 from torch_py_backend.pipeline import run
 from torch_py_backend.pipeline.counters import Counts
 from torch_py_backend.values import Rows
@@ -80,34 +80,6 @@ def test_a_later_result_of_another_structure() -> None:
     for outcome in outcomes[1:]:
         assert isinstance(outcome, OutputError)
         assert "unlike its first result" in str(outcome)
-
-
-def test_invalid_utf8_fails_alone() -> None:
-    """A request with invalid UTF-8 does not affect its batch."""
-
-    def louder(x: list[str]) -> list[str]:
-        return [word + "!" for word in x]
-
-    x, y = (build.spec(name, "BYTES", (1,)) for name in "xy")
-    model = engine(louder, inputs=(x,), outputs=(y,))
-    wrong, right = model.run([{"x": texts([b"\xff"])}, {"x": texts([b"a"])}])
-    assert isinstance(wrong, InputError)
-    assert isinstance(right, dict)
-    assert right["y"].tolist() == [["a!"]]
-
-
-@pytest.mark.parametrize("batched", [True, False])
-def test_items_without_any_input(batched: bool) -> None:
-    """They are answered if all inputs are optional, but not in a batch: it has no rows."""
-
-    def constant(x: Tensor | None = None) -> Tensor:
-        return torch.ones(4) if x is None else x
-
-    x = dataclasses.replace(build.spec("x"), optional=True)
-    model = engine(constant, inputs=(x,), max_batch_size=8 * batched)
-    for count in (1, 2):
-        kinds = [type(outcome) for outcome in model.run([{}] * count)]
-        assert kinds == [InputError if batched else dict] * count
 
 
 class Scratch:
