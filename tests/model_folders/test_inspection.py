@@ -161,11 +161,10 @@ _CONTROLS = [{"name": name, "control": [{"fp32_false_true": [0, 1]}]} for name i
 def test_report(
     source: str, document: dict[str, Any], inputs: list[str], outputs: list[str], tmp_path: Path
 ) -> None:
-    """The report says what the model takes and gives, by which rule, and the options."""
+    """The report says what the model takes and gives, and the options."""
     report = inspection.inspect(_arguments(tmp_path, source, **document))
     assert (report["inputs"], report["outputs"]) == (inputs, outputs)
     assert report["artifact"] == "model.py: Python source and weights"
-    assert report["binding"] == "by argument name"
     assert report["signature"].startswith("forward(x")
     if "parameters" in document:
         assert report["options"] == {"NUM_THREADS": 1, "WARMUP": True}
@@ -197,7 +196,6 @@ def test_liberties_of_torchscript(tmp_path: Path) -> None:
         report = inspection.inspect(given | {"model_repository": str(tmp_path)})
     finally:
         logging.getLogger().removeHandler(handler)
-    assert report["binding"] == "in the config's order"
     assert report["inputs"] == ["INPUT__1 FP32 [4] → INPUT0", "INPUT0 FP32 [4] → INPUT1"]
     order, dims = report["warnings"]
     assert "INPUT__1, INPUT0 are not all arguments" in order

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 from torch_py_backend.errors import BindingError, LoadError
 from torch_py_backend.signature import arguments, binding, introspection
 from torch_py_backend.signature.arguments import ArgumentType, Signature
-from torch_py_backend.signature.binding import BindingRule, InputBinding
+from torch_py_backend.signature.binding import InputBinding
 
 
 def function(parameters: str) -> Callable[..., Any]:
@@ -240,26 +240,26 @@ def test_types_and_places_of_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "names", "places", "rule"),
+    ("module", "names", "places"),
     [
-        (Difference, "INPUT1, INPUT0", "INPUT1, INPUT0", BindingRule.ARGUMENTS),
-        (Difference, "i__1, i__0", "INPUT1, INPUT0", BindingRule.NUMBERS),
-        (Difference, "image, mask", "INPUT0, INPUT1", BindingRule.ORDER),
-        (Difference, "INPUT__1, image", "INPUT0, INPUT1", BindingRule.ORDER),
-        (Difference, "INPUT1, image", "INPUT0, INPUT1", BindingRule.ORDER),
-        (Difference, "ARGS[1], INPUT0", "INPUT1, INPUT0", BindingRule.INDIVIDUAL),
-        (Numbered, "b, a__1", "b, a__1", BindingRule.ARGUMENTS),
-        (Numbered, "a__1, c__0", "b, a__1", BindingRule.NUMBERS),
-        (OfDict, "y, x__1", "tensors[y], tensors[x__1]", BindingRule.KEYS),
+        (Difference, "INPUT1, INPUT0", "INPUT1, INPUT0"),
+        (Difference, "i__1, i__0", "INPUT1, INPUT0"),
+        (Difference, "image, mask", "INPUT0, INPUT1"),
+        (Difference, "INPUT__1, image", "INPUT0, INPUT1"),
+        (Difference, "INPUT1, image", "INPUT0, INPUT1"),
+        (Difference, "ARGS[1], INPUT0", "INPUT1, INPUT0"),
+        (Numbered, "b, a__1", "b, a__1"),
+        (Numbered, "a__1, c__0", "b, a__1"),
+        (OfDict, "y, x__1", "tensors[y], tensors[x__1]"),
         # states and controls are bound by their own names, whatever the rule for the others is
-        (Difference, "image, i__1!", "INPUT0, INPUT1", BindingRule.ORDER),
-        (Difference, "image, i__0!", "INPUT1, INPUT0", BindingRule.ORDER),
-        (Difference, "INPUT0, i__1!", "INPUT0, INPUT1", BindingRule.ARGUMENTS),
-        (Difference, "START!, INPUT", "INPUT1, INPUT0", BindingRule.ORDER),
+        (Difference, "image, i__1!", "INPUT0, INPUT1"),
+        (Difference, "image, i__0!", "INPUT1, INPUT0"),
+        (Difference, "INPUT0, i__1!", "INPUT0, INPUT1"),
+        (Difference, "START!, INPUT", "INPUT1, INPUT0"),
     ],
 )
 def test_scripted_arguments_get_their_tensors_by_one_rule(
-    module: type[nn.Module], names: str, places: str, rule: BindingRule
+    module: type[nn.Module], names: str, places: str
 ) -> None:
     """In TorchScript one rule binds all inputs of requests: names, numbers or order."""
     signature = scripted(module())
@@ -267,23 +267,6 @@ def test_scripted_arguments_get_their_tensors_by_one_rule(
     inputs = bound(signature, names)
     place = dict(zip(inputs.names, inputs.places, strict=True))
     assert ", ".join(place[name.rstrip("!")] for name in listed) == places
-    assert binding.rule([name for name in listed if "!" not in name], signature) is rule
-
-
-@pytest.mark.parametrize(
-    ("parameters", "names", "rule"),
-    [
-        ("x, y", ["y", "x"], BindingRule.ARGUMENTS),
-        ("x, y", ["i__1", "i__0"], BindingRule.NUMBERS),
-        ("x, y", ["x", "i__1"], BindingRule.INDIVIDUAL),
-        ("x, y", ["x", "ARGS[1]"], BindingRule.INDIVIDUAL),
-        ("x, y", ["image", "mask"], BindingRule.ORDER),
-        ("x: dict", ["a", "b"], BindingRule.KEYS),
-    ],
-)
-def test_rule_of_python_functions(parameters: str, names: list[str], rule: BindingRule) -> None:
-    """In Python each name is bound separately: a misspelt one is not bound by order."""
-    assert binding.rule(names, introspection.from_function(function(parameters))) is rule
 
 
 # --- artifacts that contain their call tree ----------------------------------------------------

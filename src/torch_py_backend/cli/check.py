@@ -122,7 +122,6 @@ def _print_model(console: Console, report: Mapping[str, Any]) -> None:
             "takes": report["signature"],
             "hooks": report["hooks"],
             "inputs": ", ".join(report["inputs"]),
-            "bound": report["binding"],
             "outputs": ", ".join(report["outputs"]),
             "batch": f"at most {rows}" if rows else "no batching",
             "options": json.dumps(report["options"]) if report["options"] else "defaults",

@@ -22,7 +22,6 @@ from torch_py_backend.errors import BackendError, LoadError, OutputError
 from torch_py_backend.loading import example_inputs
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.differences import MAX_ERROR_REDUCED, difference, tolerance
-from torch_py_backend.signature import binding
 from torch_py_backend.values import Item, Value
 
 _MOST_WARNINGS = 10_000
@@ -48,7 +47,6 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
         with runtime.mode(settings.options):
             _compare(engine, reference)
     engine.close()
-    sent = [spec.name for spec in engine.config.inputs if spec.origin is Origin.CLIENT]
     inputs = {spec.name: _described(spec) for spec in engine.config.inputs}
     inputs |= {spec.name: str(spec) for spec in settings.batch_inputs}
     bound = engine.inputs.binding
@@ -57,8 +55,6 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
         **load.report(engine),
         "signature": str(engine.loaded.signature),
         "hooks": str(engine.hooks or ""),
-        # Inputs of hooks are bound to the hooks' own methods.
-        "binding": "" if engine.hooks else binding.rule(sent, engine.loaded.signature).value,
         "inputs": [f"{text} → {places[name]}" for name, text in inputs.items()],
         "outputs": [_described(spec) for spec in settings.outputs],
         "max_batch_size": settings.max_batch_size,

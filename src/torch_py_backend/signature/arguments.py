@@ -171,14 +171,19 @@ class Signature:
 
     def place(self, name: str, slots: Sequence[str]) -> Place | None:
         """Return the leaf that a name stands for, whatever the other names are; None: no leaf."""
+        if self.leaves is not None:
+            (index,) = self.leaf_indices([name])
+            return None if index is None else (self.leaves[index], ())
         if name in self.named:
             return name, ()
         if is_path(name):
             return self._place_of_path(name, slots)
-        number = ordinal(name)
-        if number is not None and number < len(slots):
-            return slots[number], ()
-        return (name, ()) if self.has(Passing.VAR_KEYWORD) else None
+        by_name = (name, ()) if self.has(Passing.VAR_KEYWORD) else None
+        return self.numbered(ordinal(name), slots) or by_name
+
+    def numbered(self, number: int | None, slots: Sequence[str]) -> Place | None:
+        """Return the place of a number, which may be None."""
+        return None if number is None or number >= len(slots) else (slots[number], ())
 
     def _place_of_path(self, name: str, slots: Sequence[str]) -> Place | None:
         root, *keys = re.split(r"\]?\[", name.rstrip("]"))

@@ -11,7 +11,6 @@ not support, are also accepted.
 from __future__ import annotations
 
 import dataclasses
-import enum
 import itertools
 import logging
 import operator
@@ -55,32 +54,6 @@ class InputBinding:
     places: tuple[str, ...] = ()
 
 
-class BindingRule(enum.Enum):
-    """The rule that binds input names to arguments; the values are for reports."""
-
-    ARGUMENTS = "by argument name"
-    NUMBERS = "by number"
-    KEYS = "as the parts of one argument"
-    ORDER = "in the config's order"
-    INDIVIDUAL = "each name by itself"
-
-
-def rule(names: Sequence[str], signature: Signature) -> BindingRule:
-    """Return the rule that binds input names, without states and controls of sequences."""
-    if signature.leaves is None and signature.container_argument(names) is not None:
-        return BindingRule.KEYS
-    if set(names) <= set(signature.named):
-        return BindingRule.ARGUMENTS
-    if all(ordinal(name) is not None for name in names):
-        return BindingRule.NUMBERS
-    if signature.leaves is not None or any(map(is_path, names)):
-        return BindingRule.INDIVIDUAL
-    slots = signature.slots(len(names))
-    if signature.torchscript or not any(signature.place(name, slots) for name in names):
-        return BindingRule.ORDER
-    return BindingRule.INDIVIDUAL
-
-
 def bind_inputs(
     names: Sequence[str],
     signature: Signature,
@@ -110,13 +83,8 @@ def bind_inputs(
     if container is not None:
         places = _part_places(names, container)
     else:
-        places = _places(
-            names,
-            signature,
-            ordered=ordered,
-            sequence_inputs=sequence_inputs,
-            warns=not left_out,  # clients choose what is left out
-        )
+        warns = not left_out  # clients choose what is left out
+        places = _places(names, signature, sequence_inputs, ordered=ordered, warns=warns)
     if len(set(places.values())) < len(places):
         raise BindingError(
             f"two of the inputs {join_names(names)} feed the same argument",
@@ -129,24 +97,15 @@ def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
     """Return the config with the controls of sequences added to its inputs that forward() takes."""
     if config.sequencing is None or not config.sequencing.controls:
         return config
-    controls = {control.name: control for control in config.sequencing.controls}
-    specs = tuple(
-        TensorSpec(name, controls[name].dtype, (1,), origin=Origin.CONTROL)
-        for name in _accepted(config, list(controls), signature)
-    )
+    controls = config.sequencing.controls
+    main, slots = signature.main_argument, signature.slots(len(config.inputs) + len(controls))
+    takes_all = main is not None and main.type is ArgumentType.DICT
+    specs = [
+        TensorSpec(control.name, control.dtype, (1,), origin=Origin.CONTROL)
+        for control in controls
+        if takes_all or signature.place(control.name, slots) is not None
+    ]
     return dataclasses.replace(config, inputs=(*config.inputs, *specs))
-
-
-def _accepted(config: ModelConfig, candidates: Sequence[str], signature: Signature) -> list[str]:
-    """Return the candidates that forward() accepts in addition to the config's inputs."""
-    if signature.leaves is not None:
-        indices = signature.leaf_indices(candidates)
-        return [name for name, index in zip(candidates, indices, strict=True) if index is not None]
-    main = signature.main_argument
-    if main is not None and main.type is ArgumentType.DICT:
-        return list(candidates)
-    slots = signature.slots(len(config.inputs) + len(candidates))
-    return [name for name in candidates if signature.place(name, slots) is not None]
 
 
 def leaf_name(number: int, signature: Signature) -> str:
@@ -196,51 +155,64 @@ def _part_places(names: Sequence[str], container: Argument) -> dict[str, Place]:
 def _places(
     names: Sequence[str],
     signature: Signature,
+    sequence_inputs: Collection[str],
     *,
     ordered: bool,
-    sequence_inputs: Collection[str],
     warns: bool,
 ) -> dict[str, Place]:
-    """Return the places of names: each separately, else all in the config's order.
-
-    If `warns`, the latter is logged.
-    """
+    """Return the places of names: each separately, else all in the config's order."""
     slots = signature.slots(len(names))
     places = {name: signature.place(name, slots) for name in names}
     requested = [name for name in names if name not in sequence_inputs]
-    one_rule = rule(requested, signature) if signature.torchscript and ordered else None
-    if one_rule is BindingRule.NUMBERS:  # also for a number that is the name of an argument
-        numbers = {name: ordinal(name) or 0 for name in requested}
-        places |= {n: (slots[i], ()) if i < len(slots) else None for n, i in numbers.items()}
-    follows_grammar = any(ordinal(name) is not None or is_path(name) for name in names)
-    unmatched = ordered and not any(places.values()) and not follows_grammar
-    if one_rule is BindingRule.ORDER or unmatched:
+    if signature.torchscript and not set(requested) <= set(signature.named):
+        by_order = not any(map(is_path, requested))
+        if all(ordinal(name) is not None for name in requested):
+            # Also a number that is the name of an argument.
+            places |= {name: signature.numbered(ordinal(name), slots) for name in requested}
+            by_order = False
+    else:
+        in_grammar = any(ordinal(name) is not None or is_path(name) for name in names)
+        by_order = not in_grammar and not any(places.values())
+    if by_order and ordered:
+        places |= _in_order(names, signature, places, requested)
         if warns:
             log.warning(
                 "the input names %s are not all arguments of %s, nor all numbers"
                 " (INPUT__0, INPUT__1, …); they are passed in the config's order.",
-                ", ".join(requested or names),
+                ", ".join(requested),
                 signature,
             )
-        # States and controls whose own name has no place come last.
-        unplaced = requested + [n for n in names if n in sequence_inputs and places[n] is None]
-        used = {place[0] for name, place in places.items() if place and name not in requested}
-        free = [slot for slot in slots if slot not in used]
-        if len(unplaced) > len(free):
-            raise BindingError(
-                f"{signature} cannot take {counted(len(unplaced), 'input')}",
-                expected=f"at most {counted(len(free), 'input')}",
-            )
-        places |= {name: (slot, ()) for name, slot in zip(unplaced, free, strict=False)}
-    unknown = [name for name, place in places.items() if place is None]
-    if unknown:
+    missing = [name for name, place in places.items() if place is None]
+    if missing:
         numbered = [f"INPUT__{index}" for index in range(len(slots))]
         paths = [f"ARGS[{index}]" for index in range(len(slots))]
         raise BindingError(
-            f"{signature} has no {join_names(unknown)}",
+            f"{signature} has no {join_names(missing)}",
             expected=f"names among {join_names([*signature.named, *numbered, *paths])}",
         )
     return {name: place for name, place in places.items() if place is not None}
+
+
+def _in_order(
+    names: Sequence[str],
+    signature: Signature,
+    places: Mapping[str, Place | None],
+    requested: Sequence[str],
+) -> dict[str, Place]:
+    """Return places in the order of the arguments for the inputs of requests.
+
+    Then follow states and controls whose own name has no place.
+    """
+    own = [name for name in names if name not in requested]
+    unplaced = [*requested, *(name for name in own if places[name] is None)]
+    used = {place[0] for name in own if (place := places[name]) is not None}
+    free = [slot for slot in signature.slots(len(names)) if slot not in used]
+    if len(unplaced) > len(free):
+        raise BindingError(
+            f"{signature} cannot take {counted(len(unplaced), 'input')}",
+            expected=f"at most {counted(len(free), 'input')}",
+        )
+    return {name: (slot, ()) for name, slot in zip(unplaced, free, strict=False)}
 
 
 # --- from places to a call --------------------------------------------------------------------
