@@ -66,16 +66,10 @@ def test_versions(tmp_path: Path) -> None:
 
 
 def test_latest_of_no_model(tmp_path: Path) -> None:
-    """A model without versions, and a repository in place of a model, are rejected."""
-    folder = _lay_out(tmp_path / "elsewhere" / "digits", "config.pbtxt", "0/", "1")
+    """A model without versions is rejected."""
+    folder = _lay_out(tmp_path, "config.pbtxt", "0/", "1")
     with pytest.raises(ConfigError, match=r"no versions; expected a folder .*1"):
         repository.latest(folder)
-    root = _lay_out(tmp_path / "models", "b/1/", "a/config.pbtxt", "notes/")
-    with pytest.raises(ConfigError) as refusal:
-        repository.latest(root)
-    assert str(refusal.value).endswith(
-        f"{root} is a repository; name one of {root / 'a'}, {root / 'b'}."
-    )
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

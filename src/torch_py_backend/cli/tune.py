@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import psutil
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -22,8 +21,7 @@ from torch_py_backend.model_folders import trial, tuning
 from torch_py_backend.model_folders.tuning import Row
 
 _MAX_ERROR, _MAX_ERROR_REDUCED = 1e-4, 0.03
-# Above these, figures are noted as doubtful: cores that other processes use, and the spread.
-_BUSY_CORES, _WIDE_SPREAD = 0.3, 0.1
+_WIDE_SPREAD = 0.1
 _WIDTH = 100  # of the table, if the output is not a terminal
 _COLUMNS = ("ms", "gain", "rows/s", "gain", "±", "cores", "READY s", "error")
 
@@ -64,14 +62,13 @@ def tune(
             raise ToolError(
                 "the model is decoupled; expected one with a response for each request."
             )
-        busy = psutil.cpu_percent(0.5) / 100 * (psutil.cpu_count() or 1)
         for row in tuning.measure(folder, version, document, timeout, reduced=reduced_precision):
             rows.append(row)
             status.update("measuring the candidates")
             text = row.failure or f"{row.latency_gain:.2f}, {row.throughput_gain:.2f}"
             errors.print(f"{row.runtime.title}: {text}", markup=False)
     console = Console(highlight=False, emoji=False, soft_wrap=True, markup=False)
-    _print_figures(console, rows, max(1, document["max_batch_size"]), busy)
+    _print_figures(console, rows, max(1, document["max_batch_size"]))
     choice = tuning.best(rows[1:], max_error)
     if choice is None:
         console.print("nothing is faster than the model as configured; config.pbtxt is as it was")
@@ -81,8 +78,8 @@ def tune(
     _apply(console, folder, document, choice, write=write)
 
 
-def _print_figures(console: Console, rows: Sequence[Row], full: int, busy: float) -> None:
-    """Print the table, and a note for each reason to doubt it."""
+def _print_figures(console: Console, rows: Sequence[Row], full: int) -> None:
+    """Print the table, the failures, and a note if the figures are doubtful."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("candidate", min_width=12, no_wrap=True)
     for title in _COLUMNS:
@@ -105,8 +102,6 @@ def _print_figures(console: Console, rows: Sequence[Row], full: int, busy: float
     for row in rows:
         if row.failure:
             console.print(f"{row.runtime.title}: {row.failure}")
-    if busy > _BUSY_CORES:
-        console.print(f"other processes use {busy:.1f} cores; measure again on a quiet machine")
     if any(row.spread > _WIDE_SPREAD for row in rows):
         console.print("the rounds differ widely (±); measure again on a quiet machine")
 

@@ -58,15 +58,10 @@ def latest(folder: Path, served: Collection[str] = ()) -> str:
     """Return the newest version of a model, of those in `served`; empty: of all.
 
     Raises:
-        ConfigError: there is none, or the folder is a repository and not a model.
+        ConfigError: there is none.
     """
     numbers = [number for number in versions(folder) if not served or number in served]
     if not numbers:
-        nested = [] if _has_config(folder) else models(folder)
-        if nested:
-            raise ConfigError(
-                f"{folder} is a repository; name one of {join_names(map(str, nested))}"
-            )
         raise ConfigError(
             "the model folder has none of the versions that version_policy names"
             if served
