@@ -166,9 +166,9 @@ class TritonPythonModel:
 
         self._engine = load.build(self._settings, share)
         self._modes.callback(self._engine.close)
-        is_mapped = self._engine.sharing.mapped.shared > 0
-        paths = self._engine.loaded.artifact.weight_files() if is_mapped else ()
-        self._weights = sharing.MappedFiles(paths)
+        self._weights: sharing.MappedFiles | None = None
+        if self._engine.sharing.mapped.shared:
+            self._weights = sharing.MappedFiles(self._engine.artifact.weight_files())
 
     def _rebuild(self, share: threads.Threads) -> None:
         """Replace the model with one that was not called yet, which compiles nothing."""
@@ -180,13 +180,13 @@ class TritonPythonModel:
             pass
 
     def _create_answering(self, contexts: TraceContexts | None) -> Answering:
-        from torch_py_backend.adapter import answering, messages, sequencing
+        from torch_py_backend.adapter import answering, messages
 
         engine, config = self._engine, self._settings
         read: messages.Read = messages.read
         how: dict[str, Any] = {}
         if config.sequencing is not None:
-            reader = sequencing.SequenceReader(engine)
+            reader = messages.SequenceReader(engine)
             self._publisher.follow(sequences=reader.sequences)
             read = reader.read
             run = engine.pipeline(steps=reader.steps, traced=contexts is not None)
@@ -208,8 +208,7 @@ class TritonPythonModel:
 
     def execute(self, requests: Sequence[Any]) -> Any:
         """Return one response for each request, in order; None for a decoupled model."""
-        changed = self._weights.changed()
-        if changed:
+        if self._weights is not None and (changed := self._weights.changed()):
             self._refuse_all(f"{changed} was written in place while its pages were in use")
         if self._streaming is not None:  # its thread reports when it is busy
             self._streaming.start(requests)
