@@ -11,6 +11,7 @@ from typing import Any
 
 import fake_triton
 import pytest
+import torch
 import scenarios
 import streamed
 from instances import load, logged, until
@@ -342,6 +343,10 @@ def test_the_log_names_the_request(tmp_path: Path) -> None:
     assert "Traceback" in text
 
 
+def _lost(device: torch.device) -> None:
+    raise RuntimeError("device gone")
+
+
 def test_a_fatal_error_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a fatal error live and new streams get 503, and the instance is not ready."""
     served = _Served(
@@ -355,9 +360,7 @@ def test_a_fatal_error_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     living = served.request(_X)
     served.start(living)
     until(lambda: living.sender.responses)
-    monkeypatch.setattr(
-        "torch_py_backend.pipeline.faults.is_sticky", lambda error: "gone" in str(error)
-    )
+    monkeypatch.setattr("torch_py_backend.pipeline.faults.probe", _lost)
     guilty, late = served.request({"x": streamed.floats(2)}), served.request(_X)
     served.start(guilty)
     for request in (guilty, living):

@@ -20,14 +20,6 @@ RuntimeError: {}
 """
 
 
-def accelerator(code: int, text: str = "CUDA error: something") -> RuntimeError:
-    """Return what torch raises for a CUDA error."""
-    error: Any = torch.AcceleratorError(text)
-    error.error_code = code
-    result: RuntimeError = error
-    return result
-
-
 def chained(cause: BaseException, *, explicitly: bool) -> BaseException:
     """Return an exception raised from, or while handling, another one."""
     try:
@@ -65,16 +57,8 @@ def _script_takes_all(size: int) -> torch.Tensor:
             True,
             id="CUDA in TorchScript",
         ),
-        pytest.param(accelerator(2, "CUDA error: out of memory"), True, id="of CUDA itself"),
         pytest.param(
-            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
-            True,
-            id="cuBLAS",
-        ),
-        pytest.param(
-            RuntimeError(
-                "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
-            ),
+            RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`"),
             True,
             id="cuBLAS's first use",
         ),
@@ -83,28 +67,14 @@ def _script_takes_all(size: int) -> torch.Tensor:
             False,
             id="cuBLAS, later",
         ),
-        pytest.param(
-            RuntimeError("Triton Error [CUDA]: out of memory"), True, id="a Triton kernel"
-        ),
-        pytest.param(
-            RuntimeError("CUDA driver error: out of memory"), True, id="the driver, for a kernel"
-        ),
-        pytest.param(RuntimeError("cuFFT error: CUFFT_ALLOC_FAILED"), True, id="cuFFT"),
-        pytest.param(
-            RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `f`. "),
-            True,
-            id="cuSOLVER",
-        ),
-        pytest.param(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True, id="cuDNN 8"),
-        pytest.param(
-            RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
-            True,
-            id="cuDNN 9, the GPU's memory",
-        ),
-        pytest.param(
-            RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED"),
-            True,
-            id="cuDNN 9, the host's memory",
+        *(
+            pytest.param(RuntimeError(text), True, id=text.split(maxsplit=1)[0])
+            for text in (
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasSgemm`",
+                "Triton Error [CUDA]: out of memory",
+                "cuFFT error: CUFFT_ALLOC_FAILED",
+                "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
+            )
         ),
         pytest.param(
             RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"), False, id="cuDNN, internal"
@@ -112,33 +82,12 @@ def _script_takes_all(size: int) -> torch.Tensor:
         pytest.param(chained(MemoryError(), explicitly=True), True, id="the cause"),
         pytest.param(chained(MemoryError(), explicitly=False), True, id="the context"),
         pytest.param(ValueError("CUDA out of memory."), False, id="a model's own class"),
-        pytest.param(
-            RuntimeError("bad word 'CUDA out of memory. Tried'"), False, id="a client's words"
-        ),
-        pytest.param(accelerator(710), False, id="an assertion"),
+        pytest.param(torch.AcceleratorError("CUDA error: an assertion"), False, id="an assertion"),
     ],
 )
 def test_out_of_memory(error: BaseException, expected: bool) -> None:
-    """Out-of-memory errors are recognized, but not in messages that a client could compose."""
+    """Out-of-memory errors are recognized, also those of libraries and of causes."""
     assert faults.out_of_memory(error) is expected
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        pytest.param(accelerator(710), True, id="an assertion"),
-        pytest.param(accelerator(2), False, id="out of memory"),
-        pytest.param(chained(accelerator(700), explicitly=True), True, id="the cause"),
-        pytest.param(chained(accelerator(700), explicitly=False), True, id="the context"),
-        pytest.param(
-            RuntimeError("CUDA error: device-side assert triggered"), False, id="words alone"
-        ),
-        pytest.param(torch.AcceleratorError("CUDA error"), False, id="without a code"),
-    ],
-)
-def test_sticky(error: BaseException, expected: bool) -> None:
-    """Sticky errors are recognized by CUDA's error numbers, never by the message."""
-    assert faults.is_sticky(error) is expected
 
 
 def test_odd_exceptions() -> None:
@@ -151,7 +100,6 @@ def test_odd_exceptions() -> None:
     one, other = SpeechlessError(), ValueError("other")
     one.__cause__, other.__cause__ = other, one
     assert not faults.out_of_memory(one)
-    assert not faults.is_sticky(one)
 
 
 @pytest.mark.parametrize("explicitly", [True, False])

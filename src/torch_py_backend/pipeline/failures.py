@@ -191,7 +191,7 @@ class Failures:
 
     def _classify(self, error: BaseException, text: str, called: str) -> Failure:
         memory = faults.out_of_memory(error)
-        cause = self._fatal_cause(error)
+        cause = self._fatal_cause()
         if cause is not None:
             failure = Failure(self.poison(summarize(cause), text), text, final=True)
         elif memory:
@@ -210,17 +210,16 @@ class Failures:
             faults.free()
         return failure
 
-    def _fatal_cause(self, error: BaseException) -> BaseException | None:
+    def _fatal_cause(self) -> Exception | None:
         """Return the error that made the device unusable for this process, or None.
 
-        Not all runtimes pass on CUDA's errors (AOTInductor does not), so the device is probed.
+        CUDA's documentation on illegal addresses, asserts and the like: the process is left in an
+        inconsistent state, and any further CUDA work returns the same error.
         """
-        if faults.is_sticky(error):
-            return error
         try:
             faults.probe(self._device)
-        except Exception as probe_error:  # torch raises many classes for a lost device
-            return probe_error
+        except Exception as error:  # torch raises many classes for a lost device
+            return error
         return None
 
     def poison(self, reason: str, text: str = "") -> UnavailableError:
