@@ -11,9 +11,9 @@ from typing import Any
 
 import fake_triton
 import pytest
-import torch
 import scenarios
 import streamed
+import torch
 from instances import load, logged, until
 from scenarios import Refused, Scenario, assert_close
 from streamed import Stream, Streamed
