@@ -425,23 +425,17 @@ COMPLETED = (
         "config.pbtxt lists no inputs or no outputs",
         "expected example_inputs.safetensors",
     ),
-    *(
-        scenarios.refused(
-            name,
-            scenarios.python(One),
-            _BARE
-            + f"max_batch_size: {rows}\n"
-            + tensor("input", "x", [4])
-            + tensor("input", "t", [])
-            + tensor("output", "y", [])
-            + _option("WEIGHTS", "none"),
-            "input 't' has no dims; for one value per row: dims: [ 1 ], reshape { shape: [ ] }",
-            says,
-        )
-        for name, rows, says in (
-            ("complete_without_dims", 8, "reshape { shape: [ ] }. Or put example_inputs."),
-            ("complete_without_dims_or_rows", 0, "; without max_batch_size: dims: [ 1 ] alone."),
-        )
+    scenarios.refused(
+        "complete_without_dims",
+        scenarios.python(One),
+        _BARE
+        + "max_batch_size: 8\n"
+        + tensor("input", "x", [4])
+        + tensor("input", "t", [])
+        + tensor("output", "y", [])
+        + _option("WEIGHTS", "none"),
+        "input 't' has no dims; for one value per row: dims: [ 1 ], reshape { shape: [ ] }",
+        "expected example_inputs.safetensors",
     ),
     scenarios.refused(
         "complete_contradicted",

@@ -89,12 +89,8 @@ def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
     config = model_config.parse(arguments, complete=False)
     artifact = discovery.find(config)
     hooks = user_hooks.load(dataclasses.replace(config, max_batch_size=1), artifact)
-    hook = (hooks.preprocess or hooks.preprocess_batch) if hooks is not None else None
-    signature = (
-        hook.signature()
-        if hook
-        else registry.load(artifact, config, _trial_device(artifact)).signature
-    )
+    hook = hooks.first if hooks is not None else None
+    signature = hook.signature() if hook else _load(config, artifact).signature
     named = [argument for argument in signature.arguments if argument.named]
     required = [argument for argument in named if argument.required] or named
     return {
@@ -109,7 +105,11 @@ def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
     }
 
 
-def _trial_device(artifact: Artifact) -> torch.device:
+def _load(config: ModelConfig, artifact: Artifact) -> Loaded:
+    return registry.load(artifact, config, _device(artifact))
+
+
+def _device(artifact: Artifact) -> torch.device:
     """Return the device of a trial, which happens before an instance has one."""
     packaged = artifact.kind is ArtifactType.AOTI
     return aotinductor.device_of(artifact.path) if packaged else torch.device("cpu")
@@ -121,26 +121,34 @@ def _infer(config: ModelConfig, arguments: Mapping[str, str]) -> Schema:
     Without an example, the values of the inputs in config.pbtxt are made up.
     """
     artifact = discovery.find(config)
-    device = _trial_device(artifact)
     # Inputs of which one lacks its type or dims are not listed.
     listed = model_config.listed_inputs(arguments)
     # The batch dimension is not known yet; hooks for batches need one.
     batched = dataclasses.replace(config, max_batch_size=config.max_batch_size or 1)
     hooks = user_hooks.load(batched, artifact)
-    if hooks is not None:
-        return _with_hooks(config, artifact, hooks, listed, device)
-    if artifact.kind is ArtifactType.EXPORTED:
+    if hooks is None and artifact.kind is ArtifactType.EXPORTED:
         with registry.beside_imported(artifact):
             return _from_program(artifact.path)
-    loaded = registry.load(artifact, config, device)
+    loaded = _load(config, artifact)
     example = example_inputs.find(config, artifact)
-    runs = _Runs(config, loaded, runtime.create(config.options, device, ()))
+    device_runtime = runtime.create(config.options, _device(artifact), ())
+    if hooks is not None:
+        trial = _HookedTrial(config, loaded, hooks, device_runtime)
+        if example is not None:
+            return trial.of_example(example)
+        rows = config.max_batch_size if listed else specs.DEFAULT_BATCH_SIZE
+        return trial.run(listed or _annotated(hooks), rows)
+    runs = _Runs(config, loaded, device_runtime)
     if not listed and example is None:
-        for entry in json.loads(arguments["model_config"]).get("input", ()):
-            if not entry.get("dims"):
-                raise specs.without_dims(config, entry["name"])
-        kind, signature = artifact.kind.value, loaded.signature
-        raise specs.no_example(f"{kind} does not define the shapes that {signature} takes")
+        without_dims = (
+            entry["name"]
+            for entry in json.loads(arguments["model_config"]).get("input", ())
+            if not entry.get("dims")
+        )
+        raise _no_inputs(
+            f"{artifact.kind.value} does not define the shapes that {loaded.signature} takes",
+            next(without_dims, None),
+        )
     if not listed:
         return runs.schema(example or {})
     try:
@@ -154,6 +162,22 @@ def _infer(config: ModelConfig, arguments: Mapping[str, str]) -> Schema:
             cure=f"Correct the inputs; or put valid values beside the model ({example_inputs.NAME}"
             ".safetensors); or write the outputs into config.pbtxt.",
         ) from error
+
+
+def _no_inputs(reason: str, without_dims: str | None = None) -> ConfigError:
+    """Return the error of a model whose inputs neither the config nor an example defines."""
+    problem = f"config.pbtxt lists no inputs or no outputs, and {reason}"
+    if without_dims is not None:
+        problem = (
+            f"input '{without_dims}' has no dims; for one value per row: dims: [ 1 ], reshape"
+            " { shape: [ ] } (without max_batch_size: dims: [ 1 ] alone)"
+        )
+    return ConfigError(
+        problem,
+        expected=f"{example_inputs.NAME}.safetensors in the version folder, or a function"
+        f" {example_inputs.NAME}() in model.py that returns a dict of tensors by input name",
+        cure="Add one of them, or write the inputs and outputs into config.pbtxt.",
+    )
 
 
 def _from_program(path: Path) -> Schema:
@@ -203,13 +227,13 @@ class _Runs:
         The first dimension is the batch if it, and no other, doubles in every output.
         """
         inputs, outputs = specs.of_values(item), self._call(item)
-        batched = len({spec.dims[:1] for spec in inputs}) == 1 and bool(inputs[0].dims)
+        batched = specs.shares_rows(inputs)
         if batched:
-            rows = inputs[0].dims[0]
-            grown = [
-                dataclasses.replace(spec, dims=(2 * rows, *spec.dims[1:]))
+            rows = inputs[0].dims[:1]
+            twice = [
+                dataclasses.replace(spec, dims=(2 * rows[0], *spec.dims[1:]))
                 for spec in outputs
-                if spec.dims[:1] == (rows,)
+                if spec.dims[:1] == rows
             ]
             doubled: Item = {
                 name: torch.cat([value, value])
@@ -217,10 +241,9 @@ class _Runs:
                 else np.concatenate([value, value])
                 for name, value in item.items()
             }
-            try:
-                batched = grown == [*self._call(doubled)]
-            except ForwardError:
+            with contextlib.suppress(ForwardError):
                 batched = False
+                batched = twice == [*self._call(doubled)]
         return specs.schema_of(inputs, outputs, self.loaded.rows.most, batched=batched)
 
     def _call(self, item: Item) -> tuple[TensorSpec, ...]:
@@ -243,91 +266,82 @@ class _Runs:
 # --- hooks -------------------------------------------------------------------------------------
 
 
-def _with_hooks(
-    config: ModelConfig,
-    artifact: Artifact,
-    hooks: Hooks,
-    listed: Sequence[TensorSpec],
-    device: torch.device,
-) -> Schema:
-    """Return inputs from an example, the config or annotations, and outputs from a trial run.
-
-    Raises:
-        ConfigError: the inputs cannot be inferred, or the hooks cannot be run with them.
-    """
-    example = example_inputs.find(config, artifact)
-    inputs = listed or (_annotated(hooks) if example is None else ())
-    loaded = registry.load(artifact, config, device)
-
-    def run(inputs: Sequence[TensorSpec], size: int, item: Item | None) -> Schema:
-        settings = dataclasses.replace(config, inputs=tuple(inputs), max_batch_size=size)
-        item = item or example_inputs.item(settings, 2 if size else None)
-        return _run_hooks(settings, loaded, hooks, item, device)
-
-    if example is None:
-        return run(inputs, config.max_batch_size if listed else specs.DEFAULT_BATCH_SIZE, None)
-    inputs = specs.of_values(example)
-    if len({spec.dims[:1] for spec in inputs}) == 1 and inputs[0].dims:
-        row, size = specs.row_specs(inputs, batched=True), specs.batch_size(loaded.rows.most)
-        try:
-            schema = run(row, size, example)
-        except ConfigError:
-            if hooks.per_batch:
-                raise
-        else:
-            # Rows of an example, such as texts of different lengths, show which dims vary.
-            for at in range(2 if inputs[0].dims[0] > 1 else 0):
-                with contextlib.suppress(ConfigError):  # the model takes no single row
-                    single = {name: value[at : at + 1] for name, value in example.items()}
-                    schema = specs.with_varying(schema, run(row, size, single))
-            return schema
-    return run(inputs, 0, example)
-
-
 def _annotated(hooks: Hooks) -> tuple[TensorSpec, ...]:
     """Return the inputs of one row, from the annotations of the first hook."""
-    hook = hooks.preprocess or hooks.preprocess_batch
-    arguments = hook.signature().arguments if hook is not None else ()
+    arguments = hooks.first.signature().arguments if hooks.first is not None else ()
     named = [argument for argument in arguments if argument.named]
     if not named or any(argument.type not in _ANNOTATED for argument in named):
-        raise specs.no_example(
-            "the hooks do not define the shapes of their inputs,"
-            " as annotations like `bytes` and `str` do",
+        raise _no_inputs(
+            "the hooks do not define the shapes of their inputs, as annotations like `bytes` and"
+            " `str` do",
         )
     inputs = []
     for argument in named:
         dtype, dims = _ANNOTATED[argument.type]
         # The list that a hook for batches takes holds the rows.
-        dims = dims if hook is hooks.preprocess else ()
+        dims = dims if hooks.preprocess is not None else ()
         inputs.append(TensorSpec(argument.name, dtype, dims, optional=not argument.required))
     return tuple(inputs)
 
 
-def _run_hooks(
-    config: ModelConfig, loaded: Loaded, hooks: Hooks, example: Item, device: torch.device
-) -> Schema:
-    """Run the hooks and the model with an example and return the schema.
+@dataclass(frozen=True, slots=True)
+class _HookedTrial:
+    """Runs of a loaded model with its hooks."""
 
-    Raises:
-        ConfigError: the hooks or the model fail.
-    """
-    device_runtime = runtime.create(config.options, device, ())
-    without_outputs = dataclasses.replace(config, outputs=())
-    pipeline = HookedPipeline(without_outputs, loaded.signature, hooks, device_runtime.device)
-    try:
-        with device_runtime.guard():
-            result, of_row = pipeline.run_unchecked(loaded.module, example)
-    except Exception as error:  # the model's own code runs here
-        known = isinstance(error, BackendError)
-        reason = error if known else ForwardError(error, loaded.signature.name)
-        raise ConfigError(
-            "config.pbtxt lists no inputs or no outputs, and the hooks cannot be run to infer them:"
-            f" {reason}",
-            cure=f"Put valid inputs beside the model, in a function {example_inputs.NAME}() or"
-            f" {example_inputs.NAME}.safetensors, or write the outputs into config.pbtxt.",
-        ) from error
-    outputs = specs.of_result(result, "postprocess()")
-    batched = config.max_batch_size > 0
-    if not (batched and of_row):
-        outputs = specs.row_specs(outputs, batched=batched)
-    return Schema(config.inputs, outputs, config.max_batch_size)
+    config: ModelConfig
+    loaded: Loaded
+    hooks: Hooks
+    runtime: Runtime
+
+    def of_example(self, example: Item) -> Schema:
+        """Return the schema from runs with an example; as a batch, if the hooks accept it as one.
+
+        Raises:
+            ConfigError: the hooks cannot be run with it.
+        """
+        inputs = specs.of_values(example)
+        if not specs.shares_rows(inputs):
+            return self.run(inputs, 0, example)
+        row, size = specs.row_specs(inputs, batched=True), specs.batch_size(self.loaded.rows.most)
+        try:
+            schema = self.run(row, size, example)
+        except ConfigError:
+            if self.hooks.per_batch:
+                raise
+            return self.run(inputs, 0, example)
+        # Rows of an example, such as texts of different lengths, show which dims vary.
+        for at in range(2 if inputs[0].dims[0] > 1 else 0):
+            with contextlib.suppress(ConfigError):  # the model takes no single row
+                single = {name: value[at : at + 1] for name, value in example.items()}
+                schema = specs.with_varying(schema, self.run(row, size, single))
+        return schema
+
+    def run(
+        self, inputs: Sequence[TensorSpec], max_batch_size: int, item: Item | None = None
+    ) -> Schema:
+        """Return the schema from a run with an item; None: with one that is made up.
+
+        Raises:
+            ConfigError: the hooks or the model fail.
+        """
+        config = dataclasses.replace(
+            self.config, inputs=tuple(inputs), outputs=(), max_batch_size=max_batch_size
+        )
+        item = item or example_inputs.item(config, 2 if max_batch_size else None)
+        signature, device = self.loaded.signature, self.runtime.device
+        try:
+            with self.runtime.guard():
+                pipeline = HookedPipeline(config, signature, self.hooks, device)
+                result, of_row = pipeline.run_unchecked(self.loaded.module, item)
+        except Exception as error:  # the model's own code runs here
+            known = isinstance(error, BackendError)
+            raise ConfigError(
+                "config.pbtxt lists no inputs or no outputs, and the hooks cannot be run to infer"
+                f" them: {error if known else ForwardError(error, signature.name)}",
+                cure=f"Put valid inputs beside the model, in a function {example_inputs.NAME}() or"
+                f" {example_inputs.NAME}.safetensors, or write the outputs into config.pbtxt.",
+            ) from error
+        outputs = specs.of_result(result, "postprocess()")
+        if not (max_batch_size and of_row):
+            outputs = specs.row_specs(outputs, batched=max_batch_size > 0)
+        return Schema(config.inputs, outputs, max_batch_size)

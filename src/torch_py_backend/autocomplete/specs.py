@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from torch_py_backend.config import dtypes, pbtxt
-from torch_py_backend.config.model_config import ModelConfig, TensorSpec
+from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ArtifactError, ConfigError, join_names
-from torch_py_backend.loading import example_inputs
 from torch_py_backend.pipeline.outputs import unchecked
 from torch_py_backend.signature import results
 from torch_py_backend.values import Value
@@ -83,6 +82,11 @@ def entry_of(spec: TensorSpec) -> JsonObject:
     }
 
 
+def shares_rows(specs: Sequence[TensorSpec]) -> bool:
+    """Return whether tensors with all dims have the same first dimension."""
+    return len({spec.dims[:1] for spec in specs}) == 1 and bool(specs[0].dims)
+
+
 def batch_size(max_rows: int | None) -> int:
     """Return the max_batch_size of a model that takes up to this number of rows; None: any."""
     return DEFAULT_BATCH_SIZE if max_rows is None or max_rows > _MAX_BATCH_SIZE else max_rows
@@ -125,25 +129,4 @@ def of_result(result: object, of: str) -> tuple[TensorSpec, ...]:
     named = zip(names, parts, strict=True)
     return of_values(
         {name: unchecked(name, part) for name, part in named},
-    )
-
-
-def no_example(reason: str) -> ConfigError:
-    """Return the error of a model whose inputs neither the config nor an example defines."""
-    return ConfigError(
-        f"config.pbtxt lists no inputs or no outputs, and {reason}",
-        expected=f"{example_inputs.NAME}.safetensors in the version folder, or a function"
-        f" {example_inputs.NAME}() in model.py that returns a dict of tensors by input name",
-        cure="Add one of them, or write the inputs and outputs into config.pbtxt.",
-    )
-
-
-def without_dims(config: ModelConfig, name: str) -> ConfigError:
-    """Return the error of an input that config.pbtxt lists without dims, and no example has."""
-    scalar = "for one value per row: dims: [ 1 ], reshape { shape: [ ] }"
-    if not config.max_batch_size:  # Triton refuses an empty reshape there
-        scalar += "; without max_batch_size: dims: [ 1 ] alone"
-    return ConfigError(
-        f"input '{name}' has no dims; {scalar}",
-        cure=f"Or put {example_inputs.NAME}.safetensors beside the model, to complete the dims.",
     )

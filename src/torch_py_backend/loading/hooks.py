@@ -142,6 +142,11 @@ class Hooks:
         return [hook for hook in hooks if hook is not None]
 
     @property
+    def first(self) -> Hook | None:
+        """The hook that takes the inputs by name."""
+        return self.preprocess or self.preprocess_batch
+
+    @property
     def takes_parameters(self) -> bool:
         """Whether any hook takes the request's parameters."""
         return any(hook.takes_parameters for hook in self.defined)
