@@ -101,7 +101,6 @@ def test_model_file(
     ("files", "name", "message"),
     [
         (["b.txt", "a.pt"], None, "holds a.pt, b.txt, model.pth (a broken link); expected model."),
-        (["net.py"], "model.pt", "expected model.pt or model.py"),
         (["model.py/x"], None, "expected model.py or model.pt"),
     ],
 )
@@ -143,13 +142,6 @@ _MANY = _PY | {"model.pt": weights, "model.pth": weights}
         # A factory with a colon belongs to a package; the version folder may hold its weights.
         ({"model.pt2": script}, _FACTORY, Artifact(ArtifactType.FACTORY, Path())),
         ({"model.pt": weights}, _FACTORY, Artifact(ArtifactType.FACTORY, Path(), Path("model.pt"))),
-        (
-            {"b.pth": weights},
-            {"weights": "b.pth", **_FACTORY},
-            Artifact(ArtifactType.FACTORY, Path(), Path("b.pth")),
-        ),
-        # A factory without a colon is a function of model.py.
-        (_PY, {"model_factory": "make"}, Artifact(ArtifactType.MODULE, Path("model.py"))),
     ],
 )
 def test_options(
@@ -172,15 +164,12 @@ def test_named_weights(tmp_path: Path) -> None:
         assert artifact.weights == tmp_path / "digits" / "1" / name
 
 
-@pytest.mark.parametrize("name", ["best.pt", "folder", "broken.pt"])
-def test_missing_weights(name: str, tmp_path: Path) -> None:
+def test_missing_weights(tmp_path: Path) -> None:
     """A name without a file is rejected; the error says what to do."""
-    version = store(tmp_path, _PY | {"model.pt": weights})
-    (version / "folder").mkdir()
-    (version / "broken.pt").symlink_to("nothing")
-    message = f"WEIGHTS is '{name}', and version 1 has no such file. Correct the name"
+    store(tmp_path, _PY | {"model.pt": weights})
+    message = "WEIGHTS is 'best.pt', and version 1 has no such file. Correct the name"
     with pytest.raises(ArtifactError, match=message):
-        discovery.find(build.config(tmp_path, weights=name))
+        discovery.find(build.config(tmp_path, weights="best.pt"))
 
 
 def test_several_weights_need_a_name(tmp_path: Path) -> None:
@@ -228,14 +217,12 @@ def test_hooks(options: dict[str, str], tmp_path: Path) -> None:
     ("artifact", "expected"),
     [
         (Artifact(ArtifactType.MODULE, Path("model.py")), ["model.py"]),
-        (Artifact(ArtifactType.MODULE, Path("model.py"), Path("model.pt")), ["model.pt"]),
         (
             Artifact(ArtifactType.MODULE, Path("model.py"), Path("model.safetensors.index.json")),
             ["model.safetensors.index.json", "a", "b"],
         ),
         (Artifact(ArtifactType.MODULE, Path("model.py"), Path("broken.json")), ["broken.json"]),
         (Artifact(ArtifactType.FACTORY, Path()), ["a", "b", "broken.json", "model.pt", "model.py"]),
-        (Artifact(ArtifactType.FACTORY, Path(), Path("model.pt")), ["model.pt"]),
     ],
 )
 def test_weight_files(

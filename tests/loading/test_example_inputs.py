@@ -101,13 +101,6 @@ def test_an_example_fits_its_input(dims: tuple[int, ...], value: Any, fits: bool
     assert example_inputs.fits(build.config(), build.spec("x", dims=dims), value) is fits
 
 
-def test_random_values() -> None:
-    """Items are the same each time, and two inputs differ."""
-    config = build.config(inputs=(build.spec("x"), build.spec("y")))
-    first, second = (example_inputs.item(config, 2) for _ in range(2))
-    assert first["x"].tolist() == second["x"].tolist() != first["y"].tolist()
-
-
 def test_rows_of_one_value() -> None:
     """All rows of one value are equal: an argument annotated as float gets one number."""
     config = build.config(inputs=(build.spec("x", dims=()), build.spec("y", dims=(1, 1))))

@@ -61,7 +61,6 @@ def refusal(folder: Path, source: str | bytes, **options: Any) -> str:
     ("source", "options", "answer"),
     [
         pytest.param(NET, {}, 2, id="only class"),
-        pytest.param(NET + "from torch.nn import Linear, Module\n", {}, 2, id="imported classes"),
         pytest.param(NET + "def helper(x):\n    return x\n", {}, 2, id="functions beside it"),
         pytest.param(NET + "class _Part(nn.Module):\n    pass\n", {}, 2, id="private modules"),
         pytest.param(NET + "net = Net()\nlinear = nn.Linear(1, 1)\n", {}, 2, id="instances"),
@@ -127,23 +126,16 @@ def stub_module(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        ("def a(x): ...\ndef b(x): ...\n", {}, "model.py defines a, b; expected one class"),
         (
             NET + "def make(): ...\n",
             {"model_factory": "build"},
             "MODEL_FACTORY is 'build', which model.py does not define; expected one of Net, make",
         ),
-        ("", {"model_class": "Net"}, "does not define; expected one of its classes or functions"),
         (NET, {"model_class": "nn"}, "MODEL_CLASS is 'nn', which"),
         (
             "def double(x): ...\n",
             {"model_kwargs": {"factor": 3}},
             "MODEL_KWARGS is set, and double, which model.py serves, is not constructed",
-        ),
-        (
-            SIZED,
-            {"model_kwargs": {"size": 2, "width": 3}},
-            "got an unexpected keyword argument 'width'. Give its arguments as JSON in the param",
         ),
         *(
             (f"{_RAISES}{body}\n", {}, f"Net() in model.py fails at line 4: {message}")
@@ -171,9 +163,7 @@ def test_source_that_is_refused(
     ("source", "message"),
     [
         ("import sys\nsys.exit('enough')\n", "line 2: SystemExit: enough"),
-        ("def f():\n    raise OSError('inner')\n\nf()\n", "line 2: OSError: inner"),
         (b"x = 1\ny = '\xff'\n", "SyntaxError: "),
-        (b"x = 1\n\x00\n", "source code string cannot contain null bytes"),
         ("import os\nimport dividing\n", "line 2: ZeroDivisionError: division by zero"),
         (
             "import os\nimport unclosed\n",
@@ -209,15 +199,6 @@ def test_siblings_can_be_imported(tmp_path: Path) -> None:
     assert sys.dont_write_bytecode is before
 
 
-def test_two_models(tmp_path: Path) -> None:
-    """Each model.py is a separate module, which is found by its name."""
-    first = constructed(tmp_path / "a", NET)
-    second = constructed(tmp_path / "b", NET.replace("+ 1", "+ 2"))
-    assert (first(1), second(1)) == (2, 3)
-    assert type(first) is not type(second)
-    assert sys.modules[type(first).__module__].Net is type(first)
-
-
 # --- packages --------------------------------------------------------------------------------
 
 PACKAGE = """
@@ -247,8 +228,6 @@ class Pretrained(nn.Module):
 
 def broken():
     raise ValueError("see /srv/secret/place/readme.txt")
-
-number = 3
 """
 
 
@@ -260,7 +239,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (site / "__init__.py").write_text("")
     (site / "models.py").write_text(PACKAGE)
     (site / "failing.py").write_text("1 / 0\n")
-    (site / "exiting.py").write_text("raise SystemExit(3)\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     return "installed_package"
@@ -315,11 +293,8 @@ def test_from_pretrained(
             ".models:Missing",
             "MODEL_FACTORY is 'installed_package.models:Missing', which cannot be imp",
         ),
-        (".models:Net:make", "cannot be imported"),
         (".failing:Net", "cannot be imported: ZeroDivisionError: division by zero"),
-        (".exiting:Net", "cannot be imported: SystemExit: 3"),
         (".models:broken", "with no arguments fails: ValueError: see readme.txt"),
-        (".models:number", "fails: TypeError: 'int' object is not callable"),
         (".models:Net", "with {'width': 3} fails: TypeError: "),
     ],
 )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.errors import ArtifactError, ConfigError, LoadError
+from torch_py_backend.errors import ArtifactError, ConfigError
 from torch_py_backend.loading import discovery, registry
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.values import ANY_ROWS
@@ -143,7 +143,6 @@ def test_weights_beside_a_function_are_refused(tmp_path: Path) -> None:
     [
         ({"model_factory": "make"}, "what model.py builds is an int; expected a torch.nn.Module"),
         ({"model_class": "Size"}, "what model.py builds is a Size; expected a torch.nn.Module"),
-        ({"model_class": "relu"}, "the arguments of what is served cannot be determined"),
         ({"method": "decode"}, "METHOD is 'decode', which Net does not have"),
         ({"method": "size"}, "the arguments of what is served cannot be determined"),
     ],
@@ -185,33 +184,18 @@ def test_method_that_torchscript_lacks_is_refused(tmp_path: Path) -> None:
             load(tmp_path, method=method)
 
 
-_OTHER_TORCH = f"that torch {torch.__version__} cannot load"
-
-
 @pytest.mark.parametrize(
-    ("member", "old", "new", "says"),
+    ("member", "old", "new"),
     [
-        ("version", b"", None, _OTHER_TORCH),
-        (".py", b"forward", b"for ward", _OTHER_TORCH),
-        ("data.pkl", b"offset", b"offsit", _OTHER_TORCH),  # a weight of another name
-        (
-            ".py",
-            b"torch.add",
-            b"torch.new_add",
-            f"{_OTHER_TORCH}: RuntimeError: Unknown builtin op",
-        ),
-        (
-            ".py",
-            b"offset : Tensor",
-            b"offset : __torch__.torch.classes.shop.Index",
-            "with torch.classes.shop.Index, which is not registered. Import the package",
-        ),
+        ("version", b"", None),
+        (".py", b"forward", b"for ward"),
+        ("data.pkl", b"offset", b"offsit"),  # a weight of another name
     ],
 )
 def test_torchscript_that_cannot_be_loaded(
-    member: str, old: bytes, new: bytes | None, says: str, tmp_path: Path
+    member: str, old: bytes, new: bytes | None, tmp_path: Path
 ) -> None:
-    """The error names the version of torch and its reason, or a class, and no folder."""
+    """The error names the version of torch and its reason, and no folder."""
     path = store_script(tmp_path, scripted())
     with zipfile.ZipFile(path) as file:
         members = {name: file.read(name) for name in file.namelist()}
@@ -224,23 +208,11 @@ def test_torchscript_that_cannot_be_loaded(
     with pytest.raises(ArtifactError) as raised:
         load(tmp_path)
     text = str(raised.value)
-    assert isinstance(raised.value, LoadError)
-    assert f"model.pt is TorchScript {says}" in text
+    assert f"model.pt is TorchScript that torch {torch.__version__} cannot load" in text
     assert str(tmp_path) not in text
 
 
 # --- METHOD ----------------------------------------------------------------------------------
-
-
-def test_method_of_a_module_is_served(tmp_path: Path) -> None:
-    """METHOD names the method that is called, with its own arguments and its module's weights."""
-    store(tmp_path / "a", METHODS)
-    store(tmp_path / "b", NET.replace("def forward", "def encode"), STATE)
-    loaded, filled = (load(tmp_path / name, method="encode") for name in "ab")
-    assert torch.equal(loaded.module(X), 2 * X)
-    assert str(loaded.signature) == "encode(image, *, scale=2)"
-    assert torch.equal(filled.module(X), Y)
-    assert len(list(filled.weights)) == 3
 
 
 def test_method_of_another_object_is_served(tmp_path: Path) -> None:
@@ -274,7 +246,6 @@ _STEPS = (
 )
 _STREAMS = {
     "generator": "def forward(self, x):\n        yield x",
-    "asynchronous": "async def forward(self, x):\n        yield x",
     "steps": _STEPS.format("x"),
     "both": f"def forward(self, x):\n        return x\n\n    {_STEPS.format('y')}",
     "plain": "def forward(self, x):\n        return x",
@@ -291,7 +262,6 @@ def _streaming(folder: Path, which: str, **overrides: Any) -> Loaded:
     ("which", "overrides", "takes", "steps"),
     [
         ("generator", {"decoupled": True}, "forward(x)", False),
-        ("asynchronous", {"decoupled": True}, "forward(x)", False),
         ("steps", {"decoupled": True}, "begin(x)", True),
         ("both", {"decoupled": True}, "begin(y)", True),
         ("plain", {"decoupled": True}, "forward(x)", False),

@@ -63,21 +63,9 @@ class Nested(nn.Module):
         return {"y": x + extra["bias"] * pair[0] - pair[1]}
 
 
-class Keys(nn.Module):
-    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {"double": batch["a"] * 2, "first": batch["b"][:, :1]}
-
-
 class Total(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.sum()
-
-
-class Scaling(nn.Module):
-    """Gives infinity for one row alone."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x / (x - x.mean(0)).abs().sum(0)
 
 
 class Centering(nn.Module):
@@ -154,11 +142,6 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]
         {"example_inputs": _X[:1], "max_batch_size": 32},
         {"input": {"x": [4]}, "output": {"OUTPUT__0": [3]}, "rows": 32},
     ),
-    "more rows than a batch": (
-        models.Affine,
-        {"example_inputs": torch.rand(20, 4), "max_batch_size": 16},
-        {"input": {"x": [4]}, "output": {"OUTPUT__0": [3]}, "rows": 16},
-    ),
     "without a batch dimension": (
         Total,
         {"example_inputs": {"x": _X}},
@@ -174,11 +157,6 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]
             "output": {"y": [4]},
             "rows": 8,
         },
-    ),
-    "keys": (
-        Keys,
-        {"example_inputs": ({"a": _X, "b": torch.rand(2, 3)},)},
-        {"input": {"a": [4], "b": [3]}, "output": {"double": [4], "first": [1]}, "rows": 8},
     ),
     "dynamic_shapes": (
         models.Negate,
@@ -225,7 +203,7 @@ def test_weights_that_share_memory(kind: Any, tmp_path: Path) -> None:
     assert _tensors(document, "output") == {"OUTPUT__0": [-1, 20], "OUTPUT__1": []}
 
 
-@pytest.mark.parametrize("module", [Centering(), Scaling(), Running()])
+@pytest.mark.parametrize("module", [Centering(), Running()])
 @pytest.mark.parametrize("example", [_X, torch.ones(2, 4), _X[:1]], ids=["rows", "equal", "one"])
 def test_rows_that_depend_on_each_other(module: nn.Module, example: Tensor, tmp_path: Path) -> None:
     """By default they are no batch: Triton would batch the rows of several clients."""
@@ -355,9 +333,9 @@ class Letters:
         return torch.tensor([len(Counts(text[:9]))])
 
 
-class Limited:
+class Limited(Letters):
     def preprocess(self, text: str):
-        return torch.tensor([len(Counts(text[:LIMIT]))])
+        return super().preprocess(text[:LIMIT])
 
 
 for hooks in (Limited, Letters):
@@ -370,12 +348,10 @@ for hooks in (Limited, Letters):
 
 def test_hooks_of_a_script(tmp_path: Path) -> None:
     """A class of a script is written out with its imports; it may use no other name of it."""
-    script = tmp_path / "script.py"
-    script.write_text(_SCRIPT)
-    command = [sys.executable, str(script), str(tmp_path)]
+    (tmp_path / "script.py").write_text(_SCRIPT)
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    (refusal,) = done.stdout.splitlines()
-    assert "Limited uses 'LIMIT', which is defined in the scr" in refusal
+    assert done.stdout.startswith("Limited uses 'LIMIT', which is defined in the script")
     scope: dict[str, Any] = {}
     exec((tmp_path / "hooks.py").read_text(), scope)
     assert scope["Hooks"]().preprocess("abba") == 2
@@ -469,15 +445,6 @@ def test_hooks_with_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert {entry["name"] for entry in document["output"]} == {"label", "share"}
 
 
-def test_model_kwargs_ask_for_the_source(tmp_path: Path) -> None:
-    """Arguments that make another module are refused; they would have no effect on a program."""
-    with pytest.raises(
-        SaveError,
-        match=r"Affine\(out=7\) does not make .*size mismatch for offset",
-    ):
-        _saved(tmp_path, models.Affine(), example_inputs=_X, model_kwargs={"out": 7})
-
-
 def test_model_that_takes_tokens(tmp_path: Path) -> None:
     """Without a tokenizer, it takes tokens of any number, and the mask is optional."""
     tokens = torch.ones(2, 5, dtype=torch.long)
@@ -526,7 +493,6 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         SaveError,
         r"example_inputs does not fit forward\(x\): RuntimeError: mat1 and mat2",
     ),
-    "kind": (models.Affine(), {"example_inputs": 3}, SaveError, "example_inputs is an int"),
     "number": (
         Nested(),
         {"example_inputs": (_X, {"bias": 1.0}, (_X, _X))},
@@ -576,9 +542,6 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         "format is 'torchscript'; expected one of module, export, aoti. Use format=",
     ),
     "module": (lambda x: x, {}, SaveError, "module is a function; expected a torch.nn.Module"),
-    "format": (models.Affine(), {"format": "onnx"}, SaveError, "format is 'onnx'; expected one"),
-    "rows": (models.Affine(), {"max_batch_size": -1}, SaveError, "max_batch_size is -1"),
-    "instances": (models.Affine(), {"instances": 0}, SaveError, "instances is 0"),
     "constructor": (
         Branches(2.0),
         {"example_inputs": _X, "format": "module"},
@@ -609,17 +572,11 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         LoadError,
         "output 'OUTPUT__0' of the saved model differs from the module's own by .*model_kwargs",
     ),
-    "random": (
-        Random(),
-        {"example_inputs": _X, "format": "module"},
-        LoadError,
-        "its answers are not random",
-    ),
-    "rows of a batch": (
-        Centering(),
-        {"example_inputs": _X, "max_batch_size": 4},
+    "kwargs": (  # which would have no effect on a program
+        models.Affine(),
+        {"example_inputs": _X, "model_kwargs": {"out": 7}},
         SaveError,
-        "max_batch_size is 4, and .*with twice the rows .* a row alone has other values",
+        r"Affine\(out=7\) does not make .*size mismatch for offset",
     ),
     "processor": (
         models.Affine(),
@@ -642,11 +599,10 @@ def test_bad_input(case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["a$b", ".net", "a\nb"])
-def test_bad_name(name: str, tmp_path: Path) -> None:
+def test_bad_name(tmp_path: Path) -> None:
     """A name that Triton refuses is refused before anything is written."""
     with pytest.raises(SaveError, match="the name of the folder is"):
-        save_model(models.Affine(), tmp_path / name, example_inputs=_X)
+        save_model(models.Affine(), tmp_path / "a$b", example_inputs=_X)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -657,7 +613,7 @@ def test_folder_that_exists(tmp_path: Path) -> None:
     before = command_line.tree(folder)
     with pytest.raises(ToolError, match=r"exists already; choose .*\(in Python: overwrite=True"):
         save_model(models.Negate(), folder, example_inputs=_X)
-    with pytest.raises(LoadError, match="differs from the module's own"):
+    with pytest.raises(LoadError, match="its answers are not random"):
         save_model(Random(), folder, example_inputs=_X, format="module", overwrite=True)
     assert command_line.tree(folder) == before
     save_model(models.Negate(), folder, example_inputs=_X, overwrite=True)
