@@ -33,15 +33,12 @@ class Outputs(NamedTuple):
     Attributes:
         names: the names of the columns.
         extract: returns them for a number of rows.
-        only_tensor: returns the type and dims of the only output, if a result is that output; None:
-            the columns are not the model's outputs, or have no rows.
         copy: copies a column.
         finite: checks outputs; None: they are not checked, or after hooks.
     """
 
     names: tuple[str, ...]
     extract: Callable[[Any, int], Sequence[Value]]
-    only_tensor: Callable[[], tuple[torch.dtype, tuple[int, ...]] | None] | None
     copy: Callable[[Value], Value] = clone
     finite: Finite | None = None
 
@@ -49,14 +46,13 @@ class Outputs(NamedTuple):
 def outputs_of(config: ModelConfig, loaded: Loaded, hooked: HookedPipeline | None) -> Outputs:
     """Return how the results of a model become outputs."""
     if hooked is not None and hooked.hooks.postprocess is not None:  # after scatter
-        return Outputs((ROWS,), hooked.split, None, hook_stages.copy_rows)
+        return Outputs((ROWS,), hooked.split, hook_stages.copy_rows)
     extractor = OutputExtractor(
         config, f"{loaded.returns}()", torchscript=loaded.signature.torchscript
     )
     return Outputs(
         tuple(spec.name for spec in config.outputs),
         extractor.extract,
-        extractor.only_tensor if config.max_batch_size else None,
         finite=Finite(config) if config.options.check_finite else None,
     )
 
@@ -105,7 +101,7 @@ def chosen(
         before=before,
         group=_group(made, forward, served=writer is not None),
         send=None if runtime.on_cpu else runtime.to_device,
-        extract=_extract(made),
+        extract=outputs.extract,
         fill=None if takes_any_rows else fill,
         copy=outputs.copy,
         fetch=_fetch(made),
@@ -176,31 +172,6 @@ def _fetch(made: Engine) -> Callable[[Sequence[Value]], Sequence[Value]] | None:
         return fetched
 
     return fetch
-
-
-def _extract(made: Engine) -> Callable[[Any, int], Sequence[Value]]:
-    """Return `extract`; without most of its calls if a result is the only output, of fixed dims."""
-    if made.outputs.only_tensor is None or (tensor := made.outputs.only_tensor()) is None:
-        return made.outputs.extract
-    extract, strided = made.outputs.extract, torch.strided
-    dtype, dims = tensor
-
-    def extract_tensor(result: Any, rows: int) -> Sequence[Value]:
-        if (
-            type(result) is Tensor
-            and result.dtype is dtype
-            and result.layout is strided
-            and not result.is_nested  # has no shape
-            and result.shape == (rows, *dims)
-            and result.is_cpu
-            and result.is_contiguous()
-            and not result.requires_grad
-            and not result.is_neg()
-        ):
-            return (result,)
-        return extract(result, rows)
-
-    return extract_tensor
 
 
 def _scatter(made: Engine, writer: Scatter | None) -> Scatter:

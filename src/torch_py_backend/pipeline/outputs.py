@@ -38,7 +38,6 @@ class OutputExtractor:
         self, config: ModelConfig, of: str = "forward()", *, torchscript: bool = False
     ) -> None:
         self._of = of
-        self._specs = config.outputs
         self._names = tuple(spec.name for spec in config.outputs)
         self._verify = [verifier(config, spec, any_shape=torchscript) for spec in config.outputs]
         self._bind = partial(
@@ -72,23 +71,6 @@ class OutputExtractor:
                 f"the outputs cannot be read: {summarize(error)}",
                 expected="dense tensors",
             ) from error
-
-    def only_tensor(self) -> tuple[torch.dtype, tuple[int, ...]] | None:
-        """Return the type and dims of the only output if a result itself is that output.
-
-        None: there are several, no result was bound yet, or the dims are not fixed.
-        """
-        if self._outputs is None or len(self._specs) != 1:
-            return None
-        (spec,) = self._specs
-        sample = object()  # a tensor would warn where a key is looked up in it
-        try:
-            parts = self._outputs(sample)
-        except (LookupError, AttributeError, TypeError):
-            return None
-        if len(parts) != 1 or parts[0] is not sample or spec.dtype.torch is None or -1 in spec.dims:
-            return None
-        return getattr(torch, spec.dtype.torch), spec.dims
 
 
 class Finite:
@@ -213,6 +195,20 @@ class _Tensor(_Output):
         self.fixed = self.dims[self.start :] if len(self.dims) > self.start else None
 
     def verify(self, part: object, rows: int) -> Tensor:
+        if (  # most outputs need nothing else
+            type(part) is Tensor
+            and part.dtype is self.dtype
+            and part.layout is torch.strided
+            and not (part.is_nested or part.is_meta or part.requires_grad or part.is_neg())
+            and part.shape[self.start :] == self.fixed
+            and (not self.batched or part.shape[0] == rows)
+            and part.is_contiguous()
+        ):
+            return part
+        return self._converted(part, rows)
+
+    def _converted(self, part: object, rows: int) -> Tensor:
+        """Return a part as the output, converted where nothing is lost."""
         tensor = self._dense(part, rows)
         shape = tensor.shape
         if shape[self.start :] != self.fixed and not pbtxt.fits(shape, self.dims):
