@@ -294,7 +294,16 @@ def test_scripted_arguments_get_their_tensors_by_one_rule(
         ),
         (tree((0, {"x": 0}), names=["x", "d"]), "ARGS[1][x], x", "(x, {x: ARGS[1][x]}) {}"),
         (tree((0, 0), names=["i__1", "i__0"]), "i__0, i__1", "(i__1, i__0) {}"),
-        (tree((Pair(0, 0), 0), names=["p"]), "i__0, i__1, i__2", "(Pair(a=i__0, b=i__1), i__2) {}"),
+        (
+            tree((Pair(0, 0), {3: 0}), names=["p"]),
+            "ARGS[0][b], ARGS[1][3], ARGS[0][a]",
+            "(Pair(a=ARGS[0][a], b=ARGS[0][b]), {3: ARGS[1][3]}) {}",
+        ),
+        (
+            tree((0, (1, 2)), constants={1: 5}, names=["x"]),
+            "x, ARGS[1][1]",
+            "(x, (5, ARGS[1][1])) {}",
+        ),
     ],
 )
 def test_program_gets_its_own_tree(signature: Signature, names: str, arguments: str) -> None:

@@ -6,15 +6,14 @@ import functools
 import itertools
 import types
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from torch_py_backend.signature import introspection
-from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
+from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing
 
 
 def function(signature: str, before: str = "") -> Any:
@@ -143,11 +142,6 @@ def test_wrapped_functions() -> None:
 # --- TorchScript -----------------------------------------------------------------------------
 
 
-class Pair(NamedTuple):
-    a: Tensor
-    b: Tensor
-
-
 class Everything(nn.Module):
     def forward(
         self,
@@ -190,47 +184,7 @@ def test_schema() -> None:
     assert str(signature).startswith("forward(Tensor x, Dict(str, Tensor) d, Tensor[] tensors, (")
 
 
-# --- call trees ------------------------------------------------------------------------------
-
-
-def of_tree(args: Any, kwargs: Any = None, **more: Any) -> Signature:
-    return introspection.from_tree(
-        pytree.tree_structure((args, kwargs or {})), **{"constants": {}, **more}
-    )
-
-
-@pytest.mark.parametrize(
-    ("signature", "leaves", "text"),
-    [
-        (of_tree((), {}), (), "forward()"),
-        (
-            of_tree((0, 0), {"k": 0}, names=["x", "y", "k"]),
-            ("ARGS[0]", "ARGS[1]", "KWARGS[k]"),
-            "forward(x, y, *, k)",
-        ),
-        (
-            of_tree(({"z": 0, "a": [0, (0,)]},), {"k": {"b": 0}}, names=["x"]),
-            ("ARGS[0][z]", "ARGS[0][a][0]", "ARGS[0][a][1][0]", "KWARGS[k][b]"),
-            "forward(x, *, k)",
-        ),
-        (
-            of_tree((Pair(0, 0), {3: 0}), names=["p"]),  # type: ignore[arg-type]
-            ("ARGS[0][a]", "ARGS[0][b]", "ARGS[1][3]"),
-            "forward(p, arg1)",
-        ),
-        (
-            of_tree((0, 0, [0, 0]), constants={1: 5, 2: None}, names=["x", "n", "y"]),
-            ("ARGS[0]", "ARGS[2][1]"),
-            "forward(x, n, y)",
-        ),
-    ],
-)
-def test_leaves_of_a_tree_have_paths(
-    signature: Signature, leaves: tuple[str, ...], text: str
-) -> None:
-    """Each tensor of a program has a path; constants have none."""
-    assert signature.leaves == leaves
-    assert str(signature) == text
+# --- generators ------------------------------------------------------------------------------
 
 
 class _Yields:

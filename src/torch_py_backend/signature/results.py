@@ -67,11 +67,11 @@ def bind_outputs(
     named = any(is_path(name) or name in fields for name in names)
     if in_order and not named and len(names) <= len(leaves):
         if fields or not all(unknown):
-            problem = f"among the result's {join_names(fields)}" if fields else "all numbers"
+            problem = "are not all numbers (OUTPUT__0, OUTPUT__1, …)"
             log.warning(
-                "the output names %s are not %s; they are taken in the result's order.",
+                "the output names %s %s; they are taken in the result's order.",
                 ", ".join(names),
-                problem,
+                f"are not among the result's {join_names(fields)}" if fields else problem,
             )
         indices = list(range(len(names)))
     chosen = {index for index in indices if index is not None and index < len(leaves)}
