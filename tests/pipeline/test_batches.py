@@ -26,14 +26,12 @@ def item(rows: int, start: float = 0.0) -> dict[str, Any]:
     return {"x": x, "n": torch.full((rows, 1), start, dtype=torch.int64)}
 
 
-def gathered(
-    items: Sequence[Item], *, arrays: bool = False
-) -> tuple[Sequence[Value], Sequence[int]]:
+def gathered(items: Sequence[Item]) -> tuple[Sequence[Value], Sequence[int]]:
     """Return the columns of n and x, and the rows of each item; x is a state."""
     state = dataclasses.replace(build.spec("x", dims=(2,)), origin=Origin.STATE)
     config = build.config(inputs=(state, build.spec("n", "INT64", (1,))))
     inputs = Inputs(config, introspection.from_function(lambda n, x: (n, x)))
-    _, (group,) = inputs.stage(lambda _: lambda *columns: columns, arrays=arrays)(items)
+    _, (group,) = inputs.stage(lambda _: lambda *columns: columns)(items)
     return group.gather(group.items)
 
 
@@ -47,7 +45,7 @@ def test_gather_and_scatter(sizes: list[int], arrays: bool) -> None:
     items: list[Item] = [item(rows, start=100.0 * position) for position, rows in enumerate(sizes)]
     if arrays:
         items = [{name: np.asarray(value) for name, value in item.items()} for item in items]
-    columns, counts = gathered(items, arrays=arrays)
+    columns, counts = gathered(items)
     outcomes = batches.scatter(columns, ["n", "x"], counts)
     assert list(counts) == sizes
     assert all(isinstance(column, Tensor) for column in columns)

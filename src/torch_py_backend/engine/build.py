@@ -99,7 +99,7 @@ def chosen(
     takes_any_rows = not limited and not made.rows.buckets and made.rows.least <= 1
     return Stages(
         before=before,
-        group=_group(made, forward, served=writer is not None),
+        group=_group(made, forward),
         send=None if runtime.on_cpu else runtime.to_device,
         extract=outputs.extract,
         fill=None if takes_any_rows else fill,
@@ -113,11 +113,10 @@ def chosen(
 # --- inputs ------------------------------------------------------------------------------------
 
 
-def _group(made: Engine, forward: Forward, *, served: bool) -> GroupStage:
-    arrays = served and made.runtime.host_inputs
+def _group(made: Engine, forward: Forward) -> GroupStage:
     if made.hooked is not None:
-        return made.hooked.stage(forward, arrays=arrays)
-    return made.inputs.stage(lambda binding: _flat_call(binding, forward), arrays=arrays)
+        return made.hooked.stage(forward)
+    return made.inputs.stage(lambda binding: _flat_call(binding, forward))
 
 
 def _flat_call(binding: InputBinding, module: Forward) -> Forward:

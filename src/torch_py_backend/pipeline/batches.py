@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError
-from torch_py_backend.values import ANY_ROWS, Rows, Value, clone, to_column
+from torch_py_backend.values import ANY_ROWS, Rows, Value, clone
 
 
 class ItemRows(tuple[Any, ...]):
@@ -54,11 +54,11 @@ def powers_of_two(most: int) -> tuple[int, ...]:
 
 def concatenate(values: Sequence[Any]) -> Value:
     """Concatenate values on dimension 0; a single one is passed on without a copy."""
-    if len(values) == 1:
-        return to_column(values[0])
-    if isinstance(values[0], Tensor):
-        return torch.cat(list(values))
-    return to_column(np.concatenate(values))
+    first = values[0]
+    if isinstance(first, Tensor):
+        return first if len(values) == 1 else torch.cat(list(values))
+    array = first if len(values) == 1 else np.concatenate(values)
+    return array if array.dtype.hasobject else torch.from_numpy(array)
 
 
 def fit(columns: Sequence[Value], rows: Rows) -> Iterator[tuple[Sequence[Value], int]]:

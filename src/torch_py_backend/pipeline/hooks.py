@@ -166,19 +166,12 @@ class HookedPipeline:
 
     # --- groups --------------------------------------------------------------------------------
 
-    def stage(self, module: Module, *, arrays: bool = False) -> GroupStage:
-        """Return the stage that groups items, whose calls call the hooks for batches, too.
-
-        Args:
-            module: the module.
-            arrays: as for `Inputs.stage`.
-        """
+    def stage(self, module: Module) -> GroupStage:
+        """Return the stage that groups items, whose calls call the hooks for batches, too."""
         if self.by_row:
             group = self._group_rows(module)
         else:
-            group = self.inputs.stage(
-                lambda binding: partial(self._call_batch, module, binding), arrays=arrays
-            )
+            group = self.inputs.stage(lambda binding: partial(self._call_batch, module, binding))
         if not self.hooks.takes_parameters:
             return group
 

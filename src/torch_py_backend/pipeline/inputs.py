@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, Origin
 from torch_py_backend.errors import BackendError, BindingError, InputError
-from torch_py_backend.pipeline import arguments, batches, ragged, shapes
+from torch_py_backend.pipeline import arguments, ragged, shapes
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.run import Entry, Gather, Group, GroupStage
 from torch_py_backend.signature.arguments import Signature
@@ -108,13 +107,6 @@ class Inputs:
         self._compare = self._may_share if padding is not None or self._any_device else None
         # States stay on the device.
         self._sent = [spec.name for spec in config.inputs if spec.origin is not Origin.STATE]
-        self._are_arrays = all(
-            spec.dtype.torch
-            and spec.dtype.numpy
-            and spec.origin is Origin.CLIENT
-            and self._shapes[spec.name].gather is batches.concatenate
-            for spec in config.inputs
-        )
 
     # --- checks --------------------------------------------------------------------------------
 
@@ -196,19 +188,18 @@ class Inputs:
 
     # --- groups --------------------------------------------------------------------------------
 
-    def stage(self, caller: Caller, *, arrays: bool = False) -> GroupStage:
+    def stage(self, caller: Caller) -> GroupStage:
         """Return the stage that refuses items and groups the others.
 
         Args:
             caller: makes the calls of the groups.
-            arrays: whether numbers of items are arrays, not tensors, where numpy has the type.
         """
         calls: dict[tuple[str, ...], tuple[Gather, Callable[..., Any]]] = {}
 
         def call_of(binding: InputBinding) -> tuple[Gather, Callable[..., Any]]:
             if binding.names not in calls:
                 call = self._converting(binding, caller(binding))
-                calls[binding.names] = self._gather(binding, arrays=arrays), call
+                calls[binding.names] = self._gather(binding), call
             return calls[binding.names]
 
         gather, call = call_of(self.binding)
@@ -275,7 +266,7 @@ class Inputs:
 
     # --- columns -------------------------------------------------------------------------------
 
-    def _gather(self, binding: InputBinding, *, arrays: bool) -> Gather:
+    def _gather(self, binding: InputBinding) -> Gather:
         """Return the function that makes the columns of items, and counts the rows of each."""
         sources = [(self._sources[name], self._shapes[name].gather) for name in binding.names]
         sent = [name for name in binding.names if name in self._specs]
@@ -285,8 +276,6 @@ class Inputs:
                 (1,),
             )
         first = sent[0]
-        if arrays and self._are_arrays and not self._made:
-            return _gather_arrays(binding.names)
 
         def gather_items(items: Sequence[Item]) -> tuple[Sequence[Value], Sequence[int]]:
             columns = [gather([item[name] for item in items]) for name, gather in sources]
@@ -308,21 +297,6 @@ class Inputs:
             return call(*passed, *columns[len(converts) :])  # those of hooks are not inputs
 
         return convert_and_call
-
-
-def _gather_arrays(names: Sequence[str]) -> Gather:
-    """Return a function that gathers arrays of numbers in as few calls as possible."""
-    concatenate, from_numpy = np.concatenate, torch.from_numpy
-    first = names[0]
-
-    def gather(items: Sequence[Any]) -> tuple[Sequence[Value], Sequence[int]]:
-        sizes = [item[first].shape[0] for item in items]
-        if len(items) == 1:
-            (item,) = items
-            return [from_numpy(item[name]) for name in names], sizes
-        return [from_numpy(concatenate([item[name] for item in items])) for name in names], sizes
-
-    return gather
 
 
 def _device(value: Value) -> torch.device:
