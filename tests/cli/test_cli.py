@@ -36,28 +36,26 @@ def test_without_the_packages_of_the_command_line(package: str) -> None:
 # --- install ---------------------------------------------------------------------------------
 
 
-def test_install_where_no_server_looks(tmp_path: Path) -> None:
-    """A folder that is no backend directory is refused; with --create it is made and filled."""
+def test_install(tmp_path: Path) -> None:
+    """A folder that is no backend directory is refused without --create.
+
+    Beside the Python backend, uninstall removes our folder only.
+    """
     folder = tmp_path / "backends"
-    text = "expected the backend directory of a tritonserver"
-    refuse(text, "install", f"--backend-dir={folder}")
-    folder.mkdir()
-    refuse(text, "install", f"--backend-dir={folder}")
+    option = f"--backend-dir={folder}"
+    for _ in range(2):
+        refuse("expected the backend directory of a tritonserver", "install", option)
+        folder.mkdir(exist_ok=True)
     assert list(tmp_path.rglob("*")) == [folder]
     folder.rmdir()
-    done = run("install", f"--backend-dir={folder}", "--create")
+    done = run("install", option, "--create")
     assert done.stdout == f"installed {folder / 'pytorch_py'}\n"
     assert (folder / "pytorch_py" / "model.py").is_file()
-
-
-def test_install_beside_the_python_backend_and_uninstall(tmp_path: Path) -> None:
-    """A backend directory has the Python backend; uninstall removes our folder only."""
-    (tmp_path / "python").mkdir()
-    (tmp_path / "python" / "libtriton_python.so").write_bytes(b"")
-    option = f"--backend-dir={tmp_path}"
+    (folder / "python").mkdir()
+    (folder / "python" / "libtriton_python.so").write_bytes(b"")
     assert run("install", option).returncode == 0
-    assert run("install", option, "--uninstall").stdout == f"removed {tmp_path / 'pytorch_py'}\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["python"]
+    assert run("install", option, "--uninstall").stdout == f"removed {folder / 'pytorch_py'}\n"
+    assert [path.name for path in folder.iterdir()] == ["python"]
     done = run("install", option, "--uninstall")
     assert (done.returncode, "nothing to remove" in done.stdout) == (0, True)
 

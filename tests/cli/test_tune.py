@@ -89,25 +89,22 @@ def test_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.parametrize("write", [False, True])
-def test_choice(write: bool, tmp_path: Path) -> None:
-    """The fastest runtime's lines are printed; --write appends them, and changes nothing else."""
-    model = _model(tmp_path)
+@pytest.mark.parametrize("is_set", [False, True])
+def test_choice(write: bool, is_set: bool, tmp_path: Path) -> None:
+    """The fastest runtime's lines are printed; --write appends them, unless a key is set already.
+
+    It changes nothing else.
+    """
+    text = _CONFIG + _SETTING.format("OPTIMIZE", "none") * is_set
+    model = _model(tmp_path, text)
     done = command_line.run("tune", str(model), *["--write"] * write)
     assert "fastest: freeze (2.00 in latency, 2.00 in rows/s, with 1.5 cores)" in done.stdout
     assert "channels_last: it hangs [/]." in done.stdout
     line = _SETTING.format("OPTIMIZE", "freeze")
     assert line in done.stdout
-    assert (model / "config.pbtxt").read_text() == (_CONFIG + line if write else _CONFIG)
-
-
-@pytest.mark.usefixtures("simulated")
-def test_option_that_is_set(tmp_path: Path) -> None:
-    """A key that config.pbtxt has is printed, not edited."""
-    text = _CONFIG + _SETTING.format("OPTIMIZE", "none")
-    model = _model(tmp_path, text)
-    done = command_line.run("tune", str(model), "--write")
-    assert "set already, to be replaced or removed by hand: OPTIMIZE" in done.stdout
-    assert (model / "config.pbtxt").read_text() == text
+    assert (model / "config.pbtxt").read_text() == text + line * (write and not is_set)
+    by_hand = "set already, to be replaced or removed by hand: OPTIMIZE"
+    assert (by_hand in done.stdout) == is_set
 
 
 @pytest.mark.parametrize(

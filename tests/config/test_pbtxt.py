@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -100,11 +101,8 @@ def test_broken_file(tmp_path: Path, text: str | bytes, message: str) -> None:
 
 def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An unreadable config.pbtxt is a ConfigError."""
-
-    def refuse(_: Path) -> bytes:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    error = PermissionError(13, "Permission denied")
+    monkeypatch.setattr(Path, "read_bytes", Mock(side_effect=error))
     with pytest.raises(ConfigError, match=r"Permission denied"):
         _read(tmp_path, _TYPICAL)
 
