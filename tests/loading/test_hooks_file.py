@@ -72,9 +72,7 @@ class Hooks:
             f"class Hooks:\n    def __init__(self):\n        raise OSError('no labels')\n{_POST}",
             "Hooks() in hooks.py fails at line 3: OSError: no labels",
         ),
-        ("class Hooks:\n  def (", "hooks.py fails at line 2: SyntaxError"),
         ("def Hooks(): ...\n", "hooks.py does not define the class Hooks"),
-        ("from torch.nn import Identity as Hooks\n", "hooks.py does not define the class Hooks"),
         ("class Hooks:\n    def add(self): ...\n", "the class Hooks in hooks.py has no hooks"),
         ("class Hooks:\n    postprocess = 3\n", "is an int; expected a method"),
         (
@@ -99,8 +97,6 @@ def test_signatures(tmp_path: Path) -> None:
         "def preprocess(self, x, parameters)",
         "def preprocess_batch(self, parameters, x)",
         "def collate(self, items, parameters=None)",
-        "def collate(self, rows, *, parameters)",
-        "def postprocess(self, result, extra=1)",
         "def postprocess(self, *everything)",
         "def postprocess_batch(self, out, parameters)",
     ):
@@ -118,7 +114,6 @@ def test_signatures(tmp_path: Path) -> None:
             "def preprocess_batch(self, x):\n        pass\n    def collate(self, rows)",
             "Hooks in hooks.py has preprocess_batch() and collate()",
         ),
-        ("async def postprocess(self, result)", "is asynchronous or a generator"),
         ("def postprocess(self, result):\n        yield result #", "is asynchronous or a gener"),
     ],
 )
@@ -168,7 +163,6 @@ def test_contradictions(
         (OSError("cannot identify image file"), True),
         (FileNotFoundError(2, "no labels"), False),
         (RuntimeError("no"), False),
-        (TypeError("unsupported operand"), False),
         (SystemExit(3), False),
     ],
 )

@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from torch import nn
-
 from torch_py_backend.config import conflicts, removed_names
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import (
@@ -206,10 +204,10 @@ def refuse_in_model(path: Path) -> None:
 def _construct(config: ModelConfig, path: Path) -> Any:
     """Return an instance of the class `Hooks` of a file."""
     hooks_class = getattr(python_source.import_source(path), "Hooks", None)
-    if not isinstance(hooks_class, type) or issubclass(hooks_class, nn.Module):
+    if not isinstance(hooks_class, type):
         raise ArtifactError(
             f"{path.name} does not define the class Hooks",
-            expected=f"a plain class of that name with {_EXPECTED}",
+            expected=f"a class of that name with {_EXPECTED}",
             cure="Rename the file if it serves another purpose.",
         )
     keywords: dict[str, Path] = {}

@@ -16,7 +16,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.errors import SaveError, a_type, summarize
+from torch_py_backend.errors import SaveError, a_type, join_names, summarize
+from torch_py_backend.loading import weights
 from torch_py_backend.loading.discovery import HOOKS
 from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.model_folders.artifact_files import EXAMPLE, ArtifactFiles
@@ -174,30 +175,24 @@ class ModuleFiles:
 
     def _check_class(self) -> None:
         """Raise SaveError if the class does not build a module that takes the same weights."""
-        built, weights = type(self._module), self._module.state_dict()
-        problem = ""
-        for device in ("meta", "cpu"):  # some constructors read values
-            try:
-                with torch.random.fork_rng(devices=[]), torch.device(device):
-                    again = built(**self._kwargs)
-                again.load_state_dict(weights, assign=True)
-            except Exception as error:  # of the module's own code
-                lines = (summarize(error), *str(error).splitlines()[1:])  # torch's reasons
-                problem = textwrap.shorten(" ".join(lines), 300)
-            else:
-                return
-        text = f"{built.__name__}({', '.join(f'{k}={v!r}' for k, v in self._kwargs.items())})"
-        arguments = ", ".join(
-            f"{name!r}: …"
-            for name, parameter in inspect.signature(built).parameters.items()
-            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        )
-        raise SaveError(
-            f"{text} does not make this module again: {problem}",
-            cure=f"Pass its arguments: model_kwargs={{{arguments}}}."
-            if arguments
-            else "Let its constructor make the whole module.",
-        )
+        built, own = type(self._module), self._module.state_dict()
+        try:
+            with torch.random.fork_rng(devices=[]):
+                again = weights.build_uninitialized(lambda: built(**self._kwargs), lambda: own)
+            again.load_state_dict(own, assign=True)
+        except Exception as error:  # of the module's own code
+            keywords = ", ".join(f"{name}={value!r}" for name, value in self._kwargs.items())
+            lines = (summarize(error), *str(error).splitlines()[1:])  # torch's reasons
+            passed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+            parameters = inspect.signature(built).parameters
+            names = [name for name in parameters if parameters[name].kind in passed]
+            raise SaveError(
+                f"{built.__name__}({keywords}) does not make this module again:"
+                f" {textwrap.shorten(' '.join(lines), 300)}",
+                cure=f"Pass its arguments, {join_names(names)}, as model_kwargs."
+                if names
+                else "Let its constructor make the whole module.",
+            ) from error
 
     def _write_model(self, folder: Path, kind: Format) -> Path:
         """Write the module in its format, and return the model file, or its folder."""
