@@ -83,8 +83,7 @@ def test_types_of_results(kind: str) -> None:
         ((1, [2, (3,)]), ["RESULT[1][1][0]", "RESULT[0]"], [3, 1]),
         (Detected(1, {"masks": [2, 3]}), ["RESULT[extra][masks][1]", "boxes"], [3, 1]),
         ({"pair": Pair(1, 2)}, ["RESULT[pair][1]"], [2]),
-        ({"pair": Pair(1, 2)}, ["RESULT[pair][deviation]"], [2]),
-        (Pair(1, 2), ["RESULT[deviation]"], [2]),
+        (Pair(1, 2), ["RESULT[1]"], [2]),
         # numbers and order count leaves
         (NESTED, ["o__0", "o__5", "o__2"], [1, 6, 3]),
         (NESTED, ["o__1", "RESULT[total]"], [2, 1]),

@@ -27,10 +27,10 @@ Getter: TypeAlias = Callable[[Any], Any]
 
 
 class _Leaf(NamedTuple):
-    """A leaf of a result: its path, the same with the fields of named tuples, and how to get it."""
+    """A leaf of a result: its path, its key or field at the top level, and how to get it."""
 
     path: str
-    labels: str
+    name: str | None
     get: Getter
 
 
@@ -55,10 +55,9 @@ def bind_outputs(
         BindingError: a name matches no leaf, or there are more names than leaves.
     """
     leaves, fields = list(_leaves(result)), _fields(result)
-    aliases = {name: index for index, name in enumerate(_keys(leaves, fields)) if name}
+    aliases = {leaf.name: index for index, leaf in enumerate(leaves) if leaf.name is not None}
     for index, leaf in enumerate(leaves):
         aliases.setdefault(leaf.path, index)
-        aliases.setdefault(leaf.labels, index)
     indices = [aliases.get(name, ordinal(name)) for name in names]
     unknown = [index is None for index in indices]
     in_order = any(unknown)
@@ -101,51 +100,48 @@ def _whole(count: int, result: object) -> Sequence[object]:
 
 def leaf_names(result: object) -> list[str]:
     """Return a name for each leaf of a result: its key or field, else `OUTPUT__<number>`."""
-    keys = _keys([*_leaves(result)], _fields(result))
-    return [key or f"OUTPUT__{number}" for number, key in enumerate(keys)]
-
-
-def _keys(leaves: Sequence[_Leaf], fields: Sequence[str]) -> list[str | None]:
-    """Return the key or field of each leaf at the top level; None for others."""
-    tops = {f"RESULT[{field}]": field for field in fields}
-    return [tops.get(leaf.labels) for leaf in leaves]
+    return [leaf.name or f"OUTPUT__{number}" for number, leaf in enumerate(_leaves(result))]
 
 
 def _fields(result: object) -> list[str]:
     """Return the keys or fields at the top level of a result; empty if it has none."""
-    indexed = isinstance(result, tuple | list)
-    return [str(label) for key, label, _ in _parts(result) or () if label != key or not indexed]
+    return [name for _, name, _ in _parts(result) or () if name is not None]
 
 
 def _leaves(
-    value: object, path: str = "RESULT", labels: str = "RESULT", get: Getter = lambda result: result
+    value: object,
+    path: str = "RESULT",
+    name: str | None = None,
+    get: Getter = lambda result: result,
 ) -> Iterator[_Leaf]:
     """Yield the leaves in the result's order; a list of strings is one leaf."""
     parts = _parts(value)
     if parts is None:
-        yield _Leaf(path, labels, get)
+        yield _Leaf(path, name, get)
         return
     for key, label, step in parts:
-        way = step if path == "RESULT" else _then(get, step)
-        yield from _leaves(step(value), f"{path}[{key}]", f"{labels}[{label}]", way)
+        if path == "RESULT":
+            yield from _leaves(step(value), f"{path}[{key}]", label, step)
+        else:
+            yield from _leaves(step(value), f"{path}[{key}]", None, _then(get, step))
 
 
 def _then(get: Getter, step: Getter) -> Getter:
     return lambda result: step(get(result))
 
 
-def _parts(value: object) -> list[tuple[object, object, Getter]] | None:
-    """Return key, label (of a named tuple: its field) and getter of each part; None: a leaf."""
+def _parts(value: object) -> list[tuple[object, str | None, Getter]] | None:
+    """Return index or key, name if it has one, and getter of each part; None: a leaf."""
     if isinstance(value, Mapping):
-        return [(key, key, operator.itemgetter(key)) for key in value]
+        return [(key, str(key), operator.itemgetter(key)) for key in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = [field.name for field in dataclasses.fields(value)]
         return [(name, name, operator.attrgetter(name)) for name in names]
     if not isinstance(value, tuple | list) or _is_strings(value):
         return None
     # The fields of a named tuple, or of a return type such as that of torch.max.
-    labels = getattr(value, "_fields", getattr(value, "__match_args__", ()))
-    return [(index, label, _item(index)) for index, label in enumerate(labels or range(len(value)))]
+    fields = getattr(value, "_fields", getattr(value, "__match_args__", ()))
+    return [(i, name, _item(i)) for i, name in enumerate(fields or [None] * len(value))]
 
 
 def _item(index: int) -> Getter:
