@@ -10,7 +10,6 @@ prints a row of a table in docs/compatibility.md; --write puts it there, in plac
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import platform
 import re
@@ -18,8 +17,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import closing
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,19 +32,6 @@ SCENARIOS = (
 )  # fmt: skip
 # The first minor version of each run of months, and the number of its last month.
 _MONTHS = ((42, "24.01", 12), (54, "25.01", 6), (60, "25.08", 12), (65, "26.01", 12))
-_LONGEST_S = 300
-_SOURCE = TESTS.parent / "src"
-_FIXTURES = re.compile(r"\b(process|dynamo): None\b|usefixtures\(\"(process|dynamo)\"")
-# They need torch, a server, fixtures of a conftest.py or tools of the repository on the machine.
-_NEED_MORE = {
-    "test_fetch.py",
-    "test_preflight.py",
-    "test_release.py",
-    "test_report.py",
-    "test_triton_installation.py",
-    "test_tritonserver.py",
-    "test_tuned_settings.py",
-}
 
 
 def server_row() -> list[str]:
@@ -54,31 +39,15 @@ def server_row() -> list[str]:
     import hooked  # noqa: F401  the tables import each other
     import kinds
     import scenarios
-    import tritonclient.grpc
-    import tritonclient.http
-    from serving import Serving
-
-    from torch_py_backend.server import Server
+    from serving import asked
 
     table = {one.name: one for one in (*scenarios.TABLE, *kinds.TABLE)}
     with tempfile.TemporaryDirectory(prefix="compatibility-") as name:
-        folder = Path(name)
         for one in SCENARIOS:
-            table[one].lay_out(folder / "repository")
-        with (
-            (folder / "server.log").open("wb") as log,
-            Server(
-                folder / "repository", http_port=0, grpc_port=0, metrics_port=0, log=log
-            ) as server,
-        ):
-            states = {state.name: state for state in server.wait_loaded(_LONGEST_S)}
-            with (
-                closing(tritonclient.http.InferenceServerClient(server.http_address)) as http,
-                closing(tritonclient.grpc.InferenceServerClient(server.grpc_address)) as grpc,
-            ):
-                serving = Serving(server, states, http, grpc, folder / "server.log")
-                failed = [one for one in SCENARIOS if not _answers(serving, table[one])]
-            with urllib.request.urlopen(f"http://{server.http_address}/v2") as response:
+            table[one].lay_out(Path(name) / "repository")
+        with asked(Path(name)) as serving:
+            failed = [one for one in SCENARIOS if not _answers(serving, table[one])]
+            with urllib.request.urlopen(f"http://{serving.server.http_address}/v2") as response:
                 version = json.load(response)["version"]
     return [_release(version), *_here(), _found(len(SCENARIOS), failed)]
 
@@ -108,14 +77,7 @@ def _release(version: str) -> str:
 
 
 def _here() -> list[str]:
-    return [platform.python_version(), *(_version(name) for name in ("torch", "numpy"))]
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "none"
+    return [platform.python_version(), *map(metadata.version, ("torch", "numpy"))]
 
 
 def _found(count: int, failed: Sequence[str]) -> str:
@@ -123,71 +85,15 @@ def _found(count: int, failed: Sequence[str]) -> str:
     return f"{told}; not {', '.join(failed)}" if failed else told
 
 
-# --- without a server ------------------------------------------------------------------------
-
-
 def tests_row() -> list[str]:
-    """The tests without a server; where torch is missing, those of the modules that need none."""
-    with_torch = _version("torch") != "none"
-    chosen = (
-        ["-m", "not server and not slow"]
-        if with_torch
-        else ["--noconftest", "-k", "not compiler", *without_torch()]
-    )
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen]
+    """The tests without a server, but for slow ones."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command += ["-m", "not server and not slow"]
     done = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True, check=False)
-    last = done.stdout.strip().splitlines()[-1]
     if done.returncode:
         print(done.stdout, file=sys.stderr)
-    scope = "all but slow ones" if with_torch else "modules without torch"
-    return [*_here(), scope, re.sub(r" in .*|=", "", last).strip()]
-
-
-def without_torch() -> list[str]:
-    """Return the test files that import no torch, and whose imports import none."""
-    return [
-        str(path.relative_to(TESTS.parent))
-        for path in sorted(TESTS.rglob("test_*.py"))
-        if not {"live", "deploy"} & set(path.parts)
-        and path.name not in _NEED_MORE
-        and not _needs_torch(path, set())
-        and not _FIXTURES.search(path.read_text())
-    ]
-
-
-def _needs_torch(path: Path, seen: set[Path]) -> bool:
-    if path in seen:
-        return False
-    seen.add(path)
-    for name in _imports(path):
-        if name.split(".")[0] in ("torch", "safetensors", "benchmarks", "docs", "examples"):
-            return True
-        if any(_needs_torch(file, seen) for file in _files(name)):
-            return True
-    return False
-
-
-def _files(name: str) -> Iterator[Path]:
-    """Return the files of this repository that an import of this name runs."""
-    for base in (_SOURCE, TESTS):
-        file = base.joinpath(*name.split("."))
-        yield from (one for one in (file.with_suffix(".py"), file / "__init__.py") if one.is_file())
-
-
-def _imports(path: Path) -> Iterator[str]:
-    """Yield what a file imports as it is imported: function bodies are left out."""
-    pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
-    while pending:
-        node = pending.pop()
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            pending.extend(node.orelse)
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            pending.extend(ast.iter_child_nodes(node))
+    last = done.stdout.strip().splitlines()[-1]
+    return [*_here(), "all but slow ones", re.sub(r" in .*|=", "", last).strip()]
 
 
 # --- the page --------------------------------------------------------------------------------

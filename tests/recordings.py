@@ -6,33 +6,27 @@
 The tables of scenarios are this checkout's; `--checkout` names the version of the backend that
 answers them, by default this one. So two versions are compared by
 
-    python tests/recordings.py record old.json.gz --checkout ../old
-    python tests/recordings.py compare old.json.gz
+    python tests/recordings.py record old.pickle --checkout ../old
+    python tests/recordings.py compare old.pickle
 
-Requests are sent alone, together with others that the model answers, and together with one that
-fails: a request that the table has as refused or, without one, a request whose tensors cannot be
-read; and as the batches of the table. Of an error only its code is recorded. Bits depend on the
-machine and on the version of torch: record and compare on one machine. Only the fake of Triton's
-utilities, the tables, and the files that `install` installs are used.
-
-`compare` names each difference and ends with exit code 1 if there is one. Scenarios that only one
-version has are named.
+Requests are sent alone, together with others that the model answers, beside one that fails, and as
+the batches of the table. Of an error only its code is recorded. Bits depend on the machine and on
+the version of torch: record and compare on one machine.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
-import gzip
 import importlib.util
 import itertools
 import json
 import os
+import pickle
 import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -52,15 +46,11 @@ from scenarios import Call, Refused, Scenario  # noqa: E402
 
 TABLE = {one.name: one for one in (*scenarios.TABLE, *kinds.TABLE, *hooked.TABLE)}
 _LONGEST_S = 300
-
-# A code, or for each output its type, shape and bytes.
-Outcome: TypeAlias = dict[str, Any]
-# By the way in which requests are sent, the outcomes of each batch.
-Outcomes: TypeAlias = dict[str, list[list[Outcome]]]
-# Requests and where they are sent; returns an outcome for each.
-Send: TypeAlias = Callable[[Sequence[Call | None]], list[Outcome]]
-
 _FOREIGN_TURN = fake_triton.Turn(99_991, starts=True, ends=True)
+
+# By the way in which requests are sent, for each batch the outcome of each request: the code of an
+# error, or arrays by name.
+Outcomes: TypeAlias = dict[str, list[list[Any]]]
 
 
 def batches(scenario: Scenario, rows: int) -> dict[str, list[list[Call | None]]]:
@@ -98,9 +88,6 @@ def _groups(calls: Sequence[Call], rows: int) -> Iterator[list[Call | None]]:
         yield [*group]
 
 
-# --- on the fake -------------------------------------------------------------------------------
-
-
 class _Unreadable(fake_triton.Tensor):
     def as_numpy(self) -> Any:
         raise fake_triton.TritonModelException("the tensor cannot be read")
@@ -120,31 +107,26 @@ def record(names: Sequence[str], checkout: Path) -> dict[str, Outcomes]:
     recorded = {}
     with tempfile.TemporaryDirectory(prefix="recordings-") as folder:
         for name in names:
-            result = Path(folder, f"{name}.json")
+            result = Path(folder, f"{name}.pickle")
             child = os.fork()
             if child == 0:
                 signal.alarm(_LONGEST_S)  # a version may hang where this one does not
                 os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what models print
-                status = 1
                 try:
                     # Only here: the backend takes the parent of the process for the server.
                     spec.loader.exec_module(module)
                     outcomes = _outcomes(TABLE[name], Path(folder), module.TritonPythonModel())
-                    result.write_text(json.dumps(outcomes))
-                    status = 0
+                    result.write_bytes(pickle.dumps(outcomes))
                 except BaseException:
                     traceback.print_exc()
                 finally:
-                    os._exit(status)
-            _, status = os.waitpid(child, 0)
-            recorded[name] = json.loads(result.read_text()) if status == 0 else _ended(status)
+                    os._exit(0)
+            os.waitpid(child, 0)
+            ended: Outcomes = {"load": [["the process ended"]]}
+            recorded[name] = pickle.loads(result.read_bytes()) if result.exists() else ended
             print(".", end="", flush=True)
     print()
     return recorded
-
-
-def _ended(status: int) -> Outcomes:
-    return {"load": [[{"process": status}]]}
 
 
 def _outcomes(scenario: Scenario, folder: Path, model: Any) -> Outcomes:
@@ -153,55 +135,43 @@ def _outcomes(scenario: Scenario, folder: Path, model: Any) -> Outcomes:
         arguments = fake_triton.completed(model, arguments)
         model.initialize(arguments)
     except fake_triton.TritonModelException:
-        return {"load": [[{"code": fake_triton.TritonError.INTERNAL}]]}
+        return {"load": [["refused"]]}
     document = json.loads(arguments["model_config"])
-
-    def send(calls: Sequence[Call | None]) -> list[Outcome]:
-        responses = model.execute([_request(call, calls, document) for call in calls])
-        return [_outcome(response) for response in responses]
-
-    sent = batches(scenario, document["max_batch_size"])
-    outcomes = {way: [send(batch) for batch in all_of_it] for way, all_of_it in sent.items()}
+    outcomes: Outcomes = {}
+    for way, sent in batches(scenario, document["max_batch_size"]).items():
+        outcomes[way] = []
+        for calls in sent:
+            responses = model.execute([_request(call, calls, document) for call in calls])
+            outcomes[way].append([_outcome(response) for response in responses])
     model.finalize()
     return outcomes
 
 
 def _request(call: Call | None, calls: Sequence[Call | None], document: dict[str, Any]) -> Any:
-    if call is not None:
-        turn = call.turn or fake_triton.Turn(0)
-        return fake_triton.request(call.inputs, document, "", turn, call.parameters)
-    like = next(one for one in calls if one is not None)
-    turn = _FOREIGN_TURN if like.turn else fake_triton.Turn(0)
+    like = call or next(one for one in calls if one is not None)
+    turn = like.turn or fake_triton.Turn(0)
+    if call is None and like.turn:
+        turn = _FOREIGN_TURN
     request = fake_triton.request(like.inputs, document, "", turn, like.parameters)
-    for tensor in request.inputs():
-        tensor.__class__ = _Unreadable
+    if call is None:
+        for tensor in request.inputs():
+            tensor.__class__ = _Unreadable
     return request
 
 
-def _outcome(response: Any) -> Outcome:
+def _outcome(response: Any) -> Any:
     error = response.error()
     if error is not None:
-        return {"code": error.code()}
-    return {tensor.name(): _tensor(tensor) for tensor in response.output_tensors()}
+        return f"error {error.code()}"
+    return {tensor.name(): _array(tensor) for tensor in response.output_tensors()}
 
 
-def _tensor(tensor: Any) -> list[Any]:
+def _array(tensor: Any) -> Any:
     try:
-        array = tensor.as_numpy()
+        return tensor.as_numpy()
     except fake_triton.TritonModelException:  # BF16, which numpy does not have
         value = torch.utils.dlpack.from_dlpack(tensor.to_dlpack())
-        return ["bfloat16", list(value.shape), _text(value.view(torch.int16).numpy().tobytes())]
-    content = array.tobytes()
-    if array.dtype == np.object_:
-        content = b"".join(len(one).to_bytes(4, "little") + one for one in array.flat)
-    return [str(array.dtype), list(array.shape), _text(content)]
-
-
-def _text(content: bytes) -> str:
-    return base64.b64encode(content).decode()
-
-
-# --- the command -------------------------------------------------------------------------------
+        return value.view(torch.int16).numpy()
 
 
 def differences(old: dict[str, Outcomes], new: dict[str, Outcomes]) -> Iterator[str]:
@@ -214,45 +184,40 @@ def differences(old: dict[str, Outcomes], new: dict[str, Outcomes]) -> Iterator[
             for place, (before, after) in enumerate(itertools.zip_longest(*sent)):
                 pairs = itertools.zip_longest(before or [], after or [])
                 for number, (first, second) in enumerate(pairs):
-                    if first != second:
-                        where = f"{name}, {way}, batch {place}, request {number}"
-                        yield f"{where}: {_difference(first, second)}"
+                    if difference := _difference(first, second):
+                        yield f"{name}, {way}, batch {place}, request {number}: {difference}"
 
 
-def _difference(old: Outcome | None, new: Outcome | None) -> str:
-    if not old or not new or old.keys() != new.keys():
-        return f"{_words(old)} became {_words(new)}"
-    name = next(name for name in old if old[name] != new[name])
-    (dtype, shape, before), after = old[name], new[name]
-    if [dtype, shape] != after[:2] or not dtype.startswith("float"):
-        return f"{name} {dtype} {shape} became {after[0]} {after[1]}, or other values"
-    arrays = [np.frombuffer(base64.b64decode(text), dtype) for text in (before, after[2])]
-    return f"{name} differs by up to {np.abs(np.subtract(*arrays)).max():.3g}"
+def _difference(old: Any, new: Any) -> str:
+    """Return what became of an outcome; empty if it is the same."""
+    if not isinstance(old, dict) or not isinstance(new, dict) or old.keys() != new.keys():
+        return "" if old == new else f"{old} became {new}"
+    for name, before in old.items():
+        after = new[name]
+        if before.dtype != after.dtype or before.shape != after.shape:
+            return f"{name} {before.dtype} {before.shape} became {after.dtype} {after.shape}"
+        same = before.tolist() == after.tolist()
+        if before.dtype != np.object_:
+            same = before.tobytes() == after.tobytes()
+        if not same:
+            return f"{name} {before} became {after}"
+    return ""
 
 
-def _words(outcome: Outcome | None) -> str:
-    if outcome is None:
-        return "no outcome"
-    return ", ".join(
-        f"{name} {value[0]} {value[1]}" if isinstance(value, list) else f"{name} {value}"
-        for name, value in outcome.items()
-    )
-
-
-def main(words: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Record, or compare; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("action", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help="scenarios; all by default")
     parser.add_argument("--checkout", type=Path, default=_ROOT)
-    settings = parser.parse_intermixed_args(words)
+    settings = parser.parse_intermixed_args()
     recorded = record(settings.names or list(TABLE), settings.checkout.absolute())
     if settings.action == "record":
-        settings.file.write_bytes(gzip.compress(json.dumps(recorded).encode(), mtime=0))
-        print(f"{len(recorded)} scenarios, {settings.file.stat().st_size:,} bytes")
+        settings.file.write_bytes(pickle.dumps(recorded))
+        print(f"{len(recorded)} scenarios")
         return 0
-    old = json.loads(gzip.decompress(settings.file.read_bytes()))
+    old = pickle.loads(settings.file.read_bytes())
     if settings.names:
         old = {name: old[name] for name in settings.names if name in old}
     found = list(differences(old, recorded))
