@@ -93,7 +93,7 @@ class Serving:
             _check_refusal(refusal.value, call.expected, protocol)
             return
         result = self.infer(protocol, name, call.inputs, list(call.expected), **_options(call))
-        _check_result(result, call.expected)
+        check_result(result, call.expected)
 
     def check_together(self, name: str, batch: Sequence[Call]) -> None:
         """Requests that are sent at once, each with an id: each has what the table has for it."""
@@ -114,7 +114,7 @@ class Serving:
                 _check_refusal(error, call.expected, "grpc")
             else:
                 assert error is None, error
-                _check_result(result, call.expected)
+                check_result(result, call.expected)
 
     def infer(
         self,
@@ -249,7 +249,7 @@ def _check_refusal(error: InferenceServerException, expected: Refused, protocol:
     assert status in error.status()
 
 
-def _check_result(result: Any, expected: dict[str, Any]) -> None:
+def check_result(result: Any, expected: dict[str, Any]) -> None:
     for output, value in expected.items():
         array, wanted = result.as_numpy(output), to_numpy(value)
         assert array.dtype == wanted.dtype
