@@ -222,9 +222,9 @@ def _await_metrics(address: str) -> None:
 
 
 @contextlib.contextmanager
-def asked(folder: Path) -> Iterator[Serving]:
+def asked(folder: Path, *arguments: str) -> Iterator[Serving]:
     """Such a server, some of whose models may have been refused, with its clients."""
-    with running(folder, ready=False) as server:
+    with running(folder, *arguments, ready=False) as server:
         states = {state.name: state for state in server.models()}
         http = tritonclient.http.InferenceServerClient(server.http_address)
         grpc = tritonclient.grpc.InferenceServerClient(server.grpc_address)

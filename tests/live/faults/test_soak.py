@@ -124,7 +124,9 @@ _STEADY = (
         Scenario(
             "padded",
             scenarios.python(models.Tokens),
-            scenarios.tokens('{"ids": {"multiple_of": 4, "mask": "mask"}}', _BATCHED),
+            scenarios.tokens(
+                '{"ids": {"multiple_of": 4, "mask": "mask", "outputs": ["y"]}}', _BATCHED
+            ),
         ),
         _padded,
     ),
