@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -25,13 +24,11 @@ class Argument(NamedTuple):
     """A kind of argument; what is None is not needed.
 
     Attributes:
-        alike: whether values of several items are valid and can share a call.
         refuse: returns the reason to refuse a value.
         key: what the values of a call have in common, beside their shapes.
         convert: makes the argument of a column.
     """
 
-    alike: Callable[[Sequence[Value]], bool] | None = None
     refuse: Callable[[Value], Refusal | None] | None = None
     key: Callable[[Value], Hashable] | None = None
     convert: Callable[[Any], object] | None = None
@@ -61,7 +58,6 @@ def choose(
         decode = _decode_any if signature.torchscript else _decode
         check = _check_text if strings and not any_bytes else None
         return Argument(
-            partial(_are_one_value, check),
             partial(_refuse_scalar, f"{signature.name}() takes {takes.value}", check),
             _first,
             lambda column: _SCALARS[takes](
@@ -74,7 +70,7 @@ def choose(
             convert = partial(_convert_text, _decode_any if any_bytes else _decode, convert)
         if any_bytes:
             return Argument(convert=convert)
-        return Argument(_are_text, _refuse_bytes, None, convert)
+        return Argument(_refuse_bytes, convert=convert)
     dtype: torch.dtype = getattr(torch, str(spec.dtype.torch))
     if cast is None or not dtype.is_floating_point:
         return TENSOR
@@ -96,14 +92,7 @@ def for_rows(argument: Argument) -> Argument:
             rows = [column[row, ...] for row in range(column.shape[0])]
         return rows if convert is None else [convert(row) for row in rows]
 
-    if refuse is None:
-        return Argument(convert=rows_of)
-    refuse_rows = partial(_refuse_rows, refuse)
-    return Argument(
-        lambda values: all(refuse_rows(value) is None for value in values),
-        refuse_rows,
-        convert=rows_of,
-    )
+    return Argument(partial(_refuse_rows, refuse) if refuse is not None else None, convert=rows_of)
 
 
 # --- strings -----------------------------------------------------------------------------------
@@ -115,13 +104,6 @@ _LISTS: Mapping[ArgumentType, Callable[[Strings], list[object]]] = {
     ArgumentType.NESTED_STRINGS: lambda column: column.tolist(),
     ArgumentType.NESTED_BYTES: lambda column: column.tolist(),
 }
-
-
-def _are_text(values: Sequence[Value]) -> bool:
-    texts: list[bytes] = []
-    for value in values:
-        texts += value.reshape(-1).tolist()
-    return _check_text(texts) is None
 
 
 def _check_text(texts: Sequence[Any]) -> UnicodeDecodeError | None:
@@ -171,13 +153,6 @@ _SCALARS: Mapping[ArgumentType, Callable[[Any], object]] = {
     ArgumentType.VALUE: lambda value: value,
 }
 _CheckText = Callable[[Sequence[Any]], UnicodeDecodeError | None]
-
-
-def _are_one_value(check: _CheckText | None, values: Sequence[Value]) -> bool:
-    first = _flat(values[0])[0]
-    if any(_flat(value) != [first] * math.prod(value.shape) for value in values):
-        return False
-    return check is None or check([first]) is None
 
 
 def _refuse_scalar(expected: str, check: _CheckText | None, value: Value) -> Refusal | None:

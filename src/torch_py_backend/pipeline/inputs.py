@@ -102,7 +102,9 @@ class Inputs:
             self._bind(pattern)
         # Of each input: how its values and arguments are compared.
         self._compared = [
-            (name, self._shapes[name].rows, self._arguments[name].alike) for name in self._specs
+            (name, self._shapes[name].rows, argument.refuse, argument.key)
+            for name, argument in self._arguments.items()
+            if name in self._specs
         ]
         self._compare = self._may_share if padding is not None or self._any_device else None
         # States stay on the device.
@@ -118,12 +120,14 @@ class Inputs:
         items: Sequence[Any] = entries
         sizes: list[int] | None = None
         try:
-            for name, rows_of, same in self._compared:
+            for name, rows_of, refuse, key in self._compared:
                 values = [item[name] for item in items]
                 rows = rows_of(values)
                 if rows is None or (sizes is not None and rows != sizes):
                     return False
-                if same is not None and not same(values):
+                if refuse is not None and any(map(refuse, values)):
+                    return False
+                if key is not None and len(set(map(key, values))) > 1:
                     return False
                 sizes = rows
         except (LookupError, TypeError, ValueError):  # an input is missing, or an item was refused
