@@ -89,10 +89,11 @@ def chosen(
         before, after = (steps.attach,), (steps.keep,)
     guarded = partial(stages.guarded, made.failures)
     if hooked is not None and hooked.by_row:
-        before = (partial(stages.prepared, partial(hooked.prepare, guarded), counts),)
+        prepare = partial(hooked.prepare, guarded)
+        before = (stages.timed(counts, "preprocess_seconds", prepare),)
     if hooked is not None and (hook := hooked.hooks.postprocess) is not None:
         finish = Postprocessing(config, hook, guarded).finish
-        after = (partial(stages.finished, finish, counts),)
+        after = (stages.timed(counts, "postprocess_seconds", finish),)
     outputs = made.outputs
     fill = stages.filled(made.rows, outputs.extract, outputs.copy, counts)
     limited = made.rows.most is not None and made.rows.most < config.max_batch_size

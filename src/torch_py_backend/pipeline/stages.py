@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch_py_backend import values
 from torch_py_backend.pipeline import batches
@@ -14,8 +14,10 @@ from torch_py_backend.pipeline.failures import Failures, reported
 from torch_py_backend.pipeline.outputs import Finite
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.ragged import Ragged
-from torch_py_backend.pipeline.run import Entry, Result
+from torch_py_backend.pipeline.run import Result
 from torch_py_backend.values import Item, Rows, Value
+
+T = TypeVar("T")
 
 
 def filled(
@@ -104,24 +106,13 @@ def guarded(failures: Failures, item: Item, function: Callable[..., Any], *args:
     return failures.refusal(failure)
 
 
-def prepared(
-    prepare: Callable[[Sequence[Entry]], Sequence[Entry]], counts: Counts, entries: Sequence[Entry]
-) -> Sequence[Entry]:
-    """Return the items that hooks prepare."""
-    began = time.perf_counter()
-    results = prepare(entries)
-    counts.preprocess_seconds += time.perf_counter() - began
-    return results
+def timed(counts: Counts, name: str, stage: Callable[..., T]) -> Callable[..., T]:
+    """Return a stage whose seconds are added to a field of the counters."""
 
+    def run(*args: Any) -> T:
+        began = time.perf_counter()
+        results = stage(*args)
+        setattr(counts, name, getattr(counts, name) + time.perf_counter() - began)
+        return results
 
-def finished(
-    finish: Callable[[Sequence[Result], Sequence[Entry]], Sequence[Result]],
-    counts: Counts,
-    results: Sequence[Result],
-    entries: Sequence[Entry],
-) -> Sequence[Result]:
-    """Return the outputs that a hook makes of the results."""
-    began = time.perf_counter()
-    outcomes = finish(results, entries)
-    counts.postprocess_seconds += time.perf_counter() - began
-    return outcomes
+    return run
