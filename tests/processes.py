@@ -10,15 +10,15 @@ from pathlib import Path
 
 from children import starting
 
-from torch_py_backend.processes import orphan_cleanup
+from torch_py_backend.processes import instance_status
 
 _PUBLISH = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
-from torch_py_backend.processes import instance_status, orphan_cleanup
+from torch_py_backend.processes import instance_status
 from torch_py_backend.processes.instance_status import Identity, InstanceState, InstanceStatus
 folder, model, limit = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) or None
-os.environ[orphan_cleanup.VARIABLE] = str(folder)  # /proc shows what it was at the start
+os.environ[instance_status.VARIABLE] = str(folder)  # /proc shows what it was at the start
 status = InstanceStatus(identity=Identity(os.getpid(), model, model + "_0_0", limit))
 {what}
 print("published", flush=True)
@@ -32,7 +32,7 @@ def instance(
     folder: Path, what: str, *, then: str = "", model: str = "m", limit: int = 0, mark: bool = True
 ) -> Iterator[subprocess.Popen[str]]:
     """Run a process that publishes a status with the code `what`, and then runs the code `then`."""
-    variables = {orphan_cleanup.VARIABLE: str(folder)} if mark else {}
+    variables = {instance_status.VARIABLE: str(folder)} if mark else {}
     with starting(folder) as start:
         code = _PUBLISH.format(what=what, then=then)
         child = start(code, folder, model, limit, **variables)

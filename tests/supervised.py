@@ -23,7 +23,7 @@ import psutil
 import tritonclient.grpc
 import tritonclient.http
 
-from torch_py_backend.processes import instance_status, orphan_cleanup
+from torch_py_backend.processes import instance_status
 from torch_py_backend.processes.instance_status import InstanceState
 
 _SERVE = "from torch_py_backend.cli import app; app()"
@@ -92,7 +92,7 @@ class Supervised:
         """Return the processes of a model whose status is this state."""
         processes: list[psutil.Process] = []
         try:
-            folder = Path(self.triton().environ()[orphan_cleanup.VARIABLE])
+            folder = Path(self.triton().environ()[instance_status.VARIABLE])
         except (psutil.Error, KeyError, ValueError):  # it is just starting, or not there
             return processes
         for path in instance_status.files(folder):

@@ -9,11 +9,13 @@ import contextlib
 import functools
 import logging
 import os
+import queue
 import shutil
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +39,7 @@ class LocalServer:
 
     Attributes:
         repository: the absolute path or the URL of the model repository.
-        http_address: host and port of the HTTP endpoint.
+        http_address: host and port of the HTTP endpoint; empty: the server does not run.
         grpc_address: host and port of the gRPC endpoint.
         metrics_address: host and port of the Prometheus metrics.
     """
@@ -54,8 +56,16 @@ class LocalServer:
         self._timeout, self._cache, self._options = timeout, cache, options
         self._stack = contextlib.ExitStack()
         self._ended = threading.Event()
-        self._ended.set()
+        self._serving: Serving | None = None
         self.http_address = self.grpc_address = self.metrics_address = ""
+
+    def __repr__(self) -> str:
+        if self._serving is None:
+            return f"<LocalServer of {self.repository}: not started>"
+        models = self._serving.supervisor.snapshot.models
+        states = ", ".join(f"{name} ({reason or 'serves'})" for name, reason in models.items())
+        addresses = f"{self.url} and grpc://{self.grpc_address}"
+        return f"<LocalServer on {addresses}: {states or 'no models'}>"
 
     def __enter__(self) -> Self:
         self.start()
@@ -70,10 +80,10 @@ class LocalServer:
         Raises:
             ToolError: the server or a model does not start.
         """
-        if not self._ended.is_set():
+        if self._serving is not None:
             raise ToolError("the server runs already; stop it first.")
-        path = remote_repository.local(self.repository, self._cache, _LOGGER.info)
-        serving = Serving(path, _log, **self._options)
+        path = remote_repository.local(self.repository, self._cache, _report)
+        serving = Serving(path, _report_event, **self._options)
         server = serving.server
         with contextlib.ExitStack() as stack:
             # For Triton's log, and for what instances write.
@@ -89,70 +99,17 @@ class LocalServer:
             stack.callback(self._ended.set)
             thread.start()
             self._stack = stack.pop_all()
+        self._serving = serving
         self.http_address, self.grpc_address = server.http_address, server.grpc_address
         self.metrics_address = server.metrics_address
+        _report(f"serving on {self.url} and grpc://{self.grpc_address}")
 
     def stop(self) -> None:
         """Stop the server. May be called twice."""
         self.__dict__.pop("client", None)
+        self._serving = None
+        self.http_address = self.grpc_address = self.metrics_address = ""
         self._stack.close()
-
-    def _supervise(self, serving: Serving) -> None:
-        server = serving.server
-        try:
-            while not self._ended.is_set() and server.process.poll() is None:
-                serving.step()
-        except Exception:  # the server goes on answering
-            _LOGGER.exception("the supervisor has failed; models that die are not loaded again.")
-            return
-        if not self._ended.is_set():
-            _LOGGER.error("tritonserver has ended; its log says why%s.", server.log_name)
-
-    @functools.cached_property
-    def client(self) -> tritonclient.grpc.InferenceServerClient:
-        """A client of the gRPC endpoint."""
-        client = _grpc().InferenceServerClient(self.grpc_address)
-        self._stack.callback(client.close)
-        return client
-
-    def infer(self, model: str, inputs: object, *, version: str = "") -> dict[str, NDArray[Any]]:
-        """Send one request, and return the outputs by name.
-
-        Args:
-            model: the model's name.
-            inputs: a dict of values by input name, or the value of the only input: a torch tensor,
-                an array, numbers, or a list of str or bytes, with the batch dimension if the model
-                has one. Numbers are converted to the type of the input.
-            version: the version; by default the latest.
-
-        Returns:
-            Arrays; strings are arrays of bytes.
-
-        Raises:
-            InputError: the inputs do not fit the model.
-            tritonclient.utils.InferenceServerException: the server refuses the request.
-        """
-        metadata = self.client.get_model_metadata(model, version)
-        tensors = {tensor.name: tensor for tensor in metadata.inputs}
-        with about(model):
-            if not isinstance(inputs, Mapping):
-                if len(tensors) != 1:
-                    names = join_names(tensors)
-                    raise InputError(
-                        f"one value was given for the inputs {names}",
-                        expected="a dict of values by input name",
-                    )
-                inputs = dict.fromkeys(tensors, inputs)
-            unknown = inputs.keys() - tensors.keys()
-            if unknown:
-                raise InputError(
-                    f"it has no input {join_names(sorted(unknown))}",
-                    expected=f"names among {join_names(tensors)}",
-                )
-            sent = [_input(tensors[name], value) for name, value in inputs.items()]
-        result = self.client.infer(model, sent, model_version=version)
-        outputs = [output.name for output in result.get_response().outputs]
-        return {key: result.as_numpy(key).copy() for key in outputs}  # they are read-only
 
     def _wait_loaded(self, serving: Serving) -> None:
         """Wait until every model is READY; raise ToolError with the reason of the first other."""
@@ -171,6 +128,115 @@ class LocalServer:
             if reason:
                 _, model, text = reason.partition(f"model '{name}'")
                 raise ToolError(f"{model}{text}" if model else f"model '{name}' {reason}")
+
+    def _supervise(self, serving: Serving) -> None:
+        server = serving.server
+        try:
+            while not self._ended.is_set() and server.process.poll() is None:
+                serving.step()
+        except Exception:  # the server goes on answering
+            _LOGGER.exception("the supervisor has failed; models that die are not loaded again.")
+            return
+        if not self._ended.is_set():
+            _LOGGER.error("tritonserver has ended; its log says why%s.", server.log_name)
+
+    # --- requests --------------------------------------------------------------------------------
+
+    @property
+    def url(self) -> str:
+        """The URL of the HTTP endpoint."""
+        self._check_started()
+        return f"http://{self.http_address}"
+
+    @functools.cached_property
+    def client(self) -> tritonclient.grpc.InferenceServerClient:
+        """A client of the gRPC endpoint."""
+        self._check_started()
+        client = _grpc().InferenceServerClient(self.grpc_address)
+        self._stack.callback(client.close)
+        return client
+
+    def infer(self, model: str, inputs: Any, *, version: str = "") -> dict[str, NDArray[Any]]:
+        """Send one request, and return the outputs by name.
+
+        Args:
+            model: the model's name.
+            inputs: a dict of values by input name, or the value of the only input: a torch tensor,
+                an array, numbers, or a list of str or bytes, with the batch dimension if the model
+                has one. Numbers are converted to the type of the input.
+            version: the version; by default the latest.
+
+        Returns:
+            Arrays; strings are arrays of bytes.
+
+        Raises:
+            InputError: the inputs do not fit the model.
+            ToolError: the server was not started.
+            tritonclient.utils.InferenceServerException: the server refuses the request.
+        """
+        sent = self._inputs(model, inputs, version)
+        return _outputs(self.client.infer(model, sent, model_version=version))
+
+    def stream(
+        self, model: str, inputs: Any, *, version: str = "", timeout: float | None = None
+    ) -> Iterator[dict[str, NDArray[Any]]]:
+        """Send one request to a decoupled model, and yield the outputs of each response.
+
+        The request is cancelled when the iterator is closed.
+
+        Args:
+            model: the model's name.
+            inputs: as for `infer`, which also raises the same errors.
+            version: the version; by default the latest.
+            timeout: seconds until the last response; a stream whose process dies does not end.
+        """
+        sent = self._inputs(model, inputs, version)
+        answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        # A client has one stream at a time.
+        client = _grpc().InferenceServerClient(self.grpc_address)
+        try:
+            client.start_stream(lambda *answer: answers.put(answer), stream_timeout=timeout)
+            client.async_stream_infer(
+                model, sent, model_version=version, enable_empty_final_response=True
+            )
+            is_last = False
+            while not is_last:
+                result, error = answers.get()
+                if error is not None:
+                    raise error
+                if outputs := _outputs(result):
+                    yield outputs
+                is_last = result.get_response().parameters["triton_final_response"].bool_param
+        finally:
+            client.stop_stream(cancel_requests=True)
+            client.close()
+
+    def _inputs(self, model: str, inputs: Any, version: str) -> list[Any]:
+        """Return inputs of tritonclient."""
+        metadata = self.client.get_model_metadata(model, version)
+        tensors = {tensor.name: tensor for tensor in metadata.inputs}
+        with about(model):
+            if not isinstance(inputs, Mapping):
+                if len(tensors) != 1:
+                    raise InputError(
+                        f"one value was given for the inputs {join_names(tensors)}",
+                        expected="a dict of values by input name",
+                    )
+                inputs = dict.fromkeys(tensors, inputs)
+            unknown = inputs.keys() - tensors.keys()
+            if unknown:
+                raise InputError(
+                    f"it has no input {join_names(sorted(unknown))}",
+                    expected=f"names among {join_names(tensors)}",
+                )
+            return [_input(tensors[name], value) for name, value in inputs.items()]
+
+    def _check_started(self) -> None:
+        if self._serving is None:
+            raise ToolError(
+                "the server was not started; use it in `with torch_py_backend.serve(...) as"
+                " server:`, or call start() first."
+            )
 
 
 def serve(
@@ -228,8 +294,15 @@ def _remove(folder: str, _type: object, error: BaseException | None, _trace: obj
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _log(event: Event) -> None:
-    _LOGGER.info("%s %s: %s", event.kind.value, event.model, event.text)
+def _report_event(event: Event) -> None:
+    _report(f"{event.kind:<7} {event.model}" + (f": {event.text}" if event.text else ""))
+
+
+def _report(line: str) -> None:
+    """Log what happens, and print it on a terminal."""
+    _LOGGER.info("%s", line)
+    if sys.stderr.isatty():
+        print(line, file=sys.stderr)  # noqa: T201
 
 
 def _grpc() -> Any:
@@ -241,6 +314,11 @@ def _grpc() -> Any:
             " Install it with pip install 'torch-py-backend[server]'."
         ) from None
     return tritonclient.grpc
+
+
+def _outputs(result: Any) -> dict[str, NDArray[Any]]:
+    names = [output.name for output in result.get_response().outputs]
+    return {name: result.as_numpy(name).copy() for name in names}  # they are read-only
 
 
 def _input(tensor: Any, value: Any) -> Any:

@@ -25,7 +25,7 @@ import torch
 from instances import request
 
 from torch_py_backend.adapter import TritonPythonModel, logs
-from torch_py_backend.processes import instance_status, orphan_cleanup
+from torch_py_backend.processes import instance_status
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -78,7 +78,7 @@ def test_load_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A supervised instance reports what it loaded and each warning; the end removes the file."""
     status = tmp_path / "status"
     status.mkdir()
-    monkeypatch.setenv(orphan_cleanup.VARIABLE, str(status))
+    monkeypatch.setenv(instance_status.VARIABLE, str(status))
     parameters = {"NUM_THREADS": "1", "NUM_THREAD": "1"}
     scenario = dataclasses.replace(
         instances.named("function"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torch_py_backend.server import server_arguments
-from torch_py_backend.server.lifecycle import Event, EventKind
+from torch_py_backend.server.lifecycle import Event
 
 # `cli.serve` is the command; other functions are in the module of the same name.
 serve = importlib.import_module("torch_py_backend.cli.serve")
@@ -20,10 +20,10 @@ serve = importlib.import_module("torch_py_backend.cli.serve")
 @pytest.mark.parametrize(
     ("event", "line"),
     [
-        (Event(EventKind.READY, "m 1"), "[green]READY  [/] m 1"),
-        (Event(EventKind.GIVEN_UP, "m", "died"), "[bold red]GIVEN UP[/] m: died"),
+        (Event("READY", "m 1"), "[green]READY  [/] m 1"),
+        (Event("GIVEN UP", "m", "died"), "[bold red]GIVEN UP[/] m: died"),
         (
-            Event(EventKind.FAILED, "m 1", "no [/] in it"),
+            Event("FAILED", "m 1", "no [/] in it"),
             r"[red]FAILED [/] m 1: no \[/] in it",
         ),
     ],

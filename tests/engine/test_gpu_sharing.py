@@ -19,7 +19,7 @@ from torch_py_backend.config.threads import Threads
 from torch_py_backend.engine import gpu_sharing, load, warmup
 from torch_py_backend.engine.gpu_sharing import SharedWeights
 from torch_py_backend.errors import ConfigError
-from torch_py_backend.processes import orphan_cleanup
+from torch_py_backend.processes import instance_status
 
 # A complete instance. For each line it prints the output for ones, or the code of the error; for
 # "double" it doubles its weights before.
@@ -28,7 +28,7 @@ import sys
 from pathlib import Path
 import build, numpy, torch
 from torch_py_backend.config.threads import Threads
-from torch_py_backend.processes import orphan_cleanup
+from torch_py_backend.processes import instance_status
 from torch_py_backend.engine import load, warmup
 from torch_py_backend.engine import gpu_sharing
 
@@ -212,9 +212,9 @@ def test_a_warning_without_serve(
     supervised: bool, join: Join, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Only `serve` loads a model again whose owner of the weights has ended."""
-    monkeypatch.delenv(orphan_cleanup.VARIABLE, raising=False)
+    monkeypatch.delenv(instance_status.VARIABLE, raising=False)
     if supervised:
-        monkeypatch.setenv(orphan_cleanup.VARIABLE, "/status")
+        monkeypatch.setenv(instance_status.VARIABLE, "/status")
     join(nn.Linear(4, 3))
     assert ("503 until the model is loaded again" in caplog.text) is not supervised
 

@@ -19,6 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import scenarios
+import streamed
 import torch
 from torch import nn
 from tritonclient.utils import InferenceServerException
@@ -29,6 +30,11 @@ from torch_py_backend.errors import InputError, ToolError
 from torch_py_backend.saving.module_files import Format
 
 _FORMATS: tuple[Format, ...] = ("module", "export")
+_COUNTS = scenarios.Scenario(
+    "counts",
+    scenarios.text("def forward(x):\n    for number in range(3):\n        yield x + number\n"),
+    streamed.config({"x": "FP32"}, {"y": "FP32"}),
+)
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +57,7 @@ def server(module: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Itera
     )
     half = torch.rand(2, 4, dtype=torch.bfloat16)
     torch_py_backend.save_model(models.Times(), repository / "half", example_inputs=(half, half))
+    _COUNTS.lay_out(repository)
     with torch_py_backend.serve(repository) as running:
         yield running
 
@@ -82,8 +89,20 @@ def test_bfloat16(server: LocalServer) -> None:
     assert torch.equal(torch.from_numpy(outputs["y"].astype(np.float32)), (x * 2).float())
 
 
+def test_stream(server: LocalServer) -> None:
+    """Each response is a dict of arrays; a stream may be left."""
+    rows = [outputs["y"].tolist() for outputs in server.stream("counts", [[1.0]])]
+    assert rows == [[[1.0]], [[2.0]], [[3.0]]]
+    assert next(server.stream("counts", [[4.0]]))["y"].tolist() == [[4.0]]
+    with pytest.raises(InferenceServerException, match="nothing"):
+        next(server.stream("nothing", [[1.0]]))
+
+
 def test_client(server: LocalServer) -> None:
-    """The server has a client of tritonclient, and its addresses."""
+    """The server has a client of tritonclient and addresses; `repr` has them and the models."""
+    assert server.url == f"http://{server.http_address}"
+    assert repr(server).startswith(f"<LocalServer on {server.url} and grpc://")
+    assert "counts serves" in repr(server)
     assert server.client.is_model_ready("module")
     assert server.client.get_server_metadata().name == "triton"
     for address in (server.http_address, server.grpc_address, server.metrics_address):

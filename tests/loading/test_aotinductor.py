@@ -21,7 +21,7 @@ from torch_py_backend.errors import ArtifactError, InputError
 from torch_py_backend.loading import aotinductor
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.processes import orphan_cleanup
+from torch_py_backend.processes import instance_status
 from torch_py_backend.values import ANY_ROWS, Rows
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def test_unpacked_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     served, temporary = tmp_path / "server", tmp_path / "temporary"
     (served / "status").mkdir(parents=True)
     temporary.mkdir()
-    monkeypatch.setenv(orphan_cleanup.VARIABLE, str(served / "status"))
+    monkeypatch.setenv(instance_status.VARIABLE, str(served / "status"))
     monkeypatch.setenv("TMPDIR", str(temporary))
     x = build.spec("x", dims=(1, 8, 8))
     settings = build.config(tmp_path, inputs=(x,), outputs=(build.spec("y", dims=(10,)),))
@@ -236,7 +236,7 @@ sys.path[:0] = [sys.argv[1]]
 import torch
 import build
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
-from torch_py_backend.processes import orphan_cleanup
+from torch_py_backend.processes import instance_status
 from torch_py_backend.signature import binding
 from torch_py_backend.loading import aotinductor
 

@@ -6,6 +6,8 @@ import dataclasses
 import json
 import os
 import stat
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from torch_py_backend.config import model_config
-from torch_py_backend.processes import instance_status, orphan_cleanup
+from torch_py_backend.processes import instance_status
 from torch_py_backend.processes.instance_status import InstanceState, Reader
 
 
@@ -40,7 +42,7 @@ def _config(**parameters: str) -> model_config.ModelConfig:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The status folder of a supervisor."""
-    monkeypatch.setenv(orphan_cleanup.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(instance_status.VARIABLE, str(tmp_path))
     return tmp_path
 
 
@@ -52,7 +54,7 @@ def _reader(folder: Path) -> Reader:
 @pytest.mark.parametrize("value", ["", "/no/such/folder"])
 def test_without_a_supervisor(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written without a status folder, but calls are timed; 0 between them."""
-    monkeypatch.setenv(orphan_cleanup.VARIABLE, value)
+    monkeypatch.setenv(instance_status.VARIABLE, value)
     monkeypatch.chdir(tmp_path)
     status = instance_status.start(_config())
     status.idle()
@@ -76,7 +78,7 @@ def test_identity(
     parameters: dict[str, str], limit: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The private file names the process, the instance, its limit and its shared memory."""
-    monkeypatch.setattr(orphan_cleanup, "region", lambda: "a_region")
+    monkeypatch.setattr(instance_status, "region", lambda: "a_region")
     instance_status.start(_config(**parameters))
     identity = dataclasses.astuple(_reader(folder).identity)
     assert identity == (os.getpid(), "grüße", "grüße_0_1", limit, "a_region", False)
@@ -165,3 +167,15 @@ def test_a_file_that_is_not_an_instance_s(damage: Callable[[Path], object], fold
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
     """The server may have stopped."""
     assert instance_status.files(tmp_path / "none") == []
+
+
+def test_region_of_this_process() -> None:
+    """It is on the command line of Triton's stub; empty without a name of this backend."""
+    region = "torch_py_backend_0123456789ab_5f-e"
+    code = "from torch_py_backend.processes import instance_status; print(instance_status.region())"
+    for words, name in (
+        (["model.py", region, "1048576"], region),
+        (["model.py", "triton_python_backend_shm_region_5f-e"], ""),
+    ):
+        printed = subprocess.check_output([sys.executable, "-c", code, *words], text=True)
+        assert printed.strip() == name

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from processes import ended, instance
 
-from torch_py_backend.processes import orphan_cleanup
+from torch_py_backend.processes import instance_status
 from torch_py_backend.processes.instance_status import Identity, InstanceState, InstanceStatus
-from torch_py_backend.server import instances
+from torch_py_backend.server import cleanup, instances
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
 
 _IDLE, _LOADING = InstanceState.IDLE, InstanceState.LOADING
@@ -97,7 +97,7 @@ def test_shared_memory_of_a_dead_instance(
     """It is removed; Triton would keep it until the server ends."""
     shared = tmp_path / "shared"
     shared.mkdir()
-    monkeypatch.setattr(orphan_cleanup, "SHARED_MEMORY", shared)
+    monkeypatch.setattr(cleanup, "SHARED_MEMORY", shared)
     region = shared / name
     region.write_bytes(b"?")
     with instance(tmp_path, f"{_PUBLISH.format(state='IDLE', region=name)}; {status}") as process:
@@ -256,7 +256,7 @@ def test_a_process_id_that_was_used_again(
         assert stranger.stdout is not None
         stranger.stdout.readline()  # until it runs, its environment cannot be read
         identity = Identity(stranger.pid, "m", "m_0_0", 1)
-        monkeypatch.setenv(orphan_cleanup.VARIABLE, str(tmp_path))
+        monkeypatch.setenv(instance_status.VARIABLE, str(tmp_path))
         InstanceStatus(InstanceState.BUSY, identity)
         assert _next_failure(monitor).reason == "instance m_0_0 died"
         assert stranger.poll() is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,10 @@ from numpy.typing import NDArray
 from tritonclient.grpc import InferInput
 from tritonclient.utils import deserialize_bytes_tensor, triton_to_np_dtype
 
-from torch_py_backend.errors import InputError
+from torch_py_backend import local_server
+from torch_py_backend.errors import InputError, ToolError
 from torch_py_backend.local_server import LocalServer
+from torch_py_backend.server.lifecycle import Event
 
 
 class _Echo:
@@ -92,3 +95,29 @@ def test_a_supervisor_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     serving: Any = SimpleNamespace(server=SimpleNamespace(process=process), step=lambda: 1 / 0)
     server._supervise(serving)
     assert "models that die are not loaded again" in caplog.text
+
+
+def test_before_the_start() -> None:
+    """Requests and addresses are errors that say what to do; `repr` and `stop` are none."""
+    server = LocalServer("models", 1)
+    for use in (
+        lambda: server.infer("net", [1.0]),
+        lambda: next(server.stream("net", [1.0])),
+        lambda: server.client,
+        lambda: server.url,
+    ):
+        with pytest.raises(ToolError, match=r"call start\(\) first"):
+            use()
+    server.stop()
+    assert repr(server).endswith("/models: not started>")
+
+
+def test_lines_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What happens to models is printed on a terminal, and nowhere else."""
+    local_server._report_event(Event("READY", "net", "reloaded"))
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    local_server._report_event(Event("READY", "net", "reloaded"))
+    assert capsys.readouterr().err == "READY   net: reloaded\n"

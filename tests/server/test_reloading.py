@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
+from calls import FakeCall
 
-from torch_py_backend.errors import ToolError
-from torch_py_backend.server.lifecycle import Event, EventKind
+from torch_py_backend.server.lifecycle import Event
 from torch_py_backend.server.reloading import Reloader
 
 
@@ -21,7 +21,7 @@ class Fake:
         self.loads: list[str] = []
         self.refusal = ""
         self.events: list[Event] = []
-        self.pending: list[Future[None]] = []
+        self.pending: list[FakeCall] = []
         self.reloader = Reloader(
             path,
             names,
@@ -31,9 +31,9 @@ class Fake:
             clock=lambda: self.now,
         )
 
-    def load(self, model: str, seconds: float) -> Future[None]:
+    def load(self, model: str, seconds: float) -> Any:
         self.loads.append(model)
-        self.pending.append(Future())
+        self.pending.append(FakeCall())
         return self.pending[-1]
 
     def run(self, seconds: int) -> list[Event]:
@@ -43,10 +43,7 @@ class Fake:
             self.now += 0.2
             self.reloader.step()
             for load in self.pending:
-                if self.refusal:
-                    load.set_exception(ToolError(self.refusal))
-                else:
-                    load.set_result(None)
+                load.end(self.refusal)
             self.pending.clear()
         return list(self.events)
 
@@ -65,11 +62,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def _changed(name: str, text: str) -> Event:
-    return Event(EventKind.CHANGED, name, text)
+    return Event("CHANGED", name, text)
 
 
 def _ready(name: str) -> Event:
-    return Event(EventKind.READY, name, "reloaded")
+    return Event("READY", name, "reloaded")
 
 
 def test_a_changed_file(repository: Path) -> None:
@@ -120,7 +117,7 @@ def test_a_load_that_fails(repository: Path) -> None:
     server = Fake(repository)
     server.refusal = "load failed for model 'digits': version 1 is at UNAVAILABLE state: no such;"
     os.utime(repository / "digits" / "1" / "model.py", (1, 1))
-    failed = Event(EventKind.FAILED, "digits", "no such")
+    failed = Event("FAILED", "digits", "no such")
     assert server.run(5) == [_changed("digits", "1/model.py"), failed]
     server.refusal = ""
     _write(repository / "digits" / "1" / "model.py", "right")

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future
 from typing import Any, cast
 
 import pytest
+from calls import FakeCall
 
 from torch_py_backend.errors import ToolError
 from torch_py_backend.processes.instance_status import Identity, InstanceState
 from torch_py_backend.server import client
-from torch_py_backend.server.client import LoadTimeoutError, ModelState
+from torch_py_backend.server.client import ModelState
 from torch_py_backend.server.instances import InstanceFailure
 from torch_py_backend.server.lifecycle import Event
 from torch_py_backend.server.supervisor import Supervisor
 
 _READY, _UNLOADED = "READY", "unloaded"
 _DEAD = ToolError("Stub process 'a_0' is not healthy.")
+_TIMED_OUT = ToolError("Deadline Exceeded")
 _STUCK = "Triton never stops waiting for it: only a new server can load it"
 _TIMEOUT = "took longer than 100 s (--load-timeout)"
 
@@ -41,7 +42,6 @@ class FakeServer:
         self,
         *models: str,
         restarts: int = 3,
-        controls: bool = True,
         ensembles: Mapping[str, str] | None = None,
     ) -> None:
         self.states = dict.fromkeys(models, "")
@@ -68,11 +68,9 @@ class FakeServer:
             cast("Any", self),
             cast("Any", self),
             self.events.append,
-            controls=controls,
             restarts=restarts,
             load_seconds=100,
             clock=lambda: self.now,
-            sleep=self.wait,
         )
 
     # --- Triton ---
@@ -100,9 +98,7 @@ class FakeServer:
         rows = self.rows.get(model, 1)
         return {"max_batch_size": rows, "ensemble_scheduling": {"step": steps}}
 
-    def load(
-        self, model: str, seconds: float, config: Mapping[str, Any] | None = None
-    ) -> Future[None]:
+    def load(self, model: str, seconds: float, config: Mapping[str, Any] | None = None) -> FakeCall:
         def work() -> None:
             self.rows[model] = config["max_batch_size"] if config else 1
             size = f" with {self.rows[model]} rows" if config else ""
@@ -114,7 +110,7 @@ class FakeServer:
 
         return self._begin(work)
 
-    def unload(self, model: str) -> Future[None]:
+    def unload(self, model: str) -> FakeCall:
         def work() -> None:
             self.calls.append(f"unload {model}")
             if self.refuses_unloads:
@@ -123,22 +119,22 @@ class FakeServer:
 
         return self._begin(work)
 
-    def _begin(self, work: Callable[[], None]) -> Future[None]:
-        future: Future[None] = Future()
+    def _begin(self, work: Callable[[], None]) -> FakeCall:
+        call = FakeCall()
 
         def complete() -> None:
             try:
                 work()
             except ToolError as error:
-                future.set_exception(error)
+                call.end(str(error), timed_out=error is _TIMED_OUT)
             else:
-                future.set_result(None)
+                call.end()
 
         if self.pending is None:
             complete()
         else:
             self.pending.append(complete)
-        return future
+        return call
 
     def start(self, model: str) -> None:
         """Load a model, for the supervisor or for a user."""
@@ -151,9 +147,6 @@ class FakeServer:
         for name in (model, *(name for name, part in self.ensembles.items() if part == model)):
             self.states[name] = _UNLOADED
             self.pids.pop(name, None)
-
-    def wait(self, seconds: float) -> None:
-        self.now += seconds
 
     # --- instances ---
 
@@ -200,6 +193,7 @@ class FakeServer:
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
+            self.now += 0.1
             self.supervisor.step()
 
     def after(
@@ -220,7 +214,7 @@ class FakeServer:
         self, events: str = "", calls: str = "", not_ready: Mapping[str, str] | None = None
     ) -> None:
         """Check the events and calls since the last check, and why models do not serve now."""
-        reported = ", ".join(f"{event.kind.value} {event.model}" for event in self.events)
+        reported = ", ".join(f"{event.kind} {event.model}" for event in self.events)
         reasons = {name: why for name, why in self.supervisor.snapshot.models.items() if why}
         assert (reported, ", ".join(self.calls)) == (events, calls)
         assert reasons == (not_ready or {})
@@ -389,7 +383,7 @@ def test_a_model_that_has_served_for_a_minute(seconds: float, events: str) -> No
     server.calls.clear()
     server.die("a")
     server.step(4)
-    assert ", ".join(f"{event.kind.value} {event.model}" for event in server.events) == events
+    assert ", ".join(f"{event.kind} {event.model}" for event in server.events) == events
 
 
 def test_a_death_during_a_load_that_succeeds() -> None:
@@ -619,21 +613,6 @@ def test_a_user_s_load_that_dies_when_nothing_serves() -> None:
     server.after(2, "READY a 1")
 
 
-def test_triton_alone_controls_its_models() -> None:
-    """In other control modes nothing is loaded or unloaded; readiness is correct all the same."""
-    server = FakeServer("a", "b", "c", controls=False)
-    server.start("a")
-    server.states |= {"b": "no such file", "c": _UNLOADED}
-    server.step()
-    down = {"b": "stays down: no such file"}
-    server.expect("READY a 1, FAILED b 1", "", down)
-    assert server.supervisor.snapshot.models.keys() == {"a", "b"}
-    server.die("a")
-    server.after(100, "GIVEN UP a", "", down | {"a": "stays down: was killed"})
-    server.start("a")
-    server.after(1, "READY a 1", "", down)
-
-
 # --- loads that take long --------------------------------------------------------------------
 
 
@@ -693,7 +672,7 @@ def test_a_load_that_never_ends() -> None:
     server, load = _loading()
     server.pids.clear()
     server.after(130, not_ready={"a": "is being loaded"})
-    server.refusals["a"] = LoadTimeoutError("it took longer than 130 s")
+    server.refusals["a"] = _TIMED_OUT
     load()
     server.after(0.1, "GIVEN UP a", "load a", {"a": f"stays down: its load {_TIMEOUT}; {_STUCK}"})
     assert server.supervisor.initial_loads_done
@@ -707,6 +686,6 @@ def test_a_death_that_triton_does_not_notice() -> None:
     server.step()
     given_up = {"a": f"stays down: was ended by SIGKILL; {_STUCK}"}
     server.expect("GIVEN UP a", "", given_up)
-    server.refusals["a"] = LoadTimeoutError("it took longer than 130 s")
+    server.refusals["a"] = _TIMED_OUT
     load()
     server.after(0.1, "", "load a", given_up)

@@ -20,22 +20,22 @@ from torch_py_backend.cli import interruption
 from torch_py_backend.cli.interruption import Stopped
 from torch_py_backend.errors import ToolError
 from torch_py_backend.model_folders import remote_repository
-from torch_py_backend.processes import orphan_cleanup, procfs
-from torch_py_backend.server import server_arguments, triton_installation
-from torch_py_backend.server.lifecycle import Event, EventKind
+from torch_py_backend.processes import procfs
+from torch_py_backend.server import cleanup, server_arguments, triton_installation
+from torch_py_backend.server.lifecycle import Event
 from torch_py_backend.server.serving import Serving
 
 _KEY_VARIABLE = "TORCH_PY_BACKEND_ADMIN_KEY"
 _KEY_HEADER = "admin-key"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _COLOURS = {
-    EventKind.READY: "green",
-    EventKind.FAILED: "red",
-    EventKind.DOWN: "yellow",
-    EventKind.GIVEN_UP: "bold red",
-    EventKind.RELEASED: "cyan",
-    EventKind.CHANGED: "cyan",
-    EventKind.WARNING: "yellow",
+    "READY": "green",
+    "FAILED": "red",
+    "DOWN": "yellow",
+    "GIVEN UP": "bold red",
+    "RELEASED": "cyan",
+    "CHANGED": "cyan",
+    "WARNING": "yellow",
 }
 
 
@@ -207,7 +207,7 @@ def _supervise(console: Console, loading: Status, serving: Serving) -> int:
         if interruption.ignores_signals():
             raise Stopped
         serving.step()
-        orphan_cleanup.reap_orphans(server.process.pid)
+        cleanup.reap_orphans(server.process.pid)
         if serving.supervisor.initial_loads_done and not announced:
             announced = True
             loading.stop()
@@ -239,5 +239,5 @@ def exposure_note(address: str, arguments: Sequence[str]) -> str:
 
 def format_event(event: Event) -> str:
     """Return an event as one line with markup of rich."""
-    label = f"[{_COLOURS[event.kind]}]{event.kind.value:<7}[/]"
+    label = f"[{_COLOURS[event.kind]}]{event.kind:<7}[/]"
     return f"{label} {escape(event.model)}" + (f": {escape(event.text)}" if event.text else "")

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError, join_names, summarize
-from torch_py_backend.processes import orphan_cleanup, private_files, procfs
+from torch_py_backend.processes import instance_status, private_files, procfs
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ class SharedWeights:
             target=self._serve, args=(listening, weights), name="weights", daemon=True
         ).start()
         log.info("'%s' owns the weights.", self._config.instance)
-        if orphan_cleanup.VARIABLE not in os.environ:
+        if instance_status.VARIABLE not in os.environ:
             log.warning(
                 "if '%s' ends, the other instances answer 503 until the model is loaded"
                 " again. `torch-py-backend serve` does that.",

@@ -25,7 +25,7 @@ from torch_py_backend.errors import ArtifactError, ConfigError, InputError
 from torch_py_backend.loading import example_inputs, file_types
 from torch_py_backend.loading.discovery import Artifact
 from torch_py_backend.loading.loaded import Loaded, reading
-from torch_py_backend.processes import orphan_cleanup
+from torch_py_backend.processes import instance_status
 from torch_py_backend.signature import binding, introspection
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.values import ANY_ROWS, Rows
@@ -68,7 +68,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
 
     with contextlib.ExitStack() as files:
         # Not where torch would unpack it: a process that Triton ends does not remove that.
-        folder = tempfile.mkdtemp(prefix="torch_py_backend-", dir=orphan_cleanup.server_folder())
+        folder = tempfile.mkdtemp(prefix="torch_py_backend-", dir=instance_status.server_folder())
         files.callback(shutil.rmtree, folder, ignore_errors=True)
         # aoti_load_package ends with this call. Before that, it imports the compiler and builds a
         # library for each instruction set, to warn of what `mismatch` has compared, in 2 to 10 s.

@@ -17,6 +17,7 @@ import contextlib
 import json
 import mmap
 import os
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -27,9 +28,12 @@ from pathlib import Path
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import printable
 from torch_py_backend.files import replace
-from torch_py_backend.processes import orphan_cleanup
-from torch_py_backend.processes.orphan_cleanup import VARIABLE
 
+# Every process of a server inherits this variable; it names the server's status folder.
+VARIABLE = "TORCH_PY_BACKEND_STATUS"
+# Regions of shared memory of servers that this package starts: a prefix for all regions of one
+# server, and the suffix that Triton appends.
+REGION = re.compile(rb"torch_py_backend_[0-9a-f]{12}_(?!owner$)[0-9A-Za-z-]+")
 SUFFIX = ".status"
 _REPORT_SUFFIX = ".json"
 _SIZE = mmap.PAGESIZE
@@ -150,7 +154,7 @@ def start(config: ModelConfig) -> InstanceStatus:
         config.name,
         config.instance,
         config.options.execution_timeout_ms,
-        orphan_cleanup.region(),
+        region(),
         copied=is_copy(config),
     )
     return InstanceStatus(identity=identity)
@@ -158,8 +162,28 @@ def start(config: ModelConfig) -> InstanceStatus:
 
 def start_completing(model: str) -> InstanceStatus:
     """Return the status of a process that completes a model's config and then ends."""
-    identity = Identity(os.getpid(), model, "", None, orphan_cleanup.region())
+    identity = Identity(os.getpid(), model, "", None, region())
     return InstanceStatus(InstanceState.COMPLETING, identity)
+
+
+def region() -> str:
+    """Return the name of the shared memory between Triton and this process; empty if unknown.
+
+    Triton passes it on the command line of its stub.
+    """
+    with contextlib.suppress(OSError):
+        words = Path("/proc/self/cmdline").read_bytes().split(b"\0")
+        return next((os.fsdecode(word) for word in words if REGION.fullmatch(word)), "")
+    return ""
+
+
+def server_folder() -> Path | None:
+    """Return the temporary folder of the server that this process belongs to.
+
+    None: that server was not started by this package, and its folder is not removed.
+    """
+    status = os.environ.get(VARIABLE)
+    return Path(status).parent if status and Path(status).is_dir() else None
 
 
 def _create(path: Path, identity: Identity) -> mmap.mmap:

@@ -11,20 +11,13 @@ import signal
 from pathlib import Path
 
 _ZOMBIE = "Z"
-# The states of a process that was stopped: by SIGSTOP, and by a debugger.
-_STOPPED = (["T"], ["t"])
 _HINTS: dict[int, str] = {
     signal.SIGBUS: " (is /dev/shm full?)",
     signal.SIGKILL: " (a kill, or the kernel was out of memory)",
 }
 
 
-def process_ids() -> list[int]:
-    """Return the IDs of all processes."""
-    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
-
-
-def stat(pid: int) -> list[str]:
+def _stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state on; empty if the process is gone."""
     # The process name, in brackets before the state, may hold any text.
     try:
@@ -39,18 +32,13 @@ def start_time(pid: int) -> str | None:
 
     Together with its ID, this identifies a process: IDs are used again.
     """
-    fields = stat(pid)
+    fields = _stat(pid)
     return None if fields[:1] in ([], [_ZOMBIE]) else fields[19]  # field 22, see proc(5)
-
-
-def is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped, by SIGSTOP or a debugger."""
-    return stat(pid)[:1] in _STOPPED
 
 
 def cause_of_death(pid: int) -> str:
     """Return how a process ended; its exit code is known until its parent reaps it."""
-    fields = stat(pid)
+    fields = _stat(pid)
     code = int(fields[-1]) if fields[:1] == [_ZOMBIE] else 0
     if os.WIFSIGNALED(code):
         number = os.WTERMSIG(code)

@@ -2,12 +2,13 @@
 
 Loads and unloads use gRPC: Triton's HTTP server processes a load on a thread that also serves other
 connections, and they wait until the model is loaded. Its gRPC server uses a thread of its own for
-each load. Here, no thread waits for the answer: both methods return a future, which is polled.
+each load. Here, no thread waits for the answer: a `Call` is polled.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import http.client
 import json
 import re
@@ -15,14 +16,13 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Collection, Iterable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
 import grpc
 
-from torch_py_backend.errors import ToolError, summarize
+from torch_py_backend.errors import ToolError, sanitize_line
 from torch_py_backend.server import triton_installation
 from torch_py_backend.server.server_arguments import Keys
 
@@ -41,10 +41,6 @@ _NO_BACKEND = re.compile(
     r" model configuration\.?",
     re.IGNORECASE,
 )
-
-
-class LoadTimeoutError(ToolError):
-    """A load was not completed in time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,20 +97,51 @@ def _state(name: str, entries: list[Mapping[str, str]]) -> ModelState:
     )
 
 
+class Call:
+    """A load or an unload in progress, which is polled.
+
+    Args:
+        future: the call of gRPC; None: it was not sent.
+        refusal: why it was not sent.
+        explain: returns why Triton could not read the model's folder, which its answer does not
+            say; empty: unknown.
+    """
+
+    def __init__(
+        self,
+        future: grpc.Future | None,
+        refusal: str = "",
+        explain: Callable[[], str] = lambda: "",
+    ) -> None:
+        self._future, self._refusal, self._explain = future, refusal, explain
+
+    def done(self) -> bool:
+        return self._future is None or bool(self._future.done())
+
+    def failure(self) -> str:
+        """Return why a call that is done failed, in Triton's words; empty: it succeeded."""
+        if self._future is None or self._future.code() is grpc.StatusCode.OK:
+            return self._refusal
+        reason = self._future.details() or str(self._future.code())
+        return (self._explain() if _NOT_POLLED in reason else "") or str(reason)
+
+    def timed_out(self) -> bool:
+        """Return whether the call took too long; Triton continues it."""
+        future = self._future
+        return future is not None and future.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
 class TritonClient:
     """A client of one server.
 
-    The futures that it returns fail with a LoadTimeoutError if Triton took longer, in which case it
-    continues, and otherwise with a ToolError, which says why. The other methods raise an OSError
-    if the server does not answer, or not completely.
+    Requests raise an OSError if the server does not answer, or not completely.
 
     Args:
         http_address: host and port.
         grpc_address: host and port.
         keys: the keys of restricted endpoints.
         uses_shell: whether Triton starts the processes of models through a shell.
-        poll_failure: returns why Triton could not read a model's folder, which its error does not
-            say; empty: unknown.
+        poll_failure: returns why Triton could not read a model's folder; empty: unknown.
     """
 
     def __init__(
@@ -127,8 +154,8 @@ class TritonClient:
         poll_failure: Callable[[str], str] = lambda _model: "",
     ) -> None:
         self._http_address, self._keys = http_address, keys
-        self._channel = grpc.insecure_channel(grpc_address)
         self._uses_shell, self._poll_failure = uses_shell, poll_failure
+        self._channel = grpc.insecure_channel(grpc_address)
 
     # --- over HTTP -------------------------------------------------------------------------------
 
@@ -147,13 +174,10 @@ class TritonClient:
 
     def config(self, model: str) -> dict[str, Any]:
         """Return the config that a model was loaded with; empty if it is not loaded."""
+        path = f"models/{urllib.parse.quote(model, safe='')}/config"
         with contextlib.suppress(urllib.error.HTTPError):
-            return dict(json.loads(self._request(f"{_path(model)}/config")))
+            return dict(json.loads(self._request(path)))
         return {}
-
-    def platform(self, model: str) -> str:
-        """Return the platform in a model's metadata."""
-        return str(json.loads(self._request(_path(model))).get("platform"))
 
     def is_dead(self) -> bool:
         """Return whether the server answers that it is not live: it could not be initialized.
@@ -181,9 +205,7 @@ class TritonClient:
 
     # --- over gRPC -------------------------------------------------------------------------------
 
-    def load(
-        self, model: str, seconds: float, config: Mapping[str, Any] | None = None
-    ) -> Future[None]:
+    def load(self, model: str, seconds: float, config: Mapping[str, Any] | None = None) -> Call:
         """Begin to load a model.
 
         Args:
@@ -195,7 +217,7 @@ class TritonClient:
             try:
                 triton_installation.refuse_in_shell("the folder", model, "Rename it.")
             except ToolError as error:
-                return _failed(error)
+                return Call(None, str(error))
         parameters = b""
         if config:
             # Field 3 of the message is a map of parameters, whose values have strings in field 3.
@@ -203,52 +225,23 @@ class TritonClient:
             parameters = _field(3, _field(1, b"config") + _field(2, text))
         return self._call("RepositoryModelLoad", model, seconds, parameters)
 
-    def unload(self, model: str) -> Future[None]:
+    def unload(self, model: str) -> Call:
         """Begin to unload a model; its instances end soon after."""
         return self._call("RepositoryModelUnload", model, _UNLOAD_S)
 
-    def _call(
-        self, method: str, model: str, seconds: float, parameters: bytes = b""
-    ) -> Future[None]:
+    def _call(self, method: str, model: str, seconds: float, parameters: bytes = b"") -> Call:
         # Without serializers, the channel sends bytes. tritonclient, which has Triton's protobuf
         # messages, is not a requirement of `serve`.
         send = self._channel.unary_unary(f"{_SERVICE}/{method}")
         message = _field(2, model.encode(errors="replace")) + parameters  # 2: `model_name`
-        result: Future[None] = Future()
-
-        def complete(call: grpc.Future) -> None:
-            if call.code() is grpc.StatusCode.OK:
-                result.set_result(None)
-            elif call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                result.set_exception(LoadTimeoutError(f"it took longer than {seconds:g} s"))
-            else:
-                reason = call.details() or str(call.code())
-                known = self._poll_failure(model) if _NOT_POLLED in reason else ""
-                result.set_exception(ToolError(known or reason))
-
-        try:
-            call = send.future(
-                message, timeout=seconds, metadata=self._keys.grpc, wait_for_ready=True
-            )
-        except ValueError:  # raised by grpc
-            return _failed(ToolError("the connection is closed"))
-        call.add_done_callback(complete)
-        return result
+        future = send.future(
+            message, timeout=seconds, metadata=self._keys.grpc, wait_for_ready=True
+        )
+        return Call(future, explain=functools.partial(self._poll_failure, model))
 
     def close(self) -> None:
         """Close the connection; pending calls fail."""
         self._channel.close()
-
-
-def _path(model: str) -> str:
-    return f"models/{urllib.parse.quote(model, safe='')}"
-
-
-def _failed(error: ToolError) -> Future[None]:
-    """Return the future of a call that could not be sent."""
-    future: Future[None] = Future()
-    future.set_exception(error)
-    return future
 
 
 def _field(number: int, content: bytes) -> bytes:
@@ -264,19 +257,11 @@ def _field(number: int, content: bytes) -> bytes:
 
 
 def cause(model: str, reason: str) -> str:
-    """Return why a model does not serve, or a warning of it, for a line that has its name."""
-    return _innermost(reason).replace(f"model '{model}': ", "")
+    """Return why a model does not serve, for a line that has its name."""
+    text = _NESTING.sub("", reason.partition("\n\nAt:")[0]).strip("; \n")
+    return _NO_BACKEND.sub(r"\1. Did you mean pytorch_py?", text).replace(f"model '{model}': ", "")
 
 
 def public_reason(reason: str) -> str:
     """Return Triton's reason as one line without stack trace, folders and final full stop."""
-    text = _innermost(reason)
-    if not text:
-        return "no reason was given"
-    return summarize(Exception(text)).removeprefix("Exception: ").rstrip(".; ")
-
-
-def _innermost(reason: str) -> str:
-    """Return Triton's reason without its nesting and without the stack trace that it appends."""
-    text = _NESTING.sub("", reason.partition("\n\nAt:")[0]).strip("; \n")
-    return _NO_BACKEND.sub(r"\1. Did you mean pytorch_py?", text)
+    return sanitize_line(cause("", reason)).rstrip(".; ") or "no reason was given"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch_py_backend.processes import instance_status, orphan_cleanup, procfs
+import psutil
+
+from torch_py_backend.processes import instance_status, procfs
 from torch_py_backend.processes.instance_status import Identity, InstanceState, Reader
+from torch_py_backend.server import cleanup
 
 # A poisoned instance may still send computed results, and may end by itself.
 _GRACE_S = 1.0
@@ -20,6 +21,7 @@ _GRACE_S = 1.0
 # models, too). If it is killed before that, this is an ordinary death. A busy process is in another
 # state, so this limit may be short.
 _STOPPED_S = 2.0
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _NS = 1e9
 
 
@@ -53,9 +55,7 @@ class InstanceMonitor:
             if path not in self._instances:
                 # OSError: the instance has ended and removed its file. Damaged files are ignored.
                 with contextlib.suppress(OSError, ValueError):
-                    self._instances[path] = _Instance(
-                        Reader(path), self._folder, self._load_seconds
-                    )
+                    self._instances[path] = _Instance(Reader(path), self._load_seconds)
         failures = []
         for path, instance in list(self._instances.items()):
             has_ended = instance.has_ended()
@@ -64,7 +64,7 @@ class InstanceMonitor:
                 failures.append(failure)
             if has_ended:
                 if path.exists():  # the instance did not end normally
-                    orphan_cleanup.remove_region(instance.identity.region)
+                    cleanup.remove_region(instance.identity.region)
                 # Removed last: until then, the file shows that the instance died.
                 instance_status.remove(path)
                 del self._instances[path]
@@ -114,14 +114,16 @@ class InstanceMonitor:
 class _Instance:
     """A monitored process."""
 
-    def __init__(self, reader: Reader, folder: Path, load_seconds: float) -> None:
-        self.reader = reader
-        self.identity = reader.identity
+    def __init__(self, reader: Reader, load_seconds: float) -> None:
+        self.reader, self.identity = reader, reader.identity
         self._load_seconds = load_seconds
-        self._started = procfs.start_time(self.identity.pid)
-        # Otherwise the instance has ended, and its process ID belongs to another process. Checked
-        # once: a process may overwrite its environment, as setproctitle does.
-        self._is_ours = orphan_cleanup.belongs_to_server(self.identity.pid, folder) is not False
+        self._process: psutil.Process | None = None
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(self.identity.pid)
+            # Otherwise the instance has ended, and its process ID belongs to another process.
+            # Checked once: a process may overwrite its environment, as setproctitle does.
+            if cleanup.belongs_to_server(process, reader.path.parent) is not False:
+                self._process = process
         self._reported = False
         self._stopped_since = math.inf
         self._warnings: list[str] | None = None
@@ -132,16 +134,23 @@ class _Instance:
             self._warnings = instance_status.load_warnings(self.reader.path)
         return self._warnings or []
 
+    def _process_status(self) -> str:
+        """Return the state of the process in psutil's words; empty: it has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if self._process is not None and self._process.is_running():
+                status = str(self._process.status())
+                return "" if status == psutil.STATUS_ZOMBIE else status
+        return ""
+
     def has_ended(self) -> bool:
-        started = procfs.start_time(self.identity.pid)
-        return not self._is_ours or started is None or started != self._started
+        return not self._process_status()
 
     def kill(self) -> bool:
         """Kill the process; return whether it was running."""
-        if self.has_ended():
+        if self._process is None or self.has_ended():
             return False
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(self.identity.pid, signal.SIGKILL)
+        with contextlib.suppress(psutil.Error):
+            self._process.kill()
         return True
 
     def check(self, *, has_ended: bool) -> InstanceFailure | None:
@@ -170,7 +179,7 @@ class _Instance:
         seconds = now - status.since / _NS
         if status.state is InstanceState.COMPLETING:  # Triton would not notice its end
             return ""
-        is_stopped = procfs.is_stopped(self.identity.pid)
+        is_stopped = self._process_status() in _STOPPED
         self._stopped_since = min(self._stopped_since, now) if is_stopped else math.inf
         if status.state is InstanceState.POISONED:
             reason = "is poisoned"

@@ -1,31 +1,21 @@
-"""The lifecycle of a model: its phases, what is recorded of it, and its events."""
+"""The lifecycle of a model: its phases, what is recorded of it, and what the user is told."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, Literal, NamedTuple, TypeAlias
 
-from torch_py_backend.server.client import ModelState
+from torch_py_backend.server.client import Call, ModelState
 
-
-class EventKind(Enum):
-    READY = "READY"
-    FAILED = "FAILED"
-    DOWN = "DOWN"
-    GIVEN_UP = "GIVEN UP"
-    RELEASED = "RELEASED"
-    CHANGED = "CHANGED"
-    WARNING = "WARNING"
+Kind: TypeAlias = Literal["READY", "FAILED", "DOWN", "GIVEN UP", "RELEASED", "CHANGED", "WARNING"]
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """What happened to a model, for the user."""
 
-    kind: EventKind
+    kind: Kind
     model: str
     text: str = ""
 
@@ -55,8 +45,8 @@ class ModelRecord:
         waits: whether it is an ensemble that Triton has unloaded with one of its parts.
         versions: the versions that served last.
         warnings: the warnings of its last load, all of which were reported.
-        processes_loaded: the processes that the supervisor's last load has started.
-        loaded: the config after that load; empty: unknown.
+        own_processes: the processes that the supervisor's last load has started.
+        own_config: the config after that load; empty: unknown.
         config: the config that it was loaded with through Triton's API; None: its own.
     """
 
@@ -66,7 +56,7 @@ class ModelRecord:
     reason: str = ""
     attempts: int = 0
     due: float = 0.0
-    call: Future[None] | None = None
+    call: Call | None = None
     called: float = 0.0
     processes: set[int] = field(default_factory=set)
     failure: str = ""
@@ -74,15 +64,12 @@ class ModelRecord:
     waits: bool = False
     versions: frozenset[str] = frozenset()
     warnings: Sequence[str] = ()
-    processes_loaded: set[int] = field(default_factory=set)
-    loaded: Mapping[str, Any] = field(default_factory=dict)
+    own_processes: set[int] = field(default_factory=set)
+    own_config: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
 
     def is_unloaded(self, state: ModelState | None) -> bool:
-        """Return whether the model was unloaded.
-
-        Triton still reports versions that had failed before.
-        """
+        """Return whether it was unloaded: Triton still reports versions that failed before."""
         if state is None or state.unloaded:
             return True
         return bool(self.versions) and self.versions <= state.withdrawn

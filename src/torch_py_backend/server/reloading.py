@@ -10,13 +10,12 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import TypeAlias
 
 from torch_py_backend.config import repository
-from torch_py_backend.server.client import cause
-from torch_py_backend.server.lifecycle import Event, EventKind
+from torch_py_backend.server.client import Call, cause
+from torch_py_backend.server.lifecycle import Event
 
 # A change is complete when the files stay the same for this time.
 _POLL_S = 1.0
@@ -43,7 +42,7 @@ class Reloader:
         self,
         path: Path,
         names: Collection[str],
-        load: Callable[[str, float], Future[None]],
+        load: Callable[[str, float], Call],
         on_event: Callable[[Event], None],
         seconds: float,
         *,
@@ -53,7 +52,7 @@ class Reloader:
         self._load, self._on_event = load, on_event
         self._seconds, self._clock = seconds, clock
         # The loads in progress, and whether their models are new.
-        self._loads: dict[str, tuple[Future[None], bool]] = {}
+        self._loads: dict[str, tuple[Call, bool]] = {}
         self._loaded = self._polled = self._poll()
         self._due = clock() + _POLL_S
 
@@ -63,12 +62,10 @@ class Reloader:
         for name, (load, is_new) in list(self._loads.items()):
             if load.done():
                 del self._loads[name]
-                error = load.exception()
-                if error is not None:
-                    reason = cause(name, str(error))
-                    self._on_event(Event(EventKind.FAILED, name, reason))
+                if error := load.failure():
+                    self._on_event(Event("FAILED", name, cause(name, error)))
                 elif not is_new:  # the supervisor reports new models
-                    self._on_event(Event(EventKind.READY, name, "reloaded"))
+                    self._on_event(Event("READY", name, "reloaded"))
         if now < self._due:
             return
         self._due = now + _POLL_S
@@ -78,7 +75,7 @@ class Reloader:
             if changed and files == before.get(name) and name not in self._loads:
                 is_new = name not in self._loaded
                 names = "added" if is_new else _difference(self._loaded[name], files)
-                self._on_event(Event(EventKind.CHANGED, name, names))
+                self._on_event(Event("CHANGED", name, names))
                 self._loaded = {**self._loaded, name: files}
                 self._loads[name] = self._load(name, self._seconds), is_new
 

@@ -18,7 +18,14 @@ from torch_py_backend.server.reloading import Reloader
 from torch_py_backend.server.supervisor import Supervisor
 from torch_py_backend.server.tritonserver import Server
 
+_STEP_S = 0.1
 _SERVICES = ("http", "grpc", "metrics", "health")
+# Arguments for tritonserver that would take from `serve` what it uses, and what to do instead.
+_REFUSED = {
+    "model-control-mode": "`serve` loads the models itself; remove it",
+    **dict.fromkeys(("http-port", "allow-http"), "`serve` itself uses HTTP; set --http-port"),
+    **dict.fromkeys(("grpc-port", "allow-grpc"), "`serve` itself uses gRPC; set --grpc-port"),
+}
 
 
 class Serving:
@@ -40,14 +47,13 @@ class Serving:
     Attributes:
         server: the server; its log can be set until it runs.
         supervisor: the supervisor of its models, while it runs.
-        health_address: host and port of the readiness endpoints, while it runs.
+        health_address: host and port of the endpoints for probes.
 
     Raises:
         ToolError: an argument cannot be used, a port is taken, or there is no tritonserver.
     """
 
     supervisor: Supervisor
-    health_address: str
 
     def __init__(
         self,
@@ -64,8 +70,15 @@ class Serving:
         allow_empty: bool = False,
         reload: bool = False,
     ) -> None:
-        mode, self._names, kept = _triton_arguments(arguments, reload=reload)
+        for name, cure in _REFUSED.items():
+            if server_arguments.values(arguments, name):
+                raise ToolError(f"--{name} was given after --, and {cure}.")
+        # Loaded by the supervisor: Triton would not listen before it has loaded all of them.
+        named = server_arguments.values(arguments, "load-model")
+        self._names = [name for name in named if name != "*"]
+        arguments = server_arguments.without(arguments, "load-model")
         http, grpc, metrics, self._health_port = choose_ports(*ports)
+        self.health_address = client_address(address, self._health_port)
         self.server = Server(
             repository,
             http_port=http,
@@ -73,20 +86,20 @@ class Serving:
             metrics_port=metrics,
             address=address,
             executable=tritonserver,
-            arguments=kept,
+            arguments=["--model-control-mode=explicit", *arguments],
         )
         if not allow_empty:
-            _refuse_empty(repository, self._names, kept)
+            _refuse_empty(repository, self._names, arguments)
         requested = {
             f"--{service}-port": port
             for service, port in zip(_SERVICES, ports, strict=True)
-            if not server_arguments.configures(kept, service)
+            if not server_arguments.configures(arguments, service)
         }
         check_ports(address, requested)
         self._repository, self._on_event, self._address = repository, on_event, address
-        self._controls, self._reload = mode == "explicit", reload
         self._restarts, self._load_seconds, self._drain = restarts, load_seconds, drain
-        self._steps: list[Callable[[], None]] = []
+        self._reload = reload
+        self._reloader: Reloader | None = None
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -95,26 +108,27 @@ class Serving:
         Raises:
             ToolError: the server cannot start.
         """
-        server = self.server
-        with server:
+        listener = listen("--health-port", self._address, self._health_port)
+        with contextlib.closing(listener), self.server as server:
             self.supervisor = supervisor = Supervisor(
                 server.client,
                 InstanceMonitor(server.status_folder, self._load_seconds),
                 self._on_event,
-                controls=self._controls,
                 restarts=self._restarts,
                 load_seconds=self._load_seconds,
             )
-            listener = listen("--health-port", self._address, self._health_port)
             with Page(listener, lambda: supervisor.snapshot) as page:
-                self.health_address = client_address(self._address, self._health_port)
                 try:
                     states = server.wait_loaded()
-                    if self._controls:
-                        supervisor.load(self._names or sorted(state.name for state in states))
-                    self._steps = [supervisor.step]
+                    supervisor.load(self._names or sorted(state.name for state in states))
                     if self._reload:
-                        self._steps.append(self._reloader().step)
+                        self._reloader = Reloader(
+                            self._repository,
+                            self._names,
+                            server.client.load,
+                            self._on_event,
+                            self._load_seconds,
+                        )
                     yield
                 finally:
                     # In this order, both the requests that a load balancer still sends and those in
@@ -122,44 +136,15 @@ class Serving:
                     page.stopping = True
                     deadline = time.monotonic() + self._drain
                     while server.process.poll() is None and time.monotonic() < deadline:
-                        supervisor.step()
+                        self.step()
                     server.stop()
-
-    def _reloader(self) -> Reloader:
-        load = self.server.client.load
-        return Reloader(self._repository, self._names, load, self._on_event, self._load_seconds)
 
     def step(self) -> None:
         """Wait shortly, then process what has happened."""
-        for step in self._steps:
-            step()
-
-
-def _triton_arguments(
-    arguments: Sequence[str], *, reload: bool
-) -> tuple[str, list[str], list[str]]:
-    """Return the model control mode, the models to load, and the arguments for tritonserver."""
-    mode = (server_arguments.values(arguments, "model-control-mode") or ["explicit"])[-1]
-    if reload and mode != "explicit":
-        raise ToolError(
-            f"--reload was given, and Triton's model control mode is {mode}; expected explicit."
-            " Remove one of the two."
-        )
-    for service in ("http", "grpc") if mode == "explicit" else ("http",):
-        allowed = server_arguments.values(arguments, f"allow-{service}")
-        is_disabled = bool(allowed) and allowed[-1].lower() not in ("true", "1")
-        if is_disabled or server_arguments.values(arguments, f"{service}-port"):
-            raise ToolError(
-                f"--{f'allow-{service}' if is_disabled else f'{service}-port'} was given after --,"
-                f" and `serve` itself uses this service; expected --{service}-port before --."
-            )
-    kept = server_arguments.without(arguments, "model-control-mode")
-    models: list[str] = []
-    if mode == "explicit":
-        # Loaded by the supervisor: Triton would not listen before it has loaded all of them.
-        models = [name for name in server_arguments.values(kept, "load-model") if name != "*"]
-        kept = server_arguments.without(kept, "load-model")
-    return mode, models, [f"--model-control-mode={mode}", *kept]
+        time.sleep(_STEP_S)
+        self.supervisor.step()
+        if self._reloader is not None:
+            self._reloader.step()
 
 
 def _refuse_empty(repository: Path, models: Sequence[str], arguments: Sequence[str]) -> None:

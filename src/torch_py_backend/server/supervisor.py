@@ -1,7 +1,7 @@
 """A supervisor that keeps the models of one server serving: it loads, monitors and reloads them.
 
-One thread calls `step` and owns all records. Loads and unloads are futures, which it polls. A model
-goes round
+One thread calls `step` several times a second and owns all records. Loads and unloads are polled. A
+model goes round
 
     LOADING → SERVING → (an instance fails) DOWN: unloaded → LOADING …
 
@@ -13,7 +13,6 @@ what they load.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,11 +20,10 @@ from typing import Any
 from torch_py_backend.page.snapshot import Snapshot
 from torch_py_backend.processes.instance_status import InstanceState
 from torch_py_backend.server import client as triton
-from torch_py_backend.server.client import LoadTimeoutError, ModelState, TritonClient
+from torch_py_backend.server.client import ModelState, TritonClient
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
-from torch_py_backend.server.lifecycle import Event, EventKind, ModelRecord, Phase
+from torch_py_backend.server.lifecycle import Event, Kind, ModelRecord, Phase
 
-_STEP_S = 0.1
 _INDEX_S = 0.5
 _MAX_DELAY_S = 60.0
 # A model that has served for this long may be reloaded as often as at first.
@@ -47,20 +45,17 @@ _NOT_ACCEPTED = (
 )
 # A part of Triton's message for a process that has died.
 _DEAD = "is not healthy"
-_NO_ANSWER = "tritonserver does not answer"
 _STAYS_DOWN = "stays down until it is loaded through Triton's API"
 _STUCK = "Triton never stops waiting for it: only a new server can load it"
+_FAILED = (Phase.LOADING, Phase.DOWN, Phase.GIVEN_UP)
 
 
 class Supervisor:
     """Keeps the models of one server serving.
 
     Args:
-        controls: whether it loads and unloads models; otherwise Triton alone does, and no model is
-            reloaded.
         restarts: how often a model is reloaded, until it has served for a minute.
         load_seconds: the time limit of one load.
-        sleep: waits for a time in seconds.
 
     Attributes:
         snapshot: the readiness of all models after the last step.
@@ -72,16 +67,12 @@ class Supervisor:
         monitor: InstanceMonitor,
         on_event: Callable[[Event], None],
         *,
-        controls: bool,
         restarts: int,
         load_seconds: float,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._client, self._monitor, self._on_event = client, monitor, on_event
-        self._clock, self._sleep = clock, sleep
-        self._controls = controls
-        self._restarts, self._load_seconds = restarts, load_seconds
+        self._restarts, self._load_seconds, self._clock = restarts, load_seconds, clock
         self._took_too_long = f"its load took longer than {load_seconds:g} s (--load-timeout)"
         self._events: list[Event] = []
         self._models: dict[str, ModelRecord] = {}
@@ -104,14 +95,12 @@ class Supervisor:
             self._begin_load(model)
 
     def step(self) -> None:
-        """Wait shortly, then process failures, completed calls and due loads."""
-        self._sleep(_STEP_S)
+        """Process failures, completed calls and due loads."""
         failures = self._monitor.check()
         if self._monitor.is_loading():
             self._loading_at = self._clock()
-        completed = [
-            model for model in self._models.values() if model.call is not None and model.call.done()
-        ]
+        models = list(self._models.values())
+        completed = [model for model in models if model.call is not None and model.call.done()]
         problem = ""
         # Requested last: states from before a load or unload completed are outdated.
         if failures or completed or self._clock() >= self._index_due:
@@ -121,7 +110,7 @@ class Supervisor:
                 self._states = {state.name: state for state in self._client.models(names)}
                 self._index_due = self._clock() + _INDEX_S
             except OSError:  # a later step handles what has completed
-                problem, completed = _NO_ANSWER, []
+                problem, completed = "tritonserver does not answer", []
         for failure in failures:
             self._handle_failure(failure)
         for model in completed:
@@ -132,14 +121,20 @@ class Supervisor:
         for model in self._models.values():
             self._check_deadlines(model)
             self._report_warnings(model)
-        readiness = {
+        self._publish(problem)
+
+    def _publish(self, problem: str) -> None:
+        """Update the snapshot, and then report the events of this step.
+
+        A client that sees an event must not get the previous readiness.
+        """
+        models = {
             name: self._why_not_ready(model)
             for name, model in sorted(self._models.items())
             if model.phase is not Phase.UNLOADED
         }
         warnings = {name: model.warnings for name, model in self._models.items() if model.warnings}
-        self.snapshot = Snapshot(readiness, problem, self._clock(), warnings)
-        # After the snapshot: a client that sees the event must not get the previous readiness.
+        self.snapshot = Snapshot(models, problem, self._clock(), warnings)
         events, self._events = self._events, []
         for event in events:
             self._on_event(event)
@@ -152,18 +147,16 @@ class Supervisor:
         model.phase, model.reason, model.failure = phase, reason, reason
         model.processes = self._monitor.live_processes(model.name)
 
-    def _report(self, kind: EventKind, name: str, text: str = "") -> None:
+    def _report(self, kind: Kind, name: str, text: str = "") -> None:
         state = self._states.get(name)
-        if state is not None and kind in (EventKind.READY, EventKind.FAILED):
-            label = f"{name} {state.versions}".strip()
-        else:
-            label = name
+        has_version = state is not None and kind in ("READY", "FAILED")
+        label = f"{name} {state.versions}".strip() if state and has_version else name
         self._events.append(Event(kind, label, triton.cause(name, text)))
 
     def _serve(self, model: ModelRecord, config: Mapping[str, Any], text: str) -> None:
         """Note that a model serves, and which models it consists of."""
         self._enter(model, Phase.SERVING)
-        self._report(EventKind.READY, model.name, text)
+        self._report("READY", model.name, text)
         steps = config.get("ensemble_scheduling", {}).get("step", [])
         model.parts = frozenset(step["model_name"] for step in steps)
 
@@ -181,26 +174,21 @@ class Supervisor:
             seconds = min(_MAX_DELAY_S, 1 << model.attempts - 2) if model.attempts > 1 else 0.0
             model.due = now + seconds
             when = f"in {seconds:.0f} s" if seconds else "now"
-            attempt = f"attempt {model.attempts} of {self._restarts}"
             self._enter(model, Phase.DOWN, reason)
-            text = f"{reason}; loading it again {when} ({attempt})"
-            self._report(EventKind.DOWN, model.name, text)
+            attempt = f"attempt {model.attempts} of {self._restarts}"
+            self._report("DOWN", model.name, f"{reason}; loading it again {when} ({attempt})")
         if unload:
             self._begin_unload(model)
 
     def _give_up(self, model: ModelRecord, reason: str, consequence: str = "") -> None:
         self._enter(model, Phase.GIVEN_UP, reason)
-        self._report(EventKind.GIVEN_UP, model.name, f"{reason}{consequence}")
+        self._report("GIVEN UP", model.name, f"{reason}{consequence}")
 
     def _refuse(self, model: ModelRecord, reason: str) -> None:
         """Give up a model that Triton refuses: another load would fail in the same way."""
         self._enter(model, Phase.GIVEN_UP, triton.public_reason(reason))
         model.failure = ""
-        self._report(EventKind.FAILED, model.name, reason)
-
-    def _abandon_load(self, model: ModelRecord, reason: str) -> None:
-        model.call = None
-        self._give_up(model, f"{reason}; {_STUCK}")
+        self._report("FAILED", model.name, reason)
 
     # --- loads and unloads -------------------------------------------------------------------
 
@@ -211,46 +199,43 @@ class Supervisor:
         model.call = self._client.load(model.name, self._load_seconds + _FAILING_S, model.config)
 
     def _begin_unload(self, model: ModelRecord) -> None:
-        try:
-            config = self._client.config(model.name)
-        except OSError:
-            return  # without the config, the model would be loaded with another one
-        if config and config != model.loaded:
+        config = self._config(model.name)
+        if config is None:
+            return  # without it, the model would be loaded with another one
+        if config and config != model.own_config:
             model.config = config
         model.call = self._client.unload(model.name)
 
-    def _config(self, name: str) -> Mapping[str, Any]:
-        """Return the config of a model; empty if it is not loaded, or Triton does not answer."""
-        with contextlib.suppress(OSError):
+    def _config(self, name: str) -> Mapping[str, Any] | None:
+        """Return the config of a model: empty if it is not loaded, None if there is no answer."""
+        try:
             return self._client.config(name)
-        return {}
+        except OSError:
+            return None
 
     def _handle_completed(self, model: ModelRecord) -> None:
         call, model.call = model.call, None
         if call is None:
             return  # the load was abandoned
-        error = call.exception()
+        error = call.failure()
         if model.phase is not Phase.LOADING:
-            is_down = model.phase is Phase.DOWN
-            if error is not None and is_down and self._is_ready(model.name):
-                self._retry(model, str(error), unload=False)
-            return
-        if error is None:
-            model.loaded = self._config(model.name)
-            model.processes_loaded = self._monitor.live_processes(model.name)
-        reason = model.failure or triton.public_reason(str(error))
-        if error is None and model.failure:
-            self._retry(model, model.failure, unload=True)
-        elif error is None:
+            if error and model.phase is Phase.DOWN and self._is_ready(model.name):
+                self._retry(model, error, unload=False)
+        elif error and call.timed_out():
+            self._give_up(model, f"{self._took_too_long}; {_STUCK}")
+        elif error and not (model.failure or model.attempts or _DEAD in error):
+            self._refuse(model, error)
+        elif error:
+            self._retry(model, model.failure or triton.public_reason(error), unload=False)
+        else:
+            model.own_config = self._config(model.name) or {}
+            model.own_processes = self._monitor.live_processes(model.name)
+            if model.failure:
+                self._retry(model, model.failure, unload=True)
+                return
             seconds = self._clock() - model.since
             text = f"serves again after {seconds:.1f} s" if model.attempts else ""
-            self._serve(model, model.loaded, text)
-        elif isinstance(error, LoadTimeoutError):
-            self._abandon_load(model, self._took_too_long)
-        elif model.failure or model.attempts or _DEAD in reason:
-            self._retry(model, reason, unload=False)
-        else:
-            self._refuse(model, str(error))
+            self._serve(model, model.own_config, text)
 
     def _check_deadlines(self, model: ModelRecord) -> None:
         """Start a load that is due, and kill the processes of one that takes too long."""
@@ -267,14 +252,15 @@ class Supervisor:
                     self._begin_load(model)
         elif model.phase is Phase.LOADING and model.call is not None:
             failure = ""
-            accepted_by = max(model.called, self._loading_at) + _ACCEPTED_S
             if now - model.called > self._load_seconds:
                 # In every step: other instances of the model may still load, or start to load. The
                 # load fails in Triton once they are dead.
                 self._monitor.kill(model.name, InstanceState.LOADING)
                 self._kill_forgotten(model, 0)
                 failure = self._took_too_long
-            elif now > accepted_by and self._kill_forgotten(model, _ACCEPTED_S):
+            elif now > max(model.called, self._loading_at) + _ACCEPTED_S and self._kill_forgotten(
+                model, _ACCEPTED_S
+            ):
                 failure = _NOT_ACCEPTED.format(_ACCEPTED_S)
             model.failure = model.failure or failure
 
@@ -293,14 +279,10 @@ class Supervisor:
     def _observe(self, name: str) -> None:
         """Notice that a model was loaded or unloaded through Triton's API, or with its parts."""
         model, state = self._models.get(name), self._states.get(name)
-        has_failed = state is not None and bool(state.reason)
         if model is None:
-            if state is None or not (state.ready or (has_failed and not self._controls)):
+            if state is None or not state.ready:
                 return
             model = self._models[name] = ModelRecord(name, Phase.UNLOADED, self._clock())
-            text = ""
-        else:
-            text = "loaded through Triton's API"
         if model.call is not None or self._is_waiting(model):
             return
         if state is not None and state.ready:
@@ -309,16 +291,16 @@ class Supervisor:
             is_loaded = is_replaced or not model.failure or model.phase is Phase.UNLOADED
             if is_loaded and model.phase is not Phase.SERVING:
                 model.attempts = 0
-                self._serve(model, self._config(name), text)
-        elif model.phase is Phase.SERVING and model.is_unloaded(state):
+                self._serve(model, self._config(name) or {}, "loaded through Triton's API")
+        elif model.phase is not Phase.SERVING:
+            return
+        elif model.is_unloaded(state):
             self._enter(model, Phase.UNLOADED)
-            text = "unloaded through Triton's API; not loaded again"
-            self._report(EventKind.RELEASED, name, text)
-        elif state is not None and has_failed:
-            is_new = model.phase is Phase.UNLOADED and not self._controls
-            if model.phase is Phase.SERVING and model.failure and _DEAD in state.reason:
+            self._report("RELEASED", name, "unloaded through Triton's API; not loaded again")
+        elif state is not None and state.reason:
+            if model.failure and _DEAD in state.reason:
                 self._enter(model, Phase.GIVEN_UP, model.failure)  # which was reported
-            elif model.phase is Phase.SERVING or is_new:
+            else:
                 self._refuse(model, state.reason)
 
     def _is_waiting(self, model: ModelRecord) -> bool:
@@ -328,20 +310,17 @@ class Supervisor:
         """
         if self._missing_part(model):
             model.waits = model.waits or model.phase is Phase.SERVING
-        elif model.waits:
-            model.waits = False
-            if not self._is_ready(model.name):
-                model.attempts += 1
-                self._begin_load(model)
-        else:
-            return False
-        return True
+            return True
+        has_waited, model.waits = model.waits, False
+        if has_waited and not self._is_ready(model.name):
+            model.attempts += 1
+            self._begin_load(model)
+        return has_waited
 
     def _missing_part(self, model: ModelRecord) -> str:
         """Return the part of an ensemble that failed and does not serve again; empty: none."""
-        failed = (Phase.LOADING, Phase.DOWN, Phase.GIVEN_UP)
         parts = (self._models[name] for name in model.parts if name in self._models)
-        return next((part.name for part in parts if part.phase in failed), "")
+        return next((part.name for part in parts if part.phase in _FAILED), "")
 
     def _handle_failure(self, failure: InstanceFailure) -> None:
         name, reason = failure.identity.model, failure.reason
@@ -353,19 +332,20 @@ class Supervisor:
             if model.phase is Phase.LOADING and failure.identity.pid not in model.processes:
                 model.failure = model.failure or reason
                 if failure.state is InstanceState.COMPLETING:
-                    self._abandon_load(model, model.failure)
+                    model.call = None
+                    self._give_up(model, f"{model.failure}; {_STUCK}")
         elif failure.state in (InstanceState.LOADING, InstanceState.COMPLETING):
             # A load through Triton's API: Triton reports its failure, and keeps what serves.
             if model is not None:
                 model.failure = reason
-            self._events.append(Event(EventKind.FAILED, name, reason))
-        elif model is None or model.phase is not Phase.SERVING:
-            return  # this was reported already, or Triton reports it
-        elif model.is_unloaded(self._states.get(name)):
+            self._events.append(Event("FAILED", name, reason))
+        elif (
+            model is None
+            or model.phase is not Phase.SERVING  # it was reported already, or Triton reports it
+            or model.is_unloaded(self._states.get(name))
+        ):
             return
-        elif not self._controls:
-            self._give_up(model, reason, "; Triton alone controls its models")
-        elif failure.identity.copied and failure.identity.pid not in model.processes_loaded:
+        elif failure.identity.copied and failure.identity.pid not in model.own_processes:
             self._give_up(model, reason, f"; {_STAYS_DOWN}: its files came with the load request")
             self._begin_unload(model)
         else:
@@ -375,9 +355,8 @@ class Supervisor:
         """Report the warnings of a load once: after READY, or when other instances replace it."""
         reported = self._monitor.warnings(model.name) if model.phase is Phase.SERVING else []
         warnings = [triton.cause(model.name, text) for text in reported]
-        for text in warnings:
-            if text not in model.warnings:
-                self._events.append(Event(EventKind.WARNING, model.name, text))
+        new = [text for text in warnings if text not in model.warnings]
+        self._events += [Event("WARNING", model.name, text) for text in new]
         model.warnings = warnings
 
     def _why_not_ready(self, model: ModelRecord) -> str:
@@ -385,9 +364,9 @@ class Supervisor:
         if part := self._missing_part(model):
             return f"needs the model '{part}', which does not serve"
         if model.phase is Phase.SERVING:
-            state = self._states.get(model.name)
             # Not ready: the model is being unloaded and loaded again through Triton's API.
-            return "" if state is None or state.ready else Phase.LOADING.value
+            is_absent = model.name not in self._states
+            return "" if is_absent or self._is_ready(model.name) else Phase.LOADING.value
         return f"{model.phase.value}: {model.reason}" if model.reason else model.phase.value
 
     def _is_ready(self, name: str) -> bool:

@@ -17,9 +17,9 @@ from typing import IO, TYPE_CHECKING
 import psutil
 
 from torch_py_backend.errors import ToolError
-from torch_py_backend.processes import instance_status, orphan_cleanup
-from torch_py_backend.processes.orphan_cleanup import ServerFolder
-from torch_py_backend.server import server_arguments, triton_installation
+from torch_py_backend.processes import instance_status
+from torch_py_backend.server import cleanup, server_arguments, triton_installation
+from torch_py_backend.server.cleanup import ServerFolder
 from torch_py_backend.server.client import ModelState, TritonClient
 from torch_py_backend.server.ports import choose_ports, client_address, is_ipv6
 
@@ -32,8 +32,6 @@ _EXIT_OPTION = "exit-timeout-secs"
 _GRACE_SECONDS = 5
 # A server that is being stopped may run for this long after its last instance has ended.
 _IDLE_SECONDS = 5
-# The platforms of models that do not compute in the process of tritonserver itself.
-_CHILD_PLATFORMS = ("python", "ensemble")
 _SERVICES = ("http", "grpc", "metrics")
 _POLL_SECONDS = 0.05
 # The end of the log in which a reason is searched.
@@ -131,14 +129,14 @@ class Server:
         variables = triton_installation.environment(self._triton) | self.variables
         try:
             self._refuse_in_shell()
-            orphan_cleanup.sweep()
+            cleanup.sweep()
             folder = self._folder = ServerFolder()
         except OSError as error:
             raise ToolError(
-                f"cannot write to {orphan_cleanup.SHARED_MEMORY} and to the temporary folder, as"
+                f"cannot write to {cleanup.SHARED_MEMORY} and to the temporary folder, as"
                 f" Triton must: {error}."
             ) from None
-        variables[orphan_cleanup.VARIABLE] = str(folder.status)
+        variables[instance_status.VARIABLE] = str(folder.status)
         try:
             folder.start_guard()
             triton_installation.populate_backends(self._triton, folder.backends)
@@ -155,14 +153,7 @@ class Server:
                     f"--{_EXIT_OPTION}={_EXIT_SECONDS}",
                     # A model that does not load must not stop the server.
                     "--exit-on-error=false",
-                    *(
-                        f"--{service}-{argument}"
-                        for service, port in zip(_SERVICES, self._ports, strict=True)
-                        for argument in (
-                            f"address={_bound_address(self._address, service)}",
-                            f"port={port}",
-                        )
-                    ),
+                    *self._bindings(),
                     *self._arguments,
                 ],
                 env=variables,
@@ -176,6 +167,22 @@ class Server:
             if isinstance(error, OSError):  # a full disk, or no executable of this machine
                 raise ToolError(f"tritonserver cannot be started: {error}.") from error
             raise
+
+    def _bindings(self) -> list[str]:
+        """Return the arguments for the addresses and ports of the services.
+
+        libevent and gRPC write an IPv6 address in their own ways.
+        """
+        address = self._address
+        http, grpc = (f"ipv6:{address}", f"[{address}]") if is_ipv6(address) else (address, address)
+        return [
+            f"--{name}={value}"
+            for service, port in zip(_SERVICES, self._ports, strict=True)
+            for name, value in (
+                (f"{service}-address", grpc if service == "grpc" else http),
+                (f"{service}-port", port),
+            )
+        ]
 
     def _refuse_in_shell(self) -> None:
         """Raise a ToolError if a shell between Triton and its stubs would change their paths."""
@@ -241,14 +248,11 @@ class Server:
         return [" ".join(text.split()) for text in texts]
 
     def _computes_in_children(self) -> bool:
-        """Return whether all models run in child processes, and none in tritonserver itself."""
+        """Return whether all models that serve run in child processes of this backend."""
         try:
-            monitored = {
-                instance_status.Reader(path).identity.model
-                for path in instance_status.files(self.status_folder)
-            }
-            others = {state.name for state in self.models() if state.ready} - monitored
-            return all(self.client.platform(name) in _CHILD_PLATFORMS for name in others)
+            paths = instance_status.files(self.status_folder)
+            ours = {instance_status.Reader(path).identity.model for path in paths}
+            return all(state.name in ours for state in self.models() if state.ready)
         except (OSError, ValueError):
             return False  # the server does not answer, or restricts the endpoint
 
@@ -270,13 +274,6 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def _bound_address(address: str, service: str) -> str:
-    """Return an address as Triton expects it: libevent and gRPC write IPv6 in their own ways."""
-    if not is_ipv6(address):
-        return address
-    return f"[{address}]" if service == "grpc" else f"ipv6:{address}"
 
 
 def exit_seconds(arguments: Sequence[str]) -> int:

@@ -1,8 +1,8 @@
 """Cleanup after a server: its processes, its regions of shared memory and its folder.
 
-It happens in one of three ways. A server that is stopped removes all of them itself. If its owner
-dies, a guard, which is a small process beside it, does the same. If both are killed, the next
-server finds the owner's file without a lock.
+A server that is stopped removes all of them itself. If its owner dies, a guard, which is a small
+process beside it, does the same. If both are killed, the next server finds the owner's file without
+a lock.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -20,22 +19,19 @@ import time
 import uuid
 from pathlib import Path
 
-from torch_py_backend.processes import procfs
+import psutil
+
+from torch_py_backend.processes.instance_status import REGION, VARIABLE
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Triton keeps its regions
-# Every process of a server inherits this variable; it names the server's status folder.
-VARIABLE = "TORCH_PY_BACKEND_STATUS"
-_NAME = "torch_py_backend_"
+_NAME = "torch_py_backend_"  # as in REGION
 _FOLDER = "torch-py-backend-"
-# The prefix that ServerFolder passes to Triton, and the suffix that Triton appends.
-_REGION = re.compile(rb"torch_py_backend_[0-9a-f]{12}_(?!owner$)[0-9A-Za-z-]+")
 _OWNER = "owner"
 _ROUNDS = 20
 _PAUSE_S = 0.05
 _START = (
-    "import sys; sys.path.insert(0, sys.argv[1]);"
-    " from torch_py_backend.processes import orphan_cleanup;"
-    " orphan_cleanup.guard(*sys.argv[2:])"
+    "import os, sys; sys.path[:] = sys.argv[1].split(os.pathsep);"
+    " from torch_py_backend.server import cleanup; cleanup.guard(*sys.argv[2:])"
 )
 
 
@@ -81,10 +77,9 @@ class ServerFolder:
 
     def start_guard(self) -> None:
         """Start the process that cleans up when this one dies."""
-        package = Path(__file__).parents[2]
-        command = [sys.executable, "-I", "-S", "-c", _START, str(package)]
+        paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
         self._guard = subprocess.Popen(  # noqa: S603  this Python, this package
-            [*command, self.prefix, str(self.path)],
+            [sys.executable, "-I", "-S", "-c", _START, paths, self.prefix, str(self.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             # Signals to this process group, such as Ctrl-C or `kill -9 -group`, must not reach it.
@@ -101,15 +96,6 @@ class ServerFolder:
             guard.communicate()
         while self._locks:
             os.close(self._locks.pop())
-
-
-def server_folder() -> Path | None:
-    """Return the temporary folder of the server that this process belongs to.
-
-    None: that server was not started by this package, and its folder is not removed.
-    """
-    status = os.environ.get(VARIABLE)
-    return Path(status).parent if status and Path(status).is_dir() else None
 
 
 def remove(prefix: str, folder: Path) -> None:
@@ -153,23 +139,12 @@ def sweep() -> list[str]:
     return prefixes
 
 
-def region() -> str:
-    """Return the name of the shared memory between Triton and this process; empty if unknown.
-
-    Triton passes it on the command line of its stub. Only names of `ServerFolder` are recognized.
-    """
-    with contextlib.suppress(OSError):
-        words = Path("/proc/self/cmdline").read_bytes().split(b"\0")
-        return next((os.fsdecode(word) for word in words if _REGION.fullmatch(word)), "")
-    return ""
-
-
 def remove_region(name: str) -> None:
     """Remove the region of a process that died: Triton 24.10 keeps it until the server ends.
 
     Processes that have mapped it can still use it.
     """
-    if _REGION.fullmatch(os.fsencode(name)):
+    if REGION.fullmatch(os.fsencode(name)):
         with contextlib.suppress(OSError):  # Triton has removed it
             (SHARED_MEMORY / name).unlink()
 
@@ -180,30 +155,30 @@ def kill_all(status_folder: Path) -> None:
     # does not show the environment of a process during exec().
     was_empty = False
     for _ in range(_ROUNDS):
-        pids = [pid for pid in procfs.process_ids() if pid != os.getpid()]
-        ours = [pid for pid in pids if belongs_to_server(pid, status_folder)]
-        for pid in ours:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        ours = [
+            process
+            for process in psutil.process_iter()
+            if process.pid != os.getpid() and belongs_to_server(process, status_folder)
+        ]
+        for process in ours:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         if was_empty and not ours:
             return
         was_empty = not ours
         time.sleep(_PAUSE_S)
 
 
-def belongs_to_server(pid: int, status_folder: Path) -> bool | None:
+def belongs_to_server(process: psutil.Process, status_folder: Path) -> bool | None:
     """Return whether the server with this status folder has started a process.
 
     None: unknown. The process has ended or belongs to another user, or the kernel does not show
     its environment during exec().
     """
-    try:
-        variables = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return None
-    if not variables:
-        return None
-    return os.fsencode(f"{VARIABLE}={status_folder}") in variables.split(b"\0")
+    with contextlib.suppress(psutil.Error, OSError):
+        if variables := process.environ():
+            return bool(variables.get(VARIABLE) == str(status_folder))
+    return None
 
 
 def reap_orphans(server: int) -> None:

@@ -13,28 +13,30 @@ from collections.abc import Callable
 from pathlib import Path
 
 import living
+import psutil
 import pytest
 from processes import instance
 
-from torch_py_backend.processes import orphan_cleanup, procfs
-from torch_py_backend.processes.orphan_cleanup import ServerFolder
+from torch_py_backend.server import cleanup
+from torch_py_backend.server.cleanup import ServerFolder
 
 _OWNER = """
 import os, subprocess, sys, time
 from pathlib import Path
-from torch_py_backend.processes import orphan_cleanup
-orphan_cleanup.SHARED_MEMORY = Path(sys.argv[1])
-owner = orphan_cleanup.ServerFolder()
+from torch_py_backend.processes import instance_status
+from torch_py_backend.server import cleanup
+cleanup.SHARED_MEMORY = Path(sys.argv[1])
+owner = cleanup.ServerFolder()
 if sys.argv[2] == "guarded":
     owner.start_guard()
-environment = os.environ | {orphan_cleanup.VARIABLE: str(owner.status)}
+environment = os.environ | {instance_status.VARIABLE: str(owner.status)}
 code = "import time; print(flush=True); time.sleep(1000)"
 sleeper = subprocess.Popen(
     [sys.executable, "-c", code], env=environment, start_new_session=True, stdout=subprocess.PIPE
 )
 sleeper.stdout.readline()
-(orphan_cleanup.SHARED_MEMORY / (owner.prefix + "region")).write_bytes(b"?")
-(orphan_cleanup.SHARED_MEMORY / "another").write_bytes(b"?")
+(cleanup.SHARED_MEMORY / (owner.prefix + "region")).write_bytes(b"?")
+(cleanup.SHARED_MEMORY / "another").write_bytes(b"?")
 guard = owner._guard.pid if owner._guard else 0
 print(owner.prefix, owner.path, sleeper.pid, guard, flush=True)
 time.sleep(1000)
@@ -46,7 +48,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder in the role of /dev/shm, and one for temporary files."""
     for name in ("shm", "tmp"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(orphan_cleanup, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setattr(cleanup, "SHARED_MEMORY", tmp_path / "shm")
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     return tmp_path / "shm"
 
@@ -101,7 +103,7 @@ def test_shared_memory_that_cannot_be_written(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is an error, and no folder is left."""
-    monkeypatch.setattr(orphan_cleanup, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(cleanup, "SHARED_MEMORY", tmp_path / "none")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     with pytest.raises(FileNotFoundError):
         ServerFolder()
@@ -110,8 +112,8 @@ def test_shared_memory_that_cannot_be_written(
 
 def test_the_guard_cleans_up_after_its_owner() -> None:
     """After kill -9 of the owner, no process, region or folder is left."""
-    process, prefix, folder, child, guard = _start_owner(orphan_cleanup.SHARED_MEMORY, "guarded")
-    regions = orphan_cleanup.SHARED_MEMORY
+    process, prefix, folder, child, guard = _start_owner(cleanup.SHARED_MEMORY, "guarded")
+    regions = cleanup.SHARED_MEMORY
     (regions / "another").unlink(missing_ok=True)  # other tests may run
     assert list(regions.glob(f"{prefix}*"))
     process.kill()
@@ -128,17 +130,17 @@ def test_a_sweep_cleans_up_without_guard(shared: Path) -> None:
     alive, other, kept, sleeper, _ = _start_owner(shared, "alone")
     dead.kill()
     dead.communicate()
-    assert orphan_cleanup.sweep() == [prefix]
+    assert cleanup.sweep() == [prefix]
     assert living.pid_ends(child)
     assert not folder.exists()
     assert kept.exists()
     assert sorted(path.name for path in shared.iterdir()) == sorted(
         ["another", f"{other}owner", f"{other}region"]
     )
-    assert orphan_cleanup.sweep() == []
+    assert cleanup.sweep() == []
     alive.kill()
     alive.communicate()
-    assert orphan_cleanup.sweep() == [other]
+    assert cleanup.sweep() == [other]
     assert living.pid_ends(sleeper)
 
 
@@ -172,7 +174,7 @@ def test_a_forged_file_removes_nothing(forge: Callable[[Path], object], shared: 
     (_precious(owner) / "file").write_text("precious")
     forge(owner)
     (shared / "torch_py_backend_0_region").write_bytes(b"?")
-    assert orphan_cleanup.sweep() == []
+    assert cleanup.sweep() == []
     assert (shared / "torch_py_backend_0_region").exists()
     assert (_precious(owner) / "file").read_text() == "precious"
 
@@ -181,7 +183,7 @@ def test_only_folders_of_servers_are_removed(tmp_path: Path) -> None:
     """Whatever folder is named, only one with the name of a server's folder is removed."""
     for name in ("precious", "torch-py-backend-a"):
         (tmp_path / name).mkdir()
-        orphan_cleanup.remove("torch_py_backend_none_", tmp_path / name)
+        cleanup.remove("torch_py_backend_none_", tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
@@ -193,28 +195,16 @@ def test_only_processes_of_the_server_are_killed(
         instance(tmp_path, "status.idle()") as ours,
         instance(tmp_path, "status.idle()", mark=False) as other,
     ):
-        assert orphan_cleanup.belongs_to_server(other.pid, tmp_path) is False
-        assert orphan_cleanup.belongs_to_server(ours.pid, tmp_path)
-        orphan_cleanup.kill_all(tmp_path / "other")
+        assert cleanup.belongs_to_server(psutil.Process(other.pid), tmp_path) is False
+        assert cleanup.belongs_to_server(psutil.Process(ours.pid), tmp_path)
+        cleanup.kill_all(tmp_path / "other")
         assert ours.poll() is None
-        pids = iter([[], [ours.pid, other.pid]])
-        monkeypatch.setattr(procfs, "process_ids", lambda: next(pids, []))
-        orphan_cleanup.kill_all(tmp_path)
+        lists = iter([[], [psutil.Process(ours.pid), psutil.Process(other.pid)]])
+        monkeypatch.setattr(psutil, "process_iter", lambda: next(lists, []))
+        cleanup.kill_all(tmp_path)
         assert ours.wait(60) == -signal.SIGKILL
         assert other.poll() is None
-    assert orphan_cleanup.belongs_to_server(os.getpid(), tmp_path) is False
-
-
-def test_region_of_this_process() -> None:
-    """It is on the command line of Triton's stub; empty without a name of this backend."""
-    region = "torch_py_backend_0123456789ab_5f-e"
-    code = "from torch_py_backend.processes import orphan_cleanup; print(orphan_cleanup.region())"
-    for words, name in (
-        (["model.py", region, "1048576"], region),
-        (["model.py", "triton_python_backend_shm_region_5f-e"], ""),
-    ):
-        printed = subprocess.check_output([sys.executable, "-c", code, *words], text=True)
-        assert printed.strip() == name
+    assert cleanup.belongs_to_server(psutil.Process(), tmp_path) is False
 
 
 def test_orphans_in_a_container_are_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,11 +213,11 @@ def test_orphans_in_a_container_are_reaped(monkeypatch: pytest.MonkeyPatch) -> N
     server = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
     orphan = os.spawnlp(os.P_NOWAIT, "true", "true")
     os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)
-    orphan_cleanup.reap_orphans(server)
+    cleanup.reap_orphans(server)
     with pytest.raises(ChildProcessError):
         os.waitpid(orphan, 0)
     os.kill(server, signal.SIGKILL)
     os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
-    orphan_cleanup.reap_orphans(server)
+    cleanup.reap_orphans(server)
     assert os.waitpid(server, 0) == (server, signal.SIGKILL)
-    orphan_cleanup.reap_orphans(server)
+    cleanup.reap_orphans(server)
