@@ -192,23 +192,26 @@ class LocalServer:
         """
         sent = self._inputs(model, inputs, version)
         answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        has_ended = False
         # A client has one stream at a time.
         client = _grpc().InferenceServerClient(self.grpc_address)
         try:
-            client.start_stream(lambda *answer: answers.put(answer), stream_timeout=timeout)
+            client.start_stream(
+                lambda result, error: answers.put((result, error)), stream_timeout=timeout
+            )
             client.async_stream_infer(
                 model, sent, model_version=version, enable_empty_final_response=True
             )
-            is_last = False
-            while not is_last:
+            while not has_ended:
                 result, error = answers.get()
+                has_ended = error is not None or _is_last(result)
                 if error is not None:
                     raise error
                 if outputs := _outputs(result):
                     yield outputs
-                is_last = result.get_response().parameters["triton_final_response"].bool_param
         finally:
-            client.stop_stream(cancel_requests=True)
+            # Triton waits at its end for a stream that was cancelled after an error.
+            client.stop_stream(cancel_requests=not has_ended)
             client.close()
 
     def _inputs(self, model: str, inputs: Any, version: str) -> list[Any]:
@@ -319,6 +322,10 @@ def _grpc() -> Any:
 def _outputs(result: Any) -> dict[str, NDArray[Any]]:
     names = [output.name for output in result.get_response().outputs]
     return {name: result.as_numpy(name).copy() for name in names}  # they are read-only
+
+
+def _is_last(result: Any) -> bool:
+    return bool(result.get_response().parameters["triton_final_response"].bool_param)
 
 
 def _input(tensor: Any, value: Any) -> Any:

@@ -91,18 +91,18 @@ def test_bfloat16(server: LocalServer) -> None:
 
 def test_stream(server: LocalServer) -> None:
     """Each response is a dict of arrays; a stream may be left."""
-    rows = [outputs["y"].tolist() for outputs in server.stream("counts", [[1.0]])]
-    assert rows == [[[1.0]], [[2.0]], [[3.0]]]
-    assert next(server.stream("counts", [[4.0]]))["y"].tolist() == [[4.0]]
-    with pytest.raises(InferenceServerException, match="nothing"):
-        next(server.stream("nothing", [[1.0]]))
+    rows = [outputs["y"].tolist() for outputs in server.stream("counts", [1.0])]
+    assert rows == [[1.0], [2.0], [3.0]]
+    assert next(server.stream("counts", [4.0]))["y"].tolist() == [4.0]
+    with pytest.raises(InferenceServerException, match="unexpected shape"):
+        next(server.stream("counts", [[1.0]]))
 
 
 def test_client(server: LocalServer) -> None:
     """The server has a client of tritonclient and addresses; `repr` has them and the models."""
     assert server.url == f"http://{server.http_address}"
     assert repr(server).startswith(f"<LocalServer on {server.url} and grpc://")
-    assert "counts serves" in repr(server)
+    assert "counts (serves)" in repr(server)
     assert server.client.is_model_ready("module")
     assert server.client.get_server_metadata().name == "triton"
     for address in (server.http_address, server.grpc_address, server.metrics_address):

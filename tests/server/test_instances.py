@@ -94,7 +94,9 @@ def test_shared_memory_of_a_dead_instance(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is removed; Triton would keep it until the server ends."""
+    """It is removed; Triton would keep it until the server ends. Damaged files are ignored."""
+    (tmp_path / "1.status").write_bytes(b"?")
+    (tmp_path / "2.status").mkdir()
     shared = tmp_path / "shared"
     shared.mkdir()
     monkeypatch.setattr(cleanup, "SHARED_MEMORY", shared)
@@ -105,17 +107,9 @@ def test_shared_memory_of_a_dead_instance(
         assert region.exists()
         process.kill()
         ended(process)
-        monitor.check()
+        # A normal end, as when Triton unloads a model, is no failure.
+        assert len(monitor.check()) == ("ended" not in status)
     assert region.exists() is stays
-
-
-def test_a_normal_end(monitor: InstanceMonitor, tmp_path: Path) -> None:
-    """Triton may unload the model: this is no failure."""
-    with instance(tmp_path, "status.idle()", then="sys.stdin.read(); status.ended(); os._exit(0)"):
-        assert monitor.check() == []
-    with instance(tmp_path, "status.idle(); status.ended()", then="os._exit(0)") as process:
-        ended(process)
-        assert process.pid not in {failure.identity.pid for failure in monitor.check()}
 
 
 @pytest.mark.parametrize(
@@ -168,19 +162,11 @@ def test_instances_at_work_are_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
         for _ in range(20):
             assert monitor.check() == []
             time.sleep(0.01)
+        processes[1].send_signal(signal.SIGSTOP)  # as profilers do, for a moment
+        assert monitor.check() == []
+        processes[1].send_signal(signal.SIGCONT)
         assert monitor.live_processes("m") == {process.pid for process in processes}
         assert [process.poll() for process in processes] == [None] * 4
-
-
-def test_a_short_stop_is_no_failure(monitor: InstanceMonitor, tmp_path: Path) -> None:
-    """Profilers stop processes for moments."""
-    with instance(tmp_path, "status.idle()") as process:
-        for _ in range(3):
-            process.send_signal(signal.SIGSTOP)
-            assert monitor.check() == []
-            process.send_signal(signal.SIGCONT)
-            assert monitor.check() == []
-        assert process.poll() is None
 
 
 def test_what_the_instances_of_a_model_do(tmp_path: Path) -> None:
@@ -261,9 +247,3 @@ def test_a_process_id_that_was_used_again(
         assert _next_failure(monitor).reason == "instance m_0_0 died"
         assert stranger.poll() is None
         stranger.kill()
-
-
-def test_damaged_files_are_ignored(monitor: InstanceMonitor, tmp_path: Path) -> None:
-    (tmp_path / "1.status").write_bytes(b"?")
-    (tmp_path / "2.status").mkdir()
-    assert monitor.check() == []

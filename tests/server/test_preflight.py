@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -22,107 +23,75 @@ _WHEEL = Path("/venv/lib/python3.11/site-packages/pytriton/tritonserver/bin/trit
 _NGC = Path("/opt/tritonserver/bin/tritonserver")
 
 
-class _Machine:
-    """A machine without problems, which tests add."""
+def _raise(error: Exception) -> None:
+    raise error
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._patch = monkeypatch
-        self.server(_WHEEL)
-        self.shared_memory(1 << 30)
-        self.versions(numpy="1.26.4")
-        monkeypatch.setattr(triton_installation, "environment", lambda triton: {})
 
-    def server(self, executable: Path) -> None:
-        triton = TritonInstallation(executable, Path("/backend"), Path("/stub"), ())
-        self._patch.setattr(triton_installation, "find", lambda: triton)
-
-    def shared_memory(self, size: int) -> None:
-        usage = {"/dev/shm": SimpleNamespace(total=size, used=0, free=size)}
-        self._patch.setattr(shutil, "disk_usage", lambda path: usage[str(path)])
-
-    def versions(self, **versions: str) -> None:
-        def version(name: str) -> str:
-            if name not in versions:
-                raise metadata.PackageNotFoundError(name)
-            return versions[name]
-
-        self._patch.setattr(metadata, "version", version)
-
-    @property
-    def problems(self) -> list[str]:
-        return list(preflight.machine_problems())
+def _triton(executable: Path, backends: Path = Path("/backends")) -> TritonInstallation:
+    return TritonInstallation(executable, backends / "python", Path("/stub"), ())
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _Machine:
-    """A machine without problems, and an empty current folder."""
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """A machine without problems, which tests patch, and an empty current folder."""
     monkeypatch.chdir(tmp_path)
-    return _Machine(monkeypatch)
+    monkeypatch.setattr(triton_installation, "find", lambda: _triton(_WHEEL))
+    monkeypatch.setattr(triton_installation, "environment", lambda triton: {})
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=256 << 20))
+    monkeypatch.setattr(metadata, "version", {"numpy": "1.26.4"}.__getitem__)
+    return monkeypatch
 
 
-def test_small_shared_memory(machine: _Machine) -> None:
-    """Less than 256 MB is a problem; a container gets more with --shm-size."""
-    machine.shared_memory(256 << 20)
-    assert machine.problems == []
-    machine.shared_memory((256 << 20) - 1)
-    (problem,) = machine.problems
-    assert "has 255 MB" in problem
-    assert "--shm-size" in problem
+def _numpy(executable: Path, version: str) -> Callable[[pytest.MonkeyPatch], object]:
+    def patch(machine: pytest.MonkeyPatch) -> None:
+        machine.setattr(triton_installation, "find", lambda: _triton(executable))
+        machine.setattr(metadata, "version", {"numpy": version}.__getitem__)
+
+    return patch
+
+
+def _lacks(name: str) -> Callable[[pytest.MonkeyPatch], object]:
+    find = importlib.util.find_spec
+    return lambda machine: machine.setattr(
+        importlib.util, "find_spec", lambda module: None if module == name else find(module)
+    )
+
+
+def _fails(function: str) -> Callable[[pytest.MonkeyPatch], object]:
+    error = ToolError("no tritonserver was found. Install one.")
+    return lambda machine: machine.setattr(triton_installation, function, lambda *_: _raise(error))
 
 
 @pytest.mark.parametrize(
-    ("executable", "version", "count"),
+    ("patch", "says"),
     [
-        pytest.param(_WHEEL, "2.0.0", 1, id="wheel-numpy-2"),
-        pytest.param(_WHEEL, "10.1", 1, id="wheel-numpy-10"),
-        pytest.param(_WHEEL, "1.26.4", 0, id="wheel-numpy-1"),
-        pytest.param(_NGC, "2.3.1", 0, id="container-numpy-2"),
+        (lambda _: None, None),
+        (_numpy(_WHEEL, "2.0.0"), "numpy 2.0.0 garbles tensors .*'numpy<2'"),
+        (_numpy(_WHEEL, "10.1"), "numpy 10.1 garbles tensors"),
+        (_numpy(_NGC, "2.3.1"), None),
+        (_lacks("torch"), "^torch is not installed in this Python; pip install torch.$"),
+        (_lacks("numpy"), "^numpy is not installed in this Python; pip install numpy.$"),
+        (_lacks("safetensors"), "^safetensors is not installed"),
+        (_fails("find"), "^no tritonserver was found. Install one.$"),
+        (_fails("environment"), "^no tritonserver was found. Install one.$"),
+        (
+            lambda machine: machine.setattr(
+                shutil, "disk_usage", lambda path: SimpleNamespace(total=(256 << 20) - 1)
+            ),
+            "has 255 MB.*--shm-size",
+        ),
+        (lambda _: Path("model.py").mkdir(), None),
+        (lambda _: Path("model.py").touch(), "model.py in this folder shadows"),
     ],
 )
-def test_numpy(machine: _Machine, executable: Path, version: str, count: int) -> None:
-    """Numpy 2 is a problem with the wheel's stub, and with no other."""
-    machine.server(executable)
-    machine.versions(numpy=version)
-    assert len(machine.problems) == count
-    assert all(f"numpy {version}" in text and "'numpy<2'" in text for text in machine.problems)
-
-
-@pytest.mark.parametrize("name", ["torch", "numpy", "safetensors"])
-def test_missing_package(machine: _Machine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A package that the backend needs, and this Python lacks, is named with its cure."""
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda module, package=None: None if module == name else find(module, package),
-    )
-    if name == "numpy":
-        machine.versions()
-    assert machine.problems == [f"{name} is not installed in this Python; pip install {name}."]
-
-
-@pytest.mark.parametrize("function", ["find", "environment"])
-def test_no_server(machine: _Machine, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    """A server that is missing or unusable is one problem among others."""
-
-    def refuse(*args: Any) -> Any:
-        raise ToolError("no tritonserver was found. Install one.")
-
-    monkeypatch.setattr(triton_installation, function, refuse)
-    machine.shared_memory(1)
-    first, second = machine.problems
-    assert first == "no tritonserver was found. Install one."
-    assert "shared memory" in second
-
-
-def test_shadowing_model(machine: _Machine, tmp_path: Path) -> None:
-    """A model.py where the command runs is a problem; a folder of that name is none."""
-    (tmp_path / "model.py").mkdir()
-    assert machine.problems == []
-    (tmp_path / "model.py").rmdir()
-    (tmp_path / "model.py").write_text("")
-    (problem,) = machine.problems
-    assert "model.py in this folder shadows" in problem
+def test_machine_problems(
+    patch: Callable[[pytest.MonkeyPatch], object], says: str | None, machine: pytest.MonkeyPatch
+) -> None:
+    """Each problem is one sentence with its cure."""
+    patch(machine)
+    problems = list(preflight.machine_problems())
+    assert len(problems) == (says is not None)
+    assert all(re.search(str(says), problem) for problem in problems)
 
 
 # --- folders ---------------------------------------------------------------------------------
@@ -221,8 +190,7 @@ def test_backend_that_is_installed_as_pytorch(
 ) -> None:
     """A server with this backend in place of LibTorch's serves its configs; others do not."""
     backends = folder.parent / "backends"
-    triton = TritonInstallation(_NGC, backends / "python", folder, ())
-    monkeypatch.setattr(triton_installation, "find", lambda: triton)
+    monkeypatch.setattr(triton_installation, "find", lambda: _triton(_NGC, backends))
     (folder / "config.pbtxt").write_text(text)
     with pytest.raises(ConfigError, match="which `serve` does not have"):
         preflight.check_server(folder, pbtxt.read(folder))

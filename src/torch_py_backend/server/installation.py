@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import compileall
 import contextlib
-import errno
 import re
 import shutil
 import tempfile
@@ -35,18 +34,15 @@ __all__ = ["TritonPythonModel"]
 def install(backends: Path, name: str) -> Path:
     """Write the backend folder `backends/name`, and return its path.
 
-    An earlier installation is replaced. The folder is written under a temporary name and then
-    moved, so that a server never sees a part of it.
+    An earlier installation is replaced, once the new one is complete under a temporary name.
 
     Raises:
         ToolError: the folder holds other files, or cannot be written.
     """
     target = _target(backends, name)
-    with _as_install_error(f"cannot install into {backends}"):
+    with _as_tool_error(f"cannot install into {backends}"):
         backends.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=f".{name}-", dir=backends, ignore_cleanup_errors=True
-        ) as temporary:
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=backends) as temporary:
             staged = Path(temporary, name)
             # Ignores the temporary files of other Python processes that compile the package.
             ignored = shutil.ignore_patterns("*.pyc.*")
@@ -58,7 +54,8 @@ def install(backends: Path, name: str) -> Path:
             # The server may run as another user. The umask of this process must not matter.
             for path in (staged, *staged.rglob("*")):
                 path.chmod(0o755 if path.is_dir() else 0o644)
-            _replace(staged, target, retired=Path(temporary, "retired"))
+            _remove(target)
+            staged.rename(target)
     return target
 
 
@@ -84,14 +81,10 @@ def uninstall(backends: Path, name: str) -> bool:
         ToolError: the folder holds other files, or cannot be removed.
     """
     target = _target(backends, name)
-    if not target.exists():
-        return False
-    with _as_install_error(f"cannot remove {target}"):
-        if target.is_symlink():
-            target.unlink()
-        else:
-            shutil.rmtree(target)
-    return True
+    exists = target.exists()
+    with _as_tool_error(f"cannot remove {target}"):
+        _remove(target)
+    return exists
 
 
 def _target(backends: Path, name: str) -> Path:
@@ -118,25 +111,15 @@ def _target(backends: Path, name: str) -> Path:
     return target
 
 
-def _replace(staged: Path, target: Path, retired: Path) -> None:
-    if target.exists():
-        try:
-            target.rename(retired)
-        except OSError as error:
-            # In image layers: overlayfs cannot rename a folder that comes from a lower layer.
-            if error.errno != errno.EXDEV:
-                raise
-            shutil.rmtree(target)
-    try:
-        staged.rename(target)
-    except OSError:
-        if retired.exists():
-            retired.rename(target)
-        raise
+def _remove(target: Path) -> None:
+    if target.is_symlink():
+        target.unlink()
+    elif target.exists():
+        shutil.rmtree(target)
 
 
 @contextlib.contextmanager
-def _as_install_error(problem: str) -> Iterator[None]:
+def _as_tool_error(problem: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:  # or shutil.Error, which holds a list of errors

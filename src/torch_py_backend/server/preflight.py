@@ -20,34 +20,27 @@ from torch_py_backend.server.triton_installation import TritonInstallation
 # Each instance needs a region of 1 MB, and more for larger tensors.
 _SHARED_MEMORY_BYTES = 256 << 20
 # Names of this backend in a config: `pytorch` if it is installed under that name.
-_BACKEND_NAMES = {
-    "backend": ("pytorch_py", "pytorch"),
-    "platform": ("pytorch_libtorch", "pytorch", "torch_aoti"),
-}
-# Not the name of a backend, but taken for one.
-_PACKAGE = "torch_py_backend"
+_BACKENDS, _PLATFORMS = ("pytorch_py", "pytorch"), ("pytorch_libtorch", "pytorch", "torch_aoti")
 # The similarity of a misspelling; "python" and "my_pytorch" are less similar.
 _SIMILARITY = 0.85
 
 
 def machine_problems() -> Iterator[str]:
     """Yield the problems of this machine, one sentence each, with their cure."""
+    missing = [name for name in execution_env.PACKAGES if importlib.util.find_spec(name) is None]
     try:
         triton = triton_installation.find()
         triton_installation.environment(triton)
-        numpy = metadata.version("numpy")
     except ToolError as error:
         yield str(error)
-    except metadata.PackageNotFoundError:
-        pass  # reported below
     else:
+        numpy = "1" if "numpy" in missing else metadata.version("numpy")
         if corrupts_numpy_2(triton) and int(numpy.partition(".")[0]) >= 2:  # noqa: PLR2004
             yield (
                 f"numpy {numpy} garbles tensors in the wheel's tritonserver; pip install 'numpy<2'."
             )
-    for name in execution_env.PACKAGES:
-        if importlib.util.find_spec(name) is None:
-            yield f"{name} is not installed in this Python; pip install {name}."
+    for name in missing:
+        yield f"{name} is not installed in this Python; pip install {name}."
     size = shutil.disk_usage("/dev/shm").total  # noqa: S108  Triton's regions
     if size < _SHARED_MEMORY_BYTES:
         yield (
@@ -62,10 +55,9 @@ def machine_problems() -> Iterator[str]:
 
 
 def corrupts_numpy_2(triton: TritonInstallation) -> bool:
-    """Return whether the stub is known to corrupt tensors of numpy 2.
+    """Return whether the stub is known to corrupt tensors of numpy 2: that of the wheel, 24.10.
 
-    This is true of the wheel, which has Triton 24.10. For other servers, the adapter checks it when
-    a model is loaded.
+    For other servers, the adapter checks it when a model is loaded.
     """
     return "pytriton" in triton.executable.parts
 
@@ -88,7 +80,7 @@ def check_server(path: Path, document: Mapping[str, Any]) -> None:
         triton = triton_installation.find()
     except ToolError:
         return  # `machine_problems` reports it
-    if "model_metrics" in document and "pytriton" in triton.executable.parts:
+    if "model_metrics" in document and corrupts_numpy_2(triton):
         raise ConfigError(
             "config.pbtxt has model_metrics, which the wheel's Triton 24.10 cannot read",
             cure="Remove it, or use a newer tritonserver.",
@@ -130,19 +122,18 @@ def other_backend(path: Path, document: Mapping[str, Any]) -> str:
     Raises:
         ConfigError: the config names neither, or a misspelling of this backend.
     """
-    for key, names in _BACKEND_NAMES.items():
-        name = document[key]
+    for key, names in (("backend", _BACKENDS), ("platform", _PLATFORMS)):
+        name = str(document[key])
         if not name or name in names:
             continue
-        known = (*names, _PACKAGE)
-        similar = difflib.get_close_matches(name.lower(), known, n=1, cutoff=_SIMILARITY)
-        if similar:
-            meant = names[0] if similar[0] == _PACKAGE else similar[0]
+        # The name of the package is taken for that of the backend.
+        known = {known: known for known in names} | {"torch_py_backend": names[0]}
+        for similar in difflib.get_close_matches(name.lower(), known, n=1, cutoff=_SIMILARITY):
             raise ConfigError(
                 f"the {key} is '{name}'",
-                cure=f"Did you mean {meant}? Correct it in config.pbtxt.",
+                cure=f"Did you mean {known[similar]}? Correct it in config.pbtxt.",
             )
-        return str(name)
+        return name
     if not document["backend"] and not document["platform"]:
         exists = (path / "config.pbtxt").is_file()
         raise ConfigError(

@@ -4,35 +4,26 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch_py_backend.errors import ToolError
 
-# The names of Triton 24.10.
-APIS = (
-    "health",
-    "metadata",
-    "inference",
-    "shared-memory",
-    "model-config",
-    "model-repository",
-    "statistics",
-    "trace",
-    "logging",
-)
 # With these a client can run code, read memory or write files.
 SENSITIVE = ("model-repository", "shared-memory", "trace", "logging")
+# The names of Triton 24.10.
+APIS = ("health", "metadata", "inference", "model-config", "statistics", *SENSITIVE)
 _HTTP, _GRPC = "http-restricted-api", "grpc-restricted-protocol"
 # The prefix of the names of keys in gRPC metadata; HTTP headers have none.
 _GRPC_PREFIX = "triton-grpc-protocol-"
 
 
-def values(arguments: Sequence[str], name: str) -> list[str]:
-    """Return the values of an argument, which may be repeated: `--name=value` or `--name value`."""
+def values(arguments: Sequence[str], *names: str) -> list[str]:
+    """Return the values of arguments, which may be repeated: `--name=value` or `--name value`."""
+    options = [f"--{name}" for name in names]
     return [
-        following if argument == f"--{name}" else argument.partition("=")[2]
+        following if argument in options else argument.partition("=")[2]
         for argument, following in itertools.pairwise([*arguments, ""])
-        if argument.partition("=")[0] == f"--{name}"
+        if argument.partition("=")[0] in options
     ]
 
 
@@ -50,14 +41,13 @@ def without(arguments: Sequence[str], name: str) -> list[str]:
 def configures(arguments: Sequence[str], service: str) -> bool:
     """Return whether the arguments set where a service listens, or disable it."""
     names = (f"{service}-port", f"{service}-address", f"allow-{service}", f"reuse-{service}-port")
-    return any(values(arguments, name) for name in names)
+    return bool(values(arguments, *names))
 
 
-# --- restrictions ----------------------------------------------------------------------------
+# --- restrictions --------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Keys:
+class Keys(NamedTuple):
     """The headers that a client must send to restricted endpoints: pairs of name and value."""
 
     http: tuple[tuple[str, str], ...] = ()
@@ -90,14 +80,10 @@ def _keys(arguments: Sequence[str], name: str) -> list[tuple[str, str]]:
 def unrestricted(arguments: Sequence[str]) -> list[str]:
     """Return the sensitive endpoints that require no key over HTTP or over gRPC."""
     http, grpc = (
-        {
-            api.strip()
-            for value in values(arguments, name)
-            for api in value.partition(":")[0].split(",")
-        }
+        ",".join(value.partition(":")[0] for value in values(arguments, name)).split(",")
         for name in (_HTTP, _GRPC)
     )
-    return [api for api in SENSITIVE if api not in http & grpc]
+    return [api for api in SENSITIVE if api not in http or api not in grpc]
 
 
 def restriction_arguments(apis: str, key: str, secret: str) -> list[str]:

@@ -148,9 +148,7 @@ class Serving:
 
 
 def _refuse_empty(repository: Path, models: Sequence[str], arguments: Sequence[str]) -> None:
-    is_replaced = any(
-        server_arguments.values(arguments, name) for name in ("model-repository", "model-store")
-    )
+    is_replaced = server_arguments.values(arguments, "model-repository", "model-store")
     if not is_replaced and not repositories.by_name(repository, models):
         raise ToolError(
             f"{repository} holds no models; expected folders with a config.pbtxt. --allow-empty"

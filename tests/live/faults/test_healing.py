@@ -155,116 +155,102 @@ def _regions_of_the_living(served: Supervised) -> bool:
     return len(regions(served.prefix())) <= len(instances) + 1
 
 
-def test_killed_at_rest(served: Supervised) -> None:
-    """Kill -9 of an instance: its model is not ready at once, and then serves again."""
-    until(lambda: served.ready("victim"), served)
-    old = served.stubs("victim")
-    with _undisturbed(served):
-        for one in old:
-            one.kill()
-        until(lambda: "SIGKILL" in _why(served, "victim"), served)
-        needs = "needs the model 'victim', which does not serve"
-        until(lambda: served.ask("/ready/ensemble")[1].get("reason") == needs, served)
-        _healed(served, "victim", old, "DOWN    victim: instance victim_0_0 was ended by SIGKILL")
-        until(lambda: served.ready("ensemble"), served)
-        assert served.infer("ensemble", 2.0) == [-2.0] * 4
-    until(lambda: _regions_of_the_living(served), served)
+def _kill(served: Supervised, old: list[psutil.Process]) -> None:
+    for one in old:
+        one.kill()
+
+
+def _ask(value: float) -> Callable[[Supervised, list[psutil.Process]], None]:
+    """A request with this value, which is refused."""
+
+    def ask(served: Supervised, old: list[psutil.Process]) -> None:
+        model = _MODEL_OF[value]
+        with pytest.raises(InferenceServerException):
+            served.infer(model, value)
+
+    return ask
+
+
+def _kill_in_forward(served: Supervised, old: list[psutil.Process]) -> None:
+    asking = threading.Thread(target=_ask(104.0), args=(served, old))
+    asking.start()
+    until(lambda: served.in_state("victim", InstanceState.BUSY), served)
+    _kill(served, old)
+    asking.join(60)
+    assert not asking.is_alive()
+
+
+def _stop_under_load(served: Supervised, old: list[psutil.Process]) -> None:
+    """SIGSTOP: it is replaced before it harms tritonserver."""
+    load, triton = Steady(served, "victim"), served.triton()
+    until(lambda: load.answers > 10, served)
+    for one in old:
+        one.suspend()
+    until(lambda: not served.ready("victim"), served)
+    load.end()
+    assert load.failures
+    assert served.triton() == triton
+
+
+def _kill_while_it_heals(served: Supervised, old: list[psutil.Process]) -> None:
+    _kill(served, old)
+    _kill(served, until(lambda: served.in_state("slow", InstanceState.LOADING), served))
+
+
+def _stop_while_it_heals(served: Supervised, old: list[psutil.Process]) -> None:
+    _kill(served, old)
+    for one in until(lambda: served.in_state("slow", InstanceState.LOADING), served):
+        one.suspend()
+
+
+# The models that die of these values.
+_MODEL_OF = {102.0: "victim", 103.0: "limited", 104.0: "victim", 105.0: "stays"}
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
-    [(102.0, "SIGSEGV"), (104.0, "SIGKILL")],
-    ids=["segfault", "kill -9"],
-)
-def test_death_in_forward(value: float, says: str, served: Supervised) -> None:
-    """The request in flight gets an error, later ones an answer."""
-    until(lambda: served.ready("victim"), served)
-    old, refusals = served.stubs("victim"), []
-
-    def ask() -> None:
-        with pytest.raises(InferenceServerException) as refusal:
-            served.infer("victim", value)
-        refusals.append(refusal)
-
+    ("model", "fault", "says"),
+    [
+        ("victim", _kill, "DOWN    victim: instance victim_0_0 was ended by SIGKILL"),
+        ("victim", _ask(102.0), "SIGSEGV"),
+        ("victim", _kill_in_forward, "SIGKILL"),
+        ("victim", _stop_under_load, "DOWN    victim: instance victim_0_0 was stopped for 2 s"),
+        ("stays", _ask(105.0), "DOWN    stays: instance stays_0_0 cannot compute"),
+        ("limited", _ask(103.0), "hung: a call took longer than EXECUTION_TIMEOUT_MS, 2000 ms"),
+        ("slow", _kill_while_it_heals, "(attempt 2 of 6)"),
+        ("slow", _stop_while_it_heals, "slow: instance slow_0_0 was stopped for 2 s"),
+    ],
+    ids=[
+        "killed", "segfault", "killed in forward", "stopped under load", "poisoned", "hangs",
+        "killed in its load", "stopped in its load",
+    ],
+)  # fmt: skip
+def test_an_instance_that_fails(
+    model: str,
+    fault: Callable[[Supervised, list[psutil.Process]], None],
+    says: str,
+    served: Supervised,
+) -> None:
+    """Its model is not ready, and then serves again; another model answers every request."""
+    until(lambda: served.ready(model), served)
+    old = served.stubs(model)
+    assert len(old) == (2 if model == "limited" else 1)
     with _undisturbed(served):
-        asking = threading.Thread(target=ask)
-        asking.start()
-        if value == 104.0:
-            until(lambda: served.in_state("victim", InstanceState.BUSY), served)
-            for one in old:
-                one.kill()
-        until(lambda: not served.ready("victim"), served)
-        _healed(served, "victim", old, says)
-        asking.join(60)
-    assert len(refusals) == 1
+        fault(served, old)
+        _healed(served, model, old, says)
+    until(lambda: _regions_of_the_living(served), served)
     if says == "SIGSEGV":
         assert "in forward" in served.log.partition("Fatal Python error: Segmentation fault")[2]
 
 
-def test_poisoned(served: Supervised) -> None:
-    """An instance whose device is spoilt refuses, is replaced, and its model serves again."""
-    until(lambda: served.ready("stays"), served)
-    old = served.stubs("stays")
-    with _undisturbed(served):
-        with pytest.raises(InferenceServerException, match="UNAVAILABLE"):
-            served.infer("stays", 105.0)
-        _healed(served, "stays", old, "DOWN    stays: instance stays_0_0 cannot compute")
-    until(lambda: _regions_of_the_living(served), served)
-
-
-def test_hangs(served: Supervised) -> None:
-    """An endless loop in forward() is ended after EXECUTION_TIMEOUT_MS."""
-    until(lambda: served.ready("limited"), served)
-    old = served.stubs("limited")
-    assert len(old) == 2
-    with _undisturbed(served):
-        with pytest.raises(InferenceServerException):
-            served.infer("limited", 103.0)
-        _healed(
-            served, "limited", old, "hung: a call took longer than EXECUTION_TIMEOUT_MS, 2000 ms"
-        )
-
-
-def test_stopped_under_load(served: Supervised) -> None:
-    """SIGSTOP: it is replaced before it harms tritonserver."""
-    until(lambda: served.ready("victim"), served)
-    old, triton = served.stubs("victim"), served.triton()
-    with _undisturbed(served):
-        load = Steady(served, "victim")
-        until(lambda: load.answers > 10, served)
-        for one in old:
-            one.suspend()
-        says = "DOWN    victim: instance victim_0_0 was stopped for 2 s"
-        _healed(served, "victim", old, says)
-        load.end()
-    assert served.triton() == triton
-    assert load.failures
-
-
-def test_killed_during_its_load(served: Supervised) -> None:
-    """A second death, while it is healed from the first: it is tried once more."""
-    until(lambda: served.ready("slow"), served)
-    old = served.stubs("slow")
-    with _undisturbed(served):
-        for one in old:
-            one.kill()
-        for one in until(lambda: served.in_state("slow", InstanceState.LOADING), served):
-            one.kill()
-        until(lambda: "DOWN    slow" in served.text.partition("DOWN    slow")[2], served)
-        _healed(served, "slow", old, "(attempt 2 of 6)")
-
-
-def test_stopped_during_its_load(served: Supervised) -> None:
-    """An instance that is stopped before it serves is replaced, too."""
-    until(lambda: served.ready("slow"), served)
-    old = served.stubs("slow")
-    for one in old:
-        one.kill()
-    for one in until(lambda: served.in_state("slow", InstanceState.LOADING), served):
-        one.suspend()
-    _until_told(served, "slow: instance slow_0_0 was stopped for 2 s")
-    until(lambda: served.ready("slow"), served)
-    assert served.infer("slow", 7.0) == [-7.0] * 4
+def test_a_part_of_an_ensemble(served: Supervised) -> None:
+    """The ensemble is not ready without it, and then serves again with it."""
+    until(lambda: served.ready("ensemble"), served)
+    _kill(served, served.stubs("victim"))
+    until(lambda: "SIGKILL" in _why(served, "victim"), served)
+    needs = "needs the model 'victim', which does not serve"
+    until(lambda: served.ask("/ready/ensemble")[1].get("reason") == needs, served)
+    until(lambda: served.ready("ensemble"), served)
+    assert served.infer("ensemble", 2.0) == [-2.0] * 4
 
 
 def test_a_crash_loop_at_start_up(served: Supervised) -> None:
