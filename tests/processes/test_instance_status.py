@@ -54,6 +54,7 @@ def _reader(folder: Path) -> Reader:
 @pytest.mark.parametrize("value", ["", "/no/such/folder"])
 def test_without_a_supervisor(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written without a status folder, but calls are timed; 0 between them."""
+    assert instance_status.files(tmp_path / "none") == []
     monkeypatch.setenv(instance_status.VARIABLE, value)
     monkeypatch.chdir(tmp_path)
     status = instance_status.start(_config())
@@ -162,11 +163,6 @@ def test_a_file_that_is_not_an_instance_s(damage: Callable[[Path], object], fold
     (remaining,) = instance_status.files(folder) or [path]
     with pytest.raises((ValueError, OSError)):
         Reader(remaining)
-
-
-def test_a_folder_that_is_gone(tmp_path: Path) -> None:
-    """The server may have stopped."""
-    assert instance_status.files(tmp_path / "none") == []
 
 
 def test_region_of_this_process() -> None:

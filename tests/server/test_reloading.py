@@ -69,10 +69,16 @@ def _ready(name: str) -> Event:
     return Event("READY", name, "reloaded")
 
 
-def test_a_changed_file(repository: Path) -> None:
-    """Only its model is loaded, once, and only once the file stays the same."""
-    server = Fake(repository)
+@pytest.mark.parametrize("names", [(), ("digits",)])
+def test_a_changed_file(names: tuple[str, ...], repository: Path) -> None:
+    """Only its model is loaded, once, and only once the file stays the same.
+
+    Models that the server was not told to load are left alone.
+    """
+    server = Fake(repository, *names)
     assert server.run(3) == []
+    if names:
+        _write(repository / "letters" / "config.pbtxt", "changed")
     for text in ("12", "123", "1234"):
         _write(repository / "digits" / "1" / "model.py", text)
         assert server.run(1) == []
@@ -138,14 +144,6 @@ def test_one_load_at_a_time(repository: Path) -> None:
     again = [_changed("digits", "1/model.py"), _ready("digits")]
     assert server.run(5) == [_ready("digits"), *again]
     assert server.loads == ["digits", "digits"]
-
-
-def test_named_models(repository: Path) -> None:
-    """Models that the server was not told to load are left alone."""
-    server = Fake(repository, "letters")
-    for name in ("digits", "letters"):
-        _write(repository / name / "config.pbtxt", "changed")
-    assert server.run(5) == [_changed("letters", "config.pbtxt"), _ready("letters")]
 
 
 def test_version_folders_that_are_links(repository: Path, tmp_path: Path) -> None:

@@ -304,27 +304,18 @@ def test_a_model_that_dies_is_unloaded_and_loaded() -> None:
     server.expect("READY a 1", "load a")
 
 
-def test_survivors_end_before_the_load() -> None:
-    """Other instances give back their memory first; idle ones are killed after a second."""
+def test_survivors_delay_the_load_for_ten_seconds_only() -> None:
+    """Other instances give back their memory first; idle ones are killed after a second.
+
+    The death of a survivor is no failure of the load that has begun.
+    """
     server = _serving("a")
     server.die("a")
     server.survivors = {5}
     server.step(3)
-    assert (server.calls, server.killed) == (["unload a"], [])
-    server.advance(1)
-    assert set(server.killed) == {"a IDLE"}
-    assert server.calls == ["unload a"]
-    server.survivors = set()
-    server.step()
-    assert server.calls == ["unload a", "load a"]
-
-
-def test_survivors_delay_the_load_for_ten_seconds_only() -> None:
-    """The death of a survivor is no failure of the load that has begun."""
-    server = _serving("a")
-    server.die("a")
-    server.survivors = {5}
+    assert server.killed == []
     server.after(9, "DOWN a", "unload a", {"a": "is down: was killed"})
+    assert set(server.killed) == {"a IDLE"}
     server.pending = []
     server.advance(2)
     (load,) = server.pending
@@ -402,16 +393,6 @@ def test_a_death_during_a_load_that_succeeds() -> None:
     server.expect("DOWN a, READY a 1", "load a, unload a, load a")
 
 
-def test_a_refusal_after_a_death_is_not_final() -> None:
-    """A model that was loaded once may load later: a GPU's memory is freed meanwhile."""
-    server = _serving("a")
-    server.die("a")
-    server.refusals["a"] = ToolError("out of memory")
-    server.after(0.3, "DOWN a, DOWN a", "unload a, load a", {"a": "is down: out of memory"})
-    server.refusals.clear()
-    server.after(3, "READY a 1", "load a")
-
-
 def test_an_unload_that_fails() -> None:
     """Triton does not load a dead model that it reports as READY: the load unloads it first."""
     server = _serving("a", restarts=2)
@@ -447,7 +428,10 @@ def test_an_ensemble_is_loaded_again_with_its_part(cascades: bool) -> None:
 
 
 def test_models_that_die_together() -> None:
-    """The one that can be loaded serves again."""
+    """The one that can be loaded serves again at once, the other one later.
+
+    A refusal after a death is not final: a GPU's memory is freed meanwhile.
+    """
     server = _serving("a", "b")
     server.refusals["b"] = ToolError("out of memory")
     for name in "ab":
@@ -456,6 +440,8 @@ def test_models_that_die_together() -> None:
     calls = "unload a, unload b, load a, load b"
     down = {"b": "is down: out of memory"}
     server.expect("DOWN a, DOWN b, READY a 1, DOWN b", calls, down)
+    server.refusals.clear()
+    server.after(3, "READY b 1", "load b")
 
 
 @pytest.mark.parametrize("during", ["unload", "load"])
@@ -543,10 +529,16 @@ def test_a_model_is_healed_with_the_config_that_a_user_loaded_it_with() -> None:
 
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_model_that_a_user_loaded_with_files(listed: bool) -> None:
-    """It is monitored under any name, but not healed with other files: the user must load it."""
+    """It is monitored under any name, but not healed with other files: the user must load it.
+
+    Its death is reported, too, if it dies before it was seen.
+    """
     server = _serving("a")
-    server.start("b")
     server.unlisted = set() if listed else {"b"}
+    server.start("b")
+    server.die("b", copied=True)
+    server.after(0.2, "READY b 1, GIVEN UP b", "unload b", {"b": "stays down: was killed"})
+    server.start("b")
     for unloads in (False, True):
         server.after(1, "READY b 1")
         assert server.supervisor.snapshot.models == {"a": "", "b": ""}
@@ -562,15 +554,6 @@ def test_a_model_that_a_user_loaded_with_files(listed: bool) -> None:
         )
         server.after(100, "GIVEN UP b", "unload b", {"b": "stays down: was killed"})
         server.start("b")
-
-
-def test_a_model_that_dies_as_soon_as_a_user_has_loaded_it_with_files() -> None:
-    """It is reported all the same."""
-    server = _serving("a")
-    server.unlisted = {"b"}
-    server.start("b")
-    server.die("b", copied=True)
-    server.after(0.2, "READY b 1, GIVEN UP b", "unload b", {"b": "stays down: was killed"})
 
 
 def test_a_repository_that_triton_copies() -> None:
@@ -626,6 +609,9 @@ def test_a_load_that_takes_too_long(dies: bool) -> None:
     assert server.killed == []
     server.advance(2)
     assert set(server.killed) == {"a LOADING"}
+    server.loading, server.idle_since = False, server.now - 1  # Triton forgot one that is loaded
+    server.step()
+    assert set(server.killed) == {"a LOADING", "a IDLE"}
     server.expect(not_ready={"a": "is being loaded"})
     _fail(server, load)
     assert _TIMEOUT in server.events[0].text
@@ -644,15 +630,6 @@ def test_a_load_that_triton_gave_up() -> None:
     _fail(server, load)
     assert "did not accept it within 30 s of its load" in server.events[0].text
     server.expect("DOWN a, READY a 1", "load a, load a")
-
-
-def test_a_load_that_triton_gave_up_late() -> None:
-    """After --load-timeout, too, it ends with the death of its instances; it is not given up."""
-    server, _ = _loading(loading=False)
-    server.idle_since = 99
-    server.advance(101)
-    assert set(server.killed) == {"a IDLE"}
-    server.expect(not_ready={"a": "is being loaded"})
 
 
 @pytest.mark.parametrize("what", ["ready", "busy"])

@@ -37,13 +37,7 @@ _CURE = "The server's log may say more."
 _SLOW = f"If config.pbtxt lacks inputs or outputs, write them there. {_CURE}"
 
 
-def run(
-    task: str,
-    arguments: Mapping[str, object],
-    seconds: float,
-    *,
-    quiet: bool = False,
-) -> Any:
+def run(task: str, arguments: Mapping[str, object], seconds: float, *, quiet: bool = False) -> Any:
     """Run a function in a child process, and return its result.
 
     The processes that the function started end with it, except those in sessions of their own.
@@ -57,14 +51,14 @@ def run(
     Raises:
         LoadError: the function raised, the child died, or it took too long.
     """
+    output = subprocess.DEVNULL if quiet else 2  # not the command's own output
     with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
         answer = Path(folder) / "answer.json"
         process = subprocess.Popen(  # noqa: S603  this Python, this package
             [sys.executable, "-c", _START, str(Path(__file__).parents[2]), task, str(answer)],
             stdin=subprocess.PIPE,
-            # The model's output must not mix with the command's output.
-            stdout=subprocess.DEVNULL if quiet else 2,
-            stderr=subprocess.DEVNULL if quiet else None,
+            stdout=output,
+            stderr=output,
             start_new_session=True,
         )
         try:
@@ -77,19 +71,19 @@ def run(
                 os.killpg(process.pid, signal.SIGKILL)
             process.communicate()  # closes the pipe
         if not answer.is_file():
-            raise LoadError(f"trying the model ended {_end(process.returncode)}", cure=_CURE)
+            code = process.returncode
+            end = (
+                f"with {procfs.signal_name(-code)}"
+                if code < 0
+                else f"the process with exit code {code}"
+            )
+            raise LoadError(f"trying the model ended {end}", cure=_CURE)
         outcome = json.loads(answer.read_bytes())
     if "error" in outcome:
         error = LoadError(outcome["error"])
         error.traceback = outcome["traceback"]
         raise error
     return outcome["result"]
-
-
-def _end(code: int) -> str:
-    if code < 0:
-        return f"with {procfs.signal_name(-code)}"
-    return f"the process with exit code {code}"
 
 
 # --- in the child ----------------------------------------------------------------------------
@@ -105,17 +99,18 @@ def main() -> None:
     arguments = json.loads(sys.stdin.buffer.read())
     module, _, function = task.partition(":")
     outcome: dict[str, object]
+    closed = ValueError, OSError, AttributeError  # the model may have closed the streams
     try:
         outcome = {"result": getattr(importlib.import_module(module), function)(**arguments)}
     except BackendError as error:
         text = error.traceback or traceback.format_exc()
         outcome = {"error": str(error), "traceback": text}
     except BaseException as error:
-        with contextlib.suppress(ValueError, OSError):  # the model may have closed stderr
+        with contextlib.suppress(*closed):
             traceback.print_exc()
         outcome = {"error": summarize(error), "traceback": traceback.format_exc()}
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(ValueError, OSError, AttributeError):
+        with contextlib.suppress(*closed):
             stream.flush()
     if os.getpid() == child:  # not a process that the model forked
         temporary = Path(f"{path}.part")

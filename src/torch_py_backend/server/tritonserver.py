@@ -32,7 +32,6 @@ _EXIT_OPTION = "exit-timeout-secs"
 _GRACE_SECONDS = 5
 # A server that is being stopped may run for this long after its last instance has ended.
 _IDLE_SECONDS = 5
-_SERVICES = ("http", "grpc", "metrics")
 _POLL_SECONDS = 0.05
 # The end of the log in which a reason is searched.
 _LOG_BYTES = 1 << 18
@@ -173,15 +172,14 @@ class Server:
 
         libevent and gRPC write an IPv6 address in their own ways.
         """
-        address = self._address
-        http, grpc = (f"ipv6:{address}", f"[{address}]") if is_ipv6(address) else (address, address)
+        http = grpc = self._address
+        if is_ipv6(self._address):
+            http, grpc = f"ipv6:{self._address}", f"[{self._address}]"
+        addresses = {"http": http, "grpc": grpc, "metrics": http}
+        ports = zip(addresses, self._ports, strict=True)
         return [
-            f"--{name}={value}"
-            for service, port in zip(_SERVICES, self._ports, strict=True)
-            for name, value in (
-                (f"{service}-address", grpc if service == "grpc" else http),
-                (f"{service}-port", port),
-            )
+            *(f"--{service}-address={address}" for service, address in addresses.items()),
+            *(f"--{service}-port={port}" for service, port in ports),
         ]
 
     def _refuse_in_shell(self) -> None:
