@@ -83,8 +83,8 @@ def test_install(tmp_path: Path) -> None:
             )
         ),
         (
-            "serve models --reload -- --model-control-mode=poll",
-            "--reload was given, and Triton's model control mode is poll",
+            "serve models -- --model-control-mode=poll",
+            "`serve` loads the models itself; remove it.",
         ),
         ("install --backend-dir=/no/backends", "/no/backends is not a folder; expected the"),
         ("install --backend-dir=/dev/null/x --create", "cannot install into /dev/null/x"),
