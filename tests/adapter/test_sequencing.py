@@ -214,6 +214,21 @@ def test_a_refused_request_keeps_its_slot(unread: bool, tmp_path: Path) -> None:
     assert loaded.send(request(5), request(0), request(0)) == [5, 102, 133]
 
 
+@pytest.mark.parametrize("slots", [True, False])
+def test_a_device_that_is_lost_while_requests_are_read(
+    slots: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request of the batch gets 503, those read before it, too."""
+
+    def lost(device: torch.device) -> None:
+        raise RuntimeError("device gone")
+
+    loaded = Loaded(tmp_path, *((models.Slots, _DIRECT) if slots else ()))
+    monkeypatch.setattr("torch_py_backend.pipeline.faults.probe", lost)
+    sent = loaded.request(1, "s", id=5), unreadable("s"), loaded.request(2, "s", id=6)
+    assert loaded.send(*sent) == [TritonError.UNAVAILABLE] * 3
+
+
 @pytest.mark.parametrize("mode", ["true", "false"])
 def test_compiled_graphs_serve_requests(mode: str, tmp_path: Path) -> None:
     """The warm-up's tensors are like those of requests: nothing runs eagerly."""

@@ -171,13 +171,15 @@ class Slots:
         # Triton sends batches of equal shapes.
         shaped = next((item for item in items if values.step(item).error is None), None)
         return [
-            values.step(item).error or item if shaped is None else self._filled(item, shaped)
-            for item in items
+            entry if isinstance(entry, BackendError) else self._filled(entry, shaped)
+            for entry in entries
         ]
 
-    def _filled(self, item: Item, shaped: Item) -> Item:
+    def _filled(self, item: Item, shaped: Item | None) -> Entry:
         """Return an item; if it is refused, one that only fills its slot, and keeps the error."""
         step = values.step(item)
+        if shaped is None:
+            return step.error or item
         admitted = step.error or self._admit(item)
         if not isinstance(admitted, BackendError):
             return item
