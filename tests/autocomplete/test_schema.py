@@ -368,7 +368,6 @@ _PAIR = "def example_inputs():\n    return {'x': torch.rand(2, 4), 'm': torch.ra
 @pytest.mark.parametrize(
     ("parts", "config", "described"),
     [
-        (_TEXT, {}, ("text STRING [1]; scale FP32 [1]", "OUTPUT__0 FP32 [3]", 8)),
         (
             {
                 "hook": "preprocess_batch(self, texts: list[str])",
@@ -392,18 +391,8 @@ _PAIR = "def example_inputs():\n    return {'x': torch.rand(2, 4), 'm': torch.ra
             {},
             ("x FP32 [2, 4]", "OUTPUT__0 FP32 [2, 3]", 0),
         ),
-        (
-            {
-                "hook": "preprocess_batch(self, texts: list[str])",
-                "prepared": "torch.tensor([[float(len(text))] * 4 for text in texts])",
-                "finished": "{'first': result[:2], 'rest': result.repeat(int(result[0]))}",
-                "example": "def example_inputs():\n    return {'texts': [['a'], ['bcd']]}",
-            },
-            {},
-            ("texts STRING [1]", "first FP32 [2]; rest FP32 [-1]", 8),
-        ),
     ],
-    ids=["annotated", "batch-annotated", "listed", "example", "without-a-batch", "varying"],
+    ids=["annotated", "listed", "example", "without-a-batch"],
 )
 def test_hooks(
     parts: dict[str, str], config: dict[str, Any], described: tuple[str, str, int], tmp_path: Path
@@ -421,12 +410,8 @@ def test_hooks(
     [
         ({}, "the hooks do not define the shapes of their inputs"),
         (_TEXT | {"prepared": "torch.ones(4).nothing"}, "the hooks cannot be run .* no attribute"),
-        (
-            {"hook": "preprocess_batch(self, x, m)", "prepared": "x.nothing", "example": _PAIR},
-            "the hooks cannot be run",
-        ),
     ],
-    ids=["no-annotations", "fails", "batch-fails"],
+    ids=["no-annotations", "fails"],
 )
 def test_hooks_that_cannot_be_run(parts: dict[str, str], message: str, tmp_path: Path) -> None:
     """The error asks for inputs, or for an example that the hooks accept."""

@@ -1,4 +1,4 @@
-"""Packages of AOTInductor: the machine they were built for, and the rows that they accept."""
+"""Packages of AOTInductor: the machine they were built for, and the sizes that they accept."""
 
 from __future__ import annotations
 
@@ -16,25 +16,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, InputError
 from torch_py_backend.loading import aotinductor
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
-from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.processes import instance_status
-from torch_py_backend.values import ANY_ROWS, Rows
 
 CPU = torch.device("cpu")
 PACKAGE = Path(__file__).parents[2] / "examples/model_repository/digits_aoti/1/model.pt2"
-A, B, C = (torch.full((2, 2), number) for number in (1.0, 2.0, 3.0))
-
-
-def config(folder: Path, *names: str, rows: int = 8) -> ModelConfig:
-    return build.config(
-        folder, max_batch_size=rows, inputs=tuple(build.spec(name, dims=(2,)) for name in names)
-    )
-
-
 HERE = {
     "AOTI_DEVICE_KEY": "cpu",
     "AOTI_PLATFORM": "linux",
@@ -95,7 +83,7 @@ def test_package_that_cannot_be_loaded(content: str, tmp_path: Path) -> None:
     """A damaged package fails the load with an error that says what to do."""
     path = build.write(tmp_path, "model.pt2", content)
     with pytest.raises(ArtifactError) as raised:
-        aotinductor.load(Artifact(ArtifactType.AOTI, path), config(tmp_path, "x"), CPU)
+        aotinductor.load(Artifact(ArtifactType.AOTI, path), build.config(tmp_path), CPU)
     assert "model.pt2 is an AOTInductor package that torch" in str(raised.value)
     assert "Write it again with torch._inductor.aoti_compile_and_package" in str(raised.value)
     assert str(tmp_path) not in str(raised.value)
@@ -124,62 +112,6 @@ def test_unpacked_files_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert [path.name for path in served.iterdir()] == ["status"]
     assert list(temporary.iterdir()) == []
     assert os.environ["TMPDIR"] == str(temporary)
-
-
-class Loader:
-    """A package loader that runs a function on its leaves, and refuses too few or too many rows."""
-
-    def __init__(self, refuses: str = "", least: int = 1, most: int = 1 << 40) -> None:
-        self.refuses, self.least, self.most = refuses, least, most
-        self.calls: list[list[Tensor]] = []
-
-    def get_call_spec(self) -> list[str]:
-        spec = torch.utils._pytree
-        x = torch.ones(1)
-        tree = spec.tree_structure(((x, {"b": x, "a": x}), {}))
-        return [spec.treespec_dumps(tree), spec.treespec_dumps(spec.tree_structure({"y": x}))]
-
-    def run(self, leaves: list[Tensor]) -> list[Tensor]:
-        self.calls.append(leaves)
-        if self.refuses and not self.least <= leaves[0].shape[0] <= self.most:
-            raise RuntimeError(self.refuses)
-        return [leaves[0] + 10 * leaves[1] + 100 * leaves[2]]
-
-
-def aoti(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    loader: Loader,
-    rows: int = 8,
-    device: torch.device = CPU,
-) -> Loaded:
-    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", lambda *_: loader)
-    settings = config(folder, "arg0", "a", "b", rows=rows)
-    return aotinductor.load(Artifact(ArtifactType.AOTI, folder / "model.pt2"), settings, device)
-
-
-AT_LEAST = "input_handles[0]: dim value is too small at 0, expected it to be >= 2, but got: 1\n"
-EXACTLY = "input_handles[0]: unmatched dim value at 0, expected: 4, but got: 1\n"
-OTHER = "input_handles[0]: dim value is too small at 1, expected it to be >= 3, but got: 2\n"
-UNKNOWN = "run_func_( container_handle_, ...) API call failed at container.cpp"
-
-
-@pytest.mark.parametrize(
-    ("loader", "rows"),
-    [
-        pytest.param(Loader(AT_LEAST, 2), Rows(2), id="at least two"),
-        pytest.param(Loader(EXACTLY, 4), Rows(4, 4), id="exactly four"),
-        pytest.param(Loader(OTHER, 9), ANY_ROWS, id="another dimension"),
-        pytest.param(Loader(UNKNOWN, 2), Rows(2), id="up to torch 2.11"),
-    ],
-)
-@pytest.mark.usefixtures("process")
-def test_rows_of_a_package(
-    loader: Loader, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether a package takes one row is known from a call with one, and the log names the rest."""
-    assert aoti(tmp_path, monkeypatch, loader).rows == rows
-    assert [[leaf.shape for leaf in leaves] for leaves in loader.calls] == [[(1, 2)] * 3]
 
 
 class Positions(nn.Module):

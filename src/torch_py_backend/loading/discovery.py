@@ -68,7 +68,8 @@ class Artifact:
 
 HOOKS = "hooks.py"
 """The name of the file of hooks in a version folder."""
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
+WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
+"""The suffixes of weights files that are found by their stem."""
 # Bases of classes that programs take and return.
 _CONTAINERS = {"NamedTuple", "OrderedDict", "dict", "ModelOutput"}
 _DEFAULTS = ("model.py", "model.pt", "model.pt2")
@@ -92,7 +93,7 @@ def find(config: ModelConfig) -> Artifact:
         ConfigError: an option names a file outside the model's folder.
     """
     if ":" in (config.options.model_factory or ""):
-        artifact = _with_weights(config, ArtifactType.FACTORY, config.version_folder, "model")
+        artifact = _with_weights(config, ArtifactType.FACTORY, config.version_folder)
     else:
         artifact = _from_file(config, _model_file(config))
     hooks = config.version_folder / HOOKS
@@ -118,14 +119,14 @@ def defines_module(source: Path) -> bool:
 
 def _from_file(config: ModelConfig, path: Path) -> Artifact:
     if path.suffix == ".py":
-        return _with_weights(config, ArtifactType.MODULE, path, path.stem)
+        return _with_weights(config, ArtifactType.MODULE, path)
     try:
         content = file_types.file_type(path)
     except OSError as error:
         raise ArtifactError(f"{path.name} cannot be read: {summarize(error)}") from error
     source = path.with_suffix(".py")
     if content is FileType.STATE_DICT and source.is_file():
-        return _with_weights(config, ArtifactType.MODULE, source, source.stem)
+        return _with_weights(config, ArtifactType.MODULE, source)
     if content not in _KINDS:
         raise ArtifactError(
             f"{path.name} is {content.value}",
@@ -168,7 +169,7 @@ def _model_file(config: ModelConfig) -> Path:
     return first
 
 
-def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path, stem: str) -> Artifact:
+def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path) -> Artifact:
     name = config.options.weights
     if name is not None and name.lower() == "none":
         return Artifact(kind, path, weightless=True)
@@ -181,8 +182,9 @@ def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path, stem: str
                 cure="Correct the name in config.pbtxt.",
             )
         return Artifact(kind, path, weights)
-    folder = path if kind is ArtifactType.FACTORY else path.parent
-    return Artifact(kind, path, weights_beside(folder, stem))
+    if kind is ArtifactType.FACTORY:
+        return Artifact(kind, path, weights_beside(path, "model"))
+    return Artifact(kind, path, weights_beside(path.parent, path.stem))
 
 
 def weights_beside(folder: Path, stem: str) -> Path | None:
@@ -191,7 +193,7 @@ def weights_beside(folder: Path, stem: str) -> Path | None:
     Raises:
         ArtifactError: there are several.
     """
-    paths = [folder / f"{stem}{suffix}" for suffix in _WEIGHT_SUFFIXES]
+    paths = [folder / f"{stem}{suffix}" for suffix in WEIGHT_SUFFIXES]
     present = [path for path in paths if path.is_file()]
     if len(present) > 1:
         raise ArtifactError(

@@ -29,23 +29,16 @@ def find(source: Path, weights: Path | None = None) -> dict[str, Path]:
             cure="Rename model.py.",
         )
     files = {"model.py": source, **modules}
+    weights = weights or discovery.weights_beside(source.parent, source.stem)
     if weights is not None:
-        suffix = ".safetensors" if weights.suffix == ".safetensors" else ".pt"
-        return files | {f"model{suffix}": weights}
-    return files | _weights_files(source)
-
-
-def _weights_files(source: Path) -> dict[str, Path]:
-    """Return the weights beside a model file, with shards, by their names in a version folder."""
-    path = discovery.weights_beside(source.parent, source.stem)
-    if path is None:
-        return {}
-    shards = {
-        name: shard
-        for name, shard in discovery.shard_files(path).items()
-        if not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
-    }
-    return {f"model{path.name.removeprefix(source.stem)}": path, **shards}
+        suffix = weights.name.removeprefix(source.stem)
+        known = suffix in discovery.WEIGHT_SUFFIXES
+        files[f"model{suffix if known else '.pt'}"] = weights
+        for name, shard in discovery.shard_files(weights).items():
+            place = PurePosixPath(name)
+            if not place.is_absolute() and ".." not in place.parts:
+                files[name] = shard
+    return files
 
 
 # --- modules ---------------------------------------------------------------------------------
