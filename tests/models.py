@@ -204,26 +204,6 @@ class Reuses(nn.Module):
         return made
 
 
-class Scale(nn.Module):
-    """Multiplies by an int64 row count: mixed dtypes."""
-
-    def forward(self, x: Tensor, n: Tensor) -> Tensor:
-        return x * n.to(x.dtype)
-
-
-class Tied(nn.Module):
-    """Two names for one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4, bias=False)
-        self.second = nn.Linear(4, 4, bias=False)
-        self.second.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x))
-
-
 class Optionals(nn.Module):
     """Tensors that may be left out: two of them only together."""
 
@@ -252,13 +232,6 @@ class Blobs(nn.Module):
 
     def forward(self, blobs: list[bytes]) -> list[list[bytes]]:
         return [[blobs[i + 1], blobs[i]] for i in range(0, len(blobs), 2)]
-
-
-class Rows(nn.Module):
-    """Strings in rows, as they were sent."""
-
-    def forward(self, words: list[list[str]]) -> list[str]:
-        return [" ".join(row) for row in words]
 
 
 class Strings(nn.Module):
@@ -333,14 +306,6 @@ class Convolution(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.convolution(x))
-
-
-class Mixed(nn.Module):
-    """A tensor, and values of every other kind, none of which is wrong."""
-
-    def forward(self, x: Tensor, power: int, factor: float, negative: bool, unit: str) -> Tensor:
-        result = x * factor + power % 7 + len(unit)
-        return -result if negative else result
 
 
 class Accumulate(nn.Module):

@@ -48,7 +48,7 @@ _HELPER = """
 def helper(x):
     return x
 """
-_X = floats(2, 4)
+_X, _Y, _Z = (floats(2, 4, seed=seed) for seed in range(3))
 _BATCH = {0: torch.export.Dim("batch", min=1, max=8)}
 _X_TO_Y = config({"x": [4]}, {"y": [4]})
 _BARE = 'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n'
@@ -91,7 +91,7 @@ _packages: dict[str, bytes] = {}
 
 
 def _compile(package: Any, path: Path) -> None:
-    """Write a package with the operator, which returns the class; it is compiled once."""
+    """Write a package with the operator, a tree of inputs and the class; it is compiled once."""
     if package.__name__ not in _packages:
         _compile_anew(package, path)
         _packages[package.__name__] = path.read_bytes()
@@ -102,10 +102,15 @@ def _compile_anew(package: Any, path: Path) -> None:
     doubles = _doubles(package)
 
     class Both(nn.Module):
-        def forward(self, x: Tensor) -> Any:
-            return package.Pair(doubles(x), x)
+        def forward(self, x: Tensor, extra: dict[str, Any], *, scale: Tensor) -> Any:
+            return package.Pair(doubles(x), (extra["z"] - extra["a"][0]) * scale)
 
-    program = torch.export.export(Both(), (torch.rand(2, 4),), dynamic_shapes={"x": _BATCH})
+    def tensor() -> Tensor:
+        return torch.rand(2, 4)
+
+    args, kwargs = (tensor(), {"z": tensor(), "a": [tensor()]}), {"scale": tensor()}
+    shapes = {"x": _BATCH, "extra": {"z": _BATCH, "a": [_BATCH]}, "scale": _BATCH}
+    program = torch.export.export(Both(), args, kwargs, dynamic_shapes=shapes)
     torch._inductor.aoti_compile_and_package(program, package_path=str(path))
 
 
@@ -143,6 +148,7 @@ def _refused(name: str, save: _Save, source: str | None, *says: str) -> Scenario
 
 
 _IMPORT = "Import the package that registers it in model.py"
+_NESTED = {"KWARGS[scale]": _Y, "ARGS[1][a][0]": _X, "ARGS[0]": _X, "ARGS[1][z]": _Z}
 _DOUBLED = Call({"x": _X}, {"y": 2 * _X + 1})
 
 TABLE = (
@@ -164,8 +170,8 @@ TABLE = (
         "operator_and_class_of_package",
         _compile,
         "import NAME\n",
-        config({"x": [4]}, {"first": [4], "second": [4]}),
-        Call({"x": _X}, {"first": 2 * _X + 1, "second": _X}),
+        config({name: [4] for name in _NESTED}, {"first": [4], "second": [4]}),
+        Call(_NESTED, {"first": 2 * _X + 1, "second": (_Z - _X) * _Y}),
     ),
     # hooks.py registers it, and Triton names the artifact.
     _served(

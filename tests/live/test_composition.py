@@ -183,11 +183,7 @@ def test_answers(name: str, inputs: dict[str, Any], expected: Any, asked: Asked)
             "INTERNAL",
             "model 'double': it answers: model 'double'",
         ),
-        # Of a call, 24.10 does not pass the code on.
-        ("speaker", {"text": [[""]]}, "IN", "ValueError: no letters"),
         ("ensemble", {"text": [[""]]}, "INVALID_ARGUMENT", "ValueError: no letters"),
-        ("caller", {"x": [[1.0]], "call": [["caller"]]}, "INTERNAL", "the model calls itself"),
-        ("caller", {"x": [[1.0]], "call": [["absent"]]}, "INTERNAL", "model 'absent'"),
     ],
 )
 def test_errors(name: str, inputs: dict[str, Any], code: str, says: str, asked: Asked) -> None:
