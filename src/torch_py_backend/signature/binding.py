@@ -237,23 +237,24 @@ def _bind_places(
     if any(slot.startswith("*") or slot in by_position for slot in trailing):
         raise BindingError(f"inputs for * of {signature} leave a gap before them")
     types = {argument.name: argument.type for argument in signature.arguments}
-    args = [_tree(feeds[slot], types.get(slot)) for slot in leading]
-    kwargs = {slot: _tree(feeds[slot], types.get(slot)) for slot in trailing}
     names: list[str] = []
-    build_args, build_kwargs = _builder(args, names), _builder(kwargs, names)
+    args = [_builder(feeds[slot], types.get(slot), names) for slot in leading]
+    kwargs = {slot: _builder(feeds[slot], types.get(slot), names) for slot in trailing}
 
     def call(module: Forward, columns: Sequence[object]) -> object:
-        return module(*build_args(columns), **build_kwargs(columns))
+        keywords = {name: build(columns) for name, build in kwargs.items()}
+        return module(*[build(columns) for build in args], **keywords)
 
     def call_positional(module: Forward, columns: Sequence[object]) -> object:
         return module(*columns)
 
+    # Without containers and keywords, columns are in the order of the arguments.
+    in_order = not trailing and all(() in feeds[slot] for slot in leading)
     types |= dict.fromkeys(signature.settings, ArgumentType.VALUE)
     return InputBinding(
         tuple(names),
         tuple(_column_type(types, *places[name]) for name in names),
-        # Without containers and keywords, columns are in the order of the arguments.
-        call_positional if args == names else call,
+        call_positional if in_order else call,
         tuple(path_text(*places[name]) for name in names),
     )
 
@@ -285,42 +286,36 @@ def _check_argument(
         )
 
 
-def _tree(feeds: Mapping[Path, str], kind: ArgumentType | None = None) -> Any:
-    """Return a tree of the names of inputs, by their paths in it; None without inputs.
+def _builder(
+    feeds: Mapping[Path, str], kind: ArgumentType | None, names: list[str]
+) -> Callable[[Sequence[object]], Any]:
+    """Return a function that makes an argument, or a part of one, of columns.
 
-    `kind` is the type of the argument whose tree it is, if it is known.
+    Args:
+        feeds: the inputs of the argument, by their paths in it; without inputs it is None.
+        kind: the type of the argument, if it is known.
+        names: the names of the columns; those of the inputs are appended.
     """
     if not feeds:
-        return None
+        return lambda _: None
     if () in feeds:
         if len(feeds) > 1:
             raise BindingError(
                 f"{join_names(feeds.values())} feed an argument and a part of it at once"
             )
-        return feeds[()]
+        names.append(feeds[()])
+        return operator.itemgetter(len(names) - 1)
     branches: dict[int | str, dict[Path, str]] = {}
     for (key, *below), name in feeds.items():
         branches.setdefault(key, {})[tuple(below)] = name
     if kind is ArgumentType.DICT or not all(isinstance(key, int) for key in branches):
-        return {str(key): _tree(branch) for key, branch in branches.items()}
+        parts = {str(key): _builder(branch, None, names) for key, branch in branches.items()}
+        return lambda columns: {key: build(columns) for key, build in parts.items()}
     if branches.keys() != set(range(len(branches))):
         raise BindingError(
             f"{join_names(feeds.values())} leave gaps in a list",
             expected=f"items 0 to {len(branches) - 1}",
         )
-    items = [_tree(branches[index]) for index in range(len(branches))]
-    return tuple(items) if kind is ArgumentType.TUPLE else items
-
-
-def _builder(tree: Any, names: list[str]) -> Callable[[Sequence[object]], Any]:
-    """Return a function that makes the tree of columns; append the tree's names to the others."""
-    if tree is None:
-        return lambda _: None
-    if isinstance(tree, str):
-        names.append(tree)
-        return operator.itemgetter(len(names) - 1)
-    if isinstance(tree, dict):
-        entries = {key: _builder(part, names) for key, part in tree.items()}
-        return lambda columns: {key: build(columns) for key, build in entries.items()}
-    sequence, items = type(tree), [_builder(part, names) for part in tree]
+    items = [_builder(branches[index], None, names) for index in range(len(branches))]
+    sequence = tuple if kind is ArgumentType.TUPLE else list
     return lambda columns: sequence([build(columns) for build in items])
