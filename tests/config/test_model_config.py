@@ -1,6 +1,5 @@
 """Triton's arguments as a ModelConfig."""
 
-import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -72,6 +71,8 @@ def test_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"platform": "pytorch"}, "python_runtime", True),
         ({"backend": "pytorch", "runtime": "model.py"}, "python_runtime", True),
         ({"instance_group": []}, "instances", 1),
+        ({}, "dynamic_batching", False),
+        ({"dynamic_batching": {}}, "dynamic_batching", True),
         ({"model_transaction_policy": {}}, "decoupled", False),
         ({"model_transaction_policy": {"decoupled": True}}, "decoupled", True),
         # any name in the version folder; Triton's empty default is None
@@ -108,13 +109,6 @@ def test_settings_of_a_tensor() -> None:
     assert [spec.optional for spec in config.inputs] == [False, True, False]
     assert [spec.ragged for spec in config.inputs] == [False, False, True]
     assert str(config.inputs[-1]) == "ids BYTES [4]"
-
-
-def test_settings_of_the_core() -> None:
-    """Settings for Triton's core are ignored, except whether it forms batches."""
-    assert parsed() == parsed(model_warmup=[{"name": "w"}])
-    batching = parsed(dynamic_batching={"max_queue_delay_microseconds": 100})
-    assert batching == dataclasses.replace(parsed(), dynamic_batching=True)
 
 
 # --- batch_input and batch_output ----------------------------------------------------------------

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torch_py_backend.config import repository
-from torch_py_backend.errors import ConfigError, ToolError
+from torch_py_backend.errors import ConfigError
 
 
 def _lay_out(root: Path, *entries: str) -> Path:
@@ -88,10 +88,6 @@ def test_unreadable_folder() -> None:
 
 
 def test_models_by_name(tmp_path: Path) -> None:
-    """Folders are returned by name; a missing model, or a model as repository, is an error."""
+    """Folders are returned by name; tests/cli has the errors of `serve`."""
     _lay_out(tmp_path, "a/1/", "b/config.pbtxt")
     assert repository.by_name(tmp_path, ["b"]) == {"a": tmp_path / "a", "b": tmp_path / "b"}
-    with pytest.raises(ToolError, match=r"has no model 'c'; its models: a, b\.$"):
-        repository.by_name(tmp_path, ["a", "c"])
-    with pytest.raises(ToolError, match=f"a is a model; .* holds it: {tmp_path}\\.$"):
-        repository.by_name(tmp_path / "a")

@@ -203,14 +203,6 @@ def test_only_the_configs_order_is_warned_about(caplog: pytest.LogCaptureFixture
     assert "the input names image, mask are not all arguments of forward(x, y" in message
 
 
-def test_result_is_returned() -> None:
-    """The result of the module is returned unchanged, with and without keywords."""
-    result = object()
-    for forward in (lambda x: result, lambda *, x: result, lambda **x: result):
-        inputs = binding.bind_inputs(["x"], introspection.from_function(forward))
-        assert inputs.call(forward, [1]) is result
-
-
 def test_number_of_a_name() -> None:
     """The number is all digits after the first two underscores, as in LibTorch."""
     names = ("INPUT__0", "x__12", "__3", "x__007")

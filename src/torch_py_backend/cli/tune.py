@@ -23,7 +23,17 @@ from torch_py_backend.model_folders.tuning import Row
 _MAX_ERROR, _MAX_ERROR_REDUCED = 1e-4, 0.03
 _WIDE_SPREAD = 0.1
 _WIDTH = 100  # of the table, if the output is not a terminal
-_COLUMNS = ("ms", "gain", "rows/s", "gain", "±", "cores", "READY s", "error")
+# Title, field of a row and format of each column.
+_COLUMNS = (
+    ("ms", "latency_ms", ".3g"),
+    ("gain", "latency_gain", ".2f"),
+    ("rows/s", "throughput", ",.0f"),
+    ("gain", "throughput_gain", ".2f"),
+    ("±", "spread", ".0%"),
+    ("cores", "cores", ".1f"),
+    ("READY s", "ready_s", ".1f"),
+    ("error", "error", ".1g"),
+)
 
 
 def tune(
@@ -82,19 +92,10 @@ def _print_figures(console: Console, rows: Sequence[Row], full: int) -> None:
     """Print the table, the failures, and a note if the figures are doubtful."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, padding=0)
     table.add_column("candidate", min_width=12, no_wrap=True)
-    for title in _COLUMNS:
+    for title, _, _ in _COLUMNS:
         table.add_column(title, justify="right", no_wrap=True)
     for row in rows:
-        figures = [
-            f"{row.latency_ms:.3g}",
-            f"{row.latency_gain:.2f}",
-            f"{row.throughput:,.0f}",
-            f"{row.throughput_gain:.2f}",
-            f"{row.spread:.0%}",
-            f"{row.cores:.1f}",
-            f"{row.ready_s:.1f}",
-            f"{row.error:.0e}" if row.error else "0",
-        ]
+        figures = [format(getattr(row, field), shown) for _, field, shown in _COLUMNS]
         table.add_row(escape(row.runtime.title), *([] if row.failure else figures))
     width = console.width if console.is_terminal else max(console.width, _WIDTH)
     console.print(table, soft_wrap=False, width=width)
