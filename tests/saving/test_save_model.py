@@ -63,6 +63,11 @@ class Nested(nn.Module):
         return {"y": x + extra["bias"] * pair[0] - pair[1]}
 
 
+class Keys(nn.Module):
+    def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"double": batch["a"] * 2, "first": batch["b"][:, :1]}
+
+
 class Total(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.sum()
@@ -157,6 +162,11 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]
             "output": {"y": [4]},
             "rows": 8,
         },
+    ),
+    "keys": (
+        Keys,
+        {"example_inputs": ({"a": _X, "b": torch.rand(2, 3)},)},
+        {"input": {"a": [4], "b": [3]}, "output": {"double": [4], "first": [1]}, "rows": 8},
     ),
     "dynamic_shapes": (
         models.Negate,
