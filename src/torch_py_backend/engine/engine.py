@@ -90,12 +90,9 @@ class Engine:
         *,
         traced: bool = False,
     ) -> Run:
-        """Return the function that runs a batch of requests' items.
+        """Return the function that runs a batch of items; see `build.chosen`.
 
-        Args:
-            writer: as for `build.chosen`.
-            steps: as for `build.chosen`.
-            traced: whether items may have trace contexts.
+        With `traced`, items may have trace contexts.
         """
         # Each response is for the host or the GPU, or a state that clients get is on the GPU.
         returns = not self.runtime.host_inputs or (steps is not None and not self.runtime.on_cpu)

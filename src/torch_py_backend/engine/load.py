@@ -33,22 +33,18 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     with private_files.turn(config.name):
         if not gpu_sharing.requested(config):
             return _engine(config, artifact, device, device)
-        return _sharing_engine(config, artifact, device)
-
-
-def _sharing_engine(config: ModelConfig, artifact: Artifact, device: torch.device | None) -> Engine:
-    """Return an engine that shares its weights on a GPU with the other instances."""
-    shared = gpu_sharing.SharedWeights(config, device)
-    try:
-        # A module is built on the CPU: the weights that it shares need not be copied to the device.
-        # A graph is loaded on the device, because its constants are not shared.
-        on_cpu = artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY) and not shared.owns
-        engine = _engine(config, artifact, device, torch.device("cpu") if on_cpu else device)
-        engine.share(shared)
-    except BaseException:
-        shared.close()
-        raise
-    return engine
+        shared = gpu_sharing.SharedWeights(config, device)
+        try:
+            # A module is built on the CPU: weights that it shares need not be copied to the device.
+            # A graph is loaded on the device, because its constants are not shared.
+            is_module = artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY)
+            on_cpu = is_module and not shared.owns
+            engine = _engine(config, artifact, device, torch.device("cpu") if on_cpu else device)
+            engine.share(shared)
+        except BaseException:
+            shared.close()
+            raise
+        return engine
 
 
 def report(engine: Engine) -> dict[str, object]:

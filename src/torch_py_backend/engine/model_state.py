@@ -61,7 +61,7 @@ class ModelState:
             # A deep copy of a view would contain all of its memory.
             duplicate = Tensor.clone if isinstance(value, Tensor) else copy.deepcopy
             copied = None if left < 0 else duplicate(value)
-            self._slots.append(_Slot(name, get, put, value, self._version(value), copied))
+            self._slots.append(_Slot(name, get, put, value, _version(value), copied))
         self._objects = dict(_objects(engine, modules))
         self._memo: _Memo = {}
         self._contents = _contents(self._objects, self._memo)
@@ -70,14 +70,12 @@ class ModelState:
         """Put back what the warm-up has changed; return the names of what cannot be put back."""
         names, remaining = [], []
         for slot in self._slots:
-            if self._version(slot.get()) == slot.version:
+            if _version(slot.get()) == slot.version:
                 continue
             if slot.copy is None and slot.value is not None:
                 remaining.append(slot.name)
                 continue
             value = slot.copy
-            if _is_equal(slot.get(), value):  # shared weights may have been mapped elsewhere
-                continue
             if isinstance(value, Tensor) and value.shape == slot.value.shape:
                 with torch.no_grad():  # into the same memory: graphs read it there
                     value = slot.value.copy_(value)
@@ -95,11 +93,6 @@ class ModelState:
             )
         then, now = self._contents, _contents(self._objects, {})
         return remaining + [name for name in then | now if then.get(name) != now.get(name)]
-
-    def _version(self, value: object) -> object:
-        if isinstance(value, Tensor):
-            return id(value), failures.version(value)
-        return _content(value, {})
 
 
 def _modules(engine: Engine) -> Iterator[tuple[str, nn.Module]]:
@@ -149,10 +142,10 @@ def _values(
             yield f"{path}.{name}".lstrip("."), partial(get, name), partial(put, name)
 
 
-def _is_equal(value: object, before: object) -> bool:
-    if not (isinstance(value, Tensor) and isinstance(before, Tensor)):
-        return False
-    return value.dtype == before.dtype and torch.equal(value, before)
+def _version(value: object) -> object:
+    if isinstance(value, Tensor):
+        return id(value), failures.version(value)
+    return _content(value, {})
 
 
 def _has_objects(kind: Any) -> bool:

@@ -40,8 +40,8 @@ def check(
     Args:
         config: the config of the model.
         call: computes the outputs of items.
-        example: valid values of inputs by name; others are made up.
-        rows: the number of rows of the batch; below 2 there is no batch.
+        example: valid values of inputs; others are made up.
+        rows: those of the batch; below 2 there is none.
 
     Raises:
         ConfigError: rows depend on each other, and auto-completion has chosen the batch.
