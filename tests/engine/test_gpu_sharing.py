@@ -16,8 +16,8 @@ from children import Child, Start
 from torch import nn
 
 from torch_py_backend.config.threads import Threads
-from torch_py_backend.engine import gpu_sharing, load, warmup
-from torch_py_backend.engine.gpu_sharing import SharedWeights
+from torch_py_backend.engine import load, sharing, warmup
+from torch_py_backend.engine.sharing import SharedWeights
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.processes import instance_status
 
@@ -30,15 +30,15 @@ import build, numpy, torch
 from torch_py_backend.config.threads import Threads
 from torch_py_backend.processes import instance_status
 from torch_py_backend.engine import load, warmup
-from torch_py_backend.engine import gpu_sharing
+from torch_py_backend.engine import sharing
 
 # Descriptors are sent to processes that torch has started only.
 torch.multiprocessing.set_sharing_strategy("file_system")
-gpu_sharing.requested = lambda config: True
+sharing.requested = lambda config: True
 
 # Memory of the CPU moves when it is sent for the first time, unlike that of a GPU.
-named = gpu_sharing.named
-gpu_sharing.named = lambda module: {
+named = sharing.named
+sharing.named = lambda module: {
     name: weight.share_memory_() for name, weight in named(module).items()
 }
 outputs = (build.spec("y", dims=(3,)),)
@@ -170,11 +170,11 @@ def test_values_of_the_owner(make: Callable[[], nn.Module], join: Join) -> None:
     assert not join(sharer).owns
     x = torch.rand(2, 4)
     with torch.inference_mode():
-        for weight in gpu_sharing.named(owner).values():
+        for weight in sharing.named(owner).values():
             weight.add_(1)
         assert torch.equal(sharer(x), owner(x))
-    values = gpu_sharing.named(sharer)
-    for name, weight in gpu_sharing.named(owner).items():
+    values = sharing.named(sharer)
+    for name, weight in sharing.named(owner).items():
         assert torch.equal(values[name], weight)
 
 
@@ -237,7 +237,7 @@ class Counting(nn.Module):
 def test_a_model_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that writes to its weights is refused: the others would read the values."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(gpu_sharing, "requested", lambda config: True)
+    monkeypatch.setattr(sharing, "requested", lambda config: True)
     (tmp_path / "1").mkdir()
     scenarios.python(Counting)(tmp_path / "1")
     scenarios.safe({"count": torch.zeros(3)})(tmp_path / "1")
@@ -251,7 +251,7 @@ def test_a_model_that_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_model_that_changes_attributes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be built again, after other instances have mapped its weights."""
-    monkeypatch.setattr(gpu_sharing, "requested", lambda config: True)
+    monkeypatch.setattr(sharing, "requested", lambda config: True)
     with pytest.raises(ConfigError, match=r"forward\(\) changes steps of the model"):
         warmup.warn_of_changes(build.config(), ["steps"])
 
@@ -264,8 +264,8 @@ def test_requested(overrides: dict[str, Any], reason: str, tmp_path: Path) -> No
     """Weights on a GPU are shared on request only, and refused with a reason if they cannot be."""
     options = {"kind": "GPU", "enable_weight_sharing": True} | overrides
     settings = build.config(tmp_path, **options)
-    assert gpu_sharing.requested(settings)
+    assert sharing.requested(settings)
     with pytest.raises(ConfigError, match=reason):
         SharedWeights(settings, torch.device("cpu"))
     for unasked in ({"kind": "GPU"}, {"kind": "CPU", "enable_weight_sharing": True}):
-        assert not gpu_sharing.requested(build.config(**unasked))
+        assert not sharing.requested(build.config(**unasked))

@@ -11,7 +11,7 @@ import torch
 
 from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine import build, compilation, compile_cache, gpu_sharing, runtime, sharing
+from torch_py_backend.engine import build, compilation, compile_cache, runtime, sharing
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.hooks import Hooks
@@ -75,7 +75,7 @@ class Engine:
             self.inputs = Inputs(config, loaded.signature, self.padding, cast)
         self.outputs = build.outputs_of(config, loaded, self.hooked)
         self.failures = build.failures(config, loaded, self.device)
-        self._shared: gpu_sharing.SharedWeights | None = None
+        self._shared: sharing.SharedWeights | None = None
         self._use(self._compiled or loaded.module)
 
     def _use(self, forward: Forward) -> None:
@@ -111,14 +111,14 @@ class Engine:
             run_batch = partial(_run_and_return, run_batch)
         return run_batch
 
-    def share(self, shared: gpu_sharing.SharedWeights) -> None:
+    def share(self, shared: sharing.SharedWeights) -> None:
         """Share one copy of the weights with other instances.
 
         Raises:
             ConfigError: the weights cannot be shared.
         """
         if self.loaded.kind is ArtifactType.AOTI:
-            raise gpu_sharing.not_shared_error("the AOTInductor package contains them")
+            raise sharing.not_shared_error("the AOTInductor package contains them")
         shared.share(self.loaded.owner)
         self._shared = shared
         self.failures.reset()
@@ -152,7 +152,7 @@ class Engine:
                 self.counts.compile_cache["miss" if misses else "hit"] = 1
             forward = self._compiled.seal()
         if self._shared is not None and self.failures.writes_buffers():
-            raise gpu_sharing.not_shared_error(
+            raise sharing.not_shared_error(
                 "the model writes to its buffers, which other instances share"
             )
         self.failures.reset()
@@ -169,7 +169,7 @@ class Engine:
         return results
 
     def _run_shared(
-        self, shared: gpu_sharing.SharedWeights, run_batch: Run, entries: Sequence[Entry]
+        self, shared: sharing.SharedWeights, run_batch: Run, entries: Sequence[Entry]
     ) -> Sequence[Result]:
         """Return the results, or a refusal for each item if the shared weights are gone.
 

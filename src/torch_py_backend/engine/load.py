@@ -10,7 +10,7 @@ import torch
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import TABLE
 from torch_py_backend.config.threads import Threads
-from torch_py_backend.engine import gpu_sharing, runtime
+from torch_py_backend.engine import runtime, sharing
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.loading import discovery, registry
 from torch_py_backend.loading import hooks as user_hooks
@@ -31,9 +31,9 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     # TorchScript and exported programs are copied before their weights are shared: instances that
     # loaded at the same time would need that memory several times.
     with private_files.turn(config.name):
-        if not gpu_sharing.requested(config):
+        if not sharing.requested(config):
             return _engine(config, artifact, device, device)
-        shared = gpu_sharing.SharedWeights(config, device)
+        shared = sharing.SharedWeights(config, device)
         try:
             # A module is built on the CPU: weights that it shares need not be copied to the device.
             # A graph is loaded on the device, because its constants are not shared.

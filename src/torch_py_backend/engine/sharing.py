@@ -1,20 +1,39 @@
-"""What instances share of a model's weights, and whether its mapped files stay as they were."""
+"""What instances share of a model's weights: pages of mapped files, or one copy on a GPU.
+
+On a GPU, the first instance loads the model and offers its parameters and buffers on a socket. The
+others build the module, and get the owner's tensors through torch.multiprocessing's reductions,
+which send CUDA IPC handles. When the owner has ended, its memory is gone: the others refuse all
+requests until the model is loaded again.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
+import os
+import socket
+import struct
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import torch
+import torch.multiprocessing  # registers how tensors are sent to other processes
+from torch import Tensor, nn
+
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine import gpu_sharing
-from torch_py_backend.errors import ConfigError
+from torch_py_backend.errors import ConfigError, join_names, summarize
 from torch_py_backend.loading import discovery, mapped_files
 from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.loading.mapped_files import Mapped
+from torch_py_backend.processes import instance_status, private_files, procfs
+
+log = logging.getLogger(__name__)
 
 # Seconds between two looks at mapped files.
 _PERIOD_S = 1.0
@@ -48,7 +67,7 @@ def report(config: ModelConfig, loaded: Loaded) -> Sharing:
         ConfigError: ENABLE_WEIGHT_SHARING is true, and some weights are not shared.
     """
     weights = mapped(loaded)
-    if gpu_sharing.requested(config):
+    if requested(config):
         return Sharing(weights, "", on_gpu=True)
     sharing = Sharing(weights, _obstacle(config, loaded, weights))
     if sharing.obstacle and config.options.enable_weight_sharing:
@@ -118,3 +137,180 @@ def _state(path: Path) -> tuple[int, ...]:
         status = path.stat()
         return status.st_ino, status.st_mtime_ns, status.st_size
     return ()
+
+
+# --- on a GPU ----------------------------------------------------------------------------------
+
+
+def requested(config: ModelConfig) -> bool:
+    """Return whether the config asks for sharing weights on a GPU."""
+    return config.kind != "CPU" and bool(config.options.enable_weight_sharing)
+
+
+def not_shared_error(reason: str) -> ConfigError:
+    """Return the error for ENABLE_WEIGHT_SHARING where the weights cannot be shared."""
+    return ConfigError(
+        f"ENABLE_WEIGHT_SHARING is true, and the weights cannot be shared: {reason}",
+        cure='Set it to "false", or remove it.',
+    )
+
+
+class SharedWeights:
+    """The weights of one instance, shared with the others of its model on the same GPU.
+
+    Create and `share` it in the model's turn (`private_files.turn`): then an owner that has begun
+    has also made its offer.
+
+    Attributes:
+        owns: whether this instance owns the weights, and so must load them onto the device.
+
+    Raises:
+        ConfigError: the weights cannot be shared.
+        PlatformError: the temporary folder cannot be used.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device | None) -> None:
+        if config.kind == "MODEL" or device is None:
+            raise not_shared_error("the instance is KIND_MODEL: the model places itself")
+        if config.options.freezes:
+            raise not_shared_error("freezing makes them constants of each instance's own graph")
+        self._config, self._device = config, device
+        key = f"{config.version_folder.resolve()} {device}"
+        self._socket = private_files.server_path(config.name, key)
+        self._offered: os.stat_result | None = None
+        self._owner: tuple[int, str] | None = None  # its process ID and the start of the process
+        self._weights: Mapping[str, Tensor] = {}
+        self._connect()
+
+    @property
+    def owns(self) -> bool:
+        return self._owner is None
+
+    def share(self, module: nn.Module | None) -> None:
+        """Share the weights of a module from now on; those of a sharer may still be on the CPU.
+
+        Raises:
+            ConfigError: the weights cannot be shared.
+        """
+        if module is None or not named(module):
+            raise not_shared_error("the model exposes none")
+        if self.owns:
+            self._offer(
+                {
+                    name: weight.detach()
+                    for name, weight in named(module).items()
+                    if weight.device == self._device
+                }
+            )
+        else:
+            self._place(module)
+
+    def lost(self) -> bool:
+        """Return whether the owner of the weights has ended."""
+        return self._owner is not None and procfs.start_time(self._owner[0]) != self._owner[1]
+
+    def close(self) -> None:
+        """Withdraw the offer, unless a later load has replaced it. May be called twice."""
+        if self._offered is not None and private_files.is_same(self._socket, self._offered):
+            self._socket.unlink()
+
+    # --- exchange ---
+
+    @contextlib.contextmanager
+    def _address(self) -> Iterator[str]:
+        """Yield the socket's address: its path may be too long for one."""
+        folder = os.open(self._socket.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            yield f"/proc/self/fd/{folder}/{self._socket.name}"
+        finally:
+            os.close(folder)
+
+    def _connect(self) -> None:
+        """Get the tensors of the owner; without an owner, this instance becomes it."""
+        client = socket.socket(socket.AF_UNIX)
+        try:
+            with self._address() as address:
+                client.connect(address)
+        except OSError:  # no instance owns the weights, or the owner has ended
+            client.close()
+            return
+        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid, _, _ = struct.unpack("3i", credentials)
+        started = procfs.start_time(pid)
+        with Connection(client.detach()) as owner:
+            # None: a process that the owner forked, before it ended, has kept the socket open.
+            if started is None:
+                return
+            owner.send(self._config.instance)
+            try:
+                received = owner.recv()
+            except EOFError:  # the owner has ended, or belongs to an earlier load
+                return
+        if isinstance(received, str):
+            raise not_shared_error(received)
+        self._owner, self._weights = (pid, started), received
+
+    def _offer(self, weights: Mapping[str, Tensor]) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self._socket.unlink(missing_ok=True)  # of an owner that has ended
+        listening = socket.socket(socket.AF_UNIX)
+        with self._address() as address:
+            listening.bind(address)
+        listening.listen()
+        self._offered = self._socket.lstat()
+        threading.Thread(
+            target=self._serve, args=(listening, weights), name="weights", daemon=True
+        ).start()
+        log.info("'%s' owns the weights.", self._config.instance)
+        if instance_status.VARIABLE not in os.environ:
+            log.warning(
+                "if '%s' ends, the other instances answer 503 until the model is loaded"
+                " again. `torch-py-backend serve` does that.",
+                self._config.instance,
+            )
+
+    def _serve(self, listening: socket.socket, weights: Mapping[str, Tensor]) -> None:
+        """Send the weights to each other instance of this load, as long as this process lives.
+
+        Names of instances that were served belong to a later load, which gets an owner of its own.
+        """
+        served = {self._config.instance}
+        while True:
+            accepted, _ = listening.accept()
+            with contextlib.suppress(OSError, EOFError), Connection(accepted.detach()) as sharer:
+                name = sharer.recv()
+                if name in served:
+                    continue
+                try:
+                    sharer.send(weights)
+                    served.add(name)
+                except Exception as error:  # such as memory that the driver does not export
+                    sharer.send(summarize(error))
+
+    def _place(self, module: nn.Module) -> None:
+        """Give the module the owner's tensors, and move what the owner did not send."""
+        own, weights = named(module), self._weights
+        kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
+        differing = [
+            name
+            for name, tensor in weights.items()
+            if kinds.get(name) != (tensor.shape, tensor.dtype)
+        ]
+        if differing:
+            reason = f"the owner and '{self._config.instance}' disagree about "
+            raise not_shared_error(reason + join_names(sorted(differing)))
+        for name, tensor in own.items():
+            # In place, as Module.to() does it, which would copy the weights of RNNs once more.
+            tensor.data = weights[name] if name in weights else tensor.to(self._device)
+        log.info("'%s' maps the weights.", self._config.instance)
+
+
+def named(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers, each under all of its names."""
+    return dict(
+        itertools.chain(
+            module.named_parameters(remove_duplicate=False),
+            module.named_buffers(remove_duplicate=False),
+        )
+    )

@@ -11,7 +11,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from torch_py_backend.config.model_config import ModelConfig, Origin
-from torch_py_backend.engine import compilation, gpu_sharing, model_state, row_check, streams
+from torch_py_backend.engine import compilation, model_state, row_check, sharing, streams
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -105,8 +105,8 @@ def warn_of_changes(config: ModelConfig, changed: Sequence[str]) -> None:
     Raises:
         ConfigError: other instances share the weights of the first model.
     """
-    if gpu_sharing.requested(config):
-        raise gpu_sharing.not_shared_error(f"forward() changes {join_names(changed)} of the model")
+    if sharing.requested(config):
+        raise sharing.not_shared_error(f"forward() changes {join_names(changed)} of the model")
     log.warning(
         "the warm-up has changed %s of the model, and answers may depend on that. The"
         " model is built again without a warm-up: the first requests may take longer%s. State in"
@@ -201,7 +201,7 @@ def _may_fail(engine: Engine, error: BackendError) -> bool:
         and options.warmup is None
         and engine.failures.fatal is None
         # Other instances read the same memory: the warm-up must show that the model does not write.
-        and not gpu_sharing.requested(engine.config)
+        and not sharing.requested(engine.config)
         and not example_inputs.find(engine.config, engine.artifact)
     )
 
