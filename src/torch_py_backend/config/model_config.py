@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 
 from torch_py_backend.config import batch_io, conflicts, dtypes, options, pbtxt, sequence_config
 from torch_py_backend.config.batch_io import BatchInput, BatchOutput
+from torch_py_backend.config.conflicts import refuse
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.config.sequence_config import SequenceConfig, State
@@ -177,11 +178,8 @@ def listed_inputs(args: Mapping[str, str]) -> tuple[TensorSpec, ...]:
 
 def _specs(role: str, document: Document) -> tuple[TensorSpec, ...]:
     entries = document.get(role, [])
-    if not entries:
-        raise ConfigError(
-            f"config.pbtxt lists no {role}",
-            expected=f"at least one {role} with name, data_type and dims",
-        )
+    expected = f"at least one {role} with name, data_type and dims"
+    refuse(not entries, f"config.pbtxt lists no {role}", expected)
     return tuple(_spec(role, entry) for entry in entries)
 
 
@@ -203,19 +201,15 @@ def _state_outputs(states: Iterable[State], listed: Iterable[TensorSpec]) -> Ite
         spec = TensorSpec(state.output, state.dtype, state.dims, origin=Origin.STATE)
         if state.output not in listed_by_name:
             yield spec
-        elif str(listed_by_name[state.output]) != str(spec):
-            raise ConfigError(
-                f"the output {listed_by_name[state.output]} is a state, too",
-                expected=f"{spec}, as in sequence_batching",
-            )
+            continue
+        output = str(listed_by_name[state.output])
+        found = f"the output {output} is a state, too"
+        refuse(output != str(spec), found, f"{spec}, as in sequence_batching")
 
 
 def _filename(document: Document) -> str | None:
     name: str = document.get("default_model_filename", "")
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise ConfigError(
-            f"default_model_filename is '{name}'",
-            expected="a file in the version folder",
-        )
+    is_outside = path.is_absolute() or ".." in path.parts
+    refuse(is_outside, f"default_model_filename is '{name}'", "a file in the version folder")
     return name or None

@@ -105,10 +105,9 @@ def _parse_control(entry: Document) -> ControlInput:
         if control.get("kind") == "CONTROL_SEQUENCE_READY":
             idle = float(control[key][0])
     if dtype is None:
-        raise ConfigError(
-            f"the control input '{entry.get('name', '')}' has no type",
-            expected=f"{', '.join(_BOOLEANS)}, or a data_type for CONTROL_SEQUENCE_CORRID",
-        )
+        found = f"the control input '{entry.get('name', '')}' has no type"
+        expected = f"{', '.join(_BOOLEANS)}, or a data_type for CONTROL_SEQUENCE_CORRID"
+        raise ConfigError(found, expected=expected)
     return ControlInput(entry["name"], dtype, idle)
 
 
