@@ -102,15 +102,6 @@ def test_wrong_parameters(parameters: dict[str, Any], message: str) -> None:
 # --- sealed: what a request meets ------------------------------------------------------------
 
 
-def test_one_graph_serves_all_row_counts() -> None:
-    """Dimension 0 is marked as dynamic: one graph serves all row counts above 1."""
-    model = compiled(config({"backend": "eager"}), Scaled())
-    torch._dynamo.utils.counters.clear()
-    for rows in (8, 1, 2, 3, 4, 5, 6, 7):
-        model(torch.ones(rows, 4))
-    assert graphs() == 2
-
-
 def test_sealed_model_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """A shape outside the warm-up runs eagerly, and is logged once."""
     counts = Counts()

@@ -174,12 +174,7 @@ def test_context_of_each_step() -> None:
     events: list[str] = []
     model.failures.on_call = lambda: events.append("busy")
 
-    @contextlib.contextmanager
-    def around_call() -> Iterator[None]:
-        yield
-        events.append("idle")
-
-    streams = Streams(model, around_call)
+    streams = Streams(model, lambda: events.append("idle"))
     asyncio.run(streams.run(item(1), recorder))
     assert events == ["busy", "idle"] * (len(events) // 2)
     assert len(events) >= 2 * 3

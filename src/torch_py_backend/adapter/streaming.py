@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -67,14 +67,13 @@ class Streaming:
     ) -> None:
         self.engine = engine
         self.on_fatal = on_fatal
-        self._on_idle = on_idle
         self._profiler = profiler
         self._read: messages.Read = messages.read_kept
         if contexts is not None:
             self._read = messages.traced(self._read, contexts.carry, kept=True)
         # While `start` waits for it, Triton queues requests or sends them to other instances.
         self._slots = threading.BoundedSemaphore(engine.config.options.max_streams)
-        self.streams = Streams(engine, self._around_call)
+        self.streams = Streams(engine, on_idle, profiler)
         self._tasks: dict[_Client, asyncio.Task[None]] = {}
         self._loop = asyncio.new_event_loop()
         # The thread count is thread-local: a new thread starts with torch's default.
@@ -125,15 +124,6 @@ class Streaming:
                     )
             self._loop.run_until_complete(self._finish())
         self._loop.close()
-
-    @contextlib.contextmanager
-    def _around_call(self) -> Iterator[None]:
-        """Enter the context of one call of the model's code."""
-        try:
-            with self._profiler.batch() if self._profiler else contextlib.nullcontext():
-                yield
-        finally:
-            self._on_idle()
 
     def _refuse(self, error: Exception, client: _Client) -> None:
         client.end(self.engine.failures.unreadable(error))

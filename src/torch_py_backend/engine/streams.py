@@ -29,6 +29,7 @@ from torch import Tensor
 from torch_py_backend import composition, values
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
+from torch_py_backend.engine.profiling import Profiler
 from torch_py_backend.errors import (
     BackendError,
     CancelledError,
@@ -54,16 +55,11 @@ _TRIAL_RESPONSES = 3
 
 
 class Client(Protocol):
-    """Receives the responses of one stream.
-
-    Attributes:
-        refusal: why the stream's task was cancelled; None: it was not.
-    """
+    """Receives the responses of one stream. `refusal` says why its task was cancelled."""
 
     refusal: BackendError | None
 
-    def send(self, outcome: dict[str, Value], *, last: bool) -> None:
-        """Send one response."""
+    def send(self, outcome: dict[str, Value], *, last: bool) -> None: ...
 
 
 class _Waiting(NamedTuple):
@@ -83,18 +79,20 @@ class Streams:
         stepped: number of streams in all calls of step(); None: the module has none.
 
     Args:
-        around_call: returns a context manager that is entered around each call of the model's code.
+        on_idle: called after each call of the model's code.
+        profiler: profiles the first calls; None: they are not profiled.
     """
 
     def __init__(
         self,
         engine: Engine,
-        around_call: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+        on_idle: Callable[[], None] = lambda: None,
+        profiler: Profiler | None = None,
     ) -> None:
         self.live = 0
         self.stepped = None if engine.loaded.step is None else 0
         self._engine = engine
-        self._around_call = around_call
+        self._on_idle, self._profiler = on_idle, profiler
         self._waiting: list[_Waiting] = []
         self._call_step: Any = engine.loaded.step
         self._stages = engine.stages
@@ -156,10 +154,13 @@ class Streams:
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
         """Enter the context of a call of the model."""
-        with self._around_call():
-            self._engine.failures.on_call()
-            with self._engine.guard():
+        profiled = self._profiler.batch() if self._profiler else contextlib.nullcontext()
+        self._engine.failures.on_call()
+        try:
+            with profiled, self._engine.guard():
                 yield
+        finally:
+            self._on_idle()
 
     @contextlib.contextmanager
     def _advancing(self) -> Iterator[None]:
