@@ -115,8 +115,6 @@ def test_client(server: LocalServer) -> None:
     [
         ("module", {"z": [1.0]}, InputError, "it has no input z; expected names among x"),
         ("half", [[1.0]], InputError, "one value was given for the inputs x, factor; expected a"),
-        ("export", [["a"]], InputError, "input 'x' is <U1; expected values of FP32"),
-        ("texts", [[1.0]], InputError, "input 'text' is float64; expected values of BYTES"),
         ("texts", "one", InferenceServerException, "input 'text' has no shape"),
         ("module", [[1.0, 2.0]], InferenceServerException, "unexpected shape for input 'x'"),
         ("nothing", [[1.0]], InferenceServerException, "'nothing'"),
@@ -174,21 +172,6 @@ def test_model_that_does_not_load(tmp_path: Path) -> None:
     """The error is the server's own sentence, and nothing is left running."""
     repository = _repository(tmp_path / "models", "function", "syntax_error")
     _refuse("^model 'syntax_error': model.py fails at line .*SyntaxError", repository)
-
-
-def test_port_in_use(tmp_path: Path) -> None:
-    """A port that is taken is named, with what to do."""
-    repository = _repository(tmp_path / "models", "function")
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        _refuse(f"--grpc-port {port} .* Choose another port", repository, grpc_port=port)
-
-
-def test_nothing_to_serve(tmp_path: Path) -> None:
-    """What the command refuses is the message of the exception."""
-    _refuse("holds no models; expected folders with a config.pbtxt", tmp_path)
 
 
 def test_log_of_a_server_that_ends(tmp_path: Path) -> None:

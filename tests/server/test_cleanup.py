@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import living
 import psutil
 import pytest
 from processes import instance
 
 from torch_py_backend.server import cleanup
 from torch_py_backend.server.cleanup import ServerFolder
-
-_OWNER = """
-import os, subprocess, sys, time
-from pathlib import Path
-from torch_py_backend.processes import instance_status
-from torch_py_backend.server import cleanup
-cleanup.SHARED_MEMORY = Path(sys.argv[1])
-owner = cleanup.ServerFolder()
-if sys.argv[2] == "guarded":
-    owner.start_guard()
-environment = os.environ | {instance_status.VARIABLE: str(owner.status)}
-code = "import time; print(flush=True); time.sleep(1000)"
-sleeper = subprocess.Popen(
-    [sys.executable, "-c", code], env=environment, start_new_session=True, stdout=subprocess.PIPE
-)
-sleeper.stdout.readline()
-(cleanup.SHARED_MEMORY / (owner.prefix + "region")).write_bytes(b"?")
-(cleanup.SHARED_MEMORY / "another").write_bytes(b"?")
-guard = owner._guard.pid if owner._guard else 0
-print(owner.prefix, owner.path, sleeper.pid, guard, flush=True)
-time.sleep(1000)
-"""
 
 
 @pytest.fixture
@@ -53,18 +29,23 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "shm"
 
 
-def _start_owner(shared: Path, how: str) -> tuple[subprocess.Popen[str], str, Path, int, int]:
-    """Start a process that owns a server; return its prefix, folder, child and guard."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", _OWNER, str(shared), how], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    prefix, folder, child, guard = process.stdout.readline().split()
-    return process, prefix, Path(folder), int(child), int(guard)
+def _lock_no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS locks only files that are open for writing, and some file systems lock nothing."""
+    lock = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) and not operation & fcntl.LOCK_NB:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
 
 
-def test_an_owner_cleans_up(shared: Path) -> None:
+@pytest.mark.parametrize("locks", [True, False])
+def test_an_owner_cleans_up(locks: bool, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes, regions and the private folder are removed; `close` may be called twice."""
+    if not locks:
+        _lock_no_folders(monkeypatch)
     owner = ServerFolder()
     owner.start_guard()
     for folder in (owner.status, owner.path):
@@ -72,7 +53,7 @@ def test_an_owner_cleans_up(shared: Path) -> None:
     (shared / f"{owner.prefix}region").write_bytes(b"?")
     # A lock holds systemd-tmpfiles off, which removes old files in /tmp, see tmpfiles.d(5).
     descriptor = os.open(owner.path, os.O_RDONLY)
-    with pytest.raises(BlockingIOError):
+    with pytest.raises(BlockingIOError) if locks else contextlib.nullcontext():
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with instance(owner.status, "status.idle()") as process:
         owner.close()
@@ -81,22 +62,6 @@ def test_an_owner_cleans_up(shared: Path) -> None:
     os.close(descriptor)
     assert list(shared.iterdir()) == []
     assert not owner.path.exists()
-
-
-def test_a_folder_that_cannot_be_locked(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """NFS locks only files that are open for writing, and some file systems lock nothing."""
-    lock = fcntl.flock
-
-    def flock(descriptor: int, operation: int) -> None:
-        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EBADF, "Bad file descriptor")
-        lock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    owner = ServerFolder()
-    assert owner.status.is_dir()
-    owner.close()
-    assert list(shared.iterdir()) == []
 
 
 def test_shared_memory_that_cannot_be_written(
@@ -110,38 +75,27 @@ def test_shared_memory_that_cannot_be_written(
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_the_guard_cleans_up_after_its_owner() -> None:
-    """After kill -9 of the owner, no process, region or folder is left."""
-    process, prefix, folder, child, guard = _start_owner(cleanup.SHARED_MEMORY, "guarded")
-    regions = cleanup.SHARED_MEMORY
-    (regions / "another").unlink(missing_ok=True)  # other tests may run
-    assert list(regions.glob(f"{prefix}*"))
-    process.kill()
-    process.communicate()
-    assert living.pid_ends(guard)
-    assert living.pid_ends(child)
-    assert list(regions.glob(f"{prefix}*")) == []
-    assert not folder.exists()
-
-
 def test_a_sweep_cleans_up_without_guard(shared: Path) -> None:
     """If the guard was killed as well, the next server cleans up; live servers are kept."""
-    dead, prefix, folder, child, _ = _start_owner(shared, "alone")
-    alive, other, kept, sleeper, _ = _start_owner(shared, "alone")
-    dead.kill()
-    dead.communicate()
-    assert cleanup.sweep() == [prefix]
-    assert living.pid_ends(child)
-    assert not folder.exists()
-    assert kept.exists()
-    assert sorted(path.name for path in shared.iterdir()) == sorted(
-        ["another", f"{other}owner", f"{other}region"]
-    )
+    dead, alive = ServerFolder(), ServerFolder()
+    for owner in (dead, alive):
+        (shared / f"{owner.prefix}region").write_bytes(b"?")
+    (shared / "another").write_bytes(b"?")
+    while dead._locks:  # as the kernel does at its end
+        os.close(dead._locks.pop())
+    with (
+        instance(dead.status, "status.idle()") as orphan,
+        instance(alive.status, "status.idle()") as kept,
+    ):
+        assert cleanup.sweep() == [dead.prefix]
+        assert orphan.wait(30) == -signal.SIGKILL
+        assert kept.poll() is None
+    assert not dead.path.exists()
+    assert alive.path.exists()
+    names = ["another", f"{alive.prefix}owner", f"{alive.prefix}region"]
+    assert sorted(path.name for path in shared.iterdir()) == sorted(names)
     assert cleanup.sweep() == []
-    alive.kill()
-    alive.communicate()
-    assert cleanup.sweep() == [other]
-    assert living.pid_ends(sleeper)
+    alive.close()
 
 
 def _precious(path: Path) -> Path:

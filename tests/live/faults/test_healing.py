@@ -469,6 +469,7 @@ def test_serve_is_killed(tmp_path: Path) -> None:
             assert regions(prefix)
     with serve(tmp_path) as served:
         new_family, new_prefix = _one_hangs(served)
+        new_folder = Path(served.triton().cwd())
         # The next start removes what was left.
         assert regions(prefix) == []
         assert living.all_end(family)
@@ -477,7 +478,7 @@ def test_serve_is_killed(tmp_path: Path) -> None:
         served.process.kill()
         # The guard takes tritonserver and all instances along.
         assert living.all_end(new_family)
-        until(lambda: not regions(new_prefix), served)
+        until(lambda: not regions(new_prefix) and not new_folder.exists(), served)
 
 
 def _one_hangs(served: Supervised) -> tuple[list[psutil.Process], str]:
