@@ -242,15 +242,34 @@ def test_an_instance_that_fails(
         assert "in forward" in served.log.partition("Fatal Python error: Segmentation fault")[2]
 
 
-def test_a_part_of_an_ensemble(served: Supervised) -> None:
-    """The ensemble is not ready without it, and then serves again with it."""
-    until(lambda: served.ready("ensemble"), served)
-    _kill(served, served.stubs("victim"))
+def test_two_deaths_at_once(served: Supervised) -> None:
+    """Both models serve again; an ensemble is not ready without its part, and then with it."""
+    for name in ("ensemble", "stays"):
+        until(lambda name=name: served.ready(name), served)
+    _kill(served, [*served.stubs("victim"), *served.stubs("stays")])
     until(lambda: "SIGKILL" in _why(served, "victim"), served)
     needs = "needs the model 'victim', which does not serve"
     until(lambda: served.ask("/ready/ensemble")[1].get("reason") == needs, served)
     until(lambda: served.ready("ensemble"), served)
     assert served.infer("ensemble", 2.0) == [-2.0] * 4
+    until(lambda: served.ready("stays"), served)
+
+
+def test_a_server_that_does_not_answer(served: Supervised) -> None:
+    """It is not live, and no model is taken for dead or unloaded."""
+    for name in ("steady", "victim"):
+        until(lambda name=name: served.ready(name), served)
+    served.skip_log()
+    triton = served.triton()
+    triton.suspend()
+    try:
+        dead = {"live": False, "reason": "tritonserver does not answer"}
+        until(lambda: served.ask("/live") == (503, dead), served)
+    finally:
+        triton.resume()
+    until(lambda: served.ask("/live") == (200, {"live": True}), served)
+    assert served.infer("steady", 1.0) == [-1.0] * 4
+    assert not re.search("^(DOWN|RELEASED) +(steady|victim)", served.text, re.MULTILINE)
 
 
 def test_a_crash_loop_at_start_up(served: Supervised) -> None:
