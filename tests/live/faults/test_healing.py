@@ -244,8 +244,7 @@ def test_an_instance_that_fails(
 
 def test_two_deaths_at_once(served: Supervised) -> None:
     """Both models serve again; an ensemble is not ready without its part, and then with it."""
-    for name in ("ensemble", "stays"):
-        until(lambda name=name: served.ready(name), served)
+    until(lambda: served.ready("ensemble") and served.ready("stays"), served)
     _kill(served, [*served.stubs("victim"), *served.stubs("stays")])
     until(lambda: "SIGKILL" in _why(served, "victim"), served)
     needs = "needs the model 'victim', which does not serve"
@@ -257,8 +256,7 @@ def test_two_deaths_at_once(served: Supervised) -> None:
 
 def test_a_server_that_does_not_answer(served: Supervised) -> None:
     """It is not live, and no model is taken for dead or unloaded."""
-    for name in ("steady", "victim"):
-        until(lambda name=name: served.ready(name), served)
+    until(lambda: served.ready("victim"), served)
     served.skip_log()
     triton = served.triton()
     triton.suspend()
