@@ -17,8 +17,9 @@ from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import SaveError, a_type, join_names, summarize
 from torch_py_backend.loading.example_inputs import distinct_rows
 from torch_py_backend.pipeline import differences
-from torch_py_backend.signature import introspection, results
+from torch_py_backend.signature import introspection
 from torch_py_backend.signature.arguments import Passing, Signature, path_text
+from torch_py_backend.signature.results import bind_outputs, leaf_names
 from torch_py_backend.values import Item
 
 _BATCH_SIZE = 8
@@ -47,6 +48,7 @@ class Example:
         max_batch_size: that of config.pbtxt.
         arguments: those of forward(); None: hooks make them from the item.
         outputs: those of the module, on the CPU; empty with hooks.
+        output_entries: the outputs in config.pbtxt; empty: the model has to be run to know them.
     """
 
     item: Item
@@ -54,6 +56,7 @@ class Example:
     max_batch_size: int
     arguments: Arguments | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    output_entries: list[JsonObject] = field(default_factory=list)
 
     @property
     def rows(self) -> int:
@@ -81,7 +84,8 @@ def from_arguments(
     call = _call(signature, example_inputs)
     if by_name:
         call = _by_keyword(signature, call)
-    outputs = _outputs(module, call)
+    results = _run(module, call)
+    outputs = _tensors(results)
     item: Item = {}
     dynamic = {}
     for name, tensor, shape in _leaves(signature, call, dynamic_shapes):
@@ -102,7 +106,9 @@ def from_arguments(
     entries = _entries(item, dynamic, max_batch_size)
     if not max_batch_size:  # Triton has no tensors without dimensions
         outputs = {output: value.reshape(value.shape or 1) for output, value in outputs.items()}
-    return Example(item, entries, max_batch_size, call, outputs)
+    known = not any(dynamic.values()) and len(outputs) == len(results)
+    output_entries = _entries({**outputs}, {}, max_batch_size) if known else []
+    return Example(item, entries, max_batch_size, call, outputs, output_entries)
 
 
 def from_requests(example_inputs: object, max_batch_size: int | None) -> Example:
@@ -136,11 +142,11 @@ def from_requests(example_inputs: object, max_batch_size: int | None) -> Example
     return Example(item, _entries(item, {}, max_batch_size), max_batch_size)
 
 
-def _outputs(module: nn.Module, call: Arguments) -> dict[str, Tensor]:
-    """Call a module and return the outputs that are tensors, on the CPU.
+def _run(module: nn.Module, call: Arguments) -> dict[str, object]:
+    """Call a module and return its outputs by name.
 
     Raises:
-        SaveError: the call fails, or returns no tensors.
+        SaveError: the call fails.
     """
     args, kwargs = call.map(torch.clone)  # forward() may change them in place
     try:
@@ -151,16 +157,22 @@ def _outputs(module: nn.Module, call: Arguments) -> dict[str, Tensor]:
             f"example_inputs does not fit {declaration}: {summarize(error)}",
             expected=_KINDS,
         ) from error
-    names = results.leaf_names(result)
-    values = results.bind_outputs(names, result)(result)
+    names = leaf_names(result)
+    return dict(zip(names, bind_outputs(names, result)(result), strict=True))
+
+
+def _tensors(results: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return the outputs that are tensors, on the CPU.
+
+    Raises:
+        SaveError: there are none.
+    """
     outputs = {
-        name: value.detach().cpu()
-        for name, value in zip(names, values, strict=True)
-        if isinstance(value, Tensor)
+        name: value.detach().cpu() for name, value in results.items() if isinstance(value, Tensor)
     }
     if not outputs:
-        kind = a_type(result)
-        raise SaveError(f"forward() returns {kind} without tensors", expected="tensors")
+        types = join_names(map(a_type, results.values())) or "nothing"
+        raise SaveError(f"forward() returns {types}, without tensors", expected="tensors")
     return outputs
 
 
@@ -271,7 +283,7 @@ def _is_batch(
         # An example may have one row, or repeat it.
         batch = call.map(lambda value: distinct_rows(torch.cat([value, value])))
         together, first, last = (
-            _outputs(module, batch.map(itemgetter(rows)))
+            _tensors(_run(module, batch.map(itemgetter(rows))))
             for rows in (slice(None), slice(0, 1), slice(-1, None))
         )
     except (SaveError, RuntimeError):  # forward() takes no other number of rows

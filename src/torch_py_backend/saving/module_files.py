@@ -99,7 +99,7 @@ class ModuleFiles:
             config: Any = module.config
             entries = artifact_files.pretrained_inputs(config.to_dict(), names)
             if [entry["name"] for entry in entries] == names:
-                self.example = replace(self.example, entries=entries)
+                self.example = replace(self.example, entries=entries, output_entries=[])
 
     def _find_template(self) -> str | None:
         """Return the file with the hooks for the processor; None: the user's own hooks read it.

@@ -151,6 +151,7 @@ def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Docu
         **document,
         "max_batch_size": example.max_batch_size,
         "input": example.entries,
+        "output": example.output_entries,
         "parameters": pbtxt.parameters(artifact.parameters) | document["parameters"],
     }
     reference = str(folder.with_name("reference.pt")) if example.outputs else None
@@ -177,7 +178,8 @@ def complete_and_compare(arguments: Mapping[str, str], reference: str | None) ->
         As JSON: `config`, the complete config; `warnings`, those of the load.
     """
     config: JsonObject = json.loads(arguments["model_config"])
-    completion.fill(config, schema.describe(arguments))
+    if completion.is_incomplete(config):
+        completion.fill(config, schema.describe(arguments))
     conflicts.check_for_triton(config)
     complete = {**arguments, "model_config": json.dumps(config)}
     return {"config": config, "warnings": inspection.inspect(complete, reference)["warnings"]}
