@@ -7,6 +7,7 @@ import re
 import shlex
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.errors import ToolError, about
-from torch_py_backend.model_folders import artifact_files, creation
+from torch_py_backend.model_folders import archive, artifact_files, creation
 from torch_py_backend.model_folders.creation import FolderReport
 
 # NAME:TYPE:DIMS; DIMS are numbers separated by x.
@@ -73,11 +74,15 @@ def init(
     name = name or (absolute.name if absolute.is_dir() else absolute.stem)
     parent = repository or Path("models" if model_file.is_dir() else "")
     target = parent.absolute() / name
-    with about(name), artifact_files.opened(absolute, example) as artifact:
+    settings: dict[str, Any] = {}
+    with about(name), tempfile.TemporaryDirectory(prefix="torch-py-backend-") as scratch:
+        if absolute.suffix == ".mar":
+            absolute, settings = archive.unpack(absolute, Path(scratch))
+        artifact = artifact_files.find(absolute, example)
         if not creation.NAME.fullmatch(name):
             raise ToolError(f"--name is '{name}'; expected letters, digits, _, -, . and blanks.")
         transfer = os.symlink if link else shutil.copyfile
-        report = creation.create(target, artifact, entries, transfer, force=force)
+        report = creation.create(target, artifact, entries, transfer, settings, force=force)
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print(f"made {target}")
     for line in report.lines:

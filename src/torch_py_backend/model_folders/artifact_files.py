@@ -5,11 +5,8 @@ Imports no torch.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
-import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +14,6 @@ from typing import Any
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import discovery, file_types, source_dependencies
 from torch_py_backend.loading.file_types import FileType
-from torch_py_backend.model_folders import archive
 
 EXAMPLE = "example_inputs.safetensors"
 _SERVED_NAMES = {
@@ -39,7 +35,6 @@ class ArtifactFiles:
         files: source paths by their names in the version folder; the model file comes first.
         parameters: the options that the model needs in config.pbtxt.
         pretrained_config: the contents of config.json of transformers; empty for other artifacts.
-        settings: entries of config.pbtxt for a model with a batch dimension.
     """
 
     description: str
@@ -47,23 +42,6 @@ class ArtifactFiles:
     files: Mapping[str, Path]
     parameters: Mapping[str, str] = field(default_factory=dict)
     pretrained_config: Mapping[str, Any] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
-
-
-@contextlib.contextmanager
-def opened(path: Path, example: Path | None) -> Iterator[ArtifactFiles]:
-    """Find the files to serve as `find` does; those of a TorchServe archive end with the block.
-
-    Raises:
-        ArtifactError: the path is not an artifact that can be served.
-    """
-    if path.suffix != ".mar":
-        yield find(path, example)
-        return
-    with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
-        model_file, settings = archive.unpack(path, Path(folder))
-        artifact = find(model_file, example)
-        yield dataclasses.replace(artifact, settings=settings)
 
 
 def find(path: Path, example: Path | None) -> ArtifactFiles:

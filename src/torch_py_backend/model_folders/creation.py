@@ -10,9 +10,11 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import model_config, pbtxt, repository
@@ -45,6 +47,7 @@ def create(
     artifact: ArtifactFiles,
     inputs: Sequence[Document],
     transfer: Callable[[Path, Path], object],
+    settings: Mapping[str, Any] = types.MappingProxyType({}),
     *,
     force: bool = False,
 ) -> FolderReport:
@@ -55,6 +58,7 @@ def create(
         artifact: the files to serve.
         inputs: the inputs, as entries of config.pbtxt; empty: they come from the model.
         transfer: copies or links a file to a path.
+        settings: entries of config.pbtxt for a model with a batch dimension.
         force: replace a model folder that is there, as `new_folder` does.
 
     Raises:
@@ -69,7 +73,7 @@ def create(
         document = pbtxt.read(folder)
         document["input"] = list(inputs)
         document["parameters"] = pbtxt.parameters(artifact.parameters)
-        return _configure(folder, artifact, document)
+        return _configure(folder, artifact, document, settings)
 
 
 @contextlib.contextmanager
@@ -122,7 +126,9 @@ def _refuse(target: Path, linked: Sequence[Path], *, force: bool) -> None:
         raise ToolError(f"--link would link to files in {target}, which --force replaces.")
 
 
-def _configure(folder: Path, artifact: ArtifactFiles, document: JsonObject) -> FolderReport:
+def _configure(
+    folder: Path, artifact: ArtifactFiles, document: JsonObject, settings: Mapping[str, Any]
+) -> FolderReport:
     """Write config.pbtxt, as complete as the model allows, and load the model with it."""
     report = FolderReport([f"{artifact.title} is {artifact.description}"])
     given = document["input"]
@@ -140,7 +146,7 @@ def _configure(folder: Path, artifact: ArtifactFiles, document: JsonObject) -> F
     if file_types.is_cuda_package(folder / "1" / next(iter(artifact.files))):
         document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]
     if document["max_batch_size"]:
-        document.update(artifact.settings)
+        document.update(settings)
     document = config_text.write(folder, document, artifact.description, signature)
     if completion.is_incomplete(document):
         return report
