@@ -370,6 +370,8 @@ _USED = {
     "computed": _NOISE.format("self.linear.weight.sum()", False),
     "converted": "self.half = self.linear.weight.to(torch.float64)",
     "compared": "assert self.linear.weight.abs().max() <= 1",
+    "caught": "try:\n    self.noise = self.linear.weight.detach().abs()\n"
+    "except BaseException:\n    self.noise = torch.zeros(3, 3)",
     "fails without": "with torch.no_grad():\n"
     "    self.linear.weight.copy_(torch.full((3, 3), float('nan')))\n"
     "    self.linear.weight.normal_()\n"

@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from unittest import mock
 
 import safetensors.torch
@@ -202,6 +202,7 @@ class _SkipDraws(mapped_files.DispatchMode):
         super().__init__()
         # Tensors without values, by the identity of their storages.
         self._skipped: dict[int, Tensor] = {}
+        self._refused = False
 
     def __torch_dispatch__(
         self,
@@ -221,7 +222,7 @@ class _SkipDraws(mapped_files.DispatchMode):
             self._skipped[mapped_files.storage_id(target)] = target.detach()
             return target
         if (draws and self._skipped) or (not func.is_view and self.has_skipped(args, keywords)):
-            raise _UsedError
+            self.refuse()
         return func(*args, **keywords)
 
     def has_skipped(self, *values: object) -> bool:
@@ -232,11 +233,16 @@ class _SkipDraws(mapped_files.DispatchMode):
             for leaf in leaves
         )
 
+    def refuse(self) -> NoReturn:
+        """Raise `_UsedError`, and take note of it: the constructor may catch any exception."""
+        self._refused = True
+        raise _UsedError
+
     def all_replaced(self, built: object, saved: Callable[[], Mapping[str, object]]) -> bool:
-        """Return whether a file replaces all skipped values of a module."""
+        """Return whether a file replaces all skipped values of a module, and none was used."""
         if not self._skipped:
             return True
-        if not isinstance(built, nn.Module):
+        if self._refused or not isinstance(built, nn.Module):
             return False
         state = saved()
         replaced = {
@@ -266,5 +272,5 @@ class _RefuseReads(TorchFunctionMode):
     ) -> object:
         reads = func in (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
         if reads and self._skipping.has_skipped(args[0]):
-            raise _UsedError
+            self._skipping.refuse()
         return func(*args, **(kwargs or {}))
