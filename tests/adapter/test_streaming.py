@@ -224,17 +224,23 @@ def test_an_unexpected_exception_ends_a_stream(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client gets a final response, and the slot is released."""
-    served = _Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "1")))
-    monkeypatch.setattr(served.model._engine, "clean", lambda: 1 / 0)
-    for _ in range(2):
-        request = served.request(_X)
-        _leave_after(request, 3)
+    text = (
+        "from torch_py_backend.errors import CallError\n\n\ndef forward(x):\n    yield x\n"
+        "    if x > 1:\n        raise CallError('other', 'no', code='OF_NO_SERVER')\n"
+    )
+    served = _Served(tmp_path, _model(text, _parameter("MAX_STREAMS", "1")))
+    for value, cause in ((2, "OF_NO_SERVER"), (1, "ZeroDivisionError"), (2, "ZeroDivisionError")):
+        if cause == "ZeroDivisionError":
+            monkeypatch.setattr(served.model._engine, "clean", lambda: 1 / 0)
+        request = served.request({"x": streamed.floats(value)})
         served.start(request)
-        error = _ended(request)[-1].error()
-        assert error.code() == fake_triton.TritonError.INTERNAL
-        assert "ZeroDivisionError" in error.message()
+        assert _ended(request)[-1].error().code() == fake_triton.TritonError.INTERNAL
+        until(partial(_said, cause))
     until(lambda: _live() == 0)
-    assert any("ZeroDivisionError" in text for _, text in fake_triton.Logger.lines)
+
+
+def _said(cause: str) -> bool:
+    return any(cause in text for _, text in fake_triton.Logger.lines)
 
 
 def test_a_task_that_raises_system_exit(tmp_path: Path) -> None:
@@ -256,13 +262,18 @@ def test_a_task_that_raises_system_exit(tmp_path: Path) -> None:
     assert sum("has started raised SystemExit: 3" in text for text in logged("warn")) == 2
 
 
-def test_a_response_that_cannot_be_sent(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [(_ENDLESS, 3), ("def forward(x):\n    return x\n", 1)],
+    ids=["one of many", "the last"],
+)
+def test_a_response_that_cannot_be_sent(body: str, place: int, tmp_path: Path) -> None:
     """The stream ends with Triton's error."""
-    served = _Served(tmp_path, _model(_ENDLESS))
+    served = _Served(tmp_path, _model(body))
     request = served.request(_X)
 
     def refuse(count: int) -> None:
-        if count == 3:
+        if count == place:
             raise fake_triton.TritonModelException("no room")
 
     request.sender.arrived = refuse

@@ -23,6 +23,7 @@ from torch_py_backend.engine.tracing import TraceContexts
 from torch_py_backend.errors import (
     BackendError,
     CancelledError,
+    InternalError,
     OutputError,
     UnavailableError,
     summarize,
@@ -137,8 +138,13 @@ class Streaming:
         error = await self.streams.run(item, client)
         del self._tasks[client]
         self._slots.release()
-        if not client.ended:
+        if client.ended:
+            return
+        try:
             client.end(error)
+        except Exception as unexpected:  # such as an error with a code that Triton does not have
+            failure = self.engine.failures.classify(unexpected)
+            client.end(reported(InternalError(), failure.text))
 
     def _schedule_poll(self, client: _Client) -> None:
         delay = max(_POLL_S, _POLL_OF_EACH_S * len(self._tasks))
@@ -192,12 +198,12 @@ class _Client:
     def send(self, outcome: dict[str, Value], *, last: bool) -> None:
         """Send a response."""
         logs.end_if_orphaned()
-        self.ended = last
         try:
             response = messages.write(outcome, self._engine.config.name)
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL * last)
         except Exception as error:
             raise OutputError(f"the outputs cannot be sent: {summarize(error)}") from error
+        self.ended = last
         self._engine.counts.responses += 1
         if last:
             self._engine.counts.count_requests(OK)
