@@ -254,6 +254,7 @@ def example_inputs():
             ("x FP32 [4]", "double FP32 [4]; ids INT64 [1]", 8),
         ),
         ("float(x.sum())", "torch.rand(2)", ("x FP32 [2]", "OUTPUT__0 FP32 [1]", 0)),
+        ("x + 1", "torch.tensor(1.0)", ("x FP32 [1]", "OUTPUT__0 FP32 [1]", 0)),
         (
             "x @ table",
             "torch.rand(2, 4), 'table': torch.rand(4, 3)",

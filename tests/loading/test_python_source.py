@@ -239,6 +239,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (site / "__init__.py").write_text("")
     (site / "models.py").write_text(PACKAGE)
     (site / "failing.py").write_text("1 / 0\n")
+    (site / "exiting.py").write_text("raise SystemExit(3)\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     return "installed_package"
@@ -293,6 +294,7 @@ def test_from_pretrained(
             ".models:Missing",
             "MODEL_FACTORY is 'installed_package.models:Missing', which cannot be imp",
         ),
+        (".exiting:Net", "cannot be imported: SystemExit: 3"),
         (".failing:Net", "cannot be imported: ZeroDivisionError: division by zero"),
         (".models:broken", "with no arguments fails: ValueError: see readme.txt"),
         (".models:Net", "with {'width': 3} fails: TypeError: "),

@@ -294,3 +294,6 @@ def test_module_object(tmp_path: Path) -> None:
     (weight, _), (other, _) = first.weights, second.weights
     assert torch.equal(weight, other)
     assert weight is not other
+    source = "import threading\n\nfrom torch import nn\n\nnet = nn.Linear(2, 3)\n"
+    build.write(tmp_path, "model.py", f"{source}net.lock = threading.Lock()  # cannot be copied\n")
+    assert load(tmp_path, **options).module(X).shape == (1, 3)

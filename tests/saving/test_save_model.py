@@ -552,6 +552,8 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         "format is 'torchscript'; expected one of module, export, aoti. Use format=",
     ),
     "module": (lambda x: x, {}, SaveError, "module is a function; expected a torch.nn.Module"),
+    "rows": (models.Affine(), {"max_batch_size": -1}, SaveError, "max_batch_size is -1"),
+    "instances": (models.Affine(), {"instances": 0}, SaveError, "instances is 0"),
     "constructor": (
         Branches(2.0),
         {"example_inputs": _X, "format": "module"},
