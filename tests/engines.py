@@ -31,7 +31,7 @@ def engine(
     settings = build.config(**(free | overrides))
     loaded = Loaded(build.artifact(), function, introspection.from_function(function), owner, rows)
     surroundings = runtime.create(settings.options, torch.device("cpu"), ())
-    return Engine(settings, loaded, surroundings, build.artifact())
+    return Engine(settings, loaded, surroundings)
 
 
 def texts(*rows: Any) -> Any:

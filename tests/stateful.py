@@ -59,7 +59,7 @@ def engine(settings: ModelConfig, model: Callable[..., Any], device: str = "cpu"
     loaded = Loaded(build.artifact(), model, signature, module)
     surroundings = runtime.create(Options(), torch.device(device), ())
     settings = binding.with_controls(settings, signature)
-    return Engine(settings, loaded, surroundings, build.artifact())
+    return Engine(settings, loaded, surroundings)
 
 
 class Served:

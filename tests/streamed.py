@@ -41,7 +41,7 @@ def engine(
     )
     loaded = Loaded(build.artifact(), function, introspection.from_function(function), step=step)
     surroundings = runtime.create(Options(), torch.device("cpu"), ())
-    return Engine(settings, loaded, surroundings, build.artifact())
+    return Engine(settings, loaded, surroundings)
 
 
 def item(*values: float) -> dict[str, Value]:

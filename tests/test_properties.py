@@ -326,7 +326,7 @@ def _padded_engine(pad: Mapping[str, Any], rows: Rows) -> Engine:
     )
     loaded = Loaded(build.artifact(), _identity, Signature(_ARGUMENTS), None, rows)
     surroundings = runtime.create(Options(), torch.device("cpu"), ())
-    return Engine(settings, loaded, surroundings, build.artifact())
+    return Engine(settings, loaded, surroundings)
 
 
 @given(

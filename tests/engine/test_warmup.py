@@ -42,7 +42,7 @@ def engine(
     ]
     surroundings = runtime.create(config.options, torch.device("cpu"), [])
     loaded = Loaded(build.artifact(), forward, Signature(tuple(arguments), torchscript=torchscript))
-    return Engine(config, loaded, surroundings, build.artifact())
+    return Engine(config, loaded, surroundings)
 
 
 def batches(config: ModelConfig) -> list[Item]:

@@ -60,7 +60,7 @@ def engine(
     loaded = Loaded(build.artifact(), module, introspection.from_function(module), None, rows)
     device_runtime = runtime.create(settings.options, torch.device("cpu"), ())
     loaded_hooks = Hooks(**{name: hook(name, function) for name, function in hooks.items()})
-    return Engine(settings, loaded, device_runtime, build.artifact(), loaded_hooks)
+    return Engine(settings, loaded, device_runtime, loaded_hooks)
 
 
 def item(*rows: Any, parameters: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -168,7 +168,7 @@ class TritonPythonModel:
         self._modes.callback(self._engine.close)
         self._weights: sharing.MappedFiles | None = None
         if self._engine.sharing.mapped.shared:
-            self._weights = sharing.MappedFiles(self._engine.artifact.weight_files())
+            self._weights = sharing.MappedFiles(self._engine.loaded.artifact.weight_files())
 
     def _rebuild(self, share: threads.Threads) -> None:
         """Replace the model with one that was not called yet, which compiles nothing."""

@@ -13,7 +13,7 @@ from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import build, compilation, compile_cache, runtime, sharing
 from torch_py_backend.errors import BackendError
-from torch_py_backend.loading.discovery import Artifact, ArtifactType
+from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline import batches, run
@@ -50,11 +50,9 @@ class Engine:
         config: ModelConfig,
         loaded: Loaded,
         device_runtime: runtime.Runtime,
-        artifact: Artifact,
         hooks: Hooks | None = None,
     ) -> None:
         self.config = config
-        self.artifact = artifact
         self.loaded = loaded
         self.hooks = hooks
         self.device, self.guard = device_runtime.device, device_runtime.guard

@@ -87,4 +87,4 @@ def _engine(
         # A call ends by selecting the thread's GPU again, which takes memory of it. KIND_MODEL has
         # selected none: that would be GPU 0.
         torch.cuda.set_device(device_runtime.device)
-    return Engine(config, loaded, device_runtime, artifact, user_hooks.load(config, artifact))
+    return Engine(config, loaded, device_runtime, user_hooks.load(config, artifact))

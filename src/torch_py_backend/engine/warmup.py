@@ -202,7 +202,7 @@ def _may_fail(engine: Engine, error: BackendError) -> bool:
         and engine.failures.fatal is None
         # Other instances read the same memory: the warm-up must show that the model does not write.
         and not sharing.requested(engine.config)
-        and not example_inputs.find(engine.config, engine.artifact)
+        and not example_inputs.find(engine.config, engine.loaded.artifact)
     )
 
 
@@ -228,7 +228,7 @@ def batches(engine: Engine, row_counts: Sequence[int | None] = ()) -> Iterator[I
 def _example(engine: Engine) -> Item:
     """Return the example values that fit the config."""
     config = engine.config
-    example = example_inputs.find(config, engine.artifact) or {}
+    example = example_inputs.find(config, engine.loaded.artifact) or {}
     fitting = {}
     for spec in config.inputs:
         value = example.get(spec.name)
