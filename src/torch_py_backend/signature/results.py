@@ -87,6 +87,8 @@ def bind_outputs(
     in_order = [leaf.path for leaf in bound] == [f"RESULT[{index}]" for index in range(count)]
     if isinstance(result, tuple | list) and len(result) == count and in_order:
         return partial(_whole, count)
+    if [leaf.path for leaf in bound] == ["RESULT"]:
+        return lambda result: (result,)
     getters = [leaf.get for leaf in bound]
     return lambda result: [get(result) for get in getters]
 
