@@ -35,25 +35,61 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class LocalServer:
-    """A server on this machine, as a context manager; see `serve`.
+    """A server on this machine that serves a model repository, for a `with` block.
+
+        with torch_py_backend.serve("models") as server:
+            outputs = server.infer("net", x)
+
+    The block begins when every model is READY. The server ends with the block, and with this
+    process if it is killed. Models that die meanwhile are reloaded.
+
+    Args:
+        repository: the model repository: a folder, or the URL of one in an object store.
+        http_port: the port for HTTP; 0 takes a free one, here and below.
+        grpc_port: the port for gRPC.
+        metrics_port: the port for the metrics.
+        reload: whether models are reloaded when their files change.
+        allow_empty: whether the repository may be without models.
+        cache: the folder for what is fetched from a URL; None: ~/.cache/torch-py-backend.
+        tritonserver: the tritonserver to use; None: search for one.
+        arguments: more arguments for tritonserver itself.
+        timeout: seconds until every model is READY.
 
     Attributes:
         repository: the absolute path or the URL of the model repository.
         http_address: host and port of the HTTP endpoint; empty: the server does not run.
         grpc_address: host and port of the gRPC endpoint.
         metrics_address: host and port of the Prometheus metrics.
+
+    Raises:
+        ToolError: on entering the block: there is no server, a port is in use, or a model does
+            not load; with the server's own sentence.
     """
 
     def __init__(
         self,
         repository: str | os.PathLike[str],
-        timeout: float,
+        *,
+        http_port: int = 0,
+        grpc_port: int = 0,
+        metrics_port: int = 0,
+        reload: bool = False,
+        allow_empty: bool = False,
         cache: Path | None = None,
-        **options: Any,
+        tritonserver: Path | None = None,
+        arguments: Sequence[str] = (),
+        timeout: float = 600.0,
     ) -> None:
         is_url = "://" in str(repository)
         self.repository = str(repository) if is_url else str(Path(repository).absolute())
-        self._timeout, self._cache, self._options = timeout, cache, options
+        self._timeout, self._cache = timeout, cache
+        self._options: dict[str, Any] = {
+            "ports": (http_port, grpc_port, metrics_port, 0),
+            "reload": reload,
+            "allow_empty": allow_empty,
+            "tritonserver": tritonserver,
+            "arguments": arguments,
+        }
         self._stack = contextlib.ExitStack()
         self._ended = threading.Event()
         self._serving: Serving | None = None
@@ -242,53 +278,7 @@ class LocalServer:
             )
 
 
-def serve(
-    repository: str | os.PathLike[str],
-    *,
-    http_port: int = 0,
-    grpc_port: int = 0,
-    metrics_port: int = 0,
-    reload: bool = False,
-    allow_empty: bool = False,
-    cache: Path | None = None,
-    tritonserver: Path | None = None,
-    arguments: Sequence[str] = (),
-    timeout: float = 600.0,
-) -> LocalServer:
-    """Serve a model repository until the end of a `with` block.
-
-        with torch_py_backend.serve("models") as server:
-            outputs = server.infer("net", x)
-
-    The block begins when every model is READY. The server ends with the block, and with this
-    process if it is killed. Models that die meanwhile are reloaded.
-
-    Args:
-        repository: the model repository: a folder, or the URL of one in an object store.
-        http_port: the port for HTTP; 0 takes a free one, here and below.
-        grpc_port: the port for gRPC.
-        metrics_port: the port for the metrics.
-        reload: whether models are reloaded when their files change.
-        allow_empty: whether the repository may be without models.
-        cache: the folder for what is fetched from a URL; None: ~/.cache/torch-py-backend.
-        tritonserver: the tritonserver to use; None: search for one.
-        arguments: more arguments for tritonserver itself.
-        timeout: seconds until every model is READY.
-
-    Raises:
-        ToolError: on entering the block: there is no server, a port is in use, or a model does
-            not load; with the server's own sentence.
-    """
-    return LocalServer(
-        repository,
-        timeout,
-        cache,
-        ports=(http_port, grpc_port, metrics_port, 0),
-        reload=reload,
-        allow_empty=allow_empty,
-        tritonserver=tritonserver,
-        arguments=arguments,
-    )
+serve = LocalServer
 
 
 def _remove(folder: str, _type: object, error: BaseException | None, _trace: object) -> None:

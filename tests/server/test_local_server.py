@@ -42,7 +42,7 @@ class _Echo:
 
 
 def _sent(datatype: str, value: object) -> NDArray[Any]:
-    server = LocalServer("models", 1)
+    server = LocalServer("models")
     server.__dict__["client"] = _Echo(datatype)
     return server.infer("net", value)["x"]
 
@@ -90,7 +90,7 @@ def test_values_that_do_not_fit(datatype: str, value: object, says: str) -> None
 
 def test_a_supervisor_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     """The log says that models are not loaded again."""
-    server, process = LocalServer("models", 1), SimpleNamespace(poll=lambda: None)
+    server, process = LocalServer("models"), SimpleNamespace(poll=lambda: None)
     server._ended.clear()
     serving: Any = SimpleNamespace(server=SimpleNamespace(process=process), step=lambda: 1 / 0)
     server._supervise(serving)
@@ -99,7 +99,7 @@ def test_a_supervisor_that_fails(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_before_the_start() -> None:
     """Requests and addresses are errors that say what to do; `repr` and `stop` are none."""
-    server = LocalServer("models", 1)
+    server = LocalServer("models")
     for use in (
         lambda: server.infer("net", [1.0]),
         lambda: next(server.stream("net", [1.0])),

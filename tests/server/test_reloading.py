@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ class Fake:
     def __init__(self, path: Path, *names: str) -> None:
         self.now = 0.0
         self.loads: list[str] = []
-        self.refusal = ""
         self.events: list[Event] = []
         self.pending: list[FakeCall] = []
         self.reloader = Reloader(
@@ -43,7 +41,7 @@ class Fake:
             self.now += 0.2
             self.reloader.step()
             for load in self.pending:
-                load.end(self.refusal)
+                load.end()
             self.pending.clear()
         return list(self.events)
 
@@ -116,19 +114,6 @@ def test_a_new_model(repository: Path) -> None:
         _write(repository / "shapes" / "1" / f"part{number}.py", "1")
     names = "1/part0.py, 1/part1.py, 1/part2.py and 2 more"
     assert server.run(5) == [_changed("shapes", names), _ready("shapes")]
-
-
-def test_a_load_that_fails(repository: Path) -> None:
-    """The reason is reported; the next change is the next attempt."""
-    server = Fake(repository)
-    server.refusal = "load failed for model 'digits': version 1 is at UNAVAILABLE state: no such;"
-    os.utime(repository / "digits" / "1" / "model.py", (1, 1))
-    failed = Event("FAILED", "digits", "no such")
-    assert server.run(5) == [_changed("digits", "1/model.py"), failed]
-    server.refusal = ""
-    _write(repository / "digits" / "1" / "model.py", "right")
-    assert server.run(5) == [_changed("digits", "1/model.py"), _ready("digits")]
-    assert server.loads == ["digits", "digits"]
 
 
 def test_one_load_at_a_time(repository: Path) -> None:

@@ -403,9 +403,8 @@ def test_an_unload_that_fails() -> None:
     server.after(3, "READY a 1", "unload a, load a")
 
 
-@pytest.mark.parametrize("cascades", [True, False])
-def test_an_ensemble_is_loaded_again_with_its_part(cascades: bool) -> None:
-    """Triton unloads an ensemble with its part, and usually loads it with it."""
+def test_an_ensemble_that_triton_does_not_load_with_its_part() -> None:
+    """Triton unloads it with its part, and usually loads it with it: else the supervisor does."""
     server = _serving("a", "e", ensembles={"e": "a"})
     server.die("a")
     server.pending = []
@@ -414,15 +413,10 @@ def test_an_ensemble_is_loaded_again_with_its_part(cascades: bool) -> None:
     server.step()
     needs = {"a": "is being loaded: was killed", "e": "needs the model 'a', which does not serve"}
     server.expect("DOWN a", "unload a", needs)
-    if cascades:
-        server.states["e"] = _READY
     server.pending.pop()()
     server.pending = None
     server.step(4)
-    if cascades:
-        server.expect("READY a 1", "load a")
-    else:
-        server.expect("READY a 1, READY e 1", "load a, load e")
+    server.expect("READY a 1, READY e 1", "load a, load e")
     server.withdraw("a")
     server.after(1, "RELEASED a, RELEASED e")
 
@@ -473,25 +467,6 @@ def test_a_server_that_does_not_answer() -> None:
 
 
 # --- loads and unloads by users --------------------------------------------------------------
-
-
-def test_users_may_unload_and_load() -> None:
-    """A model that a user unloads is not loaded again; one that a user loads is monitored."""
-    server = _serving("a", "b")
-    server.withdraw("a")
-    server.after(1, "RELEASED a")
-    assert server.supervisor.snapshot.models == {"b": ""}
-    server.start("a")
-    server.start("c")
-    server.after(1, "READY a 1, READY c 1")
-    server.start("d")  # it dies in the same step: it is found before its death is handled
-    for name in "acd":
-        server.die(name)
-    server.after(
-        0.4,
-        "DOWN a, DOWN c, READY d 1, DOWN d, READY a 1, READY c 1, READY d 1",
-        "unload a, unload c, unload d, load a, load c with 1 rows, load d with 1 rows",
-    )
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -572,17 +547,6 @@ def test_a_user_s_load_that_is_refused() -> None:
     server.after(1, "READY a 1")
 
 
-def test_a_user_s_load_that_dies() -> None:
-    """It is reported; what serves is not touched, and the first load of a model may fail, too."""
-    server = _serving("a")
-    server.die("unknown")  # Triton reports other deaths
-    server.after(0.3)
-    for model in ("a", "unknown"):
-        server.die(model, _TIMEOUT, InstanceState.LOADING)
-        server.after(2, f"FAILED {model}")
-        assert server.supervisor.snapshot.models == {"a": ""}
-
-
 def test_a_user_s_load_that_dies_when_nothing_serves() -> None:
     """Until it ends, the model is being loaded; then the reason is that of the death."""
     server = _serving("a")
@@ -653,16 +617,3 @@ def test_a_load_that_never_ends() -> None:
     load()
     server.after(0.1, "GIVEN UP a", "load a", {"a": f"stays down: its load {_TIMEOUT}; {_STUCK}"})
     assert server.supervisor.initial_loads_done
-
-
-def test_a_death_that_triton_does_not_notice() -> None:
-    """A model whose config was being completed is given up at once, not after the time limit."""
-    server, load = _loading()
-    server.pids.clear()
-    server.die("a", "was ended by SIGKILL", InstanceState.COMPLETING)
-    server.step()
-    given_up = {"a": f"stays down: was ended by SIGKILL; {_STUCK}"}
-    server.expect("GIVEN UP a", "", given_up)
-    server.refusals["a"] = _TIMED_OUT
-    load()
-    server.after(0.1, "", "load a", given_up)
