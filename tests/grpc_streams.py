@@ -9,6 +9,8 @@ from typing import Any
 
 import grpc
 import tritonclient.grpc
+from scenarios import assert_close
+from streamed import Stream
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 from tritonclient.utils import np_to_triton_dtype
 
@@ -54,6 +56,23 @@ def responses(call: Any) -> Iterator[dict[str, Any] | str]:
             continue
         result = tritonclient.grpc.InferResult(message.infer_response)
         yield {one.name: result.as_numpy(one.name) for one in message.infer_response.outputs}
+
+
+def check(client: Client, model: str, stream: Stream) -> None:
+    """A stream has the responses, and then the error, that the table has."""
+    answers = list(responses(client.ask(model, stream.inputs)))
+    if stream.error is not None:
+        message = answers.pop()
+        assert isinstance(message, str)
+        assert all(part in message for part in stream.error.says), message
+        assert not any(part in message for part in stream.error.hides), message
+    assert len(answers) == len(stream.responses)
+    for response, expected in zip(answers, stream.responses, strict=True):
+        assert isinstance(response, dict), response
+        assert response.keys() == expected.keys()
+        for name, value in expected.items():
+            assert response[name].shape == value.shape
+            assert_close(response[name], value)
 
 
 def metric(server: Server, name: str, model: str) -> float:

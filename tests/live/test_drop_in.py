@@ -1,8 +1,8 @@
 """Repositories written for Triton's C++ LibTorch backend and its Python runtime, served unchanged.
 
-`install --name pytorch` puts our backend where Triton looks for LibTorch's. The first config below
-is in the manner of Triton's documentation, the second that of its PyTorch tutorial; the network has
-the sizes of ResNet-50. After them come small models, one for each thing that such repositories do.
+`install --name pytorch` puts our backend where Triton looks for LibTorch's. The first two configs
+are in the manner of Triton's documentation and of its PyTorch tutorial; the others have one each of
+the things that such repositories do.
 
 `backend: "python"` with `platform: "pytorch"`, the other way to ask for the Python runtime, is not
 here: Triton gives such a model to its Python backend, and none of ours is asked.
@@ -10,30 +10,25 @@ here: Triton gives such a model to its Python backend, and none of ours is asked
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pytest
 import scenarios
 import torch
 from scenarios import Call, Scenario, floats, tensor
-from serving import Serving, infer_inputs
-from serving import running as started
+from serving import Serving, asked, until
 from torch import Tensor, nn
-from tritonclient import grpc, http
 from typer.testing import CliRunner
 
 from torch_py_backend import cli
-from torch_py_backend.server import triton_installation, tritonserver
+from torch_py_backend.server import triton_installation
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
-LIBTORCH = """
+_LIBTORCH = """
 name: "resnet50"
 platform: "pytorch_libtorch"
 max_batch_size: 8
@@ -41,7 +36,7 @@ input [
   {
     name: "input__0"
     data_type: TYPE_FP32
-    dims: [ 3, 224, 224 ]
+    dims: [ 3, 32, 32 ]
   }
 ]
 output [
@@ -52,8 +47,7 @@ output [
   }
 ]
 """
-
-TUTORIAL = """
+_TUTORIAL = """
 name: "resnet50_tutorial"
 platform: "pytorch_libtorch"
 max_batch_size : 0
@@ -61,8 +55,8 @@ input [
   {
     name: "input__0"
     data_type: TYPE_FP32
-    dims: [ 3, 224, 224 ]
-    reshape { shape: [ 1, 3, 224, 224 ] }
+    dims: [ 3, 32, 32 ]
+    reshape { shape: [ 1, 3, 32, 32 ] }
   }
 ]
 output [
@@ -74,10 +68,6 @@ output [
   }
 ]
 """
-
-CONFIGS = {"resnet50": LIBTORCH, "resnet50_tutorial": TUTORIAL}
-
-pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
 # --- small models ------------------------------------------------------------------------------
@@ -128,6 +118,19 @@ class Parser(nn.Module):
         return torch.tensor([int(text) for text in texts])
 
 
+class Network(nn.Module):
+    """Has inputs and outputs like a ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 8, 16, 16)
+        self.linear = nn.Linear(8 * 2 * 2, 1000)
+
+    def forward(self, images: Tensor) -> Tensor:
+        result: Tensor = self.linear(self.convolution(images).flatten(1))
+        return result
+
+
 class Window(nn.Module):
     """The made-up values of the warm-up are shorter than the kernel."""
 
@@ -172,6 +175,12 @@ def libtorch(*tensors: str, first: str = 'platform: "pytorch_libtorch"', **param
     return "\n".join(lines) + "\n"
 
 
+def _traced(folder: Path) -> None:
+    torch.jit.trace(seeded(Network), torch.zeros(1, 3, 32, 32)).save(folder / "model.pt")
+
+
+IMAGES = floats(3, 3, 32, 32, seed=4)
+(LOGITS,) = eager(Network, torch.from_numpy(IMAGES))
 A, B = floats(3, 4), floats(3, 4, seed=1)
 LONG = floats(2, 16, seed=3)
 MIXED = dict(
@@ -195,7 +204,19 @@ EVERY_PARAMETER = {
     "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
 }
 
-FEATURES = (
+TABLE = (
+    Scenario(
+        "resnet50",
+        _traced,
+        _LIBTORCH,
+        tuple(Call({"input__0": IMAGES[:n]}, {"output__0": LOGITS[:n]}) for n in (1, 3)),
+    ),
+    Scenario(  # reshape gives a model without batches its batch dimension
+        "resnet50_tutorial",
+        _traced,
+        _TUTORIAL,
+        (Call({"input__0": IMAGES[1]}, {"output__0": LOGITS[1].reshape(1, 1000, 1, 1)}),),
+    ),
     Scenario(
         "python_runtime_options",
         scenarios.both(
@@ -279,169 +300,61 @@ FEATURES = (
 )
 # As users of AOTInductor write it. docs/migrate.md says what to change: then it is a config
 # as any other.
-AOTI = libtorch(TWO_INPUTS, TWO_OUTPUTS, first='backend: "pytorch"\nplatform: "torch_aoti"')
-BY_NAME = {one.name: one for one in FEATURES}
-
-
-@pytest.fixture(scope="module")
-def network() -> nn.Module:
-    """A network with the inputs and outputs of ResNet-50."""
-    return seeded(
-        lambda: nn.Sequential(nn.Conv2d(3, 8, 16, 16), nn.Flatten(), nn.Linear(8 * 14 * 14, 1000))
-    )
-
-
-@pytest.fixture(scope="module")
-def images() -> Array:
-    return np.random.default_rng(0).standard_normal((3, 3, 224, 224), dtype=np.float32)
-
-
-@pytest.fixture(scope="module")
-def expected(network: nn.Module, images: Array) -> Array:
-    with torch.inference_mode():
-        logits: Array = network(torch.from_numpy(images)).numpy()
-    # Else mixed-up rows would pass for right ones.
-    assert not np.allclose(logits[0], logits[1], rtol=1e-2, atol=1e-4)
-    return logits
-
-
-@pytest.fixture(scope="module")
-def repository(tmp_path_factory: pytest.TempPathFactory, network: nn.Module) -> Path:
-    """One traced file in three models, and the small ones."""
-    root = tmp_path_factory.mktemp("drop_in") / "repository"
-    traced = torch.jit.trace(network, torch.zeros(1, 3, 224, 224), check_trace=False)
-    first: Path | None = None
-    for name, config in CONFIGS.items():
-        version = root / name / "1"
-        version.mkdir(parents=True)
-        (root / name / "config.pbtxt").write_text(config, encoding="utf-8")
-        if first is None:
-            first = version / "model.pt"
-            traced.save(first)
-        else:
-            os.link(first, version / "model.pt")
-    for feature in FEATURES:
-        feature.lay_out(root)
+AOTI = Scenario(
+    "aoti",
     # Of any kind: Triton refuses the platform before a backend sees the model.
-    Scenario("aoti", scenarios.script(seeded(Mixer)), AOTI).lay_out(root)
-    return root
+    scenarios.script(seeded(Mixer)),
+    libtorch(TWO_INPUTS, TWO_OUTPUTS, first='backend: "pytorch"\nplatform: "torch_aoti"'),
+)
 
 
 @pytest.fixture(scope="module")
-def backends(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A server's backend folder, ours in it under both names; LibTorch's is not there."""
-    folder = tmp_path_factory.mktemp("server") / "backends"
-    triton_installation.populate_backends(triton_installation.find(), folder)
-    command = ["install", "--backend-dir", str(folder), "--name", "pytorch"]
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    """A server with our backend under both names; LibTorch's is not there."""
+    folder = tmp_path_factory.mktemp("drop_in")
+    backends = folder / "backends"
+    triton_installation.populate_backends(triton_installation.find(), backends)
+    command = ["install", "--backend-dir", str(backends), "--name", "pytorch"]
     result = CliRunner().invoke(cli.commands, command)
     assert result.exit_code == 0, result.output
-    assert {entry.name for entry in folder.iterdir()} == {"python", "pytorch", "pytorch_py"}
-    return folder
-
-
-@pytest.fixture(scope="module")
-def running(repository: Path, backends: Path) -> Iterator[tritonserver.Server]:
+    assert {entry.name for entry in backends.iterdir()} == {"python", "pytorch", "pytorch_py"}
+    for scenario in (*TABLE, AOTI):
+        scenario.lay_out(folder / "repository")
     with pytest.MonkeyPatch.context() as patch:
         # These configs leave the device to Triton; a GPU would round differently.
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        with started(repository.parent, f"--backend-directory={backends}") as one:
-            ready = {state.name for state in one.models() if state.ready}
-            assert ready - {"aoti"} == {*CONFIGS, *BY_NAME}
-            yield one
+        with asked(folder, f"--backend-directory={backends}") as running:
+            yield running
 
 
-def over_http(running: tritonserver.Server, model: str, images: Array) -> Array:
-    with http.InferenceServerClient(running.http_address) as client:
-        return infer(http, client, model, images)
-
-
-def over_grpc(running: tritonserver.Server, model: str, images: Array) -> Array:
-    with grpc.InferenceServerClient(running.grpc_address) as client:
-        return infer(grpc, client, model, images)
-
-
-def infer(protocol: Any, client: Any, model: str, images: Array) -> Array:
-    inputs = infer_inputs(protocol, {"input__0": images})
-    logits: Array = client.infer(model, inputs).as_numpy("output__0")
-    return logits
-
-
-Ask: TypeAlias = Callable[[tritonserver.Server, str, Array], Array]
-both_protocols = pytest.mark.parametrize("ask", [over_http, over_grpc])
-
-
-def test_config_without_our_name_is_triton_s_pytorch_backend(running: tritonserver.Server) -> None:
-    with http.InferenceServerClient(running.http_address) as client:
-        chosen = {name: client.get_model_config(name)["backend"] for name in CONFIGS}
-    assert chosen == {
-        "resnet50": "pytorch",
-        "resnet50_tutorial": "pytorch",
-    }
-
-
-@both_protocols
-@pytest.mark.parametrize("rows", [1, 3])
-def test_batches_are_answered_as_by_the_network_itself(
-    running: tritonserver.Server, images: Array, expected: Array, rows: int, ask: Ask
-) -> None:
-    logits = ask(running, "resnet50", images[:rows])
-    np.testing.assert_allclose(logits, expected[:rows], rtol=1e-4, atol=1e-6)
-
-
-@both_protocols
-def test_reshape_gives_a_model_without_batches_its_batch_dimension(
-    running: tritonserver.Server, images: Array, expected: Array, ask: Ask
-) -> None:
-    logits = ask(running, "resnet50_tutorial", images[1])
-    assert logits.shape == (1, 1000, 1, 1)
-    np.testing.assert_allclose(logits[:, :, 0, 0], expected[1:2], rtol=1e-4, atol=1e-6)
-
-
-@pytest.fixture(scope="module")
-def serving(running: tritonserver.Server, repository: Path) -> Iterator[Serving]:
-    log = repository.parent / "server.log"
-    with (
-        http.InferenceServerClient(running.http_address) as over_http,
-        grpc.InferenceServerClient(running.grpc_address) as over_grpc,
-    ):
-        yield Serving(running, {}, over_http, over_grpc, log)
-
-
-@pytest.mark.parametrize("protocol", ["http", "grpc"])
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda one: one.name)
-def test_a_repository_s_own_way_is_served_as_it_is(
-    serving: Serving, feature: Scenario, protocol: str
-) -> None:
-    assert serving.http.get_model_config(feature.name)["backend"] == "pytorch"
-    for call in feature.calls:
-        serving.check(protocol, feature.name, call)
-    for batch in feature.batches:
-        serving.check_together(feature.name, batch)
-    for part in feature.logs:
+@pytest.mark.parametrize("scenario", TABLE, ids=lambda one: one.name)
+def test_a_repository_s_own_way_is_served_as_it_is(scenario: Scenario, serving: Serving) -> None:
+    """A config without our name reaches this backend, which answers as the network itself."""
+    state = serving.states[scenario.name]
+    assert state.ready, state.reason
+    assert serving.http.get_model_config(scenario.name)["backend"] == "pytorch"
+    for call in scenario.calls:
+        serving.check("http", scenario.name, call)
+    for part in scenario.logs:
         serving.until_logged(part)
 
 
 def test_the_platform_torch_aoti(serving: Serving) -> None:
     """Servers that do not know it refuse it themselves."""
     refused = "unexpected 'platform' and 'backend' pair, got:torch_aoti, pytorch"
-    ready = {state.name for state in serving.server.models() if state.ready}
-    assert refused in serving.log or "aoti" in ready
+    assert refused in serving.log or serving.states["aoti"].ready
 
 
 def test_requests_of_one_batch_get_their_own_strings(serving: Serving) -> None:
     """With LibTorch every request in a batch gets the first one's."""
-    calls = [said(["a"]), said(["bcd", "ef"])]
-    before = executions(serving, "strings")
-    with ThreadPoolExecutor(len(calls)) as clients:
-        list(clients.map(lambda call: serving.check("grpc", "strings", call), calls))
-    assert executions(serving, "strings", before + 1) == before + 1
+    rows, executions = _counts(serving)
+    serving.check_together("strings", [said(["a"]), said(["bcd", "ef"])])
+    # Triton counts a batch after it has answered it.
+    until(lambda: _counts(serving)[0] == rows + 3)
+    assert _counts(serving)[1] == executions + 1
 
 
-def executions(serving: Serving, model: str, least: int = 0) -> int:
-    """Calls of a model, once they stand still: Triton counts a batch after it has answered it."""
-    seen: list[int] = []
-    while len(seen) < 2 or seen[-1] != seen[-2] or seen[-1] < least:
-        (statistics,) = serving.grpc.get_inference_statistics(model).model_stats
-        seen.append(statistics.execution_count)
-        time.sleep(0.5)
-    return seen[-1]
+def _counts(serving: Serving) -> tuple[int, int]:
+    """Return the rows of the model `strings` that were answered, and its executions."""
+    (statistics,) = serving.grpc.get_inference_statistics("strings").model_stats
+    return statistics.inference_count, statistics.execution_count

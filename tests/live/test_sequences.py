@@ -24,7 +24,7 @@ _STEPS = 12
 _TWO = "instance_group [{ kind: KIND_CPU count: 2 }]\n"
 # A machine that does several things at once may keep a step waiting for seconds.
 _PATIENT, _IDLE = (
-    f"max_sequence_idle_microseconds: {microseconds}" for microseconds in (60_000_000, 6_000_000)
+    f"max_sequence_idle_microseconds: {microseconds}" for microseconds in (60_000_000, 1_000_000)
 )
 
 
@@ -106,36 +106,9 @@ def test_many_sequences_at_once(model: str, client: Any) -> None:
     client.stop_stream()
 
 
-@pytest.mark.parametrize("model", ["direct", "oldest"])
-def test_out_of_order(model: str, client: Any) -> None:
-    """A step without a beginning is refused with the flag that it lacks; others are answered."""
-    assert _ask(client, model, 5, 1, "s") == 1
-    for name in (77, "seventy-seven"):
-        with pytest.raises(InferenceServerException, match=f"sequence {name} .*START flag"):
-            _ask(client, model, name, 1)
-    assert _ask(client, model, 5, 2, "e") == 3
-    with pytest.raises(InferenceServerException, match=r"sequence 5 .*START flag"):
-        _ask(client, model, 5, 1)
-    with pytest.raises(InferenceServerException, match="non-zero or non-empty correlation ID"):
-        client.infer(model, _inputs(1))
-    assert _ask(client, model, 5, 7, "s") == 7
-    assert _ask(client, model, 5, 7, "s") == 7
-    assert _ask(client, model, 5, 7, "e") == 14
-
-
 def _await_sequences(server: Server, model: str, sequences: int) -> None:
-    """Wait until so many sequences are counted over all instances."""
-    serving.until(lambda: metric(server, "pytorch_py_sequences", model) == sequences)
-
-
-def test_live_sequences_are_counted(server: Server, client: Any) -> None:
-    """A metric has the number of sequences over all instances."""
-    for name in range(1, 6):
-        _ask(client, "oldest", name, 1, "s")
-    _await_sequences(server, "oldest", 5)
-    for name in range(1, 6):
-        _ask(client, "oldest", name, 1, "e")
-    _await_sequences(server, "oldest", 0)
+    """Wait until so many are counted: a minute after Triton's idle time for one that idles."""
+    serving.until(lambda: metric(server, "pytorch_py_sequences", model) == sequences, seconds=240)
 
 
 def test_what_idles_is_freed(server: Server, client: Any) -> None:

@@ -17,11 +17,8 @@ import pytest
 import safetensors.torch
 import serving
 import streamed
-import tritonclient.grpc
 from grpc_streams import Client, metric, responses
-from scenarios import assert_close
 from streamed import Streamed
-from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.server import Server
 
@@ -53,19 +50,7 @@ def client(server: Server) -> Iterator[Client]:
 def test_streams(one: Streamed, client: Client) -> None:
     """What the table says happens, through a server and a client."""
     for stream in one.streams:
-        answers = list(responses(client.ask(one.scenario.name, stream.inputs)))
-        if stream.error is not None:
-            message = answers.pop()
-            assert isinstance(message, str)
-            assert all(part in message for part in stream.error.says), message
-            assert not any(part in message for part in stream.error.hides), message
-        assert len(answers) == len(stream.responses)
-        for response, expected in zip(answers, stream.responses, strict=True):
-            assert isinstance(response, dict), response
-            assert response.keys() == expected.keys()
-            for name, value in expected.items():
-                assert response[name].shape == value.shape
-                assert_close(response[name], value)
+        grpc_streams.check(client, one.scenario.name, stream)
 
 
 def test_many_generators_at_once(client: Client) -> None:
@@ -115,15 +100,6 @@ def test_the_last_response_is_marked(client: Client) -> None:
         assert final == [False] * (len(final) - 1) + [True]
         ends.append(len(messages))
     assert ends == [3, 2]
-
-
-def test_a_client_that_wants_one_response(server: Server) -> None:
-    """Triton itself refuses a plain request to a decoupled model, and says why."""
-    client = tritonclient.grpc.InferenceServerClient(server.grpc_address)
-    inputs = serving.infer_inputs(tritonclient.grpc, {"count": streamed.ints(1)})
-    with pytest.raises(InferenceServerException, match="decoupled"):
-        client.infer("ticker", inputs)
-    client.close()
 
 
 def test_http(server: Server) -> None:
