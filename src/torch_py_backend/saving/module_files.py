@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
 import json
+import logging
 import shutil
 import sys
 import textwrap
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -15,13 +19,14 @@ from typing import Any, Literal, TypeAlias
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from torch_py_backend.errors import SaveError, a_type, join_names, summarize
 from torch_py_backend.loading import weights
 from torch_py_backend.loading.discovery import HOOKS
 from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.model_folders.artifact_files import EXAMPLE, ArtifactFiles
-from torch_py_backend.saving import examples, formats, source_files
+from torch_py_backend.saving import examples, source_files
 from torch_py_backend.signature import introspection
 
 Format: TypeAlias = Literal["module", "export", "aoti"]
@@ -37,6 +42,8 @@ _EXAMPLES = {
     _TEXT: {"text": ["a text", "another text, which is longer"]},
     _IMAGE: {"image": [_PIXEL, _PIXEL]},
 }
+_CHECK = "aot_inductor.check_lowerbound"
+_CURE = "Save it with another format."
 
 
 def is_pretrained(module: object) -> bool:
@@ -203,10 +210,97 @@ class ModuleFiles:
                 self._processor.save_pretrained(folder)
             return folder
         if kind == "module":
-            formats.write_weights(self._module, folder / "model.safetensors")
+            _write_weights(self._module, folder / "model.safetensors")
             return folder / "model.py"
         path = folder / "model.pt2"
-        formats.write_program(
-            self._module, self.example, self._dynamic_shapes, path, compiled=kind == "aoti"
-        )
+        self._write_program(path, compiled=kind == "aoti")
         return path
+
+    def _write_program(self, path: Path, *, compiled: bool) -> None:
+        """Export the module to a file; `compiled`: as a package of AOTInductor.
+
+        A package serves one row as such, without a check of minimum sizes, if only the batch is
+        dynamic; its answer has to be compared.
+
+        Raises:
+            SaveError: the module cannot be exported or compiled.
+        """
+        if self.example.arguments is None:
+            raise SaveError(
+                "hooks are given, and the module is saved as a program, for which forward() is"
+                " called with example_inputs",
+                expected="a module whose class can be imported",
+                cure="Put the class into a .py file, or save it without hooks and write hooks.py"
+                " beside the program.",
+            )
+        shapes = self._dynamic_shapes
+        # torch.export takes one tensor in two places for one input.
+        call = self.example.arguments.map(torch.clone)
+        if self.example.max_batch_size and self.example.rows == 1:
+            # torch.export takes a size of 1 for a constant.
+            call = call.map(lambda tensor: torch.cat([tensor, tensor]))
+        batch_alone = self.example.max_batch_size > 0 and shapes is None
+        if batch_alone:
+            shapes, batch = torch.export.ShapesCollection(), torch.export.Dim("batch", min=1)
+            for tensor in pytree.tree_leaves(tuple(call)):
+                shapes[tensor] = {0: batch}
+        failed = f"torch.export cannot export {type(self._module).__name__}"
+        try:
+            with _quiet_torch():
+                program = torch.export.export(
+                    self._module, call.args, call.kwargs, dynamic_shapes=shapes
+                )
+                if not compiled:
+                    torch.export.save(program, path)
+                    return
+                failed = f"AOTInductor cannot compile {type(self._module).__name__}"
+                from torch._inductor import aoti_compile_and_package, config  # noqa: PLC0415  slow
+
+                # By default, a package takes at least 2 rows.
+                unchecked = batch_alone and _CHECK in config.get_config_copy()
+                aoti_compile_and_package(
+                    program,
+                    package_path=str(path),
+                    inductor_configs={_CHECK: False} if unchecked else {},
+                )
+        except Exception as error:  # of the module's own code, or the compiler's
+            raise SaveError(f"{failed}: {summarize(error)}", cure=_CURE) from error
+
+
+def _write_weights(module: nn.Module, path: Path) -> None:
+    """Write the state_dict as safetensors, unless it is empty; tied weights once.
+
+    Raises:
+        SaveError: safetensors cannot store it, such as sparse tensors.
+    """
+    own = module.state_dict(keep_vars=True)
+    state: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    try:
+        # Weights that are tied will be tied in the module that is built, too.
+        for key, value in {id(value): (key, value) for key, value in own.items()}.values():
+            tensor = value.detach().cpu().contiguous()
+            storage = tensor.untyped_storage().data_ptr()
+            state[key] = tensor.clone() if storage in storages else tensor
+            storages.add(storage)
+        if state:
+            safetensors.torch.save_file(state, path)
+    except Exception as error:  # sparse and quantized tensors, and states of other types
+        raise SaveError(
+            f"its weights cannot be written as safetensors: {summarize(error)}",
+            cure=_CURE,
+        ) from error
+
+
+@contextlib.contextmanager
+def _quiet_torch() -> Iterator[None]:
+    """Leave out what torch writes to standard error about a failure, such as the graph."""
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
