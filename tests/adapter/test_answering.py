@@ -165,14 +165,33 @@ def test_request_that_cannot_be_read(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("code", [None, 2, 700], ids=["memory", "CUDA memory", "lost device"])
-def test_request_that_fails_while_it_is_read(code: int | None, tmp_path: Path) -> None:
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Breaks the device."""
+
+    def probe(_: torch.device) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    return lambda: monkeypatch.setattr(faults, "probe", probe)
+
+
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (MemoryError(), False),
+        (torch.OutOfMemoryError("CUDA out of memory."), False),
+        (RuntimeError("CUDA error: device-side assert triggered"), True),
+    ],
+    ids=["memory", "CUDA memory", "lost device"],
+)
+def test_request_that_fails_while_it_is_read(
+    error: Exception, lost: bool, tmp_path: Path, broken: Callable[[], None]
+) -> None:
     """The client is not at fault: UNAVAILABLE. A device that is lost poisons the instance."""
     model = load(tmp_path)
-    error: Any = torch.AcceleratorError("CUDA error") if code else MemoryError()
-    error.error_code = code
+    if lost:
+        broken()
     sent = [unreadable(error), request(2)]
-    lost = code == 700
     codes = [TritonError.UNAVAILABLE, TritonError.UNAVAILABLE if lost else None]
     assert check(sent, model.execute(sent)) == codes
     assert model.is_ready() is not lost
@@ -264,16 +283,6 @@ def test_cancelled_requests_are_not_run(first: float, tmp_path: Path) -> None:
 
 
 # --- fatal errors ----------------------------------------------------------------------------
-
-
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Breaks the device."""
-
-    def probe(_: torch.device) -> None:
-        raise RuntimeError("CUDA error: device-side assert triggered")
-
-    return lambda: monkeypatch.setattr(faults, "probe", probe)
 
 
 class RecordedStatus(instance_status.InstanceStatus):

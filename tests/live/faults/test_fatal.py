@@ -33,9 +33,13 @@ class Breaks(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.broken |= bool((x == -1).any())
         if self.broken:
-            error: Any = torch.AcceleratorError("CUDA error: device-side assert triggered")
-            error.error_code = 710
-            raise error
+            from torch_py_backend.pipeline import faults
+
+            def probe(device: torch.device) -> None:
+                raise RuntimeError("CUDA error: device-side assert triggered")
+
+            faults.probe = probe
+            probe(x.device)
         return x * 2
 
 

@@ -35,8 +35,13 @@ _MODULE = """
 import ctypes, os, time
 import torch
 from torch import Tensor, nn
+from torch_py_backend.pipeline import faults
 
 {imported}
+
+def lost(device):
+    raise RuntimeError("CUDA error: device-side assert triggered")
+
 
 class Served(nn.Module):
     def __init__(self) -> None:
@@ -56,9 +61,8 @@ class Served(nn.Module):
             time.sleep(5)
         self.spoilt |= what == 105
         if self.spoilt:
-            error = torch.AcceleratorError("CUDA error: device-side assert triggered")
-            error.error_code = 710
-            raise error
+            faults.probe = lost
+            lost(x.device)
         return -x
 """
 _ENSEMBLE = """
