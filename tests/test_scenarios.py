@@ -31,7 +31,7 @@ _TABLE = scenarios.TABLE + kinds.TABLE + hooked.TABLE + registered.TABLE
 _OLD, _NEW = fake_triton.GENERATIONS
 # The newer utilities share most code paths: one scenario of each kind is enough. What they do not
 # touch takes seconds.
-_SLOW = {"compiled", "complete_export_nested", "complete_aoti"}
+_SLOW = {"compiled", "complete_export_nested", "complete_aoti", "complete_torchscript"}
 _NEWER = {*compatibility.SCENARIOS} - _SLOW
 _ROWS = [(scenario, _OLD) for scenario in _TABLE]
 _ROWS += [(scenario, _NEW) for scenario in _TABLE if scenario.name in _NEWER]

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from digits_data import (
     REQUIRED_ACCURACY,
     REQUIRED_LINEAR_ACCURACY,
@@ -21,7 +20,6 @@ from digits_data import (
     load_split,
 )
 from PIL import Image
-from safetensors.torch import load_file
 from scenarios import Call, Refused
 from serving import Serving, asked, infer_inputs
 from tritonclient import grpc
@@ -114,69 +112,20 @@ def test_row_by_row(client: grpc.InferenceServerClient, digits: Digits) -> None:
     assert _accuracy(logits, digits) >= REQUIRED_ROWS_ACCURACY
 
 
-def _file(pixels: FloatArray, kind: str = "PNG", side: int = 8) -> bytes:
-    """Return an image of 8 by 8 pixels as a file."""
-    image = Image.fromarray(pixels.astype(np.uint8)).resize((side, side), Image.Resampling.NEAREST)
-    file = BytesIO()
-    image.save(file, format=kind)
-    return file.getvalue()
-
-
 def _files(*contents: bytes) -> dict[str, Any]:
     return {"image": np.array([[content] for content in contents], dtype=np.object_)}
 
 
 def test_image_files(serving: Serving, digits: Digits) -> None:
-    """PNG files in, labels out."""
+    """PNG files in, labels out; a file that is no image is refused alone."""
     labels = []
     for image in digits.images[:, 0]:
-        file = _file(np.rint(255.0 * (1.0 - image / 16.0)))
-        tensor = infer_inputs(grpc, _files(file))
+        file = BytesIO()
+        Image.fromarray(np.rint(255.0 * (1.0 - image / 16.0)).astype(np.uint8)).save(file, "PNG")
+        tensor = infer_inputs(grpc, _files(file.getvalue()))
         labels.append(serving.grpc.infer("digits_png", tensor).as_numpy("label")[0, 0].decode())
     right = [label == _NAMES[digit] for label, digit in zip(labels, digits.labels, strict=True)]
     assert np.mean(right) >= REQUIRED_ACCURACY
-
-
-def _drawn(kind: str = "PNG", side: int = 8, stroke: int = 4) -> bytes:
-    """Return a vertical stroke on white paper, as a file."""
-    pixels = np.full((8, 8), 255.0, dtype=np.float32)
-    pixels[1:7, stroke] = 0
-    return _file(pixels, kind, side)
-
-
-def _named(*files: bytes, top: int = 1) -> Call:
-    """Return files, and what the network of the example `digits` answers to their pixels."""
-    source: dict[str, Any] = {}
-    exec((_EXAMPLES / "digits" / "1" / "model.py").read_text(), source)
-    network = source["DigitsCNN"]().eval()
-    network.load_state_dict(load_file(_EXAMPLES / "digits" / "1" / "model.safetensors"))
-    labels, shares = [], []
-    for file in files:
-        paper = Image.open(BytesIO(file)).convert("L").resize((8, 8), Image.Resampling.BOX)
-        pixels = 16 * (1 - torch.from_numpy(np.array(paper, dtype=np.float32)) / 255)
-        with torch.inference_mode():
-            best = network(pixels[None, None]).softmax(1)[0].topk(top)
-        labels.append([_NAMES[place].encode() for place in best.indices])
-        shares.append(best.values.tolist())
-    expected = {
-        "label": np.array(labels, dtype=np.object_),
-        "probability": np.array(shares, dtype=np.float32),
-    }
-    return Call(_files(*files), expected, {} if top == 1 else {"top": top})
-
-
-def test_images(serving: Serving) -> None:
-    """Files of two kinds and sizes, a file without an image, and the parameter `top`."""
-    no_image = "preprocess() refuses the input: UnidentifiedImageError"
-    calls = [
-        _named(_drawn()),
-        _named(_drawn(stroke=2), _drawn("JPEG", side=64)),
-        _named(_drawn(side=200), top=3),
-        Call(_files(b"no image"), Refused(400, (no_image,))),
-        Call(_files(_drawn(), _drawn()[:60]), Refused(400, ("preprocess()",))),
-        Call(_files(_drawn()), Refused(500, ("postprocess() raised ValueError",)), {"top": "many"}),
-    ]
-    for call in calls:
-        for protocol in ("http", "grpc"):
-            serving.check(protocol, "digits_png", call)
-    serving.check_together("digits_png", calls)
+    refused = Refused(400, ("preprocess() refuses the input: UnidentifiedImageError",))
+    good = Call(_files(file.getvalue()), {"label": np.array([[labels[-1].encode()]], np.object_)})
+    serving.check_together("digits_png", [good, Call(_files(b"no image"), refused), good])

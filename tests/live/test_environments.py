@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import packed
@@ -44,8 +41,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Running]:
     """A server with the same model in its own environment, and without one."""
     folder = tmp_path_factory.mktemp("environments")
     repository = folder / "repository"
-    for name in ("folder", "bare", "foreign"):
-        parameters = {} if name == "bare" else {execution_env.KEY: _named(name)}
+    own = {execution_env.KEY: "$$TRITON_MODEL_DIRECTORY/env"}
+    for name, parameters in (("folder", own), ("bare", {})):
         scenarios.Scenario(
             name,
             scenarios.text(_MODEL),
@@ -53,29 +50,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Running]:
         ).lay_out(repository)
     environment = packed.make(repository / "folder" / "env")
     (environment / SITE / "greeting.py").write_text("VALUE = 42.0\n")
-    _pack_for_another(repository / "foreign" / "env.tar.gz")
     with serving.running(folder, ready=False) as server:
         states = {one.name: one for one in server.models()}
         with tritonclient.grpc.InferenceServerClient(server.grpc_address) as client:
             yield _Running(states, client)
-
-
-def _named(model: str) -> str:
-    name = "env" if model == "folder" else "env.tar.gz"
-    return f"$$TRITON_MODEL_DIRECTORY/{name}"
-
-
-def _pack_for_another(output: Path) -> None:
-    """Write an environment for a Python that is not: all that a stub looks for has another name."""
-    activate = b'export PATH="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd):$PATH"\n'
-    with tarfile.open(output, "w:gz") as written:
-        entry = tarfile.TarInfo("bin/activate")
-        entry.size = len(activate)
-        written.addfile(entry, io.BytesIO(activate))
-        for name in ("bin/python3", "lib/python3.99/os.py"):
-            entry = tarfile.TarInfo(name)
-            entry.mode = 0o755
-            written.addfile(entry)
 
 
 def test_model_in_its_own_environment(running: _Running) -> None:
@@ -90,8 +68,3 @@ def test_model_without_it(running: _Running) -> None:
     """The server's own Python lacks that package: it was not found by accident."""
     assert not running.states["bare"].ready
     assert "No module named 'greeting'" in running.states["bare"].reason
-
-
-def test_environment_for_another_python(running: _Running) -> None:
-    """It is refused: the stub never sees what is in it."""
-    assert not running.states["foreign"].ready

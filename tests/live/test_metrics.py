@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import re
-import signal
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,19 +48,6 @@ class Narrow(nn.Module):
         return x * 2
 
 
-# A model of Triton's own Python backend, which takes a name that is ours.
-_TAKES_A_NAME = """
-import triton_python_backend_utils as pb_utils
-
-
-class TritonPythonModel:
-    def initialize(self, args):
-        kind = pb_utils.MetricFamily
-        self.family = kind(name="pytorch_py_sequences", description="Mine", kind=kind.COUNTER)
-
-    def execute(self, requests):
-        return [pb_utils.InferenceResponse([]) for _ in requests]
-"""
 _TABLE = (
     Scenario(
         "filled",
@@ -69,12 +55,6 @@ _TABLE = (
         scenarios.x_to_y(4, BATCH_BUCKETS="1,4,8"),
     ),
     Scenario("narrow", scenarios.python(Narrow), scenarios.x_to_y(4, WARMUP="false")),
-    Scenario(
-        "taker",
-        scenarios.text(_TAKES_A_NAME),
-        scenarios.x_to_y(4).replace("pytorch_py", "python"),
-    ),
-    next(one for one in scenarios.SEQUENCES if one.name == "state_oldest"),
 )
 _SERVED = ("filled", "narrow")
 
@@ -228,22 +208,3 @@ def test_a_call_that_goes_on(server: Server, repository: Path, client: Any) -> N
     (repository / "narrow" / "1" / "seen").touch()
     assert answers.get(timeout=_SECONDS) is None
     serving.until(lambda: series(server, "narrow", call) == {})
-
-
-def test_a_name_that_is_taken(server: Server, client: Any) -> None:
-    """Another backend's metric of another kind: the load fails with a sentence.
-
-    The last test of this file: the server may die.
-    """
-    client.load_model("taker")
-    with pytest.raises(InferenceServerException) as refusal:
-        client.load_model("state_oldest")
-    if "Triton refuses the metric" not in refusal.value.message():
-        # Triton reads what it refuses with from memory that it has freed, and may die of it.
-        code = server.process.wait(_SECONDS)
-        assert code in (-signal.SIGSEGV, -signal.SIGABRT)
-        pytest.skip("tritonserver 24.10 has died of its own refusal")
-    assert (
-        "model 'state_oldest': Triton refuses the metric pytorch_py_sequences (Family name"
-        " already exists with different type); expected a server where nothing else has"
-    ) in refusal.value.message()
