@@ -26,19 +26,7 @@ _HEADER = struct.Struct("<26xHH")
 _FINGERPRINT = 64
 
 
-class DispatchMode(TorchDispatchMode):
-    """Base class of modes under which modules are built and filled, without torch.compile."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # With True, torch imports torch.compile to disable it: 1.1 s and 50 MB in each instance.
-        return False
-
-
-class AliasOnCopy(DispatchMode):
+class AliasOnCopy(TorchDispatchMode):
     """A mode under which copying mapped memory into a weight makes it a view of that memory.
 
     `load_state_dict` ends in `Tensor.copy_`, also in modules that translate keys or convert values.
@@ -48,9 +36,14 @@ class AliasOnCopy(DispatchMode):
     """
 
     def __init__(self, mapped: Iterable[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._mapped = {storage_id(tensor) for tensor in mapped if has_plain_storage(tensor)}
         self._weights: dict[int, Tensor] = {}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # With True, torch imports torch.compile to disable it: 1.1 s and 50 MB in each instance.
+        return False
 
     def __torch_dispatch__(
         self,

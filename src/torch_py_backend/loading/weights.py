@@ -8,16 +8,14 @@ from __future__ import annotations
 import contextlib
 import re
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 from unittest import mock
 
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.config.model_config import ModelConfig
@@ -156,121 +154,59 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 def build_uninitialized(
     build: Callable[[], _Built], saved: Callable[[], Mapping[str, object]]
 ) -> _Built:
-    """Return what `build` returns, without random values of weights where that is safe.
+    """Return what `build` returns, without the random values of weights where that is safe.
 
     Args:
         build: the constructor.
         saved: returns the entries of the file that will fill the module.
 
-    Drawing the values takes seconds for each gigabyte. Memory of torch.empty costs nothing until it
-    is written. The meta device would also avoid the buffers that a constructor computes.
-
-    It is safe if the file replaces all values that were not drawn, and none of them was used.
-    Otherwise, and after an exception, `build` is called again.
+    Drawing the values takes seconds for each gigabyte, so the methods with which `torch.nn.init`
+    draws do nothing meanwhile. The module is built again, with its values, unless the file fills
+    all of its tensors: another one may have been computed from values that were not drawn. So it is
+    after other random operations, which have drawn other values than they should.
     """
     random_state = torch.random.get_rng_state()
-    skipping = _SkipDraws()
-    # It compares the values that it has drawn, as no other function of nn.init does.
-    truncated = mock.patch.object(
-        nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: nn.init.normal_(tensor)
-    )
+    skipped: list[str] = []
     # The second call raises an exception, too, or succeeds.
-    with contextlib.suppress(Exception, _UsedError):
-        with truncated, skipping, _RefuseReads(skipping):
+    with contextlib.suppress(Exception):
+        with contextlib.ExitStack() as stack:
+            for name in ("uniform_", "normal_"):
+                method = _skipping(name, skipped)
+                stack.enter_context(mock.patch.object(Tensor, name, method))
+            # It compares the values that it has drawn, as no other function of nn.init does.
+            truncated = mock.Mock(side_effect=lambda tensor, *_, **__: tensor.normal_())
+            stack.enter_context(mock.patch.object(nn.init, "_no_grad_trunc_normal_", truncated))
             built = build()
-        if skipping.all_replaced(built, saved):
+        if not skipped:
+            return built
+        drew = not torch.equal(torch.random.get_rng_state(), random_state)
+        if isinstance(built, nn.Module) and not drew and _fills(saved(), built):
             return built
     torch.random.set_rng_state(random_state)
     return build()
 
 
-class _UsedError(BaseException):
-    """A constructor uses values that were not drawn, or draws others after them.
+def _skipping(name: str, skipped: list[str]) -> Callable[..., Tensor]:
+    """Return a method that draws nothing, and appends its name to a list."""
+    draw = getattr(Tensor, name)
 
-    Not an Exception, because the constructor must not continue after it.
-    """
+    def skip(tensor: Tensor, *args: Any, generator: Any = None, **keywords: Any) -> Tensor:
+        if generator is not None:  # whose next values must be as if these had been drawn
+            return draw(tensor, *args, generator=generator, **keywords)  # type: ignore[no-any-return]
+        skipped.append(name)
+        return tensor
 
-
-class _SkipDraws(mapped_files.DispatchMode):
-    """Skips in-place random operations, in-place operations on their results, and their copies.
-
-    Raises `_UsedError` for operations with other results, such as a projection that is drawn later:
-    it would have other values.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        # Tensors without values, by the identity of their storages.
-        self._skipped: dict[int, Tensor] = {}
-        self._refused = False
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload[..., object],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        keywords = kwargs or {}
-        # A generator that the caller passes is not affected by what is skipped.
-        draws = torch.Tag.nondeterministic_seeded in func.tags and keywords.get("generator") is None
-        target = args[0] if args and func._schema.is_mutable else None
-        if func is torch.ops.aten.clone.default and self.has_skipped(args):  # deepcopy of a layer
-            draws, target = True, torch.ops.aten.empty_like.default(*args, **keywords)
-        if isinstance(target, Tensor) and (draws or self.has_skipped(target)):
-            # A separate tensor, so that its storage shows whether the module still uses it.
-            self._skipped[mapped_files.storage_id(target)] = target.detach()
-            return target
-        if (draws and self._skipped) or (not func.is_view and self.has_skipped(args, keywords)):
-            self.refuse()
-        return func(*args, **keywords)
-
-    def has_skipped(self, *values: object) -> bool:
-        """Return whether a tensor in these values, or nested in them, has no values."""
-        leaves = pytree.tree_leaves(values)
-        return any(
-            isinstance(leaf, Tensor) and mapped_files.storage_id(leaf) in self._skipped
-            for leaf in leaves
-        )
-
-    def refuse(self) -> NoReturn:
-        """Raise `_UsedError`, and take note of it: the constructor may catch any exception."""
-        self._refused = True
-        raise _UsedError
-
-    def all_replaced(self, built: object, saved: Callable[[], Mapping[str, object]]) -> bool:
-        """Return whether a file replaces all skipped values of a module, and none was used."""
-        if not self._skipped:
-            return True
-        if self._refused or not isinstance(built, nn.Module):
-            return False
-        state = saved()
-        replaced = {
-            mapped_files.storage_id(tensor)
-            for key, tensor in built.state_dict(keep_vars=True).items()
-            if getattr(state.get(key), "shape", None) == tensor.shape
-        }
-        return all(
-            storage in replaced or mapped_files.has_no_other_views(tensor)
-            for storage, tensor in self._skipped.items()
-        )
+    return skip
 
 
-class _RefuseReads(TorchFunctionMode):
-    """Refuses reads that are no operations, and that dispatch modes therefore do not see."""
-
-    def __init__(self, skipping: _SkipDraws) -> None:
-        super().__init__()
-        self._skipping = skipping
-
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        reads = func in (Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
-        if reads and self._skipping.has_skipped(args[0]):
-            self._skipping.refuse()
-        return func(*args, **(kwargs or {}))
+def _fills(saved: Mapping[str, object], module: nn.Module) -> bool:
+    """Return whether a file has the values of all tensors of a module and of its attributes."""
+    filled = {
+        mapped_files.storage_id(tensor)
+        for key, tensor in module.state_dict(keep_vars=True).items()
+        if isinstance(tensor, Tensor) and getattr(saved.get(key), "shape", None) == tensor.shape
+    }
+    leaves = pytree.tree_leaves([vars(part) for part in module.modules()])
+    return all(
+        mapped_files.storage_id(leaf) in filled for leaf in leaves if isinstance(leaf, Tensor)
+    )
