@@ -12,8 +12,6 @@ import pytest
 import scenarios
 import serving
 import tritonclient.grpc
-from grpc_streams import metric
-from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.server import Server
 
@@ -23,9 +21,7 @@ _SEQUENCES = {"direct": 16, "oldest": 48}
 _STEPS = 12
 _TWO = "instance_group [{ kind: KIND_CPU count: 2 }]\n"
 # A machine that does several things at once may keep a step waiting for seconds.
-_PATIENT, _IDLE = (
-    f"max_sequence_idle_microseconds: {microseconds}" for microseconds in (60_000_000, 1_000_000)
-)
+_PATIENT = "max_sequence_idle_microseconds: 60000000"
 
 
 def _config(strategy: str, *, more: str = _TWO) -> str:
@@ -40,7 +36,6 @@ _OLDEST = "oldest { max_candidate_sequences: 64 max_queue_delay_microseconds: 10
 _MODELS = {
     "direct": (models.Accumulate, _config(f"direct {{ }} {_PATIENT}")),
     "oldest": (models.Accumulate, _config(f"{_OLDEST} {_PATIENT}")),
-    "idle": (models.Accumulate, _config(f"{_OLDEST} {_IDLE}", more="")),
 }
 
 
@@ -104,19 +99,3 @@ def test_many_sequences_at_once(model: str, client: Any) -> None:
         if number + 1 < _STEPS:
             send(place, number + 1)
     client.stop_stream()
-
-
-def _await_sequences(server: Server, model: str, sequences: int) -> None:
-    """Wait until so many are counted: a minute after Triton's idle time for one that idles."""
-    serving.until(lambda: metric(server, "pytorch_py_sequences", model) == sequences, seconds=240)
-
-
-def test_what_idles_is_freed(server: Server, client: Any) -> None:
-    """A sequence that its client has left is forgotten, without another request."""
-    assert _ask(client, "idle", 1, 1, "s") == 1
-    _await_sequences(server, "idle", 1)
-    _await_sequences(server, "idle", 0)
-    with pytest.raises(InferenceServerException, match=r"sequence 1 .*START flag"):
-        _ask(client, "idle", 1, 1)
-    assert _ask(client, "idle", 1, 5, "s") == 5
-    assert _ask(client, "idle", 1, 5, "e") == 10
