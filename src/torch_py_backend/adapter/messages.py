@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Sequence
+from itertools import repeat
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -58,9 +59,13 @@ def read(requests: Sequence[Request]) -> list[Item]:
 
 def read_numbers(requests: Sequence[Request]) -> list[Item]:
     """Return each request's tensors, all of which are numbers in host memory, none BF16."""
-    return [
-        {tensor.name(): tensor.as_numpy() for tensor in request.inputs()} for request in requests
-    ]
+    items: list[Item] = []
+    for request in requests:  # loops, because a comprehension has a frame
+        item: Item = {}
+        for tensor in request.inputs():
+            item[tensor.name()] = tensor.as_numpy()
+        items.append(item)
+    return items
 
 
 def read_with_parameters(requests: Sequence[Request]) -> list[Item]:
@@ -236,10 +241,11 @@ def writer(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
                     continue
                 parts = (output,) if count == 1 else output.split_with_sizes(list(sizes))
                 if output.nbytes < DLPACK_BYTES * count or output.dtype is torch.bfloat16:
-                    written.append([from_dlpack(name, to_capsule(part)) for part in parts])
+                    written.append(list(map(from_dlpack, repeat(name), map(to_capsule, parts))))
                 else:
-                    written.append([from_array(name, part.numpy()) for part in parts])
-            return Responses([response(list(tensors)) for tensors in zip(*written, strict=True)])
+                    arrays = map(Tensor.numpy, parts)
+                    written.append(list(map(from_array, repeat(name), arrays)))
+            return Responses(map(response, map(list, zip(*written, strict=True))))
         except Exception:
             return batches.scatter(outputs, names, sizes)
 
