@@ -243,8 +243,7 @@ def writer(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
                 if output.nbytes < DLPACK_BYTES * count or output.dtype is torch.bfloat16:
                     written.append(list(map(from_dlpack, repeat(name), map(to_capsule, parts))))
                 else:
-                    arrays = map(Tensor.numpy, parts)
-                    written.append(list(map(from_array, repeat(name), arrays)))
+                    written.append(list(map(from_array, repeat(name), map(Tensor.numpy, parts))))
             return Responses(map(response, map(list, zip(*written, strict=True))))
         except Exception:
             return batches.scatter(outputs, names, sizes)

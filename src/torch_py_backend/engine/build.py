@@ -89,8 +89,7 @@ def chosen(
         before, after = (steps.attach,), (steps.keep,)
     guarded = partial(stages.guarded, made.failures)
     if hooked is not None and hooked.by_row:
-        prepare = partial(hooked.prepare, guarded)
-        before = (stages.timed(counts, "preprocess_seconds", prepare),)
+        before = (stages.timed(counts, "preprocess_seconds", partial(hooked.prepare, guarded)),)
     if hooked is not None and (hook := hooked.hooks.postprocess) is not None:
         finish = Postprocessing(config, hook, guarded).finish
         after = (stages.timed(counts, "postprocess_seconds", finish),)
