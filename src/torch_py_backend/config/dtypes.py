@@ -65,7 +65,7 @@ def from_triton(name: str) -> DType:
 
 
 def parse(subject: str, name: str) -> DType:
-    """Return the type that `subject` has in config.pbtxt; raise ConfigError if there is none."""
+    """Return the type of `subject` in config.pbtxt; raise ConfigError if it is unknown."""
     dtype = from_config(name)
     if dtype is None:
         names = ", ".join(_BY_CONFIG)

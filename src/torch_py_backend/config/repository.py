@@ -58,7 +58,7 @@ def latest(folder: Path, served: Collection[str] = ()) -> str:
     """Return the newest version of a model, of those in `served`; empty: of all.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the model has no version.
     """
     numbers = [number for number in versions(folder) if not served or number in served]
     if not numbers:

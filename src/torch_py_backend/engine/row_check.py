@@ -41,7 +41,7 @@ def check(
         config: the config of the model.
         call: computes the outputs of items.
         example: valid values of inputs; others are made up.
-        rows: those of the batch; below 2 there is none.
+        rows: the number of rows of the batch; below 2 nothing is compared.
 
     Raises:
         ConfigError: rows depend on each other, and auto-completion has chosen the batch.

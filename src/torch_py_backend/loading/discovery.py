@@ -35,7 +35,7 @@ class Artifact:
     Attributes:
         kind: the type of the file.
         path: the file; for a FACTORY the version folder.
-        weights: the weights file of a MODULE or a FACTORY; None: there is none.
+        weights: the weights file of a MODULE or a FACTORY; None: it has no such file.
         weightless: the config sets `WEIGHTS: "none"`.
         hooks: hooks.py, whose class `Hooks` runs around forward(); None: the model has no hooks.
     """

@@ -81,7 +81,7 @@ class InstanceMonitor:
         return bool(states & {InstanceState.LOADING, InstanceState.COMPLETING})
 
     def idle_seconds(self, model: str) -> float:
-        """Return for how long all instances have been idle; 0 if one is busy or there is none.
+        """Return for how long all instances have been idle; 0 if one is busy, or without instances.
 
         It is the time since the last of them ended its load or a call.
         """

@@ -1,4 +1,4 @@
-"""The lifecycle of a model: its phases, what is recorded of it, and what the user is told."""
+"""The lifecycle of a model: its phases, its record, and the events that are reported."""
 
 from __future__ import annotations
 
