@@ -458,7 +458,10 @@ def test_refused_hooks(name: str, function: Any, kind: str, message: str) -> Non
     assert message in str(refusal.value)
 
 
-@pytest.mark.parametrize("hooks", [{"preprocess": doubled}, {"postprocess": doubled}])
+_IN_PLACE = {"preprocess": lambda x: x.mul_(2)}
+
+
+@pytest.mark.parametrize("hooks", [{"preprocess": doubled}, _IN_PLACE, {"postprocess": doubled}])
 @pytest.mark.parametrize("wide", [False, True], ids=["one call", "two calls"])
 def test_models_that_reuse_memory(hooks: dict[str, Any], wide: bool) -> None:
     """Results keep their values when the next call of the model overwrites its memory."""

@@ -26,7 +26,7 @@ from torch_py_backend.values import Item, RequestItem, Step, Strings, Value, clo
 # A state is kept for these seconds longer than Triton's idle time. Triton measures that from the
 # arrival of a request, which may have been queued since, and does not report that it forgets a
 # sequence.
-GRACE_S = 60.0
+GRACE_S = 10.0
 
 
 @dataclass(eq=False, slots=True)
