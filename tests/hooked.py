@@ -156,11 +156,6 @@ COUNTS_CONFIG = (
     + tensor("output", "letter", [1], "STRING")
     + "dynamic_batching { max_queue_delay_microseconds: 20000 }\n"
 )
-# The hooks' annotations complete it.
-_ANNOTATED = (
-    'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n'
-    "dynamic_batching { max_queue_delay_microseconds: 20000 }\n"
-)
 _LENGTHS = (
     config({}, {})
     + _TEXT
@@ -214,7 +209,7 @@ GOOD = (
     Scenario(
         "hooks_counts",
         model(COUNTS),
-        _ANNOTATED,
+        COUNTS_CONFIG,
         (_ONE, _TWO, _LOUD, _NO_LETTER, _CRASHES, _UNREAD, _NO_TEXT),
         logs=("postprocess() raised ValueError", "KeyError"),
         batches=((_ONE, _NO_LETTER, _TWO, _UNREAD, _LOUD, _CRASHES),),
@@ -316,7 +311,7 @@ BAD = (
         "without_example",
         PADS,
         'backend: "pytorch_py"\n',
-        "the hooks do not define the shapes of their inputs",
+        "hooks.py does not define the shapes that preprocess(x: torch.Tensor) takes",
         "example_inputs",
     ),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import re
 from typing import Any
 from unittest import mock
@@ -68,30 +67,6 @@ def test_complete_config_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(fake_triton, "_model_dir", "/models/digits/1")
     config: Any = fake_triton.ModelConfig(json.loads(build.arguments()["model_config"]))
     assert TritonPythonModel.auto_complete_config(config) is config
-
-
-@pytest.mark.parametrize(("seconds", "limit"), [(math.inf, 600), (5.5, 5.5)])
-def test_time_limit(monkeypatch: pytest.MonkeyPatch, seconds: float, limit: float) -> None:
-    """The child process has the smaller one of two time limits."""
-    run = mock.Mock(return_value=copy.deepcopy(_BATCHED))
-    monkeypatch.setattr(child_process, "run", run)
-    completion.complete(build.arguments(), {}, seconds)
-    assert run.call_args.args[2] == limit
-
-
-@pytest.mark.parametrize(
-    ("written", "kind"),
-    [
-        ({"input": [_X], "batch_input": [{}]}, "a model with ragged inputs"),
-        ({"input": [_X], "batch_output": [{}]}, "a model with ragged outputs"),
-        ({"output": [_Y], "sequence_batching": {}}, "a model of sequences"),
-        ({"model_transaction_policy": {"decoupled": True}}, "a decoupled model"),
-    ],
-)
-def test_models_that_are_not_run(written: Entry, kind: str) -> None:
-    """A config of such a model needs all its tensors."""
-    with pytest.raises(ConfigError, match=f"not inferred for {kind}; expected data_type and dims"):
-        completion.describe(build.arguments(), written)
 
 
 # --- what is filled in -----------------------------------------------------------------------

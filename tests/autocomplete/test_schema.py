@@ -196,14 +196,19 @@ def test_outputs_that_made_up_values_do_not_show(source: str, message: str, tmp_
     assert "write the outputs into config.pbtxt" in str(error.value)
 
 
-def test_arguments(tmp_path: Path) -> None:
-    """describe_arguments() returns the required arguments, with the types of their annotations."""
-    build.write(tmp_path, "model.py", _ROWS.encode())
-    assert schema.describe_arguments(_arguments(tmp_path)) == {
-        "signature": "forward(x, texts: list[str], scale: float = 1.0)",
-        "arguments": ["x", "texts", "scale"],
-        "inputs": [{"name": "x"}, {"name": "texts", "data_type": "TYPE_STRING", "dims": [-1]}],
-    }
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [
+        ({"batch_input": [{}]}, "a model with ragged inputs"),
+        ({"batch_output": [{}]}, "a model with ragged outputs"),
+        ({"sequence_batching": {"direct": {}}}, "a model of sequences"),
+        ({"model_transaction_policy": {"decoupled": True}}, "a decoupled model"),
+    ],
+)
+def test_models_that_are_not_run(written: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    """A config of such a model needs all its tensors."""
+    with pytest.raises(ConfigError, match=f"not inferred for {kind}; expected data_type and dims"):
+        _describe(tmp_path, **written)
 
 
 def test_device_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,10 +364,6 @@ class Hooks:
 """
 )
 _ROW = {"hook": "preprocess(self, x)", "prepared": "x * 2", "finished": "result", "example": ""}
-_TEXT = {
-    "hook": "preprocess(self, text: str, scale: float = 2.0)",
-    "prepared": "torch.ones(4) * scale",
-}
 _PAIR = "def example_inputs():\n    return {'x': torch.rand(2, 4), 'm': torch.rand(2, 4)}"
 
 
@@ -375,10 +376,10 @@ _PAIR = "def example_inputs():\n    return {'x': torch.rand(2, 4), 'm': torch.ra
                 "prepared": "torch.ones(len(texts), 4)",
                 "finished": "{'label': str(len(result))}",
             },
-            {},
+            {"input": "texts", "max_batch_size": 2},
             ("texts STRING [1]", "label STRING [1]", 8),
         ),
-        ({}, {"input": "x", "max_batch_size": 2}, ("x FP32 [4]", "OUTPUT__0 FP32 [3]", 2)),
+        ({}, {"input": "x", "max_batch_size": 2}, ("x FP32 [4]", "OUTPUT__0 FP32 [3]", 8)),
         (
             {"hook": "preprocess(self, x, m)", "example": _PAIR},
             {},
@@ -393,30 +394,32 @@ _PAIR = "def example_inputs():\n    return {'x': torch.rand(2, 4), 'm': torch.ra
             ("x FP32 [2, 4]", "OUTPUT__0 FP32 [2, 3]", 0),
         ),
     ],
-    ids=["annotated", "listed", "example", "without-a-batch"],
+    ids=["texts", "listed", "example", "without-a-batch"],
 )
 def test_hooks(
     parts: dict[str, str], config: dict[str, Any], described: tuple[str, str, int], tmp_path: Path
 ) -> None:
-    """Inputs come from annotations, the config or an example, outputs from a run of the hooks."""
+    """Inputs come from the config or an example, outputs from runs of the hooks."""
     (tmp_path / "1").mkdir()
     scenarios.hooked(_HOOKS.format(**_ROW | parts))(tmp_path / "1")
     if "input" in config:
-        config = {**config, "input": _listed(x=[4])}
+        config["input"] = _listed(**{config["input"]: [4] if config["input"] == "x" else [1]})
     assert _describe(tmp_path, **config) == described
 
 
 @pytest.mark.parametrize(
-    ("parts", "message"),
+    ("prepared", "config", "message"),
     [
-        ({}, "the hooks do not define the shapes of their inputs"),
-        (_TEXT | {"prepared": "torch.ones(4).nothing"}, "the hooks cannot be run .* no attribute"),
+        ("x", {}, r"hooks.py does not define the shapes that preprocess\(x\) takes"),
+        ("x.nothing", {"input": _listed(x=[4])}, "fails with made-up values .* no attribute"),
     ],
-    ids=["no-annotations", "fails"],
+    ids=["no-inputs", "fails"],
 )
-def test_hooks_that_cannot_be_run(parts: dict[str, str], message: str, tmp_path: Path) -> None:
+def test_hooks_that_cannot_be_run(
+    prepared: str, config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     """The error asks for inputs, or for an example that the hooks accept."""
     (tmp_path / "1").mkdir()
-    scenarios.hooked(_HOOKS.format(**_ROW | parts))(tmp_path / "1")
+    scenarios.hooked(_HOOKS.format(**_ROW | {"prepared": prepared}))(tmp_path / "1")
     with pytest.raises(ConfigError, match=f"(?s){message}.*example_inputs.safetensors"):
-        _describe(tmp_path)
+        _describe(tmp_path, **config)

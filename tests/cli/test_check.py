@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import scenarios
 import typer
 from command_line import run, tree
 
-from torch_py_backend.autocomplete import completion
 from torch_py_backend.cli.check import check
 from torch_py_backend.model_folders import trial
 from torch_py_backend.processes import child_process
@@ -95,12 +93,13 @@ def here(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run all models in this process but those that need one of their own."""
     child = child_process.run
 
-    def run(task: str, arguments: Mapping[str, Any], *rest: Any, **keywords: Any) -> Any:
-        own = arguments["arguments"]["model_name"] in _PROCESSES
-        return (child if own else command_line.here)(task, arguments, *rest, **keywords)
+    def run(task: str, arguments: Mapping[str, Any], seconds: float) -> Any:
+        name = arguments["arguments"]["model_name"]
+        if name not in _PROCESSES:
+            return command_line.here(task, arguments)
+        return child(task, arguments, 1 if name == "hangs" else seconds)
 
     monkeypatch.setattr(child_process, "run", run)
-    monkeypatch.setattr(completion, "LIMIT_S", 1)
 
 
 def test_a_repository(here: None, tmp_path: Path) -> None:
@@ -183,9 +182,9 @@ def test_each_model_is_printed_when_it_is_done(
     printed: list[str] = []
     inspect = trial.inspect
 
-    def inspecting(*arguments: Any) -> Any:
+    def inspecting(*arguments: Any, **keywords: Any) -> Any:
         printed.append(capsys.readouterr().out)
-        return inspect(*arguments)
+        return inspect(*arguments, **keywords)
 
     monkeypatch.setattr(trial, "inspect", inspecting)
     monkeypatch.setattr(preflight, "machine_problems", lambda: ["It is too small."])
@@ -222,27 +221,6 @@ def test_one_model_by_a_relative_path(here: None, tmp_path: Path) -> None:
     assert "note     model_warmup is not needed" in done.stdout
     assert done.returncode == int(bool(list(preflight.machine_problems())))
     assert tree(tmp_path) == before
-
-
-def test_completion_and_load_share_the_timeout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The load has the time that the completion of the config has left."""
-    limits: list[float] = []
-
-    def run(task: str, _arguments: Any, seconds: float) -> dict[str, Any]:
-        limits.append(seconds)
-        time.sleep(0.2)
-        schema = {"input": [], "output": [], "max_batch_size": 0}
-        return schema if "schema" in task else {"hooks": False}
-
-    monkeypatch.setattr(child_process, "run", run)
-    _lay_out(tmp_path, "gaps [red] ü")
-    with pytest.raises(typer.Exit):
-        check(tmp_path, as_json=True, timeout=100.0)
-    completing, trying = limits
-    assert completing == 100.0
-    assert 0 < trying < completing
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_package_of_aotinductor(
     files = {path.name for path in (folder / "1").iterdir()}
     assert files == {"model.pt2", "example_inputs.safetensors"}
     assert _tensors(document, "input") == {"x": [dims]}
-    version, document = trial.complete(folder)
+    version, document = trial.read(folder)
     config = model_config.parse(pbtxt.arguments(folder, version, document))
     loaded = registry.load(discovery.find(config), config, torch.device("cpu"))
     assert loaded.kind is ArtifactType.AOTI

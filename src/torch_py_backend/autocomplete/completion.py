@@ -1,8 +1,10 @@
-"""Completes a config from its model. Values in config.pbtxt are kept, or raise an error."""
+"""Completes a config from its model. Values in config.pbtxt are kept, or raise an error.
+
+Imports no torch: the model runs in a child process.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from torch_py_backend.config import pbtxt
@@ -12,12 +14,6 @@ from torch_py_backend.processes import child_process
 
 # Seconds to try a model.
 LIMIT_S = 600
-# Models whose tensors are not inferred from a run, by the key of config.pbtxt.
-_NOT_RUN = {
-    "batch_input": "a model with ragged inputs",
-    "batch_output": "a model with ragged outputs",
-    "sequence_batching": "a model of sequences",
-}
 
 
 def is_incomplete(document: Document) -> bool:
@@ -26,45 +22,20 @@ def is_incomplete(document: Document) -> bool:
     return not all(entries and all(map(pbtxt.is_complete, entries)) for entries in tensors)
 
 
-def complete(arguments: Mapping[str, str], document: JsonObject, seconds: float = math.inf) -> None:
+def complete(arguments: Mapping[str, str], document: JsonObject) -> None:
     """Fill in the inputs, outputs and max_batch_size of a config by running the model.
 
     Args:
         arguments: the arguments that Triton passes to `initialize`, with `document` as its
             model_config.
         document: the config as Triton's JSON; changed in place.
-        seconds: a time limit below `LIMIT_S`.
 
     Raises:
         LoadError: the model cannot be loaded, its schema cannot be inferred, or it contradicts the
             config.
     """
-    fill(document, describe(arguments, document, seconds))
-
-
-def describe(
-    arguments: Mapping[str, str], document: Document, seconds: float = math.inf
-) -> JsonObject:
-    """Return the schema of a model, inferred in a child process. Arguments as for `complete`.
-
-    Raises:
-        LoadError: the model cannot be loaded, or its schema cannot be inferred.
-    """
-    kinds = [kind for key, kind in _NOT_RUN.items() if document.get(key) not in (None, [])]
-    if document.get("model_transaction_policy", {}).get("decoupled"):
-        kinds.append("a decoupled model")
-    if kinds:
-        raise ConfigError(
-            f"config.pbtxt lacks inputs or outputs, which are not inferred for {kinds[0]}",
-            expected="data_type and dims of each input and output",
-            cure="Write them into config.pbtxt.",
-        )
-    schema: JsonObject = child_process.run(
-        "torch_py_backend.autocomplete.schema:describe",
-        {"arguments": dict(arguments)},
-        min(seconds, LIMIT_S),
-    )
-    return schema
+    task = "torch_py_backend.autocomplete.schema:describe"
+    fill(document, child_process.run(task, {"arguments": dict(arguments)}, LIMIT_S))
 
 
 def fill(document: JsonObject, schema: JsonObject) -> None:

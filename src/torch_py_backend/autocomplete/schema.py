@@ -1,71 +1,69 @@
 """Infers the schema of a model: names, types and dims of its tensors, and its max_batch_size.
 
-The functions for other modules run in a child process (`completion`).
+The functions run in a child process, because they run the model's code.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from torch_py_backend.autocomplete import specs
 from torch_py_backend.autocomplete.specs import Schema
-from torch_py_backend.config import dtypes, model_config
-from torch_py_backend.config.dtypes import DType
+from torch_py_backend.config import model_config
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.runtime import Runtime
 from torch_py_backend.errors import BackendError, ConfigError, ForwardError
-from torch_py_backend.loading import (
-    aotinductor,
-    discovery,
-    example_inputs,
-    exported,
-    registry,
-)
+from torch_py_backend.loading import aotinductor, discovery, example_inputs, exported, registry
 from torch_py_backend.loading import hooks as user_hooks
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline.hooks import HookedPipeline
 from torch_py_backend.pipeline.inputs import Inputs
-from torch_py_backend.signature.arguments import ArgumentType
+from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.values import Item
 
-_BYTES = dtypes.from_triton("BYTES")
-# The types and dims of annotations, for one row.
-_ANNOTATED: Mapping[ArgumentType, tuple[DType, tuple[int, ...]]] = {
-    ArgumentType.INT: (dtypes.from_triton("INT64"), ()),
-    ArgumentType.FLOAT: (dtypes.from_triton("FP32"), ()),
-    ArgumentType.BOOL: (dtypes.from_triton("BOOL"), ()),
-    ArgumentType.STR: (_BYTES, ()),
-    ArgumentType.RAW: (_BYTES, ()),
-    ArgumentType.STRINGS: (_BYTES, (-1,)),
-    ArgumentType.BYTES: (_BYTES, (-1,)),
+# Models whose tensors are not inferred from a run, by the key of config.pbtxt.
+_NOT_RUN = {
+    "batch_input": "a model with ragged inputs",
+    "batch_output": "a model with ragged outputs",
+    "sequence_batching": "a model of sequences",
 }
 
 
-def describe(arguments: Mapping[str, str]) -> JsonObject:
+def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> JsonObject:
     """Return the schema of a model as JSON.
 
     Args:
         arguments: the arguments that Triton passes to `initialize`; the config may lack inputs and
             outputs.
+        finds_batch: find out whether a model whose inputs are listed has a batch dimension, instead
+            of using max_batch_size.
 
     Raises:
         LoadError: the model cannot be loaded, or its schema cannot be inferred.
     """
+    document = json.loads(arguments["model_config"])
+    kinds = [kind for key, kind in _NOT_RUN.items() if document.get(key)]
+    if document.get("model_transaction_policy", {}).get("decoupled"):
+        kinds.append("a decoupled model")
+    if kinds:
+        raise ConfigError(
+            f"config.pbtxt lacks inputs or outputs, which are not inferred for {kinds[0]}",
+            expected="data_type and dims of each input and output",
+            cure="Write them into config.pbtxt.",
+        )
     config = model_config.parse(arguments, complete=False)
-    schema = _infer(config, arguments)
+    listed = model_config.listed_inputs(arguments)
+    schema = _infer(config, document, listed, finds_batch=finds_batch or not listed)
     return {
         "input": [specs.entry_of(spec) for spec in schema.inputs],
         "output": [specs.entry_of(spec) for spec in schema.outputs],
@@ -73,15 +71,11 @@ def describe(arguments: Mapping[str, str]) -> JsonObject:
     }
 
 
-def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
-    """Return the arguments of a model's function, from its signature. The model is not run.
+def signature(arguments: Mapping[str, str]) -> Signature:
+    """Return the signature of the function that takes a model's inputs. It is not called.
 
     Args:
         arguments: the arguments that Triton passes to `initialize`.
-
-    Returns:
-        As JSON: `signature`, its text; `arguments`, the names of all that can be inputs; `inputs`,
-        the name of each required one, with data_type and dims if its annotation defines them.
 
     Raises:
         LoadError: the model cannot be loaded.
@@ -89,24 +83,9 @@ def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
     config = model_config.parse(arguments, complete=False)
     artifact = discovery.find(config)
     hooks = user_hooks.load(dataclasses.replace(config, max_batch_size=1), artifact)
-    hook = hooks.first if hooks is not None else None
-    signature = hook.signature() if hook else _load(config, artifact).signature
-    named = [argument for argument in signature.arguments if argument.named]
-    required = [argument for argument in named if argument.required] or named
-    return {
-        "signature": str(signature),
-        "arguments": [argument.name for argument in named],
-        "inputs": [
-            specs.entry_of(TensorSpec(argument.name, *_ANNOTATED[argument.type]))
-            if argument.type in _ANNOTATED
-            else {"name": argument.name}
-            for argument in required
-        ],
-    }
-
-
-def _load(config: ModelConfig, artifact: Artifact) -> Loaded:
-    return registry.load(artifact, config, _device(artifact))
+    if hooks is not None and hooks.first is not None:
+        return hooks.first.signature()
+    return registry.load(artifact, config, _device(artifact)).signature
 
 
 def _device(artifact: Artifact) -> torch.device:
@@ -115,67 +94,57 @@ def _device(artifact: Artifact) -> torch.device:
     return aotinductor.device_of(artifact.path) if packaged else torch.device("cpu")
 
 
-def _infer(config: ModelConfig, arguments: Mapping[str, str]) -> Schema:
+def _infer(
+    config: ModelConfig, document: JsonObject, listed: Sequence[TensorSpec], *, finds_batch: bool
+) -> Schema:
     """Return the schema of the artifact in a model's version folder.
 
     Without an example, the values of the inputs in config.pbtxt are made up.
     """
     artifact = discovery.find(config)
-    # Inputs of which one lacks its type or dims are not listed.
-    listed = model_config.listed_inputs(arguments)
     # The batch dimension is not known yet; hooks for batches need one.
     batched = dataclasses.replace(config, max_batch_size=config.max_batch_size or 1)
     hooks = user_hooks.load(batched, artifact)
     if hooks is None and artifact.kind is ArtifactType.EXPORTED:
         with registry.beside_imported(artifact):
             return _from_program(artifact.path)
-    loaded = _load(config, artifact)
+    loaded = registry.load(artifact, config, _device(artifact))
     example = example_inputs.find(config, artifact)
-    device_runtime = runtime.create(config.options, _device(artifact), ())
-    if hooks is not None:
-        trial = _HookedTrial(config, loaded, hooks, device_runtime)
-        if example is not None:
-            return trial.of_example(example)
-        rows = config.max_batch_size if listed else specs.DEFAULT_BATCH_SIZE
-        return trial.run(listed or _annotated(hooks), rows)
-    runs = _Runs(config, loaded, device_runtime)
     if not listed and example is None:
-        without_dims = (
-            entry["name"]
-            for entry in json.loads(arguments["model_config"]).get("input", ())
-            if not entry.get("dims")
-        )
-        raise _no_inputs(
-            f"{artifact.kind.value} does not define the shapes that {loaded.signature} takes",
-            next(without_dims, None),
-        )
-    if not listed:
-        return runs.schema(example or {})
+        first = None if hooks is None else hooks.first
+        source, function = loaded.kind.value, loaded.signature
+        if first is not None:
+            source, function = first.file.name, first.signature()
+        raise _no_inputs(f"{source} does not define the shapes that {function} takes", document)
+    trial = _Trial(config, loaded, hooks, runtime.create(config.options, _device(artifact), ()))
     try:
-        return runs.schema_of_listed(listed, example or {})
+        return trial.schema(listed, example or {}, finds_batch=finds_batch)
     except ForwardError as error:
         if example is not None:
             raise
         raise ConfigError(
             "config.pbtxt lists no outputs, and the model fails with made-up values for its inputs:"
             f" {error}",
-            cure=f"Correct the inputs; or put valid values beside the model ({example_inputs.NAME}"
-            ".safetensors); or write the outputs into config.pbtxt.",
+            cure=f"Correct the inputs; or put valid values beside the model, in"
+            f" {example_inputs.NAME}.safetensors or a function {example_inputs.NAME}(); or write"
+            " the outputs into config.pbtxt.",
         ) from error
 
 
-def _no_inputs(reason: str, without_dims: str | None = None) -> ConfigError:
+def _no_inputs(reason: str, document: JsonObject) -> ConfigError:
     """Return the error of a model whose inputs neither the config nor an example defines."""
     problem = f"config.pbtxt lists no inputs or no outputs, and {reason}"
-    if without_dims is not None:
+    incomplete = [entry["name"] for entry in document.get("input", ()) if not entry.get("dims")]
+    if incomplete:
         problem = (
-            f"input '{without_dims}' has no dims; for one value per row: dims: [ 1 ], reshape"
+            f"input '{incomplete[0]}' has no dims; for one value per row: dims: [ 1 ], reshape"
             " { shape: [ ] } (without max_batch_size: dims: [ 1 ] alone)"
         )
     return ConfigError(
         problem,
         expected=f"{example_inputs.NAME}.safetensors in the version folder, or a function"
-        f" {example_inputs.NAME}() in model.py that returns a dict of tensors by input name",
+        f" {example_inputs.NAME}() in model.py or hooks.py that returns a dict of tensors by input"
+        " name",
         cure="Add one of them, or write the inputs and outputs into config.pbtxt.",
     )
 
@@ -189,159 +158,134 @@ def _from_program(path: Path) -> Schema:
     return specs.schema_of(inputs, outputs, rows.most, batched=batched)
 
 
-# --- runs --------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
-class _Runs:
-    """Runs of a loaded model."""
+class _Trial:
+    """Runs of a loaded model, with its hooks if it has some."""
 
     config: ModelConfig
     loaded: Loaded
+    hooks: Hooks | None
     runtime: Runtime
 
-    def schema_of_listed(self, listed: Sequence[TensorSpec], example: Item) -> Schema:
-        """Return the schema for the inputs in the config, with the values that the warm-up uses.
+    def schema(self, listed: Sequence[TensorSpec], example: Item, *, finds_batch: bool) -> Schema:
+        """Return the schema for the inputs in the config, or for those of an example.
 
-        Inputs with dims of -1 are run in two sizes: output dims that differ between them are -1.
+        Args:
+            listed: the inputs in the config; empty: those of the example.
+            example: valid values of inputs by name.
+            finds_batch: try a batch first, then one item without a batch dimension; else the
+                config's max_batch_size decides.
         """
-        config = dataclasses.replace(self.config, inputs=tuple(listed))
-        rows = 2 if self.config.max_batch_size else None
-        valid = {
-            spec.name: example[spec.name]
-            for spec in listed
-            if spec.name in example and example_inputs.fits(config, spec, example[spec.name])
-        }
-        schema = self.schema(example_inputs.item(config, rows, example=valid))
-        if all(-1 not in spec.dims for spec in listed):
-            return schema
-        try:
-            smaller = self.schema(example_inputs.item(config, rows, shrunk=True, example=valid))
-        except ForwardError:
-            return schema  # the model takes the sizes of the example only
-        return specs.with_varying(schema, smaller)
+        choices = [self.config.max_batch_size > 0]
+        if finds_batch:
+            needs_batch = self.hooks is not None and self.hooks.per_batch
+            choices = [True] if needs_batch else [True, False]
+        errors = []
+        for batched in choices:
+            items = self._items(listed, example, batched=batched)
+            try:
+                outputs = self._outputs(items[0], batched=batched)
+                if batched and len(choices) > 1 and not self._doubles(items[0], outputs):
+                    continue
+                return self._with_sizes(items, outputs, batched=batched)
+            except BackendError as error:
+                errors.append(error)
+        raise errors[0]
 
-    def schema(self, item: Item) -> Schema:
-        """Return the schema from a run with an item and one with twice its rows.
-
-        The first dimension is the batch if it, and no other, doubles in every output.
-        """
-        inputs, outputs = specs.of_values(item), self._call(item)
-        batched = specs.shares_rows(inputs)
-        if batched:
-            rows = inputs[0].dims[:1]
-            twice = [
-                dataclasses.replace(spec, dims=(2 * rows[0], *spec.dims[1:]))
-                for spec in outputs
-                if spec.dims[:1] == rows
-            ]
-            doubled: Item = {
-                name: torch.cat([value, value])
-                if isinstance(value, Tensor)
-                else np.concatenate([value, value])
-                for name, value in item.items()
+    def _items(self, listed: Sequence[TensorSpec], example: Item, *, batched: bool) -> list[Item]:
+        """Return inputs to run the model with, of several sizes if the model may take them."""
+        items = [example]
+        if listed:
+            rows = 2 if batched else None
+            config = dataclasses.replace(
+                self.config, inputs=tuple(listed), max_batch_size=rows or 0
+            )
+            valid = {
+                spec.name: example[spec.name]
+                for spec in listed
+                if spec.name in example and example_inputs.fits(config, spec, example[spec.name])
             }
-            with contextlib.suppress(ForwardError):
-                batched = False
-                batched = twice == [*self._call(doubled)]
-        return specs.schema_of(inputs, outputs, self.loaded.rows.most, batched=batched)
+            items = [example_inputs.item(config, rows, example=valid)]
+            if any(-1 in spec.dims for spec in listed):
+                items.append(example_inputs.item(config, rows, shrunk=True, example=valid))
+        if batched and example and self.hooks is not None:
+            # Rows of an example, such as texts of different lengths, show which dims vary.
+            for row in (slice(0, 1), slice(1, 2)):
+                items.append({name: value[row] for name, value in items[0].items()})
+        return items
 
-    def _call(self, item: Item) -> tuple[TensorSpec, ...]:
-        """Return the specs of all outputs."""
-        config = dataclasses.replace(self.config, max_batch_size=0, inputs=specs.of_values(item))
-        inputs, module = Inputs(config, self.loaded.signature), self.loaded.module
-        group = inputs.stage(lambda binding: lambda *columns: binding.call(module, columns))
+    def _doubles(self, item: Item, outputs: Sequence[TensorSpec]) -> bool:
+        """Return whether dimension 0, and no other, doubles in every output if the rows do."""
+        inputs = specs.of_values(item)
+        if not specs.shares_rows(inputs):
+            return False
+        (rows,) = inputs[0].dims[:1]
+        twice = [*range(rows)] * 2
+        doubled: Item = {name: value[twice] for name, value in item.items()}
+        expected = [
+            dataclasses.replace(spec, dims=(2 * rows, *spec.dims[1:]))
+            for spec in outputs
+            if spec.dims[:1] == (rows,)
+        ]
+        try:
+            return expected == [*self._outputs(doubled, batched=True)]
+        except ForwardError:
+            return False
+
+    def _with_sizes(
+        self, items: Sequence[Item], outputs: Sequence[TensorSpec], *, batched: bool
+    ) -> Schema:
+        """Return the schema for the first item; output dims that differ for others are -1."""
+        most = self.loaded.rows.most
+        schema = specs.schema_of(specs.of_values(items[0]), outputs, most, batched=batched)
+        for item in items[1:]:
+            try:
+                outputs = self._outputs(item, batched=batched)
+            except BackendError:
+                continue  # the model takes the sizes of the first item only
+            schema = specs.with_varying(schema, specs.row_specs(outputs, batched=batched))
+        return schema
+
+    def _outputs(self, item: Item, *, batched: bool) -> tuple[TensorSpec, ...]:
+        """Return the specs of the outputs for an item, with all dims.
+
+        Raises:
+            BackendError: the model, or a hook, does not take it.
+        """
+        inputs = specs.of_values(item)
+        config = dataclasses.replace(self.config, max_batch_size=0, inputs=inputs)
+        try:
+            with self.runtime.guard():
+                if self.hooks is None:
+                    return specs.of_result(self._call(config, item), "forward()")
+                rows = inputs[0].dims[0] if batched else 0
+                config = dataclasses.replace(
+                    config,
+                    inputs=specs.row_specs(inputs, batched=batched),
+                    outputs=(),
+                    max_batch_size=rows,
+                )
+                pipeline = HookedPipeline(
+                    config, self.loaded.signature, self.hooks, self.runtime.device
+                )
+                result, of_row = pipeline.run_unchecked(self.loaded.module, item)
+        except BackendError:
+            raise
+        except Exception as error:  # the model's own code runs here
+            raise ForwardError(error, self.loaded.signature.name) from error
+        outputs = specs.of_result(result, "postprocess()")
+        if batched and of_row:
+            return tuple(dataclasses.replace(spec, dims=(rows, *spec.dims)) for spec in outputs)
+        return outputs
+
+    def _call(self, config: ModelConfig, item: Item) -> object:
+        """Return the result of a model without hooks."""
+        module = self.loaded.module
+        group = Inputs(config, self.loaded.signature).stage(
+            lambda binding: lambda *columns: binding.call(module, columns)
+        )
         (entry,), groups = group([item])
         if isinstance(entry, BackendError):
             raise entry
         columns, _ = groups[0].gather(groups[0].items)
-        try:
-            with self.runtime.guard():
-                result = groups[0].call(*self.runtime.to_device(columns))
-        except Exception as error:  # the model's own code runs here
-            raise ForwardError(error, self.loaded.signature.name) from error
-        return specs.of_result(result, "forward()")
-
-
-# --- hooks -------------------------------------------------------------------------------------
-
-
-def _annotated(hooks: Hooks) -> tuple[TensorSpec, ...]:
-    """Return the inputs of one row, from the annotations of the first hook."""
-    arguments = hooks.first.signature().arguments if hooks.first is not None else ()
-    named = [argument for argument in arguments if argument.named]
-    if not named or any(argument.type not in _ANNOTATED for argument in named):
-        raise _no_inputs(
-            "the hooks do not define the shapes of their inputs, as annotations like `bytes` and"
-            " `str` do",
-        )
-    inputs = []
-    for argument in named:
-        dtype, dims = _ANNOTATED[argument.type]
-        # The list that a hook for batches takes holds the rows.
-        dims = dims if hooks.preprocess is not None else ()
-        inputs.append(TensorSpec(argument.name, dtype, dims, optional=not argument.required))
-    return tuple(inputs)
-
-
-@dataclass(frozen=True, slots=True)
-class _HookedTrial:
-    """Runs of a loaded model with its hooks."""
-
-    config: ModelConfig
-    loaded: Loaded
-    hooks: Hooks
-    runtime: Runtime
-
-    def of_example(self, example: Item) -> Schema:
-        """Return the schema from runs with an example; as a batch, if the hooks accept it as one.
-
-        Raises:
-            ConfigError: the hooks cannot be run with it.
-        """
-        inputs = specs.of_values(example)
-        if not specs.shares_rows(inputs):
-            return self.run(inputs, 0, example)
-        row, size = specs.row_specs(inputs, batched=True), specs.batch_size(self.loaded.rows.most)
-        try:
-            schema = self.run(row, size, example)
-        except ConfigError:
-            if self.hooks.per_batch:
-                raise
-            return self.run(inputs, 0, example)
-        # Rows of an example, such as texts of different lengths, show which dims vary.
-        for at in range(2 if inputs[0].dims[0] > 1 else 0):
-            with contextlib.suppress(ConfigError):  # the model takes no single row
-                single = {name: value[at : at + 1] for name, value in example.items()}
-                schema = specs.with_varying(schema, self.run(row, size, single))
-        return schema
-
-    def run(
-        self, inputs: Sequence[TensorSpec], max_batch_size: int, item: Item | None = None
-    ) -> Schema:
-        """Return the schema from a run with an item; None: with one that is made up.
-
-        Raises:
-            ConfigError: the hooks or the model fail.
-        """
-        config = dataclasses.replace(
-            self.config, inputs=tuple(inputs), outputs=(), max_batch_size=max_batch_size
-        )
-        item = item or example_inputs.item(config, 2 if max_batch_size else None)
-        signature, device = self.loaded.signature, self.runtime.device
-        try:
-            with self.runtime.guard():
-                pipeline = HookedPipeline(config, signature, self.hooks, device)
-                result, of_row = pipeline.run_unchecked(self.loaded.module, item)
-        except Exception as error:  # the model's own code runs here
-            known = isinstance(error, BackendError)
-            raise ConfigError(
-                "config.pbtxt lists no inputs or no outputs, and the hooks cannot be run to infer"
-                f" them: {error if known else ForwardError(error, signature.name)}",
-                cure=f"Put valid inputs beside the model, in a function {example_inputs.NAME}() or"
-                f" {example_inputs.NAME}.safetensors, or write the outputs into config.pbtxt.",
-            ) from error
-        outputs = specs.of_result(result, "postprocess()")
-        if not (max_batch_size and of_row):
-            outputs = specs.row_specs(outputs, batched=max_batch_size > 0)
-        return Schema(config.inputs, outputs, max_batch_size)
+        return groups[0].call(*self.runtime.to_device(columns))

@@ -47,7 +47,7 @@ def schema_of(
     )
 
 
-def with_varying(schema: Schema, other: Schema) -> Schema:
+def with_varying(schema: Schema, others: Sequence[TensorSpec]) -> Schema:
     """Return a schema with -1 for the dims of outputs that differ from those of another run.
 
     Raises:
@@ -55,16 +55,16 @@ def with_varying(schema: Schema, other: Schema) -> Schema:
     """
     forms = [
         [(spec.name, spec.dtype, len(spec.dims)) for spec in outputs]
-        for outputs in (schema.outputs, other.outputs)
+        for outputs in (schema.outputs, others)
     ]
     if forms[0] != forms[1]:
         raise ConfigError(
             "config.pbtxt lists no outputs, and the model returns other outputs for other sizes:"
-            f" {join_names(map(str, schema.outputs))}, or {join_names(map(str, other.outputs))}",
+            f" {join_names(map(str, schema.outputs))}, or {join_names(map(str, others))}",
             cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
         )
     outputs = []
-    for spec, varied in zip(schema.outputs, other.outputs, strict=True):
+    for spec, varied in zip(schema.outputs, others, strict=True):
         sizes = zip(spec.dims, varied.dims, strict=True)
         dims = tuple(size if size == changed else -1 for size, changed in sizes)
         outputs.append(dataclasses.replace(spec, dims=dims))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -66,7 +65,6 @@ def check(
 def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
     """Load a model in a child process, and return what `check --json` prints for it."""
     notes = list(preflight.folder_problems(folder))
-    deadline = time.monotonic() + timeout
     try:
         document = pbtxt.read(folder)
         other = preflight.other_backend(folder, document)
@@ -82,9 +80,8 @@ def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, 
         preflight.check_server(folder, document)
         if completion.is_incomplete(document):
             notes.append("config.pbtxt leaves out inputs or outputs; they come from the model.")
-        version, document = trial.complete(folder, timeout)
-        remaining = max(0.0, round(deadline - time.monotonic(), 1))
-        report = trial.inspect(folder, version, document, remaining)
+        version, document = trial.read(folder)
+        report = trial.inspect(folder, version, document, seconds=timeout)
     except BackendError as error:
         report = {"model": folder.name, "error": named(folder.name, error), "notes": notes}
         frames = [

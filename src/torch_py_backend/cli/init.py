@@ -114,10 +114,8 @@ def _parse_input(text: str) -> dict[str, Any]:
 def _next_steps(report: FolderReport, folder: Path) -> Iterator[str]:
     """Yield the steps after which a model may load."""
     options = [] if "--force" in sys.argv else ["--force"]
-    for argument in report.missing:
-        data_type = argument.get("data_type", "TYPE_FP32").removeprefix("TYPE_")
-        dims = pbtxt.model_dims(argument) if "dims" in argument else (3, 224, 224)
-        options += ["--input", f"{argument['name']}:{data_type}:{'x'.join(map(str, dims))}"]
+    for name in report.missing:
+        options += ["--input", f"{name}:FP32:3x224x224"]
     again = shlex.join(["torch-py-backend", *sys.argv[1:], *options])
     if report.missing:
         yield f"next: {again}"

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from torch_py_backend import files
+from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import ToolError, about
@@ -67,7 +68,9 @@ def tune(
     errors = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
     rows: list[Row] = []
     with about(folder.name), errors.status("measuring the model as configured") as status:
-        version, document = trial.complete(folder)
+        version, document = trial.read(folder)
+        if completion.is_incomplete(document):
+            completion.complete(pbtxt.arguments(folder, version, document), document)
         if document.get("model_transaction_policy", {}).get("decoupled"):
             raise ToolError(
                 "the model is decoupled; expected one with a response for each request."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch_py_backend.autocomplete import completion
@@ -17,19 +17,24 @@ _COMMENTS = {
 
 
 def write(
-    folder: Path, document: Document, description: str, signature: Document
-) -> pbtxt.JsonObject:
-    """Write config.pbtxt, with kind and count of the instance group; return what Triton reads.
+    folder: Path,
+    document: Document,
+    description: str,
+    signature: str = "",
+    required: Sequence[str] = (),
+) -> None:
+    """Write config.pbtxt, with kind and count of the instance group.
 
-    `signature`, as of `autocomplete.schema.describe_arguments`, gives placeholders for inputs that
-    the config lacks; empty: it is unknown.
+    The model's signature and its required arguments are comments in the place of inputs that the
+    config lacks.
     """
-    text = "\n".join([*_lines(document, description, signature), ""])
-    (folder / "config.pbtxt").write_text(text, encoding="utf-8")
-    return pbtxt.read(folder)
+    lines = [*_lines(document, description), ""]
+    lines += _tensors("input", document, required, signature)
+    lines += ["", *_tensors("output", document), "", *_settings(document), ""]
+    (folder / "config.pbtxt").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _lines(document: Document, description: str, signature: Document) -> Iterator[str]:
+def _lines(document: Document, description: str) -> Iterator[str]:
     yield f"# {document['name']}: {description}, served by PyTorch."
     yield 'backend: "pytorch_py"'
     yield ""
@@ -46,11 +51,9 @@ def _lines(document: Document, description: str, signature: Document) -> Iterato
         delay = document.get("dynamic_batching", {}).get("max_queue_delay_microseconds", 0)
         limit = f"max_queue_delay_microseconds: {delay} " if delay else ""
         yield f"dynamic_batching {{ {limit}}}"
-    yield ""
-    yield from _tensors("input", document, signature)
-    yield ""
-    yield from _tensors("output", document, {})
-    yield ""
+
+
+def _settings(document: Document) -> Iterator[str]:
     yield "# Copies of the model, each in a process of its own. KIND_GPU: one on every GPU."
     (group,) = document["instance_group"]
     yield f"instance_group [{{ kind: {group['kind']} count: {group['count']} }}]"
@@ -60,7 +63,9 @@ def _lines(document: Document, description: str, signature: Document) -> Iterato
         yield pbtxt.parameter(key, entry["string_value"])
 
 
-def _tensors(role: str, document: Document, signature: Document) -> Iterator[str]:
+def _tensors(
+    role: str, document: Document, names: Sequence[str] = (), signature: str = ""
+) -> Iterator[str]:
     if document[role]:
         yield _COMMENTS[role]
         yield f"{role} ["
@@ -68,9 +73,9 @@ def _tensors(role: str, document: Document, signature: Document) -> Iterator[str
         yield "]"
         return
     if signature:
-        yield f"# {signature['signature']}"
-    for argument in signature.get("inputs") or [{"name": "…"}]:
-        yield f"# {role} [{_tensor(argument)}]"
+        yield f"# {signature}"
+    for name in names or ["…"]:
+        yield f"# {role} [{_tensor({'name': name})}]"
 
 
 def _tensor(entry: Document) -> str:

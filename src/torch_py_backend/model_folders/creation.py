@@ -6,28 +6,25 @@ Imports no torch: the model's code runs in child processes.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import tempfile
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import model_config, pbtxt, repository
 from torch_py_backend.config.pbtxt import Document, JsonObject
-from torch_py_backend.errors import BackendError, LoadError, ToolError, join_names
+from torch_py_backend.errors import LoadError, ToolError, join_names
 from torch_py_backend.loading import file_types
-from torch_py_backend.model_folders import artifact_files, config_text, trial
+from torch_py_backend.model_folders import config_text
 from torch_py_backend.model_folders.artifact_files import EXAMPLE, ArtifactFiles
+from torch_py_backend.processes import child_process
 
 NAME = re.compile(r"[\w-][\w.\- ]*")
 """Names that a model folder may have."""
-# The number of rows in the call that shows whether the model takes batches.
-_BATCH_SIZE = 8
 
 
 @dataclass(slots=True)
@@ -39,7 +36,7 @@ class FolderReport:
 
     lines: list[str]
     loads: bool = False
-    missing: Sequence[Document] = ()
+    missing: Sequence[str] = ()
 
 
 def create(
@@ -47,7 +44,7 @@ def create(
     artifact: ArtifactFiles,
     inputs: Sequence[Document],
     transfer: Callable[[Path, Path], object],
-    settings: Mapping[str, Any] = types.MappingProxyType({}),
+    settings: Document = types.MappingProxyType({}),
     *,
     force: bool = False,
 ) -> FolderReport:
@@ -127,36 +124,45 @@ def _refuse(target: Path, linked: Sequence[Path], *, force: bool) -> None:
 
 
 def _configure(
-    folder: Path, artifact: ArtifactFiles, document: JsonObject, settings: Mapping[str, Any]
+    folder: Path, artifact: ArtifactFiles, document: JsonObject, settings: Document
 ) -> FolderReport:
     """Write config.pbtxt, as complete as the model allows, and load the model with it."""
     report = FolderReport([f"{artifact.title} is {artifact.description}"])
-    given = document["input"]
-    if artifact.pretrained_config:
-        _add_pretrained(folder, artifact, document)
-    elif others := list(artifact.files)[1:]:
-        report.lines.append(f"with {join_names(others)}")
-    signature: Document = {}
+    lines = report.lines
+    if not artifact.pretrained_config and (others := list(artifact.files)[1:]):
+        lines.append(f"with {join_names(others)}")
+    result: JsonObject = {"config": document}
     try:
-        _complete(folder, document)
-        report.lines += _description(folder, document)
-    except BackendError as error:
-        signature = _report_gaps(folder, document, error, report)
-        document["input"] = given  # those of `_add_pretrained` are not what the model takes
+        result = child_process.run(
+            "torch_py_backend.model_folders.inspection:configure",
+            {
+                "arguments": pbtxt.arguments(folder, "1", document),
+                "pretrained": artifact.pretrained_config,
+                "settings": settings,
+            },
+            completion.LIMIT_S,
+        )
+    except LoadError as error:
+        result["refusal"] = str(error)
+    document = result["config"]
     if file_types.is_cuda_package(folder / "1" / next(iter(artifact.files))):
         document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]
-    if document["max_batch_size"]:
-        document.update(settings)
-    document = config_text.write(folder, document, artifact.description, signature)
-    if completion.is_incomplete(document):
-        return report
-    try:
-        inspection = trial.inspect(folder, "1", document)
-    except LoadError as error:
-        report.lines.append(f"does not load: {error}")
+    signature, required = result.get("signature", ""), result.get("required", ())
+    config_text.write(folder, document, artifact.description, signature, required)
+    if not completion.is_incomplete(document):
+        lines += _description(folder, document)
+    if "gap" in result:
+        lines.append(f"takes    {signature}")
+        gap = result["gap"]
+        if not document["input"] and not _has_example(folder / "1"):
+            report.missing = required
+            gap = f"the types and sizes of {join_names(required)} are not known"
+        lines.append(f"not complete: {gap}")
+    elif "refusal" in result:
+        lines.append(f"does not load: {result['refusal']}")
     else:
-        report.lines += [f"note     {warning}" for warning in inspection["warnings"]]
-        report.lines.append("loads and runs")
+        lines += [f"note     {warning}" for warning in result["warnings"]]
+        lines.append("loads and runs")
         report.loads = True
     return report
 
@@ -172,61 +178,7 @@ def _description(folder: Path, document: Document) -> list[str]:
     ]
 
 
-def _add_pretrained(folder: Path, artifact: ArtifactFiles, document: JsonObject) -> None:
-    """Add what is known of the inputs and the constructor of a transformers model."""
-    arguments: Sequence[str] = ()
-    with contextlib.suppress(LoadError):  # `_complete` raises the same error
-        arguments = trial.describe(folder, document)["arguments"]
-    if kwargs := artifact_files.pretrained_kwargs(arguments):
-        document["parameters"]["MODEL_KWARGS"] = {"string_value": json.dumps(kwargs)}
-    if not document["input"] and EXAMPLE not in artifact.files:
-        document["input"] = artifact_files.pretrained_inputs(artifact.pretrained_config, arguments)
-
-
-def _complete(folder: Path, document: JsonObject) -> None:
-    """Complete a config from the model.
-
-    Where the inputs are known, the model is first called with a batch: if it takes several rows
-    and returns as many, the model has a batch dimension.
-    """
-
-    def describe(rows: int) -> JsonObject:
-        settings = {**document, "max_batch_size": rows}
-        return completion.describe(pbtxt.arguments(folder, "1", settings), settings)
-
-    if not document["input"]:
-        completion.fill(document, describe(0))
-        return
-    refusals = []
-    for rows in (_BATCH_SIZE, 0):
-        try:
-            schema = describe(rows)
-        except BackendError as error:
-            refusals.append(error)
-            continue
-        if schema["max_batch_size"] or not rows:
-            document["max_batch_size"] = min(rows, schema["max_batch_size"])
-            completion.fill(document, schema)
-            return
-    raise refusals[0]
-
-
-def _report_gaps(
-    folder: Path, document: Document, error: BackendError, report: FolderReport
-) -> Document:
-    """Report the gaps of a config that could not be completed; return the model's signature."""
-    try:
-        signature = trial.describe(folder, document)
-    except LoadError as refusal:
-        report.lines.append(f"does not load: {refusal}")
-        return {}
-    has_example = (folder / "1" / EXAMPLE).exists() or any(
-        b"def example_inputs" in source.read_bytes() for source in (folder / "1").glob("*.py")
+def _has_example(version: Path) -> bool:
+    return (version / EXAMPLE).exists() or any(
+        b"def example_inputs" in source.read_bytes() for source in version.glob("*.py")
     )
-    reason = str(error)
-    if not document["input"] and not has_example:
-        report.missing = signature["inputs"]
-        names = join_names(argument["name"] for argument in report.missing)
-        reason = f"the types and sizes of {names} are not known"
-    report.lines += [f"takes    {signature['signature']}", f"not complete: {reason}"]
-    return signature

@@ -1,4 +1,4 @@
-"""Load a model, describe it, and compare it with a reference.
+"""Complete the config of a model, load it, describe it, and compare it with a reference.
 
 To be run in a child process, because it runs the model's code. `arguments` are Triton's arguments
 of `initialize`.
@@ -7,19 +7,24 @@ of `initialize`.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from logging.handlers import BufferingHandler
-from typing import Any
+from pathlib import Path
 
 import torch
 
-from torch_py_backend.config import model_config, threads
+from torch_py_backend.autocomplete import completion, schema
+from torch_py_backend.config import conflicts, model_config, pbtxt, threads
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
+from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.engine import load, runtime, warmup
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, LoadError, OutputError
 from torch_py_backend.loading import example_inputs
+from torch_py_backend.model_folders import artifact_files
+from torch_py_backend.model_folders.artifact_files import EXAMPLE
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.differences import MAX_ERROR_REDUCED, difference, tolerance
 from torch_py_backend.values import Item, Value
@@ -27,21 +32,25 @@ from torch_py_backend.values import Item, Value
 _MOST_WARNINGS = 10_000
 
 
-def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[str, Any]:
-    """Load and warm up a model; return what it is, takes and gives, as JSON.
+def inspect(arguments: Mapping[str, str], reference: str | None = None) -> JsonObject:
+    """Complete a config, load and warm up its model; return what it is, takes and gives, as JSON.
 
     `reference` is a file with outputs for the example beside the model, to compare with its own.
 
     Raises:
-        LoadError: the model cannot be served.
+        LoadError: the config cannot be completed, or the model cannot be served.
         OutputError: its outputs differ from the reference.
     """
     logger = logging.getLogger("torch_py_backend")
     logger.propagate = False
     warnings = BufferingHandler(_MOST_WARNINGS)
     warnings.setLevel(logging.WARNING)
+    document = json.loads(arguments["model_config"])
+    if completion.is_incomplete(document):
+        completion.fill(document, schema.describe(arguments))
+    conflicts.check_for_triton(document)
+    settings = model_config.parse({**arguments, "model_config": json.dumps(document)})
     logger.addHandler(warnings)
-    settings = model_config.parse(arguments)
     engine = load_warm(settings)
     if reference is not None:
         with runtime.mode(settings.options):
@@ -60,7 +69,58 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> dict[
         "max_batch_size": settings.max_batch_size,
         "threads": dataclasses.asdict(threads.budget(settings)),
         "warnings": [record.getMessage() for record in warnings.buffer],
+        "config": document,
     }
+
+
+def configure(arguments: Mapping[str, str], pretrained: Document, settings: Document) -> JsonObject:
+    """Complete the config of a new model folder as far as possible, and try its model.
+
+    Args:
+        arguments: the arguments that Triton passes to `initialize`; the config may list inputs,
+            and has no batch size.
+        pretrained: the contents of config.json of transformers; empty for other models.
+        settings: entries of config.pbtxt for a model with a batch dimension.
+
+    Returns:
+        As JSON: `config`; `gap`, why it is incomplete, with the `signature` and the `required`
+        arguments of the model; `refusal`, why the model does not load; `warnings` of the load.
+
+    Raises:
+        LoadError: the model cannot be loaded.
+    """
+    document = json.loads(arguments["model_config"])
+    listed = document["input"]
+    try:
+        if pretrained:
+            names = schema.signature(arguments).named
+            if kwargs := artifact_files.pretrained_kwargs(names):
+                document["parameters"] |= pbtxt.parameters({"MODEL_KWARGS": json.dumps(kwargs)})
+            example = Path(arguments["model_repository"], "1", EXAMPLE)
+            if not listed and not example.exists():
+                document["input"] = artifact_files.pretrained_inputs(pretrained, names)
+            arguments = {**arguments, "model_config": json.dumps(document)}
+        inferred = schema.describe(arguments, finds_batch=True)
+        document["max_batch_size"] = inferred["max_batch_size"]
+        completion.fill(document, inferred)
+    except BackendError as error:
+        signature = schema.signature(arguments)
+        named = [argument for argument in signature.arguments if argument.named]
+        required = [argument.name for argument in named if argument.required]
+        return {
+            # Inputs that are known of `pretrained` are not what the model takes.
+            "config": {**document, "input": listed},
+            "gap": str(error),
+            "signature": str(signature),
+            "required": required or signature.named,
+        }
+    if document["max_batch_size"]:
+        document |= {"dynamic_batching": {}, **settings}
+    try:
+        report = inspect({**arguments, "model_config": json.dumps(document)})
+    except BackendError as error:
+        return {"config": document, "refusal": str(error)}
+    return {"config": document, "warnings": report["warnings"]}
 
 
 def _described(spec: TensorSpec) -> str:

@@ -1,11 +1,10 @@
-"""Complete the config of a model folder, and load its model without a server.
+"""Read the config of a model folder, and load its model without a server.
 
 Imports no torch: the model's code runs in child processes.
 """
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 from torch_py_backend.autocomplete import completion
@@ -13,47 +12,35 @@ from torch_py_backend.config import conflicts, pbtxt, repository
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.processes import child_process
 
-_TIMEOUT_S = 600.0
 
-
-def complete(folder: Path, seconds: float = math.inf) -> tuple[str, JsonObject]:
-    """Return the latest version that is served, and the config, completed as by a server.
+def read(folder: Path) -> tuple[str, JsonObject]:
+    """Return the latest version that is served, and the config, which may be incomplete.
 
     Raises:
-        LoadError: the config cannot be read or completed, or Triton refuses it.
+        LoadError: the config cannot be read, or Triton refuses it.
     """
     document = pbtxt.read(folder)
     conflicts.check_for_triton(document)
     specific = document.get("version_policy", {}).get("specific", {})
-    version = repository.latest(folder, specific.get("versions", ()))
-    if completion.is_incomplete(document):
-        completion.complete(pbtxt.arguments(folder, version, document), document, seconds)
-    return version, document
-
-
-def describe(folder: Path, document: Document) -> JsonObject:
-    """Return the arguments of a model, as of `autocomplete.schema.describe_arguments`.
-
-    Raises:
-        LoadError: the model cannot be loaded.
-    """
-    task = "torch_py_backend.autocomplete.schema:describe_arguments"
-    return _run(task, {"arguments": pbtxt.arguments(folder, "1", document)}, _TIMEOUT_S)
+    return repository.latest(folder, specific.get("versions", ())), document
 
 
 def inspect(
-    folder: Path, version: str, document: Document, seconds: float = _TIMEOUT_S
+    folder: Path,
+    version: str,
+    document: Document,
+    reference: Path | None = None,
+    seconds: float = completion.LIMIT_S,
 ) -> JsonObject:
-    """Load and warm up a model, and return the report of `inspection.inspect`.
+    """Complete a config as a server does, try the model, and return `inspection.inspect`'s report.
 
     Raises:
-        LoadError: the model cannot be served; the message says why.
+        LoadError: the model cannot be served, or differs from the reference.
     """
-    conflicts.check_for_triton(document)
-    sent = {"arguments": pbtxt.arguments(folder, version, document)}
-    return _run("torch_py_backend.model_folders.inspection:inspect", sent, seconds)
-
-
-def _run(task: str, arguments: JsonObject, seconds: float) -> JsonObject:
-    result: JsonObject = child_process.run(task, arguments, seconds)
-    return result
+    task = "torch_py_backend.model_folders.inspection:inspect"
+    sent = {
+        "arguments": pbtxt.arguments(folder, version, document),
+        "reference": reference and str(reference),
+    }
+    report: JsonObject = child_process.run(task, sent, seconds)
+    return report

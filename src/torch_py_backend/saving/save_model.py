@@ -14,12 +14,10 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from torch_py_backend.autocomplete import completion, schema
-from torch_py_backend.config import conflicts, pbtxt, removed_names
+from torch_py_backend.config import pbtxt, removed_names
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import LoadError, SaveError, about
-from torch_py_backend.model_folders import config_text, creation, inspection
-from torch_py_backend.processes import child_process
+from torch_py_backend.model_folders import config_text, creation, trial
 from torch_py_backend.saving import examples, module_files
 from torch_py_backend.saving.module_files import Format, ModuleFiles
 
@@ -154,35 +152,14 @@ def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Docu
         "output": example.output_entries,
         "parameters": pbtxt.parameters(artifact.parameters) | document["parameters"],
     }
-    reference = str(folder.with_name("reference.pt")) if example.outputs else None
-    if reference is not None:
+    reference = None
+    if example.outputs:
+        reference = folder.with_name("reference.pt")
         torch.save(example.outputs, reference)
-    report = child_process.run(
-        "torch_py_backend.saving.save_model:complete_and_compare",
-        {"arguments": pbtxt.arguments(folder, "1", config), "reference": reference},
-        completion.LIMIT_S,
-    )
-    config_text.write(folder, report["config"], artifact.description, {})
+    report = trial.inspect(folder, "1", config, reference)
+    config_text.write(folder, report["config"], artifact.description)
     warnings: list[str] = report["warnings"]
     return warnings
-
-
-def complete_and_compare(arguments: Mapping[str, str], reference: str | None) -> JsonObject:
-    """Complete a config from its model, and compare the model's outputs; runs in a child process.
-
-    Args:
-        arguments: the arguments that Triton passes to `initialize`.
-        reference: a file with the outputs for the example; None: there are none.
-
-    Returns:
-        As JSON: `config`, the complete config; `warnings`, those of the load.
-    """
-    config: JsonObject = json.loads(arguments["model_config"])
-    if completion.is_incomplete(config):
-        completion.fill(config, schema.describe(arguments))
-    conflicts.check_for_triton(config)
-    complete = {**arguments, "model_config": json.dumps(config)}
-    return {"config": config, "warnings": inspection.inspect(complete, reference)["warnings"]}
 
 
 def _check(
