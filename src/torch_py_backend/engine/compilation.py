@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any, TypeGuard
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,6 @@ from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.pipeline.counters import Counts
 
 log = logging.getLogger(__name__)
-
-# Prefixes of names in the code that torch.compile makes: a graph, and what follows a graph break.
-_GRAPH, _RESUMED = "__compiled_fn", "__resume"
 
 
 def requested(config: ModelConfig) -> bool:
@@ -78,10 +75,6 @@ def apply(
     return Compiled(config, module, counts)
 
 
-def _has_rows(leaf: object) -> TypeGuard[Tensor]:
-    return isinstance(leaf, Tensor) and leaf.ndim > 0
-
-
 class Compiled:
     """A model that compiles a graph for new shapes until it is sealed.
 
@@ -96,8 +89,6 @@ class Compiled:
         self._marks_rows = config.max_batch_size > 1 and parameters.get("dynamic") is None
         self._sealed = self._warned = False
         self._captures = captures(config)
-        # The first call of each kind, before the model is sealed.
-        self._calls: dict[str, tuple[list[Any], pytree.TreeSpec]] = {}
         try:
             self._compiled: Callable[..., object] = torch.compile(self._traced, **parameters)
         except Exception as error:  # torch.compile raises various errors for unknown values
@@ -127,13 +118,10 @@ class Compiled:
         Raises:
             LoadError: it cannot be compiled.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        shapes = [leaf.shape[1:] if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self._calls.setdefault(f"{spec} {shapes}", (leaves, spec))
         if self._marks_rows:
-            for leaf in leaves:
+            for leaf in pytree.tree_leaves((args, kwargs)):
                 # A batch of one row has a graph of its own, also if its dimension is marked.
-                if _has_rows(leaf) and leaf.shape[0] > 1:
+                if isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] > 1:
                     torch._dynamo.maybe_mark_dynamic(leaf, 0)
         if self._captures:
             torch.compiler.cudagraph_mark_step_begin()
@@ -149,39 +137,6 @@ class Compiled:
                 ' TORCH_COMPILE_OPTIONAL_PARAMETERS to {"disable": true} to serve it eagerly.',
             ) from error
 
-    def has_graph(self, rows: int) -> bool | None:
-        """Return whether the calls so far need no other graph for a number of rows.
-
-        None: that is unknown, because of a graph break, or in another version of torch.
-        """
-        try:
-            entries = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(
-                type(self)._traced.__code__
-            )
-            for entry in entries:
-                names = " ".join(entry.code.co_names)
-                if _GRAPH not in names or _RESUMED in names:
-                    return None
-            return bool(entries) and all(
-                any(entry.guard_manager.check(frame) for entry in entries)
-                for frame in self._frames(rows)
-            )
-        except AttributeError:
-            return None
-
-    def _frames(self, rows: int) -> Iterator[dict[str, object]]:
-        """Yield the variables of `_traced` for each kind of call, with a number of rows."""
-        for leaves, spec in self._calls.values():
-            before = next((leaf.shape[0] for leaf in leaves if _has_rows(leaf)), 0)
-            resized = [
-                leaf.new_empty((rows, *leaf.shape[1:]))
-                if _has_rows(leaf) and leaf.shape[0] == before
-                else leaf
-                for leaf in leaves
-            ]
-            args, kwargs = pytree.tree_unflatten(resized, spec)
-            yield {"self": self, "args": args, "kwargs": kwargs}
-
     def seal(self) -> Callable[..., Any]:
         """Compile no more graphs, and return the model: calls without a graph run eagerly.
 
@@ -191,7 +146,6 @@ class Compiled:
         """
         torch.compiler.set_stance("eager_on_recompile")
         self._sealed = True
-        self._calls.clear()
         return self._begin_step if self._captures else self._compiled
 
     def _begin_step(self, *args: object, **kwargs: object) -> Any:

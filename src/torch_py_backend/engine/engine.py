@@ -128,10 +128,6 @@ class Engine:
         if self._shared is not None:
             self._shared.close()
 
-    def has_graph(self, rows: int) -> bool | None:
-        """Return whether the calls so far need no other graph for some rows; None: unknown."""
-        return None if self._compiled is None else self._compiled.has_graph(rows)
-
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
         """Allow compilation within the context; forbid it afterwards."""

@@ -30,9 +30,6 @@ log = logging.getLogger(__name__)
 # The most calls with a sample: TorchScript's profiling executor optimizes at the third call of a
 # shape, and CUDA graphs are recorded at the second.
 _REPEATS = 3
-# A model whose graphs are unknown is called with every row count up to this number, and with powers
-# of two above it.
-_EVERY_ROW_COUNT = 32
 # Errors that other values of the inputs would not avoid: of the code, and of types. The excepted
 # types are those of decoded values, such as JSON's.
 _OF_CODE = re.compile(
@@ -260,27 +257,15 @@ def _few_row_counts(engine: Engine) -> Sequence[int | None]:
     return sorted({largest, min(largest, max(1, smaller)), 1}, reverse=True)
 
 
-def _row_counts(engine: Engine) -> Iterator[int | None]:
-    """Yield the row counts that may be slow at first: of a compiled model those without a graph."""
-    few = _few_row_counts(engine)
-    yield from few
-    largest = engine.config.max_batch_size
-    if not engine.compiles or engine.rows.buckets:
-        return
-    known = _has_graph(engine, largest) is not None
-    every = largest if known or engine.config.options.static_shapes else _EVERY_ROW_COUNT
-    others = {*range(1, min(largest, every) + 1), *powers_of_two(largest)}
-    for rows in sorted(others.difference(few), reverse=True):
-        if not _has_graph(engine, rows):
-            yield rows
-            if known and not _has_graph(engine, rows):
-                return  # torch compiles no more
+def _row_counts(engine: Engine) -> Sequence[int | None]:
+    """Return the row counts whose first call may be slow: a compiled model may have more graphs.
 
-
-def _has_graph(engine: Engine, rows: int) -> bool | None:
-    """Return whether a compiled model needs no other graph for a number of rows; None: unknown."""
-    # Hooks make batches themselves. On a GPU, each number of rows may have a CUDA graph.
-    if engine.hooks or engine.config.concatenates or engine.device.type != "cpu":
-        return None
-    with engine.guard():
-        return engine.has_graph(rows)
+    Guards of graphs compare the rows with powers of two, or ask whether they are even.
+    """
+    few, largest = _few_row_counts(engine), engine.config.max_batch_size
+    if not engine.compiles or engine.rows.buckets or not largest:
+        return few
+    counts = range(1, largest + 1)
+    if not engine.config.options.static_shapes:
+        counts = {*few, *powers_of_two(largest), min(largest, 3)}
+    return sorted(counts, reverse=True)
