@@ -318,7 +318,7 @@ def test_strings_get_the_shape_of_the_config(
         ([["a"], ["b", "c"]], (-1,), {}, "is a list; expected a list of str or bytes"),
         ([[["a", "b"], ["c", "d"]], ["e", "f"]], (-1,), {}, "is "),
         (np.ones(3), (), {}, "is an ndarray; expected a list of str"),
-        (np.array(["a", None, "c"], dtype=np.object_), (), {}, "is no strings: 'NoneType'"),
+        (np.array(["a", None, "c"], dtype=np.object_), (), {}, "is no strings: sequence item 1"),
         (["a", "\udcff", "c"], (), {}, "is no strings: 'utf-8' codec can't encode"),
     ],
 )

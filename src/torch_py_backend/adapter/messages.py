@@ -209,9 +209,7 @@ def request_id(request: Request) -> str:
 def write(result: Any, model: str) -> Response:
     """Return a response with outputs by name, or with an error; a response as it is."""
     if isinstance(result, dict):
-        return pb_utils.InferenceResponse(
-            [write_tensor(name, value) for name, value in result.items()]
-        )
+        return pb_utils.InferenceResponse(list(map(write_tensor, result, result.values())))
     if isinstance(result, BackendError):
         code = getattr(pb_utils.TritonError, result.code)
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(named(model, result), code))
@@ -236,8 +234,9 @@ def writer(names: Sequence[str]) -> Callable[..., Sequence[Any]]:
             written = []
             for name, output in zip(names, outputs, strict=True):
                 if not isinstance(output, Tensor) or not output.nbytes or output.is_cuda:
+                    write_one = write_tensor if isinstance(output, Tensor) else from_array
                     values = batches.split(output, sizes)
-                    written.append([write_tensor(name, value) for value in values])
+                    written.append(list(map(write_one, repeat(name), values)))
                     continue
                 parts = (output,) if count == 1 else output.split_with_sizes(list(sizes))
                 if output.nbytes < DLPACK_BYTES * count or output.dtype is torch.bfloat16:

@@ -265,7 +265,6 @@ def _row_counts(engine: Engine) -> Sequence[int | None]:
     few, largest = _few_row_counts(engine), engine.config.max_batch_size
     if not engine.compiles or engine.rows.buckets or not largest:
         return few
-    counts = range(1, largest + 1)
-    if not engine.config.options.static_shapes:
-        counts = {*few, *powers_of_two(largest), min(largest, 3)}
-    return sorted(counts, reverse=True)
+    if engine.config.options.static_shapes:
+        return range(largest, 0, -1)
+    return sorted({*powers_of_two(largest), min(largest, 3)}, reverse=True)

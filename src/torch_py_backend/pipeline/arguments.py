@@ -24,8 +24,9 @@ class Argument(NamedTuple):
     """A kind of argument; what is None is not needed.
 
     Attributes:
-        refuse: returns the reason to refuse a value.
-        key: what the values of a call have in common, beside their shapes.
+        refuse: returns the reason to refuse a value, or the values of several items together.
+        key: what the values of a call have in common, beside their shapes; others are refused
+            together.
         convert: makes the argument of a column.
     """
 
@@ -55,19 +56,18 @@ def choose(
     # A TorchScript string holds bytes of any encoding.
     any_bytes = takes.raw or signature.torchscript
     if takes.scalar:
-        decode = _decode_any if signature.torchscript else _decode
         check = _check_text if strings and not any_bytes else None
         return Argument(
             partial(_refuse_scalar, f"{signature.name}() takes {takes.value}", check),
             _first,
             lambda column: _SCALARS[takes](
-                decode(_first(column)) if strings and not takes.raw else _first(column)
+                _decode(_first(column)) if strings and not takes.raw else _first(column)
             ),
         )
     if strings:
         convert: Callable[[Any], object] = _LISTS.get(takes, lambda column: column)
         if not takes.raw:
-            convert = partial(_convert_text, _decode_any if any_bytes else _decode, convert)
+            convert = partial(_convert_text, convert)
         if any_bytes:
             return Argument(convert=convert)
         return Argument(_refuse_bytes, convert=convert)
@@ -108,10 +108,8 @@ _LISTS: Mapping[ArgumentType, Callable[[Strings], list[object]]] = {
 
 def _check_text(texts: Sequence[Any]) -> UnicodeDecodeError | None:
     """Return why strings are not UTF-8; states are decoded already."""
-    try:
-        for text in texts:
-            if isinstance(text, bytes):
-                text.decode()
+    try:  # all at once, apart from each other
+        b"\n".join([text for text in texts if isinstance(text, bytes)]).decode()
     except UnicodeDecodeError as error:
         return error
     return None
@@ -122,23 +120,21 @@ def _refuse_bytes(value: Value) -> Refusal | None:
     return None if error is None else (f"is not UTF-8: {error.reason}", "")
 
 
-def _decode(text: Any) -> str:
-    return text.decode() if isinstance(text, bytes) else str(text)
-
-
-def _decode_any(text: Any) -> str | bytes:
-    """Decode UTF-8; keep other bytes."""
+def _decode(text: Any) -> str | bytes:
+    """Decode UTF-8; keep other bytes, which only TorchScript gets."""
     try:
-        return _decode(text)
+        return text.decode() if isinstance(text, bytes) else str(text)
     except UnicodeDecodeError:
         return bytes(text)
 
 
-def _convert_text(
-    decode: Callable[[Any], str | bytes], convert: Callable[[Strings], object], column: Strings
-) -> object:
+def _convert_text(convert: Callable[[Strings], object], column: Strings) -> object:
     decoded: Strings = np.empty(column.shape, dtype=np.object_)
-    decoded.ravel()[:] = [decode(text) for text in _flat(column)]
+    texts = _flat(column)
+    try:
+        decoded.ravel()[:] = list(map(bytes.decode, texts))
+    except (TypeError, UnicodeDecodeError):
+        decoded.ravel()[:] = list(map(_decode, texts))
     return convert(decoded)
 
 

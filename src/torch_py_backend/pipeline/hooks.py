@@ -105,10 +105,12 @@ class HookedPipeline:
         """
         if not rows:
             raise InputError("the request has no rows")
-        if self.hooks.preprocess is None:
+        hook: Any = self.hooks.preprocess
+        if hook is None:
             prepared: list[Any] = [dict(zip(binding.names, row, strict=True)) for row in rows]
         else:
-            hook = self.hooks.preprocess.with_parameters(values.parameters(item))
+            if hook.takes_parameters:
+                hook = hook.with_parameters(values.parameters(item))
             prepared = [binding.call(hook, row) for row in rows]
         if self.hooks.collate is None:
             prepared = self._stackable(prepared)
@@ -133,7 +135,7 @@ class HookedPipeline:
 
     def _tensors(self, row: Tree) -> dict[str, Tensor]:
         """Return the tensors of a row by name, or by number if they have no names."""
-        if not isinstance(row, Mapping):
+        if not isinstance(row, dict | Mapping):  # the second takes long
             parts = row if isinstance(row, tuple) else (row,)
             row = {f"{_NUMBERED}{number}": part for number, part in enumerate(parts)}
         tensors = {}
@@ -227,7 +229,7 @@ class HookedPipeline:
 
     def _call_module(self, module: Module, batch: Tree) -> Tree:
         """Call the module with a dict of named arguments, a tuple of arguments, or one argument."""
-        if isinstance(batch, Mapping):
+        if isinstance(batch, dict | Mapping):
             named = {str(name): value for name, value in batch.items()}
         elif self._signature.leaves is None:
             return module(*batch) if isinstance(batch, tuple) else module(batch)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, Origin
 from torch_py_backend.errors import BackendError, BindingError, InputError
-from torch_py_backend.pipeline import arguments, ragged, shapes
+from torch_py_backend.pipeline import arguments, batches, ragged, shapes
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.run import Entry, Gather, Group, GroupStage
 from torch_py_backend.signature.arguments import Signature
@@ -103,7 +103,7 @@ class Inputs:
             self._bind(pattern)
         # Of each input: how its values and arguments are compared, in as few frames as possible.
         self._compared = [
-            (itemgetter(name), self._shapes[name].rows, argument.refuse, argument.key)
+            (itemgetter(name), self._shapes[name].rows, argument.refuse)
             for name, argument in self._arguments.items()
             if name in self._specs
         ]
@@ -121,17 +121,16 @@ class Inputs:
         items: Sequence[Any] = entries
         sizes: list[int] | None = None
         try:
-            for get, rows_of, refuse, key in self._compared:
+            for get, rows_of, refuse in self._compared:
                 values = list(map(get, items))
                 rows = rows_of(values)
                 if rows is None or (sizes is not None and rows != sizes):
                     return False
-                if refuse is not None and any(map(refuse, values)):
-                    return False
-                if key is not None and len(set(map(key, values))) > 1:
+                if refuse is not None and refuse(batches.concatenate(values)) is not None:
                     return False
                 sizes = rows
-        except (LookupError, TypeError, ValueError):  # an input is missing, or an item was refused
+        # An input is missing, an item was refused, or values are on different devices.
+        except (LookupError, TypeError, ValueError, RuntimeError):
             return False
         return sizes is not None and (self._compare is None or self._compare(items))
 

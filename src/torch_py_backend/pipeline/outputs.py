@@ -200,7 +200,7 @@ class _Tensor(_Output):
             and part.dtype is self.dtype
             and part.layout is torch.strided
             and not (part.is_nested or part.is_meta or part.requires_grad or part.is_neg())
-            and part.shape[self.start :] == self.fixed
+            and (part.shape[self.start :] == self.fixed or pbtxt.fits(part.shape, self.dims))
             and (not self.batched or part.shape[0] == rows)
             and part.is_contiguous()
         ):
@@ -289,10 +289,9 @@ class _Strings(_Output):
     def verify(self, part: object, rows: int) -> Strings:
         strings = _strings(self.name, part)
         try:  # strings that cannot be encoded would fail the responses of the whole batch
-            for text in strings.reshape(-1).tolist():
-                if not isinstance(text, bytes):
-                    text.encode()
-        except (AttributeError, UnicodeEncodeError) as error:
+            texts = strings.reshape(-1).tolist()
+            "".join([text for text in texts if not isinstance(text, bytes)]).encode()
+        except (TypeError, UnicodeEncodeError) as error:
             raise self.mismatch(f"no strings: {error}", "strings") from None
         if not pbtxt.fits(strings.shape, self.dims):
             # A flat list holds the strings of all rows, as LibTorch's does.
@@ -348,7 +347,8 @@ def _strings(name: str, part: object) -> Strings:
         return np.array(part, dtype=np.object_)
     if isinstance(part, list | tuple):
         array = np.array(part, dtype=np.object_)
-        if all(isinstance(text, str | bytes) for text in array.flat):
+        kinds = set(map(type, array.reshape(-1).tolist()))
+        if all(issubclass(kind, str | bytes) for kind in kinds):
             return array
     raise OutputError(
         f"output '{name}' is {a_type(part)}",

@@ -46,9 +46,10 @@ class Pad:
 
     def padded_shape(self, shapes: Sequence[Sequence[int]]) -> list[int]:
         """Return the shape of a batch of values of these shapes."""
-        padded = [sum([shape[0] for shape in shapes]), *shapes[0][1:]]
+        sizes = list(zip(*shapes, strict=True))
+        padded = [sum(sizes[0]), *shapes[0][1:]]
         for axis in self.axes:
-            padded[axis] = self.rounded(max([shape[axis] for shape in shapes]))
+            padded[axis] = self.rounded(max(sizes[axis]))
         return padded
 
     def rounded(self, length: int) -> int:
@@ -61,20 +62,13 @@ class Pad:
 
     def rows(self, values: Sequence[Value]) -> list[int] | None:
         """Return the rows of each value; None: they cannot share a batch, or with much padding."""
-        rows: list[int] = []
-        sent, longest = 0, [0] * len(self.axes)
-        for value in values:
-            shape = value.shape
-            if len(shape) != 1 + len(self.axes) + len(self.others):
-                return None
-            size = shape[0]
-            for place, axis in enumerate(self.axes):
-                length = self.rounded(shape[axis])
-                longest[place] = max(longest[place], length)
-                size *= length
-            sent += size
-            rows.append(shape[0])
-        return rows if sum(rows) * math.prod(longest) <= MOST_GROWTH * sent else None
+        shapes = [value.shape for value in values]
+        if set(map(len, shapes)) != {1 + len(self.axes) + len(self.others)}:
+            return None
+        sent = sum(map(math.prod, shapes))
+        if math.prod(self.padded_shape(shapes)) > MOST_GROWTH * sent:
+            return None
+        return [shape[0] for shape in shapes]
 
     def gather(self, items: Sequence[Value]) -> Value:
         """Pad and concatenate the items' values.

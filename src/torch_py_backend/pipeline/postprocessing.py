@@ -64,7 +64,9 @@ class Postprocessing:
 
     def _rows(self, result: Mapping[str, Value], item: Item) -> list[list[Value]]:
         """Return the outputs of each row of a request."""
-        postprocess = self._hook.with_parameters(values.parameters(item))
+        postprocess: Callable[..., Tree] = self._hook
+        if self._hook.takes_parameters:
+            postprocess = self._hook.with_parameters(values.parameters(item))
         extract = self._extractor.extract
         return [extract(self._converted(postprocess(row)), 1) for row in result[ROWS].tolist()]
 
@@ -101,7 +103,9 @@ class Postprocessing:
 
     def _converted(self, result: Tree) -> Tree:
         """Convert lists and numbers in the result of postprocess() to the types of the outputs."""
-        if isinstance(result, Mapping):
+        if isinstance(result, dict | Mapping):
+            if set(map(type, result.values())) == {Tensor}:
+                return result
             return {
                 name: self._convert(self._specs[name], part) if name in self._specs else part
                 for name, part in result.items()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from torch_py_backend import values
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.counters import Counts
 from torch_py_backend.pipeline.failures import Failures, reported
@@ -15,7 +14,7 @@ from torch_py_backend.pipeline.outputs import Finite
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.ragged import Ragged
 from torch_py_backend.pipeline.run import Result
-from torch_py_backend.values import Item, Rows, Value
+from torch_py_backend.values import Item, RequestItem, Rows, Value
 
 T = TypeVar("T")
 
@@ -97,8 +96,10 @@ class ScatterByName:
 def guarded(failures: Failures, item: Item, function: Callable[..., Any], *args: Any) -> Any:
     """Return the result of a function in the trace context of a request, or the request's error."""
     try:
-        with values.trace_context((item,)):
-            return function(*args)
+        if isinstance(item, RequestItem) and item.context is not None:
+            with item.context():
+                return function(*args)
+        return function(*args)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
