@@ -25,10 +25,9 @@ class Profiler:
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        self._left = 0
         folder = config.options.profile_dir or ""
         name = f"{config.instance}-{config.version}"  # instances of two versions have one name
-        self._profile = profile(
+        self._profile: profile | None = profile(
             schedule=schedule(wait=0, warmup=1, active=BATCHES, repeat=1),
             on_trace_ready=tensorboard_trace_handler(folder, name, use_gzip=True),
         )
@@ -36,30 +35,25 @@ class Profiler:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Profile the first batches within the context."""
-        self._left = 1 + BATCHES
-        self._guarded(self._profile.start)
+        self._call(profile.start)
         try:
             yield
         finally:
-            if self._left:
-                self._guarded(self._profile.stop)
+            self._call(profile.stop)
 
     @contextlib.contextmanager
     def batch(self) -> Iterator[None]:
         """Enter a batch; its end may write the trace."""
-        if not self._left:
-            yield
-            return
         try:
             with record_function("batch"):
                 yield
         finally:
-            self._left = max(self._left - 1, 0)
-            self._guarded(self._profile.step if self._left else self._profile.stop)
+            self._call(profile.step)
 
-    def _guarded(self, change: Callable[[], None]) -> None:
+    def _call(self, change: Callable[[profile], None]) -> None:
         try:
-            change()
+            if self._profile is not None:
+                change(self._profile)
         except Exception as error:  # such as a full disk, or a profiler of the model's own code
-            self._left = 0
+            self._profile = None
             log.warning("the profiler failed: %s.", summarize(error))
