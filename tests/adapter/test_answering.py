@@ -19,7 +19,7 @@ from instances import logged, request
 from scenarios import Scenario
 
 from torch_py_backend.adapter import TritonPythonModel, answering, messages
-from torch_py_backend.pipeline import faults
+from torch_py_backend.pipeline import failures
 from torch_py_backend.processes import instance_status
 
 pytestmark = pytest.mark.usefixtures("process")
@@ -172,7 +172,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def probe(_: torch.device) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    return lambda: monkeypatch.setattr(faults, "probe", probe)
+    return lambda: monkeypatch.setattr(failures, "probe", probe)
 
 
 @pytest.mark.parametrize(

@@ -224,7 +224,7 @@ def test_a_device_that_is_lost_while_requests_are_read(
         raise RuntimeError("device gone")
 
     loaded = Loaded(tmp_path, *((models.Slots, _DIRECT) if slots else ()))
-    monkeypatch.setattr("torch_py_backend.pipeline.faults.probe", lost)
+    monkeypatch.setattr("torch_py_backend.pipeline.failures.probe", lost)
     sent = loaded.request(1, "s", id=5), unreadable("s"), loaded.request(2, "s", id=6)
     assert loaded.send(*sent) == [TritonError.UNAVAILABLE] * 3
 

@@ -371,7 +371,7 @@ def test_a_fatal_error_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     living = served.request(_X)
     served.start(living)
     until(lambda: living.sender.responses)
-    monkeypatch.setattr("torch_py_backend.pipeline.faults.probe", _lost)
+    monkeypatch.setattr("torch_py_backend.pipeline.failures.probe", _lost)
     guilty, late = served.request({"x": streamed.floats(2)}), served.request(_X)
     served.start(guilty)
     for request in (guilty, living):

@@ -11,7 +11,7 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import compilation
 from torch_py_backend.errors import ConfigError, LoadError
 from torch_py_backend.loading.discovery import ArtifactType
-from torch_py_backend.pipeline.counters import Counts
+from torch_py_backend.pipeline.run import Counts
 
 pytestmark = pytest.mark.usefixtures("dynamo")
 

@@ -26,7 +26,7 @@ from torch_py_backend.errors import (
     OutputError,
     UnavailableError,
 )
-from torch_py_backend.pipeline import faults
+from torch_py_backend.pipeline import failures
 from torch_py_backend.pipeline.failures import Failures
 from torch_py_backend.values import ANY_ROWS, Item, Rows
 
@@ -327,7 +327,7 @@ def test_a_first_failure_that_hides_a_shortage() -> None:
 def freed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The number of calls that freed the cache."""
     times: list[int] = []
-    monkeypatch.setattr(faults, "free", lambda: times.append(1))
+    monkeypatch.setattr(failures, "free", lambda: times.append(1))
     return times  # type: ignore[return-value]
 
 
@@ -424,7 +424,7 @@ class Device:
 def test_device_that_breaks(monkeypatch: pytest.MonkeyPatch, freed: list[int]) -> None:
     """After a sticky error nothing is run or freed; every request gets the error and its reason."""
     device = Device()
-    monkeypatch.setattr(faults, "probe", device.probe)
+    monkeypatch.setattr(failures, "probe", device.probe)
     model = Model(device.judge)
     served = engine(model)
     served.runtime = dataclasses.replace(served.runtime, clean=lambda: freed.append(2))
@@ -449,7 +449,7 @@ def test_device_that_breaks(monkeypatch: pytest.MonkeyPatch, freed: list[int]) -
 def test_device_that_breaks_in_a_retry(first: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that were answered before the device broke stay answered; no other part is run."""
     device = Device()
-    monkeypatch.setattr(faults, "probe", device.probe)
+    monkeypatch.setattr(failures, "probe", device.probe)
 
     def judge(x: Tensor) -> None:
         if x.shape[0] > 2:

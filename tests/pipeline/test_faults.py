@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from torch_py_backend.pipeline import faults
+from torch_py_backend.pipeline import failures
 
 _SCRIPT = """\
 The following operation failed in the TorchScript interpreter.
@@ -87,7 +87,7 @@ def _script_takes_all(size: int) -> torch.Tensor:
 )
 def test_out_of_memory(error: BaseException, expected: bool) -> None:
     """Out-of-memory errors are recognized, also those of libraries and of causes."""
-    assert faults.out_of_memory(error) is expected
+    assert failures.out_of_memory(error) is expected
 
 
 def test_odd_exceptions() -> None:
@@ -99,7 +99,7 @@ def test_odd_exceptions() -> None:
 
     one, other = SpeechlessError(), ValueError("other")
     one.__cause__, other.__cause__ = other, one
-    assert not faults.out_of_memory(one)
+    assert not failures.out_of_memory(one)
 
 
 @pytest.mark.parametrize("explicitly", [True, False])
@@ -123,7 +123,7 @@ def test_release(explicitly: bool) -> None:
     gc.collect()
     assert held[0]() is not None
 
-    faults.release(caught)
+    failures.release(caught)
 
     gc.collect()
     assert held[0]() is None

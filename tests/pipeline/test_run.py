@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_py_backend.errors import ForwardError, OutputError
 from torch_py_backend.pipeline import run
-from torch_py_backend.pipeline.counters import Counts
+from torch_py_backend.pipeline.run import Counts
 from torch_py_backend.values import Rows
 
 FREE = build.spec("x", dims=(-1,))

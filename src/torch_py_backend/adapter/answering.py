@@ -20,9 +20,8 @@ from torch_py_backend.errors import (
     join_names,
     summarize,
 )
-from torch_py_backend.pipeline.counters import OK
 from torch_py_backend.pipeline.failures import reported
-from torch_py_backend.pipeline.run import Entry, Run
+from torch_py_backend.pipeline.run import OK, Entry, Run
 
 log = logging.getLogger(__name__)
 

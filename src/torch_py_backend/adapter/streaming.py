@@ -28,8 +28,8 @@ from torch_py_backend.errors import (
     UnavailableError,
     summarize,
 )
-from torch_py_backend.pipeline.counters import OK
 from torch_py_backend.pipeline.failures import reported
+from torch_py_backend.pipeline.run import OK
 from torch_py_backend.values import Item, Value
 
 log = logging.getLogger(__name__)

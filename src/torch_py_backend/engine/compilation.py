@@ -15,7 +15,7 @@ from torch_py_backend.config import options
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import LoadError, summarize
 from torch_py_backend.loading.discovery import ArtifactType
-from torch_py_backend.pipeline.counters import Counts
+from torch_py_backend.pipeline.run import Counts
 
 log = logging.getLogger(__name__)
 

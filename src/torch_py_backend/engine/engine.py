@@ -17,11 +17,10 @@ from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Forward, Loaded
 from torch_py_backend.pipeline import batches, run
-from torch_py_backend.pipeline.counters import Counts
 from torch_py_backend.pipeline.hooks import HookedPipeline
 from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.pipeline.padding import Padding
-from torch_py_backend.pipeline.run import Attempt, Entry, Group, Result, Run, Scatter
+from torch_py_backend.pipeline.run import Attempt, Counts, Entry, Group, Result, Run, Scatter
 from torch_py_backend.pipeline.sequences import Sequences, Slots
 from torch_py_backend.values import Item, RequestItem
 

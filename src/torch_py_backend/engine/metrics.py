@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.streams import Streams
-from torch_py_backend.pipeline.counters import CODES
+from torch_py_backend.pipeline.run import CODES
 from torch_py_backend.pipeline.sequences import Sequences
 from torch_py_backend.processes.instance_status import InstanceStatus
 

@@ -38,7 +38,7 @@ from torch_py_backend.errors import (
     counted,
     summarize,
 )
-from torch_py_backend.pipeline import faults
+from torch_py_backend.pipeline import failures
 from torch_py_backend.pipeline.run import attempt
 from torch_py_backend.values import Item, Outcome, Value
 
@@ -147,7 +147,7 @@ class Streams:
         finally:
             # The future that a task awaits refers to the exception that it raises: a reference
             # cycle, which would keep the request's tensors until the next garbage collection.
-            faults.release(raised)
+            failures.release(raised)
 
     # --- calls of the model --------------------------------------------------------------------
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import re
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,7 +25,6 @@ from torch_py_backend.errors import (
     UnavailableError,
     summarize,
 )
-from torch_py_backend.pipeline import faults
 
 # The most calls for one failed batch: enough for 64 items.
 MAX_CALLS = 128
@@ -33,6 +33,13 @@ _FRAMES = -64
 # The log gets the beginning and the end of a longer traceback: an exception's message may contain
 # megabytes of a client's text, and Triton passes log messages through shared memory.
 _MAX_CHARACTERS = 1 << 16
+
+_SHORTAGE = re.compile(
+    r"out of memory|\balloc_cpu\b|\bbad_alloc\b|_ALLOC(ATION)?_FAILED"
+    # The first use of cuBLAS creates a handle with a workspace. If that does not fit in memory,
+    # cublasCreate reports that the library is not initialized.
+    r"|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create"
+)
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -190,7 +197,7 @@ class Failures:
         return Failure(InternalError(), text, final=True)
 
     def _classify(self, error: BaseException, text: str, called: str) -> Failure:
-        memory = faults.out_of_memory(error)
+        memory = out_of_memory(error)
         cause = self._fatal_cause()
         if cause is not None:
             failure = Failure(self.poison(summarize(cause), text), text, final=True)
@@ -205,9 +212,9 @@ class Failures:
             failure = Failure(ForwardError(error, called), text)
         if composition.calls != self.calls_before and not self._repeats:
             failure = dataclasses.replace(failure, final=True)
-        faults.release(error)
+        release(error)
         if memory and cause is None:
-            faults.free()
+            free()
         return failure
 
     def _fatal_cause(self) -> Exception | None:
@@ -217,7 +224,7 @@ class Failures:
         inconsistent state, and any further CUDA work returns the same error.
         """
         try:
-            faults.probe(self._device)
+            probe(self._device)
         except Exception as error:  # torch raises many classes for a lost device
             return error
         return None
@@ -271,3 +278,66 @@ def digest(tensor: Tensor) -> bytes:
     # contiguous() keeps a stride of 0 of a tensor with one value.
     values = tensor.detach().reshape(-1).clone(memory_format=torch.contiguous_format)
     return hashlib.blake2b(values.view(torch.uint8).cpu().numpy().data).digest()
+
+
+# --- causes -------------------------------------------------------------------------------------
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Return whether device or host memory ran out.
+
+    Many libraries say so only in the message of a RuntimeError. A message may contain text of a
+    client, so no more may depend on this than the code of the client's own error.
+    """
+    return any(_is_shortage(link) for link in _chain(error))
+
+
+def release(error: BaseException) -> None:
+    """Clear the frames of an exception, which hold a batch and intermediate results of forward().
+
+    A retry needs that memory.
+    """
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
+
+
+def _is_shortage(error: BaseException) -> bool:
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    try:
+        return isinstance(error, RuntimeError) and _SHORTAGE.search(str(error)) is not None
+    except Exception:  # an argument whose __str__ fails
+        return False
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield the exception, its causes and its contexts."""
+    visited: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is not None and id(link) not in visited:
+            visited.add(id(link))
+            yield link
+            pending += [link.__cause__, link.__context__]
+
+
+def free() -> None:
+    """Return torch's cached GPU memory to the device."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def probe(device: torch.device) -> None:
+    """Synchronize with the GPUs that this process uses.
+
+    Raises:
+        RuntimeError: a GPU is unusable: after a sticky CUDA error every later call reports it.
+    """
+    if not torch.cuda.is_initialized():
+        return
+    for index in range(torch.cuda.device_count()):
+        # Synchronizing with an unused device, even the current one, would allocate memory on it.
+        if torch.device("cuda", index) == device or torch.cuda.memory_reserved(index):
+            torch.cuda.synchronize(index)

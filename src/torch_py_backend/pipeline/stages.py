@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from torch_py_backend.pipeline import batches
-from torch_py_backend.pipeline.counters import Counts
 from torch_py_backend.pipeline.failures import Failures, reported
 from torch_py_backend.pipeline.outputs import Finite
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.ragged import Ragged
-from torch_py_backend.pipeline.run import Result
+from torch_py_backend.pipeline.run import Counts, Result
 from torch_py_backend.values import Item, RequestItem, Rows, Value
 
 T = TypeVar("T")

@@ -33,12 +33,12 @@ class Breaks(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.broken |= bool((x == -1).any())
         if self.broken:
-            from torch_py_backend.pipeline import faults
+            from torch_py_backend.pipeline import failures
 
             def probe(device: torch.device) -> None:
                 raise RuntimeError("CUDA error: device-side assert triggered")
 
-            faults.probe = probe
+            failures.probe = probe
             probe(x.device)
         return x * 2
 

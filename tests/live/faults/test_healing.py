@@ -35,7 +35,7 @@ _MODULE = """
 import ctypes, os, time
 import torch
 from torch import Tensor, nn
-from torch_py_backend.pipeline import faults
+from torch_py_backend.pipeline import failures
 
 {imported}
 
@@ -61,7 +61,7 @@ class Served(nn.Module):
             time.sleep(5)
         self.spoilt |= what == 105
         if self.spoilt:
-            faults.probe = lost
+            failures.probe = lost
             lost(x.device)
         return -x
 """
