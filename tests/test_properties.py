@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.config import dtypes, model_config, options
+from torch_py_backend.config.batch_io import BatchInputKind
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
@@ -89,22 +90,16 @@ _TENSORS = st.lists(
     max_size=3,
 )
 _INT64 = st.integers(-1, 2**40) | st.integers(-1, 2**40).map(str)  # protobuf's JSON has strings
+# Triton writes the defaults of all fields but messages and members of a oneof.
 _STATES = st.fixed_dictionaries(
-    {},
-    optional={
+    {
         "input_name": _NAMES,
         "output_name": _NAMES,
         "data_type": st.sampled_from(["TYPE_FP32", "TYPE_STRING", "TYPE_INVALID"]),
         "dims": st.lists(_INT64, max_size=3),
         "initial_state": st.lists(
             st.fixed_dictionaries(
-                {},
-                optional={
-                    "data_type": st.sampled_from(["TYPE_FP32", "TYPE_STRING"]),
-                    "dims": st.lists(_INT64, max_size=3),
-                    "zero_data": st.booleans(),
-                    "data_file": _TEXTS,
-                },
+                {"dims": st.lists(_INT64, max_size=3)}, optional={"data_file": _TEXTS}
             ),
             max_size=2,
         ),
@@ -135,6 +130,14 @@ _SEQUENCES = st.fixed_dictionaries(
         "control_input": st.lists(_CONTROLS, max_size=2),
     },
 )
+_BATCH_INPUTS = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from([kind.value for kind in BatchInputKind]),
+        "data_type": st.sampled_from(["TYPE_FP32", "TYPE_INVALID"]),
+        "target_name": st.lists(_NAMES, max_size=2),
+        "source_input": st.lists(_NAMES, max_size=2),
+    }
+)
 _DOCUMENTS = st.fixed_dictionaries(
     {
         "max_batch_size": st.integers(0, 2**31 - 1),
@@ -144,7 +147,7 @@ _DOCUMENTS = st.fixed_dictionaries(
         "parameters": st.dictionaries(_KEYS, _ENTRIES, max_size=3),
     },
     optional={
-        "batch_input": st.lists(st.just({}), max_size=1),
+        "batch_input": st.lists(_BATCH_INPUTS, max_size=2),
         "sequence_batching": _SEQUENCES,
         "model_transaction_policy": st.fixed_dictionaries({"decoupled": st.booleans()}),
     },

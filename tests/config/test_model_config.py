@@ -75,7 +75,7 @@ def test_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"dynamic_batching": {}}, "dynamic_batching", True),
         ({"model_transaction_policy": {}}, "decoupled", False),
         ({"model_transaction_policy": {"decoupled": True}}, "decoupled", True),
-        # any name in the version folder; Triton's empty default is None
+        # Triton's empty default is None
         ({"default_model_filename": "./sub/a..b.pt"}, "default_model_filename", "./sub/a..b.pt"),
         ({"default_model_filename": ""}, "default_model_filename", None),
     ],

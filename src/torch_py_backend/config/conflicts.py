@@ -12,11 +12,6 @@ from torch_py_backend.errors import ConfigError
 if TYPE_CHECKING:
     from torch_py_backend.config.model_config import ModelConfig
 
-# What to do about settings on which the answer to a request depends.
-CACHE_CURE = (
-    "Triton's cache compares input tensors alone, and would send the answer to another request:"
-    " remove one of the two."
-)
 _KEEP_ONE = "They exclude each other; keep one."
 _OF_BATCHES = ("PAD is set", "BATCH_BUCKETS is set")
 _STATIC = "TORCH_COMPILE_OPTIONAL_PARAMETERS has dynamic: false"
@@ -71,7 +66,6 @@ _PAIRS = (
         (setting, ragged, "Remove one of the two: sizes differ from batch to batch.")
         for setting, ragged in product(_EXCLUDED_BY_RAGGED, _RAGGED)
     ),
-    ("response_cache is enabled", "sequence_batching is set", CACHE_CURE),
 )
 
 
@@ -92,7 +86,6 @@ def _settings(config: ModelConfig) -> dict[str, bool]:
         and config.kind != "CPU",
         "max_batch_size is 0": config.max_batch_size == 0,
         _STREAMS: config.decoupled,
-        "response_cache is enabled": config.response_cache,
         "sequence_batching is set": config.sequencing is not None,
         "a state of sequence_batching has dims of -1": any(
             -1 in state.dims for state in config.states

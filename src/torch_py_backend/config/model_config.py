@@ -6,7 +6,7 @@ import enum
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from torch_py_backend.config import batch_io, conflicts, dtypes, options, pbtxt, sequence_config
 from torch_py_backend.config.batch_io import BatchInput, BatchOutput
@@ -14,7 +14,6 @@ from torch_py_backend.config.conflicts import refuse
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.config.sequence_config import SequenceConfig, State
-from torch_py_backend.errors import ConfigError
 
 
 class Origin(enum.Enum):
@@ -121,11 +120,8 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     """
     document = json.loads(args["model_config"])
     name = args["model_name"]
-    if document.get("cc_model_filenames"):
-        raise ConfigError(
-            "cc_model_filenames has no effect in a Python-based backend",
-            cure="Remove cc_model_filenames from config.pbtxt.",
-        )
+    files = bool(document.get("cc_model_filenames"))
+    refuse(files, "cc_model_filenames is set", "default_model_filename, for all GPUs")
     parameters = options.parse(document.get("parameters", {}))
     sequencing = sequence_config.parse(document)
     states = sequencing.states if sequencing is not None else ()
@@ -153,7 +149,7 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         max_batch_size=document["max_batch_size"],
         inputs=inputs,
         outputs=outputs,
-        default_model_filename=_filename(document),
+        default_model_filename=document.get("default_model_filename") or None,
         # `runtime` is no evidence: Triton sets it to "model.py" for every Python-based backend.
         python_runtime="pytorch" in (document.get("backend"), document.get("platform")),
         options=parameters,
@@ -205,11 +201,3 @@ def _state_outputs(states: Iterable[State], listed: Iterable[TensorSpec]) -> Ite
         output = str(listed_by_name[state.output])
         found = f"the output {output} is a state, too"
         refuse(output != str(spec), found, f"{spec}, as in sequence_batching")
-
-
-def _filename(document: Document) -> str | None:
-    name: str = document.get("default_model_filename", "")
-    path = PurePosixPath(name)
-    is_outside = path.is_absolute() or ".." in path.parts
-    refuse(is_outside, f"default_model_filename is '{name}'", "a file in the version folder")
-    return name or None

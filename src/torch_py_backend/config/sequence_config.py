@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
 
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.conflicts import refuse
 from torch_py_backend.config.dtypes import DType
 from torch_py_backend.config.pbtxt import Document
-from torch_py_backend.errors import ConfigError
 
 # Triton's default.
 _IDLE_MICROSECONDS = 1_000_000
@@ -79,10 +76,7 @@ def parse(document: Document) -> SequenceConfig | None:
     if batching is None:
         return None
     for key in ("iterative_sequence", "generative_sequence"):
-        problem = (
-            f"sequence_batching contains {key}, and no Python-based backend can give a request back"
-            " to the scheduler"
-        )
+        problem = f"sequence_batching contains {key}, which no Python-based backend supports"
         refuse(bool(batching.get(key)), problem, "a config without it")
     sequencing = SequenceConfig(
         idle_s=int(batching.get("max_sequence_idle_microseconds") or _IDLE_MICROSECONDS) / 1e6,
@@ -96,62 +90,36 @@ def parse(document: Document) -> SequenceConfig | None:
 
 def _parse_control(entry: Document) -> ControlInput:
     control = (entry.get("control") or [{}])[0]
-    key = next((key for key in _BOOLEANS if control.get(key)), None)
-    idle = None
-    if key is None:
-        dtype = dtypes.from_config(control.get("data_type", "unset"))
-    else:
-        dtype = dtypes.from_triton(_BOOLEANS[key])
-        if control.get("kind") == "CONTROL_SEQUENCE_READY":
-            idle = float(control[key][0])
-    if dtype is None:
-        found = f"the control input '{entry.get('name', '')}' has no type"
-        expected = f"{', '.join(_BOOLEANS)}, or a data_type for CONTROL_SEQUENCE_CORRID"
-        raise ConfigError(found, expected=expected)
-    return ControlInput(entry["name"], dtype, idle)
+    name = entry["name"]
+    for key, dtype in _BOOLEANS.items():
+        if control.get(key):
+            ready = control.get("kind") == "CONTROL_SEQUENCE_READY"
+            idle = float(control[key][0]) if ready else None
+            return ControlInput(name, dtypes.from_triton(dtype), idle)
+    corrid = dtypes.parse(f"the control input '{name}'", control.get("data_type", pbtxt.NO_TYPE))
+    return ControlInput(name, corrid)
 
 
 def _parse_state(entry: Document) -> State:
-    names = entry.get("input_name", ""), entry.get("output_name", "")
+    """Return a state with its shape and its file in the first step.
+
+    Triton has checked that the initial state fits the state.
+    """
+    names = entry["input_name"], entry["output_name"]
     problem = (
         f"a state of sequence_batching is called '{names[0]}' as input and '{names[1]}' as output"
     )
     refuse(not all(names), problem, "input_name and output_name")
-    dtype = dtypes.parse(f"the state '{names[0]}'", entry.get("data_type", "unset"))
+    dtype = dtypes.parse(f"the state '{names[0]}'", entry["data_type"])
     dims = _dims(entry)
-    return State(*names, dtype, dims, *_parse_initial(names[0], dims, entry))
+    for initial in entry.get("initial_state", ()):
+        return State(*names, dtype, dims, _dims(initial), initial.get("data_file"))
+    # Triton leaves the values undefined then, and uses 1 for sizes of -1.
+    return State(*names, dtype, dims, tuple(1 if size == -1 else size for size in dims))
 
 
 def _dims(entry: Document) -> tuple[int, ...]:
-    # protobuf's JSON has int64 as strings.
-    return tuple(int(size) for size in entry.get("dims", ()))
-
-
-def _parse_initial(
-    name: str, dims: Sequence[int], entry: Document
-) -> tuple[tuple[int, ...], str | None]:
-    """Return the shape of a state in the first step, and its file."""
-    blocks = entry.get("initial_state", ())
-    if not blocks:
-        # Triton leaves the values undefined then, and uses 1 for sizes of -1.
-        return tuple(1 if size == -1 else size for size in dims), None
-    block, sizes = blocks[0], _dims(blocks[0])
-    subject = f"the initial_state of '{name}' has"
-    refuse(len(blocks) > 1, f"the state '{name}' has {len(blocks)} entries of initial_state", "one")
-    data_type, expected = block.get("data_type"), entry["data_type"]
-    found = f"{subject} data_type {data_type}"
-    refuse(data_type != expected, found, f"{expected}, as the state has")
-    has_sizes = min(sizes, default=0) >= 0 and pbtxt.fits(sizes, dims)
-    expected = f"fixed sizes that fit {list(dims)}, as the state has"
-    refuse(not has_sizes, f"{subject} dims {list(sizes)}", expected)
-    file = block.get("data_file")
-    has_values = file is not None or "zero_data" in block
-    refuse(not has_values, f"{subject} no values", "zero_data or data_file")
-    path = PurePosixPath(file or "")
-    found = f"the data_file of the state '{name}' is '{file}'"
-    is_outside = path.is_absolute() or ".." in path.parts
-    refuse(is_outside, found, "a file in the folder initial_state of the model")
-    return sizes, file or None
+    return tuple(int(size) for size in entry["dims"])  # protobuf's JSON has int64 as strings
 
 
 def _check_names(document: Document, sequencing: SequenceConfig) -> None:
@@ -159,13 +127,11 @@ def _check_names(document: Document, sequencing: SequenceConfig) -> None:
 
     The output of a state may also be listed as an output of the model.
     """
-    inputs = [entry.get("name", "") for entry in document.get("input", ())]
+    inputs = [entry["name"] for entry in document.get("input", ())]
     inputs += [control.name for control in sequencing.controls]
     inputs += [state.input for state in sequencing.states]
-    for role, names in (
-        ("input", inputs),
-        ("state output", [state.output for state in sequencing.states]),
-    ):
-        for name in names:
-            problem = f"the {role} '{name}' is defined twice among inputs, controls and states"
-            refuse(names.count(name) > 1, problem, "unique names")
+    outputs = [state.output for state in sequencing.states]
+    for role, names in (("input", inputs), ("state output", outputs)):
+        twice = next((name for name in names if names.count(name) > 1), None)
+        problem = f"the {role} '{twice}' is defined twice among inputs, controls and states"
+        refuse(twice is not None, problem, "unique names")

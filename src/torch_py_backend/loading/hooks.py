@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from torch_py_backend.config import conflicts, removed_names
+from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import (
     ArtifactError,
@@ -279,7 +279,7 @@ def _check_config(config: ModelConfig, hooks: Hooks) -> None:
         (
             reads and config.response_cache,
             "response_cache is enabled, and Hooks reads the parameters of requests",
-            conflicts.CACHE_CURE,
+            "Triton's cache compares tensors alone: remove response_cache.",
         ),
     )
     for holds, problem, cure in rules:
