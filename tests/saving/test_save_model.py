@@ -152,6 +152,11 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]
         {"example_inputs": {"x": _X}},
         {"input": {"x": [2, 4]}, "output": {"OUTPUT__0": [1]}, "rows": 0},
     ),
+    "without dimensions": (
+        models.Negate,
+        {"example_inputs": torch.tensor(1.0)},
+        {"input": {"x": [1]}, "output": {"OUTPUT__0": [1]}, "rows": 0},
+    ),
     "nested": (
         Nested,
         {"example_inputs": (_X, {"bias": _X}, (_X, _X))},
@@ -514,12 +519,6 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         {"example_inputs": _X.to(torch.complex64)},
         ArtifactError,
         "tensor 'x' is complex64, which no request can carry",
-    ),
-    "no dimensions": (
-        models.AddSub(),
-        {"example_inputs": (torch.tensor(1.0), torch.tensor(2.0))},
-        SaveError,
-        "a value in example_inputs has no dimensions, and there is no batch dimension",
     ),
     "batch": (
         Total(),

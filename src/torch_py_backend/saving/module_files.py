@@ -65,7 +65,6 @@ class ModuleFiles:
 
     Attributes:
         example: valid inputs.
-        of_torch: whether the module's class is torch's own.
     """
 
     def __init__(
@@ -84,9 +83,8 @@ class ModuleFiles:
         Raises:
             SaveError: the example or the processor does not fit the module.
         """
-        self._module, self._dynamic_shapes = module, dynamic_shapes
+        self.module, self._dynamic_shapes = module, dynamic_shapes
         self._hooks, self._processor = hooks, processor
-        self.of_torch = type(module).__module__.startswith("torch.")
         self._pretrained = kind == "module" and is_pretrained(module)
         self._template = None if processor is None else self._find_template()
         self._kwargs = dict(model_kwargs)
@@ -106,7 +104,7 @@ class ModuleFiles:
             config: Any = module.config
             entries = artifact_files.pretrained_inputs(config.to_dict(), names)
             if [entry["name"] for entry in entries] == names:
-                self.example = replace(self.example, entries=entries, output_entries=[])
+                self.example = replace(self.example, entries=entries)
 
     def _find_template(self) -> str | None:
         """Return the file with the hooks for the processor; None: the user's own hooks read it.
@@ -121,7 +119,7 @@ class ModuleFiles:
                 if hasattr(self._processor, attribute):
                     return template
         raise SaveError(
-            f"processor is {a_type(self._processor)} for {a_type(self._module)}",
+            f"processor is {a_type(self._processor)} for {a_type(self.module)}",
             expected="a tokenizer or an image processor for a model of transformers, in the format"
             " module",
             cure="Prepare the inputs in a class, and pass it as hooks.",
@@ -135,8 +133,19 @@ class ModuleFiles:
         """
         folder.mkdir(parents=True)
         parameters: dict[str, str] = {}
-        if kind == "module":
-            parameters = self._write_class(folder)
+        if kind == "module" and self._kwargs:
+            try:
+                parameters["MODEL_KWARGS"] = json.dumps(self._kwargs)
+            except (TypeError, ValueError) as error:
+                raise SaveError(
+                    f"model_kwargs cannot be written as JSON: {error}",
+                    cure="Save with format='export'.",
+                ) from None
+        if kind == "module" and not self._pretrained:
+            built = type(self.module)
+            parameters["MODEL_CLASS"] = built.__name__
+            source_files.write(folder, "model", built, built.__name__)
+            self._check_class()
         if self._hooks is not None:
             source_files.write(folder, "hooks", self._hooks, "Hooks", write_out=True)
         elif self._template is not None:
@@ -147,24 +156,6 @@ class ModuleFiles:
             if path.is_file():
                 path.chmod(0o644)  # safetensors 0.8 writes files for their owner only
         return replace(artifact, parameters={**artifact.parameters, **parameters})
-
-    def _write_class(self, folder: Path) -> dict[str, str]:
-        """Write the class of the module, unless a package has it; return the options for it."""
-        parameters: dict[str, str] = {}
-        if self._kwargs:
-            try:
-                parameters["MODEL_KWARGS"] = json.dumps(self._kwargs)
-            except (TypeError, ValueError) as error:
-                raise SaveError(
-                    f"model_kwargs cannot be written as JSON: {error}",
-                    cure="Save with format='export'.",
-                ) from None
-        if not self._pretrained:
-            built = type(self._module)
-            name = parameters["MODEL_CLASS"] = built.__name__
-            source_files.write(folder, "model", built, name)
-            self._check_class()
-        return parameters
 
     def _write_example(self, folder: Path) -> None:
         """Write the example into a file, or strings into a function of hooks.py."""
@@ -182,7 +173,7 @@ class ModuleFiles:
 
     def _check_class(self) -> None:
         """Raise SaveError if the class does not build a module that takes the same weights."""
-        built, own = type(self._module), self._module.state_dict()
+        built, own = type(self.module), self.module.state_dict()
         try:
             with torch.random.fork_rng(devices=[]):
                 again = weights.build_uninitialized(lambda: built(**self._kwargs), lambda: own)
@@ -204,13 +195,13 @@ class ModuleFiles:
     def _write_model(self, folder: Path, kind: Format) -> Path:
         """Write the module in its format, and return the model file, or its folder."""
         if self._pretrained:
-            pretrained: Any = self._module
+            pretrained: Any = self.module
             pretrained.save_pretrained(folder)
             if self._processor is not None:
                 self._processor.save_pretrained(folder)
             return folder
         if kind == "module":
-            _write_weights(self._module, folder / "model.safetensors")
+            _write_weights(self.module, folder / "model.safetensors")
             return folder / "model.py"
         path = folder / "model.pt2"
         self._write_program(path, compiled=kind == "aoti")
@@ -236,7 +227,8 @@ class ModuleFiles:
         shapes = self._dynamic_shapes
         # torch.export takes one tensor in two places for one input.
         call = self.example.arguments.map(torch.clone)
-        if self.example.max_batch_size and self.example.rows == 1:
+        rows = next(iter(self.example.item.values())).shape[:1]
+        if self.example.max_batch_size and rows == (1,):
             # torch.export takes a size of 1 for a constant.
             call = call.map(lambda tensor: torch.cat([tensor, tensor]))
         batch_alone = self.example.max_batch_size > 0 and shapes is None
@@ -244,16 +236,16 @@ class ModuleFiles:
             shapes, batch = torch.export.ShapesCollection(), torch.export.Dim("batch", min=1)
             for tensor in pytree.tree_leaves(tuple(call)):
                 shapes[tensor] = {0: batch}
-        failed = f"torch.export cannot export {type(self._module).__name__}"
+        failed = f"torch.export cannot export {type(self.module).__name__}"
         try:
             with _quiet_torch():
                 program = torch.export.export(
-                    self._module, call.args, call.kwargs, dynamic_shapes=shapes
+                    self.module, call.args, call.kwargs, dynamic_shapes=shapes
                 )
                 if not compiled:
                     torch.export.save(program, path)
                     return
-                failed = f"AOTInductor cannot compile {type(self._module).__name__}"
+                failed = f"AOTInductor cannot compile {type(self.module).__name__}"
                 from torch._inductor import aoti_compile_and_package, config  # noqa: PLC0415  slow
 
                 # By default, a package takes at least 2 rows.

@@ -137,8 +137,9 @@ def _write(
             f" ({program.found})",
             cure=f"{source.cure} Or change forward() so that torch.export supports it.".lstrip(),
         ) from program
-    reason = f"saved as a torch.export program: {source.found}"
-    return warnings if files.of_torch else [reason, *warnings]
+    if type(files.module).__module__.startswith("torch."):
+        return warnings
+    return [f"saved as a torch.export program: {source.found}", *warnings]
 
 
 def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Document) -> list[str]:
@@ -149,7 +150,7 @@ def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Docu
         **document,
         "max_batch_size": example.max_batch_size,
         "input": example.entries,
-        "output": example.output_entries,
+        "output": [],
         "parameters": pbtxt.parameters(artifact.parameters) | document["parameters"],
     }
     reference = None
