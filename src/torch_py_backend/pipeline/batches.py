@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -110,4 +111,5 @@ def split(output: Value | ItemRows, sizes: Sequence[int]) -> Sequence[Value]:
         return output
     if isinstance(output, Tensor):
         return output.split_with_sizes(list(sizes))
-    return np.split(output, np.cumsum(sizes)[:-1])
+    starts = itertools.accumulate(sizes, initial=0)
+    return [output[start:stop] for start, stop in itertools.pairwise(starts)]

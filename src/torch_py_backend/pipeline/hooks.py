@@ -135,7 +135,9 @@ class HookedPipeline:
 
     def _tensors(self, row: Tree) -> dict[str, Tensor]:
         """Return the tensors of a row by name, or by number if they have no names."""
-        if not isinstance(row, dict | Mapping):  # the second takes long
+        if type(row) is dict and set(map(type, row.values())) == {Tensor}:
+            return row
+        if not isinstance(row, Mapping):
             parts = row if isinstance(row, tuple) else (row,)
             row = {f"{_NUMBERED}{number}": part for number, part in enumerate(parts)}
         tensors = {}
