@@ -91,7 +91,7 @@ def chosen(
     if hooked is not None and hooked.by_row:
         before = (stages.timed(counts, "preprocess_seconds", partial(hooked.prepare, guarded)),)
     if hooked is not None and (hook := hooked.hooks.postprocess) is not None:
-        finish = Postprocessing(config, hook, guarded).finish
+        finish = Postprocessing(config, hook, guarded, writer).finish
         after = (stages.timed(counts, "postprocess_seconds", finish),)
     outputs = made.outputs
     fill = stages.filled(made.rows, outputs.extract, outputs.copy, counts)

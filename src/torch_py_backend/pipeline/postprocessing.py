@@ -16,7 +16,7 @@ from torch_py_backend.errors import BackendError, OutputError, a_type, summarize
 from torch_py_backend.loading.hooks import Hook, Tree
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
-from torch_py_backend.pipeline.run import Entry, Result
+from torch_py_backend.pipeline.run import Entry, Result, Scatter
 from torch_py_backend.values import Item, Value
 
 # The only column of prepared items, and of results before postprocess(): one value a row.
@@ -29,13 +29,16 @@ Guarded: TypeAlias = "Callable[..., Any]"
 class Postprocessing:
     """Calls postprocess() with the rows of each result, and makes outputs of what it returns."""
 
-    def __init__(self, config: ModelConfig, hook: Hook, guarded: Guarded) -> None:
+    def __init__(
+        self, config: ModelConfig, hook: Hook, guarded: Guarded, writer: Scatter | None = None
+    ) -> None:
         self._hook, self._guarded = hook, guarded
         self._batched = config.max_batch_size > 0
         self._specs = {spec.name: spec for spec in config.outputs}
         row_config = dataclasses.replace(config, max_batch_size=0)
         self._extractor = OutputExtractor(row_config, f"{hook.name}()")
         self._finite = Finite(config) if config.options.check_finite else None
+        self._writer = writer if self._batched and self._finite is None else None
 
     def finish(self, results: Sequence[Result], entries: Sequence[Entry]) -> Sequence[Result]:
         """Return the outputs of each request.
@@ -52,7 +55,7 @@ class Postprocessing:
         ]
         succeeded = [rows for rows in outcomes if not isinstance(rows, BackendError)]
         try:
-            stacked = iter(self._stack(succeeded))
+            stacked = self._stack(succeeded)
         except OutputError:  # found by stacking those of each request
             return [
                 rows
@@ -60,7 +63,10 @@ class Postprocessing:
                 else self._guarded(entry, self._stack_one, rows)
                 for rows, entry in zip(outcomes, entries, strict=True)
             ]
-        return [rows if isinstance(rows, BackendError) else next(stacked) for rows in outcomes]
+        if len(succeeded) == len(outcomes):
+            return stacked
+        left = iter(stacked)
+        return [rows if isinstance(rows, BackendError) else next(left) for rows in outcomes]
 
     def _rows(self, result: Mapping[str, Value], item: Item) -> list[list[Value]]:
         """Return the outputs of each row of a request."""
@@ -70,7 +76,7 @@ class Postprocessing:
         extract = self._extractor.extract
         return [extract(self._converted(postprocess(row)), 1) for row in result[ROWS].tolist()]
 
-    def _stack(self, requests: Sequence[list[list[Value]]]) -> list[dict[str, Value]]:
+    def _stack(self, requests: Sequence[list[list[Value]]]) -> Sequence[Result]:
         """Return the outputs of requests from those of their rows.
 
         Raises:
@@ -89,7 +95,10 @@ class Postprocessing:
                     f" request: {shapes[:3]}",
                     expected="one shape for all",
                 ) from None
-        outcomes = batches.scatter(outputs, [*self._specs], [len(request) for request in requests])
+        sizes = list(map(len, requests))
+        if self._writer is not None:
+            return self._writer(outputs, sizes, ())
+        outcomes = batches.scatter(outputs, [*self._specs], sizes)
         if not self._batched:
             outcomes = [{name: value[0] for name, value in outcome.items()} for outcome in outcomes]
         if self._finite is not None:
@@ -98,7 +107,7 @@ class Postprocessing:
                     raise refusal
         return outcomes
 
-    def _stack_one(self, rows: list[list[Value]]) -> dict[str, Value]:
+    def _stack_one(self, rows: list[list[Value]]) -> Result:
         return self._stack([rows])[0]
 
     def _converted(self, result: Tree) -> Tree:
