@@ -5,6 +5,7 @@ Imports no client until a request is sent.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import logging
@@ -16,6 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 
 from torch_py_backend.errors import InputError, ToolError, about, join_names
 from torch_py_backend.model_folders import remote_repository
+from torch_py_backend.server import Server
 from torch_py_backend.server.lifecycle import Event
 from torch_py_backend.server.serving import Serving
 
@@ -90,8 +93,8 @@ class LocalServer:
             "tritonserver": tritonserver,
             "arguments": arguments,
         }
-        self._stack = contextlib.ExitStack()
         self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
         self._serving: Serving | None = None
         self.http_address = self.grpc_address = self.metrics_address = ""
 
@@ -116,65 +119,79 @@ class LocalServer:
         Raises:
             ToolError: the server or a model does not start.
         """
-        if self._serving is not None:
+        if self._thread is not None:
             raise ToolError("the server runs already; stop it first.")
         path = remote_repository.local(self.repository, self._cache, _report)
         serving = Serving(path, _report_event, **self._options)
-        server = serving.server
-        with contextlib.ExitStack() as stack:
-            # For Triton's log, and for what instances write.
-            folder = tempfile.mkdtemp(prefix="torch-py-backend-")
-            stack.push(functools.partial(_remove, folder))
-            server.variables["TMPDIR"] = folder
-            server.log = stack.enter_context(Path(folder, "tritonserver.log").open("wb"))
-            stack.enter_context(serving.running())
-            self._wait_loaded(serving)
-            thread = threading.Thread(target=self._supervise, args=(serving,), daemon=True)
-            self._ended.clear()
-            stack.callback(thread.join)
-            stack.callback(self._ended.set)
-            thread.start()
-            self._stack = stack.pop_all()
-        self._serving = serving
+        started: Future[None] = Future()
+        self._ended.clear()
+        # Not this thread, which may end: tritonserver ends with the one that starts it.
+        self._thread = threading.Thread(target=self._run, args=(serving, started), daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+        try:
+            started.result()
+        except BaseException:
+            self.stop()
+            raise
+        self._serving, server = serving, serving.server
         self.http_address, self.grpc_address = server.http_address, server.grpc_address
         self.metrics_address = server.metrics_address
         _report(f"serving on {self.url} and grpc://{self.grpc_address}")
 
     def stop(self) -> None:
         """Stop the server. May be called twice."""
-        self.__dict__.pop("client", None)
+        if client := self.__dict__.pop("client", None):
+            client.close()
         self._serving = None
         self.http_address = self.grpc_address = self.metrics_address = ""
-        self._stack.close()
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._thread = None
+        atexit.unregister(self.stop)
+
+    def _run(self, serving: Serving, started: Future[None]) -> None:
+        """Run the server until `stop`; set the result when every model is READY."""
+        try:
+            with _log_folder(serving.server), serving.running():
+                self._wait_loaded(serving)
+                started.set_result(None)
+                self._supervise(serving)
+        except Exception as error:
+            if not started.done():
+                started.set_exception(error)
+            else:
+                _LOGGER.error("%s", error)  # noqa: TRY400  of another process
 
     def _wait_loaded(self, serving: Serving) -> None:
         """Wait until every model is READY; raise ToolError with the reason of the first other."""
         deadline = time.monotonic() + self._timeout
-        while True:
-            serving.step()
-            if serving.server.process.poll() is not None:
-                raise ToolError(
-                    f"tritonserver has ended; its log says why{serving.server.log_name}."
-                )
-            if serving.supervisor.initial_loads_done:
-                break
+        while not serving.supervisor.initial_loads_done:
+            self._step(serving)
             if time.monotonic() > deadline:
                 raise ToolError(f"the models were not loaded within {self._timeout:g} seconds.")
+            if self._ended.is_set():
+                raise ToolError("the start was interrupted.")
         for name, reason in serving.supervisor.snapshot.models.items():
             if reason:
                 _, model, text = reason.partition(f"model '{name}'")
                 raise ToolError(f"{model}{text}" if model else f"model '{name}' {reason}")
 
     def _supervise(self, serving: Serving) -> None:
-        server = serving.server
         try:
-            while not self._ended.is_set() and server.process.poll() is None:
-                serving.step()
+            while not self._ended.is_set():
+                self._step(serving)
+        except ToolError:
+            raise
         except Exception:  # the server goes on answering
             _LOGGER.exception("the supervisor has failed; models that die are not loaded again.")
-            return
-        if not self._ended.is_set():
-            _LOGGER.error("tritonserver has ended; its log says why%s.", server.log_name)
+            self._ended.wait()
+
+    def _step(self, serving: Serving) -> None:
+        serving.step()
+        if serving.server.process.poll() is not None:
+            raise ToolError(f"tritonserver has ended; its log says why{serving.server.log_name}.")
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -188,9 +205,7 @@ class LocalServer:
     def client(self) -> tritonclient.grpc.InferenceServerClient:
         """A client of the gRPC endpoint."""
         self._check_started()
-        client = _grpc().InferenceServerClient(self.grpc_address)
-        self._stack.callback(client.close)
-        return client
+        return _grpc().InferenceServerClient(self.grpc_address)
 
     def infer(self, model: str, inputs: Any, *, version: str = "") -> dict[str, NDArray[Any]]:
         """Send one request, and return the outputs by name.
@@ -281,10 +296,24 @@ class LocalServer:
 serve = LocalServer
 
 
-def _remove(folder: str, _type: object, error: BaseException | None, _trace: object) -> None:
-    """Remove the folder of a server that has ended, unless an error names the log in it."""
-    if folder not in str(error):
-        shutil.rmtree(folder, ignore_errors=True)
+@contextlib.contextmanager
+def _log_folder(server: Server) -> Iterator[None]:
+    """Provide a folder for Triton's log, and for what instances write, until the server has ended.
+
+    It is kept if an error names the log in it.
+    """
+    folder = tempfile.mkdtemp(prefix="torch-py-backend-")
+    server.variables["TMPDIR"] = folder
+    is_named = False
+    try:
+        with Path(folder, "tritonserver.log").open("wb") as server.log:
+            yield
+    except ToolError as error:
+        is_named = folder in str(error)
+        raise
+    finally:
+        if not is_named:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _report_event(event: Event) -> None:

@@ -47,7 +47,6 @@ def test_an_owner_cleans_up(locks: bool, shared: Path, monkeypatch: pytest.Monke
     if not locks:
         _lock_no_folders(monkeypatch)
     owner = ServerFolder()
-    owner.start_guard()
     for folder in (owner.status, owner.path):
         assert folder.stat().st_mode & 0o777 == 0o700
     (shared / f"{owner.prefix}region").write_bytes(b"?")
@@ -75,8 +74,8 @@ def test_shared_memory_that_cannot_be_written(
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_a_sweep_cleans_up_without_guard(shared: Path) -> None:
-    """If the guard was killed as well, the next server cleans up; live servers are kept."""
+def test_a_sweep_cleans_up(shared: Path) -> None:
+    """If the owner was killed, the next server cleans up; live servers are kept."""
     dead, alive = ServerFolder(), ServerFolder()
     for owner in (dead, alive):
         (shared / f"{owner.prefix}region").write_bytes(b"?")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,9 +91,9 @@ def test_values_that_do_not_fit(datatype: str, value: object, says: str) -> None
 
 def test_a_supervisor_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     """The log says that models are not loaded again."""
-    server, process = LocalServer("models"), SimpleNamespace(poll=lambda: None)
-    server._ended.clear()
-    serving: Any = SimpleNamespace(server=SimpleNamespace(process=process), step=lambda: 1 / 0)
+    server = LocalServer("models")
+    threading.Timer(0.1, server._ended.set).start()
+    serving: Any = SimpleNamespace(step=lambda: 1 / 0)
     server._supervise(serving)
     assert "models that die are not loaded again" in caplog.text
 

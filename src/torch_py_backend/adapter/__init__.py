@@ -208,6 +208,7 @@ class TritonPythonModel:
 
     def execute(self, requests: Sequence[Any]) -> Any:
         """Return one response for each request, in order; None for a decoupled model."""
+        logs.end_with_server()
         if self._weights is not None and (changed := self._weights.changed()):
             self._refuse_all(f"{changed} was written in place while its pages were in use")
         if self._streaming is not None:  # its thread reports when it is busy
@@ -218,8 +219,6 @@ class TritonPythonModel:
             return self._answer(requests)
         finally:
             self._status.idle()
-            # The stub reports to the server that it has deleted the requests.
-            logs.end_if_orphaned()
 
     def _is_ready(self) -> bool:
         return self._engine.failures.fatal is None

@@ -2,18 +2,23 @@
 
 An instance whose tritonserver has ended without stopping it, as after kill -9, ends by itself,
 unless it is waiting for an answer of the server: a message to a server that has ended, be it a
-metric, a log or the deletion of a request, holds a mutex for ever that the stub needs to end.
+metric, a log or the deletion of a request, holds a mutex for ever that the stub needs to end. From
+its first call on, the kernel kills it.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import logging
 import os
+import signal
 import sys
 
 import triton_python_backend_utils as pb_utils
 
 _SERVER = os.getppid()
+_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
 def is_orphaned() -> bool:
@@ -23,8 +28,19 @@ def is_orphaned() -> bool:
 
 def end_if_orphaned() -> None:
     """End this process at once if the server has ended. Not for code that forked processes run."""
-    if os.getppid() != _SERVER:  # as `is_orphaned`, in one call
+    if is_orphaned():
         os._exit(os.EX_UNAVAILABLE)
+
+
+@functools.cache
+def end_with_server() -> None:
+    """Let the kernel kill this process when the server ends, whatever it is doing then.
+
+    Not while it is loaded: the signal is sent when the thread that started this process ends, which
+    is one of the server's until the load has ended, and then its main thread.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_if_orphaned()
 
 
 class LogHandler(logging.Handler):

@@ -124,7 +124,7 @@ def serve(
     def note(text: str) -> None:
         console.print(f"[yellow]note[/]    {escape(text)}")
 
-    # Removed, so that tritonserver, its instances and the guard do not inherit the key.
+    # Removed, so that tritonserver and its instances do not inherit the key.
     key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
     triton_arguments = list(arguments or ())
     if restrict:

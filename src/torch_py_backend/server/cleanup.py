@@ -1,8 +1,8 @@
 """Cleanup after a server: its processes, its regions of shared memory and its folder.
 
-A server that is stopped removes all of them itself. If its owner dies, a guard, which is a small
-process beside it, does the same. If both are killed, the next server finds the owner's file without
-a lock.
+A server that is stopped removes all of them itself. If its owner is killed, the kernel kills
+tritonserver, whose instances then end, and the next server removes the rest: the owner's file has
+lost its lock.
 """
 
 from __future__ import annotations
@@ -11,9 +11,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -29,10 +26,6 @@ _FOLDER = "torch-py-backend-"
 _OWNER = "owner"
 _ROUNDS = 20
 _PAUSE_S = 0.05
-_START = (
-    "import os, sys; sys.path[:] = sys.argv[1].split(os.pathsep);"
-    " from torch_py_backend.server import cleanup; cleanup.guard(*sys.argv[2:])"
-)
 
 
 class ServerFolder:
@@ -54,7 +47,6 @@ class ServerFolder:
         self.prefix = f"{_NAME}{uuid.uuid4().hex[:12]}_"
         self.path = Path(tempfile.mkdtemp(prefix=_FOLDER))
         self.status, self.backends = self.path / "status", self.path / "backends"
-        self._guard: subprocess.Popen[bytes] | None = None
         self._locks: list[int] = []
         try:
             self.status.mkdir(mode=0o700)
@@ -75,25 +67,9 @@ class ServerFolder:
         fcntl.flock(self._locks[-1], fcntl.LOCK_EX)
         return self._locks[-1]
 
-    def start_guard(self) -> None:
-        """Start the process that cleans up when this one dies."""
-        paths = os.pathsep.join([str(Path(__file__).parents[2]), *sys.path])
-        self._guard = subprocess.Popen(  # noqa: S603  this Python, this package
-            [sys.executable, "-I", "-S", "-c", _START, paths, self.prefix, str(self.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            # Signals to this process group, such as Ctrl-C or `kill -9 -group`, must not reach it.
-            start_new_session=True,
-            cwd="/",
-        )
-
     def close(self) -> None:
         """Remove the resources, and release the locks. May be called twice."""
         remove(self.prefix, self.path)
-        guard, self._guard = self._guard, None
-        if guard is not None:
-            guard.kill()
-            guard.communicate()
         while self._locks:
             os.close(self._locks.pop())
 
@@ -109,18 +85,8 @@ def remove(prefix: str, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def guard(prefix: str, folder: str) -> None:
-    """Wait until the owner has ended, and clean up after it; called in the guard process."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    # Nothing is written to this pipe: it is closed when the owner ends.
-    while os.read(0, 1):
-        pass
-    remove(prefix, Path(folder))
-
-
 def sweep() -> list[str]:
-    """Clean up after servers whose owners and guards were killed; return their prefixes."""
+    """Clean up after servers whose owners were killed; return their prefixes."""
     prefixes = []
     for path in sorted(SHARED_MEMORY.glob(f"{_NAME}*_{_OWNER}")):
         # OSError: it is no file of this user, or another process holds the lock. ValueError: it

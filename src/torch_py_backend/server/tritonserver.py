@@ -8,9 +8,10 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
@@ -26,6 +27,12 @@ from torch_py_backend.server.ports import choose_ports, client_address, is_ipv6
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+# Becomes tritonserver, which the kernel kills when the thread that has started it ends: 1 is
+# PR_SET_PDEATHSIG of <linux/prctl.h>, and 9 SIGKILL.
+_LAUNCH = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9);"
+    " os.getppid() == int(sys.argv[1]) and os.execv(sys.argv[2], sys.argv[2:])"
+)
 # Triton waits this long for models in use before it exits; a little later it is killed.
 _EXIT_SECONDS = 30
 _EXIT_OPTION = "exit-timeout-secs"
@@ -38,7 +45,7 @@ _LOG_BYTES = 1 << 18
 # Of the server's own start: other errors, such as a GPU that is missing, do not end it.
 _ERROR = re.compile(
     r"^(?:E\d{4} .* (?:main|tritonserver)\.cc:\d+\] \"?(.*?)\"?|error: (.+)"
-    r"|.*(unrecognized option .+)|(Bad option: .+\n.+))$",
+    r"|\w+Error: (.+)|.*(unrecognized option .+)|(Bad option: .+\n.+))$",
     re.MULTILINE,
 )
 # The parser of protobuf writes the line before.
@@ -50,6 +57,8 @@ _POLL_FAILED = (
 
 class Server:
     """A tritonserver on a model repository, with this backend, as a context manager.
+
+    It ends with the thread that starts it.
 
     Args:
         http_port: the HTTP port; 0 takes a free one, here and below.
@@ -137,12 +146,12 @@ class Server:
             ) from None
         variables[instance_status.VARIABLE] = str(folder.status)
         try:
-            folder.start_guard()
             triton_installation.populate_backends(self._triton, folder.backends)
             # A session of its own: Ctrl-C reaches this process, which then stops the server. A
             # folder of its own: Triton's stub would import a model.py from the current folder.
             self._process = subprocess.Popen(  # noqa: S603  the executable found above
                 [
+                    *(sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid())),
                     str(self._triton.executable),
                     f"--model-repository={self._repository}",
                     f"--backend-directory={folder.backends}",
@@ -256,15 +265,14 @@ class Server:
 
     def stop(self) -> None:
         """Stop the server, and remove its instances and shared memory. May be called twice."""
-        with _interrupts_deferred():
-            if self._process is not None:
-                in_children = self._process.poll() is None and self._computes_in_children()
-                process, self._process = self._process, None
-                terminate(process, self._exit_seconds, in_children=in_children)
-            self.client.close()
-            folder, self._folder = self._folder, None
-            if folder is not None:
-                folder.close()
+        if self._process is not None:
+            in_children = self._process.poll() is None and self._computes_in_children()
+            process, self._process = self._process, None
+            terminate(process, self._exit_seconds, in_children=in_children)
+        self.client.close()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -306,13 +314,3 @@ def _has_children(pid: int) -> bool:
         children = psutil.Process(pid).children()
         return any(child.status() != psutil.STATUS_ZOMBIE for child in children)
     return False
-
-
-@contextlib.contextmanager
-def _interrupts_deferred() -> Iterator[None]:
-    """Ignore Ctrl-C, so that it does not interrupt the shutdown of the server."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ValueError):  # not the main thread, which receives signals
-            previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            stack.callback(signal.signal, signal.SIGINT, previous)
-        yield

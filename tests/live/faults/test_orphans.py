@@ -22,12 +22,12 @@ from torch_py_backend.server import Server
 pytestmark = pytest.mark.slow
 
 _COUNT = 2
-_SLOW = """
-import time
+_HANGS = """
+import ctypes
 
 
 def forward(x):
-    time.sleep(float(x.max()))
+    ctypes.PyDLL(None).sleep(1000)  # holds the GIL
     return x
 """
 _ENDLESS = """
@@ -40,24 +40,24 @@ def forward(x):
         yield x
 """
 _TABLE = (
-    Scenario("slow", scenarios.text(_SLOW), scenarios.x_to_y(4, WARMUP="false")),
+    Scenario("hangs", scenarios.text(_HANGS), scenarios.x_to_y(4, WARMUP="false")),
     Scenario("endless", scenarios.text(_ENDLESS), streamed.config({"x": "FP32"}, {"y": "FP32"})),
-    Scenario("idle", scenarios.text(_SLOW), scenarios.x_to_y(4, WARMUP="false")),
+    Scenario("idle", scenarios.text(_HANGS), scenarios.x_to_y(4, WARMUP="false")),
 )
 
 
 def _work(server: Server) -> None:
-    """Let each instance answer a request."""
+    """Let each instance of two models answer a request."""
     client = tritonclient.grpc.InferenceServerClient(server.grpc_address)
-    x = np.full((1, 4), 3, dtype=np.float32)
+    x = np.ones((1, 4), dtype=np.float32)
     for _ in range(_COUNT):
-        client.async_infer("slow", serving.infer_inputs(tritonclient.grpc, {"x": x}), lambda *_: 0)
+        client.async_infer("hangs", serving.infer_inputs(tritonclient.grpc, {"x": x}), lambda *_: 0)
     streams = [connect(server).ask("endless", {"x": streamed.floats(1)}) for _ in range(_COUNT)]
     for stream in streams:
         assert next(iter(responses(stream)))
     readers = [instance_status.Reader(path) for path in instance_status.files(server.status_folder)]
-    slow = [reader for reader in readers if reader.identity.model == "slow"]
-    serving.until(lambda: all(one.read().state is InstanceState.BUSY for one in slow))
+    hanging = [reader for reader in readers if reader.identity.model == "hangs"]
+    serving.until(lambda: all(one.read().state is InstanceState.BUSY for one in hanging))
 
 
 def test_a_killed_server(tmp_path: Path) -> None:
