@@ -49,7 +49,10 @@ def test_install(tmp_path: Path) -> None:
     assert list(tmp_path.rglob("*")) == [folder]
     folder.rmdir()
     done = run("install", option, "--create")
-    assert done.stdout == f"installed {folder / 'pytorch_py'}\n"
+    assert done.stdout.startswith(f"installed {folder / 'pytorch_py'}\n")
+    assert done.stdout.endswith(
+        f"\ntritonserver --model-repository=models --backend-directory={folder}\n"
+    )
     assert (folder / "pytorch_py" / "model.py").is_file()
     (folder / "python").mkdir()
     (folder / "python" / "libtriton_python.so").write_bytes(b"")
@@ -58,6 +61,32 @@ def test_install(tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir()] == ["python"]
     done = run("install", option, "--uninstall")
     assert (done.returncode, "nothing to remove" in done.stdout) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        (f'exec {sys.executable} "$@"', []),
+        (
+            "echo numpy",
+            ["has no torch; run PYTHON -m pip install torch.", "has no safetensors; run"],
+        ),
+        (None, ["there is no python3 on PATH; Triton's stub runs it."]),
+    ],
+)
+def test_install_checks_python(
+    script: str | None, says: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The packages that Triton's stub will not find are named, each in a line."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    python = tmp_path / "python3"
+    if script is not None:
+        python.write_text(f"#!/bin/sh\n{script}\n")
+        python.chmod(0o755)
+    done = run("install", f"--backend-dir={tmp_path / 'backends'}", "--create")
+    warnings = [line for line in done.stdout.splitlines() if line.startswith("warning ")]
+    for line, text in zip(warnings, says, strict=True):
+        assert text.replace("PYTHON", str(python)) in line
 
 
 # --- errors ----------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_installed_wheel_puts_the_backend_into_a_bare_tree(built: Built, tmp_pat
         check=False,
     )
     folder = backends / "pytorch_py"
-    assert done.stdout == f"installed {folder}\n", done.stderr
+    assert done.stdout.startswith(f"installed {folder}\n"), done.stderr
     shim = _ROOT / "backends" / "pytorch_py" / "model.py"
     assert (folder / "model.py").read_bytes() == shim.read_bytes()
     for name, data in _FILES.items():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -54,42 +51,6 @@ def test_paths_that_a_shell_changes(
 def test_exit_timeout(arguments: list[str], seconds: int) -> None:
     """The last --exit-timeout-secs counts; other text than a number is Triton's to refuse."""
     assert tritonserver.exit_seconds(arguments) == seconds
-
-
-def _stopping(child: str, on_sigterm: str) -> subprocess.Popen[bytes]:
-    """Start a process with a child, in place of a tritonserver; it sleeps after SIGTERM."""
-    code = (
-        "import os, signal, subprocess, time;"
-        f"signal.signal(signal.SIGTERM, lambda *_: {on_sigterm});"
-        f"child = subprocess.Popen({child!r}, shell=True); print(flush=True)\n"
-        # Not `child.wait()`: a signal just before the system call would not be handled.
-        "while True: time.sleep(0.01)"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    return process
-
-
-@pytest.mark.parametrize(
-    ("child", "on_sigterm", "in_children", "code"),
-    [
-        pytest.param("exit", "None", True, -signal.SIGKILL, id="idle"),
-        pytest.param("sleep 1000", "time.sleep(0.5) or os._exit(3)", True, 3, id="instance"),
-        pytest.param("exit", "time.sleep(0.5) or os._exit(3)", False, 3, id="foreign"),
-    ],
-)
-def test_a_server_without_instances_is_not_waited_for(
-    child: str, on_sigterm: str, in_children: bool, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Triton waits for instances that it has lost: once all have ended, it is killed.
-
-    It ends by itself while an instance runs, or a model may run in tritonserver itself.
-    """
-    monkeypatch.setattr(tritonserver, "_IDLE_SECONDS", 0.2)
-    with _stopping(child, on_sigterm) as process:
-        tritonserver.terminate(process, 10_000, in_children=in_children)
-        assert process.returncode == code
 
 
 def test_a_temporary_folder_that_cannot_be_used(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
+from torch_py_backend.config import execution_env
 from torch_py_backend.server import installation, triton_installation
 
 
@@ -36,7 +40,27 @@ def install(
         if not create:
             installation.check_backend_directory(backend_dir)
         console.print(f"installed {installation.install(backend_dir, name)}")
+        for warning in _missing_packages():
+            console.print(f"[yellow]warning[/] {escape(warning)}")
+        console.print("next: torch-py-backend init FILE --repository=models")
+        console.print(f"tritonserver --model-repository=models --backend-directory={backend_dir}")
     elif installation.uninstall(backend_dir, name):
         console.print(f"removed {backend_dir / name}")
     else:
         console.print(f"nothing to remove: {backend_dir / name} does not exist")
+
+
+def _missing_packages() -> list[str]:
+    """Return a sentence for each package that the Python of Triton's stub does not find."""
+    python = shutil.which("python3")
+    if python is None:
+        return ["there is no python3 on PATH; Triton's stub runs it."]
+    code = "import importlib.util, sys; print(*filter(importlib.util.find_spec, sys.argv[1:]))"
+    command = [python, "-c", code, *execution_env.PACKAGES]
+    # In another folder, whose modules are not found.
+    done = subprocess.run(command, cwd="/", stdout=subprocess.PIPE, text=True, check=False)  # noqa: S603
+    return [
+        f"{python}, which Triton's stub runs, has no {name}; run {python} -m pip install {name}."
+        for name in execution_env.PACKAGES
+        if name not in done.stdout.split()
+    ]

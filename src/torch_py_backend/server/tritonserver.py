@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,8 +13,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
-
-import psutil
 
 from torch_py_backend.errors import ToolError
 from torch_py_backend.processes import instance_status
@@ -37,8 +34,6 @@ _LAUNCH = (
 _EXIT_SECONDS = 30
 _EXIT_OPTION = "exit-timeout-secs"
 _GRACE_SECONDS = 5
-# A server that is being stopped may run for this long after its last instance has ended.
-_IDLE_SECONDS = 5
 _POLL_SECONDS = 0.05
 # The end of the log in which a reason is searched.
 _LOG_BYTES = 1 << 18
@@ -254,21 +249,16 @@ class Server:
         texts = (text.replace('\\"', '"').replace("\\n", "\n") for text in groups if text)
         return [" ".join(text.split()) for text in texts]
 
-    def _computes_in_children(self) -> bool:
-        """Return whether all models that serve run in child processes of this backend."""
-        try:
-            paths = instance_status.files(self.status_folder)
-            ours = {instance_status.Reader(path).identity.model for path in paths}
-            return all(state.name in ours for state in self.models() if state.ready)
-        except (OSError, ValueError):
-            return False  # the server does not answer, or restricts the endpoint
-
     def stop(self) -> None:
         """Stop the server, and remove its instances and shared memory. May be called twice."""
-        if self._process is not None:
-            in_children = self._process.poll() is None and self._computes_in_children()
-            process, self._process = self._process, None
-            terminate(process, self._exit_seconds, in_children=in_children)
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(self._exit_seconds + _GRACE_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         self.client.close()
         folder, self._folder = self._folder, None
         if folder is not None:
@@ -287,30 +277,3 @@ def exit_seconds(arguments: Sequence[str]) -> int:
     seconds = server_arguments.values(arguments, _EXIT_OPTION)
     # Triton itself refuses other text than a number.
     return int(seconds[-1]) if seconds and seconds[-1].isdecimal() else _EXIT_SECONDS
-
-
-def terminate(process: subprocess.Popen[bytes], seconds: float, *, in_children: bool) -> None:
-    """Terminate the server; after its own time limit, kill it.
-
-    Triton 24.10 waits for the whole limit for an instance that it has lost: of a model whose
-    process died in a call, or whose reload was refused. If all its models run in child processes,
-    it has nothing to wait for once they are gone.
-    """
-    process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + seconds + _GRACE_SECONDS
-    idle_since = math.inf
-    while process.poll() is None:
-        now = time.monotonic()
-        is_busy = not in_children or _has_children(process.pid)
-        idle_since = math.inf if is_busy else min(idle_since, now)
-        if now > deadline or now - idle_since > _IDLE_SECONDS:
-            process.kill()
-        time.sleep(_POLL_SECONDS)
-
-
-def _has_children(pid: int) -> bool:
-    """Return whether a process has children that run."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        children = psutil.Process(pid).children()
-        return any(child.status() != psutil.STATUS_ZOMBIE for child in children)
-    return False

@@ -355,29 +355,6 @@ def _write_refused_version(folder: Path) -> None:
     (folder / "2" / "model.py").write_text("raise ValueError('no luck')\n")
 
 
-def test_the_end_after_faults(tmp_path: Path) -> None:
-    """Triton has lost instances, and waits for them when it ends: `serve` does not."""
-    config = x_to_y(WARMUP="false") + "version_policy { all {} }\n"
-    folder = _model("steady", config=config).lay_out(tmp_path)
-    # Longer than this test waits for the server's end.
-    with serve(tmp_path, triton=["--exit-timeout-secs=1000"]) as served:
-        served.wait_loaded()
-        with pytest.raises(InferenceServerException):
-            served.infer("steady", 101.0)
-        _until_told(served, "serves again")
-        _write_refused_version(folder)
-        with (
-            tritonclient.grpc.InferenceServerClient(served.grpc) as client,
-            pytest.raises(InferenceServerException, match="no luck"),
-        ):
-            client.load_model("steady")
-        family, prefix = served.family(), served.prefix()
-        served.end()
-        assert served.process.returncode == 0
-        assert living.all_end(family)
-        assert regions(prefix) == []
-
-
 def test_death_while_a_config_is_completed(tmp_path: Path) -> None:
     """Triton would wait for ever: that model is given up at once, and the others serve."""
     _model("steady").lay_out(tmp_path)
