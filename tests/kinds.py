@@ -1,12 +1,9 @@
-"""Every kind of artifact with every kind of input: a table of scenarios, made, not written.
-
-`python tests/kinds.py` prints which combinations there are, and why the others cannot be.
-"""
+"""Kinds of artifacts with kinds of inputs: a table of scenarios, made, not written."""
 
 from __future__ import annotations
 
 import functools
-import tempfile
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +15,6 @@ import scenarios
 import torch
 from scenarios import Call, Refused, Scenario, Writer, config, floats, tensor
 from torch import Tensor, nn
-
-KINDS = ("torchscript", "module", "export", "aoti", "factory")
 
 
 class One(nn.Module):
@@ -77,6 +72,10 @@ class Texts(nn.Module):
         return torch.tensor(lengths), [text + "!" for text in texts]
 
 
+# registered.py has a package with a tree of inputs.
+_TRACED = ("torchscript", "module", "export")
+
+
 @dataclass(frozen=True)
 class Case:
     """One kind of input.
@@ -88,7 +87,7 @@ class Case:
         config: the text of config.pbtxt.
         calls: requests and answers.
         script_calls: those of TorchScript, where it answers otherwise.
-        impossible: kinds that cannot be, or that show nothing more, and why.
+        kinds: the artifacts.
         batches: requests that are sent at once.
     """
 
@@ -101,7 +100,7 @@ class Case:
     script_calls: tuple[Call, ...] = ()
     kwargs: Callable[[int], dict[str, Any]] = lambda rows: {}
     fixed: int | None = None
-    impossible: tuple[tuple[str, str], ...] = ()
+    kinds: tuple[str, ...] = _TRACED
     batches: tuple[tuple[Call, ...], ...] = ()
 
 
@@ -148,22 +147,24 @@ def _nested_values(names: dict[str, str], scale: str) -> dict[str, Any]:
 _TOTAL = (_A + 10 * _B + 100 * _C + 1000 * _D) * _S
 _NESTED_OUT = {"RESULT[parts][1][0]": _B, "total": _TOTAL, "RESULT[parts][0]": _A}
 _SCRIPT_OUT = {"RESULT[1][1][0]": _B, "RESULT[0]": _TOTAL, "OUTPUT__1": _A}
-_NO_STRINGS = "a program of tensors has no strings"
 _BFLOAT = torch.tensor([[1.5, -1.0], [3.0, 0.5], [2.0, 8.0]], dtype=torch.bfloat16)
-_FROM_A_FACTORY = "the module that a factory returns is served as any other"
-_FACTORY = (("factory", _FROM_A_FACTORY),)
 
 CASES = {
-    "one": Case(One, lambda rows: (torch.rand(rows, 4),), _ONE_CONFIG, _CALLS),
+    "one": Case(
+        One,
+        lambda rows: (torch.rand(rows, 4),),
+        _ONE_CONFIG,
+        _CALLS,
+        # test_digits.py has a package that takes any number of rows.
+        kinds=(*_TRACED, "factory"),
+    ),
     "fixed": Case(
         One,
         lambda rows: (torch.rand(rows, 4),),
         config({"x": [4]}, {"y": [3]}),
         _CALLS,
         fixed=4,
-        impossible=tuple(
-            (kind, "code has no fixed batch") for kind in ("torchscript", "module", "factory")
-        ),
+        kinds=("export", "aoti"),  # code has no fixed batch
     ),
     "dict": Case(
         Difference,
@@ -183,10 +184,6 @@ CASES = {
                 {"y": _A - _B, "scaled": _BFLOAT * torch.tensor([0.5, -2.0]).bfloat16()},
             ),
         ),
-        impossible=(
-            ("aoti", "registered.py has a package with a tree of inputs"),
-            *_FACTORY,
-        ),
     ),
     "nested": Case(
         Nested,
@@ -205,17 +202,12 @@ CASES = {
             {name: [2] for name in _SCRIPT_OUT},
         ),
         kwargs=lambda rows: {"scale": torch.rand(rows, 2)},
-        impossible=(("aoti", "registered.py has a package with a tree of inputs"), *_FACTORY),
     ),
     "lookup": Case(
         Lookup,
         lambda rows: (torch.ones(rows, 1, dtype=torch.int64),),
         config({}, {"y": [1, 3]}, more=scenarios.TOGETHER) + tensor("input", "ids", [1], "INT64"),
         (_looked_up(1, 2), _looked_up(10), _looked_up(3)),
-        impossible=(
-            ("aoti", "it takes a minute, and fails as an exported program does"),
-            *_FACTORY,
-        ),
         batches=((_looked_up(1, 2), _looked_up(3), _looked_up(4, 11), _looked_up(5)),),
     ),
     "strings": Case(
@@ -258,7 +250,7 @@ CASES = {
                 },
             ),
         ),
-        impossible=(("export", _NO_STRINGS), ("aoti", _NO_STRINGS), *_FACTORY),
+        kinds=("torchscript", "module"),
     ),
 }
 
@@ -283,47 +275,36 @@ def _program(case: Case) -> torch.export.ExportedProgram:
 
 @functools.cache
 def _exported(name: str) -> bytes:
-    return _written(lambda path: torch.export.save(_program(CASES[name]), path))
+    buffer = io.BytesIO()
+    torch.export.save(_program(CASES[name]), buffer)
+    return buffer.getvalue()
 
 
 @functools.cache
 def _compiled(name: str) -> bytes:
-    return _written(
-        lambda path: torch._inductor.aoti_compile_and_package(
-            _program(CASES[name]), package_path=str(path)
-        )
-    )
-
-
-def _written(write: Callable[[Path], Any]) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.pt2"
-        write(path)
-        return path.read_bytes()
-
-
-def _late(make: Callable[[], Writer]) -> Writer:
-    """A writer that is made when it is needed: exporting takes seconds."""
-
-    def write(folder: Path) -> None:
-        make()(folder)
-
-    return write
+    buffer = io.BytesIO()
+    torch._inductor.aoti_compile_and_package(_program(CASES[name]), package_path=buffer)
+    return buffer.getvalue()
 
 
 def _write(kind: str, name: str) -> Writer:
-    case = CASES[name]
-    state = _seeded(case.module).state_dict()
-    weights = [scenarios.safe(state)] if state else []
-    if kind == "torchscript":
-        return _late(lambda: scenarios.script(_seeded(case.scripted or case.module)))
-    if kind == "export":
-        return _late(lambda: scenarios.raw(_exported(name), "model.pt2"))
-    if kind == "aoti":
-        return _late(lambda: scenarios.raw(_compiled(name), "model.pt2"))
-    if kind == "module":
-        return scenarios.both(scenarios.python(case.module), *weights)
-    return scenarios.both(scenarios.python(case.module, name=f"factory_{name}.py"), *weights)
+    """Return a writer that makes the artifact when it is needed: exporting takes seconds."""
+
+    def write(folder: Path) -> None:
+        case = CASES[name]
+        module = _seeded(case.module)
+        if kind == "torchscript":
+            scenarios.script(_seeded(case.scripted or case.module))(folder)
+        elif kind in ("export", "aoti"):
+            content = _exported(name) if kind == "export" else _compiled(name)
+            (folder / "model.pt2").write_bytes(content)
+        else:
+            file = "model.py" if kind == "module" else f"factory_{name}.py"
+            scenarios.python(case.module, name=file)(folder)
+            if state := module.state_dict():
+                scenarios.safe(state)(folder)
+
+    return write
 
 
 def _scenario(kind: str, name: str) -> Scenario:
@@ -359,6 +340,15 @@ _EXAMPLE_TEXTS = """
 def example_inputs():
     return {"texts": ["one", "two"]}
 """
+_DIGITS = Path(__file__).parents[1] / "examples" / "model_repository"
+
+
+def _digits(rows: int) -> Call:
+    x = floats(rows, 1, 8, 8)
+    module = torch.jit.load(_DIGITS / "digits_torchscript/1/model.pt")
+    return Call({"INPUT__0": x}, {"OUTPUT__0": module(torch.from_numpy(x)).detach().numpy()})
+
+
 _NESTED_SHORT = {"x": "x", "z": "z", "a": "ARGS[1][a][0]", "b": "ARGS[1][a][1]"}
 
 
@@ -385,9 +375,12 @@ COMPLETED = (
     ),
     Scenario(
         "complete_aoti",
-        scenarios.both(_write("aoti", "one"), _examples({"INPUT__0": torch.rand(2, 4)})),
+        scenarios.both(
+            scenarios.raw((_DIGITS / "digits_aoti/1/model.pt2").read_bytes(), "model.pt2"),
+            _examples({"INPUT__0": torch.rand(2, 1, 8, 8)}),
+        ),
         _BARE,
-        tuple(Call({"INPUT__0": call.inputs["x"]}, call.expected) for call in _ONE_NAMED),
+        tuple(_digits(rows) for rows in (1, 3, 8)),
     ),
     Scenario(
         "complete_torchscript",
@@ -466,25 +459,25 @@ CONTRADICTED = (
     *(
         scenarios.refused(
             f"{kind}_of_strings",
-            _write(kind, "one"),
+            _write(kind, name),
             _ONE_CONFIG.replace("TYPE_FP32", "TYPE_STRING", 1) + _WITHOUT_WARMUP,
             "input 'x' is TYPE_STRING, and forward() takes a tensor",
         )
-        for kind in ("torchscript", "export", "aoti")
+        for kind, name in (("torchscript", "one"), ("export", "one"), ("aoti", "fixed"))
     ),
     *(
         scenarios.refused(
             f"{kind}_of_integers",
-            _write(kind, "one"),
+            _write(kind, name),
             _ONE_OF_INT32 + _WITHOUT_WARMUP,
             "input 'x' is TYPE_INT32",
             "expected TYPE_FP32",
         )
-        for kind in ("export", "aoti")
+        for kind, name in (("export", "one"), ("aoti", "fixed"))
     ),
     scenarios.refused(
         "aoti_integers_without_batches",
-        _write("aoti", "one"),
+        _write("aoti", "fixed"),
         config({"x": [-1, 4]}, {"y": [-1, 3]}, max_batch_size=0).replace("FP32", "INT32", 1),
         "input 'x' is TYPE_INT32",
         "expected TYPE_FP32",
@@ -492,19 +485,8 @@ CONTRADICTED = (
 )
 
 
-def impossible(kind: str, name: str) -> str:
-    """Why a combination cannot be; empty where it can."""
-    return dict(CASES[name].impossible).get(kind, "")
-
-
 TABLE = (
-    *(_scenario(kind, name) for name in CASES for kind in KINDS if not impossible(kind, name)),
+    *(_scenario(kind, name) for name, case in CASES.items() for kind in case.kinds),
     *COMPLETED,
     *CONTRADICTED,
 )
-
-
-if __name__ == "__main__":
-    print(f"| |{'|'.join(KINDS)}|\n|{'---|' * (len(KINDS) + 1)}")
-    for row in CASES:
-        print(f"|{row}|{'|'.join(impossible(kind, row) or 'served' for kind in KINDS)}|")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import http.client
+import itertools
 import json
 import os
 import re
@@ -187,8 +188,8 @@ class Asked:
     """One request: when it was sent, and the answer, or how it failed."""
 
     sent: float
-    answer: float | None
-    failure: str = ""
+    answer: float
+    failure: str
 
 
 def _over_http(connection: http.client.HTTPConnection, values: list[float]) -> tuple[float, str]:
@@ -250,12 +251,12 @@ class Load:
             self._run(lambda values: _over_grpc(client, values))
 
     def _run(self, infer: Callable[[list[float]], tuple[float, str]]) -> None:
-        count = 0
-        while not self._over.is_set():
-            count += 1
+        for count in itertools.count(1):
+            if self._over.is_set():
+                return
             sent = time.monotonic()
             answer, failure = infer([0.0] * (_LARGE if count % 10 == 0 else 4))
-            self.asked.append(Asked(sent, None if failure else answer, failure))
+            self.asked.append(Asked(sent, answer, failure))
             if failure:
                 time.sleep(0.1)  # as clients that try again do
 
@@ -265,7 +266,7 @@ class Load:
 
     def versions(self, since: int = 0) -> set[float]:
         """Return the model's versions that have answered."""
-        return {one.answer for one in self.asked[since:] if one.answer is not None}
+        return {one.answer for one in self.asked[since:] if not one.failure}
 
     def go_on(self, answers: int) -> None:
         """Wait until there are so many answers more."""

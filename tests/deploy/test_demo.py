@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,7 +12,6 @@ from unittest import mock
 import demo
 import numpy as np
 import pytest
-import typer
 from demo_models.networks import Network
 from torch import nn
 
@@ -43,27 +40,10 @@ def test_demo(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["demo.png"]
 
 
-def test_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C ends the demo with its usual exit code; the context of `serve` stops the server."""
-
-    def interrupt(**_: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    monkeypatch.setattr(tempfile, "TemporaryDirectory", interrupt)
-    with pytest.raises(typer.Exit) as end:
-        demo.main(tmp_path / "demo.png", 0)
-    assert end.value.exit_code == 130
-
-
-class _Client:
-    """Answers each request with the same result."""
-
-    def __init__(self, result: Any) -> None:
-        self.result = result
-
-    def infer(self, *_: object) -> Any:
-        return mock.Mock(as_numpy=lambda _: self.result)
+def _answering(result: Any) -> Any:
+    """Return a server whose client answers each request with the same result."""
+    answer = mock.Mock(as_numpy=lambda _: result)
+    return mock.Mock(client=mock.Mock(infer=lambda *_: answer))
 
 
 @pytest.mark.parametrize("wrong", [2.0, float("nan")])
@@ -71,8 +51,6 @@ def test_wrong_answers_fail(wrong: float) -> None:
     """The demo fails if a model does not answer as eager PyTorch does."""
     rows = np.ones((4, 3), dtype=np.float32)
     network = Network("net", "net_by_hand", "net", nn.Identity(), "x", "y", rows, rows)
-    right = mock.Mock(client=_Client(rows[:1]))
-    assert demo.largest_difference(right, "net", network) == 0
-    server = mock.Mock(client=_Client(rows[:1] * wrong))
+    assert demo.largest_difference(_answering(rows[:1]), "net", network) == 0
     with pytest.raises(demo.DemoError, match="net differs from eager PyTorch"):
-        demo.largest_difference(server, "net", network)
+        demo.largest_difference(_answering(rows[:1] * wrong), "net", network)

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,12 +19,12 @@ import scenarios
 import stateful
 import torch
 from children import Child, Start, starting
+from instances import until
 from pipeline import test_ragged
 from scenarios import Refused, Scenario
 from torch import Tensor, nn
 
 from torch_py_backend.adapter import TritonPythonModel, messages
-from torch_py_backend.config import pbtxt
 
 _ON_CPU = os.environ.get("GPU_DEVICE") == "cpu"
 _KIND = "CPU" if _ON_CPU else "GPU"
@@ -124,52 +121,33 @@ def test_states_are_on_the_gpu() -> None:
     assert all(isinstance(value, Tensor) and value.is_cuda for value in kept)
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A package of models.Affine for CUDA, for at most 20 rows."""
-    path = tmp_path_factory.mktemp("package") / "model.pt2"
-    shapes = ({0: torch.export.Dim("rows", min=1, max=20)},)
-    example = (torch.rand(2, 4, device="cuda"),)
-    program = torch.export.export(scenarios.affine().eval().cuda(), example, dynamic_shapes=shapes)
-    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
-    return path
-
-
 @_CUDA
 @pytest.mark.slow
-def test_a_package_for_cuda_is_completed(package: Path, tmp_path: Path, process: None) -> None:
+def test_a_package_for_cuda_is_completed(tmp_path: Path, process: None) -> None:
     """Its shapes and rows are found out on the GPU: a package runs on the device of its build only.
 
     https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
     """
-    files = scenarios.both(
-        scenarios.raw(package.read_bytes(), "model.pt2"),
-        scenarios.safe({"x": torch.rand(2, 4)}, "example_inputs.safetensors"),
-    )
+    affine = scenarios.affine().eval()
+
+    def compiled(folder: Path) -> None:
+        shapes = ({0: torch.export.Dim("rows", min=1, max=20)},)
+        example = (torch.rand(2, 4, device="cuda"),)
+        program = torch.export.export(affine.cuda(), example, dynamic_shapes=shapes)
+        path = folder / "model.pt2"
+        torch._inductor.aoti_compile_and_package(program, package_path=str(path))
+
+    example = scenarios.safe({"x": torch.rand(2, 4)}, "example_inputs.safetensors")
     config = 'backend: "pytorch_py"\ninstance_group [{ kind: KIND_GPU count: 1 }]\n'
-    served = Served(tmp_path, Scenario("net", files, config))
+    served = Served(tmp_path, Scenario("net", scenarios.both(compiled, example), config))
     assert served.document["max_batch_size"] == 20
     (name,) = [one["name"] for one in served.document["input"]]
     for count in (1, 7, 20):
         x = scenarios.floats(count, 4)
         (response,) = served.model.execute([served.request({name: x})])
         (output,) = _outputs(response).values()
-        expected = torch.from_numpy(scenarios.eager(scenarios.affine(), x=x))
+        expected = torch.from_numpy(scenarios.eager(affine.cpu(), x=x))
         torch.testing.assert_close(output.cpu(), expected, rtol=1e-3, atol=1e-4)
-
-
-@_CUDA
-@pytest.mark.slow
-def test_init_of_a_package_for_cuda(package: Path, tmp_path: Path) -> None:
-    """`init` loads and runs the package on the GPU, and places its instances there."""
-    pytest.importorskip("typer", reason="typer is not installed (make gpu-site)")
-    command = [sys.executable, "-m", "torch_py_backend", "init", str(package), "--name=net"]
-    command += ["--input=INPUT__0:FP32:4"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = pbtxt.read(tmp_path / "net")
-    assert [group["kind"] for group in document["instance_group"]] == ["KIND_GPU"]
-    assert [entry["dims"] for entry in document["output"]] == [[3]]
 
 
 _DOUBLE = "def f(x):\n    return 2 * x\n"
@@ -192,9 +170,6 @@ def test_clients_tensors_on_the_gpu(kind: str, tmp_path: Path, process: None) ->
         assert output.is_cuda == (value.is_cuda and kind == "GPU")
     for output in served.ask(x.cuda(), x):
         torch.testing.assert_close(output.cpu(), 2 * x)
-
-
-_WHERE = "def f(x):\n    return x.new_full((len(x), 1), float(x.is_cuda))\n"
 
 
 _AFFINE = scenarios.both(
@@ -299,6 +274,9 @@ def test_a_broken_device_is_one_instances(code: str, tmp_path: Path, process: No
     other.ask(torch.rand(1, 4))
 
 
+_WHERE = "def f(x):\n    return x.new_full((len(x), 1), float(x.is_cuda))\n"
+
+
 @_CUDA
 def test_a_gpu_that_is_named_by_its_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As parts of a GPU (MIG) are, which have no number in CUDA_VISIBLE_DEVICES."""
@@ -338,17 +316,16 @@ class Wide(nn.Module):
 
 _WIDTH = 4096
 _WIDE_BYTES = 4 * _WIDTH * _WIDTH * 4
-_DRIVER_BYTES = _WIDE_BYTES // 8  # what it may keep for itself
-
-
-def _script(folder: Path) -> None:
-    scenarios.script(Wide())(folder)
 
 
 def _program(folder: Path) -> None:
     rows = {"x": {0: torch.export.Dim("rows", max=64)}}
     program = torch.export.export(Wide().eval(), (torch.ones(2, _WIDTH),), dynamic_shapes=rows)
     torch.export.save(program, folder / "model.pt2")
+
+
+def _script(folder: Path) -> None:
+    scenarios.script(Wide())(folder)
 
 
 def _module(folder: Path) -> None:
@@ -375,12 +352,9 @@ def _used(start: Start, folder: Path, write: Callable[[Path], None], shared: str
     instances = _sharing(start, folder, write, shared, "abcd")
     assert len({one.ask("[1.0]") for one in instances}) == 1
     used = before - torch.cuda.mem_get_info()[0]
-    for one in instances:
-        assert one.end() == 0
-    until = time.monotonic() + 10  # the driver may free memory after the end of a process
-    while torch.cuda.mem_get_info()[0] < before - _DRIVER_BYTES and time.monotonic() < until:
-        time.sleep(0.1)
-    assert torch.cuda.mem_get_info()[0] >= before - _DRIVER_BYTES
+    assert [one.end() for one in instances] == [0] * 4
+    # The driver may free memory after the end of a process.
+    until(lambda: torch.cuda.mem_get_info()[0] >= before - _WIDE_BYTES // 8)
     return used
 
 
@@ -407,17 +381,6 @@ def test_the_owner_of_weights_killed(tmp_path: Path) -> None:
             answers = [json.loads(one.ask("[1.0]"))[0][0] for _ in range(20)]
             assert {answer for answer in answers if isinstance(answer, float)} <= {expected}
             assert "owned the weights has ended" in str(answers[-1])
-
-
-# --- devices -------------------------------------------------------------------------------------
-
-
-def test_a_device_that_is_missing(tmp_path: Path, process: None) -> None:
-    """A GPU that this machine lacks is refused with what it has."""
-    arguments = fake_triton.arguments(scenarios.TABLE[0].lay_out(tmp_path))
-    arguments |= {"model_instance_kind": "GPU", "model_instance_device_id": "99"}
-    with pytest.raises(fake_triton.TritonModelException, match="asks for GPU 99"):
-        TritonPythonModel().initialize(arguments)
 
 
 # Computes on another GPU, for long, and leaves its output there.

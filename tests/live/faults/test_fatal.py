@@ -1,11 +1,10 @@
-"""Instances beyond help, and requests that nobody waits for, on a real server."""
+"""Poisoned instances, and requests whose clients have left, on a real server."""
 
 from __future__ import annotations
 
 import queue
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -43,26 +42,6 @@ class Breaks(torch.nn.Module):
         return x * 2
 
 
-class Hungry(torch.nn.Module):
-    """Needs 400 MB for each row, in a process that may take no more than 1.5 GB beside what it has.
-
-    A row above 100 needs more than there is.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        import resource
-        from pathlib import Path
-
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        limit = pages * resource.getpagesize() + 1_500_000_000
-        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        copies = 10_000_000_000 if bool((x > 100).any()) else 25_000_000
-        return x * 2 + x.repeat(1, copies)[:, :4] * 0
-
-
 class Counts(torch.nn.Module):
     """Takes as many seconds as its values say; the answer is the count of rows that took time."""
 
@@ -81,12 +60,6 @@ class Counts(torch.nn.Module):
 
 _TABLE = (
     scenarios.Scenario("stays", scenarios.python(Breaks), scenarios.x_to_y(4)),
-    scenarios.Scenario(
-        "hungry",
-        scenarios.python(Hungry),
-        scenarios.x_to_y(4, WARMUP="false")
-        + "dynamic_batching { max_queue_delay_microseconds: 500000 }\n",
-    ),
     scenarios.Scenario("counts", scenarios.python(Counts), scenarios.x_to_y(4, WARMUP="false")),
 )
 
@@ -138,23 +111,7 @@ def test_an_instance_that_stays(running: tuple[Server, Any, Path]) -> None:
     assert "Traceback (most recent call last)" in text
 
 
-def test_a_process_that_may_take_no_more_memory(running: tuple[Server, Any, Path]) -> None:
-    """Its batches are run in smaller calls; only a request that never fits is refused with 503."""
-    _, client, _ = running
-    sent = [1.0, 2.0, 3.0, 400.0, 5.0, 6.0, 7.0, 8.0]
-    with ThreadPoolExecutor(len(sent)) as pool:
-        calls = [pool.submit(_ask, client, "hungry", value) for value in sent]
-    for value, call in zip(sent, calls, strict=True):
-        if value < 100:
-            assert (call.result() == 2 * value).all()
-        else:
-            refusal = call.exception()
-            assert isinstance(refusal, InferenceServerException)
-            assert "UNAVAILABLE" in refusal.status()
-            assert "does not fit in memory" in refusal.message()
-
-
-def test_requests_that_nobody_waits_for(running: tuple[Server, Any, Path]) -> None:
+def test_cancelled_and_late_requests(running: tuple[Server, Any, Path]) -> None:
     """Requests that are cancelled, or past their client's deadline, are not run."""
     server, client, _ = running
     _ask(client, "counts", 0.1)  # from now on the instance knows that it pays to ask
