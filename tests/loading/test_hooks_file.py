@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import build
-import models
 import pytest
-import torch
 
 from torch_py_backend.config.batch_io import BatchOutput
 from torch_py_backend.errors import ArtifactError, ConfigError, ForwardError, InputError
-from torch_py_backend.loading import discovery, registry
+from torch_py_backend.loading import discovery
 from torch_py_backend.loading import hooks as user_hooks
 from torch_py_backend.loading.hooks import Hook, Hooks
 
@@ -73,7 +71,10 @@ class Hooks:
         ),
         ("def Hooks(): ...\n", "hooks.py does not define the class Hooks"),
         ("class Hooks:\n    def add(self): ...\n", "the class Hooks in hooks.py has no hooks"),
-        ("class Hooks:\n    postprocess = 3\n", "is an int; expected a method"),
+        (
+            "class Hooks:\n    postprocess = 3\n",
+            "in hooks.py cannot be called: 3 is not a callable",
+        ),
         (
             method("def inference(self, module, batch)"),
             "Hooks in hooks.py has inference(), which was removed. Call the module in forward()",
@@ -113,7 +114,6 @@ def test_signatures(tmp_path: Path) -> None:
             "def preprocess_batch(self, x):\n        pass\n    def collate(self, rows)",
             "Hooks in hooks.py has preprocess_batch() and collate()",
         ),
-        ("def postprocess(self, result):\n        yield result #", "is asynchronous or a gener"),
     ],
 )
 def test_refused_signatures(definition: str, message: str, tmp_path: Path) -> None:
@@ -178,29 +178,3 @@ def test_client_errors(error: BaseException, refused: bool) -> None:
             hook()
         assert type(error).__name__ in str(raised.value)
         assert isinstance(raised.value, ForwardError) == (raised.value.__cause__ is error)
-
-
-def test_refusals_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A refusal may be a mistake in preprocess(): the log has the first one, with its line."""
-    hooks = load(tmp_path, "class Hooks:\n    def preprocess(self, x):\n        return int(x)\n")
-    assert hooks.preprocess is not None
-    for value in ("one", "two"):
-        with pytest.raises(InputError):
-            hooks.preprocess(value)
-    (refusal,) = caplog.messages
-    number = "ValueError: invalid literal for int() with base 10: 'one'"
-    assert refusal.startswith(f"preprocess() in hooks.py refuses an input at line 3: {number}")
-
-
-# --- beside a model.py -----------------------------------------------------------------------
-
-
-def test_class_in_the_wrong_file(tmp_path: Path) -> None:
-    """A class of hooks in the model.py beside an artifact is refused; other classes are not."""
-    torch.jit.script(models.Negate()).save(build.write(tmp_path, "model.pt", ""))
-    settings = build.config(tmp_path, default_model_filename="model.pt")
-    build.write(tmp_path, "model.py", f"class Other:\n{_POST}class Hooks:\n    pass\n")
-    registry.load(discovery.find(settings), settings, None)
-    build.write(tmp_path, "model.py", f"class Hooks:\n{_POST}")
-    with pytest.raises(ArtifactError, match=r"model\.py defines the class Hooks .* to hooks\.py"):
-        registry.load(discovery.find(settings), settings, None)

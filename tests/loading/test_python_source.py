@@ -135,7 +135,7 @@ def stub_module(monkeypatch: pytest.MonkeyPatch) -> None:
         (
             "def double(x): ...\n",
             {"model_kwargs": {"factor": 3}},
-            "MODEL_KWARGS is set, and double, which model.py serves, is not constructed",
+            "MODEL_KWARGS is set, and what model.py serves is not constructed",
         ),
         *(
             (f"{_RAISES}{body}\n", {}, f"Net() in model.py fails at line 4: {message}")

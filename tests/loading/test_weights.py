@@ -205,11 +205,6 @@ def test_module_computes_as_the_one_that_was_saved(
             ['"_orig_mod.module.linear.weight"', "not of a DataParallel or compiled module"],
         ),
         (Copying, {}, ["do not fit the module: KeyError: 'linear.weight'. Save "]),
-        (
-            Net,
-            {"optimizer": {}, "ema": {0: torch.ones(1)}, "model": STATE},
-            ['Unexpected key(s) in state_dict: "optimizer"', "Save its entry 'model' alone."],
-        ),
         (Net, {**STATE, "epoch": 3}, ['module: Unexpected key(s) in state_dict: "epoch". Save ']),
     ],
 )

@@ -11,17 +11,17 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, ConfigError, InputError
+from torch_py_backend.errors import ArtifactError, InputError
 from torch_py_backend.loading import example_inputs, file_types
 from torch_py_backend.loading.discovery import Artifact
 from torch_py_backend.loading.loaded import Loaded, reading
@@ -42,8 +42,6 @@ _SIZE = re.compile(
     r"input_handles\[(?P<leaf>\d+)\]: .*dim value .*at (?P<dim>\d+),"
     r" expected.*?(?P<relation>>=|<=|:) (?P<limit>\d+)"
 )
-_TYPE = re.compile(r"input_handles\[(\d+)\]: unmatched dtype, expected: \d+\(at::k(\w+)\)")
-_BYTES = {"byte": "uint8", "char": "int8"}  # types whose name in C++ torch's Python does not have
 _RELATIONS = {">=": "at least", "<=": "at most", ":": "exactly"}
 
 # Calls a package with its leaves, and returns the leaves of its result.
@@ -73,7 +71,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         # aoti_load_package ends with this call. Before that, it imports the compiler and builds a
         # library for each instruction set, to warn of what `mismatch` has compared, in 2 to 10 s.
         # It passes the same name of the model, "not single-threaded", and one runner.
-        with reading(path, artifact.kind), _temporary_folder(folder):
+        with reading(path, artifact.kind), mock.patch.dict(os.environ, TMPDIR=folder):
             package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
             in_spec, out_spec = (pytree.treespec_loads(text) for text in package.get_call_spec())
         tree = introspection.from_tree(in_spec, {})
@@ -102,28 +100,18 @@ def _checked(
 ) -> tuple[Rows, _Run]:
     """Return how many rows a package takes, and a function to call it.
 
-    The function raises InputError with the limit if the package does not accept a size, and
-    ConfigError if it does not accept the type of an input.
+    The function raises InputError with the limit if the package does not accept a size.
     """
     config = binding.with_controls(config, signature)
     specs = config.inputs
     if len(specs) != len(signature.leaves or ()) or not all(spec.dtype.torch for spec in specs):
         return ANY_ROWS, run  # binding or the warm-up reports inputs that do not match
-    types = {spec.name: spec.dtype.config for spec in specs}
-    names = binding.bind_inputs([*types], signature).names
+    names = binding.bind_inputs([spec.name for spec in specs], signature).names
 
     def call(leaves: list[Tensor]) -> list[Tensor]:
         try:
             return run(leaves)
         except RuntimeError as error:
-            if refused := _TYPE.search(str(error)):
-                name, kind = names[int(refused[1])], refused[2].lower()
-                dtype = getattr(torch, _BYTES.get(kind, kind), kind)
-                raise ConfigError(
-                    f"input '{name}' is {types[name]}",
-                    expected=f"{dtypes.config_name(dtype)}, for which the package was compiled",
-                    cure="Write that type into config.pbtxt.",
-                ) from error
             refused = _SIZE.search(str(error))
             if refused is None:
                 raise
@@ -159,20 +147,6 @@ def _rows(call: _Run, row: list[Tensor]) -> Rows:
             limit = int(refused["limit"])
             return Rows(limit, limit if refused["relation"] == ":" else None)
     return ANY_ROWS
-
-
-@contextlib.contextmanager
-def _temporary_folder(folder: str) -> Iterator[None]:
-    """Let torch create its temporary files in a folder."""
-    before = os.environ.get("TMPDIR")
-    os.environ["TMPDIR"] = folder
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["TMPDIR"]
-        else:
-            os.environ["TMPDIR"] = before
 
 
 def device_of(path: Path) -> torch.device:
@@ -222,8 +196,7 @@ def this_machine(device: torch.device | None) -> dict[str, str]:
     on_gpu = device is not None and device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu else ()
     cpuinfo = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
-    lines = (line for line in cpuinfo.splitlines() if line.startswith("flags"))
-    flags = set(next(lines, "").split())
+    flags = set(cpuinfo.partition("\nflags")[2].partition("\n")[0].split())
     return {
         "AOTI_DEVICE_KEY": "cuda" if on_gpu else "cpu",
         "AOTI_PLATFORM": sys.platform,

@@ -36,7 +36,7 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     """
     path = config.version_folder / f"{NAME}.safetensors"
     if path.is_file():
-        return dict(weights.read_safetensors(path))
+        return weights.read(config, path)
     of_model = artifact.path if artifact.kind is ArtifactType.MODULE else None
     for source in filter(None, (artifact.hooks, of_model)):
         function = getattr(python_source.import_source(source), NAME, None)

@@ -126,10 +126,10 @@ def weight_map(index: Path) -> dict[str, str]:
     content = index.read_bytes()
     try:
         names = dict(json.loads(content)["weight_map"].items())
-        if not all(isinstance(name, str) for name in names.values()):
-            raise TypeError("a file name is not a string")
     except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        raise ValueError(summarize(error)) from error
+        raise ValueError(f"it is no index of safetensors: {summarize(error)}") from error
+    if not all(isinstance(name, str) for name in names.values()):
+        raise ValueError("it names a file that is no string")
     return names
 
 

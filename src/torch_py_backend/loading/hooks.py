@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +24,6 @@ from torch_py_backend.errors import (
     ConfigError,
     ForwardError,
     InputError,
-    a_type,
     summarize,
 )
 from torch_py_backend.loading import python_source
@@ -34,8 +32,6 @@ from torch_py_backend.signature import introspection
 from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.signature.binding import bind_inputs
 from torch_py_backend.values import Parameters
-
-log = logging.getLogger(__name__)
 
 # What the methods of a user take and return: trees of anything.
 Tree: TypeAlias = Any
@@ -56,7 +52,7 @@ _EXCLUSIVE = (
 )
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Hook:
     """One method of the hooks.
 
@@ -64,14 +60,11 @@ class Hook:
         name: the method's name.
         method: the method.
         takes_parameters: whether it takes the request's parameters.
-        file: the file that defines it.
     """
 
     name: str
     method: Callable[..., Tree]
     takes_parameters: bool
-    file: Path = Path("hooks.py")
-    _refused: bool = False
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the method.
@@ -89,18 +82,10 @@ class Hook:
             unreadable = isinstance(error, ValueError) or (
                 isinstance(error, OSError) and error.errno is None
             )
-            if not (unreadable and self.name.startswith("preprocess")):
-                raise ForwardError(error, self.name) from error
-            if not self._refused:  # the first may be a mistake in the method
-                self._refused = True
-                log.warning(
-                    "%s() in %s refuses an input at %s. The response has the code INVALID_ARG."
-                    " Further refusals are not logged.",
-                    self.name,
-                    self.file.name,
-                    python_source.error_location(error, self.file),
-                )
-            raise InputError(f"{self.name}() refuses the input: {summarize(error)}") from None
+            if unreadable and self.name.startswith("preprocess"):
+                message = f"{self.name}() refuses the input: {summarize(error)}"
+                raise InputError(message) from None
+            raise ForwardError(error, self.name) from error
 
     def with_parameters(self, parameters: Parameters | Sequence[Parameters]) -> Callable[..., Tree]:
         """Bind the parameters of a request, or of each row, if the method takes them."""
@@ -187,20 +172,6 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
     return hooks
 
 
-def refuse_in_model(path: Path) -> None:
-    """Raise ArtifactError if a model's source defines the class of hooks, which is for hooks.py."""
-    source = python_source.import_source(path)
-    hooks_class = getattr(source, "Hooks", None)
-    if getattr(hooks_class, "__module__", None) != source.__name__:
-        return
-    names = [name for name in HOOK_METHODS if hasattr(hooks_class, name)]
-    if names:
-        raise ArtifactError(
-            f"{path.name} defines the class Hooks with {names[0]}()",
-            cure=removed_names.HOOKS_FILE,
-        )
-
-
 def _construct(config: ModelConfig, path: Path) -> Any:
     """Return an instance of the class `Hooks` of a file."""
     hooks_class = getattr(python_source.import_source(path), "Hooks", None)
@@ -222,31 +193,21 @@ def _construct(config: ModelConfig, path: Path) -> Any:
     )
 
 
-def _create_hook(path: Path, name: str, method: Any) -> Hook:
+def _create_hook(path: Path, name: str, method: Callable[..., Tree]) -> Hook:
     """Return the hook of this name after checking its arguments."""
-    place = f"Hooks.{name} in {path.name}"
-    if not callable(method):
-        raise ArtifactError(f"{place} is {a_type(method)}", expected="a method")
-    if inspect.iscoroutinefunction(method) or introspection.is_generator(method):
-        raise ArtifactError(
-            f"{place} is asynchronous or a generator",
-            expected="a method that returns its result",
-        )
-    arguments = _ARGUMENTS.get(name)
-    signature: object = ""
+    argument = _ARGUMENTS.get(name)
     try:
         signature = inspect.signature(method)
         takes_parameters = ARGUMENT in signature.parameters
-        if arguments is not None:
-            keywords = {ARGUMENT: None} if takes_parameters else {}
-            signature.bind(arguments, **keywords)
+        if argument is not None:
+            signature.bind(argument, **({ARGUMENT: None} if takes_parameters else {}))
     except (TypeError, ValueError) as error:
         raise ArtifactError(
-            f"Hooks.{name}{signature} in {path.name} cannot be called: {error}",
-            expected=f"{name}(self, {arguments or 'inputs by name'}), with"
-            f" {ARGUMENT} as the last argument if it takes them",
+            f"Hooks.{name} in {path.name} cannot be called: {error}",
+            expected=f"{name}(self, {argument or 'inputs by name'}), with {ARGUMENT} as the last"
+            " argument if it takes them",
         ) from None
-    return Hook(name, method, takes_parameters, path)
+    return Hook(name, method, takes_parameters)
 
 
 def _check_config(config: ModelConfig, hooks: Hooks) -> None:

@@ -149,7 +149,8 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         raise ArtifactError(
             f"the arguments of what is served cannot be determined: {error}"
         ) from error
-    _refuse_streams(config, served, described)
+    if not config.decoupled:
+        _refuse_streams(served, described, name)
     return Loaded(artifact, called, signature, owner, step=step)
 
 
@@ -158,30 +159,27 @@ def _entry_point(
 ) -> tuple[Forward, Callable[[list[Any]], Any] | None, str]:
     """Return the callable for inputs, the `step` of a streaming model, and the callable's name."""
     method = config.options.method
-    if method is not None:
-        called: Forward | None = getattr(served, method, None)
-        if called is None:
-            raise ArtifactError(
-                f"METHOD is '{method}', which {type(served).__name__} does not have",
-                expected="the name of a method",
-            )
-        return called, None, method
-    if config.decoupled and _has_steps(served):
-        return served.begin, served.step, "begin"
-    # A callable object that is not a function has no name.
-    return served, None, getattr(served, "__name__", "forward")
+    if method is None:
+        if config.decoupled and _has_steps(served):
+            return served.begin, served.step, "begin"
+        # A callable object that is not a function has no name.
+        return served, None, getattr(served, "__name__", "forward")
+    if not hasattr(served, method):
+        raise ArtifactError(
+            f"METHOD is '{method}', which {type(served).__name__} does not have",
+            expected="the name of a method",
+        )
+    return getattr(served, method), None, method
 
 
 def _has_steps(served: object) -> bool:
     return all(callable(getattr(served, name, None)) for name in ("begin", "step"))
 
 
-def _refuse_streams(config: ModelConfig, served: object, described: Forward) -> None:
-    """Raise ConfigError for a streaming model whose config is not decoupled."""
-    if config.decoupled:
-        return
+def _refuse_streams(served: object, described: Forward, name: str) -> None:
+    """Raise ConfigError for a streaming model; the config is not decoupled."""
     if introspection.is_generator(described):
-        problem = f"{getattr(described, '__name__', 'forward')}() yields its results one by one"
+        problem = f"{name}() yields its results one by one"
     elif _has_steps(served) and getattr(described, "__func__", None) is NO_FORWARD:
         problem = "begin() and step() make streams, and there is no forward()"
     else:
@@ -209,11 +207,9 @@ def construct(config: ModelConfig, artifact: Artifact) -> object:
     keywords = options.model_kwargs or {}
     if not isinstance(target, type) and options.model_factory is None:
         if keywords:
-            name = getattr(target, "__name__", type(target).__name__)
             raise ArtifactError(
-                f"MODEL_KWARGS is set, and {name}, which {path.name} serves, is not constructed",
-                cure="Remove MODEL_KWARGS, or name a function that builds the module with"
-                " MODEL_FACTORY.",
+                f"MODEL_KWARGS is set, and what {path.name} serves is not constructed",
+                cure="Remove MODEL_KWARGS, or name what builds the module with MODEL_FACTORY.",
             )
         # A later load must not change the one that is served. Some cannot be copied, such as those
         # with locks, or with torch's first weight_norm().
@@ -278,8 +274,9 @@ def _build(
 
 def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
     """Return the class, function or module object in the source that is to be served."""
-    options = config.options
-    classes = _defined(source, _is_module_class)
+    options, own = config.options, _defined(source)
+    classes = {name: value for name, value in own.items() if _is_module_class(value)}
+    functions = {name: value for name, value in own.items() if inspect.isfunction(value)}
     if config.python_runtime and not classes:
         # Triton's Python runtime serves imported classes, too.
         classes = {
@@ -287,7 +284,7 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
             for name, value in vars(source).items()
             if _is_module_class(value) and value.__module__.partition(".")[0] != "torch"
         }
-    functions = _defined(source, inspect.isfunction)
+    candidates = classes or functions
     name = options.model_factory or options.model_class
     if name is not None:
         target = getattr(source, name, None)
@@ -298,9 +295,14 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
             f"{key} is '{name}', which {path.name} does not define",
             expected=f"one of {join_names(classes | functions) or 'its classes or functions'}",
         )
-    candidates = classes or functions
-    if len({id(value) for value in candidates.values()}) == 1:  # a class may have two names
-        return next(iter(candidates.values()))
+    if not candidates:
+        raise ArtifactError(
+            f"{path.name} defines no nn.Module and no function",
+            expected="one class derived from torch.nn.Module, or one function",
+        )
+    first, *others = {id(value): value for value in candidates.values()}.values()
+    if not others:  # a class may have two names
+        return first
     if classes and config.python_runtime:
         log.warning(
             "%s defines %s; %s is served, the first in the alphabet, as Triton's own"
@@ -310,27 +312,20 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
             min(classes),
         )
         return classes[min(classes)]
-    problem = (
-        f"defines {join_names(candidates)}"
-        if candidates
-        else "defines no nn.Module and no function"
-    )
     raise ArtifactError(
-        f"{path.name} {problem}",
-        expected="one class derived from torch.nn.Module, or one function",
-        cure="Name the one to serve with the parameter MODEL_CLASS." if candidates else "",
+        f"{path.name} defines {join_names(candidates)}",
+        cure="Name the one to serve with the parameter MODEL_CLASS.",
     )
 
 
-def _defined(source: ModuleType, matches: Callable[[object], bool]) -> dict[str, Any]:
-    """Return the matching public objects that a file defines; imported ones are left out."""
+def _defined(source: ModuleType) -> dict[str, Any]:
+    """Return the public objects that a file defines; imported ones are left out."""
     return {
         name: value
         for name, value in vars(source).items()
         if not name.startswith("_")
         and name != "example_inputs"
-        and matches(value)
-        and value.__module__ == source.__name__
+        and getattr(value, "__module__", None) == source.__name__
     }
 
 

@@ -64,18 +64,13 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
         with contextlib.nullcontext() if copied else mapped_files.AliasOnCopy(state.values()):
             module.load_state_dict(state)
     except Exception as error:  # the module may load the entries with code of its own
-        nested = [
-            key
-            for key, value in state.items()
-            if isinstance(value, Mapping) and own.keys() & value.keys()
-        ]
         # torch's first line says only that there are errors.
         lines = f"{type(error).__name__}: {error}".splitlines()
         reasons = "; ".join(line.strip(" \t.") for line in lines[1:] or lines)
         raise ArtifactError(
             f"the weights in {artifact.weights.name} do not fit the module:"
             f" {printable(textwrap.shorten(reasons, _LONGEST, placeholder=' ...'))}",
-            cure=f"Save its entry '{nested[0]}' alone." if nested else _SAVE,
+            cure=_SAVE,
         ) from error
 
 
@@ -85,22 +80,18 @@ def read(config: ModelConfig, path: Path) -> dict[str, Any]:
     Raises:
         ArtifactError: they cannot be read.
     """
-    if path.suffix == ".json":
-        return _read_shards(config, path)
-    if path.suffix == ".safetensors":
-        return dict(read_safetensors(path))
     try:
-        # Compressed entries cannot be mapped: their compressed bytes would be read as values.
-        mmap = not file_types.mmap_obstacle(path)
-        state = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+        state = _read(config, path)
+        if isinstance(state, dict) and all(isinstance(key, str) for key in state):
+            return state
         found = f"hold {a_type(state)} that is not a state_dict"
+    except ArtifactError:  # of a shard
+        raise
     except Exception as error:  # a damaged pickle raises nearly anything
-        state, refused = None, _REFUSED.search(str(error))
+        refused = _REFUSED.search(str(error))
         found = f"cannot be read: {summarize(error)}"
         if refused:
             found = f"hold {refused[1]}, which weights_only refuses to load"
-    if isinstance(state, dict) and all(isinstance(key, str) for key in state):
-        return state
     raise ArtifactError(
         f"the weights {path.name} {found}",
         expected="a state_dict of plain tensors that torch.save wrote, or safetensors",
@@ -108,44 +99,25 @@ def read(config: ModelConfig, path: Path) -> dict[str, Any]:
     )
 
 
-def _read_shards(config: ModelConfig, index: Path) -> dict[str, Tensor]:
-    """Return the weights of all shards that an index names."""
-    try:
-        weight_map = file_types.weight_map(index)
-    except ValueError as error:
-        raise ArtifactError(
-            f"the weights {index.name} are not an index of safetensors: {error}",
-            expected="a JSON object with a weight_map from keys to files",
-        ) from error
+def _read(config: ModelConfig, path: Path) -> object:
+    if path.suffix == ".safetensors":
+        return safetensors.torch.load_file(path)
+    if path.suffix != ".json":
+        # Compressed entries cannot be mapped: their compressed bytes would be read as values.
+        mmap = not file_types.mmap_obstacle(path)
+        return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
+    weight_map = file_types.weight_map(path)
     state: dict[str, Tensor] = {}
     for name in sorted({*weight_map.values()}):
-        path = index.parent / name
+        shard = path.parent / name
         # If the index is a link, its shards may be links into the folder of its target.
-        inside = discovery.is_inside(path, config.folder, index.resolve().parent)
-        if not inside or not path.is_file():
-            raise ArtifactError(
-                f"the weights {index.name} name {name}",
-                expected="a file beside the index",
-            )
-        shard = read_safetensors(path)
-        state |= {key: value for key, value in shard.items() if weight_map.get(key, name) == name}
+        inside = discovery.is_inside(shard, config.folder, path.resolve().parent)
+        if not inside or not shard.is_file():
+            expected = "a file beside the index"
+            raise ArtifactError(f"the weights {path.name} name {name}", expected=expected)
+        entries = read(config, shard)
+        state |= {key: value for key, value in entries.items() if weight_map.get(key, name) == name}
     return state
-
-
-def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name.
-
-    Raises:
-        ArtifactError: the file cannot be read.
-    """
-    try:
-        return safetensors.torch.load_file(path)
-    except (OSError, safetensors.SafetensorError) as error:
-        raise ArtifactError(
-            f"{path.name} cannot be read: {summarize(error)}",
-            expected="safetensors",
-            cure="Write it again with safetensors.torch.save_file, or copy it again.",
-        ) from error
 
 
 # --- modules without random values -----------------------------------------------------------
