@@ -114,7 +114,7 @@ def _infer(
         first = None if hooks is None else hooks.first
         source, function = loaded.kind.value, loaded.signature
         if first is not None:
-            source, function = first.file.name, first.signature()
+            source, function = discovery.HOOKS, first.signature()
         raise _no_inputs(f"{source} does not define the shapes that {function} takes", document)
     trial = _Trial(config, loaded, hooks, runtime.create(config.options, _device(artifact), ()))
     try:
