@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, InputError
+from torch_py_backend.errors import ArtifactError, ConfigError, InputError
 from torch_py_backend.loading import example_inputs, file_types
 from torch_py_backend.loading.discovery import Artifact
 from torch_py_backend.loading.loaded import Loaded, reading
@@ -42,6 +43,8 @@ _SIZE = re.compile(
     r"input_handles\[(?P<leaf>\d+)\]: .*dim value .*at (?P<dim>\d+),"
     r" expected.*?(?P<relation>>=|<=|:) (?P<limit>\d+)"
 )
+_TYPE = re.compile(r"input_handles\[(\d+)\]: unmatched dtype, expected: \d+\(at::k(\w+)\)")
+_BYTES = {"byte": "uint8", "char": "int8"}  # types whose name in C++ torch's Python does not have
 _RELATIONS = {">=": "at least", "<=": "at most", ":": "exactly"}
 
 # Calls a package with its leaves, and returns the leaves of its result.
@@ -100,18 +103,28 @@ def _checked(
 ) -> tuple[Rows, _Run]:
     """Return how many rows a package takes, and a function to call it.
 
-    The function raises InputError with the limit if the package does not accept a size.
+    The function raises InputError with the limit if the package does not accept a size, and
+    ConfigError if it does not accept the type of an input.
     """
     config = binding.with_controls(config, signature)
     specs = config.inputs
     if len(specs) != len(signature.leaves or ()) or not all(spec.dtype.torch for spec in specs):
         return ANY_ROWS, run  # binding or the warm-up reports inputs that do not match
-    names = binding.bind_inputs([spec.name for spec in specs], signature).names
+    types = {spec.name: spec.dtype.config for spec in specs}
+    names = binding.bind_inputs([*types], signature).names
 
     def call(leaves: list[Tensor]) -> list[Tensor]:
         try:
             return run(leaves)
         except RuntimeError as error:
+            if refused := _TYPE.search(str(error)):
+                name, kind = names[int(refused[1])], refused[2].lower()
+                dtype = getattr(torch, _BYTES.get(kind, kind), kind)
+                raise ConfigError(
+                    f"input '{name}' is {types[name]}",
+                    expected=f"{dtypes.config_name(dtype)}, for which the package was compiled",
+                    cure="Write that type into config.pbtxt.",
+                ) from error
             refused = _SIZE.search(str(error))
             if refused is None:
                 raise

@@ -195,7 +195,7 @@ def _construct(config: ModelConfig, path: Path) -> Any:
 
 def _create_hook(path: Path, name: str, method: Callable[..., Tree]) -> Hook:
     """Return the hook of this name after checking its arguments."""
-    argument = _ARGUMENTS.get(name)
+    argument, signature = _ARGUMENTS.get(name), None
     try:
         signature = inspect.signature(method)
         takes_parameters = ARGUMENT in signature.parameters
@@ -203,7 +203,7 @@ def _create_hook(path: Path, name: str, method: Callable[..., Tree]) -> Hook:
             signature.bind(argument, **({ARGUMENT: None} if takes_parameters else {}))
     except (TypeError, ValueError) as error:
         raise ArtifactError(
-            f"Hooks.{name} in {path.name} cannot be called: {error}",
+            f"Hooks.{name}{signature or ''} in {path.name} cannot be called: {error}",
             expected=f"{name}(self, {argument or 'inputs by name'}), with {ARGUMENT} as the last"
             " argument if it takes them",
         ) from None

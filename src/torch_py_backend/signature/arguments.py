@@ -43,6 +43,11 @@ def is_path(name: str) -> bool:
     return _PATH.fullmatch(name) is not None
 
 
+def numbered(number: int | None, slots: Sequence[str]) -> Place | None:
+    """Return the place of a number, which may be None."""
+    return None if number is None or number >= len(slots) else (slots[number], ())
+
+
 def path_text(root: str, path: Path) -> str:
     """Return the text of a path: `ARGS[2][key]`."""
     return root + "".join(f"[{key}]" for key in path)
@@ -176,25 +181,19 @@ class Signature:
             return None if index is None else (self.leaves[index], ())
         if name in self.named:
             return name, ()
-        if is_path(name):
-            return self._place_of_path(name, slots)
-        by_name = (name, ()) if self.has(Passing.VAR_KEYWORD) else None
-        return self.numbered(ordinal(name), slots) or by_name
-
-    def numbered(self, number: int | None, slots: Sequence[str]) -> Place | None:
-        """Return the place of a number, which may be None."""
-        return None if number is None or number >= len(slots) else (slots[number], ())
-
-    def _place_of_path(self, name: str, slots: Sequence[str]) -> Place | None:
+        any_keyword = self.has(Passing.VAR_KEYWORD)
+        if not is_path(name):
+            by_name = (name, ()) if any_keyword else None
+            return numbered(ordinal(name), slots) or by_name
         root, *keys = re.split(r"\]?\[", name.rstrip("]"))
         if not keys:
             return None
-        first, *rest = keys
-        below = tuple(int(key) if _INDEX.fullmatch(key) else key for key in rest)
+        first, *below = keys
+        path = tuple(int(key) if _INDEX.fullmatch(key) else key for key in below)
         if root == "ARGS" and _INDEX.fullmatch(first) and int(first) < len(slots):
-            return slots[int(first)], below
-        by_keyword = first in self.named or self.has(Passing.VAR_KEYWORD)
-        return (first, below) if root == "KWARGS" and by_keyword else None
+            return slots[int(first)], path
+        is_keyword = any_keyword or first in self.named
+        return (first, path) if root == "KWARGS" and is_keyword else None
 
     def leaf_aliases(self) -> dict[str, int]:
         """Return the names of each leaf: its path, its argument, its last key; not its number."""

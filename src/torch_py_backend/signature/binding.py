@@ -28,6 +28,7 @@ from torch_py_backend.signature.arguments import (
     Place,
     Signature,
     is_path,
+    numbered,
     ordinal,
     path_text,
 )
@@ -35,6 +36,8 @@ from torch_py_backend.signature.arguments import (
 log = logging.getLogger(__name__)
 
 Forward: TypeAlias = Callable[..., object]
+# Names that any signature with positional arguments has.
+_NUMBERED = (("INPUT__", ""), ("ARGS[", "]"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +83,15 @@ def bind_inputs(
     if signature.leaves is not None:
         return _bind_leaves(names, signature, left_out)
     container = signature.container_argument(names)
-    if container is not None:
-        places = _part_places(names, container)
-    else:
+    if container is None:
         warns = not left_out  # clients choose what is left out
         places = _places(names, signature, sequence_inputs, ordered=ordered, warns=warns)
+    else:
+        keys: Sequence[str | int] = names
+        if container.type is not ArgumentType.DICT:
+            numbers = [number for number in map(ordinal, names) if number is not None]
+            keys = numbers if len(numbers) == len(names) else range(len(names))
+        places = {name: (container.name, (key,)) for name, key in zip(names, keys, strict=True)}
     if len(set(places.values())) < len(places):
         raise BindingError(
             f"two of the inputs {join_names(names)} feed the same argument",
@@ -143,15 +150,6 @@ def _bind_leaves(
     return InputBinding(in_order, (ArgumentType.TENSOR,) * len(leaves), call, leaves)
 
 
-def _part_places(names: Sequence[str], container: Argument) -> dict[str, Place]:
-    """Return the places in an argument that contains all inputs: by keys, numbers or order."""
-    keys: Sequence[str | int] = names
-    if container.type is not ArgumentType.DICT:
-        numbers = [number for name in names if (number := ordinal(name)) is not None]
-        keys = numbers if len(numbers) == len(names) else range(len(names))
-    return {name: (container.name, (key,)) for name, key in zip(names, keys, strict=True)}
-
-
 def _places(
     names: Sequence[str],
     signature: Signature,
@@ -164,17 +162,28 @@ def _places(
     slots = signature.slots(len(names))
     places = {name: signature.place(name, slots) for name in names}
     requested = [name for name in names if name not in sequence_inputs]
-    if signature.torchscript and not set(requested) <= set(signature.named):
-        by_order = not any(map(is_path, requested))
-        if all(ordinal(name) is not None for name in requested):
-            # Also a number that is the name of an argument.
-            places |= {name: signature.numbered(ordinal(name), slots) for name in requested}
-            by_order = False
-    else:
+    numbers = [ordinal(name) for name in requested]
+    by_order = False
+    if not signature.torchscript or set(requested) <= set(signature.named):
         in_grammar = any(ordinal(name) is not None or is_path(name) for name in names)
-        by_order = not in_grammar and not any(places.values())
-    if by_order and ordered:
-        places |= _in_order(names, signature, places, requested)
+        by_order = ordered and not in_grammar and not any(places.values())
+    elif None in numbers:
+        by_order = ordered and not any(map(is_path, requested))
+    else:  # also a number that is the name of an argument
+        found = (numbered(number, slots) for number in numbers)
+        places |= zip(requested, found, strict=True)
+    if by_order:
+        # States and controls whose own name has no place follow the inputs of requests.
+        own = {name: place for name, place in places.items() if name not in requested}
+        used = {place[0] for place in own.values() if place is not None}
+        unplaced = [*requested, *(name for name, place in own.items() if place is None)]
+        free = [slot for slot in slots if slot not in used]
+        if len(unplaced) > len(free):
+            raise BindingError(
+                f"{signature} cannot take {counted(len(unplaced), 'input')}",
+                expected=f"at most {counted(len(free), 'input')}",
+            )
+        places |= {name: (slot, ()) for name, slot in zip(unplaced, free, strict=False)}
         if warns:
             log.warning(
                 "the input names %s are not all arguments of %s, nor all numbers"
@@ -184,35 +193,12 @@ def _places(
             )
     missing = [name for name, place in places.items() if place is None]
     if missing:
-        numbered = [f"INPUT__{index}" for index in range(len(slots))]
-        paths = [f"ARGS[{index}]" for index in range(len(slots))]
+        valid = [f"{kind}{index}{end}" for kind, end in _NUMBERED for index in range(len(slots))]
         raise BindingError(
             f"{signature} has no {join_names(missing)}",
-            expected=f"names among {join_names([*signature.named, *numbered, *paths])}",
+            expected=f"names among {join_names([*signature.named, *valid])}",
         )
     return {name: place for name, place in places.items() if place is not None}
-
-
-def _in_order(
-    names: Sequence[str],
-    signature: Signature,
-    places: Mapping[str, Place | None],
-    requested: Sequence[str],
-) -> dict[str, Place]:
-    """Return places in the order of the arguments for the inputs of requests.
-
-    Then follow states and controls whose own name has no place.
-    """
-    own = [name for name in names if name not in requested]
-    unplaced = [*requested, *(name for name in own if places[name] is None)]
-    used = {place[0] for name in own if (place := places[name]) is not None}
-    free = [slot for slot in signature.slots(len(names)) if slot not in used]
-    if len(unplaced) > len(free):
-        raise BindingError(
-            f"{signature} cannot take {counted(len(unplaced), 'input')}",
-            expected=f"at most {counted(len(free), 'input')}",
-        )
-    return {name: (slot, ()) for name, slot in zip(unplaced, free, strict=False)}
 
 
 # --- from places to a call --------------------------------------------------------------------
