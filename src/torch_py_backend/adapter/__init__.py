@@ -167,7 +167,7 @@ class TritonPythonModel:
         self._engine = load.build(self._settings, share)
         self._modes.callback(self._engine.close)
         self._weights: sharing.MappedFiles | None = None
-        if self._engine.sharing.mapped.shared:
+        if self._engine.mapped.shared:
             self._weights = sharing.MappedFiles(self._engine.loaded.artifact.weight_files())
 
     def _rebuild(self, share: threads.Threads) -> None:

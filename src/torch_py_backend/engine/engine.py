@@ -42,6 +42,7 @@ class Engine:
         device: the device that the model runs on.
         guard: the context for work on tensors of the device.
         padding: pads inputs and cuts outputs; None: PAD is not set.
+        mapped: the weights that the instances share because they are in mapped files.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Engine:
         self.loaded = loaded
         self.hooks = hooks
         self.device, self.guard = device_runtime.device, device_runtime.guard
-        self.sharing = sharing.report(config, loaded)
+        self.mapped = sharing.mapped(config, loaded)
         self.counts = Counts()
         self.runtime = device_runtime
         self._compiled = compilation.apply(config, loaded.kind, loaded.module, self.counts)

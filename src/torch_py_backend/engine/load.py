@@ -50,9 +50,14 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
 def report(engine: Engine) -> dict[str, object]:
     """Return what an engine loaded, how it shares its weights, and the options in effect."""
     options = engine.config.options
+    weights = f"{engine.mapped} shared by the instances"
+    if sharing.requested(engine.config):
+        weights = "shared by the instances on a GPU"
+    elif options.freezes:
+        weights = "constants of each instance's graph"
     return {
         "artifact": f"{engine.loaded.artifact.path.name}: {engine.loaded.kind.value}",
-        "weights": str(engine.sharing),
+        "weights": weights,
         "options": {
             row.key: value
             for row in TABLE

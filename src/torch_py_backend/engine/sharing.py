@@ -17,7 +17,6 @@ import struct
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError, join_names, summarize
-from torch_py_backend.loading import discovery, mapped_files
+from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.loading.mapped_files import Mapped
@@ -39,68 +38,29 @@ log = logging.getLogger(__name__)
 _PERIOD_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Sharing:
-    """How much of its weights an instance shares with the others of its machine.
+def mapped(config: ModelConfig, loaded: Loaded) -> Mapped:
+    """Return which of a model's weights are in mapped files, once it has its final form.
 
-    Attributes:
-        mapped: the weights in mapped files.
-        obstacle: why this instance has a copy of the rest; empty: it has none.
-        on_gpu: the weights are shared on a GPU instead, once the model is there.
-    """
-
-    mapped: Mapped
-    obstacle: str
-    on_gpu: bool = False
-
-    def __str__(self) -> str:
-        shared = self.mapped.total if self.on_gpu else self.mapped.shared
-        where = "the instances on a GPU" if self.on_gpu else "the instances"
-        sizes = f"{shared / 1e6:,.1f} MB of {self.mapped.total / 1e6:,.1f} MB"
-        return f"{sizes} shared by {where}" + (f"; {self.obstacle}" if self.obstacle else "")
-
-
-def report(config: ModelConfig, loaded: Loaded) -> Sharing:
-    """Return how much of a model's weights is shared, once it has its final form.
+    Buffers that a module computes when it is built are not in the files: each instance has its own.
 
     Raises:
         ConfigError: ENABLE_WEIGHT_SHARING is true, and some weights are not shared.
     """
-    weights = mapped(loaded)
-    if requested(config):
-        return Sharing(weights, "", on_gpu=True)
-    sharing = Sharing(weights, _obstacle(config, loaded, weights))
-    if sharing.obstacle and config.options.enable_weight_sharing:
-        raise ConfigError(
-            f"ENABLE_WEIGHT_SHARING is true, and only {sharing}",
-            cure="Remove what stands in the way, or remove ENABLE_WEIGHT_SHARING.",
-        )
-    return sharing
-
-
-def mapped(loaded: Loaded) -> Mapped:
-    """Return which of a model's weights are in mapped files.
-
-    Buffers that a module computes when it is built are not in the files: each instance has its own.
-    """
     owner = loaded.owner
-    return mapped_files.measure([] if owner is None else owner.state_dict(keep_vars=True).values())
-
-
-def _obstacle(config: ModelConfig, loaded: Loaded, weights: Mapped) -> str:
-    """Return why not all weights are in mapped files; empty: they are."""
-    if loaded.kind is ArtifactType.AOTI:
-        return "the AOTInductor package contains them"
-    if config.options.freezes:
-        return "freezing makes them constants of a graph"
-    if weights.shared == weights.total:
-        return ""
-    if config.kind != "CPU" and config.options.enable_weight_sharing is not False:
-        return "each instance has a copy on its device"
-    obstacle = "the module converts or computes the rest, or holds views of it"
-    if config.options.optimize:
-        obstacle = f"OPTIMIZE's {', '.join(config.options.optimize)} converts them"
-    return discovery.mapping_obstacle(config, loaded.artifact) or obstacle
+    weights = mapped_files.measure(
+        [] if owner is None else owner.state_dict(keep_vars=True).values()
+    )
+    is_copied = loaded.kind is ArtifactType.AOTI or config.options.freezes
+    is_shared = requested(config) or (weights.shared == weights.total and not is_copied)
+    if config.options.enable_weight_sharing and not is_shared:
+        raise ConfigError(
+            f"ENABLE_WEIGHT_SHARING is true, and the weights ({weights} in mapped files) are copied"
+            " into each instance",
+            expected="an uncompressed file whose values neither the module nor OPTIMIZE nor"
+            " freezing converts",
+            cure="Remove ENABLE_WEIGHT_SHARING, or what stands in the way.",
+        )
+    return weights
 
 
 class MappedFiles:

@@ -179,6 +179,9 @@ class Mapped(NamedTuple):
     shared: int
     total: int
 
+    def __str__(self) -> str:
+        return f"{self.shared / 1e6:,.1f} MB of {self.total / 1e6:,.1f} MB"
+
 
 def measure(weights: Iterable[object]) -> Mapped:
     """Return which weights are in mapped files, according to /proc/self/maps."""
