@@ -79,7 +79,6 @@ def test_missing_dimensions_of_1_are_added(
         (torch.ones(4), (1,), {}, "has 4 rows for a batch of 3"),
         (np.ones((3, 2)), (2,), {}, "is float64 [3, 2]; expected float32 [-1, 2]"),
         (1.0, (2,), {}, "is a float; expected a torch.Tensor"),
-        (1.0, (2,), ONE, "is float32 []; expected float32 [2]"),
     ],
 )
 def test_tensor_that_contradicts_the_config_is_refused(
@@ -185,33 +184,6 @@ def test_unservable_shapes_are_refused(part: Tensor, reshaped: bool) -> None:
 
 
 # --- types and memory -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("part", "dtype", "dims"),
-    [
-        (2.5, "BF16", (1,)),
-        (7, "FP32", (1,)),
-        (True, "BOOL", (1,)),
-        (2**64 - 1, "UINT64", (1,)),
-        (2**70, "FP64", (1,)),
-    ],
-)
-def test_number_of_a_model_without_batches(part: float, dtype: str, dims: tuple[int, ...]) -> None:
-    """Without a batch dimension a Python number becomes a tensor of the output's type."""
-    output = verified(part, dtype, dims, max_batch_size=0)
-    assert isinstance(output, Tensor)
-    assert output.shape == dims
-    assert output.dtype is getattr(torch, str(build.spec("y", dtype).dtype.torch))
-    assert output.item() == part
-
-
-@pytest.mark.parametrize(
-    ("part", "dtype"), [(2.5, "INT64"), (1, "BOOL"), (300, "UINT8"), (-1, "UINT8")]
-)
-def test_number_that_its_type_cannot_hold_is_refused(part: float, dtype: str) -> None:
-    """A number that would change its value is an error of the output."""
-    assert "the number" in refusal(part, dtype, (1,), max_batch_size=0)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")

@@ -231,7 +231,10 @@ class _Tensor(_Output):
         if isinstance(part, np.ndarray | np.generic) and part.dtype.kind not in "OUS":
             part = _from_numpy(part)
         if not isinstance(part, Tensor):
-            part = self._from_number(part)
+            raise OutputError(
+                f"output '{self.name}' is {a_type(part)}",
+                expected="a torch.Tensor or an array of numpy",
+            )
         if type(part) is not Tensor:
             part = _without_operators(part)
         if part.dtype is not self.dtype:
@@ -251,24 +254,6 @@ class _Tensor(_Output):
         except KeyError:  # Triton has no such type
             return ""
         return self.cure(part.shape, rows, "" if part.dtype is self.dtype else dtype.config)
-
-    def _from_number(self, part: object) -> Tensor:
-        """Convert a Python number without loss, allowed only without a batch dimension."""
-        if self.batched or not isinstance(part, bool | int | float):
-            raise OutputError(
-                f"output '{self.name}' is {a_type(part)}",
-                expected="a torch.Tensor or an array of numpy",
-            )
-        if isinstance(part, bool) or self.dtype is torch.bool:
-            fits = isinstance(part, bool)
-        elif self.dtype.is_floating_point:
-            part, fits = float(part), True
-        else:
-            limits = torch.iinfo(self.dtype)
-            fits = isinstance(part, int) and limits.min <= part <= limits.max
-        if not fits:
-            raise self.mismatch(f"the number {part}", _short(self.dtype))
-        return torch.tensor(part, dtype=self.dtype)
 
 
 def _form(part: Tensor) -> str:

@@ -125,10 +125,11 @@ class Postprocessing:
         return result
 
     def _convert(self, spec: TensorSpec, part: Tree) -> Tree:
-        """Convert a list to the output's type without loss, and a number of numpy to Python's."""
+        """Convert a list or a number to the output's type without loss."""
         if isinstance(part, np.generic):
-            return part.item()
-        if not isinstance(part, list | tuple):
+            part = part.item()
+        is_list = isinstance(part, list | tuple)
+        if not is_list and (spec.dtype.torch is None or not isinstance(part, int | float)):
             return part
         if spec.dtype.torch is None:
             return np.array(part, dtype=np.object_)
@@ -140,6 +141,10 @@ class Postprocessing:
                 f"postprocess() gives {a_type(part)} for output '{spec.name}': {summarize(error)}",
                 expected=str(spec),
             ) from None
+        if is_list and not part:
+            return converted
         both_bool = (tensor.dtype is torch.bool) is (dtype is torch.bool)
-        lossless = not part or (both_bool and torch.can_cast(tensor.dtype, dtype))
+        lossless = both_bool and torch.can_cast(tensor.dtype, dtype)
+        if lossless and not dtype.is_floating_point:  # torch makes 255 of -1
+            lossless = torch.equal(converted.to(tensor.dtype), tensor)
         return converted if lossless else tensor  # of another type, which the extractor refuses
