@@ -1,4 +1,4 @@
-"""The addresses and ports of a server: free ones, and errors for those that are taken."""
+"""The addresses and ports of a server."""
 
 from __future__ import annotations
 
@@ -23,16 +23,14 @@ def client_address(address: str, port: int) -> str:
     return f"[{address}]:{port}" if is_ipv6(address) else f"{address}:{port}"
 
 
-def choose_ports(*requested: int) -> list[int]:
-    """Return the ports, with a free port in place of each 0."""
+def choose_ports(address: str, requested: Mapping[str, int]) -> list[int]:
+    """Return ports, named by their options, that can be listened on; 0 is any port."""
     with contextlib.ExitStack() as stack:
-        # Open until all are chosen, so that they differ. "": free on all addresses.
-        sockets = [stack.enter_context(socket.socket()) for _ in requested]
-        for free in sockets:
-            free.bind(("", 0))
-        return [
-            port or free.getsockname()[1] for port, free in zip(requested, sockets, strict=True)
+        # Open until all are chosen, so that they differ.
+        listeners = [
+            stack.enter_context(listen(option, address, port)) for option, port in requested.items()
         ]
+        return [listener.getsockname()[1] for listener in listeners]
 
 
 def listen(option: str, address: str, port: int) -> socket.socket:
@@ -61,10 +59,3 @@ def listen(option: str, address: str, port: int) -> socket.socket:
             f"{option} {port} on {address} cannot be listened on: {error.strerror}. Choose {cure}."
         ) from None
     return listener
-
-
-def check_ports(address: str, requested: Mapping[str, int]) -> None:
-    """Listen for a moment on each port, named by its option; see `listen`."""
-    with contextlib.ExitStack() as open_sockets:
-        for option, port in requested.items():
-            open_sockets.enter_context(listen(option, address, port))

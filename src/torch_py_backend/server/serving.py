@@ -13,13 +13,12 @@ from torch_py_backend.page.app import Page
 from torch_py_backend.server import server_arguments
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.lifecycle import Event
-from torch_py_backend.server.ports import check_ports, choose_ports, client_address, listen
+from torch_py_backend.server.ports import client_address, listen
 from torch_py_backend.server.reloading import Reloader
 from torch_py_backend.server.supervisor import Supervisor
 from torch_py_backend.server.tritonserver import Server
 
 _STEP_S = 0.1
-_SERVICES = ("http", "grpc", "metrics", "health")
 # Arguments for tritonserver that would take from `serve` what it uses, and what to do instead.
 _REFUSED = {
     "model-control-mode": "`serve` loads the models itself; remove it",
@@ -47,13 +46,14 @@ class Serving:
     Attributes:
         server: the server; its log can be set until it runs.
         supervisor: the supervisor of its models, while it runs.
-        health_address: host and port of the endpoints for probes.
+        health_address: host and port of the endpoints for probes, while it runs.
 
     Raises:
         ToolError: an argument cannot be used, a port is taken, or there is no tritonserver.
     """
 
     supervisor: Supervisor
+    health_address: str
 
     def __init__(
         self,
@@ -77,8 +77,7 @@ class Serving:
         named = server_arguments.values(arguments, "load-model")
         self._names = [name for name in named if name != "*"]
         arguments = server_arguments.without(arguments, "load-model")
-        http, grpc, metrics, self._health_port = choose_ports(*ports)
-        self.health_address = client_address(address, self._health_port)
+        http, grpc, metrics, self._health_port = ports
         self.server = Server(
             repository,
             http_port=http,
@@ -90,12 +89,6 @@ class Serving:
         )
         if not allow_empty:
             _refuse_empty(repository, self._names, arguments)
-        requested = {
-            f"--{service}-port": port
-            for service, port in zip(_SERVICES, ports, strict=True)
-            if not server_arguments.configures(arguments, service)
-        }
-        check_ports(address, requested)
         self._repository, self._on_event, self._address = repository, on_event, address
         self._restarts, self._load_seconds, self._drain = restarts, load_seconds, drain
         self._reload = reload
@@ -109,6 +102,7 @@ class Serving:
             ToolError: the server cannot start.
         """
         listener = listen("--health-port", self._address, self._health_port)
+        self.health_address = client_address(self._address, listener.getsockname()[1])
         with contextlib.closing(listener), self.server as server:
             self.supervisor = supervisor = Supervisor(
                 server.client,

@@ -84,10 +84,17 @@ class Server:
         if not repository.is_dir():
             raise ToolError(f"{repository} is not a folder; expected a model repository.")
         self._repository = repository.absolute()
-        self._ports = choose_ports(http_port, grpc_port, metrics_port)
         self._address = address
+        self._ports = {"http": http_port, "grpc": grpc_port, "metrics": metrics_port}
+        # A service that the arguments configure listens elsewhere.
+        requested = {
+            f"--{service}-port": 0 if server_arguments.configures(arguments, service) else port
+            for service, port in self._ports.items()
+        }
+        for service, port in zip(self._ports, choose_ports(address, requested), strict=True):
+            self._ports[service] = self._ports[service] or port
         self.http_address, self.grpc_address, self.metrics_address = (
-            client_address(address, port) for port in self._ports
+            client_address(address, port) for port in self._ports.values()
         )
         self._triton = triton_installation.find(executable)
         self._arguments = tuple(arguments)
@@ -180,10 +187,9 @@ class Server:
         if is_ipv6(self._address):
             http, grpc = f"ipv6:{self._address}", f"[{self._address}]"
         addresses = {"http": http, "grpc": grpc, "metrics": http}
-        ports = zip(addresses, self._ports, strict=True)
         return [
             *(f"--{service}-address={address}" for service, address in addresses.items()),
-            *(f"--{service}-port={port}" for service, port in ports),
+            *(f"--{service}-port={port}" for service, port in self._ports.items()),
         ]
 
     def _refuse_in_shell(self) -> None:

@@ -258,6 +258,22 @@ def test_two_deaths_at_once(served: Supervised) -> None:
     until(lambda: served.ready("stays"), served)
 
 
+def test_a_server_that_does_not_answer(served: Supervised) -> None:
+    """It is not live, and no model is taken for dead or unloaded."""
+    until(lambda: served.ready("steady") and served.ready("victim"), served)
+    served.skip_log()
+    triton = served.triton()
+    triton.suspend()
+    try:
+        dead = {"live": False, "reason": "tritonserver does not answer"}
+        until(lambda: served.ask("/live") == (503, dead), served)
+    finally:
+        triton.resume()
+    until(lambda: served.ask("/live") == (200, {"live": True}), served)
+    assert served.infer("steady", 1.0) == [-1.0] * 4
+    assert not re.search("^(DOWN|RELEASED) +(steady|victim)", served.text, re.MULTILINE)
+
+
 def test_a_crash_loop_at_start_up(served: Supervised) -> None:
     """A model that never loads is given up, with the reason; the others serve all the while."""
     until(lambda: "GIVEN UP dies_in_init" in served.log, served)
