@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-_SERVE = ("grpc", "psutil", "rich", "typer")
+_SERVE = ("grpc", "psutil", "rich", "tritonclient", "typer")
 
 
 def main() -> None:

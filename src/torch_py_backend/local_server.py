@@ -1,7 +1,4 @@
-"""`serve`: a real server for notebooks, scripts and tests, supervised by this process.
-
-Imports no client until a request is sent.
-"""
+"""`serve`: a real server for notebooks, scripts and tests, supervised by this process."""
 
 from __future__ import annotations
 
@@ -22,7 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import tritonclient.grpc
 from numpy.typing import NDArray
+from tritonclient.utils import triton_to_np_dtype
 
 from torch_py_backend.errors import InputError, ToolError, about, join_names
 from torch_py_backend.model_folders import remote_repository
@@ -31,7 +30,6 @@ from torch_py_backend.server.lifecycle import Event
 from torch_py_backend.server.serving import Serving
 
 if TYPE_CHECKING:
-    import tritonclient.grpc
     from typing_extensions import Self
 
 _LOGGER = logging.getLogger(__name__)
@@ -205,7 +203,7 @@ class LocalServer:
     def client(self) -> tritonclient.grpc.InferenceServerClient:
         """A client of the gRPC endpoint."""
         self._check_started()
-        return _grpc().InferenceServerClient(self.grpc_address)
+        return tritonclient.grpc.InferenceServerClient(self.grpc_address)
 
     def infer(self, model: str, inputs: Any, *, version: str = "") -> dict[str, NDArray[Any]]:
         """Send one request, and return the outputs by name.
@@ -245,7 +243,7 @@ class LocalServer:
         answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
         has_ended = False
         # A client has one stream at a time.
-        client = _grpc().InferenceServerClient(self.grpc_address)
+        client = tritonclient.grpc.InferenceServerClient(self.grpc_address)
         try:
             client.start_stream(
                 lambda result, error: answers.put((result, error)), stream_timeout=timeout
@@ -327,17 +325,6 @@ def _report(line: str) -> None:
         print(line, file=sys.stderr)  # noqa: T201
 
 
-def _grpc() -> Any:
-    try:
-        import tritonclient.grpc  # noqa: PLC0415  in an extra
-    except ImportError as error:
-        raise ToolError(
-            f"requests need Triton's client: {error}."
-            " Install it with pip install 'torch-py-backend[server]'."
-        ) from None
-    return tritonclient.grpc
-
-
 def _outputs(result: Any) -> dict[str, NDArray[Any]]:
     names = [output.name for output in result.get_response().outputs]
     return {name: result.as_numpy(name).copy() for name in names}  # they are read-only
@@ -369,15 +356,13 @@ def _input(tensor: Any, value: Any) -> Any:
     shape = list(tensor.shape)
     if array.ndim == len(shape) - 1 and shape[-1:] == [1]:  # one value for each row
         array = array[..., None]
-    sent = _grpc().InferInput(tensor.name, list(array.shape), tensor.datatype)
+    sent = tritonclient.grpc.InferInput(tensor.name, list(array.shape), tensor.datatype)
     sent.set_data_from_numpy(array)
     return sent
 
 
 def _converted(array: NDArray[Any], datatype: str) -> tuple[NDArray[Any], str]:
     """Return numbers in a type of Triton, and what prevents that; empty: nothing."""
-    from tritonclient.utils import triton_to_np_dtype  # noqa: PLC0415  in an extra
-
     dtype = np.dtype(triton_to_np_dtype(datatype))
     # Integers of any type may have values that fit.
     is_integer = array.dtype.kind in "iu" and dtype.kind in "iu"

@@ -19,7 +19,7 @@ def test_module_is_the_command() -> None:
     assert done.stdout == f"torch-py-backend {__version__}\n"
 
 
-@pytest.mark.parametrize("package", ["typer", "grpc"])
+@pytest.mark.parametrize("package", ["typer", "tritonclient"])
 def test_without_the_packages_of_the_command_line(package: str) -> None:
     """The wheel alone serves models; its command names the extra to install."""
     code = (

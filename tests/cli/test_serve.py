@@ -86,3 +86,27 @@ def test_output_that_cannot_be_written(
             check=False,
         )
     assert ended.stderr.startswith("error: tritonserver ended with exit code 3; its log says why")
+
+
+_SIGNALS = """
+import importlib, signal
+serve = importlib.import_module("torch_py_backend.cli.serve")
+
+try:
+    signal.pthread_sigmask(signal.SIG_BLOCK, serve.SIGNALS)
+    for number in serve.SIGNALS:
+        signal.signal(number, serve._stop)
+        signal.raise_signal(number)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, serve.SIGNALS)
+except serve.Stopped:
+    signal.raise_signal(signal.SIGTERM)
+    print("stopped")
+"""
+
+
+def test_signals_that_arrive_together() -> None:
+    """One ends the command, the others are ignored, and Python reports none of them."""
+    done = subprocess.run(
+        [sys.executable, "-c", _SIGNALS], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "stopped\n", "")

@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import IO, Annotated, Any, cast
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.status import Status
 
-from torch_py_backend.cli import interruption
-from torch_py_backend.cli.interruption import Stopped
 from torch_py_backend.errors import ToolError
 from torch_py_backend.model_folders import remote_repository
 from torch_py_backend.processes import procfs
@@ -25,6 +24,7 @@ from torch_py_backend.server import cleanup, server_arguments, triton_installati
 from torch_py_backend.server.lifecycle import Event
 from torch_py_backend.server.serving import Serving
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _KEY_VARIABLE = "TORCH_PY_BACKEND_ADMIN_KEY"
 _KEY_HEADER = "admin-key"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
@@ -149,19 +149,31 @@ def serve(
     if exposed := exposure_note(address, triton_arguments):
         note(exposed)
     serving.server.log = None if verbose else _open_log(console)
-    interruption.raise_at_signals()
+    for number in SIGNALS:
+        signal.signal(number, _stop)
     code = 0
-    loading = console.status("loading the models")
-    if not verbose:  # Triton's log goes to the terminal, too
-        loading.start()
     try:
         with serving.running():
-            code = _supervise(console, loading, serving)
+            code = _supervise(console, serving)
     except Stopped:
         console.print("stopped")
-    finally:
-        loading.stop()
     raise typer.Exit(code)
+
+
+class Stopped(KeyboardInterrupt):
+    """The end of the command. asyncio lets no other exception of a signal handler through."""
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    """End the command at the first signal; further ones are ignored, and let it clean up."""
+    # Python would report SIG_IGN for a signal that is pending as a race condition.
+    for number in SIGNALS:
+        signal.signal(number, _ignore)
+    raise Stopped
+
+
+def _ignore(_number: int, _frame: FrameType | None) -> None:
+    pass
 
 
 class _Output:
@@ -195,7 +207,7 @@ def _open_log(console: Console) -> IO[bytes]:
     return file
 
 
-def _supervise(console: Console, loading: Status, serving: Serving) -> int:
+def _supervise(console: Console, serving: Serving) -> int:
     """Keep the models serving until the server ends; return the exit code.
 
     Raises:
@@ -204,13 +216,12 @@ def _supervise(console: Console, loading: Status, serving: Serving) -> int:
     """
     server, announced = serving.server, False
     while server.process.poll() is None:
-        if interruption.ignores_signals():
+        if signal.getsignal(signal.SIGTERM) is _ignore:
             raise Stopped
         serving.step()
         cleanup.reap_orphans(server.process.pid)
         if serving.supervisor.initial_loads_done and not announced:
             announced = True
-            loading.stop()
             models = serving.supervisor.snapshot.models
             none_serves = bool(models) and all(models.values())
             state = "[red]no model serves[/]; listening" if none_serves else "serving"
@@ -219,7 +230,6 @@ def _supervise(console: Console, loading: Status, serving: Serving) -> int:
                 f" metrics on http://{server.metrics_address}/metrics,"
                 f" readiness on http://{serving.health_address}/ready; Ctrl-C stops"
             )
-    loading.stop()
     code: int = server.process.returncode
     how = f"with exit code {code}" if code >= 0 else f"by {procfs.signal_name(-code)}"
     console.print(f"[red]tritonserver ended {how}[/]; its log says why{escape(server.log_name)}.")

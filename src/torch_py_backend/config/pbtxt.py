@@ -140,6 +140,6 @@ def _protobuf() -> tuple[ModuleType, ModuleType, ModuleType]:
     except ImportError as error:
         raise PlatformError(
             f"config.pbtxt cannot be read without Triton's protobuf: {error}",
-            cure="pip install 'torch-py-backend[server]' or tritonclient[grpc].",
+            cure="pip install 'torch-py-backend[serve]' or tritonclient[grpc].",
         ) from None
     return model_config_pb2, text_format, json_format

@@ -21,12 +21,12 @@ from http import HTTPStatus
 from typing import Any
 
 import grpc
+from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from torch_py_backend.errors import ToolError, sanitize_line
 from torch_py_backend.server import triton_installation
 from torch_py_backend.server.server_arguments import Keys
 
-_SERVICE = "/inference.GRPCInferenceService"
 _REQUEST_S = 10.0
 _UNLOAD_S = 30.0
 _NOT_POLLED = "failed to poll from model repository"
@@ -156,6 +156,7 @@ class TritonClient:
         self._http_address, self._keys = http_address, keys
         self._uses_shell, self._poll_failure = uses_shell, poll_failure
         self._channel = grpc.insecure_channel(grpc_address)
+        self._service = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
 
     # --- over HTTP -------------------------------------------------------------------------------
 
@@ -218,24 +219,19 @@ class TritonClient:
                 triton_installation.refuse_in_shell("the folder", model, "Rename it.")
             except ToolError as error:
                 return Call(None, str(error))
-        parameters = b""
+        request = service_pb2.RepositoryModelLoadRequest(model_name=_utf8(model))
         if config:
-            # Field 3 of the message is a map of parameters, whose values have strings in field 3.
-            text = _field(3, json.dumps(config).encode())
-            parameters = _field(3, _field(1, b"config") + _field(2, text))
-        return self._call("RepositoryModelLoad", model, seconds, parameters)
+            request.parameters["config"].string_param = json.dumps(config)
+        return self._begin(self._service.RepositoryModelLoad, model, request, seconds)
 
     def unload(self, model: str) -> Call:
         """Begin to unload a model; its instances end soon after."""
-        return self._call("RepositoryModelUnload", model, _UNLOAD_S)
+        request = service_pb2.RepositoryModelUnloadRequest(model_name=_utf8(model))
+        return self._begin(self._service.RepositoryModelUnload, model, request, _UNLOAD_S)
 
-    def _call(self, method: str, model: str, seconds: float, parameters: bytes = b"") -> Call:
-        # Without serializers, the channel sends bytes. tritonclient, which has Triton's protobuf
-        # messages, is not a requirement of `serve`.
-        send = self._channel.unary_unary(f"{_SERVICE}/{method}")
-        message = _field(2, model.encode(errors="replace")) + parameters  # 2: `model_name`
-        future = send.future(
-            message, timeout=seconds, metadata=self._keys.grpc, wait_for_ready=True
+    def _begin(self, method: Any, model: str, request: Any, seconds: float) -> Call:
+        future = method.future(
+            request, timeout=seconds, metadata=self._keys.grpc, wait_for_ready=True
         )
         return Call(future, explain=functools.partial(self._poll_failure, model))
 
@@ -244,13 +240,9 @@ class TritonClient:
         self._channel.close()
 
 
-def _field(number: int, content: bytes) -> bytes:
-    """Return a field of a protobuf message: number and type, length and content."""
-    size, rest = b"", len(content)
-    # The length has seven bits a byte; the eighth marks that another byte follows.
-    while rest >> 7:
-        size, rest = size + bytes([rest & 0x7F | 0x80]), rest >> 7
-    return bytes([number << 3 | 2]) + size + bytes([rest]) + content
+def _utf8(name: str) -> str:
+    """Return the name of a folder, which need not be UTF-8, as Triton's messages can hold it."""
+    return name.encode(errors="replace").decode()
 
 
 # --- Triton's reasons ----------------------------------------------------------------------------
