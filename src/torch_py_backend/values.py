@@ -24,6 +24,10 @@ Value: TypeAlias = "Tensor | Array"
 Item: TypeAlias = "dict[str, Value]"
 # One request's result or its error.
 Outcome: TypeAlias = "dict[str, Value] | BackendError"
+# What users' functions take and return: trees of anything.
+Tree: TypeAlias = Any
+# Calls a model, or another function of a user.
+Call: TypeAlias = "Callable[..., Tree]"
 # Values that a client sends in addition to its tensors.
 Parameters: TypeAlias = "Mapping[str, str | int | float | bool]"
 

@@ -18,7 +18,7 @@ from torch_py_backend.pipeline.hooks import HookedPipeline
 from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
 from torch_py_backend.pipeline.postprocessing import ROWS, Postprocessing
 from torch_py_backend.pipeline.ragged import Ragged
-from torch_py_backend.pipeline.run import Entry, GroupStage, Result, Scatter, Stages
+from torch_py_backend.pipeline.run import Entry, Extract, GroupStage, Result, Scatter, Stages
 from torch_py_backend.pipeline.sequences import Sequences, Slots
 from torch_py_backend.signature.binding import InputBinding
 from torch_py_backend.values import Value, clone
@@ -38,7 +38,7 @@ class Outputs(NamedTuple):
     """
 
     names: tuple[str, ...]
-    extract: Callable[[Any, int], Sequence[Value]]
+    extract: Extract
     copy: Callable[[Value], Value] = clone
     finite: Finite | None = None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import LoadError, summarize
 from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.pipeline.run import Counts
+from torch_py_backend.values import Call, Tree
 
 log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class Compiled:
                 )
         return self._eager(*args, **kwargs)
 
-    def __call__(self, *args: object, **kwargs: object) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Tree:
         """Call the compiled model.
 
         Raises:
@@ -137,7 +137,7 @@ class Compiled:
                 ' TORCH_COMPILE_OPTIONAL_PARAMETERS to {"disable": true} to serve it eagerly.',
             ) from error
 
-    def seal(self) -> Callable[..., Any]:
+    def seal(self) -> Call:
         """Compile no more graphs, and return the model: calls without a graph run eagerly.
 
         A model with graph breaks continues eagerly where a graph is missing. "fail_on_recompile"
@@ -148,7 +148,7 @@ class Compiled:
         self._sealed = True
         return self._begin_step if self._captures else self._compiled
 
-    def _begin_step(self, *args: object, **kwargs: object) -> Any:
+    def _begin_step(self, *args: object, **kwargs: object) -> Tree:
         """Call the compiled model; CUDA graphs may write over the outputs of the last call."""
         torch.compiler.cudagraph_mark_step_begin()
         return self._compiled(*args, **kwargs)

@@ -12,7 +12,7 @@ import json
 import logging
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch_py_backend import values
 from torch_py_backend.errors import summarize
@@ -45,7 +45,7 @@ class TraceContexts:
         self._api = context
         self._extract = tracecontext.TraceContextTextMapPropagator().extract
 
-    def carry(self, item: Item, context_json: str, handle: Any) -> Item:
+    def carry(self, item: Item, context_json: str, handle: object) -> Item:
         """Return the item with the context of its request.
 
         `context_json` has the fields of a carrier, and `handle` is the trace in Triton's utilities.
@@ -59,7 +59,7 @@ class TraceContexts:
         attached = partial(self._attached, context)
         return RequestItem(item, attached, values.parameters(item), values.step(item))
 
-    def handle(self) -> Any:
+    def handle(self) -> object:
         """Return the trace for calls of other models; None: the current request has none."""
         return self._api.get_value(_HANDLE)
 

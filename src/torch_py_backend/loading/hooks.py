@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
@@ -31,10 +31,7 @@ from torch_py_backend.loading.discovery import Artifact
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.signature.binding import bind_inputs
-from torch_py_backend.values import Parameters
-
-# What the methods of a user take and return: trees of anything.
-Tree: TypeAlias = Any
+from torch_py_backend.values import Parameters, Tree
 
 # The methods that the class may have, in the order in which they run.
 HOOK_METHODS = ("preprocess", "preprocess_batch", "collate", "postprocess", "postprocess_batch")

@@ -10,7 +10,7 @@ import copy
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -19,14 +19,14 @@ from torch import Tensor
 from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import BackendError, InputError, OutputError, a_type
-from torch_py_backend.loading.hooks import Hooks, Tree, hook_signature, row_signature
+from torch_py_backend.loading.hooks import Hooks, hook_signature, row_signature
 from torch_py_backend.pipeline import batches, trees
 from torch_py_backend.pipeline.inputs import MAX_SETS, Inputs
 from torch_py_backend.pipeline.postprocessing import ROWS, Guarded
 from torch_py_backend.pipeline.run import Entry, Gather, Group, GroupStage
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.binding import InputBinding, bind_inputs
-from torch_py_backend.values import Item, Parameters, RequestItem, Value
+from torch_py_backend.values import Call, Item, Parameters, RequestItem, Tree, Value
 
 # The module of the model, or the function that is served instead.
 Module: TypeAlias = "Callable[..., Tree]"
@@ -92,12 +92,12 @@ class HookedPipeline:
         return prepared
 
     def _rows(
-        self, binding: InputBinding, *columns: Any
-    ) -> tuple[InputBinding, Iterator[Sequence[Any]]]:
+        self, binding: InputBinding, *columns: Tree
+    ) -> tuple[InputBinding, Iterator[Sequence[Tree]]]:
         """Return the arguments of each row. Without a batch dimension a request is one row."""
         return binding, zip(*columns, strict=True) if self._batched else iter([columns])
 
-    def _prepare(self, item: Item, binding: InputBinding, rows: list[Sequence[Any]]) -> Item:
+    def _prepare(self, item: Item, binding: InputBinding, rows: list[Sequence[Tree]]) -> Item:
         """Return the prepared rows of a request.
 
         Raises:
@@ -105,13 +105,14 @@ class HookedPipeline:
         """
         if not rows:
             raise InputError("the request has no rows")
-        hook: Any = self.hooks.preprocess
+        hook = self.hooks.preprocess
         if hook is None:
-            prepared: list[Any] = [dict(zip(binding.names, row, strict=True)) for row in rows]
+            prepared: list[Tree] = [dict(zip(binding.names, row, strict=True)) for row in rows]
         else:
+            call: Call = hook
             if hook.takes_parameters:
-                hook = hook.with_parameters(values.parameters(item))
-            prepared = [binding.call(hook, row) for row in rows]
+                call = hook.with_parameters(values.parameters(item))
+            prepared = [binding.call(call, row) for row in rows]
         if self.hooks.collate is None:
             prepared = self._stackable(prepared)
         result: Item = {ROWS: values.objects(prepared)}
@@ -203,7 +204,7 @@ class HookedPipeline:
                     continue
                 key: Hashable = place
                 if self._batched:
-                    first: Any = entry[ROWS][0]
+                    first: Tree = entry[ROWS][0]
                     key = None if self.hooks.collate is not None else _key(first)
                 groups.setdefault(key, []).append((place, entry))
             members = [zip(*group, strict=True) for group in groups.values()]
@@ -213,7 +214,7 @@ class HookedPipeline:
 
     # --- the module ----------------------------------------------------------------------------
 
-    def _call_batch(self, module: Module, binding: InputBinding, *columns: Any) -> Tree:
+    def _call_batch(self, module: Module, binding: InputBinding, *columns: Tree) -> Tree:
         """Return the module's result for columns, and those of parameters behind them."""
         count = len(binding.names)
         columns, parameters = columns[:count], _of_rows(columns[count:])

@@ -22,12 +22,12 @@ from torch_py_backend.pipeline.padding import Pad, Padding
 from torch_py_backend.pipeline.run import Entry, Gather, Group, GroupStage
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.binding import InputBinding, bind_inputs
-from torch_py_backend.values import Item, Value, clone
+from torch_py_backend.values import Call, Item, Tree, Value, clone
 
 # The most sets of optional inputs that requests may leave out: n inputs have 2^n sets.
 MAX_SETS = 64
 # Returns the function that calls the model with the arguments of a binding, in its order.
-Caller: TypeAlias = "Callable[[InputBinding], Callable[..., Any]]"
+Caller: TypeAlias = "Callable[[InputBinding], Call]"
 _HOST = torch.device("cpu")
 
 
@@ -199,9 +199,9 @@ class Inputs:
         Args:
             caller: makes the calls of the groups.
         """
-        calls: dict[tuple[str, ...], tuple[Gather, Callable[..., Any]]] = {}
+        calls: dict[tuple[str, ...], tuple[Gather, Call]] = {}
 
-        def call_of(binding: InputBinding) -> tuple[Gather, Callable[..., Any]]:
+        def call_of(binding: InputBinding) -> tuple[Gather, Call]:
             if binding.names not in calls:
                 call = self._converting(binding, caller(binding))
                 calls[binding.names] = self._gather(binding), call
@@ -286,13 +286,13 @@ class Inputs:
 
         return gather_items
 
-    def _converting(self, binding: InputBinding, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _converting(self, binding: InputBinding, call: Call) -> Call:
         """Return a function that makes arguments of columns and calls another one with them."""
         converts = [self._arguments[name].convert for name in binding.names]
         if not any(converts):
             return call
 
-        def convert_and_call(*columns: Value) -> Any:
+        def convert_and_call(*columns: Value) -> Tree:
             passed = [
                 column if convert is None else convert(column)
                 for convert, column in zip(converts, columns, strict=False)

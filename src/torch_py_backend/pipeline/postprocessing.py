@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -13,17 +13,17 @@ from torch import Tensor
 from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.errors import BackendError, OutputError, a_type, summarize
-from torch_py_backend.loading.hooks import Hook, Tree
+from torch_py_backend.loading.hooks import Hook
 from torch_py_backend.pipeline import batches
 from torch_py_backend.pipeline.outputs import Finite, OutputExtractor
 from torch_py_backend.pipeline.run import Entry, Result, Scatter
-from torch_py_backend.values import Item, Value
+from torch_py_backend.values import Call, Item, Tree, Value
 
 # The only column of prepared items, and of results before postprocess(): one value a row.
 ROWS = "rows"
 # Calls a function for a request: the request, the function, and its arguments. Its exception is
 # that request's error.
-Guarded: TypeAlias = "Callable[..., Any]"
+Guarded: TypeAlias = Call
 
 
 class Postprocessing:
@@ -47,7 +47,7 @@ class Postprocessing:
             results: each request's part of the column ROWS, or its error.
             entries: the entries of the run.
         """
-        outcomes: list[Any] = [
+        outcomes: list[Result] = [
             result
             if isinstance(result, BackendError)
             else self._guarded(entry, self._rows, result, entry)

@@ -12,18 +12,18 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from torch_py_backend import composition
 from torch_py_backend.errors import BackendError
 from torch_py_backend.pipeline.failures import Failure, Failures
-from torch_py_backend.values import Item, Value
+from torch_py_backend.values import Call, Item, Tree, Value
 
 # One request's tensors by name, or why it is refused.
 Entry: TypeAlias = "Item | BackendError"
 # What `scatter` and `after` make of a request: its result, by default its outputs by name, or its
 # error.
-Result: TypeAlias = Any
+Result: TypeAlias = Tree
 Run: TypeAlias = "Callable[[Sequence[Entry]], Sequence[Result]]"
 # Returns the items' columns, [rows, ...], in the order in which the model takes them, and the rows
 # of each item.
@@ -85,11 +85,15 @@ class Group(NamedTuple):
     """
 
     gather: Gather
-    call: Callable[..., Any]
+    call: Call
     items: Sequence[Item]
     places: Sequence[int]
 
 
+# Returns the outputs of the model's result for a number of rows, checked.
+Extract: TypeAlias = "Callable[[Tree, int], Sequence[Value]]"
+# Calls the model with columns of a number of rows, and returns the outputs.
+Fill: TypeAlias = "Callable[[Call, Sequence[Value], int], Sequence[Value]]"
 # Returns a result for each item from the outputs, the rows of each, and the items.
 Scatter: TypeAlias = "Callable[[Sequence[Value], Sequence[int], Sequence[Item]], Sequence[Result]]"
 
@@ -116,8 +120,8 @@ class Stages(NamedTuple):
     before: tuple[Callable[[Sequence[Entry]], Sequence[Entry]], ...]
     group: GroupStage
     send: Callable[[Sequence[Value]], Sequence[Value]] | None
-    extract: Callable[[Any, int], Sequence[Value]]
-    fill: Callable[[Callable[..., Any], Sequence[Value], int], Sequence[Value]] | None
+    extract: Extract
+    fill: Fill | None
     copy: Callable[[Value], Value]
     fetch: Callable[[Sequence[Value]], Sequence[Value]] | None
     scatter: Scatter

@@ -12,24 +12,24 @@ from torch_py_backend.pipeline.failures import Failures, reported
 from torch_py_backend.pipeline.outputs import Finite
 from torch_py_backend.pipeline.padding import Padding
 from torch_py_backend.pipeline.ragged import Ragged
-from torch_py_backend.pipeline.run import Counts, Result
-from torch_py_backend.values import Item, RequestItem, Rows, Value
+from torch_py_backend.pipeline.run import Counts, Extract, Fill, Result
+from torch_py_backend.values import Call, Item, RequestItem, Rows, Value
 
 T = TypeVar("T")
 
 
 def filled(
     limits: Rows,
-    extract: Callable[[Any, int], Sequence[Value]],
+    extract: Extract,
     copy: Callable[[Value], Value],
     counts: Counts,
-) -> Callable[[Callable[..., Any], Sequence[Value], int], Sequence[Value]]:
+) -> Fill:
     """Return `fill` for a model that takes certain numbers of rows.
 
     Rows that fill a call are counted here, the others by the pipeline.
     """
 
-    def fill(call: Callable[..., Any], columns: Sequence[Value], rows: int) -> Sequence[Value]:
+    def fill(call: Call, columns: Sequence[Value], rows: int) -> Sequence[Value]:
         if limits.accept(rows):
             return extract(call(*columns), rows)
         pieces: list[list[Value]] = []
@@ -68,7 +68,10 @@ class ScatterByName:
     finite: Finite | None
 
     def __call__(
-        self, outputs: Sequence[Any], sizes: Sequence[int], items: Sequence[Item]
+        self,
+        outputs: Sequence[Any],
+        sizes: Sequence[int],
+        items: Sequence[Item],
     ) -> Sequence[Result]:
         """Return the results of items; `sizes` are the rows of each."""
         if self.states:  # copies: the model may return views of memory that it writes again
@@ -92,7 +95,7 @@ class ScatterByName:
 # --- hooks for each request --------------------------------------------------------------------
 
 
-def guarded(failures: Failures, item: Item, function: Callable[..., Any], *args: Any) -> Any:
+def guarded(failures: Failures, item: Item, function: Call, *args: object) -> Result:
     """Return the result of a function in the trace context of a request, or the request's error."""
     try:
         if isinstance(item, RequestItem) and item.context is not None:
@@ -109,7 +112,7 @@ def guarded(failures: Failures, item: Item, function: Callable[..., Any], *args:
 def timed(counts: Counts, name: str, stage: Callable[..., T]) -> Callable[..., T]:
     """Return a stage whose seconds are added to a field of the counters."""
 
-    def run(*args: Any) -> T:
+    def run(*args: object) -> T:
         began = time.perf_counter()
         results = stage(*args)
         setattr(counts, name, getattr(counts, name) + time.perf_counter() - began)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torch_py_backend.errors import OutputError, a_type, counted
+from torch_py_backend.values import Call, Tree
 
 
-def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+def to_device(tree: Tree, device: torch.device, dtype: torch.dtype | None = None) -> Tree:
     """Move the tensors of a tree to a device, and convert floating-point ones to a type, if any.
 
     Return the same tree if nothing changes.
@@ -21,12 +21,12 @@ def to_device(tree: Any, device: torch.device, dtype: torch.dtype | None = None)
     return _map(lambda part: part.to(device, dtype if part.is_floating_point() else None), tree)
 
 
-def clone(tree: Any) -> Any:
+def clone(tree: Tree) -> Tree:
     """Copy the tensors of a tree; other leaves stay the same objects."""
     return _map(torch.clone, tree)
 
 
-def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def _map(function: Callable[[Tensor], Tensor], tree: Tree) -> Tree:
     if isinstance(tree, Tensor):
         return function(tree)
     if isinstance(tree, Mapping | list | tuple) or _is_record(tree):
@@ -37,7 +37,7 @@ def _map(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
     return tree
 
 
-def split(result: Any, rows: int) -> list[Any]:
+def split(result: Tree, rows: int) -> list[Tree]:
     """Split a result by rows: a tensor into slices, a list into entries.
 
     Split the parts of tuples, dicts and dataclasses likewise. Repeat anything else for each row.
@@ -64,11 +64,11 @@ def _check_rows(rows: int, found: str, count: int) -> None:
         )
 
 
-def _is_record(value: Any) -> bool:
+def _is_record(value: Tree) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _parts(tree: Any) -> list[Any]:
+def _parts(tree: Tree) -> list[Tree]:
     if isinstance(tree, Mapping):
         return list(tree.values())
     if isinstance(tree, list | tuple):
@@ -76,7 +76,7 @@ def _parts(tree: Any) -> list[Any]:
     return [getattr(tree, field.name) for field in dataclasses.fields(tree)]
 
 
-def _like(tree: Any, parts: Sequence[Any]) -> Any:
+def _like(tree: Tree, parts: Sequence[Tree]) -> Tree:
     """Return a tree of the same type with other parts."""
     if isinstance(tree, Mapping):
         named = dict(zip(tree, parts, strict=True))
@@ -87,7 +87,7 @@ def _like(tree: Any, parts: Sequence[Any]) -> Any:
     if isinstance(tree, tuple):
         if type(tree) is tuple:
             return tuple(parts)
-        make: Any = getattr(type(tree), "_make", type(tree))  # torch's types take a sequence
+        make: Call = getattr(type(tree), "_make", type(tree))  # torch's types take a sequence
         return make(parts)
     names = [field.name for field in dataclasses.fields(tree)]
     return dataclasses.replace(tree, **dict(zip(names, parts, strict=True)))
