@@ -73,6 +73,7 @@ def test_outputs_that_cannot_be_compared(
         differences.difference("y", torch.tensor(actual), torch.tensor(expected))
 
 
+_WIDE = torch.ones(3, 11)
 _BATCH = torch.tensor([[1.0, 2.0], [9.0, 9.0], [3.0, 4.0]])
 
 
@@ -80,28 +81,30 @@ _BATCH = torch.tensor([[1.0, 2.0], [9.0, 9.0], [3.0, 4.0]])
     ("batch", "first", "last", "found"),
     [
         (_BATCH, [[1.0, 2.0]], [[3.0, 4.0]], None),
-        (_BATCH, [[1.0, 2.0]], [[3.0, 8.0]], 0.65),
-        (_BATCH, [[1.0, _NAN]], [[3.0, 4.0]], _INF),
+        (_BATCH, [[1.0, 2.1]], [[3.0, 4.0]], None),
+        (_BATCH, [[1.0, 2.0]], [[3.0, 8.0]], "y"),
+        (_BATCH, [[1.0, _NAN]], [[3.0, 4.0]], "y"),
         (_BATCH, [[1.0, 2.0, 3.0]], [[3.0, 4.0, 5.0]], None),
-        (_BATCH[:, 0], [1.0], [4.0], 1 / 4),
-        (_BATCH.long(), [[1, 2]], [[3, 5]], 0.25),
+        (_BATCH[:, 0], [1.0], [4.0], "y"),
+        (_BATCH.long(), [[1, 2]], [[3, 5]], "y"),
         (torch.ones(3, 0), [[]], [[]], None),
+        (_WIDE, _WIDE[:1].tolist(), [[-5.0, *[1.0] * 10]], None),
+        (_WIDE, _WIDE[:1].tolist(), [[-5.0, -5.0, *[1.0] * 9]], "y"),
     ],
-    ids=["equal", "last", "nan", "sizes", "one value", "integers", "empty"],
+    ids=[
+        "equal",
+        "rounded",
+        "last",
+        "nan",
+        "sizes",
+        "one value",
+        "integers",
+        "empty",
+        "a few values",
+        "many values",
+    ],
 )
-def test_dependent_output(batch: Tensor, first: Any, last: Any, found: float | None) -> None:
+def test_dependent_output(batch: Tensor, first: Any, last: Any, found: str | None) -> None:
     """The first and the last row are compared with the same rows alone."""
     alone = [{"y": torch.tensor(row, dtype=batch.dtype)} for row in (first, last)]
-    dependent = differences.dependent_output({"y": batch}, alone[0], alone[1])
-    assert (dependent is None) is (found is None)
-    if dependent is not None:
-        assert dependent[0] == "y"
-        assert dependent[1] == pytest.approx(found, rel=0.1)
-
-
-@pytest.mark.parametrize(("share", "is_dependent"), [(0.5, False), (0.4, True)])
-def test_share_of_a_row(share: float, is_dependent: bool) -> None:
-    """A share of a row's values may have a larger error."""
-    first, last = {"y": torch.tensor([[1.0, 2.0]])}, {"y": torch.tensor([[3.0, 8.0]])}
-    dependent = differences.dependent_output({"y": _BATCH}, first, last, limit=0.1, share=share)
-    assert (dependent is not None) is is_dependent
+    assert differences.dependent_output({"y": batch}, alone[0], alone[1]) == found

@@ -20,11 +20,6 @@ from torch_py_backend.values import Item, Outcome
 
 log = logging.getLogger(__name__)
 
-# Rows depend on each other if more than this share of a row's values has an error above this one.
-# Kernels for other row counts, reduced precision and quantization make smaller errors in most
-# values; a few, as in a mask or an order, may change completely.
-_MAX_SHARE, _MAX_ERROR = 0.1, 0.1
-
 
 def check(
     config: ModelConfig,
@@ -75,20 +70,16 @@ def check(
     reproducible = {
         name: value
         for name, value in batch.items()
-        if name in again
-        and differences.error(name, again[name], value) <= differences.tolerance(value)
+        if name in again and not differences.differs(again[name], value)
     }
     first, last = outputs(0, 1), outputs(rows - 1, rows)
-    dependent = differences.dependent_output(
-        reproducible, first, last, limit=_MAX_ERROR, share=_MAX_SHARE
-    )
-    if dependent is None:
+    name = differences.dependent_output(reproducible, first, last)
+    if name is None:
         return
-    name, error = dependent
     source = "which auto-completion has chosen" if completed else "with dynamic_batching"
     problem = ConfigError(
-        f"output '{name}' for a row alone differs by {error:.2g} from that row in a batch of"
-        f" {rows}, and max_batch_size is {config.max_batch_size}, {source}",
+        f"output '{name}' for a row alone is another than for that row in a batch of {rows}, and"
+        f" max_batch_size is {config.max_batch_size}, {source}",
         expected="rows that do not depend on each other: Triton batches those of all clients",
         cure="Write the inputs and outputs with all their dims, and max_batch_size: 0, into"
         f" config.pbtxt, or {'the max_batch_size' if completed else 'remove dynamic_batching'}.",

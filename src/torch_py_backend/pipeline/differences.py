@@ -7,7 +7,6 @@ this measure. The error of integers, booleans and strings is the share of values
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -19,6 +18,8 @@ from torch_py_backend.values import Value
 
 # The largest error of a saved model, and in formats of 16 bits. Compilers reorder sums.
 MAX_ERROR, MAX_ERROR_REDUCED = 1e-3, 3e-2
+# How far rounding changes most values of a row, and the share of values that may change more.
+_MAX_ROUNDING, _MAX_SHARE = 0.1, 0.1
 _REDUCED = (torch.float16, torch.bfloat16)
 
 
@@ -60,23 +61,10 @@ def difference(name: str, actual: Value, expected: Value) -> float:
     return ((actual - expected).abs() / (expected.abs() + _typical(expected))).max().item()
 
 
-def error(name: str, actual: Value, expected: Value) -> float:
-    """Return the error of an output, as `difference`; infinity where that raises."""
-    try:
-        return difference(name, actual, expected)
-    except OutputError:
-        return math.inf
-
-
 def dependent_output(
-    batch: Mapping[str, Tensor],
-    first: Mapping[str, Tensor],
-    last: Mapping[str, Tensor],
-    *,
-    limit: float | None = None,
-    share: float = 0.0,
-) -> tuple[str, float] | None:
-    """Return the name and the error of an output whose rows depend on each other; None: no output.
+    batch: Mapping[str, Tensor], first: Mapping[str, Tensor], last: Mapping[str, Tensor]
+) -> str | None:
+    """Return the name of an output whose rows depend on each other; None: no output.
 
     The first and the last row are compared: the first one of a recurrent model, or behind a causal
     mask, does not depend on the others. Outputs of other sizes are not compared, such as those of a
@@ -86,27 +74,28 @@ def dependent_output(
         batch: outputs of a batch, of all rows or of the first and the last.
         first: outputs of the first row alone.
         last: outputs of the last row alone.
-        limit: the largest error of a value; by default `tolerance`.
-        share: the largest share of a row's values with a larger error.
     """
     for name, value in batch.items():
         if any(name not in part or part[name].shape != value[:1].shape for part in (first, last)):
             continue
-        alone, together = torch.cat([first[name], last[name]]), value[[0, -1]]
-        beyond = _beyond(tolerance(value) if limit is None else limit, alone, together)
-        if any(row.double().mean() > share for row in beyond if row.numel()):
-            return name, error(name, alone, together)
+        alone = torch.cat([first[name], last[name]])
+        if any(map(differs, alone, value[[0, -1]])):
+            return name
     return None
 
 
-def _beyond(limit: float, actual: Tensor, expected: Tensor) -> Tensor:
-    """Return for each value whether its error is larger than the limit."""
-    if not expected.is_floating_point():
-        return actual != expected
+def differs(actual: Tensor, expected: Tensor) -> bool:
+    """Return whether a row is another one, and not only rounded in another way.
+
+    Kernels for other row counts, reduced precision and quantization make errors below 0.1 in most
+    values; a few values, as of a mask or an order, may change completely.
+    """
+    if actual.shape != expected.shape or not expected.numel():
+        return actual.shape != expected.shape
     actual, expected = actual.double(), expected.double()
-    finite = expected[expected.isfinite()]
-    smallest = limit * _typical(finite).item()
-    return ~torch.isclose(actual, expected, rtol=limit, atol=smallest, equal_nan=True)
+    smallest = _MAX_ROUNDING * _typical(expected[expected.isfinite()]).item()
+    close = torch.isclose(actual, expected, rtol=_MAX_ROUNDING, atol=smallest, equal_nan=True)
+    return bool((~close).double().mean() > _MAX_SHARE)
 
 
 def _typical(expected: Tensor) -> Tensor:
