@@ -57,7 +57,6 @@ class _Measured:
             "throughput": 2000 * speed,
             "throughput_gain": speed,
             "spread": self.spread,
-            "cores": 1.5,
             "ready_s": 1.0,
             "error": self.errors.get(optimize, 0.0),
         }
@@ -98,7 +97,7 @@ def test_choice(write: bool, is_set: bool, tmp_path: Path) -> None:
     text = _CONFIG + _SETTING.format("OPTIMIZE", "none") * is_set
     model = _model(tmp_path, text)
     done = command_line.run("tune", str(model), *["--write"] * write)
-    assert "fastest: freeze (2.00 in latency, 2.00 in rows/s, with 1.5 cores)" in done.stdout
+    assert "fastest: freeze (2.00 in latency, 2.00 in rows/s)" in done.stdout
     assert "channels_last: it hangs [/]." in done.stdout
     line = _SETTING.format("OPTIMIZE", "freeze")
     assert line in done.stdout
@@ -112,7 +111,7 @@ def test_choice(write: bool, is_set: bool, tmp_path: Path) -> None:
     [
         (2.0, 1e-5, (), True),
         (2.0, 1e-3, (), False),
-        (2.0, 1e-3, ("--max-error=0.01",), True),
+        (2.0, 1e-3, ("--reduced-precision",), True),
         (1.02, 0.0, (), False),
     ],
 )
@@ -124,7 +123,7 @@ def test_inexact_or_not_faster(
     simulated: _Measured,
     tmp_path: Path,
 ) -> None:
-    """It is not chosen if its outputs differ, unless --max-error allows it, or without a gain."""
+    """It is not chosen if its outputs differ, but for reduced precision, or without a gain."""
     simulated.speeds["freeze"] = speed
     simulated.errors["freeze"] = error
     done = command_line.run("tune", str(_model(tmp_path)), *options)
@@ -161,7 +160,7 @@ def test_runtimes_that_suit(simulated: _Measured, tmp_path: Path) -> None:
     [
         (None, (), "is not a folder"),
         (_CONFIG, ("--inputs=inputs.safetensors",), "as example_inputs.safetensors"),
-        (_CONFIG, ("--max-error=-1",), "--max-error is -1"),
+        (_CONFIG, ("--max-error=1",), "the table has each candidate's error"),
         (
             f"{_CONFIG}model_transaction_policy {{ decoupled: true }}",
             (),
