@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -15,11 +17,25 @@ import torch
 from torch import nn
 
 from torch_py_backend.config import pbtxt, removed_names
-from torch_py_backend.config.pbtxt import Document, JsonObject
-from torch_py_backend.errors import LoadError, SaveError, about
-from torch_py_backend.model_folders import config_text, creation, trial
-from torch_py_backend.saving import examples, module_files
+from torch_py_backend.config.pbtxt import Document
+from torch_py_backend.errors import LoadError, SaveError, a_type, about
+from torch_py_backend.model_folders import artifact_files, config_text, creation, trial
+from torch_py_backend.saving import examples
+from torch_py_backend.saving.examples import Example
 from torch_py_backend.saving.module_files import Format, ModuleFiles
+from torch_py_backend.signature import introspection
+
+# The files with the hooks for a processor, which are copied as hooks.py, and their examples: two
+# texts, and a PNG of one gray pixel.
+_TEXT, _IMAGE = "text_hooks.py", "image_hooks.py"
+_PIXEL = bytes.fromhex(
+    "89504e470d0a1a0a0000000d49484452000000010000000108000000003a7e9b550000000a4944415478"
+    "9c63a8070000810080d394534a0000000049454e44ae426082"
+)
+_EXAMPLES = {
+    _TEXT: {"text": ["a text", "another text, which is longer"]},
+    _IMAGE: {"image": [_PIXEL, _PIXEL]},
+}
 
 log = logging.getLogger(__name__)
 
@@ -81,33 +97,41 @@ def save_model(
     target = Path(path).absolute()
     with about(target.name):
         _check(target.name, module, format, max_batch_size, instances)
+        pretrained = format in (None, "module") and _is_pretrained(module)
         formats: tuple[Format, ...] = (format,) if format else ("module", "export")
-        if processor is not None or model_kwargs or module_files.is_pretrained(module):
+        if processor is not None or model_kwargs or pretrained:
             formats = (format or "module",)
-        on_gpu = any(weight.is_cuda for weight in module.parameters())
-        options = {
-            key: value if isinstance(value, str) else json.dumps(value)
-            for key, value in (parameters or {}).items()
-        }
+        template = None
+        if processor is not None:
+            template = _template(module, processor, hooks, pretrained=pretrained)
         new_folder = creation.new_folder(target, force=overwrite)
         with _evaluating(module), torch.no_grad(), new_folder as folder:
+            if hooks is not None or template is not None:
+                if example_inputs is None and template is not None:
+                    example_inputs = _EXAMPLES[template]
+                example = examples.from_requests(example_inputs, max_batch_size)
+            else:
+                example = examples.from_arguments(
+                    module, example_inputs, max_batch_size, dynamic_shapes, by_name=format == "aoti"
+                )
+            kwargs = dict(model_kwargs or {})
+            if pretrained:
+                example, kwargs = _with_known(module, example, kwargs)
+            own = hooks if template is None else Path(__file__).with_name(template)
+            files = ModuleFiles(module, example, dynamic_shapes, kwargs, pretrained, processor, own)
+            options = {
+                key: value if isinstance(value, str) else json.dumps(value)
+                for key, value in (parameters or {}).items()
+            }
+            on_gpu = any(weight.is_cuda for weight in module.parameters())
+            kind = "KIND_GPU" if on_gpu else "KIND_CPU"
             document = {
                 **pbtxt.read(folder),
+                "max_batch_size": example.max_batch_size,
+                "input": example.entries,
                 "parameters": pbtxt.parameters(options),
-                "instance_group": [
-                    {"kind": "KIND_GPU" if on_gpu else "KIND_CPU", "count": instances}
-                ],
+                "instance_group": [{"kind": kind, "count": instances}],
             }
-            files = ModuleFiles(
-                module,
-                example_inputs,
-                max_batch_size,
-                dynamic_shapes,
-                model_kwargs or {},
-                hooks,
-                processor,
-                formats[0],
-            )
             for warning in _write(folder, files, formats, document):
                 log.warning("model '%s': %s", target.name, warning)
     return target
@@ -144,23 +168,64 @@ def _write(
 
 def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Document) -> list[str]:
     """Write the folder in a format, load the model, and compare its answers; return warnings."""
-    example = files.example
-    artifact = files.write(folder / "1", kind)
-    config: JsonObject = {
-        **document,
-        "max_batch_size": example.max_batch_size,
-        "input": example.entries,
-        "output": [],
-        "parameters": pbtxt.parameters(artifact.parameters) | document["parameters"],
-    }
+    own = pbtxt.parameters(files.write(folder / "1", kind))
+    config = {**document, "parameters": {**own, **document["parameters"]}}
     reference = None
-    if example.outputs:
+    if files.example.outputs:
         reference = folder.with_name("reference.pt")
-        torch.save(example.outputs, reference)
+        torch.save(files.example.outputs, reference)
     report = trial.inspect(folder, "1", config, reference)
-    config_text.write(folder, report["config"], artifact.description)
+    config_text.write(folder, report["config"], report["artifact"].partition(": ")[2])
     warnings: list[str] = report["warnings"]
     return warnings
+
+
+def _is_pretrained(module: object) -> bool:
+    """Return whether a module is a model of transformers, which `save_pretrained` saves.
+
+    Modules of other libraries have that method, too; classes derived from a model of transformers
+    cannot be imported from it.
+    """
+    transformers = sys.modules.get("transformers.modeling_utils")  # not imported for this
+    return (
+        transformers is not None
+        and isinstance(module, transformers.PreTrainedModel)
+        and type(module).__module__.startswith("transformers.")
+    )
+
+
+def _with_known(
+    module: Any, example: Example, kwargs: dict[str, object]
+) -> tuple[Example, dict[str, object]]:
+    """Return the example and the arguments of a model of transformers, with what is known of it."""
+    names = list(example.item)
+    entries = artifact_files.pretrained_inputs(module.config.to_dict(), names)
+    if [entry["name"] for entry in entries] == names:
+        example = dataclasses.replace(example, entries=entries)
+    arguments = introspection.from_function(module.forward).named
+    return example, artifact_files.pretrained_kwargs(arguments) | kwargs
+
+
+def _template(
+    module: object, processor: object, hooks: type | None, *, pretrained: bool
+) -> str | None:
+    """Return the file with the hooks for the processor; None: the user's own hooks read it.
+
+    Raises:
+        SaveError: the processor is not one of those that `save_model` names.
+    """
+    if pretrained:
+        if hooks is not None and hasattr(processor, "save_pretrained"):
+            return None
+        for attribute, template in (("pad_token", _TEXT), ("image_mean", _IMAGE)):
+            if hasattr(processor, attribute):
+                return template
+    raise SaveError(
+        f"processor is {a_type(processor)} for {a_type(module)}",
+        expected="a tokenizer or an image processor for a model of transformers, in the format"
+        " module",
+        cure="Prepare the inputs in a class, and pass it as hooks.",
+    )
 
 
 def _check(
