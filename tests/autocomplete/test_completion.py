@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from typing import Any
 from unittest import mock
 
@@ -14,7 +13,6 @@ import pytest
 
 from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.autocomplete import completion
-from torch_py_backend.errors import ConfigError
 from torch_py_backend.processes import child_process
 
 Entry = dict[str, Any]
@@ -89,12 +87,9 @@ _VALUES = {"input": [{**_X, **_NO_DIMS}], "output": [{**_Y, **_NO_DIMS}], "max_b
             {"dims": [-1, 4]},
             {"dims": [-1, 3]},
         ),
-        (_BATCHED, {"input": [_tensor("x")], "max_batch_size": 4}, 4, {"dims": [4]}, {"dims": [3]}),
-        (_BATCHED, {"output": [_tensor("y")]}, 8, {"dims": [4]}, {"dims": [3]}),
         # Triton needs a dimension for one value per row, which a reshape removes.
         (_VALUES, {}, 8, _NO_DIMS, _NO_DIMS),
-        (_VALUES, {"input": [_tensor("x", None)], "max_batch_size": 8}, 8, _NO_DIMS, _NO_DIMS),
-        (_VALUES, {"input": [_tensor("x", None)]}, 0, {"dims": [-1]}, {"dims": [-1]}),
+        (_VALUES, {"input": [_tensor("x", dims=[-1])]}, 0, {"dims": [-1]}, {"dims": [-1]}),
     ],
 )
 def test_batch(schema: Entry, written: Entry, size: int, x: Entry, y: Entry) -> None:
@@ -103,46 +98,3 @@ def test_batch(schema: Entry, written: Entry, size: int, x: Entry, y: Entry) -> 
     assert document["max_batch_size"] == size
     assert document["input"][0] == {**_X, **x}
     assert document["output"][0] == {**_Y, **y}
-
-
-@pytest.mark.parametrize(
-    ("role", "written", "completed"),
-    [
-        ("input", [_tensor("x")], [_X]),
-        ("input", [_tensor("mask", None)], [_MASK]),
-        ("input", [_tensor("x", None, [-1])], [_tensor("x", dims=[-1])]),
-        ("input", [_tensor("INPUT__1", None)], [_tensor("INPUT__1", "TYPE_BOOL", [-1])]),
-        ("input", [_tensor("input__0", None)], [_tensor("input__0", dims=[4])]),
-        ("input", [_tensor("x") | {"optional": True}], [_X | {"optional": True}]),
-        # A config may list a part of the outputs.
-        (
-            "output",
-            [_tensor("OUTPUT__1", None), _tensor("y")],
-            [_tensor("OUTPUT__1", "TYPE_STRING", [1]), _Y],
-        ),
-    ],
-)
-def test_partial_tensors(role: str, written: list[Entry], completed: list[Entry]) -> None:
-    """Fields of an entry are kept; missing ones come from the tensor of its name or number."""
-    document = _filled(_BATCHED, **{role: written}, max_batch_size=8)
-    other = "output" if role == "input" else "input"
-    assert document[role] == completed
-    assert document[other] == _BATCHED[other]
-    # The tensor with the name of an entry describes it, and not the one with that number.
-    swapped = [_tensor("OUTPUT__1", dims=[1]), _tensor("OUTPUT__0", dims=[2])]
-    document = _filled({**_BATCHED, "output": swapped}, output=[_tensor("OUTPUT__0")])
-    assert document["output"] == [_tensor("OUTPUT__0", dims=[2])]
-
-
-@pytest.mark.parametrize(
-    ("written", "message"),
-    [
-        ({"input": [_tensor("x", "TYPE_INT32")]}, "'x' is TYPE_INT32 in config.pbtxt; expected"),
-        ({"input": [_tensor("picture", None)]}, "expected names among x, mask, INPUT__0"),
-        ({"output": [_tensor("OUTPUT__2", None)]}, "output 'OUTPUT__2' lacks data_type or dims"),
-    ],
-)
-def test_refused(written: Entry, message: str) -> None:
-    """Tensors that the model lacks or has with another type are refused."""
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        _filled(_BATCHED, max_batch_size=8, **written)

@@ -1,4 +1,4 @@
-"""Completes a config from its model. Values in config.pbtxt are kept, or raise an error.
+"""Completes a config from its model. Inputs, outputs and sizes in config.pbtxt are kept.
 
 Imports no torch: the model runs in a child process.
 """
@@ -9,7 +9,6 @@ from collections.abc import Mapping
 
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.pbtxt import Document, JsonObject
-from torch_py_backend.errors import ConfigError, join_names
 from torch_py_backend.processes import child_process
 
 # Seconds to try a model.
@@ -31,19 +30,14 @@ def complete(arguments: Mapping[str, str], document: JsonObject) -> None:
         document: the config as Triton's JSON; changed in place.
 
     Raises:
-        LoadError: the model cannot be loaded, its schema cannot be inferred, or it contradicts the
-            config.
+        LoadError: the model cannot be loaded, or its schema cannot be inferred.
     """
     task = "torch_py_backend.autocomplete.schema:describe"
     fill(document, child_process.run(task, {"arguments": dict(arguments)}, LIMIT_S))
 
 
 def fill(document: JsonObject, schema: JsonObject) -> None:
-    """Put a model's schema into a config where the config has gaps.
-
-    Raises:
-        ConfigError: the config contradicts the schema.
-    """
+    """Put a model's schema into a config where the config has gaps."""
     max_batch_size = document.get("max_batch_size", 0)
     # If the config lists the inputs, its max_batch_size applies, even if it is 0.
     if not max_batch_size and not document.get("input"):
@@ -55,35 +49,4 @@ def fill(document: JsonObject, schema: JsonObject) -> None:
             shape = shape[1:] if max_batch_size else [-1, *shape]
             entry.update(pbtxt.dims_entry(shape))
     for role in ("input", "output"):
-        listed = document.get(role, [])
-        if listed:
-            _fill_entries(role, listed, schema[role])
-        else:
-            document[role] = schema[role]
-
-
-def _fill_entries(role: str, listed: list[JsonObject], inferred: list[JsonObject]) -> None:
-    """Fill in the types and dims that a config's inputs or outputs lack, by name or number."""
-    by_name = {entry["name"]: entry for entry in inferred}
-    for number, entry in enumerate(inferred):
-        by_name.setdefault(f"{role.upper()}__{number}", entry)
-        by_name.setdefault(f"{role}__{number}", entry)
-    for entry in listed:
-        if pbtxt.is_complete(entry):
-            continue  # compared with the model when it is loaded
-        match = by_name.get(entry["name"])
-        if match is None:
-            raise ConfigError(
-                f"{role} '{entry['name']}' lacks data_type or dims, and the model has no such"
-                f" {role}",
-                expected=f"names among {join_names(by_name)}",
-            )
-        data_type = entry.get("data_type", pbtxt.NO_TYPE)
-        if data_type not in (pbtxt.NO_TYPE, match["data_type"]):
-            raise ConfigError(
-                f"{role} '{entry['name']}' is {data_type} in config.pbtxt",
-                expected=f"{match['data_type']}, as the model has it",
-            )
-        entry["data_type"] = match["data_type"]
-        if not entry.get("dims"):
-            entry |= {key: match[key] for key in ("dims", "reshape") if key in match}
+        document[role] = document.get(role) or schema[role]

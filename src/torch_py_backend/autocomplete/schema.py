@@ -15,7 +15,7 @@ import torch
 
 from torch_py_backend.autocomplete import specs
 from torch_py_backend.autocomplete.specs import Schema
-from torch_py_backend.config import model_config
+from torch_py_backend.config import model_config, pbtxt
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.engine import runtime
@@ -61,9 +61,16 @@ def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> Json
             expected="data_type and dims of each input and output",
             cure="Write them into config.pbtxt.",
         )
+    for entry in (*document.get("input", ()), *document.get("output", ())):
+        if not pbtxt.is_complete(entry):
+            raise ConfigError(
+                f"'{entry['name']}' in config.pbtxt has no data_type or no dims",
+                expected="both, or no list of inputs or outputs; for one value per row: dims: [ 1 ]"
+                " reshape { shape: [ ] } (without max_batch_size: dims: [ 1 ] alone)",
+            )
     config = model_config.parse(arguments, complete=False)
     listed = model_config.listed_inputs(arguments)
-    schema = _infer(config, document, listed, finds_batch=finds_batch or not listed)
+    schema = _infer(config, listed, finds_batch=finds_batch or not listed)
     return {
         "input": [specs.entry_of(spec) for spec in schema.inputs],
         "output": [specs.entry_of(spec) for spec in schema.outputs],
@@ -94,9 +101,7 @@ def _device(artifact: Artifact) -> torch.device:
     return aotinductor.device_of(artifact.path) if packaged else torch.device("cpu")
 
 
-def _infer(
-    config: ModelConfig, document: JsonObject, listed: Sequence[TensorSpec], *, finds_batch: bool
-) -> Schema:
+def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, finds_batch: bool) -> Schema:
     """Return the schema of the artifact in a model's version folder.
 
     Without an example, the values of the inputs in config.pbtxt are made up.
@@ -115,7 +120,14 @@ def _infer(
         source, function = loaded.kind.value, loaded.signature
         if first is not None:
             source, function = discovery.HOOKS, first.signature()
-        raise _no_inputs(f"{source} does not define the shapes that {function} takes", document)
+        raise ConfigError(
+            f"config.pbtxt lists no inputs, and {source} does not define the shapes that {function}"
+            " takes",
+            expected=f"{example_inputs.NAME}.safetensors in the version folder, or a function"
+            f" {example_inputs.NAME}() in model.py or hooks.py that returns a dict of tensors by"
+            " input name",
+            cure="Add one of them, or write the inputs and outputs into config.pbtxt.",
+        )
     trial = _Trial(config, loaded, hooks, runtime.create(config.options, _device(artifact), ()))
     try:
         return trial.schema(listed, example or {}, finds_batch=finds_batch)
@@ -129,24 +141,6 @@ def _infer(
             f" {example_inputs.NAME}.safetensors or a function {example_inputs.NAME}(); or write"
             " the outputs into config.pbtxt.",
         ) from error
-
-
-def _no_inputs(reason: str, document: JsonObject) -> ConfigError:
-    """Return the error of a model whose inputs neither the config nor an example defines."""
-    problem = f"config.pbtxt lists no inputs or no outputs, and {reason}"
-    incomplete = [entry["name"] for entry in document.get("input", ()) if not entry.get("dims")]
-    if incomplete:
-        problem = (
-            f"input '{incomplete[0]}' has no dims; for one value per row: dims: [ 1 ], reshape"
-            " { shape: [ ] } (without max_batch_size: dims: [ 1 ] alone)"
-        )
-    return ConfigError(
-        problem,
-        expected=f"{example_inputs.NAME}.safetensors in the version folder, or a function"
-        f" {example_inputs.NAME}() in model.py or hooks.py that returns a dict of tensors by input"
-        " name",
-        cure="Add one of them, or write the inputs and outputs into config.pbtxt.",
-    )
 
 
 def _from_program(path: Path) -> Schema:
@@ -216,10 +210,10 @@ class _Trial:
 
     def _doubles(self, item: Item, outputs: Sequence[TensorSpec]) -> bool:
         """Return whether dimension 0, and no other, doubles in every output if the rows do."""
-        inputs = specs.of_values(item)
-        if not specs.shares_rows(inputs):
+        sizes = {value.shape[:1] for value in item.values()}
+        if len(sizes) != 1 or sizes == {()}:
             return False
-        (rows,) = inputs[0].dims[:1]
+        ((rows,),) = sizes
         twice = [*range(rows)] * 2
         doubled: Item = {name: value[twice] for name, value in item.items()}
         expected = [

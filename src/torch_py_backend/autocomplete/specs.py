@@ -40,10 +40,12 @@ def schema_of(
     batched: bool,
 ) -> Schema:
     """Return the schema of tensors with all dims; `max_rows` limits the batch; None: no limit."""
+    if max_rows is None or max_rows > _MAX_BATCH_SIZE:
+        max_rows = DEFAULT_BATCH_SIZE
     return Schema(
         row_specs(inputs, batched=batched),
         row_specs(outputs, batched=batched),
-        batch_size(max_rows) if batched else 0,
+        max_rows if batched else 0,
     )
 
 
@@ -53,19 +55,19 @@ def with_varying(schema: Schema, others: Sequence[TensorSpec]) -> Schema:
     Raises:
         ConfigError: the other run has other outputs.
     """
-    forms = [
-        [(spec.name, spec.dtype, len(spec.dims)) for spec in outputs]
-        for outputs in (schema.outputs, others)
-    ]
-    if forms[0] != forms[1]:
+    pairs = list(zip(schema.outputs, others, strict=False))
+    if len(schema.outputs) != len(others) or any(
+        (spec.name, spec.dtype, len(spec.dims)) != (other.name, other.dtype, len(other.dims))
+        for spec, other in pairs
+    ):
         raise ConfigError(
             "config.pbtxt lists no outputs, and the model returns other outputs for other sizes:"
             f" {join_names(map(str, schema.outputs))}, or {join_names(map(str, others))}",
             cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
         )
     outputs = []
-    for spec, varied in zip(schema.outputs, others, strict=True):
-        sizes = zip(spec.dims, varied.dims, strict=True)
+    for spec, other in pairs:
+        sizes = zip(spec.dims, other.dims, strict=True)
         dims = tuple(size if size == changed else -1 for size, changed in sizes)
         outputs.append(dataclasses.replace(spec, dims=dims))
     return dataclasses.replace(schema, outputs=tuple(outputs))
@@ -80,16 +82,6 @@ def entry_of(spec: TensorSpec) -> JsonObject:
         **pbtxt.dims_entry(spec.dims),
         **optional,
     }
-
-
-def shares_rows(specs: Sequence[TensorSpec]) -> bool:
-    """Return whether tensors with all dims have the same first dimension."""
-    return len({spec.dims[:1] for spec in specs}) == 1 and bool(specs[0].dims)
-
-
-def batch_size(max_rows: int | None) -> int:
-    """Return the max_batch_size of a model that takes up to this number of rows; None: any."""
-    return DEFAULT_BATCH_SIZE if max_rows is None or max_rows > _MAX_BATCH_SIZE else max_rows
 
 
 def of_values(values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
@@ -127,6 +119,4 @@ def of_result(result: object, of: str) -> tuple[TensorSpec, ...]:
     names = results.leaf_names(result)
     parts = results.bind_outputs(names, result, of)(result)
     named = zip(names, parts, strict=True)
-    return of_values(
-        {name: unchecked(name, part) for name, part in named},
-    )
+    return of_values({name: unchecked(name, part) for name, part in named})

@@ -165,10 +165,8 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
 
 
 def listed_inputs(args: Mapping[str, str]) -> tuple[TensorSpec, ...]:
-    """Return the inputs that a config lists; empty if one of them lacks its type or dims."""
+    """Return the inputs that a config lists."""
     entries = json.loads(args["model_config"]).get("input", [])
-    if not all(map(pbtxt.is_complete, entries)):
-        return ()
     return tuple(_spec("input", entry) for entry in entries)
 
 

@@ -101,15 +101,12 @@ def save_model(
         formats: tuple[Format, ...] = (format,) if format else ("module", "export")
         if processor is not None or model_kwargs or pretrained:
             formats = (format or "module",)
-        template = None
-        if processor is not None:
-            template = _template(module, processor, hooks, pretrained=pretrained)
+        template = _template(module, processor, hooks, pretrained=pretrained)
         new_folder = creation.new_folder(target, force=overwrite)
         with _evaluating(module), torch.no_grad(), new_folder as folder:
-            if hooks is not None or template is not None:
-                if example_inputs is None and template is not None:
-                    example_inputs = _EXAMPLES[template]
-                example = examples.from_requests(example_inputs, max_batch_size)
+            if hooks is not None or template:
+                inputs = _EXAMPLES.get(template) if example_inputs is None else example_inputs
+                example = examples.from_requests(inputs, max_batch_size)
             else:
                 example = examples.from_arguments(
                     module, example_inputs, max_batch_size, dynamic_shapes, by_name=format == "aoti"
@@ -117,7 +114,7 @@ def save_model(
             kwargs = dict(model_kwargs or {})
             if pretrained:
                 example, kwargs = _with_known(module, example, kwargs)
-            own = hooks if template is None else Path(__file__).with_name(template)
+            own = hooks or (Path(__file__).with_name(template) if template else None)
             files = ModuleFiles(module, example, dynamic_shapes, kwargs, pretrained, processor, own)
             options = {
                 key: value if isinstance(value, str) else json.dumps(value)
@@ -206,26 +203,22 @@ def _with_known(
     return example, artifact_files.pretrained_kwargs(arguments) | kwargs
 
 
-def _template(
-    module: object, processor: object, hooks: type | None, *, pretrained: bool
-) -> str | None:
-    """Return the file with the hooks for the processor; None: the user's own hooks read it.
+def _template(module: object, processor: object, hooks: type | None, *, pretrained: bool) -> str:
+    """Return the file with the hooks for a processor; empty: there is none, or the user's hooks.
 
     Raises:
         SaveError: the processor is not one of those that `save_model` names.
     """
-    if pretrained:
-        if hooks is not None and hasattr(processor, "save_pretrained"):
-            return None
-        for attribute, template in (("pad_token", _TEXT), ("image_mean", _IMAGE)):
-            if hasattr(processor, attribute):
-                return template
-    raise SaveError(
-        f"processor is {a_type(processor)} for {a_type(module)}",
-        expected="a tokenizer or an image processor for a model of transformers, in the format"
-        " module",
-        cure="Prepare the inputs in a class, and pass it as hooks.",
-    )
+    kinds = {"pad_token": _TEXT, "image_mean": _IMAGE}
+    files = [file for attribute, file in kinds.items() if hasattr(processor, attribute)]
+    if processor is not None and not (pretrained and files):
+        raise SaveError(
+            f"processor is {a_type(processor)} for {a_type(module)}",
+            expected="a tokenizer or an image processor for a model of transformers, in the format"
+            " module",
+            cure="Prepare the inputs in a class, and pass it as hooks.",
+        )
+    return "" if hooks is not None or not files else files[0]
 
 
 def _check(
