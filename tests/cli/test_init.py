@@ -66,14 +66,14 @@ def _artifacts(folder: Path) -> None:
             {"model.py", "model.safetensors"},
             8,
         ),
-        (_ODD, ["program.pt2", "--link", f"--name={_ODD}"], {"model.pt2"}, 64),
+        (_ODD, ["program.pt2", f"--name={_ODD}"], {"model.pt2"}, 64),
     ],
     ids=["torchscript", "module", "exported"],
 )
 def test_init_makes_a_model_folder(
     name: str, arguments: list[str], files: set[str], size: int, tmp_path: Path
 ) -> None:
-    """Files are copied or linked under the names that are served; the config is complete."""
+    """Files are copied under the names that are served; the config is complete."""
     _artifacts(tmp_path)
     _init(tmp_path, *arguments, "--repository=new/models")
     folder = tmp_path / "new" / "models" / name
@@ -81,9 +81,6 @@ def test_init_makes_a_model_folder(
     assert folder.stat().st_mode == (tmp_path / "script").stat().st_mode
     assert {path.name for path in folder.iterdir()} == {"1", "config.pbtxt"}
     assert {path.name for path in (folder / "1").iterdir()} == files
-    for path in (folder / "1").iterdir():
-        assert path.is_symlink() == (name == _ODD)
-        assert not path.is_symlink() or path.readlink() == tmp_path / "program.pt2"
     document = pbtxt.read(folder)
     assert document["backend"] == "pytorch_py"
     assert not completion.is_incomplete(document)
@@ -127,7 +124,7 @@ def test_init_takes_what_the_source_needs(tmp_path: Path) -> None:
     for key, file in index["weight_map"].items():
         scenarios.safe({key: state[key]}, file)(tmp_path)
     scenarios.text(json.dumps(index), "net.safetensors.index.json")(tmp_path)
-    _init(tmp_path, "net.py", "--link")
+    _init(tmp_path, "net.py")
     version = tmp_path / "net" / "1"
     files = [str(path.relative_to(version)) for path in version.rglob("*") if path.is_file()]
     taken = {"layers/__init__.py", "layers/affine.py", *index["weight_map"].values()}
@@ -391,11 +388,6 @@ _NO_CLASS = "net is a folder without a config.json of transformers"
         ({"net -> /no/such": b""}, [], "net exists already"),
         ({"net/notes.txt": b""}, ["--force"], "is not a model folder"),
         ({"net/config.pbtxt": b"", "net/2/model.py": b""}, ["--force"], "the version 1 alone"),
-        (
-            {"net/config.pbtxt": b"", "net/1/net.py": _SOURCE},
-            ["--force", "--link", "--name=net"],
-            "--link would link to files in",
-        ),
         # archives of TorchServe
         ({"net.mar": _mar(handler="my_handler.py")}, [], "class Hooks in hooks.py"),
         ({"net.mar": _mar(serializedFile="gone.pt")}, [], "gone.pt"),

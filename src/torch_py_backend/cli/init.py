@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -40,7 +38,6 @@ def init(
             " save_pretrained: models."
         ),
     ] = None,
-    link: Annotated[bool, typer.Option(help="Link the files instead of copying them.")] = False,
     inputs: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,8 +64,6 @@ def init(
         raise ToolError(f"--example is {example}; expected a file of safetensors.")
     if example is not None and inputs:
         raise ToolError("--input and --example both define the inputs; give one of them.")
-    if link and model_file.suffix == ".mar":
-        raise ToolError("--link cannot link to files in an archive; leave it out.")
     entries = [_parse_input(text) for text in inputs or ()]
     absolute = model_file.absolute()
     name = name or (absolute.name if absolute.is_dir() else absolute.stem)
@@ -81,8 +76,7 @@ def init(
         artifact = artifact_files.find(absolute, example)
         if not creation.NAME.fullmatch(name):
             raise ToolError(f"--name is '{name}'; expected letters, digits, _, -, . and blanks.")
-        transfer = os.symlink if link else shutil.copyfile
-        report = creation.create(target, artifact, entries, transfer, settings, force=force)
+        report = creation.create(target, artifact, entries, settings=settings, force=force)
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print(f"made {target}")
     for line in report.lines:

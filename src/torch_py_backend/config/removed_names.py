@@ -67,6 +67,7 @@ COMMANDS: Mapping[str, str] = {
 FLAGS: Mapping[str, str] = {
     "--cache-size": "Remove it: `serve URL` fetches the repository once, at its start.",
     "--inputs": "Put the inputs beside the model as example_inputs.safetensors.",
+    "--link": "Remove it: `init` copies the files.",
     "--max-error": "Remove it: the table has each candidate's error.",
     "--poll": "Remove it: synchronize a folder and pass --reload.",
     "--upload-compiled": "Remove it: copy the folder compile_cache of the model.",

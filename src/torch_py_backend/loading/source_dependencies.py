@@ -22,13 +22,14 @@ def find(source: Path, weights: Path | None = None) -> dict[str, Path]:
     Raises:
         ArtifactError: there are several weights files, or a module has the name model.py.
     """
-    modules = _with_imports({}, [source], source.parent)
-    if modules.get("model.py", source) != source:
+    files = {"model.py": source}
+    for imported in _imported(source, source.parent):
+        files |= modules(source.parent, imported)
+    if files["model.py"] != source:
         raise ArtifactError(
             f"{source.name} imports model.py beside it, and is itself served as model.py",
             cure="Rename model.py.",
         )
-    files = {"model.py": source, **modules}
     weights = weights or discovery.weights_beside(source.parent, source.stem)
     if weights is not None:
         suffix = weights.name.removeprefix(source.stem)
@@ -41,25 +42,17 @@ def find(source: Path, weights: Path | None = None) -> dict[str, Path]:
     return files
 
 
-# --- modules ---------------------------------------------------------------------------------
-
-
 def modules(root: Path, name: tuple[str, ...]) -> dict[str, Path]:
     """Return the files of a module, and of those that it imports from `root`, by relative path."""
-    files = {path.relative_to(root).as_posix(): path for path in _module_files(root, name)}
-    waiting = [path for path in files.values() if path.suffix in SOURCE_SUFFIXES]
-    return _with_imports(files, waiting, root)
-
-
-def _with_imports(files: dict[str, Path], waiting: list[Path], root: Path) -> dict[str, Path]:
-    """Add the files that those in `waiting` import, directly or indirectly, by relative path."""
+    files: dict[str, Path] = {}
+    waiting = [*_module_files(root, name)]
     while waiting:
-        for name in _imported(waiting.pop(), root):
-            for path in _module_files(root, name):
-                place = path.relative_to(root).as_posix()
-                if place not in files and path.suffix in SOURCE_SUFFIXES:
-                    waiting.append(path)
-                files[place] = path
+        path = waiting.pop()
+        place = path.relative_to(root).as_posix()
+        if place not in files:
+            files[place] = path
+            for imported in _imported(path, root) if path.suffix in SOURCE_SUFFIXES else ():
+                waiting += _module_files(root, imported)
     return files
 
 
@@ -83,9 +76,8 @@ def _imported(path: Path, root: Path) -> Iterator[tuple[str, ...]]:
 
 def _module_files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
     """Yield the files of a module; all files of a package, because it may contain data."""
-    folder = root
-    for part in name:
-        package = folder / part
+    for count in range(1, len(name) + 1):
+        package = root.joinpath(*name[:count])
         if (package / "__init__.py").is_file():
             for path in sorted(package.rglob("*")):
                 parts = path.relative_to(package).parts
@@ -93,9 +85,8 @@ def _module_files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
                 if path.is_file() and not hidden:
                     yield path
             return
-        modules = [folder / f"{part}{suffix}" for suffix in (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES)]
-        present = [path for path in modules if path.is_file()]
-        if present:
-            yield present[0]
-            return
-        folder = package  # a package without an __init__.py, or nothing
+        for suffix in (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES):
+            path = package.with_name(f"{package.name}{suffix}")
+            if path.is_file():
+                yield path
+                return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import tempfile
 import types
 from collections.abc import Callable, Iterator, Sequence
@@ -43,7 +44,7 @@ def create(
     target: Path,
     artifact: ArtifactFiles,
     inputs: Sequence[Document],
-    transfer: Callable[[Path, Path], object],
+    transfer: Callable[[Path, Path], object] = shutil.copyfile,
     settings: Document = types.MappingProxyType({}),
     *,
     force: bool = False,
@@ -57,12 +58,8 @@ def create(
         transfer: copies or links a file to a path.
         settings: entries of config.pbtxt for a model with a batch dimension.
         force: replace a model folder that is there, as `new_folder` does.
-
-    Raises:
-        ToolError: the folder exists, or cannot be written.
     """
-    linked = [*artifact.files.values()] if transfer is os.symlink else []
-    with new_folder(target, linked, force=force) as folder:
+    with new_folder(target, force=force) as folder:
         for name, source in artifact.files.items():
             path = folder / "1" / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +71,7 @@ def create(
 
 
 @contextlib.contextmanager
-def new_folder(target: Path, linked: Sequence[Path] = (), *, force: bool) -> Iterator[Path]:
+def new_folder(target: Path, *, force: bool) -> Iterator[Path]:
     """Yield the path of a model folder to write, which replaces the target when the block ends.
 
     It is in a temporary folder until then: a server that watches the repository never sees a part
@@ -83,10 +80,10 @@ def new_folder(target: Path, linked: Sequence[Path] = (), *, force: bool) -> Ite
 
     Raises:
         ToolError: the folder cannot be written, or something exists there that is not replaced.
-            With `force`, a model folder with version 1 alone is, unless `linked` files are in it.
+            With `force`, a model folder with the version 1 alone is.
     """
     if os.path.lexists(target):
-        _refuse(target, linked, force=force)
+        _refuse(target, force=force)
     created: list[Path] = []
     repository = target.parent
     try:
@@ -106,7 +103,7 @@ def new_folder(target: Path, linked: Sequence[Path] = (), *, force: bool) -> Ite
                 path.rmdir()
 
 
-def _refuse(target: Path, linked: Sequence[Path], *, force: bool) -> None:
+def _refuse(target: Path, *, force: bool) -> None:
     """Raise an error if an existing target may not be replaced; see `new_folder`."""
     if not force:
         raise ToolError(
@@ -119,8 +116,6 @@ def _refuse(target: Path, linked: Sequence[Path], *, force: bool) -> None:
             f"{target} is not a model folder with the version 1 alone, and no other is replaced;"
             " choose another name."
         )
-    if any(path.is_relative_to(target.resolve()) for path in linked):
-        raise ToolError(f"--link would link to files in {target}, which --force replaces.")
 
 
 def _configure(

@@ -30,6 +30,15 @@ from torch_py_backend.pipeline.differences import MAX_ERROR_REDUCED, difference,
 from torch_py_backend.values import Item, Value
 
 _MOST_WARNINGS = 10_000
+_CURE = (
+    "Check that the module can be built again from model_kwargs and its weights, that its answers"
+    " are not random, and that its code does not depend on the values of its inputs if it is"
+    " exported or traced."
+)
+_CURE_OF_ONE_ROW = (
+    "Set max_batch_size to 0 if the rows of a batch depend on each other; else check that the code"
+    " does not depend on the number of rows."
+)
 
 
 def inspect(arguments: Mapping[str, str], reference: str | None = None) -> JsonObject:
@@ -77,17 +86,13 @@ def configure(arguments: Mapping[str, str], pretrained: Document, settings: Docu
     """Complete the config of a new model folder as far as possible, and try its model.
 
     Args:
-        arguments: the arguments that Triton passes to `initialize`; the config may list inputs,
-            and has no batch size.
+        arguments: Triton's arguments; the config may list inputs, and has no batch size.
         pretrained: the contents of config.json of transformers; empty for other models.
         settings: entries of config.pbtxt for a model with a batch dimension.
 
     Returns:
         As JSON: `config`; `gap`, why it is incomplete, with the `signature` and the `required`
         arguments of the model; `refusal`, why the model does not load; `warnings` of the load.
-
-    Raises:
-        LoadError: the model cannot be loaded.
     """
     document = json.loads(arguments["model_config"])
     listed = document["input"]
@@ -131,45 +136,27 @@ def _compare(engine: Engine, reference: str) -> None:
     """Raise OutputError if the outputs for the example differ from those in a file.
 
     A batch of the example's first row alone must have the outputs of that row, where they have the
-    same sizes: a module, or its hooks, may pad to the longest row of a batch.
+    same sizes: a module may pad to the longest row of a batch.
     """
     expected: Item = torch.load(reference, "cpu", weights_only=False)
-    rows = next(iter(expected.values())).shape[0] if engine.config.max_batch_size else 1
-    _refuse_differences(
-        engine,
-        run(engine, batch(engine, rows)),
-        expected,
-        "of the saved model differs from the module's own by",
-        "Check that the module can be built again from model_kwargs and its weights, that its"
-        " answers are not random, and that its code does not depend on the values of its inputs if"
-        " it is exported or traced.",
-    )
-    if rows > 1:
-        outputs = run(engine, batch(engine, 1))
-        first = {name: value[:1] for name, value in expected.items()}
-        _refuse_differences(
-            engine,
-            outputs,
-            {name: row for name, row in first.items() if row.shape == outputs[name].shape},
-            "for a batch of one row differs from the module's own by",
-            "Set max_batch_size to 0 if the rows of a batch depend on each other; else check that"
-            " the code does not depend on the number of rows.",
-        )
-
-
-def _refuse_differences(
-    engine: Engine, outputs: Item, references: Item, problem: str, cure: str
-) -> None:
+    batched = engine.config.max_batch_size > 0
+    rows = next(iter(expected.values())).shape[0] if batched else 1
     reduced = engine.config.options.optimize  # such as bf16
-    for name, expected in references.items():
-        error = difference(name, outputs[name], expected)
-        limit = MAX_ERROR_REDUCED if reduced else tolerance(expected)
-        if not error <= limit:
-            raise OutputError(
-                f"output '{name}' {problem} {error:.2g}",
-                expected=f"at most {limit:g}",
-                cure=cure,
-            )
+    for count in sorted({rows, 1}, reverse=True):
+        outputs = run(engine, batch(engine, count))
+        for name, value in expected.items():
+            wanted = value[:count] if batched else value
+            if count < rows and outputs[name].shape != wanted.shape:
+                continue
+            error = difference(name, outputs[name], wanted)
+            limit = MAX_ERROR_REDUCED if reduced else tolerance(wanted)
+            if not error <= limit:
+                place = "for a batch of one row" if count < rows else "of the saved model"
+                raise OutputError(
+                    f"output '{name}' {place} differs from the module's own by {error:.2g}",
+                    expected=f"at most {limit:g}",
+                    cure=_CURE_OF_ONE_ROW if count < rows else _CURE,
+                )
 
 
 def load_warm(settings: ModelConfig, row_counts: Sequence[int] = ()) -> Engine:

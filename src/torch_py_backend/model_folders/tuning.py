@@ -22,6 +22,7 @@ from torch_py_backend.processes import child_process
 COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 TUNED = ("OPTIMIZE", COMPILE, "BATCH_BUCKETS")
 """The options that a candidate replaces."""
+_MEASURE = "torch_py_backend.model_folders.measurement:measure"
 # The largest difference from the outputs as configured, relative to their values.
 MAX_ERROR, MAX_ERROR_REDUCED = 1e-4, 0.03
 # A candidate is better from this mean gain on, and if neither gain is a loss.
@@ -93,13 +94,11 @@ def measure(
     """
     configured = pbtxt.arguments(folder, version, document)
 
-    def figures(arguments: Mapping[str, str]) -> dict[str, object]:
-        task = "torch_py_backend.model_folders.measurement:measure"
+    def row(title: str, parameters: Mapping[str, str], arguments: Mapping[str, str]) -> Row:
         sent = {"arguments": arguments, "configured": configured}
-        measured: dict[str, object] = child_process.run(task, sent, timeout_s, quiet=True)
-        return measured
+        return Row(title, parameters, **child_process.run(_MEASURE, sent, timeout_s, quiet=True))
 
-    first = Row("as configured", {}, **figures(configured))
+    first = row("as configured", {}, configured)
     yield first
     on_gpu = document["instance_group"][0]["kind"] == "KIND_GPU"
     others = {k: v for k, v in document["parameters"].items() if k not in TUNED}
@@ -109,8 +108,7 @@ def measure(
             continue
         candidate = {**document, "parameters": others | pbtxt.parameters(parameters)}
         try:
-            measured = figures(pbtxt.arguments(folder, version, candidate))
-            yield Row(title, parameters, **measured)
+            yield row(title, parameters, pbtxt.arguments(folder, version, candidate))
         except LoadError as error:
             yield Row(title, parameters, failure=str(error))
 
