@@ -12,8 +12,8 @@ from torch_py_backend.errors import ConfigError
 if TYPE_CHECKING:
     from torch_py_backend.config.model_config import ModelConfig
 
-_KEEP_ONE = "They exclude each other; keep one."
 _OF_BATCHES = ("PAD is set", "BATCH_BUCKETS is set")
+_REDUCED = ("OPTIMIZE asks for bf16", "OPTIMIZE asks for fp16")
 _STATIC = "TORCH_COMPILE_OPTIONAL_PARAMETERS has dynamic: false"
 _STREAMS = "the model is decoupled"
 _EXCLUDED_BY_STREAMS = (
@@ -25,47 +25,36 @@ _EXCLUDED_BY_STREAMS = (
 _RAGGED = ("config.pbtxt has batch_input", "config.pbtxt has batch_output")
 _EXCLUDED_BY_RAGGED = (*_OF_BATCHES, _STATIC, _STREAMS, "batch_output names a state")
 
-# Two settings that exclude each other, and what to do. The first ones decide how the model is run
-# to complete its config.
+# Settings each of which excludes each of the second ones, and what to do. The first rows decide how
+# the model is run to complete its config.
 _BEFORE_COMPLETION = (
     (
-        "sequence_batching is set",
-        _STREAMS,
+        ("sequence_batching is set",),
+        (_STREAMS,),
         "A stream keeps its own state between responses: remove one from config.pbtxt.",
     ),
-    ("MODEL_CLASS is set", "MODEL_FACTORY is set", "Both name what is to be served; keep one."),
+    (("MODEL_CLASS is set",), ("MODEL_FACTORY is set",), "Both name what is served; keep one."),
 )
-_PAIRS = (
+_EXCLUSIONS = (
+    *_BEFORE_COMPLETION,
     (
-        "PAD is set",
-        "a state of sequence_batching has dims of -1",
+        ("PAD is set",),
+        ("a state of sequence_batching has dims of -1",),
         "Padding in a state cannot be recognized: give it fixed dims, or remove PAD.",
     ),
-    ("OPTIMIZE asks for bf16", "OPTIMIZE asks for fp16", _KEEP_ONE),
-    *(
-        ("CAST_INPUTS is set", reduced, "That converts inputs, too: remove CAST_INPUTS.")
-        for reduced in ("OPTIMIZE asks for bf16", "OPTIMIZE asks for fp16")
+    (_REDUCED[:1], _REDUCED[1:], "They exclude each other; keep one."),
+    (("CAST_INPUTS is set",), _REDUCED, "That converts inputs, too: remove CAST_INPUTS."),
+    (
+        _OF_BATCHES,
+        ("max_batch_size is 0",),
+        "It applies to batches: set max_batch_size, or remove it.",
     ),
-    *(
-        (
-            setting,
-            "max_batch_size is 0",
-            "It applies to batches: set max_batch_size, or remove it.",
-        )
-        for setting in _OF_BATCHES
+    (
+        _EXCLUDED_BY_STREAMS,
+        (_STREAMS,),
+        "Each request is a stream, with the model's code between its responses: remove it.",
     ),
-    *(
-        (
-            setting,
-            _STREAMS,
-            "Each request is a stream, with the model's code between its responses: remove it.",
-        )
-        for setting in _EXCLUDED_BY_STREAMS
-    ),
-    *(
-        (setting, ragged, "Remove one of the two: sizes differ from batch to batch.")
-        for setting, ragged in product(_EXCLUDED_BY_RAGGED, _RAGGED)
-    ),
+    (_EXCLUDED_BY_RAGGED, _RAGGED, "Remove one of the two: sizes differ from batch to batch."),
 )
 
 
@@ -99,9 +88,10 @@ def _settings(config: ModelConfig) -> dict[str, bool]:
 def check(config: ModelConfig, *, complete: bool = True) -> None:
     """Raise ConfigError for the first pair of settings that a config has."""
     settings = _settings(config)
-    for first, second, cure in (*_BEFORE_COMPLETION, *_PAIRS) if complete else _BEFORE_COMPLETION:
-        if settings.get(first) and settings.get(second):
-            raise ConfigError(f"{first}, and {second}", cure=cure)
+    for first, second, cure in _EXCLUSIONS if complete else _BEFORE_COMPLETION:
+        for pair in product(first, second):
+            if all(map(settings.get, pair)):
+                raise ConfigError(", and ".join(pair), cure=cure)
     largest = max(config.options.batch_buckets or (0,))
     if complete and largest > config.max_batch_size:
         raise ConfigError(
