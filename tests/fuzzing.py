@@ -18,7 +18,7 @@ import build
 
 from torch_py_backend.config import options, pbtxt
 from torch_py_backend.errors import LoadError
-from torch_py_backend.loading import discovery, file_types, source_dependencies
+from torch_py_backend.loading import discovery, source_dependencies
 from torch_py_backend.model_folders.archive import unpack
 
 Target = Callable[[Path, bytes], None]
@@ -31,8 +31,8 @@ def artifact(folder: Path, data: bytes) -> None:
     path.write_bytes(data)
     with contextlib.suppress(LoadError):
         discovery.find(build.config(folder))
-    file_types.aoti_metadata(path)
-    file_types.mmap_obstacle(path)
+    discovery.aoti_metadata(path)
+    discovery.mmap_obstacle(path)
 
 
 def index(folder: Path, data: bytes) -> None:
@@ -40,7 +40,7 @@ def index(folder: Path, data: bytes) -> None:
     path = folder / "model.safetensors.index.json"
     path.write_bytes(data)
     with contextlib.suppress(ValueError):
-        file_types.weight_map(path)
+        discovery.weight_map(path)
     (folder / "model.py").touch()
     source_dependencies.find(folder / "model.py")
 

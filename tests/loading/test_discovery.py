@@ -1,20 +1,27 @@
 """Which file is the model, its type and its weights."""
 
+import argparse
 import dataclasses
+import io
+import json
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import build
 import models
 import pytest
+import safetensors.torch
 import torch
+from torch import nn
 
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import discovery
-from torch_py_backend.loading.discovery import Artifact, ArtifactType
+from torch_py_backend.loading.discovery import Artifact, ArtifactType, Misfit
 
-_Files = dict[str, Callable[[Path], object]]
+_Writer = Callable[[Path], object]
+_Files = dict[str, _Writer]
 
 
 def source(path: Path) -> None:
@@ -31,10 +38,13 @@ def weights(path: Path) -> None:
     torch.save(models.Affine().state_dict(), path)
 
 
-def archive(member: str) -> Callable[[Path], None]:
+def archive(*names: str, **members: bytes) -> Callable[[Path], None]:
+    """Return a writer of a zip archive; `names` are members without content."""
+
     def write(path: Path) -> None:
         with zipfile.ZipFile(path, "w") as file:
-            file.writestr(f"model/{member}", b"")
+            for name, content in (dict.fromkeys(names, b"") | members).items():
+                file.writestr(f"model/{name}", content)
 
     return write
 
@@ -236,3 +246,112 @@ def test_weight_files(
         index.write_text('{"weight_map": {"x": "a", "y": "b", "z": "missing"}}')
     monkeypatch.chdir(tmp_path)
     assert [path.name for path in artifact.weight_files()] == expected
+
+
+# --- types of files ---------------------------------------------------------------------------
+
+
+def save(value: Any, **options: Any) -> _Writer:
+    return lambda path: torch.save(value, path, **options)
+
+
+def raw(content: bytes) -> _Writer:
+    return lambda path: path.write_bytes(content)
+
+
+def repacked(path: Path) -> None:
+    """Write a state_dict whose archive was unpacked and packed again with another tool."""
+    stored = io.BytesIO()
+    torch.save({"weight": torch.ones(3)}, stored)
+    with zipfile.ZipFile(stored) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+
+
+def long_names(path: Path) -> None:
+    """Write a zip of members without content whose names take a regular expression minutes."""
+    archive(*("/models/" * 4000 + "." * 32000 + str(number) for number in range(32)))(path)
+
+
+def old_program(path: Path) -> None:
+    """Write an exported program of torch before 2.7, whose members are not in a folder."""
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("serialized_exported_program.json", "{}")
+        file.writestr("serialized_state_dict.pt", b"")
+
+
+def truncated(write: _Writer, share: float) -> _Writer:
+    def cut(path: Path) -> None:
+        write(path)
+        path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+    return cut
+
+
+_MODULE = models.Affine()
+_STATE = _MODULE.state_dict()
+_LEGACY = {"_use_new_zipfile_serialization": False}
+
+
+CONTENTS: dict[str, tuple[_Writer, ArtifactType | Misfit]] = {
+    "torch.jit.script": (script, ArtifactType.TORCHSCRIPT),
+    "code alone": (archive("data.pkl", "code/__torch__.py"), ArtifactType.TORCHSCRIPT),
+    "constants": (archive("data.pkl", "constants.pkl"), ArtifactType.TORCHSCRIPT),
+    "extra files": (
+        lambda path: torch.jit.save(
+            torch.jit.script(nn.ReLU()), path, _extra_files={"models/labels.json": "{}"}
+        ),
+        ArtifactType.TORCHSCRIPT,
+    ),
+    "state_dict": (save(_STATE), discovery.STATE_DICT),
+    "legacy state_dict": (save(_STATE, **_LEGACY), discovery.STATE_DICT),
+    "checkpoint": (save({"args": argparse.Namespace(), "model": _STATE}), discovery.STATE_DICT),
+    "compressed again": (repacked, discovery.STATE_DICT),
+    "module": (save(_MODULE), discovery.STATE_DICT),
+    "empty": (raw(b""), discovery.UNKNOWN),
+    "git-lfs pointer": (raw(b"version https://git-lfs.github.com/spec/v1\n"), discovery.GIT_LFS),
+    "other zip": (archive("notes.txt"), discovery.UNKNOWN),
+    "safetensors": (lambda path: safetensors.torch.save_file(_STATE, path), discovery.SAFETENSORS),
+    "exported program": (
+        lambda path: torch.export.save(torch.export.export(_MODULE, (torch.ones(1, 4),)), path),
+        ArtifactType.EXPORTED,
+    ),
+    "exported before torch 2.7": (old_program, ArtifactType.EXPORTED),
+    # A package may hold its program, too.
+    "AOTInductor package": (
+        archive("models/model.json", "data/aotinductor/model/abc.so"),
+        ArtifactType.AOTI,
+    ),
+    "head of a zip": (raw(b"PK\x03\x04" + bytes(60)), discovery.UNKNOWN),
+    "nearly a state_dict": (truncated(save(_STATE), 0.999), discovery.UNKNOWN),
+    "names that take quadratic time to match": (long_names, discovery.UNKNOWN),
+}
+
+
+@pytest.mark.parametrize("name", CONTENTS)
+def test_content(name: str, tmp_path: Path) -> None:
+    """The type follows from the first bytes and the members, for every way of saving."""
+    write, content = CONTENTS[name]
+    write(tmp_path / "model.pt")
+    assert discovery.file_type(tmp_path / "model.pt") is content
+
+
+_PACKAGE = "data/aotinductor/model/abc_metadata.json"
+
+
+@pytest.mark.parametrize(
+    ("member", "content", "metadata"),
+    [
+        (_PACKAGE, b'{"AOTI_DEVICE_KEY": "cpu", "n": 3}', {"AOTI_DEVICE_KEY": "cpu"}),
+        ("data/extra/abc_metadata.json", b'{"a": "b"}', {}),
+        (_PACKAGE, b"[1]", {}),
+        (_PACKAGE, json.dumps({"note": "x" * (1 << 17)}).encode(), {}),
+    ],
+    ids=["strings", "another file", "list", "longer than is read"],
+)
+def test_metadata_of_a_package(
+    member: str, content: bytes, metadata: dict[str, str], tmp_path: Path
+) -> None:
+    """Metadata names the target machine; without it torch decides whether a package loads."""
+    archive(**{member: content})(tmp_path / "model.pt2")
+    assert discovery.aoti_metadata(tmp_path / "model.pt2") == metadata

@@ -24,8 +24,7 @@ from torch_py_backend.adapter import logs
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import execution_env, model_config, threads
 from torch_py_backend.errors import BackendError, PlatformError, named
-from torch_py_backend.loading import file_types
-from torch_py_backend.loading.file_types import FileType
+from torch_py_backend.loading import discovery
 from torch_py_backend.processes import child_process, instance_status
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class TritonPythonModel:
         # Before `initialize`: it is not known when a server looks for the method.
         with contextlib.suppress(OSError):  # the load reports it
             files = [path for path in Path(pb_utils.get_model_dir()).iterdir() if path.is_file()]
-            if all(file_types.file_type(path) is not FileType.AOTI for path in files):
+            if all(discovery.file_type(path) is not discovery.ArtifactType.AOTI for path in files):
                 self.is_ready = self._is_ready
 
     def initialize(self, args: Mapping[str, str]) -> None:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, InputError
-from torch_py_backend.loading import example_inputs, file_types
+from torch_py_backend.loading import discovery, example_inputs
 from torch_py_backend.loading.discovery import Artifact
 from torch_py_backend.loading.loaded import Loaded, reading
 from torch_py_backend.processes import instance_status
@@ -168,7 +168,7 @@ def device_of(path: Path) -> torch.device:
     A package for CUDA runs on no other device. Without a GPU the CPU is returned, and `mismatch`
     reports the difference.
     """
-    on_gpu = torch.cuda.is_available() and file_types.is_cuda_package(path)
+    on_gpu = torch.cuda.is_available() and discovery.is_cuda_package(path)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
@@ -195,7 +195,7 @@ _ISA_FLAGS = {
 
 def mismatch(path: Path, device: torch.device | None) -> str:
     """Return how the machine that a package was built for differs from this one; empty: it fits."""
-    built = file_types.aoti_metadata(path)
+    built = discovery.aoti_metadata(path)
     here = this_machine(device)
     return ", ".join(
         f"{label} {built[key]} (here: {here[key]})"

@@ -1,6 +1,6 @@
-"""Find the model file, its type, its weights and its hooks, from file names and zip members.
+"""Find the model file, its type, its weights and its hooks.
 
-Does not import torch, unpickle, or run code of the model.
+Reads names, first bytes and zip members. Does not import torch, unpickle, or run code of the model.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ import ast
 import contextlib
 import dataclasses
 import enum
+import json
+import zipfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, summarize
-from torch_py_backend.loading import file_types
-from torch_py_backend.loading.file_types import FileType
 
 
 class ArtifactType(enum.Enum):
@@ -26,6 +28,28 @@ class ArtifactType(enum.Enum):
     EXPORTED = "a torch.export program"
     AOTI = "an AOTInductor package"
     FACTORY = "a factory of an installed package"
+
+
+class Misfit(NamedTuple):
+    """The type of a file that is no model: a description, and what to do with the file."""
+
+    value: str
+    cure: str
+
+
+_CLASS = "Put the class that it belongs to in {stem}.py beside it."
+STATE_DICT = Misfit(
+    "a state_dict, or a pickled module",
+    f"{_CLASS} Save module.state_dict(): pickled modules can run any code and are not loaded.",
+)
+SAFETENSORS = Misfit("safetensors: weights without code", _CLASS)
+GIT_LFS = Misfit(
+    "a git-lfs pointer, not the file that it stands for", "Fetch the file with `git lfs pull`."
+)
+UNKNOWN = Misfit(
+    "not a PyTorch file, or a damaged one",
+    "Write it again with torch.jit.save, or copy it again.",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +76,7 @@ class Artifact:
 
         It may register operators and classes that the artifact needs.
         """
-        if self.kind not in _KINDS.values():
+        if self.kind in (ArtifactType.MODULE, ArtifactType.FACTORY):
             return None
         paths = (self.path.with_suffix(".py"), self.path.with_name("model.py"))
         return next((path for path in paths if path.is_file()), None)
@@ -73,11 +97,6 @@ WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
 # Bases of classes that programs take and return.
 _CONTAINERS = {"NamedTuple", "OrderedDict", "dict", "ModelOutput"}
 _DEFAULTS = ("model.py", "model.pt", "model.pt2")
-_KINDS = {
-    FileType.TORCHSCRIPT: ArtifactType.TORCHSCRIPT,
-    FileType.EXPORTED: ArtifactType.EXPORTED,
-    FileType.AOTI: ArtifactType.AOTI,
-}
 
 
 def find(config: ModelConfig) -> Artifact:
@@ -121,20 +140,20 @@ def _from_file(config: ModelConfig, path: Path) -> Artifact:
     if path.suffix == ".py":
         return _with_weights(config, ArtifactType.MODULE, path)
     try:
-        content = file_types.file_type(path)
+        kind = file_type(path)
     except OSError as error:
         raise ArtifactError(f"{path.name} cannot be read: {summarize(error)}") from error
+    if isinstance(kind, ArtifactType):
+        return Artifact(kind, path)
     source = path.with_suffix(".py")
-    if content is FileType.STATE_DICT and source.is_file():
+    if kind is STATE_DICT and source.is_file():
         return _with_weights(config, ArtifactType.MODULE, source)
-    if content not in _KINDS:
-        raise ArtifactError(
-            f"{path.name} is {content.value}",
-            expected="TorchScript, a torch.export program, an AOTInductor package, or a model.py"
-            " that defines the module",
-            cure=file_types.advice(content, path),
-        )
-    return Artifact(_KINDS[content], path)
+    raise ArtifactError(
+        f"{path.name} is {kind.value}",
+        expected="TorchScript, a torch.export program, an AOTInductor package, or a model.py"
+        " that defines the module",
+        cure=kind.cure.format(stem=path.stem),
+    )
 
 
 def _model_file(config: ModelConfig) -> Path:
@@ -164,7 +183,7 @@ def _model_file(config: ModelConfig) -> Path:
         # It is not the model if there is a model without further files.
         for path in present[1:]:
             with contextlib.suppress(OSError):
-                if file_types.file_type(path) in _KINDS:
+                if isinstance(file_type(path), ArtifactType):
                     return path
     return first
 
@@ -229,7 +248,7 @@ def shard_files(weights: Path) -> dict[str, Path]:
     if weights.suffix != ".json":
         return {}
     try:
-        names = sorted({*file_types.weight_map(weights).values()})
+        names = sorted({*weight_map(weights).values()})
         return {name: path for name in names if (path := weights.parent / name).is_file()}
     except (OSError, ValueError):  # OSError: a name is too long
         return {}
@@ -244,4 +263,109 @@ def mapping_obstacle(config: ModelConfig, artifact: Artifact) -> str:
         return "ENABLE_WEIGHT_SHARING is false"
     if artifact.weightless:
         return "the module computes them when it is built (WEIGHTS is 'none')"
-    return "" if artifact.weights is None else file_types.mmap_obstacle(artifact.weights)
+    return "" if artifact.weights is None else mmap_obstacle(artifact.weights)
+
+
+# --- types of files ---------------------------------------------------------------------------
+
+_HEAD_BYTES = 64
+_METADATA_BYTES = 1 << 16
+# Suffixes of weights of other frameworks, which `save_pretrained` folders may hold too.
+_FOREIGN_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".gguf")
+# The members of zip archives: a part of the name, its end, and the type. No regular expressions, as
+# the names come from the file: some take quadratic time.
+_MEMBERS = (
+    ("/data/aotinductor/", "", ArtifactType.AOTI),
+    ("/models/", ".json", ArtifactType.EXPORTED),
+    ("", "serialized_exported_program.json", ArtifactType.EXPORTED),  # before torch 2.7
+    ("/code/", "", ArtifactType.TORCHSCRIPT),
+    ("", "/constants.pkl", ArtifactType.TORCHSCRIPT),
+    ("", "data.pkl", STATE_DICT),
+)
+
+
+def file_type(path: Path) -> ArtifactType | Misfit:
+    """Return the type of a file from its first bytes and the names of its zip members."""
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    if head.startswith(b"\x80"):  # a pickle's first opcode: torch.save before torch 1.6
+        return STATE_DICT
+    if head.startswith(b"PK"):
+        try:
+            with zipfile.ZipFile(path) as archive:
+                # A user's own files (`_extra_files`) may have any name.
+                names = [name for name in archive.namelist() if "/extra/" not in name]
+        except Exception:  # a damaged archive raises nearly anything
+            return UNKNOWN
+        for part, suffix, content in _MEMBERS:
+            if any(part in name and name.endswith(suffix) for name in names):
+                return content
+    if head.startswith(b"version https://git-lfs"):
+        return GIT_LFS
+    # safetensors: eight bytes with the length of the JSON header.
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size:
+        return SAFETENSORS
+    return UNKNOWN
+
+
+def mmap_obstacle(weights: Path) -> str:
+    """Return why a weights file cannot be mapped into memory; empty: it can."""
+    if weights.suffix in (".safetensors", ".json"):
+        return ""
+    try:
+        with weights.open("rb") as file:
+            if file.read(2) != b"PK":
+                return f"{weights.name} is not a zip archive: torch older than 1.6 wrote it"
+            with zipfile.ZipFile(file) as archive:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    return f"the entries of {weights.name} are compressed"
+    except Exception:  # damaged or unreadable, which loading it reports
+        return f"{weights.name} cannot be read"
+    return ""
+
+
+def aoti_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of an AOTInductor package about its target; empty if it has none."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                if "/data/aotinductor/" in name and name.endswith("_metadata.json"):
+                    with archive.open(name) as file:
+                        entries = json.loads(file.read(_METADATA_BYTES)).items()
+                    return {key: value for key, value in entries if isinstance(value, str)}
+    except Exception:  # damaged, which loading it reports
+        return {}
+    return {}
+
+
+def is_cuda_package(path: Path) -> bool:
+    """Return whether a file is an AOTInductor package for a CUDA device."""
+    return aoti_metadata(path).get("AOTI_DEVICE_KEY") == "cuda"
+
+
+def weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each weight in Hugging Face's `model.safetensors.index.json`.
+
+    Raises:
+        OSError: the index cannot be read.
+        ValueError: it is invalid.
+    """
+    content = index.read_bytes()
+    try:
+        names = dict(json.loads(content)["weight_map"].items())
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(f"it is no index of safetensors: {summarize(error)}") from error
+    if not all(isinstance(name, str) for name in names.values()):
+        raise ValueError("it names a file that is no string")
+    return names
+
+
+def pretrained_files(names: Collection[str]) -> list[str]:
+    """Return the files of a `save_pretrained` folder that PyTorch needs, of those in it.
+
+    A folder of the Hugging Face hub may hold the same weights for other frameworks, and twice for
+    PyTorch: as safetensors and pickled.
+    """
+    has_safetensors = any(name.endswith(".safetensors") for name in names)
+    unused = (*_FOREIGN_SUFFIXES, ".bin") if has_safetensors else _FOREIGN_SUFFIXES
+    return [name for name in names if not name.endswith(unused) and not name.startswith(".")]

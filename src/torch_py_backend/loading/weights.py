@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, a_type, counted, printable, summarize
-from torch_py_backend.loading import discovery, file_types, mapped_files
+from torch_py_backend.loading import discovery, mapped_files
 from torch_py_backend.loading.discovery import Artifact
 
 _Built = TypeVar("_Built")
@@ -104,9 +104,9 @@ def _read(config: ModelConfig, path: Path) -> object:
         return safetensors.torch.load_file(path)
     if path.suffix != ".json":
         # Compressed entries cannot be mapped: their compressed bytes would be read as values.
-        mmap = not file_types.mmap_obstacle(path)
+        mmap = not discovery.mmap_obstacle(path)
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
-    weight_map = file_types.weight_map(path)
+    weight_map = discovery.weight_map(path)
     state: dict[str, Tensor] = {}
     for name in sorted({*weight_map.values()}):
         shard = path.parent / name

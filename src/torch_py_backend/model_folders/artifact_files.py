@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from torch_py_backend.errors import ArtifactError
-from torch_py_backend.loading import discovery, file_types, source_dependencies
-from torch_py_backend.loading.file_types import FileType
+from torch_py_backend.loading import discovery, source_dependencies
+from torch_py_backend.loading.discovery import ArtifactType
 
 EXAMPLE = "example_inputs.safetensors"
 _SERVED_NAMES = {
-    FileType.TORCHSCRIPT: "model.pt",
-    FileType.EXPORTED: "model.pt2",
-    FileType.AOTI: "model.pt2",
+    ArtifactType.TORCHSCRIPT: "model.pt",
+    ArtifactType.EXPORTED: "model.pt2",
+    ArtifactType.AOTI: "model.pt2",
 }
-_WEIGHTS = (FileType.STATE_DICT, FileType.SAFETENSORS)
+_WEIGHTS = (discovery.STATE_DICT, discovery.SAFETENSORS)
 _SOURCE = "Python source and weights"
 
 
@@ -63,13 +63,13 @@ def find(path: Path, example: Path | None) -> ArtifactFiles:
         extra |= source_dependencies.modules(hooks.parent, (hooks.stem,))
     if path.suffix == ".py":
         return ArtifactFiles(_SOURCE, path.name, source_dependencies.find(path) | extra)
-    content = file_types.file_type(path)
+    content = discovery.file_type(path)
     source = path.with_suffix(".py")
     if content in _WEIGHTS and source.is_file():
         files = source_dependencies.find(source, path)
         return ArtifactFiles(_SOURCE, source.name, files | extra)
-    if content not in _SERVED_NAMES:
-        cure = file_types.advice(content, path)
+    if not isinstance(content, ArtifactType):
+        cure = content.cure.format(stem=path.stem)
         if content in _WEIGHTS:
             cure = (
                 f"Write {source.name} beside it, with the class that it belongs to, and run this"
@@ -101,7 +101,7 @@ def _pretrained(folder: Path, extra: Mapping[str, Path]) -> ArtifactFiles:
             expected="a model's file, or a folder that save_pretrained wrote",
         ) from None
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
-    files = {name: folder / name for name in file_types.pretrained_files(names)}
+    files = {name: folder / name for name in discovery.pretrained_files(names)}
     return ArtifactFiles(
         f"a Hugging Face folder of {architecture}",
         folder.name,

@@ -19,7 +19,7 @@ from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import model_config, pbtxt, repository
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import LoadError, ToolError, join_names
-from torch_py_backend.loading import file_types
+from torch_py_backend.loading import discovery
 from torch_py_backend.model_folders import config_text
 from torch_py_backend.model_folders.artifact_files import EXAMPLE, ArtifactFiles
 from torch_py_backend.processes import child_process
@@ -140,7 +140,7 @@ def _configure(
     except LoadError as error:
         result["refusal"] = str(error)
     document = result["config"]
-    if file_types.is_cuda_package(folder / "1" / next(iter(artifact.files))):
+    if discovery.is_cuda_package(folder / "1" / next(iter(artifact.files))):
         document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]
     signature, required = result.get("signature", ""), result.get("required", ())
     config_text.write(folder, document, artifact.description, signature, required)
