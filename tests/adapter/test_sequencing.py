@@ -18,6 +18,7 @@ from scenarios import Scenario
 from torch import Tensor, nn
 
 from torch_py_backend.adapter import metrics
+from torch_py_backend.pipeline.sequences import GRACE_S
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -122,7 +123,7 @@ def test_metrics_of_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     until(lambda: _live() == 0)
     loaded.send(loaded.request(1, "s"))
     until(lambda: _live() == 1)
-    monkeypatch.setattr(loaded.model._publisher._sources.sequences, "_idle", 0.0)
+    monkeypatch.setattr(loaded.model._publisher._sources.sequences, "_idle", -GRACE_S)
     until(lambda: _live() == 0)
 
 

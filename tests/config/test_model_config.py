@@ -143,17 +143,25 @@ _ZEROS = {"name": "b", "data_type": "TYPE_FP32", "zero_data": True}
 
 
 @pytest.mark.parametrize(
-    ("batching", "idle_s", "direct"),
+    ("batching", "idle_s", "direct", "most"),
     [
-        ({}, 1.0, True),
-        ({"direct": {"max_queue_delay_microseconds": "500"}}, 1.0, True),
-        ({"oldest": {}, "max_sequence_idle_microseconds": "5000000"}, 5.0, False),
+        ({}, 1.0, True, 8),
+        ({"direct": {"max_queue_delay_microseconds": "500"}}, 1.0, True, 8),
+        (
+            {
+                "oldest": {"max_candidate_sequences": 30},
+                "max_sequence_idle_microseconds": "5000000",
+            },
+            5.0,
+            False,
+            30,
+        ),
     ],
 )
-def test_schedulers(batching: dict[str, Any], idle_s: float, direct: bool) -> None:
-    """The idle time and the strategy are those of Triton's schedulers."""
-    config = parsed(sequence_batching=batching)
-    assert config.sequencing == SequenceConfig(idle_s, (), (), direct)
+def test_schedulers(batching: dict[str, Any], idle_s: float, direct: bool, most: int) -> None:
+    """The idle time, the strategy and the number of sequences are those of Triton's schedulers."""
+    config = parsed(sequence_batching=batching, max_batch_size=8)
+    assert config.sequencing == SequenceConfig(idle_s, (), (), direct, most)
 
 
 @pytest.mark.parametrize(

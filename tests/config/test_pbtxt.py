@@ -112,5 +112,5 @@ def test_without_protobuf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for module in ("tritonclient.grpc", "google.protobuf"):
         with monkeypatch.context() as patch:
             patch.setitem(sys.modules, module, None)
-            with pytest.raises(PlatformError, match=r"pip install .*\[server\]"):
+            with pytest.raises(PlatformError, match=r"pip install .*\[serve\]"):
                 _read(tmp_path, _TYPICAL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -359,6 +360,22 @@ def test_idle_sequences_are_freed() -> None:
     served.states.sweep()
     assert served.states._live.keys() == {1}
     assert isinstance(served.send(step(2, 1))[0], InputError)
+
+
+def test_a_new_sequence_takes_the_place_of_the_oldest() -> None:
+    """With as many as Triton runs at once, one that is idle has been forgotten."""
+    settings = config(make_state())
+    assert settings.sequencing is not None
+    sequencing = dataclasses.replace(settings.sequencing, most=2)
+    served = Served(dataclasses.replace(settings, sequencing=sequencing), models.Accumulate())
+    served.send(step(1, 1, "s"), step(2, 1, "s"))
+    served.now += IDLE_S - 0.1
+    served.send(step(2, 1))
+    served.now += 0.2
+    assert served.send(step(3, 1, "s"), step(2, 1)) == [1, 3]
+    assert served.states._live.keys() == {2, 3}
+    served.send(step(4, 1, "s"))  # no other is idle
+    assert served.states._live.keys() == {2, 3, 4}
 
 
 def test_a_sweep_during_a_batch_keeps_its_sequences() -> None:

@@ -58,12 +58,14 @@ class SequenceConfig:
         controls: inputs that Triton adds to each request.
         states: tensors that are kept between the requests of a sequence.
         direct: whether each sequence has a place in the batch: the strategy `direct`.
+        most: the largest number of sequences that Triton runs on an instance at once.
     """
 
     idle_s: float
     controls: tuple[ControlInput, ...]
     states: tuple[State, ...]
     direct: bool = True
+    most: int | None = None
 
 
 def parse(document: Document) -> SequenceConfig | None:
@@ -78,11 +80,13 @@ def parse(document: Document) -> SequenceConfig | None:
     for key in ("iterative_sequence", "generative_sequence"):
         problem = f"sequence_batching contains {key}, which no Python-based backend supports"
         refuse(bool(batching.get(key)), problem, "a config without it")
+    oldest = batching.get("oldest") or {}
     sequencing = SequenceConfig(
         idle_s=int(batching.get("max_sequence_idle_microseconds") or _IDLE_MICROSECONDS) / 1e6,
         controls=tuple(_parse_control(entry) for entry in batching.get("control_input", ())),
         states=tuple(_parse_state(entry) for entry in batching.get("state", ())),
         direct=batching.get("oldest") is None,
+        most=oldest.get("max_candidate_sequences") or max(1, document["max_batch_size"]),
     )
     _check_names(document, sequencing)
     return sequencing

@@ -23,10 +23,10 @@ from torch_py_backend.loading import initial_states
 from torch_py_backend.pipeline.run import Entry, Result
 from torch_py_backend.values import Item, RequestItem, Step, Strings, Value, clone
 
-# A state is kept for these seconds longer than Triton's idle time. Triton measures that from the
-# arrival of a request, which may have been queued since, and does not report that it forgets a
-# sequence.
-GRACE_S = 10.0
+# A state is kept for these seconds longer than Triton's idle time, unless new sequences need the
+# place. Triton measures that from the arrival of a request, which may have been queued since, and
+# does not report that it forgets a sequence.
+GRACE_S = 60.0
 
 
 @dataclass(eq=False, slots=True)
@@ -67,7 +67,7 @@ class Sequences:
         }
         sequencing = config.sequencing
         assert sequencing is not None  # noqa: S101  only sequences have states
-        self._idle = sequencing.idle_s + GRACE_S
+        self._idle, self._most = sequencing.idle_s, sequencing.most
         self._live: dict[int | str, _Sequence] = {}
         self._runs = False
         # Another thread calls `sweep`.
@@ -105,8 +105,17 @@ class Sequences:
     def _begin(self, step: Step) -> _Sequence | None:
         """Return the sequence of a step; None: it was not begun. The last step takes it away."""
         if step.starts:
-            self._live[step.id] = _Sequence(self._initial, self._clock())
+            now = self._clock()
+            if len(self._live) == self._most and step.id not in self._live:
+                self._free_oldest(now)
+            self._live[step.id] = _Sequence(self._initial, now)
         return self._live.pop(step.id, None) if step.ends else self._live.get(step.id)
+
+    def _free_oldest(self, now: float) -> None:
+        """Free the sequence that is idle for longest: Triton has forgotten one of them."""
+        name, oldest = min(self._live.items(), key=lambda entry: entry[1].used)
+        if now - oldest.used > self._idle:
+            del self._live[name]
 
     def skip(self, step: Step) -> None:
         """Begin and end the sequence of a step that cannot be run."""
@@ -145,7 +154,7 @@ class Sequences:
                 self._live = {
                     name: sequence
                     for name, sequence in self._live.items()
-                    if now - sequence.used <= self._idle
+                    if now - sequence.used <= self._idle + GRACE_S
                 }
 
 
