@@ -187,9 +187,6 @@ class Tensor:
         tensor = torch.from_numpy(self.as_numpy()) if self._torch is None else self._torch
         return torch.utils.dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
 
-    def triton_dtype(self) -> Any:
-        raise TypeError("the real one raises this, too")
-
 
 TRITONSERVER_MEMORY_CPU, TRITONSERVER_MEMORY_GPU = range(2)
 

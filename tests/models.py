@@ -291,9 +291,9 @@ class Tokens(nn.Module):
 class Lengths(nn.Module):
     """Outputs as long as each input, and one of five values."""
 
-    def forward(self, ids: Tensor, query: Tensor, image: Tensor) -> dict[str, Tensor]:
+    def forward(self, ids: Tensor, query: Tensor) -> dict[str, Tensor]:
         best = torch.arange(5).expand(len(ids), 5)
-        return {"y": 2 * ids, "terms": 3 * query, "pixels": 4 * image, "best": best}
+        return {"y": 2 * ids, "terms": 3 * query, "best": best}
 
 
 class Convolution(nn.Module):

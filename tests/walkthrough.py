@@ -14,17 +14,12 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import commands
 import documentation
 from documentation import PRINTS, ROOT, Block
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _APP = "from torch_py_backend.cli import app; app()"
 _FREE = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
@@ -35,19 +30,20 @@ _SERVING = re.compile(
 # How long loads are kept up: the figures are nobody's.
 _SECONDS = 280
 _POLL_SECONDS = 0.1
-_CHECK = "check"
-_LOADED = "OK      "
 _URL = re.compile(r"localhost:(\d+)")
 
 
 def followed(page: Path) -> bool:
     """Whether the page is one to be followed."""
-    return any(one.file or (one.runs and one.language == "python") for one in _blocks(page))
+    return any(
+        one.file or (one.runs and one.language == "python") for one in documentation.blocks(page)
+    )
 
 
 def serves(page: Path) -> bool:
     """Whether following it starts a server."""
-    return followed(page) and any(map(_starts_server, filter(_runs, _blocks(page))))
+    runs = [block for block in documentation.blocks(page) if block.runs]
+    return followed(page) and any(map(_starts_server, runs))
 
 
 def _starts_server(block: Block) -> bool:
@@ -56,32 +52,25 @@ def _starts_server(block: Block) -> bool:
     return any(words[:2] == ["torch-py-backend", "serve"] for words in commands.lines(block))
 
 
-def _runs(block: Block) -> bool:
-    return block.runs
+def follow(page: Path, folder: Path) -> None:
+    """Do what a page says in an empty folder, and stop the server that it started."""
+    reader = _Reader(folder)
+    try:
+        reader.follow(page)
+    finally:
+        reader.stop()
 
 
-def _blocks(page: Path) -> list[Block]:
-    return documentation.blocks(page)
-
-
-class Walkthrough:
-    """One reader in an empty folder. A context manager: leaving stops the server."""
-
+class _Reader:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._printed = ""
         self._server: subprocess.Popen[bytes] | None = None
         self._addresses: dict[str, str] = {}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop()
-
     def follow(self, page: Path) -> None:
         """Do what the page says, from top to bottom."""
-        for block in _blocks(page):
+        for block in documentation.blocks(page):
             if block.file:
                 path = self._folder / block.file
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -95,28 +84,17 @@ class Walkthrough:
 
     def _command(self, block: Block, words: Sequence[str]) -> str:
         name, *arguments = [self._here(word) for word in words]
-        how = _WAYS.get(name)
-        return "" if how is None else how(self, block, arguments)
-
-    def _ours(self, block: Block, arguments: Sequence[str]) -> str:
-        """`init` and `check` as they are, `serve` on free ports."""
-        command = arguments[0]
-        if command == "serve":
+        if name == "torch-py-backend" and arguments[0] == "serve":
             return self._serve(block, arguments)
-        if command not in ("init", "check"):
-            return ""  # install writes where the server is, tune takes minutes
-        return self._run(block, sys.executable, "-c", _APP, *arguments)
-
-    def _shell(self, block: Block, arguments: Sequence[str]) -> str:
-        return self._run(block, *arguments)
-
-    def _curl(self, block: Block, arguments: Sequence[str]) -> str:
-        named = commands.url(arguments)
-        url = named if "://" in named else f"http://{named}"
-        sent = arguments[arguments.index("-d") + 1].encode() if "-d" in arguments else None
-        with urllib.request.urlopen(url, sent, timeout=_SECONDS) as response:
-            assert response.status == 200, block.place
-            return str(response.read().decode())
+        if name == "torch-py-backend" and arguments[0] in ("init", "check"):
+            return self._run(block, sys.executable, "-c", _APP, *arguments)
+        if name == "curl":
+            return _curl(block, arguments)
+        if name == "pytest":
+            return self._run(block, sys.executable, "-m", "pytest", *arguments)
+        if name in ("cp", "mv", "sed", "mkdir"):
+            return self._run(block, name, *arguments)
+        return ""  # install writes where the server is, tune takes minutes
 
     def _run(self, block: Block, *command: str) -> str:
         done = subprocess.run(
@@ -124,18 +102,18 @@ class Walkthrough:
             capture_output=True, check=False, timeout=_SECONDS,
         )  # fmt: skip
         told = f"{block.place}: {shlex.join(command)}\n{done.stdout}{done.stderr}"
-        # `check` also says what is wrong with the machine, which is not the page's affair.
-        checks = _CHECK in command
-        loaded = "FAILED" not in done.stdout and _LOADED in done.stdout
-        failed = not loaded if checks else done.returncode != 0
-        assert not failed, told
+        if "check" in command:  # also says what is wrong with the machine
+            assert "OK      " in done.stdout, told
+            assert "FAILED" not in done.stdout, told
+        else:
+            assert done.returncode == 0, told
         return done.stdout
 
     # --- the server --------------------------------------------------------------------------
 
     def _serve(self, block: Block, arguments: Sequence[str]) -> str:
         """Start it, and wait until it serves; it is stopped before another one."""
-        self._stop()
+        self.stop()
         # A file, not a pipe: nobody reads on once it serves.
         log = self._folder / "server.log"
         with log.open("wb") as file:
@@ -155,7 +133,7 @@ class Walkthrough:
             time.sleep(_POLL_SECONDS)
         raise AssertionError(f"{block.place}: {log.read_text(errors='replace')}")
 
-    def _stop(self) -> None:
+    def stop(self) -> None:
         if self._server is not None:
             self._server.send_signal(signal.SIGTERM)
             self._server.wait(timeout=_SECONDS)
@@ -169,6 +147,15 @@ class Walkthrough:
         return _URL.sub(
             lambda found: self._addresses.get(services.get(found[1], ""), found[0]), text
         )
+
+
+def _curl(block: Block, arguments: Sequence[str]) -> str:
+    named = next(word for word in arguments if not word.startswith("-"))
+    url = named if "://" in named else f"http://{named}"
+    sent = arguments[arguments.index("-d") + 1].encode() if "-d" in arguments else None
+    with urllib.request.urlopen(url, sent, timeout=_SECONDS) as response:
+        assert response.status == 200, block.place
+        return str(response.read().decode())
 
 
 def _compare(block: Block, printed: str) -> None:
@@ -186,18 +173,3 @@ def _environment() -> dict[str, str]:
     path = [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     values = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "COLUMNS": "200", "TERM": "dumb"}
     return {**os.environ, **values, "PYTHONWARNINGS": "ignore"}
-
-
-_WAYS: Mapping[str, Callable[[Walkthrough, Block, Sequence[str]], str]] = MappingProxyType(
-    {
-        "torch-py-backend": Walkthrough._ours,
-        "curl": Walkthrough._curl,
-        "pytest": lambda self, block, arguments: self._shell(
-            block, [sys.executable, "-m", "pytest", *arguments]
-        ),
-        "cp": lambda self, block, arguments: self._shell(block, ["cp", *arguments]),
-        "mv": lambda self, block, arguments: self._shell(block, ["mv", *arguments]),
-        "sed": lambda self, block, arguments: self._shell(block, ["sed", *arguments]),
-        "mkdir": lambda self, block, arguments: self._shell(block, ["mkdir", *arguments]),
-    }
-)

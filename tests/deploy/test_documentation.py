@@ -16,7 +16,6 @@ import pytest
 import walkthrough
 import yaml
 from documentation import DOCS, PAGES, PRINTS, ROOT, Block
-from walkthrough import Walkthrough
 
 from docs import figures
 from torch_py_backend import errors
@@ -81,8 +80,7 @@ def test_configs(page: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -
 @pytest.mark.parametrize("page", _WITHOUT_SERVER, ids=lambda page: page.stem)
 def test_page(page: Path, tmp_path: Path) -> None:
     """The code and commands of a page run in order, in an empty folder."""
-    with Walkthrough(tmp_path) as reader:
-        reader.follow(page)
+    walkthrough.follow(page, tmp_path)
 
 
 # --- links and the site ----------------------------------------------------------------------

@@ -7,7 +7,6 @@ from pathlib import Path
 import documentation
 import pytest
 import walkthrough
-from walkthrough import Walkthrough
 
 pytestmark = pytest.mark.server
 
@@ -17,5 +16,4 @@ _PAGES = [page for page in documentation.PAGES if walkthrough.serves(page)]
 @pytest.mark.parametrize("page", _PAGES, ids=lambda page: page.stem)
 def test_page(page: Path, tmp_path: Path) -> None:
     """A page, followed in an empty folder, ends with the answers that it promises."""
-    with Walkthrough(tmp_path) as reader:
-        reader.follow(page)
+    walkthrough.follow(page, tmp_path)

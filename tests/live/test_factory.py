@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import scenarios
 import torch
-from scenarios import Call, Refused, tensor
+from scenarios import Call, Refused, config, tensor
 from serving import Serving, asked
 
 transformers = pytest.importorskip("transformers")
@@ -24,16 +24,16 @@ tokenizers = pytest.importorskip("tokenizers")
 
 # generate() takes its settings by **kwargs, as numbers.
 _GENERATOR = (
-    'backend: "pytorch_py"\nmax_batch_size: 8\n'
+    config(
+        {},
+        {},
+        parameters={"METHOD": "generate", "MODEL_FACTORY": "transformers:AutoModelForCausalLM"},
+    )
     + tensor("input", "input_ids", [-1], "INT64")
     + tensor("input", "attention_mask", [-1], "INT64")
     + tensor("input", "max_new_tokens", [1], "INT32")
     + tensor("input", "do_sample", [1], "BOOL", more="optional: true")
     + tensor("output", "sequences", [-1], "INT64")
-    + "instance_group [{ kind: KIND_CPU count: 1 }]\n"
-    + 'parameters { key: "METHOD" value { string_value: "generate" } }\n'
-    + 'parameters { key: "MODEL_FACTORY"'
-    + ' value { string_value: "transformers:AutoModelForCausalLM" } }\n'
 )
 
 # A classifier of texts, with its tokenizer and hooks in one folder.
@@ -61,14 +61,14 @@ class Hooks:
 LABELS = ("bad", "good", "so-so")
 """
 _CONFIG = (
-    'backend: "pytorch_py"\nmax_batch_size: 8\n'
+    config(
+        {},
+        {"share": [1]},
+        parameters={"MODEL_FACTORY": "transformers:AutoModelForSequenceClassification"},
+        more="dynamic_batching { max_queue_delay_microseconds: 20000 }\n",
+    )
     + tensor("input", "text", [1], "STRING")
     + tensor("output", "label", [1], "STRING")
-    + tensor("output", "share", [1])
-    + "dynamic_batching { max_queue_delay_microseconds: 20000 }\n"
-    + "instance_group [{ kind: KIND_CPU count: 1 }]\n"
-    + 'parameters { key: "MODEL_FACTORY" value'
-    + ' { string_value: "transformers:AutoModelForSequenceClassification" } }\n'
 )
 
 
@@ -104,15 +104,6 @@ def hub() -> Iterator[None]:
         server.shutdown()
 
 
-_TINY = {
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "max_position_embeddings": 32,
-}
-
-
 def _seeded(make: Any, settings: Any) -> Any:
     """Return a network with random weights, the same in every run."""
     with torch.random.fork_rng(devices=[]):
@@ -132,8 +123,10 @@ def gpt2() -> Any:
 @pytest.fixture(scope="module")
 def classifier() -> Any:
     settings = transformers.BertConfig(
-        vocab_size=len(_WORDS), num_labels=len(_LABELS), initializer_range=1.0, **_TINY
-    )
+        vocab_size=len(_WORDS), num_labels=len(_LABELS), initializer_range=1.0, hidden_size=16,
+        num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+        max_position_embeddings=32,
+    )  # fmt: skip
     return _seeded(transformers.BertForSequenceClassification, settings)
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import shutil
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,18 +98,6 @@ def test_the_last_response_is_marked(client: Client) -> None:
         assert final == [False] * (len(final) - 1) + [True]
         ends.append(len(messages))
     assert ends == [3, 2]
-
-
-def test_http(server: Server) -> None:
-    """Triton's generate_stream gives the responses as server-sent events."""
-    request = urllib.request.Request(
-        f"http://{server.http_address}/v2/models/ticker/generate_stream",
-        data=json.dumps({"count": 3}).encode(),
-    )
-    with urllib.request.urlopen(request, timeout=_LONGEST_S) as answer:
-        lines = answer.read().decode().splitlines()
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
-    assert [one["y"] for one in events] == [0.0, 1.0, 2.0]
 
 
 def test_the_example(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

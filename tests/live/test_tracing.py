@@ -15,7 +15,7 @@ from traced import Collector, Span
 
 from torch_py_backend.server import Server
 
-_MODELS = ("plain", "hooked", "yields", "caller")
+_MODELS = ("plain", "yields", "caller")
 _CLIENT = ("12" * 16, "34" * 8)
 
 
@@ -42,47 +42,33 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> It
         yield server
 
 
-@pytest.fixture
-def spans(server: Server, collector: Collector) -> Collector:
-    """The collector of a running server's spans."""
-    return collector
-
-
-def _inputs(module: Any) -> list[Any]:
-    return serving.infer_inputs(module, {"x": np.ones((1, 1), dtype=np.float32)})
-
-
 def _ask(server: Server, name: str, **headers: str) -> list[int]:
+    x = np.ones((1, 1), dtype=np.float32)
+    inputs = serving.infer_inputs(tritonclient.http, {"x": x})
     with tritonclient.http.InferenceServerClient(server.http_address) as client:
-        result = client.infer(name, _inputs(tritonclient.http), headers=headers)
+        result = client.infer(name, inputs, headers=headers)
         told: list[int] = result.as_numpy("y").ravel().tolist()
         return told
 
 
-def _span_name(spans: Collector, ids: list[int]) -> str:
+def _span_name(collector: Collector, ids: list[int]) -> str:
     """Return the name of Triton's span with the ends of these IDs."""
 
     def matches(span: Span) -> bool:
         return traced.ends(span.trace, span.id) == ids
 
-    sent = spans.wait(lambda all_: any(map(matches, all_)))
+    sent = collector.wait(lambda all_: any(map(matches, all_)))
     return next(filter(matches, sent)).name
 
 
-@pytest.mark.parametrize("name", ["plain", "hooked"])
-def test_request(name: str, server: Server, spans: Collector) -> None:
-    """Triton's span of the model is current in forward() and in hooks."""
-    assert _span_name(spans, _ask(server, name)) == name
-
-
-def test_trace_of_the_client(server: Server, spans: Collector) -> None:
+def test_trace_of_the_client(server: Server, collector: Collector) -> None:
     """A client's own trace, sent as W3C's header, goes through Triton into the model's code."""
     ids = _ask(server, "plain", traceparent=f"00-{'-'.join(_CLIENT)}-01")
     assert ids[:1] == traced.ends(_CLIENT[0])
-    assert _span_name(spans, ids) == "plain"
+    assert _span_name(collector, ids) == "plain"
 
 
-def test_stream(server: Server, spans: Collector) -> None:
+def test_stream(server: Server, collector: Collector) -> None:
     """Each response of a stream is made within Triton's span of its request."""
     client = grpc_streams.connect(server)
     x = np.ones((1, 1), dtype=np.float32)
@@ -90,11 +76,11 @@ def test_stream(server: Server, spans: Collector) -> None:
     client.channel.close()
     first, second = (response["y"].ravel().tolist() for response in responses)
     assert first == second
-    assert _span_name(spans, first) == "yields"
+    assert _span_name(collector, first) == "yields"
 
 
-def test_call_of_another_model(server: Server, spans: Collector) -> None:
+def test_call_of_another_model(server: Server, collector: Collector) -> None:
     """A called model runs within the same trace, in Triton's span of its own request."""
     ids = _ask(server, "caller", traceparent=f"00-{'-'.join(_CLIENT)}-01")
     assert ids[:1] == traced.ends(_CLIENT[0])
-    assert _span_name(spans, ids) == "plain"
+    assert _span_name(collector, ids) == "plain"
