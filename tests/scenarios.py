@@ -1497,13 +1497,6 @@ LOAD_ERRORS = (
         "git lfs pull",
     ),
     refused(
-        "leaves_the_folder",
-        python(models.Affine),
-        x_to_y(3, WEIGHTS="../../other/1/model.pt"),
-        "WEIGHTS is '../../other/1/model.pt'",
-        "expected a file in the model's own folder",
-    ),
-    refused(
         "factory_missing",
         _NOTHING,
         x_to_y(MODEL_FACTORY="no_such_package.models:build"),

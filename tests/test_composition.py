@@ -225,37 +225,12 @@ def test_stand_in() -> None:
         model("other")(x=1)
 
 
-_CALLER = """\
+_HEAD = """\
 from torch import Tensor, nn
-
 from torch_py_backend.composition import model
 
 
-class Caller(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return model("other")(x=x)["x"] + 1
 """
-
-
-def test_in_a_server(
-    tmp_path: Path, process: None, served: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A served model calls others once it is loaded; their error codes are passed on."""
-    monkeypatch.setattr(composition, "_transport", composition._StandIns({}))
-    build.write(tmp_path, "model.py", _CALLER)
-    served["other"] = echo
-    served_model = TritonPythonModel()
-    served_model.initialize(build.arguments() | {"model_repository": str(tmp_path)})
-    assert "the warm-up is skipped" in "".join(logged("warn"))
-    (response,) = served_model.execute([request(1)])
-    assert response.error() is None
-    assert response.output_tensors()[0].as_numpy().tolist() == [[2, 2, 2, 2]]
-    served["other"] = failing("no such digit", TritonError.INVALID_ARG)
-    (response,) = served_model.execute([request(1)])
-    assert response.error().code() == TritonError.INVALID_ARG
-    assert response.error().message() == "model 'other': it answers: no such digit."
-
-
 _IN_FORWARD = """\
 class Fails(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
@@ -278,23 +253,44 @@ class Hooks:
 """
 
 
+@pytest.fixture
+def start(
+    tmp_path: Path, process: None, served: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., TritonPythonModel]:
+    """A function that starts a model in a server."""
+    monkeypatch.setattr(composition, "_transport", composition._StandIns({}))
+
+    def start(code: str, **options: dict[str, str]) -> TritonPythonModel:
+        (tmp_path / "1").mkdir()
+        scenarios.hooked(_HEAD + code)(tmp_path / "1")
+        arguments = build.arguments(parameters=options)
+        started = TritonPythonModel()
+        started.initialize(arguments | {"model_repository": str(tmp_path)})
+        return started
+
+    return start
+
+
+def test_in_a_server(start: Callable[..., TritonPythonModel], served: dict[str, Answer]) -> None:
+    """A served model calls others once it is loaded; their error codes are passed on."""
+    served["other"] = echo
+    model = start(_IN_FORWARD)
+    assert "the warm-up is skipped" in "".join(logged("warn"))
+    (response,) = model.execute([request(1)])
+    assert response.error() is None
+    assert response.output_tensors()[0].as_numpy().tolist() == [[1, 1, 1, 1]]
+    served["other"] = failing("no such digit", TritonError.INVALID_ARG)
+    (response,) = model.execute([request(1)])
+    assert response.error().code() == TritonError.INVALID_ARG
+    assert response.error().message() == "model 'other': it answers: no such digit."
+
+
 @pytest.mark.parametrize("code", [_IN_FORWARD, _IN_PREPROCESS], ids=["in forward", "in preprocess"])
 @pytest.mark.parametrize("retried", ["", "true"], ids=["default", "retried"])
 def test_batches_that_called_other_models(
-    code: str,
-    retried: str,
-    tmp_path: Path,
-    process: None,
-    served: dict[str, Answer],
-    monkeypatch: pytest.MonkeyPatch,
+    code: str, retried: str, start: Callable[..., TritonPythonModel], served: dict[str, Answer]
 ) -> None:
     """forward() is not called again: the other model would get its rows twice."""
-    monkeypatch.setattr(composition, "_transport", composition._StandIns({}))
-    head = "import torch\nfrom torch import Tensor, nn\n"
-    head += "from torch_py_backend.composition import model\n"
-    head += "from torch_py_backend.errors import CallError\n"
-    (tmp_path / "1").mkdir()
-    scenarios.hooked(head + code)(tmp_path / "1")
     rows: list[int] = []
 
     def counted(sent: InferenceRequest) -> InferenceResponse:
@@ -303,11 +299,7 @@ def test_batches_that_called_other_models(
 
     served["other"] = counted
     options = {"RETRY_FAILED_BATCH": {"string_value": retried}} if retried else {}
-    served_model = TritonPythonModel()
-    served_model.initialize(
-        build.arguments(parameters=options) | {"model_repository": str(tmp_path)}
-    )
-    responses = served_model.execute([request(value) for value in (1, -1, 3, 4)])
+    responses = start(code, **options).execute([request(value) for value in (1, -1, 3, 4)])
     failed = [response.error() is not None for response in responses]
     isolated = retried or code is _IN_PREPROCESS  # which is not called again
     assert failed == ([False, True, False, False] if isolated else [True] * 4)

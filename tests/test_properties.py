@@ -70,19 +70,18 @@ _KEYS = st.sampled_from([key for row in options.TABLE for key in (row.key, *row.
 _ENTRIES = st.builds(lambda text: {"string_value": text}, _TEXTS)
 
 
+def _optional(**fields: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=fields)
+
+
 _NAMES = st.sampled_from(["x", "y", "INPUT__0", "ARGS[0]"]) | st.text(max_size=8)
 _DIMS = st.lists(st.integers(-1, 2**40), max_size=4)
+_TYPES = st.sampled_from([*(dtype.config for dtype in dtypes.TABLE), "TYPE_INVALID"])
 _TENSORS = st.lists(
     st.fixed_dictionaries(
-        {
-            "name": _NAMES,
-            "data_type": st.sampled_from(
-                [dtype.config for dtype in dtypes.TABLE] + ["TYPE_INVALID"]
-            ),
-            "dims": _DIMS,
-        },
+        {"name": _NAMES, "data_type": _TYPES, "dims": _DIMS},
         optional={
-            "reshape": st.fixed_dictionaries({}, optional={"shape": _DIMS}),
+            "reshape": _optional(shape=_DIMS),
             "optional": st.booleans(),
             "allow_ragged_batch": st.booleans(),
         },
@@ -90,50 +89,34 @@ _TENSORS = st.lists(
     max_size=3,
 )
 _INT64 = st.integers(-1, 2**40) | st.integers(-1, 2**40).map(str)  # protobuf's JSON has strings
+_SIZES = st.lists(_INT64, max_size=3)
 # Triton writes the defaults of all fields but messages and members of a oneof.
+_INITIAL = st.fixed_dictionaries({"dims": _SIZES}, optional={"data_file": _TEXTS})
 _STATES = st.fixed_dictionaries(
     {
         "input_name": _NAMES,
         "output_name": _NAMES,
-        "data_type": st.sampled_from(["TYPE_FP32", "TYPE_STRING", "TYPE_INVALID"]),
-        "dims": st.lists(_INT64, max_size=3),
-        "initial_state": st.lists(
-            st.fixed_dictionaries(
-                {"dims": st.lists(_INT64, max_size=3)}, optional={"data_file": _TEXTS}
-            ),
-            max_size=2,
-        ),
+        "data_type": _TYPES,
+        "dims": _SIZES,
+        "initial_state": st.lists(_INITIAL, max_size=2),
     },
 )
-_CONTROLS = st.fixed_dictionaries(
-    {
-        "name": _NAMES,
-        "control": st.lists(
-            st.fixed_dictionaries(
-                {},
-                optional={
-                    "int32_false_true": st.lists(st.integers(0, 1), max_size=2),
-                    "data_type": st.sampled_from(["TYPE_UINT64", "TYPE_STRING", "TYPE_INVALID"]),
-                },
-            ),
-            max_size=2,
-        ),
-    }
+_CONTROL = _optional(
+    int32_false_true=st.lists(st.integers(0, 1), max_size=2),
+    data_type=_TYPES,
 )
-_SEQUENCES = st.fixed_dictionaries(
-    {},
-    optional={
-        "direct": st.just({}),
-        "oldest": st.fixed_dictionaries({}, optional={"max_candidate_sequences": _INT64}),
-        "max_sequence_idle_microseconds": _INT64,
-        "state": st.lists(_STATES, max_size=2),
-        "control_input": st.lists(_CONTROLS, max_size=2),
-    },
+_CONTROLS = st.fixed_dictionaries({"name": _NAMES, "control": st.lists(_CONTROL, max_size=2)})
+_SEQUENCES = _optional(
+    direct=st.just({}),
+    oldest=_optional(max_candidate_sequences=_INT64),
+    max_sequence_idle_microseconds=_INT64,
+    state=st.lists(_STATES, max_size=2),
+    control_input=st.lists(_CONTROLS, max_size=2),
 )
 _BATCH_INPUTS = st.fixed_dictionaries(
     {
         "kind": st.sampled_from([kind.value for kind in BatchInputKind]),
-        "data_type": st.sampled_from(["TYPE_FP32", "TYPE_INVALID"]),
+        "data_type": _TYPES,
         "target_name": st.lists(_NAMES, max_size=2),
         "source_input": st.lists(_NAMES, max_size=2),
     }
@@ -336,13 +319,10 @@ def _padded_engine(pad: Mapping[str, Any], rows: Rows) -> Engine:
     st.lists(
         st.tuples(st.integers(1, 3), st.integers(0, 9), st.booleans()), min_size=1, max_size=6
     ),
-    st.fixed_dictionaries(
-        {},
-        optional={
-            "value": st.integers(-3, 3),
-            "side": st.sampled_from(["left", "right"]),
-            "multiple_of": st.integers(1, 8),
-        },
+    _optional(
+        value=st.integers(-3, 3),
+        side=st.sampled_from(["left", "right"]),
+        multiple_of=st.integers(1, 8),
     ),
     st.sampled_from([ANY_ROWS, Rows(4, 4), Rows(2, None)]),
 )

@@ -1,4 +1,4 @@
-"""Models that answer with the trace that their code runs in, and a collector of Triton's spans.
+"""Models that answer with the trace that their code runs in.
 
 An answer has two numbers: the ends of the ids of the current trace and of the current span.
 """
@@ -6,19 +6,10 @@ An answer has two numbers: the ends of the ids of the current trace and of the c
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable
-from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any
 
 import scenarios
 from scenarios import Scenario
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-_SECONDS = 60
 # What fits in an INT64 of an id.
 _BITS = 62
 
@@ -123,70 +114,3 @@ def ends(*ids: str) -> list[int]:
 def context(trace: str, span: str) -> str:
     """A trace's context as Triton tells it."""
     return json.dumps({"traceparent": f"00-{trace}-{span}-01", "tracestate": ""})
-
-
-# --- a collector -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Span:
-    """A span; ids in hexadecimal digits."""
-
-    name: str
-    trace: str
-    id: str
-
-
-class Collector:
-    """Takes Triton's spans over HTTP: OTLP in JSON. A context manager."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self._came = threading.Condition()
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                collector.take(body)
-                self.send_response(200)
-                self.end_headers()
-
-            def log_message(self, *_: Any) -> None: ...
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
-
-    def take(self, body: bytes) -> None:
-        with self._came:
-            self.spans += _spans(body)
-            self._came.notify_all()
-
-    def wait(self, found: Callable[[list[Span]], bool]) -> list[Span]:
-        """The spans, once they are as they should be."""
-        with self._came:
-            came = self._came.wait_for(lambda: found(self.spans), _SECONDS)
-            assert came, self.spans
-            return list(self.spans)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
-
-
-def _spans(body: bytes) -> list[Span]:
-    return [
-        Span(span["name"], span["traceId"].lower(), span["spanId"].lower())
-        for resource in json.loads(body)["resourceSpans"]
-        for scope in resource["scopeSpans"]
-        for span in scope["spans"]
-    ]

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import living
 import numpy as np
@@ -72,19 +73,11 @@ class Served:
         assert prefix is not None
         return {path.name for path in Path("/dev/shm").glob(f"{prefix[1]}*")}
 
-    def mapped(self, pid: int) -> dict[str, int]:
-        """What smaps says of the weights in one process, in bytes, summed over their mappings."""
-        weights = str(self.folder / "repository" / "wide" / "1" / "model.safetensors")
-        sizes: dict[str, int] = {}
-        inside = False
-        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
-            words = line.split()
-            if "-" in words[0] and not words[0].endswith(":"):
-                inside = line.endswith(weights)
-            elif inside and words[-1] == "kB":
-                key = words[0].rstrip(":")
-                sizes[key] = sizes.get(key, 0) + int(words[1]) * 1024
-        return sizes
+    def weights(self) -> list[Any]:
+        """Return what each instance has mapped of the weights, in bytes."""
+        path = str(self.folder / "repository" / "wide" / "1" / "model.safetensors")
+        mapped = [one for process in self.instances() for one in process.memory_maps(grouped=True)]
+        return [one for one in mapped if one.path == path]
 
 
 @pytest.fixture(scope="module")
@@ -117,12 +110,12 @@ def test_load_in_turn_share_and_unload(served: Served) -> None:
     for _ in range(2):
         served.client.load_model("wide")
         served.answer()
-        shares = [served.mapped(instance.pid) for instance in served.instances()]
+        shares = served.weights()
         size = sum(tensor.nbytes for tensor in _STATE.values())
         assert len(shares) == _INSTANCES
-        assert sum(share["Pss"] for share in shares) <= 1.1 * size
-        assert all(share["Rss"] >= 0.9 * size for share in shares)
-        assert all(share["Private_Dirty"] == 0 for share in shares)
+        assert sum(share.pss for share in shares) <= 1.1 * size
+        assert all(share.rss >= 0.9 * size for share in shares)
+        assert all(share.private_dirty == 0 for share in shares)
         assert len(served.regions()) >= len(regions) + _INSTANCES
         served.client.unload_model("wide")
         # Triton reaps a process before it gives back what they shared.
