@@ -33,15 +33,13 @@ class S3:
     """An empty server of S3 in a thread.
 
     Attributes:
-        address: host and port.
         variables: the environment in which s3:// is this server.
     """
 
     def __init__(self) -> None:
         self._server: ThreadedMotoServer | None = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
         self._server.start()
-        self.address = ":".join(map(str, self._server.get_host_and_port()))
-        url = f"http://{self.address}"
+        url = "http://{}:{}".format(*self._server.get_host_and_port())
         self.variables = {
             "AWS_ACCESS_KEY_ID": KEY,
             "AWS_SECRET_ACCESS_KEY": SECRET,
@@ -51,12 +49,9 @@ class S3:
         self._files: Any = fsspec.filesystem(
             "s3", key=KEY, secret=SECRET, endpoint_url=url, skip_instance_cache=True
         )
-        self.empty()
-
-    def empty(self) -> None:
-        request = urllib.request.Request(f"http://{self.address}/moto-api/reset", method="POST")
+        # All servers of a process have the same buckets.
+        request = urllib.request.Request(f"{url}/moto-api/reset", method="POST")
         urllib.request.urlopen(request, timeout=30).close()
-        self._files.invalidate_cache()
 
     def put(self, folder: str, files: Mapping[str, bytes]) -> None:
         """Write files; the bucket is created."""

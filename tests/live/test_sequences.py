@@ -24,26 +24,20 @@ _TWO = "instance_group [{ kind: KIND_CPU count: 2 }]\n"
 _PATIENT = "max_sequence_idle_microseconds: 60000000"
 
 
-def _config(strategy: str, *, more: str = _TWO) -> str:
-    return scenarios.config(
-        {"x": [4]},
-        {"y": [4]},
-        more=scenarios.sequencing(scenarios.state(), strategy=strategy) + more,
-    )
+def _model(name: str, strategy: str) -> scenarios.Scenario:
+    sequencing = scenarios.sequencing(scenarios.state(), strategy=strategy)
+    text = scenarios.config({"x": [4]}, {"y": [4]}, more=sequencing + _TWO)
+    return scenarios.Scenario(name, scenarios.python(models.Accumulate), text)
 
 
 _OLDEST = "oldest { max_candidate_sequences: 64 max_queue_delay_microseconds: 1000 }"
-_MODELS = {
-    "direct": (models.Accumulate, _config(f"direct {{ }} {_PATIENT}")),
-    "oldest": (models.Accumulate, _config(f"{_OLDEST} {_PATIENT}")),
-}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("sequences")
-    for name, (module, text) in _MODELS.items():
-        scenarios.Scenario(name, scenarios.python(module), text).lay_out(folder / "repository")
+    _model("direct", f"direct {{ }} {_PATIENT}").lay_out(folder / "repository")
+    _model("oldest", f"{_OLDEST} {_PATIENT}").lay_out(folder / "repository")
     with serving.running(folder) as server:
         yield server
 
@@ -57,17 +51,6 @@ def client(server: Server) -> Iterator[tritonclient.grpc.InferenceServerClient]:
 def _inputs(value: float) -> list[Any]:
     x = np.full((1, 4), value, dtype=np.float32)
     return serving.infer_inputs(tritonclient.grpc, {"x": x})
-
-
-def _ask(client: Any, model: str, name: int | str, value: float, flags: str = "") -> float:
-    result = client.infer(
-        model,
-        _inputs(value),
-        sequence_id=name,
-        sequence_start="s" in flags,
-        sequence_end="e" in flags,
-    )
-    return float(result.as_numpy("y")[0, 0])
 
 
 @pytest.mark.parametrize("model", ["direct", "oldest"])
