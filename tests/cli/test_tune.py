@@ -13,7 +13,7 @@ import torch
 
 from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import LoadError
-from torch_py_backend.model_folders import measurement
+from torch_py_backend.model_folders import tuning
 from torch_py_backend.processes import child_process
 
 _CONFIG = """# mine
@@ -74,7 +74,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> _Measured:
 def test_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real figures of each candidate; the config is not written without --write."""
     monkeypatch.setattr(child_process, "run", command_line.here)
-    monkeypatch.setattr(measurement, "_SECONDS", 0.01)
+    monkeypatch.setattr(tuning, "_SECONDS", 0.01)
     model = _model(tmp_path)
     done = command_line.run("tune", str(model))
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import LoadError
-from torch_py_backend.model_folders import inspection, measurement
+from torch_py_backend.model_folders import inspection, tuning
 from torch_py_backend.values import Item
 
 _X = {"name": "x", "data_type": "TYPE_FP32", "dims": [4]}
@@ -59,13 +59,14 @@ def _arguments(folder: Path, source: str, **document: Any) -> dict[str, str]:
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[Item]:
     """The batches that are measured; each measurement is one call."""
     batches: list[Item] = []
+    run = inspection.run
 
     def recorded(engine: Engine, item: Item) -> Item:
         batches.append(item)
-        return inspection.run(engine, item)
+        return run(engine, item)
 
-    monkeypatch.setattr(measurement, "run", recorded)
-    monkeypatch.setattr(measurement, "_SECONDS", 0.0)
+    monkeypatch.setattr(inspection, "run", recorded)
+    monkeypatch.setattr(tuning, "_SECONDS", 0.0)
     return batches
 
 
@@ -74,7 +75,7 @@ def test_figures(tmp_path: Path, size: int, measured: list[Item]) -> None:
     """Figures of one row and of a full batch; the error is relative to the outputs."""
     configured = _arguments(tmp_path, "return 2 * x", max_batch_size=size)
     candidate = _arguments(tmp_path / "other", "return 2.2 * x", max_batch_size=size)
-    figures = measurement.measure(candidate, configured)
+    figures = tuning.measure(candidate, configured)
     assert figures.pop("kind") == "MODULE"
     assert figures.pop("error") == pytest.approx(0.1, rel=0.2)
     assert figures.pop("spread") >= 0
@@ -88,7 +89,7 @@ def test_inputs(tmp_path: Path, measured: list[Item]) -> None:
     rows = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8], [9, 8, 7, 6]])
     given = _arguments(tmp_path, "return 2 * x", max_batch_size=4)
     save_file({"x": rows}, tmp_path / "1" / "example_inputs.safetensors")
-    assert measurement.measure(given, given)["error"] == 0
+    assert tuning.measure(given, given)["error"] == 0
     assert torch.equal(torch.as_tensor(measured[-1]["x"]), rows[[0, 1, 2, 0]])
 
 
@@ -114,7 +115,7 @@ def test_other_inputs(
 ) -> None:
     """Strings and ragged batches are passed to both models and compared."""
     given = _arguments(tmp_path, source, max_batch_size=2, **document)
-    assert measurement.measure(given, given)["error"] == 0
+    assert tuning.measure(given, given)["error"] == 0
 
 
 # --- the report --------------------------------------------------------------------------------

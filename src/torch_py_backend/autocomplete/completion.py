@@ -24,13 +24,7 @@ def is_incomplete(document: Document) -> bool:
 def complete(arguments: Mapping[str, str], document: JsonObject) -> None:
     """Fill in the inputs, outputs and max_batch_size of a config by running the model.
 
-    Args:
-        arguments: the arguments that Triton passes to `initialize`, with `document` as its
-            model_config.
-        document: the config as Triton's JSON; changed in place.
-
-    Raises:
-        LoadError: the model cannot be loaded, or its schema cannot be inferred.
+    `document` is the config in Triton's arguments; it is changed in place.
     """
     task = "torch_py_backend.autocomplete.schema:describe"
     fill(document, child_process.run(task, {"arguments": dict(arguments)}, LIMIT_S))

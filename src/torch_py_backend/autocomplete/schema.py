@@ -5,6 +5,7 @@ The functions run in a child process, because they run the model's code.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
@@ -20,7 +21,7 @@ from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.runtime import Runtime
-from torch_py_backend.errors import BackendError, ConfigError, ForwardError
+from torch_py_backend.errors import BackendError, ConfigError, ForwardError, InputError, OutputError
 from torch_py_backend.loading import aotinductor, discovery, example_inputs, exported, registry
 from torch_py_backend.loading import hooks as user_hooks
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
@@ -43,13 +44,9 @@ def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> Json
     """Return the schema of a model as JSON.
 
     Args:
-        arguments: the arguments that Triton passes to `initialize`; the config may lack inputs and
-            outputs.
+        arguments: Triton's arguments; the config may lack inputs and outputs.
         finds_batch: find out whether a model whose inputs are listed has a batch dimension, instead
             of using max_batch_size.
-
-    Raises:
-        LoadError: the model cannot be loaded, or its schema cannot be inferred.
     """
     document = json.loads(arguments["model_config"])
     kinds = [kind for key, kind in _NOT_RUN.items() if document.get(key)]
@@ -79,14 +76,7 @@ def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> Json
 
 
 def signature(arguments: Mapping[str, str]) -> Signature:
-    """Return the signature of the function that takes a model's inputs. It is not called.
-
-    Args:
-        arguments: the arguments that Triton passes to `initialize`.
-
-    Raises:
-        LoadError: the model cannot be loaded.
-    """
+    """Return the signature of the function that takes a model's inputs. It is not called."""
     config = model_config.parse(arguments, complete=False)
     artifact = discovery.find(config)
     hooks = user_hooks.load(dataclasses.replace(config, max_batch_size=1), artifact)
@@ -164,6 +154,8 @@ class _Trial:
     def schema(self, listed: Sequence[TensorSpec], example: Item, *, finds_batch: bool) -> Schema:
         """Return the schema for the inputs in the config, or for those of an example.
 
+        Output dims that differ between sizes of the inputs are -1.
+
         Args:
             listed: the inputs in the config; empty: those of the example.
             example: valid values of inputs by name.
@@ -176,14 +168,21 @@ class _Trial:
             choices = [True] if needs_batch else [True, False]
         errors = []
         for batched in choices:
-            items = self._items(listed, example, batched=batched)
+            item, *others = self._items(listed, example, batched=batched)
             try:
-                outputs = self._outputs(items[0], batched=batched)
-                if batched and len(choices) > 1 and not self._doubles(items[0], outputs):
+                outputs = self._outputs(item, batched=batched)
+                if batched and len(choices) > 1 and not self._doubles(item, outputs):
                     continue
-                return self._with_sizes(items, outputs, batched=batched)
             except BackendError as error:
                 errors.append(error)
+                continue
+            inputs, most = specs.of_values(item), self.loaded.rows.most
+            schema = specs.schema_of(inputs, outputs, most, batched=batched)
+            for other in others:
+                with contextlib.suppress(ForwardError, InputError, OutputError):
+                    outputs = self._outputs(other, batched=batched)
+                    schema = specs.with_varying(schema, specs.row_specs(outputs, batched=batched))
+            return schema
         raise errors[0]
 
     def _items(self, listed: Sequence[TensorSpec], example: Item, *, batched: bool) -> list[Item]:
@@ -226,26 +225,8 @@ class _Trial:
         except ForwardError:
             return False
 
-    def _with_sizes(
-        self, items: Sequence[Item], outputs: Sequence[TensorSpec], *, batched: bool
-    ) -> Schema:
-        """Return the schema for the first item; output dims that differ for others are -1."""
-        most = self.loaded.rows.most
-        schema = specs.schema_of(specs.of_values(items[0]), outputs, most, batched=batched)
-        for item in items[1:]:
-            try:
-                outputs = self._outputs(item, batched=batched)
-            except BackendError:
-                continue  # the model takes the sizes of the first item only
-            schema = specs.with_varying(schema, specs.row_specs(outputs, batched=batched))
-        return schema
-
     def _outputs(self, item: Item, *, batched: bool) -> tuple[TensorSpec, ...]:
-        """Return the specs of the outputs for an item, with all dims.
-
-        Raises:
-            BackendError: the model, or a hook, does not take it.
-        """
+        """Return the specs of the outputs for an item, with all dims."""
         inputs = specs.of_values(item)
         config = dataclasses.replace(self.config, max_batch_size=0, inputs=inputs)
         try:

@@ -50,11 +50,7 @@ def schema_of(
 
 
 def with_varying(schema: Schema, others: Sequence[TensorSpec]) -> Schema:
-    """Return a schema with -1 for the dims of outputs that differ from those of another run.
-
-    Raises:
-        ConfigError: the other run has other outputs.
-    """
+    """Return a schema with -1 for the dims of outputs that differ from those of another run."""
     pairs = list(zip(schema.outputs, others, strict=False))
     if len(schema.outputs) != len(others) or any(
         (spec.name, spec.dtype, len(spec.dims)) != (other.name, other.dtype, len(other.dims))
@@ -85,11 +81,7 @@ def entry_of(spec: TensorSpec) -> JsonObject:
 
 
 def of_values(values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
-    """Return the specs of values, with all dims; -1 for a size that a program does not fix.
-
-    Raises:
-        ArtifactError: Triton lacks the type of one.
-    """
+    """Return the specs of values, with all dims; -1 for a size that a program does not fix."""
     specs = []
     for name, value in values.items():
         dims = tuple(size if isinstance(size, int) else -1 for size in value.shape)

@@ -19,10 +19,6 @@ from torch_py_backend.errors import BackendError, ConfigError, ToolError, named
 from torch_py_backend.model_folders import trial
 from torch_py_backend.server import preflight
 
-_SAMPLES = (
-    "model_warmup is not needed, because this backend warms up without it; tritonserver 24.10 may"
-    " end, with all models, if one of its samples fails. Remove it."
-)
 # A frame of a traceback: file, line number, function and source line.
 _FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)(?:\n +(.+))?', re.MULTILINE)
 _COLORS = {"OK": "green", "FAILED": "red", "SKIPPED": "yellow", "PROBLEM": "red"}
@@ -75,8 +71,6 @@ def _check_model(folder: Path, timeout: float, *, traceback: bool) -> dict[str, 
                 f"config.pbtxt names the model '{document['name']}'",
                 expected="the folder's name; Triton refuses another",
             )
-        if document.get("model_warmup"):
-            notes.append(_SAMPLES)
         preflight.check_server(folder, document)
         if completion.is_incomplete(document):
             notes.append("config.pbtxt leaves out inputs or outputs; they come from the model.")

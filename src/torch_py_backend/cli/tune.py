@@ -59,7 +59,7 @@ def tune(
             )
         if completion.is_incomplete(document):
             completion.complete(pbtxt.arguments(folder, version, document), document)
-        for row in tuning.measure(folder, version, document, timeout, reduced=reduced_precision):
+        for row in tuning.candidates(folder, version, document, timeout, reduced=reduced_precision):
             rows.append(row)
             text = row.failure or f"{row.latency_gain:.2f}, {row.throughput_gain:.2f}"
             errors.print(f"{row.title}: {text}", markup=False)

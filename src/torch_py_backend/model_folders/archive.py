@@ -24,9 +24,6 @@ def unpack(archive: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
     Returns:
         The file of TorchScript, or of weights with a source file of the same name beside it; and
         entries of config.pbtxt for a model with a batch dimension.
-
-    Raises:
-        ArtifactError: it is damaged, is not such an archive, or has a handler of its own.
     """
     try:
         with zipfile.ZipFile(archive) as opened:

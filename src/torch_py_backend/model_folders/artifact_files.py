@@ -50,9 +50,6 @@ def find(path: Path, example: Path | None) -> ArtifactFiles:
     Args:
         path: the model file, or a folder that `save_pretrained` wrote.
         example: a file with valid inputs; None: one beside the model file, if there is one.
-
-    Raises:
-        ArtifactError: the path is not an artifact that can be served.
     """
     example_file = example or path.parent / EXAMPLE
     extra = {EXAMPLE: example_file.absolute()} if example_file.is_file() else {}
@@ -69,16 +66,10 @@ def find(path: Path, example: Path | None) -> ArtifactFiles:
         files = source_dependencies.find(source, path)
         return ArtifactFiles(_SOURCE, source.name, files | extra)
     if not isinstance(content, ArtifactType):
-        cure = content.cure.format(stem=path.stem)
-        if content in _WEIGHTS:
-            cure = (
-                f"Write {source.name} beside it, with the class that it belongs to, and run this"
-                " command again with --input NAME:TYPE:DIMS, such as --input x:FP32:3x224x224."
-            )
         raise ArtifactError(
             f"{path.name} is {content.value}",
             expected="TorchScript, a torch.export program, an AOTInductor package or Python source",
-            cure=cure,
+            cure=content.cure.format(stem=path.stem),
         )
     source = path.with_name("model.py")
     if source.is_file() and not discovery.defines_module(source):

@@ -10,10 +10,6 @@ from torch_py_backend.config import pbtxt
 from torch_py_backend.config.pbtxt import Document
 
 _INPUTS_ON_GPU = pbtxt.parameter("FORCE_CPU_ONLY_INPUT_TENSORS", "no")
-_COMMENTS = {
-    "input": "# What a client sends; dims without the batch dimension, -1 is any size.",
-    "output": "# What a client receives.",
-}
 
 
 def write(
@@ -28,13 +24,16 @@ def write(
     The model's signature and its required arguments are comments in the place of inputs that the
     config lacks.
     """
-    lines = [*_lines(document, description), ""]
-    lines += _tensors("input", document, required, signature)
-    lines += ["", *_tensors("output", document), "", *_settings(document), ""]
+    sent = document["input"] or [{"name": name} for name in required or ["…"]]
+    sends = "What a client sends; dims without the batch dimension, -1 is any size."
+    lines = [*_start(document, description), *_tensors("input", sent, signature or sends)]
+    received = document["output"] or [{"name": "…"}]
+    lines += _tensors("output", received, "What a client receives.")
+    lines += ["", *_settings(document), ""]
     (folder / "config.pbtxt").write_text("\n".join(lines), encoding="utf-8")
 
 
-def _lines(document: Document, description: str) -> Iterator[str]:
+def _start(document: Document, description: str) -> Iterator[str]:
     yield f"# {document['name']}: {description}, served by PyTorch."
     yield 'backend: "pytorch_py"'
     yield ""
@@ -63,19 +62,15 @@ def _settings(document: Document) -> Iterator[str]:
         yield pbtxt.parameter(key, entry["string_value"])
 
 
-def _tensors(
-    role: str, document: Document, names: Sequence[str] = (), signature: str = ""
-) -> Iterator[str]:
-    if document[role]:
-        yield _COMMENTS[role]
+def _tensors(role: str, entries: Sequence[Document], comment: str) -> Iterator[str]:
+    yield ""
+    yield f"# {comment}"
+    if all("dims" in entry for entry in entries):
         yield f"{role} ["
-        yield ",\n".join(f"  {_tensor(entry)}" for entry in document[role])
+        yield ",\n".join(f"  {_tensor(entry)}" for entry in entries)
         yield "]"
-        return
-    if signature:
-        yield f"# {signature}"
-    for name in names or ["…"]:
-        yield f"# {role} [{_tensor({'name': name})}]"
+    else:
+        yield from (f"# {role} [{_tensor(entry)}]" for entry in entries)
 
 
 def _tensor(entry: Document) -> str:

@@ -47,7 +47,7 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> JsonO
     `reference` is a file with outputs for the example beside the model, to compare with its own.
 
     Raises:
-        LoadError: the config cannot be completed, or the model cannot be served.
+        LoadError: the model cannot be served.
         OutputError: its outputs differ from the reference.
     """
     logger = logging.getLogger("torch_py_backend")

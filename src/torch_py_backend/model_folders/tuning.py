@@ -4,17 +4,20 @@ Each candidate runs in a process of its own, together with the model as configur
 timed in turn (A B B A), because the speed of a machine drifts within minutes. Numbers of threads
 and instances are not searched: docs/performance.md says how to choose them.
 
-Imports no torch: the models run in child processes (`measurement.measure`).
+torch is imported in the child processes only, in which the models run.
 """
 
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch_py_backend.config import pbtxt
+import numpy as np
+
+from torch_py_backend.config import model_config, pbtxt
 from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import LoadError
 from torch_py_backend.processes import child_process
@@ -22,9 +25,13 @@ from torch_py_backend.processes import child_process
 COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
 TUNED = ("OPTIMIZE", COMPILE, "BATCH_BUCKETS")
 """The options that a candidate replaces."""
-_MEASURE = "torch_py_backend.model_folders.measurement:measure"
+_MEASURE = "torch_py_backend.model_folders.tuning:measure"
 # The largest difference from the outputs as configured, relative to their values.
 MAX_ERROR, MAX_ERROR_REDUCED = 1e-4, 0.03
+# Calls before outputs are compared: TorchScript optimizes at the third call of a shape.
+_FIRST_CALLS = 3
+_ROUNDS = 5
+_SECONDS = 0.2  # of one measurement
 # A candidate is better from this mean gain on, and if neither gain is a loss.
 _LEAST_GAIN, _LOSS = 1.03, 0.98
 
@@ -81,7 +88,7 @@ class Row(NamedTuple):
         return math.sqrt(self.latency_gain * self.throughput_gain)
 
 
-def measure(
+def candidates(
     folder: Path, version: str, document: Document, timeout_s: float, *, reduced: bool
 ) -> Iterator[Row]:
     """Yield the figures of the model as configured, and then of each candidate that suits it.
@@ -111,6 +118,53 @@ def measure(
             yield row(title, parameters, pbtxt.arguments(folder, version, candidate))
         except LoadError as error:
             yield Row(title, parameters, failure=str(error))
+
+
+def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> dict[str, Any]:
+    """Return the figures of a `Row` for a candidate, in a child process.
+
+    The candidate is loaded first, when the process has not compiled anything yet.
+    """
+    from torch_py_backend.engine import runtime
+    from torch_py_backend.model_folders.inspection import batch, load_warm, run
+    from torch_py_backend.pipeline.differences import difference
+
+    settings = [model_config.parse(each) for each in (arguments, configured)]
+    full = max(1, settings[0].max_batch_size)
+    began = time.perf_counter()
+    engines = [load_warm(settings[0], (1, full))]
+    ready_s = time.perf_counter() - began
+    engines.append(load_warm(settings[1], (1, full)))
+    samples = [batch(engines[0], rows) for rows in (1, full)]
+    errors = []
+    # Seconds of a call of each model with each of the samples in each round.
+    seconds = np.zeros((len(engines), len(samples), _ROUNDS))
+    with runtime.mode(settings[0].options):
+        for sample in samples:
+            for _ in range(_FIRST_CALLS):
+                outputs, references = (run(engine, sample) for engine in engines)
+            errors += [difference(name, outputs[name], references[name]) for name in references]
+        for turn in range(_ROUNDS):
+            for number in (0, 1) if turn % 2 else (1, 0):
+                for size, sample in enumerate(samples):
+                    calls, began = 0, time.perf_counter()
+                    while not calls or time.perf_counter() < began + _SECONDS:
+                        run(engines[number], sample)
+                        calls += 1
+                    seconds[number, size, turn] = (time.perf_counter() - began) / calls
+    latency, of_batch = np.median(seconds[0], axis=-1)
+    ratios = seconds[1] / seconds[0]
+    gains = np.median(ratios, axis=-1, keepdims=True)
+    return {
+        "kind": engines[0].loaded.kind.name,
+        "latency_ms": 1e3 * latency,
+        "latency_gain": gains.item(0),
+        "throughput": full / of_batch,
+        "throughput_gain": gains.item(1),
+        "spread": np.abs(ratios / gains - 1).max(),
+        "ready_s": ready_s,
+        "error": max(errors),
+    }
 
 
 def best(rows: Sequence[Row], max_error: float) -> Row | None:

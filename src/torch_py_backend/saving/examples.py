@@ -13,9 +13,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.autocomplete import specs
-from torch_py_backend.config.pbtxt import JsonObject
+from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import SaveError, a_type, join_names, summarize
 from torch_py_backend.loading.example_inputs import distinct_rows
+from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.pipeline import differences
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.arguments import Passing, Signature, path_text
@@ -67,10 +68,6 @@ def from_arguments(
     """Return the example of a module without hooks, from the arguments of `save_model`.
 
     With `by_name`, all arguments are passed by name where forward() allows it.
-
-    Raises:
-        SaveError: an example is missing or does not fit forward(), or has no batch dimension.
-        ArtifactError: Triton lacks the type of a tensor.
     """
     signature = introspection.from_function(module.forward)
     call = _call(signature, example_inputs, by_name=by_name)
@@ -105,11 +102,7 @@ def _with_dims(value: Tensor) -> Tensor:
 
 
 def from_requests(example_inputs: object, max_batch_size: int | None) -> Example:
-    """Return the example of a module with hooks, whose inputs are those of a request.
-
-    Raises:
-        SaveError: an example is missing, or has other values than tensors and strings.
-    """
+    """Return the example of a module with hooks, whose inputs are those of a request."""
     if not isinstance(example_inputs, Mapping) or not example_inputs:
         raise SaveError(
             f"example_inputs is {describe_type(example_inputs)}, and the model has hooks",
@@ -126,6 +119,13 @@ def from_requests(example_inputs: object, max_batch_size: int | None) -> Example
             raise _unsupported(name, value, "a tensor, or a list of str or bytes")
     size = _batch_size(item, max_batch_size)
     return Example(item, _entries(item, {}, size), size)
+
+
+def with_known_inputs(example: Example, pretrained: Document) -> Example:
+    """Return the example with the types and sizes in config.json of a transformers model."""
+    entries = artifact_files.pretrained_inputs(pretrained, list(example.item))
+    known = [entry["name"] for entry in entries] == list(example.item)
+    return replace(example, entries=entries) if known else example
 
 
 def _batch_size(item: Mapping[str, Value], max_batch_size: int | None) -> int:
@@ -187,11 +187,7 @@ def _call(signature: Signature, example: object, *, by_name: bool) -> Arguments:
 
 
 def _run(module: nn.Module, call: Arguments) -> dict[str, Tensor]:
-    """Call a module and return its outputs that are tensors by name, on the CPU.
-
-    Raises:
-        SaveError: the call fails, or returns no tensors.
-    """
+    """Call a module and return its outputs that are tensors by name, on the CPU."""
     args, kwargs = call.map(torch.clone)  # forward() may change them in place
     try:
         result = module(*args, **kwargs)

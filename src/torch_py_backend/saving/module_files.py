@@ -55,11 +55,7 @@ class ModuleFiles:
     hooks: type | Path | None
 
     def write(self, folder: Path, kind: Format) -> dict[str, str]:
-        """Write a version folder in one format; return the options of the model.
-
-        Raises:
-            SaveError: the module cannot be saved in this format.
-        """
+        """Write a version folder in one format; return the options of the model."""
         folder.mkdir(parents=True)
         parameters: dict[str, str] = {}
         if kind == "module":
@@ -104,9 +100,6 @@ class ModuleFiles:
 
         A package serves one row as such, without a check of minimum sizes, if only the batch is
         dynamic; its answer has to be compared.
-
-        Raises:
-            SaveError: the module cannot be exported or compiled.
         """
         name, example, shapes = type(self.module).__name__, self.example, self.dynamic_shapes
         if example.arguments is None:
@@ -188,11 +181,7 @@ def _check_class(module: nn.Module, kwargs: Mapping[str, object]) -> None:
 
 
 def _write_weights(module: nn.Module, path: Path) -> None:
-    """Write the state_dict as safetensors, unless it is empty; tied weights once.
-
-    Raises:
-        SaveError: safetensors cannot store it, such as sparse tensors.
-    """
+    """Write the state_dict as safetensors, unless it is empty; tied weights once."""
     own = module.state_dict(keep_vars=True)
     state: dict[str, Tensor] = {}
     storages: set[int] = set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -21,7 +20,6 @@ from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import LoadError, SaveError, a_type, about
 from torch_py_backend.model_folders import artifact_files, config_text, creation, trial
 from torch_py_backend.saving import examples
-from torch_py_backend.saving.examples import Example
 from torch_py_backend.saving.module_files import Format, ModuleFiles
 from torch_py_backend.signature import introspection
 
@@ -113,7 +111,10 @@ def save_model(
                 )
             kwargs = dict(model_kwargs or {})
             if pretrained:
-                example, kwargs = _with_known(module, example, kwargs)
+                known: Any = module
+                example = examples.with_known_inputs(example, known.config.to_dict())
+                arguments = introspection.from_function(module.forward).named
+                kwargs = artifact_files.pretrained_kwargs(arguments) | kwargs
             own = hooks or (Path(__file__).with_name(template) if template else None)
             files = ModuleFiles(module, example, dynamic_shapes, kwargs, pretrained, processor, own)
             options = {
@@ -137,12 +138,7 @@ def save_model(
 def _write(
     folder: Path, files: ModuleFiles, formats: Sequence[Format], document: Document
 ) -> list[str]:
-    """Write the folder in the first format in which the module can be saved; return warnings.
-
-    Raises:
-        SaveError: it can be saved in none of them.
-        LoadError: the saved model does not load, or its answers differ.
-    """
+    """Write the folder in the first format in which the module can be saved; return warnings."""
     try:
         return _write_format(folder, files, formats[0], document)
     except (SaveError, LoadError) as error:
@@ -191,24 +187,8 @@ def _is_pretrained(module: object) -> bool:
     )
 
 
-def _with_known(
-    module: Any, example: Example, kwargs: dict[str, object]
-) -> tuple[Example, dict[str, object]]:
-    """Return the example and the arguments of a model of transformers, with what is known of it."""
-    names = list(example.item)
-    entries = artifact_files.pretrained_inputs(module.config.to_dict(), names)
-    if [entry["name"] for entry in entries] == names:
-        example = dataclasses.replace(example, entries=entries)
-    arguments = introspection.from_function(module.forward).named
-    return example, artifact_files.pretrained_kwargs(arguments) | kwargs
-
-
 def _template(module: object, processor: object, hooks: type | None, *, pretrained: bool) -> str:
-    """Return the file with the hooks for a processor; empty: there is none, or the user's hooks.
-
-    Raises:
-        SaveError: the processor is not one of those that `save_model` names.
-    """
+    """Return the file with the hooks for a processor; empty: there is none, or the user's hooks."""
     kinds = {"pad_token": _TEXT, "image_mean": _IMAGE}
     files = [file for attribute, file in kinds.items() if hasattr(processor, attribute)]
     if processor is not None and not (pretrained and files):

@@ -29,17 +29,9 @@ _INSTALLED = [
 
 
 def write(folder: Path, stem: str, value: type, name: str, *, write_out: bool = False) -> None:
-    """Write a source file that has a class, after a user's own file with its name.
+    """Write a source file, `stem`.py, that has a class by a name, after a user's own such file.
 
-    Args:
-        folder: the version folder.
-        stem: the name of the file without its suffix.
-        value: the class.
-        name: its name in the file.
-        write_out: write the source of a class of a script or notebook into the file.
-
-    Raises:
-        SaveError: the class cannot be imported.
+    With `write_out`, the source of a class of a script or notebook is written into the file.
     """
     local = "<locals>" in value.__qualname__
     origin = None if local else _origin(value.__name__, value)
