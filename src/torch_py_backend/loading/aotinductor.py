@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 from unittest import mock
 
 import torch
@@ -88,7 +88,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
                 rows.least,
             )
 
-        def module(*leaves: Tensor) -> Any:
+        def module(*leaves: Tensor) -> object:
             return pytree.tree_unflatten(call(list(leaves)), out_spec)
 
         # Removed before the process ends, too: a package on a GPU reads its kernels when it needs

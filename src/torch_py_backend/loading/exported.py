@@ -39,7 +39,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     path = artifact.path
     program = _read(path)
     if config.options.enable_weight_sharing is not False:
-        tables: tuple[dict[str, Any], ...] = (program.state_dict, program.constants)
+        tables: tuple[dict[str, object], ...] = (program.state_dict, program.constants)
         for table in tables:
             # torch reads weights as views. Their bases would keep the memory that is replaced.
             table.update(

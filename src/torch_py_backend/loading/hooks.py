@@ -7,13 +7,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
@@ -169,7 +167,7 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
     return hooks
 
 
-def _construct(config: ModelConfig, path: Path) -> Any:
+def _construct(config: ModelConfig, path: Path) -> object:
     """Return an instance of the class `Hooks` of a file."""
     hooks_class = getattr(python_source.import_source(path), "Hooks", None)
     if not isinstance(hooks_class, type):
@@ -178,16 +176,13 @@ def _construct(config: ModelConfig, path: Path) -> Any:
             expected=f"a class of that name with {_EXPECTED}",
             cure="Rename the file if it serves another purpose.",
         )
-    keywords: dict[str, Path] = {}
-    with contextlib.suppress(TypeError, ValueError):  # some built-in classes have no signature
-        if "folder" in inspect.signature(hooks_class).parameters:
-            keywords["folder"] = config.version_folder
-    return python_source.call(
-        path,
-        "Hooks",
-        lambda: hooks_class(**keywords),
-        cure="Its arguments are none, or `folder`, which is the version's folder.",
-    )
+
+    def build() -> object:
+        takes_folder = "folder" in inspect.signature(hooks_class).parameters
+        return hooks_class(folder=config.version_folder) if takes_folder else hooks_class()
+
+    cure = "Its arguments are none, or `folder`, which is the version's folder."
+    return python_source.call(path, "Hooks", build, cure=cure)
 
 
 def _create_hook(path: Path, name: str, method: Callable[..., Tree]) -> Hook:
@@ -209,12 +204,13 @@ def _create_hook(path: Path, name: str, method: Callable[..., Tree]) -> Hook:
 
 def _check_config(config: ModelConfig, hooks: Hooks) -> None:
     """Raise ConfigError if the config contradicts the hooks."""
-    reads = hooks.takes_parameters
+    reads, batched = hooks.takes_parameters, ", ".join(hooks.per_batch)
+    names = [spec.name for spec in config.inputs]
     forward = "Do in forward() what the hooks do, or remove hooks.py."
     rules = (
         (
-            hooks.per_batch and not config.max_batch_size,
-            f"Hooks has {', '.join(hooks.per_batch)}(), and max_batch_size is 0",
+            batched and not config.max_batch_size,
+            f"Hooks has {batched}(), and max_batch_size is 0",
             "Set max_batch_size, or remove them: each request is then one item.",
         ),
         (
@@ -230,7 +226,7 @@ def _check_config(config: ModelConfig, hooks: Hooks) -> None:
         ),
         (config.decoupled, "config.pbtxt has a decoupled policy, and the model has hooks", forward),
         (
-            reads and any(spec.name == ARGUMENT for spec in config.inputs),
+            reads and ARGUMENT in names,
             f"an input is named {ARGUMENT}, like the argument for a request's parameters",
             "Rename the input.",
         ),

@@ -16,7 +16,7 @@ import logging
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BindingError, counted, join_names
@@ -274,7 +274,7 @@ def _check_argument(
 
 def _builder(
     feeds: Mapping[Path, str], kind: ArgumentType | None, names: list[str]
-) -> Callable[[Sequence[object]], Any]:
+) -> Callable[[Sequence[object]], object]:
     """Return a function that makes an argument, or a part of one, of columns.
 
     Args:
