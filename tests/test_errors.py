@@ -66,11 +66,6 @@ def _differentiate(x: torch.Tensor) -> torch.Tensor:
     return torch.autograd.grad(x.requires_grad_().sum(), x)[0]
 
 
-def _differentiate_outside(x: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode(False), torch.enable_grad():
-        return _differentiate(x)
-
-
 def _save_for_backward(x: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode(False), torch.enable_grad():
         return _differentiate(x * torch.ones(1, requires_grad=True))
@@ -80,9 +75,7 @@ def _retain(x: torch.Tensor) -> None:
     (x + 1).retain_grad()
 
 
-@pytest.mark.parametrize(
-    "forward", [_differentiate, _differentiate_outside, _save_for_backward, _retain]
-)
+@pytest.mark.parametrize("forward", [_differentiate, _save_for_backward, _retain])
 @pytest.mark.parametrize("scripted", [False, True])
 def test_gradients(forward: Callable[[torch.Tensor], object], scripted: bool) -> None:
     """Where torch refuses gradients, the error says what they need."""

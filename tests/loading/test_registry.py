@@ -94,22 +94,26 @@ def scripted() -> Any:
 # --- Python source ---------------------------------------------------------------------------
 
 
-def test_module_is_ready_to_be_called(tmp_path: Path) -> None:
-    """A source becomes a module with its weights, in eval mode, without gradients."""
-    store(tmp_path, state=STATE)
-    loaded = load(tmp_path)
-    assert torch.equal(loaded.module(X), Y)  # without eval(), dropout would clear nearly all
-    assert not any(tensor.requires_grad for tensor in loaded.weights)
-    assert sorted(tensor.sum().item() for tensor in loaded.weights) == SUMS
-    assert loaded.rows == ANY_ROWS
+def test_model_is_ready_to_be_called(tmp_path: Path) -> None:
+    """A source becomes a module with its weights, in eval mode, without gradients; a script too."""
+    store(tmp_path / "module", state=STATE)
+    store_script(tmp_path / "script", scripted())
+    for name in ("module", "script"):
+        loaded = load(tmp_path / name)
+        assert torch.equal(loaded.module(X), Y)  # without eval(), dropout would clear nearly all
+        assert loaded.signature.named == ["x"]
+        assert sorted(tensor.sum().item() for tensor in loaded.weights) == SUMS
+        assert loaded.rows == ANY_ROWS
+    assert not any(tensor.requires_grad for tensor in load(tmp_path / "module").weights)
 
 
 @pytest.mark.parametrize(("device", "expected"), [(CPU, "cpu"), (META, "meta"), (None, "cpu")])
 def test_device(device: torch.device | None, expected: str, tmp_path: Path) -> None:
-    """A module is moved to the device of its instance; without one it stays where it is."""
+    """A model is moved to the device of its instance; without one it stays where it is."""
     store(tmp_path / "module", state=STATE)
     store_script(tmp_path / "script", scripted())
-    for name in ("module", "script"):
+    save_program(build.write(tmp_path / "program", "model.pt2", ""))
+    for name in ("module", "script", "program"):
         tensors = load(tmp_path / name, device).weights
         assert {tensor.device.type for tensor in tensors} == {expected}
 
@@ -156,15 +160,6 @@ def test_object_that_cannot_be_called(
 # --- TorchScript -----------------------------------------------------------------------------
 
 
-def test_torchscript_is_ready_to_be_called(tmp_path: Path) -> None:
-    """TorchScript is loaded in eval mode, with its parameters and buffers."""
-    store_script(tmp_path, scripted())
-    loaded = load(tmp_path)
-    assert torch.equal(loaded.module(X), Y)
-    assert loaded.signature.named == ["x"]
-    assert sorted(tensor.sum().item() for tensor in loaded.weights) == SUMS
-
-
 def test_method_that_torchscript_lacks_is_refused(tmp_path: Path) -> None:
     """A method that TorchScript does not export is refused by its name."""
     store_script(tmp_path, torch.jit.script(OnlyEncodes()))
@@ -174,21 +169,33 @@ def test_method_that_torchscript_lacks_is_refused(tmp_path: Path) -> None:
             load(tmp_path, method=method)
 
 
+def save_program(path: Path) -> None:
+    torch.export.save(torch.export.export(nn.Linear(2, 3), (torch.rand(4, 2),)), path)
+
+
 @pytest.mark.parametrize(
-    ("member", "old", "new"),
+    ("kind", "member", "old", "new"),
     [
-        ("version", b"", None),
-        (".py", b"forward", b"for ward"),
-        ("data.pkl", b"offset", b"offsit"),  # a weight of another name
+        ("TorchScript", "version", b"", None),
+        ("TorchScript", ".py", b"forward", b"for ward"),
+        ("TorchScript", "data.pkl", b"offset", b"offsit"),  # a weight of another name
+        ("a torch.export program", "/weights/weight_0", b"", None),
+        ("a torch.export program", "model.json", b"}", b""),
+        ("a torch.export program", "archive_version", b"", b"999"),
     ],
 )
-def test_torchscript_that_cannot_be_loaded(
-    member: str, old: bytes, new: bytes | None, tmp_path: Path
+def test_archive_that_cannot_be_loaded(
+    kind: str, member: str, old: bytes, new: bytes | None, tmp_path: Path
 ) -> None:
     """The error names the version of torch and its reason, and no folder."""
-    path = store_script(tmp_path, scripted())
+    path = build.write(tmp_path, "model.pt", "")
+    if kind == "TorchScript":
+        torch.jit.save(scripted(), path)
+    else:
+        save_program(path)
     with zipfile.ZipFile(path) as file:
         members = {name: file.read(name) for name in file.namelist()}
+    assert any(name.endswith(member) for name in members)
     with zipfile.ZipFile(path, "w") as file:
         for name, content in members.items():
             if not name.endswith(member):
@@ -198,7 +205,7 @@ def test_torchscript_that_cannot_be_loaded(
     with pytest.raises(ArtifactError) as raised:
         load(tmp_path)
     text = str(raised.value)
-    assert f"model.pt is TorchScript that torch {torch.__version__} cannot load" in text
+    assert f"model.pt is {kind} that torch {torch.__version__} cannot load" in text
     assert str(tmp_path) not in text
 
 
