@@ -66,13 +66,7 @@ def from_triton(name: str) -> DType:
 
 def parse(subject: str, name: str) -> DType:
     """Return the type of `subject` in config.pbtxt; raise ConfigError if it is unknown."""
-    dtype = from_config(name)
-    if dtype is None:
+    if name not in _BY_CONFIG:
         names = ", ".join(_BY_CONFIG)
         raise ConfigError(f"{subject} has data_type {name}", expected=f"one of {names}")
-    return dtype
-
-
-def from_config(name: str) -> DType | None:
-    """Return the type with this name in config.pbtxt, or None."""
-    return _BY_CONFIG.get(name)
+    return _BY_CONFIG[name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,16 +125,19 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     parameters = options.parse(document.get("parameters", {}))
     sequencing = sequence_config.parse(document)
     states = sequencing.states if sequencing is not None else ()
-    inputs: tuple[TensorSpec, ...] = ()
-    outputs: tuple[TensorSpec, ...] = ()
+    inputs, outputs = [], []
     if complete:
-        state_inputs = (
-            TensorSpec(state.input, state.dtype, state.dims, origin=Origin.STATE)
-            for state in states
-        )
-        inputs = (*_specs("input", document), *state_inputs)
-        listed = _specs("output", document)
-        outputs = (*listed, *_state_outputs(states, listed))
+        inputs, outputs = _specs("input", document), _specs("output", document)
+    listed = {spec.name: str(spec) for spec in outputs}
+    for state in states if complete else ():
+        inputs.append(TensorSpec(state.input, state.dtype, state.dims, origin=Origin.STATE))
+        output = TensorSpec(state.output, state.dtype, state.dims, origin=Origin.STATE)
+        if output.name not in listed:
+            outputs.append(output)
+            continue
+        found = f"the output {listed[output.name]} is a state, too"
+        expected = f"{output}, as in sequence_batching"
+        refuse(listed[output.name] != str(output), found, expected)
     # The count of a group is per GPU.
     groups = document.get("instance_group", ())
     instances = [int(group["count"]) * max(1, len(group.get("gpus", ()))) for group in groups]
@@ -147,8 +150,8 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         device_id=int(args["model_instance_device_id"]),
         instances=max(1, sum(instances)),
         max_batch_size=document["max_batch_size"],
-        inputs=inputs,
-        outputs=outputs,
+        inputs=tuple(inputs),
+        outputs=tuple(outputs),
         default_model_filename=document.get("default_model_filename") or None,
         # `runtime` is no evidence: Triton sets it to "model.py" for every Python-based backend.
         python_runtime="pytorch" in (document.get("backend"), document.get("platform")),
@@ -170,11 +173,11 @@ def listed_inputs(args: Mapping[str, str]) -> tuple[TensorSpec, ...]:
     return tuple(_spec("input", entry) for entry in entries)
 
 
-def _specs(role: str, document: Document) -> tuple[TensorSpec, ...]:
+def _specs(role: str, document: Document) -> list[TensorSpec]:
     entries = document.get(role, [])
     expected = f"at least one {role} with name, data_type and dims"
     refuse(not entries, f"config.pbtxt lists no {role}", expected)
-    return tuple(_spec(role, entry) for entry in entries)
+    return [_spec(role, entry) for entry in entries]
 
 
 def _spec(role: str, entry: Document) -> TensorSpec:
@@ -186,16 +189,3 @@ def _spec(role: str, entry: Document) -> TensorSpec:
         bool(entry.get("allow_ragged_batch")),
         reshaped=entry.get("reshape") is not None,
     )
-
-
-def _state_outputs(states: Iterable[State], listed: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
-    """Yield the outputs for states that the config does not list as outputs."""
-    listed_by_name = {spec.name: spec for spec in listed}
-    for state in states:
-        spec = TensorSpec(state.output, state.dtype, state.dims, origin=Origin.STATE)
-        if state.output not in listed_by_name:
-            yield spec
-            continue
-        output = str(listed_by_name[state.output])
-        found = f"the output {output} is a state, too"
-        refuse(output != str(spec), found, f"{spec}, as in sequence_batching")
