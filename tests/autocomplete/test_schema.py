@@ -60,11 +60,6 @@ class _Typed(nn.Module):
         return {"sum": x + ids[..., None], "parts": parts}
 
 
-class _Total(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.sum()
-
-
 def _export(module: nn.Module, dims: Any, *args: Any, **keywords: Any) -> Any:
     return torch.export.export(module, args, keywords, dynamic_shapes=dims)
 
@@ -93,26 +88,11 @@ _THREE = "OUTPUT__0 FP32 [3]"
     [
         pytest.param(lambda: _one_of(_batch(1, 5)), _ONE, _THREE, 5, id="batch-of-5-at-most"),
         pytest.param(
-            lambda: kinds._program(kinds.CASES["fixed"]),
-            "x FP32 [4, 4]",
-            "OUTPUT__0 FP32 [4, 3]",
-            0,
-            id="fixed",
-        ),
-        pytest.param(
             _typed,
             "x FP32 [-1, 4]; ids INT64 [-1]; mask BOOL [1]",
             "sum FP32 [-1, 4]; OUTPUT__3 BOOL [1]; OUTPUT__4 BF16 [-1, 4]",
             64,
             id="types-and-sizes",
-        ),
-        # Without a batch dimension, Triton allows no empty dims.
-        pytest.param(
-            lambda: _export(_Total(), None, torch.rand(2, 4)),
-            "x FP32 [2, 4]",
-            "OUTPUT__0 FP32 [1]",
-            0,
-            id="scalar",
         ),
     ],
 )
@@ -127,14 +107,6 @@ def test_exported(
 
 # --- inputs that config.pbtxt lists ------------------------------------------------------------
 
-_ROWS = (
-    _HEADER
-    + """
-def forward(x, texts: list[str], scale: float = 1.0):
-    assert texts == ["text"] * len(texts)
-    return {"wide": torch.cat([x, x], -1) * scale, "first": x[..., 0]}
-"""
-)
 _STRICT = (
     _HEADER
     + """
@@ -151,33 +123,6 @@ def _listed(**dims: list[int]) -> list[dict[str, Any]]:
         {"name": name, "data_type": types.get(name, "TYPE_FP32"), "dims": shape}
         for name, shape in dims.items()
     ]
-
-
-@pytest.mark.parametrize(
-    ("size", "x", "outputs", "max_batch_size"),
-    [
-        (4, [-1], "wide FP32 [-1]; first FP32 [1]", 8),
-        (4, [3], "wide FP32 [6]; first FP32 [1]", 8),
-        (0, [2, -1], "wide FP32 [2, -1]; first FP32 [2]", 0),
-    ],
-    ids=["any-size", "fixed", "without-a-batch"],
-)
-def test_outputs_of_listed_inputs(
-    tmp_path: Path, size: int, x: list[int], outputs: str, max_batch_size: int
-) -> None:
-    """Without an example, outputs and their variable dims come from runs with made-up values."""
-    build.write(tmp_path, "model.py", _ROWS.encode())
-    inputs = _listed(x=x, texts=[1], scale=[1])
-    described = _describe(tmp_path, input=inputs, max_batch_size=size)
-    assert described[1:] == (outputs, max_batch_size)
-
-
-def test_variable_dims_of_an_example(tmp_path: Path) -> None:
-    """If the config lists -1, outputs are also inferred with another size than the example's."""
-    source = _STRICT + "def example_inputs():\n    return {'x': torch.full((2, 5), 2.0)}\n"
-    build.write(tmp_path, "model.py", source.encode())
-    _, outputs, _ = _describe(tmp_path, input=_listed(x=[-1]), max_batch_size=4)
-    assert outputs == "OUTPUT__0 FP32 [-1]"
 
 
 @pytest.mark.parametrize(
@@ -295,16 +240,6 @@ def test_examples(
     )
     build.write(tmp_path, "model.py", source)
     assert _describe(tmp_path) == described
-
-
-def test_one_value_per_row(tmp_path: Path) -> None:
-    """Triton requires a dimension, which a reshape removes."""
-    source = _FUNCTION.format(body="x + 1", examples="{'x': torch.rand(2)}")
-    build.write(tmp_path, "model.py", source)
-    entry = {"data_type": "TYPE_FP32", "dims": [1], "reshape": {"shape": []}}
-    described = _schema(tmp_path)
-    assert described["input"] == [{"name": "x", **entry}]
-    assert described["output"] == [{"name": "OUTPUT__0", **entry}]
 
 
 def test_file_of_examples(tmp_path: Path) -> None:

@@ -110,37 +110,18 @@ def test_init_of_a_package_for_cuda(tmp_path: Path) -> None:
     assert document["parameters"]["FORCE_CPU_ONLY_INPUT_TENSORS"] == {"string_value": "no"}
 
 
-def test_init_takes_what_the_source_needs(tmp_path: Path) -> None:
-    """Modules of the source's folder and the shards of its weights are served with it."""
-    first, _, _ = models.source(models.Affine).partition("class ")
-    source = f"{first}from layers.affine import Affine as Base\n\n\nclass Net(Base):\n    pass\n"
-    scenarios.text(source + kinds._EXAMPLE_FUNCTION, "net.py")(tmp_path)
-    (tmp_path / "layers").mkdir()
-    scenarios.text("", "layers/__init__.py")(tmp_path)
-    scenarios.text(models.source(models.Affine), "layers/affine.py")(tmp_path)
-    scenarios.text("not wanted", "notes.py")(tmp_path)
-    state = scenarios.affine().state_dict()
-    index = {"weight_map": {key: f"net-{number}.safetensors" for number, key in enumerate(state)}}
-    for key, file in index["weight_map"].items():
-        scenarios.safe({key: state[key]}, file)(tmp_path)
-    scenarios.text(json.dumps(index), "net.safetensors.index.json")(tmp_path)
-    _init(tmp_path, "net.py")
-    version = tmp_path / "net" / "1"
-    files = [str(path.relative_to(version)) for path in version.rglob("*") if path.is_file()]
-    taken = {"layers/__init__.py", "layers/affine.py", *index["weight_map"].values()}
-    assert set(files) == taken | {"model.py", "model.safetensors.index.json"}
-
-
 def test_init_takes_the_source_beside_a_script(tmp_path: Path) -> None:
     """A model.py without a module, which the model imports, is served with it; another is not."""
     scenarios.script(models.Affine(), "net.pt")(tmp_path)
     scenarios.text("import registers\n" + kinds._EXAMPLE_FUNCTION)(tmp_path)
-    scenarios.text("", "registers.py")(tmp_path)
+    (tmp_path / "registers").mkdir()
+    scenarios.text("", "registers/__init__.py")(tmp_path)
     scenarios.safe({"x": torch.rand(2, 4)}, "example_inputs.safetensors")(tmp_path)
     version = tmp_path / "net" / "1"
     taken = {"model.pt", "example_inputs.safetensors"}
     _init(tmp_path, "net.pt")
-    assert {path.name for path in version.iterdir()} == taken | {"model.py", "registers.py"}
+    assert {path.name for path in version.iterdir()} == taken | {"model.py", "registers"}
+    assert (version / "registers" / "__init__.py").is_file()
     scenarios.python(models.Negate)(tmp_path)
     _init(tmp_path, "net.pt", "--force")
     assert {path.name for path in version.iterdir()} == taken

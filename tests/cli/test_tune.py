@@ -106,39 +106,33 @@ def test_choice(write: bool, is_set: bool, tmp_path: Path) -> None:
     assert (by_hand in done.stdout) == is_set
 
 
+_REDUCED = "--reduced-precision"
+
+
 @pytest.mark.parametrize(
-    ("speed", "error", "options", "chosen"),
+    ("speed", "error", "spread", "options", "says"),
     [
-        (2.0, 1e-5, (), True),
-        (2.0, 1e-3, (), False),
-        (2.0, 1e-3, ("--reduced-precision",), True),
-        (1.02, 0.0, (), False),
+        (2.0, 1e-5, 0.0, (), "fastest: freeze"),
+        (2.0, 1e-3, 0.0, (), "nothing is faster"),
+        (2.0, 1e-3, 0.0, (_REDUCED,), "fastest: freeze"),
+        (1.02, 0.0, 0.2, (), "nothing is faster"),
     ],
 )
-def test_inexact_or_not_faster(
+def test_verdict(
     speed: float,
     error: float,
+    spread: float,
     options: tuple[str, ...],
-    chosen: bool,
+    says: str,
     simulated: _Measured,
     tmp_path: Path,
 ) -> None:
-    """It is not chosen if its outputs differ, but for reduced precision, or without a gain."""
-    simulated.speeds["freeze"] = speed
-    simulated.errors["freeze"] = error
-    done = command_line.run("tune", str(_model(tmp_path)), *options)
-    assert ("fastest: freeze" in done.stdout) == chosen
-    assert ("nothing is faster" in done.stdout) != chosen
-
-
-@pytest.mark.parametrize(("spread", "is_noted"), [(0.2, True), (0.0, False)])
-def test_doubtful_figures(
-    spread: float, is_noted: bool, simulated: _Measured, tmp_path: Path
-) -> None:
-    """Figures with a wide spread come with a warning."""
+    """A candidate without a gain, or with other outputs, is not chosen; doubts are noted."""
+    simulated.speeds["freeze"], simulated.errors["freeze"] = speed, error
     simulated.spread = spread
-    done = command_line.run("tune", str(_model(tmp_path)))
-    assert ("the rounds differ widely" in done.stdout) == is_noted
+    done = command_line.run("tune", str(_model(tmp_path)), *options)
+    assert says in done.stdout
+    assert ("the rounds differ widely" in done.stdout) == (spread > 0)
 
 
 def test_runtimes_that_suit(simulated: _Measured, tmp_path: Path) -> None:

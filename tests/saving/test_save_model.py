@@ -120,8 +120,6 @@ class InPlace(nn.Module):
 
 _RUN = child_process.run
 _X = torch.rand(2, 4)
-_IDS = {"ids": torch.randint(0, 20, (2, 5))}
-_LENGTHS = {"ids": {0: Dim("batch"), 1: Dim("length")}}
 
 
 def _saved(folder: Path, module: nn.Module, **options: Any) -> dict[str, Any]:
@@ -173,13 +171,17 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]
         {"example_inputs": ({"a": _X, "b": torch.rand(2, 3)},)},
         {"input": {"a": [4], "b": [3]}, "output": {"double": [4], "first": [1]}, "rows": 8},
     ),
-    "dynamic_shapes": (
-        models.Negate,
+    "dynamic_shapes, tied weights": (
+        Tied,
         {
-            "example_inputs": torch.rand(2, 5, 4),
-            "dynamic_shapes": {"x": {0: Dim("batch"), 1: Dim("length")}},
+            "example_inputs": {"ids": torch.randint(0, 20, (2, 5))},
+            "dynamic_shapes": {"ids": {0: Dim("batch"), 1: Dim("length")}},
         },
-        {"input": {"x": [-1, 4]}, "output": {"OUTPUT__0": [-1, 4]}, "rows": 8},
+        {
+            "input": {"ids": [-1]},
+            "output": {"OUTPUT__0": [-1, 20], "OUTPUT__1": []},
+            "rows": 8,
+        },
     ),
 }  # fmt: skip
 
@@ -208,14 +210,6 @@ def test_example_changed_in_place(kind: Any, tmp_path: Path) -> None:
     saved = tmp_path / "models" / "net" / "1" / "example_inputs.safetensors"
     assert torch.equal(safetensors.torch.load_file(saved)["x"], _X)
     assert torch.equal(example, _X)
-
-
-@pytest.mark.parametrize("kind", ["module", "export"])
-def test_weights_that_share_memory(kind: Any, tmp_path: Path) -> None:
-    """Tied weights and views are saved; sizes of `dynamic_shapes` are -1."""
-    document = _saved(tmp_path, Tied(), format=kind, example_inputs=_IDS, dynamic_shapes=_LENGTHS)
-    assert _tensors(document, "input") == {"ids": [-1]}
-    assert _tensors(document, "output") == {"OUTPUT__0": [-1, 20], "OUTPUT__1": []}
 
 
 @pytest.mark.parametrize("module", [Centering(), Running()])
@@ -286,18 +280,6 @@ def test_default_format(
     assert ("model.safetensors" in files) == (file == "model.py")
 
 
-def test_hooks(tmp_path: Path) -> None:
-    """A class of hooks is written beside the model; the config has its inputs and outputs."""
-    document = _saved(
-        tmp_path, models.Affine(), hooks=models.Measure,
-        example_inputs={"text": ["a", "longer"]},
-    )  # fmt: skip
-    assert _tensors(document, "input") == {"text": [1]}
-    assert _tensors(document, "output") == {"label": [], "scores": [3]}
-    source = (tmp_path / "models" / "net" / "1" / "hooks.py").read_text()
-    assert "'text': [['a'], ['longer']]" in source
-
-
 class Bytes:
     """Hooks that take a file of four bytes."""
 
@@ -307,12 +289,26 @@ class Bytes:
         return torch.tensor(list(data)) / 255
 
 
-def test_example_of_bytes(tmp_path: Path) -> None:
-    """A file as an example is saved in hooks.py, and is found again."""
-    content = b"\x00\xff\x10\x80"
-    document = _saved(tmp_path, models.Affine(), hooks=Bytes, example_inputs={"data": [content]})
-    assert repr(content) in (tmp_path / "models" / "net" / "1" / "hooks.py").read_text()
-    assert _tensors(document, "input") == {"data": [1]}
+@pytest.mark.parametrize(
+    ("hooks", "example", "source", "outputs"),
+    [
+        (
+            models.Measure,
+            {"text": ["a", "longer"]},
+            "'text': [['a'], ['longer']]",
+            {"label": [], "scores": [3]},
+        ),
+        (Bytes, {"data": [b"\x00\xff\x10\x80"]}, r"b'\x00\xff\x10\x80'", {"OUTPUT__0": [3]}),
+    ],
+)
+def test_hooks(
+    hooks: type, example: Any, source: str, outputs: dict[str, list[int]], tmp_path: Path
+) -> None:
+    """A class of hooks is written beside the model, with the example, which is found again."""
+    document = _saved(tmp_path, models.Affine(), hooks=hooks, example_inputs=example)
+    assert _tensors(document, "input") == {name: [1] for name in example}
+    assert _tensors(document, "output") == outputs
+    assert source in (tmp_path / "models" / "net" / "1" / "hooks.py").read_text()
 
 
 def test_model_py_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
