@@ -257,18 +257,6 @@ def repacked(path: Path) -> None:
             new.writestr(name, old.read(name))
 
 
-def long_names(path: Path) -> None:
-    """Write a zip of members without content whose names take a regular expression minutes."""
-    archive(*("/models/" * 4000 + "." * 32000 + str(number) for number in range(32)))(path)
-
-
-def old_program(path: Path) -> None:
-    """Write an exported program of torch before 2.7, whose members are not in a folder."""
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr("serialized_exported_program.json", "{}")
-        file.writestr("serialized_state_dict.pt", b"")
-
-
 def truncated(write: _Writer, share: float) -> _Writer:
     def cut(path: Path) -> None:
         write(path)
@@ -305,7 +293,6 @@ CONTENTS: dict[str, tuple[_Writer, ArtifactType | Misfit]] = {
         lambda path: torch.export.save(torch.export.export(_MODULE, (torch.ones(1, 4),)), path),
         ArtifactType.EXPORTED,
     ),
-    "exported before torch 2.7": (old_program, ArtifactType.EXPORTED),
     # A package may hold its program, too.
     "AOTInductor package": (
         archive("models/model.json", "data/aotinductor/model/abc.so"),
@@ -313,7 +300,6 @@ CONTENTS: dict[str, tuple[_Writer, ArtifactType | Misfit]] = {
     ),
     "head of a zip": (raw(b"PK\x03\x04" + bytes(60)), discovery.UNKNOWN),
     "nearly a state_dict": (truncated(save(_STATE), 0.999), discovery.UNKNOWN),
-    "names that take quadratic time to match": (long_names, discovery.UNKNOWN),
 }
 
 

@@ -77,7 +77,6 @@ def refusal(folder: Path, source: str | bytes, **options: Any) -> str:
         pytest.param(
             NET + "def double(x):\n    return 2 * x\n", {"model_class": "double"}, 2, id="function"
         ),
-        pytest.param(NET + "one = nn.Identity()\n", {"model_class": "one"}, 1, id="module object"),
         pytest.param(
             "def make(offset):\n    return lambda x: x + offset\n",
             {"model_factory": "make", "model_kwargs": {"offset": 5}},
@@ -132,6 +131,7 @@ def stub_module(monkeypatch: pytest.MonkeyPatch) -> None:
             "MODEL_FACTORY is 'build', which model.py does not define; expected one of Net, make",
         ),
         (NET, {"model_class": "nn"}, "MODEL_CLASS is 'nn', which"),
+        (NET + "net = Net()\n", {"model_class": "net"}, "MODEL_CLASS is 'net', which"),
         (
             "def double(x): ...\n",
             {"model_kwargs": {"factor": 3}},

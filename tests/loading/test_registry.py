@@ -290,17 +290,3 @@ def test_weights_that_a_module_does_not_miss(tmp_path: Path) -> None:
     owner: Any = load(tmp_path).owner
     assert torch.equal(owner.linear.bias, expected.linear.bias)
     assert torch.equal(owner.offset, STATE["offset"])
-
-
-def test_module_object(tmp_path: Path) -> None:
-    """A module object of model.py can be loaded again, on another device, and stays what it is."""
-    build.write(tmp_path, "model.py", "from torch import nn\n\nnet = nn.Linear(2, 3)\n")
-    options: dict[str, Any] = {"model_class": "net", "weights": "none"}
-    assert {weight.device for weight in load(tmp_path, META, **options).weights} == {META}
-    first, second = load(tmp_path, **options), load(tmp_path, **options)
-    (weight, _), (other, _) = first.weights, second.weights
-    assert torch.equal(weight, other)
-    assert weight is not other
-    source = "import threading\n\nfrom torch import nn\n\nnet = nn.Linear(2, 3)\n"
-    build.write(tmp_path, "model.py", f"{source}net.lock = threading.Lock()  # cannot be copied\n")
-    assert load(tmp_path, **options).module(X).shape == (1, 3)

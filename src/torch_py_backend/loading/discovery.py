@@ -272,12 +272,10 @@ _HEAD_BYTES = 64
 _METADATA_BYTES = 1 << 16
 # Suffixes of weights of other frameworks, which `save_pretrained` folders may hold too.
 _FOREIGN_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".gguf")
-# The members of zip archives: a part of the name, its end, and the type. No regular expressions, as
-# the names come from the file: some take quadratic time.
+# The members of zip archives: a part of the name, its end, and the type.
 _MEMBERS = (
     ("/data/aotinductor/", "", ArtifactType.AOTI),
     ("/models/", ".json", ArtifactType.EXPORTED),
-    ("", "serialized_exported_program.json", ArtifactType.EXPORTED),  # before torch 2.7
     ("/code/", "", ArtifactType.TORCHSCRIPT),
     ("", "/constants.pkl", ArtifactType.TORCHSCRIPT),
     ("", "data.pkl", STATE_DICT),

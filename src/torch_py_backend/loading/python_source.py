@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import hashlib
 import importlib.machinery
@@ -211,11 +210,6 @@ def construct(config: ModelConfig, artifact: Artifact) -> object:
                 f"MODEL_KWARGS is set, and what {path.name} serves is not constructed",
                 cure="Remove MODEL_KWARGS, or name what builds the module with MODEL_FACTORY.",
             )
-        # A later load must not change the one that is served. Some cannot be copied, such as those
-        # with locks, or with torch's first weight_norm().
-        if isinstance(target, nn.Module):
-            with contextlib.suppress(Exception):
-                return copy.deepcopy(target)
         return target
     name = options.model_factory or target.__name__
     return call(path, name, lambda: _build(config, artifact, target, keywords), cure=_KEYWORDS)
@@ -273,7 +267,7 @@ def _build(
 
 
 def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
-    """Return the class, function or module object in the source that is to be served."""
+    """Return the class or function in the source that is to be served."""
     options, own = config.options, _defined(source)
     classes = {name: value for name, value in own.items() if _is_module_class(value)}
     functions = {name: value for name, value in own.items() if inspect.isfunction(value)}
@@ -288,7 +282,8 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
     name = options.model_factory or options.model_class
     if name is not None:
         target = getattr(source, name, None)
-        if callable(target):
+        # A later load must not change the module that is served: it is constructed each time.
+        if callable(target) and not isinstance(target, nn.Module):
             return target
         key = "MODEL_FACTORY" if options.model_factory else "MODEL_CLASS"
         raise ArtifactError(
