@@ -28,7 +28,6 @@ from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline.hooks import HookedPipeline
-from torch_py_backend.pipeline.inputs import Inputs
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.values import Item
 
@@ -227,40 +226,25 @@ class _Trial:
 
     def _outputs(self, item: Item, *, batched: bool) -> tuple[TensorSpec, ...]:
         """Return the specs of the outputs for an item, with all dims."""
-        inputs = specs.of_values(item)
-        config = dataclasses.replace(self.config, max_batch_size=0, inputs=inputs)
+        inputs, signature = specs.of_values(item), self.loaded.signature
+        rows = inputs[0].dims[0] if batched and inputs[0].dims else 0
+        config = dataclasses.replace(
+            self.config,
+            inputs=specs.row_specs(inputs, batched=rows > 0),
+            outputs=(),
+            max_batch_size=rows,
+        )
+        hooks = self.hooks or Hooks()
         try:
             with self.runtime.guard():
-                if self.hooks is None:
-                    return specs.of_result(self._call(config, item), "forward()")
-                rows = inputs[0].dims[0] if batched else 0
-                config = dataclasses.replace(
-                    config,
-                    inputs=specs.row_specs(inputs, batched=batched),
-                    outputs=(),
-                    max_batch_size=rows,
-                )
-                pipeline = HookedPipeline(
-                    config, self.loaded.signature, self.hooks, self.runtime.device
-                )
+                pipeline = HookedPipeline(config, signature, hooks, self.runtime.device)
                 result, of_row = pipeline.run_unchecked(self.loaded.module, item)
         except BackendError:
             raise
         except Exception as error:  # the model's own code runs here
-            raise ForwardError(error, self.loaded.signature.name) from error
-        outputs = specs.of_result(result, "postprocess()")
-        if batched and of_row:
+            raise ForwardError(error, signature.name) from error
+        returns = "forward()" if self.hooks is None else "postprocess()"
+        outputs = specs.of_result(result, returns)
+        if rows and of_row:
             return tuple(dataclasses.replace(spec, dims=(rows, *spec.dims)) for spec in outputs)
         return outputs
-
-    def _call(self, config: ModelConfig, item: Item) -> object:
-        """Return the result of a model without hooks."""
-        module = self.loaded.module
-        group = Inputs(config, self.loaded.signature).stage(
-            lambda binding: lambda *columns: binding.call(module, columns)
-        )
-        (entry,), groups = group([item])
-        if isinstance(entry, BackendError):
-            raise entry
-        columns, _ = groups[0].gather(groups[0].items)
-        return groups[0].call(*self.runtime.to_device(columns))
