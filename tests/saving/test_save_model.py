@@ -289,6 +289,11 @@ class Bytes:
         return torch.tensor(list(data)) / 255
 
 
+class Scaled:
+    def preprocess(self, text: str, scale: Tensor) -> Tensor:
+        return len(text) * scale
+
+
 @pytest.mark.parametrize(
     ("hooks", "example", "source", "outputs"),
     [
@@ -299,6 +304,12 @@ class Bytes:
             {"label": [], "scores": [3]},
         ),
         (Bytes, {"data": [b"\x00\xff\x10\x80"]}, r"b'\x00\xff\x10\x80'", {"OUTPUT__0": [3]}),
+        (
+            Scaled,
+            {"text": ["ab"], "scale": torch.ones(1, 4)},
+            "'scale': torch.tensor([[1.0, 1.0, 1.0, 1.0]], dtype=torch.float32)",
+            {"OUTPUT__0": [3]},
+        ),
     ],
 )
 def test_hooks(
@@ -306,7 +317,9 @@ def test_hooks(
 ) -> None:
     """A class of hooks is written beside the model, with the example, which is found again."""
     document = _saved(tmp_path, models.Affine(), hooks=hooks, example_inputs=example)
-    assert _tensors(document, "input") == {name: [1] for name in example}
+    assert _tensors(document, "input") == {
+        name: [4] if name == "scale" else [1] for name in example
+    }
     assert _tensors(document, "output") == outputs
     assert source in (tmp_path / "models" / "net" / "1" / "hooks.py").read_text()
 

@@ -144,18 +144,22 @@ class ModuleFiles:
 
 
 def _write_example(folder: Path, item: Item) -> None:
-    """Write an example into a file, or one of strings into a function of hooks.py."""
-    tensors, lines = {}, ""
+    """Write an example into a file, or one with strings into a function of hooks.py."""
+    tensors = {name: value for name, value in item.items() if isinstance(value, Tensor)}
+    if len(tensors) == len(item):
+        # Copied, because they may share memory.
+        copies = {name: value.detach().cpu().clone() for name, value in tensors.items()}
+        packed = {name: value.contiguous() for name, value in copies.items()}
+        safetensors.torch.save_file(packed, folder / EXAMPLE)
+        return
+    lines = ["", "", "def example_inputs():", "    import torch", "", "    return {"]
     for name, value in item.items():
+        text = repr(value.tolist())
         if isinstance(value, Tensor):
-            tensors[name] = value.detach().cpu().clone().contiguous()  # they may share memory
-        else:
-            lines += f"        {name!r}: {value.tolist()!r},\n"
-    if tensors:
-        safetensors.torch.save_file(tensors, folder / EXAMPLE)
-    else:
-        with (folder / HOOKS).open("a", encoding="utf-8") as file:
-            file.write(f"\n\ndef example_inputs():\n    return {{\n{lines}    }}\n")
+            text = f"torch.tensor({text}, dtype={value.dtype})"
+        lines.append(f"        {name!r}: {text},")
+    with (folder / HOOKS).open("a", encoding="utf-8") as file:
+        file.write("\n".join([*lines, "    }", ""]))
 
 
 def _check_class(module: nn.Module, kwargs: Mapping[str, object]) -> None:
