@@ -8,29 +8,43 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from torch_py_backend.autocomplete import specs
-from torch_py_backend.autocomplete.specs import Schema
-from torch_py_backend.config import model_config, pbtxt
+from torch_py_backend.config import dtypes, model_config, pbtxt
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.runtime import Runtime
-from torch_py_backend.errors import BackendError, ConfigError, ForwardError, InputError, OutputError
+from torch_py_backend.errors import (
+    ArtifactError,
+    BackendError,
+    ConfigError,
+    ForwardError,
+    InputError,
+    OutputError,
+    join_names,
+)
 from torch_py_backend.loading import aotinductor, discovery, example_inputs, exported, registry
 from torch_py_backend.loading import hooks as user_hooks
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.hooks import Hooks
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.pipeline.hooks import HookedPipeline
+from torch_py_backend.pipeline.outputs import unchecked
+from torch_py_backend.signature import results
 from torch_py_backend.signature.arguments import Signature
-from torch_py_backend.values import Item
+from torch_py_backend.values import Item, Value
 
+# The max_batch_size of a model that takes any number of rows.
+DEFAULT_BATCH_SIZE = 8
+# A larger limit in an exported program stands for "any number of rows".
+_MAX_BATCH_SIZE = 4096
+_STRINGS = dtypes.from_triton("BYTES")
 # Models whose tensors are not inferred from a run, by the key of config.pbtxt.
 _NOT_RUN = {
     "batch_input": "a model with ragged inputs",
@@ -66,12 +80,7 @@ def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> Json
             )
     config = model_config.parse(arguments, complete=False)
     listed = model_config.listed_inputs(arguments)
-    schema = _infer(config, listed, finds_batch=finds_batch or not listed)
-    return {
-        "input": [specs.entry_of(spec) for spec in schema.inputs],
-        "output": [specs.entry_of(spec) for spec in schema.outputs],
-        "max_batch_size": schema.max_batch_size,
-    }
+    return _infer(config, listed, finds_batch=finds_batch or not listed)
 
 
 def signature(arguments: Mapping[str, str]) -> Signature:
@@ -90,7 +99,7 @@ def _device(artifact: Artifact) -> torch.device:
     return aotinductor.device_of(artifact.path) if packaged else torch.device("cpu")
 
 
-def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, finds_batch: bool) -> Schema:
+def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, finds_batch: bool) -> JsonObject:
     """Return the schema of the artifact in a model's version folder.
 
     Without an example, the values of the inputs in config.pbtxt are made up.
@@ -132,13 +141,13 @@ def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, finds_batch: bo
         ) from error
 
 
-def _from_program(path: Path) -> Schema:
+def _from_program(path: Path) -> JsonObject:
     """Return the schema that an exported program declares; sizes that are not fixed are -1."""
     *tensors, rows = exported.describe(path)
-    inputs, outputs = (specs.of_values(values) for values in tensors)
+    inputs, outputs = (of_values(values) for values in tensors)
     # A fixed first dimension is not taken for a batch.
     batched = {spec.dims[:1] for spec in (*inputs, *outputs)} == {(-1,)}
-    return specs.schema_of(inputs, outputs, rows.most, batched=batched)
+    return _schema(inputs, outputs, rows.most, batched=batched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +159,9 @@ class _Trial:
     hooks: Hooks | None
     runtime: Runtime
 
-    def schema(self, listed: Sequence[TensorSpec], example: Item, *, finds_batch: bool) -> Schema:
+    def schema(
+        self, listed: Sequence[TensorSpec], example: Item, *, finds_batch: bool
+    ) -> JsonObject:
         """Return the schema for the inputs in the config, or for those of an example.
 
         Output dims that differ between sizes of the inputs are -1.
@@ -175,13 +186,11 @@ class _Trial:
             except BackendError as error:
                 errors.append(error)
                 continue
-            inputs, most = specs.of_values(item), self.loaded.rows.most
-            schema = specs.schema_of(inputs, outputs, most, batched=batched)
             for other in others:
                 with contextlib.suppress(ForwardError, InputError, OutputError):
-                    outputs = self._outputs(other, batched=batched)
-                    schema = specs.with_varying(schema, specs.row_specs(outputs, batched=batched))
-            return schema
+                    varied = self._outputs(other, batched=batched)
+                    outputs = _with_varying(outputs, varied)
+            return _schema(of_values(item), outputs, self.loaded.rows.most, batched=batched)
         raise errors[0]
 
     def _items(self, listed: Sequence[TensorSpec], example: Item, *, batched: bool) -> list[Item]:
@@ -226,11 +235,11 @@ class _Trial:
 
     def _outputs(self, item: Item, *, batched: bool) -> tuple[TensorSpec, ...]:
         """Return the specs of the outputs for an item, with all dims."""
-        inputs, signature = specs.of_values(item), self.loaded.signature
+        inputs, signature = of_values(item), self.loaded.signature
         rows = inputs[0].dims[0] if batched and inputs[0].dims else 0
         config = dataclasses.replace(
             self.config,
-            inputs=specs.row_specs(inputs, batched=rows > 0),
+            inputs=_row_specs(inputs, batched=rows > 0),
             outputs=(),
             max_batch_size=rows,
         )
@@ -244,7 +253,91 @@ class _Trial:
         except Exception as error:  # the model's own code runs here
             raise ForwardError(error, signature.name) from error
         returns = "forward()" if self.hooks is None else "postprocess()"
-        outputs = specs.of_result(result, returns)
+        outputs = of_result(result, returns)
         if rows and of_row:
             return tuple(dataclasses.replace(spec, dims=(rows, *spec.dims)) for spec in outputs)
         return outputs
+
+
+# --- specs of tensors -------------------------------------------------------------------------
+
+
+def _schema(
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    max_rows: int | None,
+    *,
+    batched: bool,
+) -> JsonObject:
+    """Return the schema of tensors with all dims; `max_rows` limits the batch; None: no limit."""
+    if max_rows is None or max_rows > _MAX_BATCH_SIZE:
+        max_rows = DEFAULT_BATCH_SIZE
+    return {
+        "input": entries(inputs, batched=batched),
+        "output": entries(outputs, batched=batched),
+        "max_batch_size": max_rows if batched else 0,
+    }
+
+
+def _with_varying(
+    outputs: Sequence[TensorSpec], others: Sequence[TensorSpec]
+) -> tuple[TensorSpec, ...]:
+    """Return outputs with -1 for the dims that differ from those of another run."""
+    pairs = list(zip(outputs, others, strict=False))
+    if len(outputs) != len(others) or any(
+        (spec.name, spec.dtype, len(spec.dims)) != (other.name, other.dtype, len(other.dims))
+        for spec, other in pairs
+    ):
+        raise ConfigError(
+            "config.pbtxt lists no outputs, and the model returns other outputs for other sizes:"
+            f" {join_names(map(str, outputs))}, or {join_names(map(str, others))}",
+            cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
+        )
+    varying = []
+    for spec, other in pairs:
+        sizes = zip(spec.dims, other.dims, strict=True)
+        dims = tuple(size if size == changed else -1 for size, changed in sizes)
+        varying.append(dataclasses.replace(spec, dims=dims))
+    return tuple(varying)
+
+
+def entries(specs: Iterable[TensorSpec], *, batched: bool) -> list[JsonObject]:
+    """Return tensors with all dims as inputs or outputs of config.pbtxt."""
+    return [
+        {"name": spec.name, "data_type": spec.dtype.config, **pbtxt.dims_entry(spec.dims)}
+        for spec in _row_specs(specs, batched=batched)
+    ]
+
+
+def of_values(values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
+    """Return the specs of values, with all dims; -1 for a size that a program does not fix."""
+    specs = []
+    for name, value in values.items():
+        dims = tuple(size if isinstance(size, int) else -1 for size in value.shape)
+        try:
+            dtype = dtypes.from_torch(value.dtype) if isinstance(value, Tensor) else _STRINGS
+        except KeyError:
+            raise ArtifactError(
+                f"tensor '{name}' is {str(value.dtype).removeprefix('torch.')}, which no request"
+                " can carry",
+                expected=", ".join(row.torch for row in dtypes.TABLE if row.torch),
+            ) from None
+        specs.append(TensorSpec(name, dtype, dims))
+    return tuple(specs)
+
+
+def _row_specs(specs: Iterable[TensorSpec], *, batched: bool) -> tuple[TensorSpec, ...]:
+    """Return specs without the batch dimension, if there is one."""
+    # Without a batch dimension Triton allows no empty dims: a scalar is a list of one value.
+    return tuple(
+        dataclasses.replace(spec, dims=spec.dims[1:] if batched else spec.dims or (1,))
+        for spec in specs
+    )
+
+
+def of_result(result: object, of: str) -> tuple[TensorSpec, ...]:
+    """Return the specs of the leaves of a result of the function `of`, with all dims."""
+    names = results.leaf_names(result)
+    parts = results.bind_outputs(names, result, of)(result)
+    named = zip(names, parts, strict=True)
+    return of_values({name: unchecked(name, part) for name, part in named})

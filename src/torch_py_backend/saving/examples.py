@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.autocomplete import specs
+from torch_py_backend.autocomplete import schema
 from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import SaveError, a_type, join_names, summarize
 from torch_py_backend.loading.example_inputs import distinct_rows
@@ -133,7 +133,7 @@ def _batch_size(item: Mapping[str, Value], max_batch_size: int | None) -> int:
     if max_batch_size is not None:
         return max_batch_size
     rows = next(iter(item.values())).shape[:1]
-    return max(specs.DEFAULT_BATCH_SIZE, *rows, 0)
+    return max(schema.DEFAULT_BATCH_SIZE, *rows, 0)
 
 
 def _entries(
@@ -141,11 +141,11 @@ def _entries(
 ) -> list[JsonObject]:
     """Return the inputs in config.pbtxt; the dims in `dynamic` are -1."""
     whole = []
-    for spec in specs.of_values(item):
+    for spec in schema.of_values(item):
         varying = dynamic.get(spec.name, ())
         dims = tuple(-1 if dim in varying else size for dim, size in enumerate(spec.dims))
         whole.append(replace(spec, dims=dims))
-    return [specs.entry_of(spec) for spec in specs.row_specs(whole, batched=max_batch_size > 0)]
+    return schema.entries(whole, batched=max_batch_size > 0)
 
 
 def describe_type(value: object) -> str:
