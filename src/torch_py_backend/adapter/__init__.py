@@ -207,7 +207,6 @@ class TritonPythonModel:
 
     def execute(self, requests: Sequence[Any]) -> Any:
         """Return one response for each request, in order; None for a decoupled model."""
-        logs.end_with_server()
         if self._weights is not None and (changed := self._weights.changed()):
             self._refuse_all(f"{changed} was written in place while its pages were in use")
         if self._streaming is not None:  # its thread reports when it is busy

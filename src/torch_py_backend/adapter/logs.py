@@ -3,7 +3,7 @@
 An instance whose tritonserver has ended without stopping it, as after kill -9, ends by itself,
 unless it is waiting for an answer of the server: a message to a server that has ended, be it a
 metric, a log or the deletion of a request, holds a mutex for ever that the stub needs to end. From
-its first call on, the kernel kills it.
+some seconds after its load on, the kernel kills it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def end_if_orphaned() -> None:
 def end_with_server() -> None:
     """Let the kernel kill this process when the server ends, whatever it is doing then.
 
-    Not while it is loaded: the signal is sent when the thread that started this process ends, which
-    is one of the server's until the load has ended, and then its main thread.
+    Not while it is loaded, nor soon after it: the signal is sent when the thread of the server ends
+    that started this process. When a thread that loads models has ended, that is the main thread.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     end_if_orphaned()

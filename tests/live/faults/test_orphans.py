@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import living
@@ -22,6 +23,8 @@ from torch_py_backend.server import Server
 pytestmark = pytest.mark.slow
 
 _COUNT = 2
+# Three seconds after its load, the kernel kills an instance with the server.
+_WATCHED_S = 5.0
 _HANGS = """
 import ctypes
 
@@ -69,6 +72,7 @@ def test_a_killed_server(tmp_path: Path) -> None:
     with serving.running(tmp_path) as server:
         instances = psutil.Process(server.process.pid).children(recursive=True)
         assert len(instances) == _COUNT * len(_TABLE)
+        time.sleep(_WATCHED_S)
         _work(server)
         # Not reaped, as in a container without an init process: Triton's stub notices nothing.
         server.process.kill()
