@@ -102,15 +102,6 @@ def test_reshape(changes: dict[str, Any], dims: tuple[int, ...]) -> None:
         assert spec.reshaped is (changes.get("reshape") is not None)
 
 
-def test_settings_of_a_tensor() -> None:
-    """An input is optional or ragged only if the config says so."""
-    ids = tensor(name="ids", data_type="TYPE_STRING", allow_ragged_batch=True)
-    config = parsed(input=[tensor(), tensor(name="mask", optional=True), ids])
-    assert [spec.optional for spec in config.inputs] == [False, True, False]
-    assert [spec.ragged for spec in config.inputs] == [False, False, True]
-    assert str(config.inputs[-1]) == "ids BYTES [4]"
-
-
 # --- batch_input and batch_output ----------------------------------------------------------------
 
 

@@ -163,10 +163,3 @@ def test_invalid_setting(document: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         model_config.parse(build.arguments(**tensors | document))
     assert message in str(raised.value)
-
-
-@pytest.mark.parametrize("role", ["input", "output"])
-def test_incomplete_config(role: str) -> None:
-    """A config without tensors is accepted for its completion."""
-    incomplete = model_config.parse(build.arguments(**{role: []}), complete=False)
-    assert (incomplete.inputs, incomplete.outputs) == ((), ())

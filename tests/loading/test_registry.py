@@ -273,20 +273,3 @@ def test_entry_point(
     loaded = _streaming(tmp_path, which, **overrides)
     assert str(loaded.signature) == takes
     assert (loaded.step is not None) is steps
-
-
-# --- options for modules only ----------------------------------------------------------------
-
-
-def test_weights_that_a_module_does_not_miss(tmp_path: Path) -> None:
-    """A module may accept a file without some of its weights, which have their random values."""
-    accepts = (
-        "    def load_state_dict(self, it):\n        super().load_state_dict(it, strict=False)\n"
-    )
-    store(tmp_path, NET + accepts, {key: STATE[key] for key in ("linear.weight", "offset")})
-    torch.manual_seed(0)
-    expected = Net()
-    torch.manual_seed(0)
-    owner: Any = load(tmp_path).owner
-    assert torch.equal(owner.linear.bias, expected.linear.bias)
-    assert torch.equal(owner.offset, STATE["offset"])
