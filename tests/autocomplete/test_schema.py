@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import build
-import kinds
 import pytest
 import safetensors.torch
 import scenarios
@@ -60,49 +58,20 @@ class _Typed(nn.Module):
         return {"sum": x + ids[..., None], "parts": parts}
 
 
-def _export(module: nn.Module, dims: Any, *args: Any, **keywords: Any) -> Any:
-    return torch.export.export(module, args, keywords, dynamic_shapes=dims)
-
-
-def _batch(least: int = 1, most: int | None = 64) -> Any:
-    return {0: torch.export.Dim("batch", min=least, max=most)}
-
-
-def _one_of(rows: Any) -> Any:
-    return _export(kinds.One(), (rows,), torch.rand(2, 4))
-
-
-def _typed() -> Any:
+def test_exported(tmp_path: Path) -> None:
+    """Names, types, dims and the batch come from the program; it and examples are not used."""
     args = torch.rand(3, 5, 4), torch.ones(3, 5, dtype=torch.int64)
+    mask = torch.ones(3, 1, dtype=torch.bool)
     one, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", max=32)
     shapes = {"x": {0: one, 1: length}, "ids": {0: one, 1: length}, "mask": {0: one}}
-    return _export(_Typed(), shapes, *args, mask=torch.ones(3, dtype=torch.bool).reshape(3, 1))
-
-
-_ONE = "x FP32 [4]"
-_THREE = "OUTPUT__0 FP32 [3]"
-
-
-@pytest.mark.parametrize(
-    ("program", "inputs", "outputs", "size"),
-    [
-        pytest.param(lambda: _one_of(_batch(1, 5)), _ONE, _THREE, 5, id="batch-of-5-at-most"),
-        pytest.param(
-            _typed,
-            "x FP32 [-1, 4]; ids INT64 [-1]; mask BOOL [1]",
-            "sum FP32 [-1, 4]; OUTPUT__3 BOOL [1]; OUTPUT__4 BF16 [-1, 4]",
-            64,
-            id="types-and-sizes",
-        ),
-    ],
-)
-def test_exported(
-    tmp_path: Path, program: Callable[[], Any], inputs: str, outputs: str, size: int
-) -> None:
-    """Names, types, dims and the batch come from the program; it and examples are not used."""
+    program = torch.export.export(_Typed(), args, {"mask": mask}, dynamic_shapes=shapes)
     build.write(tmp_path, "example_inputs.safetensors", b"no such file")
-    torch.export.save(program(), tmp_path / "1" / "model.pt2")
-    assert _describe(tmp_path) == (inputs, outputs, size)
+    torch.export.save(program, tmp_path / "1" / "model.pt2")
+    assert _describe(tmp_path) == (
+        "x FP32 [-1, 4]; ids INT64 [-1]; mask BOOL [1]",
+        "sum FP32 [-1, 4]; OUTPUT__3 BOOL [1]; OUTPUT__4 BF16 [-1, 4]",
+        64,
+    )
 
 
 # --- inputs that config.pbtxt lists ------------------------------------------------------------
@@ -247,7 +216,7 @@ def test_file_of_examples(tmp_path: Path) -> None:
     build.write(tmp_path, "model.py", _FUNCTION.format(body="x[:, :3]", examples="1 / 0"))
     examples = {"x": torch.rand(2, 4)}
     safetensors.torch.save_file(examples, tmp_path / "1" / "example_inputs.safetensors")
-    assert _describe(tmp_path) == (_ONE, _THREE, 8)
+    assert _describe(tmp_path) == ("x FP32 [4]", "OUTPUT__0 FP32 [3]", 8)
 
 
 # --- errors ----------------------------------------------------------------------------------

@@ -10,14 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import build
-import models
 import pytest
 import torch
 
-from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import LoadError
 from torch_py_backend.model_folders import inspection, tuning
-from torch_py_backend.values import Item
 
 _X = {"name": "x", "data_type": "TYPE_FP32", "dims": [4]}
 _RAGGED = _X | {"dims": [-1], "allow_ragged_batch": True}
@@ -54,24 +51,10 @@ def _arguments(folder: Path, source: str, **document: Any) -> dict[str, str]:
 # --- measurements ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> list[Item]:
-    """The batches that are measured; each measurement is one call."""
-    batches: list[Item] = []
-    run = inspection.run
-
-    def recorded(engine: Engine, item: Item) -> Item:
-        batches.append(item)
-        return run(engine, item)
-
-    monkeypatch.setattr(inspection, "run", recorded)
-    monkeypatch.setattr(tuning, "_SECONDS", 0.0)
-    return batches
-
-
 @pytest.mark.parametrize("size", [6, 0])
-def test_figures(tmp_path: Path, size: int, measured: list[Item]) -> None:
+def test_figures(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Figures of one row and of a full batch; the error is relative to the outputs."""
+    monkeypatch.setattr(tuning, "_SECONDS", 0.0)
     configured = _arguments(tmp_path, "return 2 * x", max_batch_size=size)
     candidate = _arguments(tmp_path / "other", "return 2.2 * x", max_batch_size=size)
     figures = tuning.measure(candidate, configured)
@@ -79,33 +62,6 @@ def test_figures(tmp_path: Path, size: int, measured: list[Item]) -> None:
     assert figures.pop("error") == pytest.approx(0.1, rel=0.2)
     assert figures.pop("spread") >= 0
     assert min(figures.values()) > 0
-    shapes = {tuple(batch["x"].shape) for batch in measured}
-    assert shapes == ({(1, 4), (6, 4)} if size else {(4,)})
-
-
-_STRING = {"data_type": "TYPE_STRING", "dims": [2]}
-
-
-@pytest.mark.parametrize(
-    ("source", "document"),
-    [
-        (
-            models.source(models.Blobs),
-            {"input": [_STRING | {"name": "blobs"}], "output": [_STRING | {"name": "y"}]},
-        ),
-        (
-            "return 2 * x.reshape(sizes.shape[0], -1)",
-            {"input": [_RAGGED | {"dims": [4]}], "batch_input": [_SIZES]},
-        ),
-    ],
-    ids=["strings", "ragged"],
-)
-def test_other_inputs(
-    source: str, document: dict[str, Any], tmp_path: Path, measured: list[Item]
-) -> None:
-    """Strings and ragged batches are passed to both models and compared."""
-    given = _arguments(tmp_path, source, max_batch_size=2, **document)
-    assert tuning.measure(given, given)["error"] == 0
 
 
 # --- the report --------------------------------------------------------------------------------

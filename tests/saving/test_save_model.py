@@ -134,42 +134,37 @@ def _tensors(document: dict[str, Any], role: str) -> dict[str, list[int]]:
     return {entry["name"]: pbtxt.model_dims(entry) for entry in document[role]}
 
 
-_CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]] = {
-    "tensor": (
-        models.Affine,
-        {"example_inputs": _X},
-        {"input": {"x": [4]}, "output": {"OUTPUT__0": [3]}, "rows": 8},
-    ),
+_DIMS = dict[str, list[int]]
+_CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], _DIMS, _DIMS, int]] = {
+    "tensor": (models.Affine, {"example_inputs": _X}, {"x": [4]}, {"OUTPUT__0": [3]}, 8),
     "one row": (
         models.Affine,
         {"example_inputs": _X[:1], "max_batch_size": 32},
-        {"input": {"x": [4]}, "output": {"OUTPUT__0": [3]}, "rows": 32},
+        {"x": [4]},
+        {"OUTPUT__0": [3]},
+        32,
     ),
-    "without a batch dimension": (
-        Total,
-        {"example_inputs": {"x": _X}},
-        {"input": {"x": [2, 4]}, "output": {"OUTPUT__0": [1]}, "rows": 0},
-    ),
+    "without a batch": (Total, {"example_inputs": {"x": _X}}, {"x": [2, 4]}, {"OUTPUT__0": [1]}, 0),
     "without dimensions": (
         models.Negate,
         {"example_inputs": torch.tensor(1.0)},
-        {"input": {"x": [1]}, "output": {"OUTPUT__0": [1]}, "rows": 0},
+        {"x": [1]},
+        {"OUTPUT__0": [1]},
+        0,
     ),
     "nested": (
         Nested,
         {"example_inputs": (_X, {"bias": _X}, (_X, _X))},
-        {
-            "input": {
-                "x": [4], "ARGS[1][bias]": [4], "ARGS[2][0]": [4], "ARGS[2][1]": [4],
-            },
-            "output": {"y": [4]},
-            "rows": 8,
-        },
+        {"x": [4], "ARGS[1][bias]": [4], "ARGS[2][0]": [4], "ARGS[2][1]": [4]},
+        {"y": [4]},
+        8,
     ),
     "keys": (
         Keys,
         {"example_inputs": ({"a": _X, "b": torch.rand(2, 3)},)},
-        {"input": {"a": [4], "b": [3]}, "output": {"double": [4], "first": [1]}, "rows": 8},
+        {"a": [4], "b": [3]},
+        {"double": [4], "first": [1]},
+        8,
     ),
     "dynamic_shapes, tied weights": (
         Tied,
@@ -177,27 +172,24 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], dict[str, Any]]
             "example_inputs": {"ids": torch.randint(0, 20, (2, 5))},
             "dynamic_shapes": {"ids": {0: Dim("batch"), 1: Dim("length")}},
         },
-        {
-            "input": {"ids": [-1]},
-            "output": {"OUTPUT__0": [-1, 20], "OUTPUT__1": []},
-            "rows": 8,
-        },
+        {"ids": [-1]},
+        {"OUTPUT__0": [-1, 20], "OUTPUT__1": []},
+        8,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", _FORMATS)
 @pytest.mark.parametrize("case", _CASES)
 def test_folder(case: str, kind: Any, tmp_path: Path) -> None:
     """The config has the names, dims and batch of the module, whatever the format is."""
-    build, options, expected = _CASES[case]
+    build, options, inputs, outputs, rows = _CASES[case]
     module = build()
     document = _saved(tmp_path, module, format=kind, **options)
-    assert _tensors(document, "input") == expected["input"]
-    assert _tensors(document, "output") == expected["output"]
-    assert document["max_batch_size"] == expected["rows"]
+    assert (_tensors(document, "input"), _tensors(document, "output")) == (inputs, outputs)
+    assert document["max_batch_size"] == rows
     example = tmp_path / "models" / "net" / "1" / "example_inputs.safetensors"
-    assert safetensors.torch.load_file(example).keys() == expected["input"].keys()
+    assert safetensors.torch.load_file(example).keys() == inputs.keys()
     assert module.training
 
 
@@ -504,105 +496,99 @@ def test_model_that_takes_images(tmp_path: Path) -> None:
 
 # --- bad input -------------------------------------------------------------------------------
 
-_BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "no example": (
+_Bad = tuple[Any, str, type[Exception], dict[str, Any]]
+
+
+def _bad(module: Any, says: str, error: type[Exception] = SaveError, **options: Any) -> _Bad:
+    return module, says, error, {"example_inputs": _X} | options
+
+
+_BAD = {
+    "no example": _bad(
         models.Affine(),
-        {},
-        SaveError,
         r"example_inputs is missing; expected valid arguments of forward\(x\): a tensor, a tuple",
+        example_inputs=None,
     ),
-    "shape": (
+    "shape": _bad(
         models.Affine(),
-        {"example_inputs": torch.rand(2, 5)},
-        SaveError,
         r"example_inputs does not fit forward\(x\): RuntimeError: mat1 and mat2",
+        example_inputs=torch.rand(2, 5),
     ),
-    "number": (
+    "number": _bad(
         Nested(),
-        {"example_inputs": (_X, {"bias": 1.0}, (_X, _X))},
-        SaveError,
         r"the value of 'ARGS\[1\]\[bias\]' in example_inputs is a float; expected a tensor",
+        example_inputs=(_X, {"bias": 1.0}, (_X, _X)),
     ),
-    "type": (
+    "type": _bad(
         models.Negate(),
-        {"example_inputs": _X.to(torch.complex64)},
-        ArtifactError,
         "tensor 'x' is complex64, which no request can carry",
+        ArtifactError,
+        example_inputs=_X.to(torch.complex64),
     ),
-    "batch": (
+    "batch": _bad(
         Total(),
-        {"example_inputs": _X, "max_batch_size": 4},
-        SaveError,
         "max_batch_size is 4, and .*with twice the rows they have not twice the rows",
+        max_batch_size=4,
     ),
-    "request": (
+    "request": _bad(
         models.Affine(),
-        {"example_inputs": _X, "hooks": models.Measure},
-        SaveError,
         "example_inputs is a Tensor, and the model has hooks; expected a dict of the inputs",
+        hooks=models.Measure,
     ),
-    "hooks of a program": (
+    "hooks of a program": _bad(
         Branches(2.0),
-        {"example_inputs": {"data": [bytes(4)]}, "hooks": Bytes, "format": "export"},
-        SaveError,
         r"hooks are given, and the module is saved as a program.*write hooks\.py",
+        example_inputs={"data": [bytes(4)]},
+        hooks=Bytes,
+        format="export",
     ),
-    "script": (
-        torch.jit.script(models.Affine()),
-        {"example_inputs": _X},
-        SaveError,
-        "module is TorchScript; .* `torch-py-backend init`",
+    "script": _bad(
+        torch.jit.script(models.Affine()), "module is TorchScript; .* `torch-py-backend init`"
     ),
-    "removed format": (
+    "removed format": _bad(
         models.Affine(),
-        {"example_inputs": _X, "format": "torchscript"},
-        SaveError,
         "format is 'torchscript'; expected one of module, export, aoti. Use format=",
+        format="torchscript",
     ),
-    "module": (lambda x: x, {}, SaveError, "module is a function; expected a torch.nn.Module"),
-    "rows": (models.Affine(), {"max_batch_size": -1}, SaveError, "max_batch_size is -1"),
-    "instances": (models.Affine(), {"instances": 0}, SaveError, "instances is 0"),
-    "constructor": (
+    "module": _bad(lambda x: x, "module is a function; expected a torch.nn.Module"),
+    "rows": _bad(models.Affine(), "max_batch_size is -1", max_batch_size=-1),
+    "instances": _bad(models.Affine(), "instances is 0", instances=0),
+    "constructor": _bad(
         Branches(2.0),
-        {"example_inputs": _X, "format": "module"},
-        SaveError,
         r"Branches\(\) does not make this module again: .*Pass its arguments, factor, as model_kw",
+        format="module",
     ),
-    "JSON": (
+    "JSON": _bad(
         Branches(2.0),
-        {"example_inputs": _X, "format": "module", "model_kwargs": {"factor": _X}},
-        SaveError,
         "model_kwargs cannot be written as JSON: .*Save with format='export'",
+        format="module",
+        model_kwargs={"factor": _X},
     ),
-    "export": (
+    "export": _bad(
         Branches(2.0),
-        {"example_inputs": _X, "format": "export"},
-        SaveError,
         "torch.export cannot export Branches: .*Save it with another format",
+        format="export",
     ),
-    "neither": (
+    "neither": _bad(
         Branches(2.0),
-        {"example_inputs": _X},
-        SaveError,
         r"neither as source \(Branches\(\) does not.*\) nor as a program \(torch.*\)\. Pass its",
     ),
-    "answers": (
+    "answers": _bad(
         Branches(2.0),
-        {"example_inputs": _X, "format": "module", "model_kwargs": {"factor": 3}},
-        LoadError,
         "output 'OUTPUT__0' of the saved model differs from the module's own by .*model_kwargs",
+        LoadError,
+        format="module",
+        model_kwargs={"factor": 3},
     ),
-    "kwargs": (  # which would have no effect on a program
+    "kwargs": _bad(  # which would have no effect on a program
         models.Affine(),
-        {"example_inputs": _X, "model_kwargs": {"out": 7}},
-        SaveError,
         r"Affine\(out=7\) does not make .*size mismatch for offset",
+        model_kwargs={"out": 7},
     ),
-    "processor": (
+    "processor": _bad(
         models.Affine(),
-        {"example_inputs": _X, "processor": object()},
-        SaveError,
         "processor is an object for an Affine; expected a tokenizer or an image processor",
+        processor=object(),
     ),
 }
 
@@ -611,7 +597,7 @@ _BAD: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("case", _BAD)
 def test_bad_input(case: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Bad input is one sentence, nothing is written, and torch prints nothing of its own."""
-    module, options, error, says = _BAD[case]
+    module, says, error, options = _BAD[case]
     with pytest.raises(error, match=says) as refusal:
         save_model(module, tmp_path / "models" / "net", **options)
     assert "\n" not in str(refusal.value)

@@ -174,11 +174,7 @@ def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Docu
 
 
 def _is_pretrained(module: object) -> bool:
-    """Return whether a module is a model of transformers, which `save_pretrained` saves.
-
-    Modules of other libraries have that method, too; classes derived from a model of transformers
-    cannot be imported from it.
-    """
+    """Return whether a module's class is one of transformers, whose models have save_pretrained."""
     transformers = sys.modules.get("transformers.modeling_utils")  # not imported for this
     return (
         transformers is not None
@@ -191,7 +187,8 @@ def _template(module: object, processor: object, hooks: type | None, *, pretrain
     """Return the file with the hooks for a processor; empty: there is none, or the user's hooks."""
     kinds = {"pad_token": _TEXT, "image_mean": _IMAGE}
     files = [file for attribute, file in kinds.items() if hasattr(processor, attribute)]
-    if processor is not None and not (pretrained and files):
+    fits = bool(files) if hooks is None else hasattr(processor, "save_pretrained")
+    if processor is not None and not (pretrained and fits):
         raise SaveError(
             f"processor is {a_type(processor)} for {a_type(module)}",
             expected="a tokenizer or an image processor for a model of transformers, in the format"
