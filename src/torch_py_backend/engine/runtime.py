@@ -89,38 +89,22 @@ def placement(config: ModelConfig) -> torch.device | None:
         return None
     if config.kind != "GPU":
         return torch.device("cpu")
-    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.device_id >= visible:
-        raise _missing_gpu(config, visible)
     device = torch.device("cuda", config.device_id)
-    torch.cuda.set_device(device)
     try:
+        torch.cuda.init()
+        torch.cuda.set_device(device)
         run_kernel(device)
-    except RuntimeError as error:
+    except Exception as error:  # RuntimeError, AssertionError or torch's own classes
         raise PlatformError(
-            f"torch {torch.__version__} cannot run a kernel on GPU {device.index}"
-            f" ({summarize(error)})",
-            cure="Install a torch built for this GPU, or use KIND_CPU.",
+            f"instance_group asks for GPU {device.index}, on which torch {torch.__version__} cannot"
+            f" run a kernel ({summarize(error)})",
+            cure="Use KIND_CPU, update the driver, or install a torch built for this GPU and at"
+            " most the CUDA version that nvidia-smi prints.",
         ) from error
     fraction = config.options.cuda_memory_fraction
     if fraction is not None:
         torch.cuda.set_per_process_memory_fraction(fraction, device)
     return device
-
-
-def _missing_gpu(config: ModelConfig, visible: int) -> PlatformError:
-    """Return the error for a GPU that torch does not see, with torch's reason if it sees none."""
-    problem = f"sees {visible} GPUs"
-    if not visible:
-        try:
-            torch.cuda.init()
-        except Exception as error:  # RuntimeError, AssertionError or torch's own classes
-            problem += f" ({summarize(error)})"
-    return PlatformError(
-        f"instance_group asks for GPU {config.device_id}, and torch {torch.__version__} {problem}",
-        cure="Use KIND_CPU, update the driver, or install a torch built for at most the CUDA"
-        " version that nvidia-smi prints.",
-    )
 
 
 def run_kernel(device: torch.device) -> None:
