@@ -92,6 +92,9 @@ def read(config: ModelConfig, path: Path) -> dict[str, Any]:
         found = f"cannot be read: {summarize(error)}"
         if refused:
             found = f"hold {refused[1]}, which weights_only refuses to load"
+    if path.suffix == ".safetensors":  # weights, or an example
+        cure = "Write it again with safetensors.torch.save_file, or copy it again."
+        raise ArtifactError(f"{path.name} {found}", expected="safetensors", cure=cure)
     raise ArtifactError(
         f"the weights {path.name} {found}",
         expected="a state_dict of plain tensors that torch.save wrote, or safetensors",
