@@ -134,6 +134,21 @@ def test_annotations(annotation: Any, kind: str, sent: Any, expected: Any) -> No
     assert type(received[0]) is type(expected)
 
 
+def test_a_hook_that_fills_the_same_dict_for_each_row() -> None:
+    """Each row keeps the tensors of its own call, and each request its own outputs."""
+    own: dict[str, Tensor] = {}
+
+    def fill(x: Tensor) -> dict[str, Tensor]:
+        own["x"] = x * 2
+        return own
+
+    both = {"preprocess": fill, "postprocess": lambda y: {**fill(y), "y": own.pop("x")}}
+    outcomes = engine(Recorder(), both).run([item([1.0], [2.0]), item([3.0])])
+    assert values(outcomes) == [[[4], [8]], [[12]]]
+    stack = {"preprocess": fill, "collate": lambda rows: torch.stack([row["x"] for row in rows])}
+    assert values(engine(Recorder(), stack).run([item([1.0], [2.0])])) == [[[2], [4]]]
+
+
 def test_different_shapes_are_different_calls() -> None:
     """Without collate(), rows that cannot be stacked are different calls."""
     module = Recorder()

@@ -155,6 +155,8 @@ def _refuse_scalar(expected: str, check: _CheckText | None, value: Value) -> Ref
     values = _flat(value)
     if check is not None and (error := check(values)) is not None:
         return f"is not UTF-8: {error.reason}", ""
+    if len(values) == 1:
+        return None
     distinct = set(map(repr, values))  # repr, because NaN does not equal itself
     if len(distinct) == 1:
         return None

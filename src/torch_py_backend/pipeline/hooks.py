@@ -106,38 +106,29 @@ class HookedPipeline:
         if not rows:
             raise InputError("the request has no rows")
         hook = self.hooks.preprocess
+        # Before the next row: a hook may fill the same dict for each.
+        kept = self._tensors if self.hooks.collate is None else _copied
         if hook is None:
-            prepared: list[Tree] = [dict(zip(binding.names, row, strict=True)) for row in rows]
+            prepared = [kept(dict(zip(binding.names, row, strict=True))) for row in rows]
         else:
             call: Call = hook
             if hook.takes_parameters:
                 call = hook.with_parameters(values.parameters(item))
-            prepared = [binding.call(call, row) for row in rows]
-        if self.hooks.collate is None:
-            prepared = self._stackable(prepared)
-        result: Item = {ROWS: values.objects(prepared)}
-        return values.like(item, result) if isinstance(item, RequestItem) else result
-
-    def _stackable(self, rows: Sequence[Tree]) -> list[dict[str, Tensor]]:
-        """Return the tensors of each row by name.
-
-        Raises:
-            OutputError: rows differ in shape, or hold something else.
-        """
-        tensors = [self._tensors(row) for row in rows]
-        if len(rows) > 1 and len(set(map(_key, tensors))) > 1:
-            shapes = {name: list(part.shape) for name, part in tensors[0].items()}
+            prepared = [kept(binding.call(call, row)) for row in rows]
+        if self.hooks.collate is None and len(rows) > 1 and len(set(map(_key, prepared))) > 1:
+            shapes = {name: list(part.shape) for name, part in prepared[0].items()}
             raise OutputError(
                 f"preprocess() returned {shapes} and others for rows of one request",
                 expected="the same names and shapes for each",
                 cure="Or write collate(), which makes a batch of them.",
             )
-        return tensors
+        result: Item = {ROWS: values.objects(prepared)}
+        return values.like(item, result) if isinstance(item, RequestItem) else result
 
     def _tensors(self, row: Tree) -> dict[str, Tensor]:
         """Return the tensors of a row by name, or by number if they have no names."""
         if type(row) is dict and set(map(type, row.values())) == {Tensor}:
-            return row
+            return dict(row)
         if not isinstance(row, Mapping):
             parts = row if isinstance(row, tuple) else (row,)
             row = {f"{_NUMBERED}{number}": part for number, part in enumerate(parts)}
@@ -161,10 +152,7 @@ class HookedPipeline:
         """Return the batch of prepared rows."""
         if self.hooks.collate is not None:
             # A retry passes the same rows, and some functions remove entries of their rows.
-            copies = [
-                copy.copy(row) if isinstance(row, MutableMapping | list) else row for row in rows
-            ]
-            return self.hooks.collate.with_parameters(parameters)(copies)
+            return self.hooks.collate.with_parameters(parameters)(list(map(_copied, rows)))
         if not self._batched:
             return rows[0]
         return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -298,6 +286,11 @@ def _gather_parameters(
         for _ in range(size)
     ]
     return [*columns, values.objects(rows)], sizes
+
+
+def _copied(row: Tree) -> Tree:
+    """Copy a dict or a list, which may be changed or filled again."""
+    return copy.copy(row) if isinstance(row, MutableMapping | list) else row
 
 
 def _of_rows(columns: Sequence[Value]) -> RowParameters:
