@@ -11,10 +11,9 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -74,7 +73,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         # aoti_load_package ends with this call. Before that, it imports the compiler and builds a
         # library for each instruction set, to warn of what `mismatch` has compared, in 2 to 10 s.
         # It passes the same name of the model, "not single-threaded", and one runner.
-        with reading(path, artifact.kind), mock.patch.dict(os.environ, TMPDIR=folder):
+        with reading(path, artifact.kind), _temporary_folder(folder):
             package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
             in_spec, out_spec = (pytree.treespec_loads(text) for text in package.get_call_spec())
         tree = introspection.from_tree(in_spec, {})
@@ -160,6 +159,19 @@ def _rows(call: _Run, row: list[Tensor]) -> Rows:
             limit = int(refused["limit"])
             return Rows(limit, limit if refused["relation"] == ":" else None)
     return ANY_ROWS
+
+
+@contextlib.contextmanager
+def _temporary_folder(folder: str) -> Iterator[None]:
+    """Let torch create its temporary files in a folder."""
+    before = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = folder
+    try:
+        yield
+    finally:
+        del os.environ["TMPDIR"]
+        if before is not None:
+            os.environ["TMPDIR"] = before
 
 
 def device_of(path: Path) -> torch.device:
