@@ -64,10 +64,10 @@ boolean = _words(
 matmul_precision = _words(
     "highest, high or medium", {word: word for word in ("highest", "high", "medium")}
 )
-_FLOATING = {name.lower(): name for name in ("FP16", "BF16", "FP32", "FP64")}
-floating = Parser(
+_FLOATING = ("FP16", "BF16", "FP32", "FP64")
+floating = _words(
     "FP16, BF16, FP32 or FP64",
-    lambda text: _FLOATING[text.strip().lower().removeprefix("type_")],
+    {f"{prefix}{name.lower()}": name for name in _FLOATING for prefix in ("", "type_")},
 )
 # Triton itself reads this parameter in ModelState() and accepts only these two strings:
 # https://github.com/triton-inference-server/python_backend/blob/main/src/python_be.cc
@@ -272,9 +272,7 @@ def _parse_value(key: str, parser: Parser, entry: object) -> object:
         raise refusal(key, str(entry), f"a string_value with {parser.accepted}")
     try:
         return parser.parse(text)
-    except json.JSONDecodeError as error:
-        accepted = f"{parser.accepted} (JSON says: {error})"
-        raise refusal(key, text, accepted) from None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        advice = removed_names.advice_for_value(key, text)
-        raise refusal(key, text, parser.accepted, advice) from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        is_json = isinstance(error, json.JSONDecodeError)
+        accepted = parser.accepted + (f" (JSON says: {error})" if is_json else "")
+        raise refusal(key, text, accepted, removed_names.advice_for_value(key, text)) from None

@@ -54,27 +54,27 @@ def bind_outputs(
     Raises:
         BindingError: a name matches no leaf, or there are more names than leaves.
     """
-    leaves, fields = list(_leaves(result)), _fields(result)
+    leaves = list(_leaves(result))
+    fields = [name for _, name, _ in _parts(result) or () if name is not None]
     aliases = {leaf.name: index for index, leaf in enumerate(leaves) if leaf.name is not None}
     for index, leaf in enumerate(leaves):
         aliases.setdefault(leaf.path, index)
     indices = [aliases.get(name, ordinal(name)) for name in names]
-    unknown = [index is None for index in indices]
-    in_order = any(unknown)
+    unknown = indices.count(None)
     if fields:
-        in_order = fields_optional and isinstance(result, tuple) and all(unknown)
+        problem = f"are not among the result's {join_names(fields)}"
+        in_order = fields_optional and isinstance(result, tuple) and unknown == len(names)
+    else:
+        problem = "are not all numbers (OUTPUT__0, OUTPUT__1, …)"
+        in_order = unknown > 0
     named = any(is_path(name) or name in fields for name in names)
     if in_order and not named and len(names) <= len(leaves):
-        if fields or not all(unknown):
-            problem = "are not all numbers (OUTPUT__0, OUTPUT__1, …)"
-            log.warning(
-                "the output names %s %s; they are taken in the result's order.",
-                ", ".join(names),
-                f"are not among the result's {join_names(fields)}" if fields else problem,
-            )
+        if fields or unknown < len(names):
+            warning = "the output names %s %s; they are taken in the result's order."
+            log.warning(warning, ", ".join(names), problem)
         indices = list(range(len(names)))
-    chosen = {index for index in indices if index is not None and index < len(leaves)}
-    if len(chosen) < len(names):
+    bound = {index: leaves[index] for index in indices if index is not None and index < len(leaves)}
+    if len(bound) < len(names):
         valid = [*aliases, *(f"OUTPUT__{index}" for index in range(len(leaves)))]
         raise BindingError(
             f"the outputs {join_names(names)} do not fit what {of} returns,"
@@ -82,14 +82,13 @@ def bind_outputs(
             expected=f"names among {join_names(valid)}",
             cure=_cure([name for name in names if name not in aliases], fields),
         )
-    bound = [leaves[index] for index in indices if index is not None]
-    count = len(bound)
-    in_order = [leaf.path for leaf in bound] == [f"RESULT[{index}]" for index in range(count)]
-    if isinstance(result, tuple | list) and len(result) == count and in_order:
-        return partial(_whole, count)
-    if [leaf.path for leaf in bound] == ["RESULT"]:
+    count, paths = len(bound), [leaf.path for leaf in bound.values()]
+    if paths == ["RESULT"]:
         return lambda result: (result,)
-    getters = [leaf.get for leaf in bound]
+    items = [f"RESULT[{index}]" for index in range(count)]
+    if isinstance(result, tuple | list) and len(result) == count and paths == items:
+        return partial(_whole, count)
+    getters = [leaf.get for leaf in bound.values()]
     return lambda result: [get(result) for get in getters]
 
 
@@ -103,11 +102,6 @@ def _whole(count: int, result: object) -> Sequence[object]:
 def leaf_names(result: object) -> list[str]:
     """Return a name for each leaf of a result: its key or field, else `OUTPUT__<number>`."""
     return [leaf.name or f"OUTPUT__{number}" for number, leaf in enumerate(_leaves(result))]
-
-
-def _fields(result: object) -> list[str]:
-    """Return the keys or fields at the top level of a result; empty if it has none."""
-    return [name for _, name, _ in _parts(result) or () if name is not None]
 
 
 def _leaves(
