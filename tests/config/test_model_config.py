@@ -1,6 +1,5 @@
 """Triton's arguments as a ModelConfig."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import build
 import pytest
 
 from torch_py_backend.config import dtypes, model_config
-from torch_py_backend.config.batch_io import BatchInputKind, BatchOutput
+from torch_py_backend.config.batch_io import BatchOutput
 from torch_py_backend.config.model_config import ModelConfig, Origin
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.sequence_config import ControlInput, SequenceConfig, State
@@ -106,18 +105,13 @@ def test_reshape(changes: dict[str, Any], dims: tuple[int, ...]) -> None:
 
 
 def test_batch_inputs_and_outputs() -> None:
-    """Each target of an entry is a separate input or output; both types of Triton are accepted."""
+    """Each target of an entry is a separate input or output."""
     entry = {"target_name": ["n", "m"], "source_input": ["x"]}
-    for kind, dtype in itertools.product(BatchInputKind, ("INT32", "FP32")):
-        config = parsed(
-            batch_input=[entry | {"kind": kind.value, "data_type": f"TYPE_{dtype}"}],
-            batch_output=[{"target_name": ["y"], "source_input": ["x"]}],
-        )
-        texts = [f"{name} {dtype} ({kind.value} of x)" for name in "nm"]
-        assert [str(each) for each in config.batch_inputs] == texts
-        assert config.batch_outputs == (BatchOutput("y", "x"),)
-        assert config.concatenates
-    assert not parsed().concatenates
+    kind = {"kind": "BATCH_ELEMENT_COUNT", "data_type": "TYPE_INT32"}
+    config = parsed(batch_input=[entry | kind], batch_output=[entry | {"target_name": ["y"]}])
+    texts = ["n INT32 (BATCH_ELEMENT_COUNT of x)", "m INT32 (BATCH_ELEMENT_COUNT of x)"]
+    assert [str(each) for each in config.batch_inputs] == texts
+    assert config.batch_outputs == (BatchOutput("y", "x"),)
 
 
 # --- sequence_batching --------------------------------------------------------------------
