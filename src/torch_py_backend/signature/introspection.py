@@ -75,9 +75,8 @@ def is_generator(function: Callable[..., object]) -> bool:
     """Return whether a call returns a generator, synchronous or asynchronous."""
     # The __call__ of an object is looked up in its class.
     callables = (function, type(function).__call__)
-    return any(map(inspect.isgeneratorfunction, callables)) or any(
-        map(inspect.isasyncgenfunction, callables)
-    )
+    checks = (inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    return any(check(entry) for check in checks for entry in callables)
 
 
 def _resolved(annotation: object, scope: dict[str, object]) -> object:
