@@ -51,12 +51,24 @@ def _arguments(folder: Path, source: str, **document: Any) -> dict[str, str]:
 # --- measurements ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [6, 0])
-def test_figures(tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("returned", "document"),
+    [
+        ("x", {"max_batch_size": 6}),
+        ("x", {"max_batch_size": 0}),
+        (
+            "x.reshape(sizes.shape[0], -1)",
+            {"input": [_RAGGED | {"dims": [4]}], "batch_input": [_SIZES]},
+        ),
+    ],
+)
+def test_figures(
+    returned: str, document: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Figures of one row and of a full batch; the error is relative to the outputs."""
     monkeypatch.setattr(tuning, "_SECONDS", 0.0)
-    configured = _arguments(tmp_path, "return 2 * x", max_batch_size=size)
-    candidate = _arguments(tmp_path / "other", "return 2.2 * x", max_batch_size=size)
+    configured = _arguments(tmp_path, f"return 2 * {returned}", **document)
+    candidate = _arguments(tmp_path / "other", f"return 2.2 * {returned}", **document)
     figures = tuning.measure(candidate, configured)
     assert figures.pop("kind") == "MODULE"
     assert figures.pop("error") == pytest.approx(0.1, rel=0.2)

@@ -236,7 +236,7 @@ class _Trial:
     def _outputs(self, item: Item, *, batched: bool) -> tuple[TensorSpec, ...]:
         """Return the specs of the outputs for an item, with all dims."""
         inputs, signature = of_values(item), self.loaded.signature
-        rows = inputs[0].dims[0] if batched and inputs[0].dims else 0
+        rows = inputs[0].dims[0] if batched and inputs and inputs[0].dims else 0
         config = dataclasses.replace(
             self.config,
             inputs=_row_specs(inputs, batched=rows > 0),
