@@ -72,7 +72,7 @@ class Texts(nn.Module):
         return torch.tensor(lengths), [text + "!" for text in texts]
 
 
-# registered.py has a package with a tree of inputs.
+# registered.py has a package of AOTInductor with a tree of inputs, for two rows.
 _TRACED = ("torchscript", "module", "export")
 
 
@@ -155,7 +155,6 @@ CASES = {
         lambda rows: (torch.rand(rows, 4),),
         _ONE_CONFIG,
         _CALLS,
-        # test_digits.py has a package that takes any number of rows.
         kinds=(*_TRACED, "factory"),
     ),
     "fixed": Case(
@@ -164,7 +163,7 @@ CASES = {
         config({"x": [4]}, {"y": [3]}),
         _CALLS,
         fixed=4,
-        kinds=("export", "aoti"),  # code has no fixed batch
+        kinds=("export",),
     ),
     "dict": Case(
         Difference,
@@ -280,13 +279,6 @@ def _exported(name: str) -> bytes:
     return buffer.getvalue()
 
 
-@functools.cache
-def _compiled(name: str) -> bytes:
-    buffer = io.BytesIO()
-    torch._inductor.aoti_compile_and_package(_program(CASES[name]), package_path=buffer)
-    return buffer.getvalue()
-
-
 def _write(kind: str, name: str) -> Writer:
     """Return a writer that makes the artifact when it is needed: exporting takes seconds."""
 
@@ -295,9 +287,8 @@ def _write(kind: str, name: str) -> Writer:
         module = _seeded(case.module)
         if kind == "torchscript":
             scenarios.script(_seeded(case.scripted or case.module))(folder)
-        elif kind in ("export", "aoti"):
-            content = _exported(name) if kind == "export" else _compiled(name)
-            (folder / "model.pt2").write_bytes(content)
+        elif kind == "export":
+            (folder / "model.pt2").write_bytes(_exported(name))
         else:
             file = "model.py" if kind == "module" else f"factory_{name}.py"
             scenarios.python(case.module, name=file)(folder)
@@ -341,6 +332,8 @@ def example_inputs():
     return {"texts": ["one", "two"]}
 """
 _DIGITS = Path(__file__).parents[1] / "examples" / "model_repository"
+# AOTInductor's, which takes any number of rows.
+_PACKAGE = scenarios.raw((_DIGITS / "digits_aoti/1/model.pt2").read_bytes(), "model.pt2")
 
 
 def _digits(rows: int) -> Call:
@@ -376,7 +369,7 @@ COMPLETED = (
     Scenario(
         "complete_aoti",
         scenarios.both(
-            scenarios.raw((_DIGITS / "digits_aoti/1/model.pt2").read_bytes(), "model.pt2"),
+            _PACKAGE,
             _examples({"INPUT__0": torch.rand(2, 1, 8, 8)}),
         ),
         _BARE,
@@ -447,32 +440,45 @@ COMPLETED = (
 
 # Types that the artifact contradicts: without a warm-up, too, which would fail for a package alone.
 _WITHOUT_WARMUP = _option("WARMUP", "false")
+_IMAGES = config({"INPUT__0": [1, 8, 8]}, {"OUTPUT__0": [10]})
 _ONE_OF_INT32 = _ONE_CONFIG.replace("TYPE_FP32", "TYPE_INT32", 1)
 CONTRADICTED = (
     *(
         scenarios.refused(
             f"{kind}_of_strings",
-            _write(kind, name),
+            _write(kind, "one"),
             _ONE_CONFIG.replace("TYPE_FP32", "TYPE_STRING", 1) + _WITHOUT_WARMUP,
             "input 'x' is TYPE_STRING, and forward() takes a tensor",
         )
-        for kind, name in (("torchscript", "one"), ("export", "one"), ("aoti", "fixed"))
+        for kind in ("torchscript", "export")
     ),
-    *(
-        scenarios.refused(
-            f"{kind}_of_integers",
-            _write(kind, name),
-            _ONE_OF_INT32 + _WITHOUT_WARMUP,
-            "input 'x' is TYPE_INT32",
-            "expected TYPE_FP32",
-        )
-        for kind, name in (("export", "one"), ("aoti", "fixed"))
+    scenarios.refused(
+        "export_of_integers",
+        _write("export", "one"),
+        _ONE_OF_INT32 + _WITHOUT_WARMUP,
+        "input 'x' is TYPE_INT32",
+        "expected TYPE_FP32",
+    ),
+    scenarios.refused(
+        "aoti_of_strings",
+        _PACKAGE,
+        _IMAGES.replace("FP32", "STRING", 1) + _WITHOUT_WARMUP,
+        "input 'INPUT__0' is TYPE_STRING, and forward() takes a tensor",
+    ),
+    scenarios.refused(
+        "aoti_of_integers",
+        _PACKAGE,
+        _IMAGES.replace("FP32", "INT32", 1) + _WITHOUT_WARMUP,
+        "input 'INPUT__0' is TYPE_INT32",
+        "expected TYPE_FP32",
     ),
     scenarios.refused(
         "aoti_integers_without_batches",
-        _write("aoti", "fixed"),
-        config({"x": [-1, 4]}, {"y": [-1, 3]}, max_batch_size=0).replace("FP32", "INT32", 1),
-        "input 'x' is TYPE_INT32",
+        _PACKAGE,
+        config({"INPUT__0": [-1, 1, 8, 8]}, {"OUTPUT__0": [-1, 10]}, max_batch_size=0).replace(
+            "FP32", "INT32", 1
+        ),
+        "input 'INPUT__0' is TYPE_INT32",
         "expected TYPE_FP32",
     ),
 )

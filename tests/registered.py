@@ -48,7 +48,7 @@ _HELPER = """
 def helper(x):
     return x
 """
-_X, _Y, _Z = (floats(2, 4, seed=seed) for seed in range(3))
+_X = floats(2, 4)
 _BATCH = {0: torch.export.Dim("batch", min=1, max=8)}
 _X_TO_Y = config({"x": [4]}, {"y": [4]})
 _BARE = 'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n'
@@ -91,7 +91,7 @@ _packages: dict[str, bytes] = {}
 
 
 def _compile(package: Any, path: Path) -> None:
-    """Write a package with the operator, a tree of inputs and the class; it is compiled once."""
+    """Write a package with the operator, a tree of inputs of two rows and the class, made once."""
     if package.__name__ not in _packages:
         _compile_anew(package, path)
         _packages[package.__name__] = path.read_bytes()
@@ -109,8 +109,7 @@ def _compile_anew(package: Any, path: Path) -> None:
         return torch.rand(2, 4)
 
     args, kwargs = (tensor(), {"z": tensor(), "a": [tensor()]}), {"scale": tensor()}
-    shapes = {"x": _BATCH, "extra": {"z": _BATCH, "a": [_BATCH]}, "scale": _BATCH}
-    program = torch.export.export(Both(), args, kwargs, dynamic_shapes=shapes)
+    program = torch.export.export(Both(), args, kwargs)
     torch._inductor.aoti_compile_and_package(program, package_path=str(path))
 
 
@@ -148,8 +147,15 @@ def _refused(name: str, save: _Save, source: str | None, *says: str) -> Scenario
 
 
 _IMPORT = "Import the package that registers it in model.py"
-_NESTED = {"KWARGS[scale]": _Y, "ARGS[1][a][0]": _X, "ARGS[0]": _X, "ARGS[1][z]": _Z}
+_NESTED = ("KWARGS[scale]", "ARGS[1][a][0]", "ARGS[0]", "ARGS[1][z]")
 _DOUBLED = Call({"x": _X}, {"y": 2 * _X + 1})
+
+
+def _both(rows: int) -> Call:
+    scale, a, x, z = (floats(rows, 4, seed=seed) for seed in range(4))
+    inputs = dict(zip(_NESTED, (scale, a, x, z), strict=True))
+    return Call(inputs, {"first": 2 * x + 1, "second": (z - a) * scale})
+
 
 TABLE = (
     _served(
@@ -171,7 +177,7 @@ TABLE = (
         _compile,
         "import NAME\n",
         config({name: [4] for name in _NESTED}, {"first": [4], "second": [4]}),
-        Call(_NESTED, {"first": 2 * _X + 1, "second": (_Z - _X) * _Y}),
+        *(_both(rows) for rows in (2, 1, 3, 8)),
     ),
     # hooks.py registers it, and Triton names the artifact.
     _served(
