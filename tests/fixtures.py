@@ -7,6 +7,7 @@ import locale
 import logging
 import os
 import sys
+import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -18,7 +19,7 @@ import torch
 # The adapter imports Triton's utilities, which exist only inside Triton's stub.
 sys.modules.setdefault("triton_python_backend_utils", fake_triton)
 
-from torch_py_backend import composition  # noqa: E402  after the fake
+from torch_py_backend import adapter, composition  # noqa: E402  after the fake
 from torch_py_backend.adapter import TritonPythonModel  # noqa: E402
 
 
@@ -67,8 +68,9 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
     fake_triton.Logger.lines.clear()
     fake_triton.MetricFamily.made.clear()
     fake_triton.MetricFamily.kinds.clear()
-    # What a test has made may be collected after it.
-    monkeypatch.setattr(gc, "freeze", lambda: None)
+    # What a test has made may be collected after it; to look at all objects takes 0.1 s a load.
+    idle = types.SimpleNamespace(collect=lambda: None, freeze=lambda: None)
+    monkeypatch.setattr(adapter, "gc", idle)
     # torch takes this call once in a process; every test is one.
     interop = {"threads": torch.get_num_interop_threads()}
     monkeypatch.setattr(torch, "get_num_interop_threads", lambda: interop["threads"])

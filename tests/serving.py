@@ -86,14 +86,17 @@ class Serving:
         until(lambda: part in self.log)
 
     def check(self, protocol: str, name: str, call: Call) -> None:
-        """One request has the answer, or the refusal, that the table has."""
+        """One request over `http` or `grpc` has the answer, or the refusal, that the table has."""
+        module = {"http": tritonclient.http, "grpc": tritonclient.grpc}[protocol]
+        send = getattr(self, protocol).infer
+        inputs = infer_inputs(module, call.inputs)
         if isinstance(call.expected, Refused):
             with pytest.raises(InferenceServerException) as refusal:
-                self.infer(protocol, name, call.inputs, [], **_options(call))
+                send(name, inputs, **_options(call))
             _check_refusal(refusal.value, call.expected, protocol)
             return
-        result = self.infer(protocol, name, call.inputs, list(call.expected), **_options(call))
-        check_result(result, call.expected)
+        outputs = [module.InferRequestedOutput(output) for output in call.expected]
+        check_result(send(name, inputs, outputs=outputs, **_options(call)), call.expected)
 
     def check_together(self, name: str, batch: Sequence[Call]) -> None:
         """Requests that are sent at once, each with an id: each has what the table has for it."""
@@ -115,20 +118,6 @@ class Serving:
             else:
                 assert error is None, error
                 check_result(result, call.expected)
-
-    def infer(
-        self,
-        protocol: str,
-        name: str,
-        inputs: dict[str, Any],
-        outputs: list[str],
-        **options: Any,
-    ) -> Any:
-        """One request over `http` or `grpc`; torch tensors are sent as BF16."""
-        module = {"http": tritonclient.http, "grpc": tritonclient.grpc}[protocol]
-        wanted = [module.InferRequestedOutput(output) for output in outputs]
-        send = getattr(self, protocol).infer
-        return send(name, infer_inputs(module, inputs), outputs=wanted, **options)
 
 
 def until(happened: Callable[[], object], seconds: float = 60) -> None:

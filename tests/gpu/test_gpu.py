@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from scenarios import Refused, Scenario
 from torch import Tensor, nn
 
 from torch_py_backend.adapter import TritonPythonModel, messages
+from torch_py_backend.config import pbtxt
 
 _ON_CPU = os.environ.get("GPU_DEVICE") == "cpu"
 _KIND = "CPU" if _ON_CPU else "GPU"
@@ -126,6 +129,8 @@ def test_states_are_on_the_gpu() -> None:
 def test_a_package_for_cuda_is_completed(tmp_path: Path, process: None) -> None:
     """Its shapes and rows are found out on the GPU: a package runs on the device of its build only.
 
+    So does `init`, which places its instances there.
+
     https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
     """
     affine = scenarios.affine().eval()
@@ -148,6 +153,13 @@ def test_a_package_for_cuda_is_completed(tmp_path: Path, process: None) -> None:
         (output,) = _outputs(response).values()
         expected = torch.from_numpy(scenarios.eager(affine.cpu(), x=x))
         torch.testing.assert_close(output.cpu(), expected, rtol=1e-3, atol=1e-4)
+    pytest.importorskip("typer", reason="typer is not installed (make gpu-site)")
+    command = [sys.executable, "-m", "torch_py_backend", "init", "net/1/model.pt2", "--name=other"]
+    command += ["--input=INPUT__0:FP32:4"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    groups = pbtxt.read(tmp_path / "other")["instance_group"]
+    assert [group["kind"] for group in groups] == ["KIND_GPU"]
 
 
 _DOUBLE = "def f(x):\n    return 2 * x\n"

@@ -45,20 +45,14 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
         yield running
 
 
-@pytest.fixture
-def client(serving: Serving) -> grpc.InferenceServerClient:
-    return serving.grpc
-
-
 def _logits(
-    client: grpc.InferenceServerClient, model: str, input_name: str, output: str, images: FloatArray
+    serving: Serving, model: str, input_name: str, output: str, images: FloatArray
 ) -> FloatArray:
     """Return the logits [n, 10] of images [n, 1, 8, 8]."""
     parts = []
     for start in range(0, len(images), _BATCH):
-        batch = images[start : start + _BATCH]
-        tensor = grpc.InferInput(input_name, list(batch.shape), "FP32").set_data_from_numpy(batch)
-        parts.append(client.infer(model, [tensor]).as_numpy(output))
+        tensors = infer_inputs(grpc, {input_name: images[start : start + _BATCH]})
+        parts.append(serving.grpc.infer(model, tensors).as_numpy(output))
     return np.concatenate(parts)
 
 
@@ -75,31 +69,30 @@ def _accuracy(logits: FloatArray, digits: Digits) -> float:
     ],
 )
 def test_forms_of_one_network(
-    client: grpc.InferenceServerClient, digits: Digits, model: str, input_name: str, output: str
+    serving: Serving, digits: Digits, model: str, input_name: str, output: str
 ) -> None:
     """Every form of one network returns the same logits, and classifies held-out digits."""
-    expected = _logits(client, "digits", "image", "logits", digits.images)
-    logits = _logits(client, model, input_name, output, digits.images)
+    expected = _logits(serving, "digits", "image", "logits", digits.images)
+    logits = _logits(serving, model, input_name, output, digits.images)
     assert _accuracy(logits, digits) >= REQUIRED_ACCURACY
     np.testing.assert_allclose(logits, expected, atol=_LOGITS_TOLERANCE, rtol=0)
 
 
-def test_linear_model(client: grpc.InferenceServerClient, digits: Digits) -> None:
+def test_linear_model(serving: Serving, digits: Digits) -> None:
     """A class of torch with weights from a file classifies held-out digits."""
-    logits = _logits(client, "digits_factory", "input", "logits", digits.images)
+    logits = _logits(serving, "digits_factory", "input", "logits", digits.images)
     assert _accuracy(logits, digits) >= REQUIRED_LINEAR_ACCURACY
 
 
-def test_row_by_row(client: grpc.InferenceServerClient, digits: Digits) -> None:
+def test_row_by_row(serving: Serving, digits: Digits) -> None:
     """The recurrent network classifies digits that it gets row by row, in sequences at a time."""
 
     def read(number: int) -> FloatArray:
         rows = digits.images[number, 0]
         for place, row in enumerate(rows):
-            tensor = grpc.InferInput("row", [1, len(row)], "FP32").set_data_from_numpy(row[None])
-            result = client.infer(
+            result = serving.grpc.infer(
                 "digits_lstm",
-                [tensor],
+                infer_inputs(grpc, {"row": row[None]}),
                 sequence_id=number + 1,
                 sequence_start=place == 0,
                 sequence_end=place == len(rows) - 1,
