@@ -133,7 +133,7 @@ def _configure(
             {
                 "arguments": pbtxt.arguments(folder, "1", document),
                 "pretrained": artifact.pretrained_config,
-                "settings": settings,
+                "settings": dict(settings),  # a mappingproxy is no JSON
             },
             completion.LIMIT_S,
         )
