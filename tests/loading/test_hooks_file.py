@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import build
+import models
 import pytest
+import torch
 
 from torch_py_backend.config.batch_io import BatchOutput
 from torch_py_backend.errors import ArtifactError, ConfigError, ForwardError, InputError
-from torch_py_backend.loading import discovery
+from torch_py_backend.loading import discovery, registry
 from torch_py_backend.loading import hooks as user_hooks
 from torch_py_backend.loading.hooks import Hook, Hooks
 
@@ -178,3 +180,28 @@ def test_client_errors(error: BaseException, refused: bool) -> None:
             hook()
         assert type(error).__name__ in str(raised.value)
         assert isinstance(raised.value, ForwardError) == (raised.value.__cause__ is error)
+
+
+def test_refusals_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A refusal may be a mistake in preprocess(): the log has the first one, with its line."""
+    hooks = load(tmp_path, "class Hooks:\n    def preprocess(self, x):\n        return int(x)\n")
+    assert hooks.preprocess is not None
+    for value in ("one", "two"):
+        with pytest.raises(InputError):
+            hooks.preprocess(value)
+    (refusal,) = caplog.messages
+    assert refusal.startswith("preprocess() refuses an input at line 3: ValueError: invalid lit")
+
+
+# --- beside a model.py -----------------------------------------------------------------------
+
+
+def test_class_in_the_wrong_file(tmp_path: Path) -> None:
+    """A class of hooks in the model.py beside an artifact is refused; other classes are not."""
+    torch.jit.script(models.Negate()).save(build.write(tmp_path, "model.pt", ""))
+    settings = build.config(tmp_path, default_model_filename="model.pt")
+    build.write(tmp_path, "model.py", f"class Other:\n{_POST}class Hooks:\n    pass\n")
+    registry.load(discovery.find(settings), settings, None)
+    build.write(tmp_path, "model.py", f"class Hooks:\n{_POST}")
+    with pytest.raises(ArtifactError, match=r"model\.py defines the class Hooks\. .* to hooks\.py"):
+        registry.load(discovery.find(settings), settings, None)

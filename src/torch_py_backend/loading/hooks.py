@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,8 @@ from torch_py_backend.signature.arguments import Argument, ArgumentType, Passing
 from torch_py_backend.signature.binding import bind_inputs
 from torch_py_backend.values import Parameters, Tree
 
+log = logging.getLogger(__name__)
+
 # The methods that the class may have, in the order in which they run.
 HOOK_METHODS = ("preprocess", "preprocess_batch", "collate", "postprocess", "postprocess_batch")
 _EXPECTED = f"some of the methods {', '.join(HOOK_METHODS)}"
@@ -47,7 +50,7 @@ _EXCLUSIVE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Hook:
     """One method of the hooks.
 
@@ -55,11 +58,14 @@ class Hook:
         name: the method's name.
         method: the method.
         takes_parameters: whether it takes the request's parameters.
+        file: the file that defines it.
     """
 
     name: str
     method: Callable[..., Tree]
     takes_parameters: bool
+    file: Path = Path("hooks.py")
+    _refused: bool = False
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the method.
@@ -77,10 +83,15 @@ class Hook:
             unreadable = isinstance(error, ValueError) or (
                 isinstance(error, OSError) and error.errno is None
             )
-            if unreadable and self.name.startswith("preprocess"):
-                message = f"{self.name}() refuses the input: {summarize(error)}"
-                raise InputError(message) from None
-            raise ForwardError(error, self.name) from error
+            if not (unreadable and self.name.startswith("preprocess")):
+                raise ForwardError(error, self.name) from error
+            if not self._refused:  # the first may be a mistake in the method
+                self._refused = True
+                where = python_source.error_location(error, self.file)
+                log.warning(
+                    "%s() refuses an input at %s. Further ones are not logged.", self.name, where
+                )
+            raise InputError(f"{self.name}() refuses the input: {summarize(error)}") from None
 
     def with_parameters(self, parameters: Parameters | Sequence[Parameters]) -> Callable[..., Tree]:
         """Bind the parameters of a request, or of each row, if the method takes them."""
@@ -167,6 +178,15 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
     return hooks
 
 
+def refuse_in_model(path: Path) -> None:
+    """Raise ArtifactError if a model's source defines the class of hooks, which is for hooks.py."""
+    source = python_source.import_source(path)
+    hooks_class = getattr(source, "Hooks", None)
+    is_own = getattr(hooks_class, "__module__", None) == source.__name__
+    if is_own and any(hasattr(hooks_class, name) for name in HOOK_METHODS):
+        raise ArtifactError(f"{path.name} defines the class Hooks", cure=removed_names.HOOKS_FILE)
+
+
 def _construct(config: ModelConfig, path: Path) -> object:
     """Return an instance of the class `Hooks` of a file."""
     hooks_class = getattr(python_source.import_source(path), "Hooks", None)
@@ -199,7 +219,7 @@ def _create_hook(path: Path, name: str, method: Callable[..., Tree]) -> Hook:
             expected=f"{name}(self, {argument or 'inputs by name'}), with {ARGUMENT} as the last"
             " argument if it takes them",
         ) from None
-    return Hook(name, method, takes_parameters)
+    return Hook(name, method, takes_parameters, path)
 
 
 def _check_config(config: ModelConfig, hooks: Hooks) -> None:

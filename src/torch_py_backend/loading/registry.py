@@ -12,7 +12,7 @@ import torch
 from torch_py_backend.config import removed_names
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError
-from torch_py_backend.loading import aotinductor, exported, python_source, torchscript
+from torch_py_backend.loading import aotinductor, exported, hooks, python_source, torchscript
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Forward, Loaded
 
@@ -31,6 +31,8 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     if artifact.kind not in (ArtifactType.MODULE, ArtifactType.FACTORY):
         _check_options(artifact, config)
     with beside_imported(artifact):
+        if artifact.kind is ArtifactType.MODULE:
+            hooks.refuse_in_model(artifact.path)
         return LOADERS[artifact.kind](artifact, config, device)
 
 
@@ -50,6 +52,8 @@ def beside_imported(artifact: Artifact) -> Iterator[None]:
         except ArtifactError as error:
             failure = error
             log.warning("%s %s is loaded without it.", error, artifact.path.name)
+        else:
+            hooks.refuse_in_model(artifact.source)
     try:
         yield
     except ArtifactError as error:
