@@ -26,11 +26,6 @@ def _tensor(name: str, data_type: str | None = "TYPE_FP32", dims: list[int] | No
 _X, _MASK = _tensor("x", dims=[4]), _tensor("mask", "TYPE_BOOL", [-1])
 _Y, _Z = _tensor("y", dims=[3]), _tensor("z", "TYPE_STRING", [1])
 _BATCHED = {"input": [_X, _MASK], "output": [_Y, _Z], "max_batch_size": 8}
-_ROWS = {
-    "input": [_tensor("x", dims=[2, 4])],
-    "output": [_tensor("y", dims=[2, 3])],
-    "max_batch_size": 0,
-}
 
 
 def _filled(schema: Entry, **written: Any) -> Entry:
@@ -70,31 +65,17 @@ def test_complete_config_starts_no_child(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- what is filled in -----------------------------------------------------------------------
 
 
-_NO_DIMS = {"dims": [1], "reshape": {"shape": []}}
-_VALUES = {"input": [{**_X, **_NO_DIMS}], "output": [{**_Y, **_NO_DIMS}], "max_batch_size": 8}
-
-
 @pytest.mark.parametrize(
-    ("schema", "written", "size", "x", "y"),
+    ("written", "size", "x", "y"),
     [
-        (_BATCHED, {"max_batch_size": 32}, 32, {"dims": [4]}, {"dims": [3]}),
-        (_BATCHED, {}, 8, {"dims": [4]}, {"dims": [3]}),
-        (_ROWS, {"max_batch_size": 16}, 16, {"dims": [4]}, {"dims": [3]}),
-        (
-            _BATCHED,
-            {"input": [_tensor("x", dims=[-1, 4])]},
-            0,
-            {"dims": [-1, 4]},
-            {"dims": [-1, 3]},
-        ),
-        # Triton needs a dimension for one value per row, which a reshape removes.
-        (_VALUES, {}, 8, _NO_DIMS, _NO_DIMS),
-        (_VALUES, {"input": [_tensor("x", dims=[-1])]}, 0, {"dims": [-1]}, {"dims": [-1]}),
+        ({"max_batch_size": 32}, 32, _X, _Y),
+        ({}, 8, _X, _Y),
+        ({"input": [_tensor("x", dims=[-1, 4])]}, 0, _tensor("x", dims=[-1, 4]), _Y),
+        ({"output": [_tensor("y", dims=[5])]}, 8, _X, _tensor("y", dims=[5])),
     ],
 )
-def test_batch(schema: Entry, written: Entry, size: int, x: Entry, y: Entry) -> None:
-    """A written max_batch_size is kept and decides whether dims include the batch."""
-    document = _filled(schema, **written)
+def test_written_values_are_kept(written: Entry, size: int, x: Entry, y: Entry) -> None:
+    """If the config lists the inputs, its max_batch_size applies, even if it is 0."""
+    document = _filled(_BATCHED, **written)
     assert document["max_batch_size"] == size
-    assert document["input"][0] == {**_X, **x}
-    assert document["output"][0] == {**_Y, **y}
+    assert (document["input"][0], document["output"][0]) == (x, y)

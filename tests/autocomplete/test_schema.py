@@ -58,7 +58,32 @@ class _Typed(nn.Module):
         return {"sum": x + ids[..., None], "parts": parts}
 
 
-def test_exported(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("document", "described"),
+    [
+        (
+            {},
+            (
+                "x FP32 [-1, 4]; ids INT64 [-1]; mask BOOL [1]",
+                "sum FP32 [-1, 4]; OUTPUT__3 BOOL [1]; OUTPUT__4 BF16 [-1, 4]",
+                64,
+            ),
+        ),
+        # Without a batch dimension, if the inputs are listed.
+        (
+            {"input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [-1, -1, 4]}]},
+            (
+                "x FP32 [-1, -1, 4]; ids INT64 [-1, -1]; mask BOOL [-1, 1]",
+                "sum FP32 [-1, -1, 4]; OUTPUT__3 BOOL [-1, 1]; OUTPUT__4 BF16 [-1, -1, 4]",
+                0,
+            ),
+        ),
+    ],
+    ids=["batch", "listed"],
+)
+def test_exported(
+    document: dict[str, Any], described: tuple[str, str, int], tmp_path: Path
+) -> None:
     """Names, types, dims and the batch come from the program; it and examples are not used."""
     args = torch.rand(3, 5, 4), torch.ones(3, 5, dtype=torch.int64)
     mask = torch.ones(3, 1, dtype=torch.bool)
@@ -67,11 +92,7 @@ def test_exported(tmp_path: Path) -> None:
     program = torch.export.export(_Typed(), args, {"mask": mask}, dynamic_shapes=shapes)
     build.write(tmp_path, "example_inputs.safetensors", b"no such file")
     torch.export.save(program, tmp_path / "1" / "model.pt2")
-    assert _describe(tmp_path) == (
-        "x FP32 [-1, 4]; ids INT64 [-1]; mask BOOL [1]",
-        "sum FP32 [-1, 4]; OUTPUT__3 BOOL [1]; OUTPUT__4 BF16 [-1, 4]",
-        64,
-    )
+    assert _describe(tmp_path, **document) == described
 
 
 # --- inputs that config.pbtxt lists ------------------------------------------------------------
@@ -156,6 +177,9 @@ def example_inputs():
 )
 
 
+_TWO_ROWS = "{'x': torch.rand(2, 4)}"
+
+
 @pytest.mark.parametrize(
     ("body", "examples", "described"),
     [
@@ -209,6 +233,12 @@ def test_examples(
     )
     build.write(tmp_path, "model.py", source)
     assert _describe(tmp_path) == described
+
+
+def test_written_batch_size(tmp_path: Path) -> None:
+    """A max_batch_size in the config makes dimension 0 the batch, whatever the outputs show."""
+    build.write(tmp_path, "model.py", _FUNCTION.format(body="x[:2]", examples=_TWO_ROWS))
+    assert _describe(tmp_path, max_batch_size=16)[:2] == ("x FP32 [4]", "OUTPUT__0 FP32 [4]")
 
 
 def test_file_of_examples(tmp_path: Path) -> None:

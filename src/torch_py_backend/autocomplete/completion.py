@@ -32,15 +32,8 @@ def complete(arguments: Mapping[str, str], document: JsonObject) -> None:
 
 def fill(document: JsonObject, schema: JsonObject) -> None:
     """Put a model's schema into a config where the config has gaps."""
-    max_batch_size = document.get("max_batch_size", 0)
     # If the config lists the inputs, its max_batch_size applies, even if it is 0.
-    if not max_batch_size and not document.get("input"):
+    if not document.get("max_batch_size") and not document.get("input"):
         document["max_batch_size"] = schema["max_batch_size"]
-    elif bool(max_batch_size) != bool(schema["max_batch_size"]):
-        # Remove the batch dimension of the schema's dims, or add it.
-        for entry in (*schema["input"], *schema["output"]):
-            shape = entry.pop("reshape", {"shape": entry["dims"]})["shape"]
-            shape = shape[1:] if max_batch_size else [-1, *shape]
-            entry.update(pbtxt.dims_entry(shape))
     for role in ("input", "output"):
         document[role] = document.get(role) or schema[role]

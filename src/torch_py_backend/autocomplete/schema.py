@@ -80,7 +80,10 @@ def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> Json
             )
     config = model_config.parse(arguments, complete=False)
     listed = model_config.listed_inputs(arguments)
-    return _infer(config, listed, finds_batch=finds_batch or not listed)
+    batched = None
+    if config.max_batch_size or (listed and not finds_batch):
+        batched = config.max_batch_size > 0
+    return _infer(config, listed, batched=batched)
 
 
 def signature(arguments: Mapping[str, str]) -> Signature:
@@ -99,18 +102,21 @@ def _device(artifact: Artifact) -> torch.device:
     return aotinductor.device_of(artifact.path) if packaged else torch.device("cpu")
 
 
-def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, finds_batch: bool) -> JsonObject:
+def _infer(
+    config: ModelConfig, listed: Sequence[TensorSpec], *, batched: bool | None
+) -> JsonObject:
     """Return the schema of the artifact in a model's version folder.
 
-    Without an example, the values of the inputs in config.pbtxt are made up.
+    Without an example, the values of the inputs in config.pbtxt are made up. `batched` is whether
+    dimension 0 is the batch; None: that is inferred, too.
     """
     artifact = discovery.find(config)
     # The batch dimension is not known yet; hooks for batches need one.
-    batched = dataclasses.replace(config, max_batch_size=config.max_batch_size or 1)
-    hooks = user_hooks.load(batched, artifact)
+    with_batch = dataclasses.replace(config, max_batch_size=config.max_batch_size or 1)
+    hooks = user_hooks.load(with_batch, artifact)
     if hooks is None and artifact.kind is ArtifactType.EXPORTED:
         with registry.beside_imported(artifact):
-            return _from_program(artifact.path)
+            return _from_program(artifact.path, batched=batched)
     loaded = registry.load(artifact, config, _device(artifact))
     example = example_inputs.find(config, artifact)
     if not listed and example is None:
@@ -128,7 +134,7 @@ def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, finds_batch: bo
         )
     trial = _Trial(config, loaded, hooks, runtime.create(config.options, _device(artifact), ()))
     try:
-        return trial.schema(listed, example or {}, finds_batch=finds_batch)
+        return trial.schema(listed, example or {}, batched=batched)
     except ForwardError as error:
         if example is not None:
             raise
@@ -141,12 +147,12 @@ def _infer(config: ModelConfig, listed: Sequence[TensorSpec], *, finds_batch: bo
         ) from error
 
 
-def _from_program(path: Path) -> JsonObject:
+def _from_program(path: Path, *, batched: bool | None) -> JsonObject:
     """Return the schema that an exported program declares; sizes that are not fixed are -1."""
     *tensors, rows = exported.describe(path)
     inputs, outputs = (of_values(values) for values in tensors)
-    # A fixed first dimension is not taken for a batch.
-    batched = {spec.dims[:1] for spec in (*inputs, *outputs)} == {(-1,)}
+    if batched is None:  # a fixed first dimension is not taken for a batch
+        batched = {spec.dims[:1] for spec in (*inputs, *outputs)} == {(-1,)}
     return _schema(inputs, outputs, rows.most, batched=batched)
 
 
@@ -160,7 +166,7 @@ class _Trial:
     runtime: Runtime
 
     def schema(
-        self, listed: Sequence[TensorSpec], example: Item, *, finds_batch: bool
+        self, listed: Sequence[TensorSpec], example: Item, *, batched: bool | None
     ) -> JsonObject:
         """Return the schema for the inputs in the config, or for those of an example.
 
@@ -169,28 +175,26 @@ class _Trial:
         Args:
             listed: the inputs in the config; empty: those of the example.
             example: valid values of inputs by name.
-            finds_batch: try a batch first, then one item without a batch dimension; else the
-                config's max_batch_size decides.
+            batched: whether there is a batch dimension; None: one is tried first.
         """
-        choices = [self.config.max_batch_size > 0]
-        if finds_batch:
-            needs_batch = self.hooks is not None and self.hooks.per_batch
-            choices = [True] if needs_batch else [True, False]
+        choices = [True, False] if batched is None else [batched]
+        if batched is None and self.hooks is not None and self.hooks.per_batch:
+            choices = [True]
         errors = []
-        for batched in choices:
-            item, *others = self._items(listed, example, batched=batched)
+        for choice in choices:
+            item, *others = self._items(listed, example, batched=choice)
             try:
-                outputs = self._outputs(item, batched=batched)
-                if batched and len(choices) > 1 and not self._doubles(item, outputs):
+                outputs = self._outputs(item, batched=choice)
+                if choice and len(choices) > 1 and not self._doubles(item, outputs):
                     continue
             except BackendError as error:
                 errors.append(error)
                 continue
             for other in others:
                 with contextlib.suppress(ForwardError, InputError, OutputError):
-                    varied = self._outputs(other, batched=batched)
+                    varied = self._outputs(other, batched=choice)
                     outputs = _with_varying(outputs, varied)
-            return _schema(of_values(item), outputs, self.loaded.rows.most, batched=batched)
+            return _schema(of_values(item), outputs, self.loaded.rows.most, batched=choice)
         raise errors[0]
 
     def _items(self, listed: Sequence[TensorSpec], example: Item, *, batched: bool) -> list[Item]:
