@@ -1,11 +1,13 @@
 """Check README.md, CONTRIBUTING.md, docs/ and examples/: part of `make lint`.
 
 Links to files and headings lead somewhere, on GitHub and on the site. Code spans and code blocks
-name no option, command, flag or value that was removed.
+name no option, command, flag or value that was removed. docs/troubleshooting.md names each class of
+the error tree, and messages that the code has.
 """
 
 from __future__ import annotations
 
+import ast
 import itertools
 import re
 import sys
@@ -15,6 +17,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from torch_py_backend import errors
 from torch_py_backend.config import options, removed_names
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,6 +28,10 @@ PAGES = (
     *sorted((ROOT / "examples").rglob("*.md")),
     *sorted((ROOT / "deploy").rglob("*.md")),
 )
+_TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+# In a message on that page: a span of code, and where it continues with a value.
+_QUOTE = re.compile(r"``(.+?)``|`([^`]+)`")
+_VALUE = re.compile(r"…(?: is )?|(?:; |^)expected ")
 # The page for those who come from an older repository may name what is gone.
 _MAY_NAME_REMOVED = {"CHANGELOG.md", "migrate.md"}
 _MARKDOWN = MarkdownIt().enable("table")
@@ -101,6 +108,37 @@ def removed_in(texts: Iterator[str]) -> Iterator[str]:
             yield f"'{match[0]}' was removed, see config/removed_names.py"
 
 
+def missing_errors() -> Iterator[str]:
+    """Yield a message for each class of the error tree that the page does not name."""
+    text = _TROUBLESHOOTING.read_text(encoding="utf-8")
+    for name, value in vars(errors).items():
+        is_error = isinstance(value, type) and issubclass(value, errors.BackendError)
+        if is_error and f"`{name}`" not in text:
+            yield f"the error {name} is missing"
+
+
+def unknown_messages() -> Iterator[str]:
+    """Yield a message for each text of the page that is not in the code; … stands for a value."""
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py")]
+    known = "\n".join(text for source in sources for text in strings(ast.parse(source)))
+    rows = _TROUBLESHOOTING.read_text(encoding="utf-8").splitlines()
+    cells = [row.split(" | ")[0] for row in rows if row.startswith("| `")]
+    for first, second in (quote for cell in cells for quote in _QUOTE.findall(cell)):
+        for part in _VALUE.split(first or second):
+            if part.strip() not in known:
+                yield f"the message '{part.strip()}' is not in the code"
+
+
+def strings(tree: ast.AST) -> Iterator[str]:
+    """Yield the strings of a file, with an ellipsis for each formatted value."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr | ast.Constant):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts
+            )
+
+
 def problems() -> Iterator[str]:
     """Yield a line for each problem: the file and what is wrong."""
     for page in PAGES:
@@ -108,6 +146,8 @@ def problems() -> Iterator[str]:
         yield from (f"{place}: {problem}" for problem in broken_links(page))
         if page.name not in _MAY_NAME_REMOVED:
             yield from (f"{place}: {problem}" for problem in removed_in(code(page)))
+    for problem in (*missing_errors(), *unknown_messages()):
+        yield f"{_TROUBLESHOOTING.relative_to(ROOT)}: {problem}"
     for file in sorted((ROOT / "examples").rglob("*")):
         if file.suffix in (".py", ".pbtxt"):
             text = file.read_text(encoding="utf-8")

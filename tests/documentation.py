@@ -1,4 +1,4 @@
-"""The documentation as data: pages, their code blocks and links; and the table of options.
+"""The documentation as data: pages and their code blocks; and the table of options.
 
 Every fenced block has a language, and one of these titles or none:
 
@@ -9,7 +9,6 @@ Every fenced block has a language, and one of these titles or none:
 
 from __future__ import annotations
 
-import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,19 +66,6 @@ def blocks(page: Path) -> list[Block]:
             line = (token.map or [0])[0] + 1
             result.append(Block(f"{page.name}:{line}", language, title, token.content))
     return result
-
-
-def anchors(page: Path) -> set[str]:
-    """Return the page's anchors, as GitHub and MkDocs make them: headings, elements with an id."""
-    headings = [
-        after.content
-        for token, after in itertools.pairwise(_tokens(page))
-        if token.type == "heading_open"
-    ]
-    slugs = {
-        re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", text.lower()).strip()) for text in headings
-    }
-    return slugs | set(re.findall(r'<a id="([^"]+)"', page.read_text(encoding="utf-8")))
 
 
 # --- the table of options --------------------------------------------------------------------

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import documentation
 import monitoring
 import pytest
 from documentation import DOCS, ROOT
 
+from scripts import check_pages
 from torch_py_backend.engine import metrics as metric_families
 
 _QUERIES = monitoring.queries()
@@ -47,7 +47,7 @@ def test_alert(rule: dict[str, Any]) -> None:
     path, _, anchor = notes["runbook_url"].partition("#")
     page = ROOT / path
     assert page.parent == DOCS
-    assert not anchor or anchor in documentation.anchors(page)
+    assert not anchor or anchor in check_pages.anchors(page)
     grouped = re.findall(r"\bby \(([^)]*)\)", rule["expr"])
     if grouped:
         kept = set.intersection(*({one.strip() for one in names.split(",")} for names in grouped))
