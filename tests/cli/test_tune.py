@@ -153,7 +153,6 @@ def test_runtimes_that_suit(simulated: _Measured, tmp_path: Path) -> None:
     ("text", "arguments", "says"),
     [
         (None, (), "is not a folder"),
-        (_CONFIG, ("--inputs=inputs.safetensors",), "as example_inputs.safetensors"),
         (_CONFIG, ("--max-error=1",), "the table has each candidate's error"),
         (
             f"{_CONFIG}model_transaction_policy {{ decoupled: true }}",
