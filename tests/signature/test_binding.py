@@ -179,6 +179,7 @@ def test_each_argument_gets_its_tensor(parameters: str, names: str, arguments: s
         (TWO, "x, mask", "names among ARGS[0], ARGS[1], INPUT__0, INPUT__1."),
         (tree((0,)), "a, b", "expected 1 input with names"),
         (TWO, "a__0, b__0", "a__0, b__0"),
+        (TWO, "x, a__0, y", "x, a__0, y do not feed each tensor"),
         (tree((0, 0), constants={1: 3}), "arg0, ARGS[1]", "names among ARGS[0], INPUT__0."),
         (TREE, "x, a, z, scale, i__3", "forward(x, extra, *, scale)"),
         (TWO, "x, y?", "input y is optional, and forward(x, y) has no defaults. Remove `optional`"),

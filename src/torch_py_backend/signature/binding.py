@@ -127,8 +127,8 @@ def _bind_leaves(
     """Bind names to the leaves of an artifact with its own call tree."""
     leaves, unflatten = signature.leaves or (), signature.unflatten
     indices = signature.leaf_indices(names)
-    if len(names) == len(leaves) == 1 and indices == [None]:
-        indices = [0]  # unambiguous
+    if indices == [None]:
+        indices = [0]  # unambiguous, if there is one leaf
     chosen = dict(zip(indices, names, strict=True))
     if len(names) != len(leaves) or chosen.keys() != set(range(len(leaves))) or unflatten is None:
         valid = [*leaves, *(f"INPUT__{index}" for index in range(len(leaves)))]
