@@ -29,13 +29,22 @@ time.sleep(1000)
 
 @contextlib.contextmanager
 def instance(
-    folder: Path, what: str, *, then: str = "", model: str = "m", limit: int = 0, mark: bool = True
+    folder: Path,
+    what: str,
+    *words: str,
+    then: str = "",
+    model: str = "m",
+    limit: int = 0,
+    mark: bool = True,
 ) -> Iterator[subprocess.Popen[str]]:
-    """Run a process that publishes a status with the code `what`, and then runs the code `then`."""
+    """Run a process that publishes a status with the code `what`, and then runs the code `then`.
+
+    More words are on its command line.
+    """
     variables = {instance_status.VARIABLE: str(folder)} if mark else {}
     with starting(folder) as start:
         code = _PUBLISH.format(what=what, then=then)
-        child = start(code, folder, model, limit, **variables)
+        child = start(code, folder, model, limit, *words, **variables)
         assert child.hear() == "published"
         yield child.process
 

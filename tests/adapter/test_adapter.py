@@ -89,6 +89,7 @@ def test_load_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert path.stem == str(os.getpid())
     report = json.loads(path.read_text())
     problem = "the parameter NUM_THREAD is unknown and ignored. Did you mean NUM_THREADS?"
+    assert report.pop("identity")["model"] == "function"
     assert report == {
         "artifact": "model.py: Python source and weights",
         "weights": "0.0 MB of 0.0 MB shared by the instances",
@@ -96,7 +97,7 @@ def test_load_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "warnings": [problem],
     }
     (status_file,) = instance_status.files(status)
-    assert instance_status.load_warnings(status_file) == report["warnings"]
+    assert instance_status.Reader(status_file).warnings() == report["warnings"]
     model.finalize()
     assert list(status.iterdir()) == []
 

@@ -18,11 +18,7 @@ from torch_py_backend.server import cleanup, instances
 from torch_py_backend.server.instances import InstanceFailure, InstanceMonitor
 
 _IDLE, _LOADING = InstanceState.IDLE, InstanceState.LOADING
-# Publishes another identity: in another state, with the name of a region of shared memory.
-_PUBLISH = (
-    "status = InstanceStatus(InstanceState.{state},"
-    " Identity(os.getpid(), model, '', None, {region!r}))"
-)
+_COMPLETING = "status = instance_status.start_completing(model)"
 
 
 @pytest.fixture
@@ -48,7 +44,7 @@ def _next_failure(monitor: InstanceMonitor) -> InstanceFailure:
         ("status.busy()", "os._exit(0)", InstanceState.BUSY, "m_0_0 died"),
         ("pass", "os._exit(3)", _LOADING, "m_0_0 ended with exit code 3 while it was loaded"),
         (
-            _PUBLISH.format(state="COMPLETING", region=""),
+            _COMPLETING,
             "os._exit(1)",
             InstanceState.COMPLETING,
             "the process that completes its config ended with exit code 1",
@@ -83,8 +79,9 @@ def test_deaths(
         ("torch_py_backend_0123456789ab_5f-e", "status.ended()", True),
         ("torch_py_backend_0123456789ab_owner", "status.busy()", True),
         ("../torch_py_backend_0123456789ab_5f-e", "status.busy()", True),
+        ("another_5f-e", "status.busy()", True),
     ],
-    ids=["died", "ended normally", "the owner's", "outside"],
+    ids=["died", "ended normally", "the owner's", "outside", "another's"],
 )
 def test_shared_memory_of_a_dead_instance(
     name: str,
@@ -102,7 +99,7 @@ def test_shared_memory_of_a_dead_instance(
     monkeypatch.setattr(cleanup, "SHARED_MEMORY", shared)
     region = shared / name
     region.write_bytes(b"?")
-    with instance(tmp_path, f"{_PUBLISH.format(state='IDLE', region=name)}; {status}") as process:
+    with instance(tmp_path, f"status.idle(); {status}", "model.py", name, "1048576") as process:
         assert monitor.check() == []
         assert region.exists()
         process.kill()

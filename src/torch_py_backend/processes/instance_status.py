@@ -1,14 +1,10 @@
 """The status of an instance, published to the supervisor without system calls.
 
-Each instance keeps one small file, mapped into memory, in a private folder that an environment
-variable names. An instance that ends normally removes its file; if it dies, the file stays.
-
-    word     8 bytes: nanoseconds of CLOCK_MONOTONIC, and the state in the lowest bits
-    reason   why the instance is poisoned, UTF-8
-    identity JSON
-
-Beside it, a loaded instance keeps a load report, a JSON object: the artifact, how its weights are
-shared, the options in effect, and the warnings of the load.
+Each instance keeps two files in a private folder that an environment variable names. One is mapped
+into memory: 8 bytes with nanoseconds of CLOCK_MONOTONIC, and the state in the lowest bits. The
+other one, its report, is a JSON object: the identity of the instance; once the model is loaded, the
+artifact, how its weights are shared, the options in effect and the warnings of the load; and why it
+is poisoned. An instance that ends normally removes them; if it dies, they stay.
 """
 
 from __future__ import annotations
@@ -17,13 +13,12 @@ import contextlib
 import json
 import mmap
 import os
-import re
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import printable
@@ -31,16 +26,11 @@ from torch_py_backend.files import replace
 
 # Every process of a server inherits this variable; it names the server's status folder.
 VARIABLE = "TORCH_PY_BACKEND_STATUS"
-# Regions of shared memory of servers that this package starts: a prefix for all regions of one
-# server, and the suffix that Triton appends.
-REGION = re.compile(rb"torch_py_backend_[0-9a-f]{12}_(?!owner$)[0-9A-Za-z-]+")
 SUFFIX = ".status"
-_REPORT_SUFFIX = ".json"
+_REPORT = ".json"
 _SIZE = mmap.PAGESIZE
 _STATE_BITS = 3
 _STATES = (1 << _STATE_BITS) - 1
-_REASON = slice(8, 1024)
-_IDENTITY = slice(1024, _SIZE)
 
 
 class InstanceState(IntEnum):
@@ -51,13 +41,11 @@ class InstanceState(IntEnum):
     COMPLETING = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamedTuple):
     """The identity of an instance.
 
     Attributes:
         limit_ms: the time limit of one call of the model; None: no limit.
-        region: the name of the shared memory between Triton and the instance; empty: unknown.
         copied: whether the model's folder is a temporary copy made by Triton.
     """
 
@@ -65,30 +53,22 @@ class Identity:
     model: str
     instance: str
     limit_ms: int | None
-    region: str = ""
     copied: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
-    """The status of an instance at one moment.
-
-    Attributes:
-        since: the start of this state, in nanoseconds of CLOCK_MONOTONIC.
-        reason: why the instance is poisoned.
-    """
+class Status(NamedTuple):
+    """The state of an instance, and its start in nanoseconds of CLOCK_MONOTONIC."""
 
     state: InstanceState
     since: int
-    reason: str = ""
 
 
 class InstanceStatus:
-    """The status of this instance, for its metrics and, in a supervised server, in a file.
+    """The status of this instance, for its metrics and, in a supervised server, in files.
 
     Args:
         state: the first state.
-        identity: written to the file; None: there is no file.
+        identity: written to the report; None: there are no files.
     """
 
     def __init__(
@@ -99,82 +79,74 @@ class InstanceStatus:
         self._poisoned = False
         if identity is not None and folder and Path(folder).is_dir():
             self._path = Path(folder) / f"{identity.pid}{SUFFIX}"
-            self._map = _create(self._path, identity)
+            self._report: dict[str, object] = {"identity": identity._asdict()}
+            replace(self._path.with_suffix(_REPORT), json.dumps(self._report).encode(), 0o600)
+            page = _word(state).to_bytes(8, sys.byteorder).ljust(_SIZE, b"\0")
+            replace(self._path, page, 0o600)
+            with self._path.open("r+b") as file:
+                page_map = mmap.mmap(file.fileno(), _SIZE)
         else:
-            self._map = mmap.mmap(-1, _SIZE)
+            page_map = mmap.mmap(-1, _SIZE)
         # Reads and writes of an aligned word are atomic.
-        self._word = memoryview(self._map).cast("Q")
-        self._set(state)
+        self._state = memoryview(page_map).cast("Q")
+        self._state[0] = _word(state)
 
     def report(self, document: Mapping[str, object]) -> None:
-        """Write the load report, once the model is loaded and before Triton reports it READY."""
+        """Add to the report, as once the model is loaded and before Triton reports it READY."""
         if self._path is not None:
+            self._report |= document
             # A model serves without a report, as on a full disk.
             with contextlib.suppress(OSError):
-                replace(_report_path(self._path), json.dumps(document).encode(), 0o600)
+                replace(self._path.with_suffix(_REPORT), json.dumps(self._report).encode(), 0o600)
 
     def busy(self) -> None:
         """Report the start of a call."""
         if not self._poisoned:
-            self._word[0] = time.monotonic_ns() << _STATE_BITS | InstanceState.BUSY
+            self._state[0] = _word(InstanceState.BUSY)
 
     def idle(self) -> None:
         """Report the end of a load or a call. A poisoned instance stays poisoned."""
         if not self._poisoned:
-            self._word[0] = time.monotonic_ns() << _STATE_BITS | InstanceState.IDLE
+            self._state[0] = _word(InstanceState.IDLE)
 
     def running_seconds(self) -> float:
         """Return the seconds since the start of the current call; 0 between calls."""
-        word = self._word[0]
+        word = self._state[0]
         if word & _STATES != InstanceState.BUSY:
             return 0.0
         return (time.monotonic_ns() - (word >> _STATE_BITS)) * 1e-9
 
     def poisoned(self, reason: str) -> None:
         """Report that the instance cannot compute any more and must be replaced."""
-        size = _REASON.stop - _REASON.start
-        self._map[_REASON] = reason.encode(errors="replace")[:size].ljust(size, b"\0")
+        self.report({"poisoned": reason})
         self._poisoned = True
-        self._set(InstanceState.POISONED)
+        self._state[0] = _word(InstanceState.POISONED)
 
     def ended(self) -> None:
         """Report a normal end, after which the model is not reloaded. May be called twice."""
-        # A poisoned instance keeps its file, so that the model is reloaded.
+        # A poisoned instance keeps its files, so that the model is reloaded.
         if self._path is not None and not self._poisoned:
             remove(self._path)
 
-    def _set(self, state: InstanceState) -> None:
-        self._word[0] = time.monotonic_ns() << _STATE_BITS | state
+
+def _word(state: InstanceState) -> int:
+    return time.monotonic_ns() << _STATE_BITS | state
 
 
 def start(config: ModelConfig) -> InstanceStatus:
     """Return the status of this instance."""
-    identity = Identity(
-        os.getpid(),
-        config.name,
-        config.instance,
-        config.options.execution_timeout_ms,
-        region(),
-        copied=is_copy(config),
-    )
+    # Triton copies models from cloud stores and from load requests to a temporary folder
+    # (`/tmp/folderXXXXXX`: LocalizePath in its src/filesystem). In all other cases it requires that
+    # a model's folder has the model's name.
+    copied = config.folder.absolute().name != config.name
+    limit = config.options.execution_timeout_ms
+    identity = Identity(os.getpid(), config.name, config.instance, limit, copied)
     return InstanceStatus(identity=identity)
 
 
 def start_completing(model: str) -> InstanceStatus:
     """Return the status of a process that completes a model's config and then ends."""
-    identity = Identity(os.getpid(), model, "", None, region())
-    return InstanceStatus(InstanceState.COMPLETING, identity)
-
-
-def region() -> str:
-    """Return the name of the shared memory between Triton and this process; empty if unknown.
-
-    Triton passes it on the command line of its stub.
-    """
-    with contextlib.suppress(OSError):
-        words = Path("/proc/self/cmdline").read_bytes().split(b"\0")
-        return next((os.fsdecode(word) for word in words if REGION.fullmatch(word)), "")
-    return ""
+    return InstanceStatus(InstanceState.COMPLETING, Identity(os.getpid(), model, "", None))
 
 
 def server_folder() -> Path | None:
@@ -186,75 +158,52 @@ def server_folder() -> Path | None:
     return Path(status).parent if status and Path(status).is_dir() else None
 
 
-def _create(path: Path, identity: Identity) -> mmap.mmap:
-    """Create and map the status file; it has no state yet, and readers do not accept it."""
-    text = json.dumps(asdict(identity), ensure_ascii=False).encode()
-    page = bytes(_IDENTITY.start) + text.ljust(_SIZE - _IDENTITY.start, b"\0")
-    replace(path, page, 0o600)
-    with path.open("r+b") as file:
-        return mmap.mmap(file.fileno(), _SIZE)
-
-
-def is_copy(config: ModelConfig) -> bool:
-    """Return whether a model's folder is a temporary copy made by Triton.
-
-    Triton copies models from cloud stores and from load requests to a temporary folder
-    (`/tmp/folderXXXXXX`: LocalizePath in its src/filesystem). In all other cases Triton requires
-    that a model's folder has the model's name.
-    """
-    return config.folder.absolute().name != config.name
-
-
 def files(folder: Path) -> list[Path]:
     """Return the status files of all instances that have not ended normally."""
-    with contextlib.suppress(FileNotFoundError):
-        return sorted(folder.glob(f"*{SUFFIX}"))
-    return []
+    return sorted(folder.glob(f"*{SUFFIX}"))
 
 
 def remove(path: Path) -> None:
-    """Remove a status file, if it is there, and the load report beside it."""
-    _report_path(path).unlink(missing_ok=True)
+    """Remove a status file and its report, if they are there."""
     path.unlink(missing_ok=True)
-
-
-def load_warnings(path: Path) -> list[str]:
-    """Return the warnings in the load report beside a status file; empty if there is no report."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return [printable(text) for text in json.loads(_report_path(path).read_bytes())["warnings"]]
-    return []
-
-
-def _report_path(path: Path) -> Path:
-    return path.with_suffix(_REPORT_SUFFIX)
+    path.with_suffix(_REPORT).unlink(missing_ok=True)
 
 
 class Reader:
-    """Reads the status file of one instance.
+    """Reads the files of one instance.
 
     Raises:
-        OSError: the file cannot be opened.
-        ValueError: it is not a status file.
+        OSError: a file cannot be opened.
+        ValueError: they are not those of an instance.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:  # noqa: PTH123
-            if os.fstat(file.fileno()).st_size != _SIZE:
-                raise ValueError(path.name)
+        with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
+        self.read()  # raises a ValueError if there is no such state
         try:
-            self.identity = Identity(**json.loads(self._map[_IDENTITY].rstrip(b"\0")))
-        except TypeError:
+            self.identity = Identity(**self._report()["identity"])
+        except (KeyError, TypeError):
             raise ValueError(path.name) from None
         # The process may be killed.
         if path.name != f"{self.identity.pid}{SUFFIX}":
             raise ValueError(path.name)
-        self.read()  # raises a ValueError if there is no such state
 
     def read(self) -> Status:
         """Return the current status."""
         word = int.from_bytes(self._map[:8], sys.byteorder)
-        state = InstanceState(word & _STATES)
-        reason = self._map[_REASON].rstrip(b"\0").decode(errors="ignore")
-        return Status(state, word >> _STATE_BITS, reason)
+        return Status(InstanceState(word & _STATES), word >> _STATE_BITS)
+
+    def warnings(self) -> list[str]:
+        """Return the warnings of the load; empty if it has not ended."""
+        warnings: list[str] = self._report().get("warnings", [])
+        return [printable(text) for text in warnings]
+
+    def poison(self) -> str:
+        """Return why the instance is poisoned; empty: it is not, or its disk is full."""
+        return str(self._report().get("poisoned", ""))
+
+    def _report(self) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(self.path.with_suffix(_REPORT).read_bytes())
+        return document

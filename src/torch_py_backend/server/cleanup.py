@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -18,13 +19,15 @@ from pathlib import Path
 
 import psutil
 
-from torch_py_backend.processes.instance_status import REGION, VARIABLE
+from torch_py_backend.processes.instance_status import VARIABLE
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Triton keeps its regions
-_NAME = "torch_py_backend_"  # as in REGION
+_NAME = "torch_py_backend_"
 _FOLDER = "torch-py-backend-"
 _OWNER = "owner"
-_ROUNDS = 20
+# A region of an instance: the prefix of its server, and what Triton appends.
+_REGION = re.compile(rf"{_NAME}[0-9a-f]{{12}}_(?!{_OWNER}$)[0-9A-Za-z-]+")
+_ROUNDS = 3
 _PAUSE_S = 0.05
 
 
@@ -105,33 +108,34 @@ def sweep() -> list[str]:
     return prefixes
 
 
+def region(process: psutil.Process) -> str:
+    """Return the name of the shared memory between Triton and an instance; empty: unknown.
+
+    It is on the command line of Triton's stub.
+    """
+    with contextlib.suppress(psutil.Error):
+        return next(filter(_REGION.fullmatch, process.cmdline()), "")
+    return ""
+
+
 def remove_region(name: str) -> None:
     """Remove the region of a process that died: Triton 24.10 keeps it until the server ends.
 
     Processes that have mapped it can still use it.
     """
-    if REGION.fullmatch(os.fsencode(name)):
-        with contextlib.suppress(OSError):  # Triton has removed it
-            (SHARED_MEMORY / name).unlink()
+    with contextlib.suppress(OSError):  # Triton has removed it, or the name is empty
+        (SHARED_MEMORY / name).unlink()
 
 
 def kill_all(status_folder: Path) -> None:
     """Kill every process of the server with this status folder."""
-    # Until two rounds in a row find none: a process may start another meanwhile, and the kernel
-    # does not show the environment of a process during exec().
-    was_empty = False
+    # Several times: a process may start another meanwhile, and the kernel does not show the
+    # environment of a process during exec().
     for _ in range(_ROUNDS):
-        ours = [
-            process
-            for process in psutil.process_iter()
-            if process.pid != os.getpid() and belongs_to_server(process, status_folder)
-        ]
-        for process in ours:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        if was_empty and not ours:
-            return
-        was_empty = not ours
+        for process in psutil.process_iter():
+            if process.pid != os.getpid() and belongs_to_server(process, status_folder):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         time.sleep(_PAUSE_S)
 
 

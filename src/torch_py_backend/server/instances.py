@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -25,8 +25,7 @@ _STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 _NS = 1e9
 
 
-@dataclass(frozen=True, slots=True)
-class InstanceFailure:
+class InstanceFailure(NamedTuple):
     """An instance that cannot serve any more.
 
     Attributes:
@@ -53,18 +52,19 @@ class InstanceMonitor:
         """Return new failures, and kill processes that hang, are stopped or are poisoned."""
         for path in instance_status.files(self._folder):
             if path not in self._instances:
-                # OSError: the instance has ended and removed its file. Damaged files are ignored.
+                # OSError: the instance has ended and removed its files. Damaged ones are ignored.
                 with contextlib.suppress(OSError, ValueError):
                     self._instances[path] = _Instance(Reader(path), self._load_seconds)
         failures = []
         for path, instance in list(self._instances.items()):
-            has_ended = instance.has_ended()
-            failure = instance.check(has_ended=has_ended)
-            if failure is not None:
-                failures.append(failure)
-            if has_ended:
+            process_status = instance.process_status()
+            reason = instance.problem(process_status)
+            if reason and not instance.reported:
+                instance.reported = True
+                failures.append(instance.failure(reason))
+            if not process_status:
                 if path.exists():  # the instance did not end normally
-                    cleanup.remove_region(instance.identity.region)
+                    cleanup.remove_region(instance.region)
                 # Removed last: until then, the file shows that the instance died.
                 instance_status.remove(path)
                 del self._instances[path]
@@ -91,7 +91,7 @@ class InstanceMonitor:
         return time.monotonic() - max(status.since for status in statuses) / _NS
 
     def warnings(self, model: str) -> list[str]:
-        """Return the warnings in the load reports of a model's instances, each once."""
+        """Return the warnings of the loads of a model's instances, each once."""
         texts = (text for instance in self._of(model) for text in instance.warnings())
         return list(dict.fromkeys(texts))
 
@@ -116,25 +116,26 @@ class _Instance:
 
     def __init__(self, reader: Reader, load_seconds: float) -> None:
         self.reader, self.identity = reader, reader.identity
+        self.region, self.reported = "", False
         self._load_seconds = load_seconds
         self._process: psutil.Process | None = None
+        self._stopped_since = math.inf
+        self._warnings: list[str] | None = None
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(self.identity.pid)
             # Otherwise the instance has ended, and its process ID belongs to another process.
             # Checked once: a process may overwrite its environment, as setproctitle does.
             if cleanup.belongs_to_server(process, reader.path.parent) is not False:
-                self._process = process
-        self._reported = False
-        self._stopped_since = math.inf
-        self._warnings: list[str] | None = None
+                self._process, self.region = process, cleanup.region(process)
 
     def warnings(self) -> list[str]:
         """Return the warnings of its load; none before it has ended."""
         if self._warnings is None and self.reader.read().state is not InstanceState.LOADING:
-            self._warnings = instance_status.load_warnings(self.reader.path)
+            with contextlib.suppress(OSError, ValueError):  # the instance has just ended
+                self._warnings = self.reader.warnings()
         return self._warnings or []
 
-    def _process_status(self) -> str:
+    def process_status(self) -> str:
         """Return the state of the process in psutil's words; empty: it has ended."""
         with contextlib.suppress(psutil.NoSuchProcess):
             if self._process is not None and self._process.is_running():
@@ -142,54 +143,48 @@ class _Instance:
                 return "" if status == psutil.STATUS_ZOMBIE else status
         return ""
 
-    def has_ended(self) -> bool:
-        return not self._process_status()
-
     def kill(self) -> bool:
         """Kill the process; return whether it was running."""
-        if self._process is None or self.has_ended():
+        if self._process is None or not self.process_status():
             return False
         with contextlib.suppress(psutil.Error):
             self._process.kill()
         return True
 
-    def check(self, *, has_ended: bool) -> InstanceFailure | None:
-        """Return the failure of this instance, once; kill the process if it hangs."""
-        if not has_ended:
-            reason = self._problem()
-        elif not self.reader.path.exists():  # it ended normally
-            reason = ""
-        else:
-            reason = procfs.cause_of_death(self.identity.pid)
-        if not reason or self._reported:
-            return None
-        self._reported = True
-        status, subject = self.reader.read(), f"instance {self.identity.instance}"
-        if status.state is InstanceState.COMPLETING:
+    def failure(self, reason: str) -> InstanceFailure:
+        """Return the failure for a reason, which is a clause without its subject."""
+        state, subject = self.reader.read().state, f"instance {self.identity.instance}"
+        if state is InstanceState.COMPLETING:
             subject = "the process that completes its config"
-        elif status.state is InstanceState.LOADING:
+        elif state is InstanceState.LOADING:
             reason += " while it was loaded"
-        elif status.state is InstanceState.POISONED:
-            reason = f"cannot compute any more: {status.reason}"
-        return InstanceFailure(self.identity, f"{subject} {reason}", status.state)
+        elif state is InstanceState.POISONED:
+            reason = "cannot compute any more"
+            with contextlib.suppress(OSError, ValueError):
+                reason += f": {self.reader.poison()}"
+        return InstanceFailure(self.identity, f"{subject} {reason}", state)
 
-    def _problem(self) -> str:
-        """Return why a running process cannot serve, and kill it; empty: there is no problem."""
-        now, status, limit = time.monotonic(), self.reader.read(), self.identity.limit_ms
-        seconds = now - status.since / _NS
-        if status.state is InstanceState.COMPLETING:  # Triton would not notice its end
-            return ""
-        is_stopped = self._process_status() in _STOPPED
+    def problem(self, process_status: str) -> str:
+        """Return why the instance cannot serve, and kill it; empty: there is no problem."""
+        if not process_status:
+            ended_normally = not self.reader.path.exists()
+            return "" if ended_normally else procfs.cause_of_death(self.identity.pid)
+        now, limit = time.monotonic(), self.identity.limit_ms
+        state, since = self.reader.read()
+        seconds = now - since / _NS
+        is_stopped = process_status in _STOPPED
         self._stopped_since = min(self._stopped_since, now) if is_stopped else math.inf
-        if status.state is InstanceState.POISONED:
+        if state is InstanceState.COMPLETING:  # Triton would not notice its end
+            return ""
+        if state is InstanceState.POISONED:
             reason = "is poisoned"
             if seconds <= _GRACE_S:
                 return reason
         elif now - self._stopped_since > _STOPPED_S:
             reason = f"was stopped for {_STOPPED_S:g} s by a signal or a debugger"
-        elif status.state is InstanceState.LOADING and seconds > self._load_seconds:
+        elif state is InstanceState.LOADING and seconds > self._load_seconds:
             reason = f"took longer than {self._load_seconds:g} s (--load-timeout)"
-        elif status.state is InstanceState.BUSY and limit is not None and seconds * 1000 > limit:
+        elif state is InstanceState.BUSY and limit is not None and seconds * 1000 > limit:
             reason = f"hung: a call took longer than EXECUTION_TIMEOUT_MS, {limit} ms"
         else:
             return ""
