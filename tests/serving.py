@@ -214,7 +214,7 @@ def _await_metrics(address: str) -> None:
 def asked(folder: Path, *arguments: str) -> Iterator[Serving]:
     """Such a server, some of whose models may have been refused, with its clients."""
     with running(folder, *arguments, ready=False) as server:
-        states = {state.name: state for state in server.models()}
+        states = {state.name: state for state in server.client.models()}
         http = tritonclient.http.InferenceServerClient(server.http_address)
         grpc = tritonclient.grpc.InferenceServerClient(server.grpc_address)
         yield Serving(server, states, http, grpc, folder / "server.log")

@@ -151,45 +151,29 @@ class LocalServer:
 
     def _run(self, serving: Serving, started: Future[None]) -> None:
         """Run the server until `stop`; set the result when every model is READY."""
+        server, deadline = serving.server, time.monotonic() + self._timeout
         try:
-            with _log_folder(serving.server), serving.running():
-                self._wait_loaded(serving)
-                started.set_result(None)
-                self._supervise(serving)
+            with _log_folder(server), serving.running():
+                while not self._ended.is_set():
+                    serving.step()
+                    if server.process.poll() is not None:
+                        raise ToolError(
+                            f"tritonserver has ended; its log says why{server.log_name}."
+                        )
+                    if started.done():
+                        continue
+                    if serving.supervisor.initial_loads_done:
+                        _check_ready(serving.supervisor.snapshot.models)
+                        started.set_result(None)
+                    elif time.monotonic() > deadline:
+                        raise ToolError(
+                            f"the models were not loaded within {self._timeout:g} seconds."
+                        )
         except Exception as error:
-            if not started.done():
-                started.set_exception(error)
+            if started.done():
+                _LOGGER.exception("the server has ended.")
             else:
-                _LOGGER.error("%s", error)  # noqa: TRY400  of another process
-
-    def _wait_loaded(self, serving: Serving) -> None:
-        """Wait until every model is READY; raise ToolError with the reason of the first other."""
-        deadline = time.monotonic() + self._timeout
-        while not serving.supervisor.initial_loads_done:
-            self._step(serving)
-            if time.monotonic() > deadline:
-                raise ToolError(f"the models were not loaded within {self._timeout:g} seconds.")
-            if self._ended.is_set():
-                raise ToolError("the start was interrupted.")
-        for name, reason in serving.supervisor.snapshot.models.items():
-            if reason:
-                _, model, text = reason.partition(f"model '{name}'")
-                raise ToolError(f"{model}{text}" if model else f"model '{name}' {reason}")
-
-    def _supervise(self, serving: Serving) -> None:
-        try:
-            while not self._ended.is_set():
-                self._step(serving)
-        except ToolError:
-            raise
-        except Exception:  # the server goes on answering
-            _LOGGER.exception("the supervisor has failed; models that die are not loaded again.")
-            self._ended.wait()
-
-    def _step(self, serving: Serving) -> None:
-        serving.step()
-        if serving.server.process.poll() is not None:
-            raise ToolError(f"tritonserver has ended; its log says why{serving.server.log_name}.")
+                started.set_exception(error)
 
     # --- requests --------------------------------------------------------------------------------
 
@@ -292,6 +276,14 @@ class LocalServer:
 
 
 serve = LocalServer
+
+
+def _check_ready(models: Mapping[str, str]) -> None:
+    """Raise a ToolError with the reason of the first model that does not serve."""
+    for name, reason in models.items():
+        if reason:
+            _, model, text = reason.partition(f"model '{name}'")
+            raise ToolError(f"{model}{text}" if model else f"model '{name}' {reason}")
 
 
 @contextlib.contextmanager

@@ -17,5 +17,5 @@ def test_configs_that_check_refuses(tmp_path: Path) -> None:
     for name, (text, _) in refused_configs.TABLE.items():
         refused_configs.write(tmp_path / "repository", name, text)
     with serving.running(tmp_path, ready=False) as server:
-        ready = {state.name for state in server.models() if state.ready}
+        ready = {state.name for state in server.client.models() if state.ready}
     assert ready == {"valid"}

@@ -131,7 +131,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
         if code:
             hooked(_CALLS + code)(folder / "repository" / name / "1")
     with serving.running(folder, ready=False) as server:
-        states = {state.name: state for state in server.models()}
+        states = {state.name: state for state in server.client.models()}
         client = tritonclient.grpc.InferenceServerClient(server.grpc_address)
         yield Asked(states, client)
         client.close()

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from torch_py_backend.page import app
-from torch_py_backend.page.app import Page
-from torch_py_backend.page.snapshot import Snapshot
+from torch_py_backend.page.app import Page, Snapshot
 
 _UNKNOWN = "the parameter X is unknown and ignored"
 _PATHS = {"error": "expected /live, /ready or /ready/MODEL"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -87,15 +86,6 @@ def test_values_that_do_not_fit(datatype: str, value: object, says: str) -> None
     """Values that would arrive as others are refused."""
     with pytest.raises(InputError, match=says):
         _sent(datatype, value)
-
-
-def test_a_supervisor_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    """The log says that models are not loaded again."""
-    server = LocalServer("models")
-    threading.Timer(0.1, server._ended.set).start()
-    serving: Any = SimpleNamespace(step=lambda: 1 / 0)
-    server._supervise(serving)
-    assert "models that die are not loaded again" in caplog.text
 
 
 def test_before_the_start() -> None:

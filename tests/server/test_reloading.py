@@ -112,7 +112,7 @@ def test_a_new_model(repository: Path) -> None:
     assert server.loads == ["shapes"]
     for number in range(5):
         _write(repository / "shapes" / "1" / f"part{number}.py", "1")
-    names = "1/part0.py, 1/part1.py, 1/part2.py and 2 more"
+    names = ", ".join(f"1/part{number}.py" for number in range(5))
     assert server.run(5) == [_changed("shapes", names), _ready("shapes")]
 
 

@@ -19,7 +19,8 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +32,6 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from torch_py_backend.errors import sanitize_line
-from torch_py_backend.page.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,6 +48,23 @@ _UNKNOWN_PATH: dict[str, object] = {"error": "expected /live, /ready or /ready/M
 # Requests that are no HTTP are not worth a line.
 _SILENT = logging.getLogger(f"{__name__}.connections")
 _SILENT.disabled = True
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The readiness of all models at one moment.
+
+    Attributes:
+        models: the models that should serve, each with the reason why it does not; empty: it does.
+        problem: a problem of the whole server.
+        at: when it was taken, in seconds of a monotonic clock; 0: before the first step.
+        warnings: the warnings of the last load of each model that serves, if there were any.
+    """
+
+    models: Mapping[str, str] = field(default_factory=dict)
+    problem: str = "the server is being started"
+    at: float = 0.0
+    warnings: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 class Page:

@@ -6,6 +6,7 @@ if the load fails, the old one serves on.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from torch_py_backend.config import repository
+from torch_py_backend.errors import join_names
 from torch_py_backend.server.client import Call, cause
 from torch_py_backend.server.lifecycle import Event
 
@@ -21,10 +23,9 @@ from torch_py_backend.server.lifecycle import Event
 _POLL_S = 1.0
 # Written by loads of a model, and by Python.
 _IGNORED = ("compile_cache", "__pycache__")
-_MAX_NAMES = 3
 
-# The time of the last change in ns and the size of each file, by its path in the model's folder.
-Files: TypeAlias = "Mapping[str, tuple[int, int]]"
+# Each file's path in the model's folder, the time of its last change in ns and its size.
+Files: TypeAlias = "set[tuple[str, int, int]]"
 
 
 class Reloader:
@@ -74,8 +75,8 @@ class Reloader:
             changed = files != self._loaded.get(name)
             if changed and files == before.get(name) and name not in self._loads:
                 is_new = name not in self._loaded
-                names = "added" if is_new else _difference(self._loaded[name], files)
-                self._on_event(Event("CHANGED", name, names))
+                names = sorted({path for path, *_ in files ^ self._loaded.get(name, files)})
+                self._on_event(Event("CHANGED", name, join_names(names) or "added"))
                 self._loaded = {**self._loaded, name: files}
                 self._loads[name] = self._load(name, self._seconds), is_new
 
@@ -91,7 +92,7 @@ class Reloader:
 
 
 def _files(folder: Path) -> Files:
-    files = {}
+    files = set()
     # A version folder may be a link, which os.walk follows only where it starts.
     links = [path for path in folder.glob("[0-9]*") if path.is_symlink()]
     walks = (os.walk(start) for start in (folder, *links))
@@ -99,21 +100,12 @@ def _files(folder: Path) -> Files:
         folders[:] = [name for name in folders if not _is_ignored(name)]
         for name in names:
             path = Path(parent, name)
-            try:
-                status = path.stat()
-            except OSError:  # it is being replaced
-                continue
-            if not _is_ignored(name):
-                files[str(path.relative_to(folder))] = (status.st_mtime_ns, status.st_size)
+            with contextlib.suppress(OSError):  # it is being replaced
+                if not _is_ignored(name):
+                    status = path.stat()
+                    files.add((str(path.relative_to(folder)), status.st_mtime_ns, status.st_size))
     return files
 
 
 def _is_ignored(name: str) -> bool:
     return name in _IGNORED or name.startswith(".") or name.endswith("~")
-
-
-def _difference(old: Files, new: Files) -> str:
-    """Return the names of files that differ, as text."""
-    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return ", ".join(names[:_MAX_NAMES]) + more

@@ -30,18 +30,9 @@ _REFUSED = {
 class Serving:
     """A supervised server, for `with serving.running()`; `step` is called in a loop meanwhile.
 
-    Args:
-        repository: the model repository, a folder.
+    Args: as the options of `torch-py-backend serve`, and
         on_event: called with what happens to models, in `step`.
-        ports: the ports of HTTP, gRPC, metrics and readiness; 0 takes a free one.
-        address: the address to listen on.
-        tritonserver: the tritonserver to use; None: search for one.
-        arguments: more arguments for tritonserver; they override others.
-        restarts: how often a model that died is reloaded, until it has served for a minute.
-        load_seconds: the time limit of one load.
-        drain: seconds that requests are still accepted at the end, while no model is ready.
-        allow_empty: whether the repository may be without models.
-        reload: whether models are reloaded when their files change.
+        ports: the ports of HTTP, gRPC, metrics and readiness.
 
     Attributes:
         server: the server; its log can be set until it runs.

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch_py_backend.page.snapshot import Snapshot
+from torch_py_backend.page.app import Snapshot
 from torch_py_backend.processes.instance_status import InstanceState
 from torch_py_backend.server import client as triton
 from torch_py_backend.server.client import ModelState, TritonClient

@@ -137,36 +137,39 @@ class Server:
             ToolError: the server cannot run on this machine.
         """
         variables = triton_installation.environment(self._triton) | self.variables
+        # libevent and gRPC write an IPv6 address in their own ways.
+        http = grpc = self._address
+        if is_ipv6(self._address):
+            http, grpc = f"ipv6:{self._address}", f"[{self._address}]"
         try:
             self._refuse_in_shell()
             cleanup.sweep()
             folder = self._folder = ServerFolder()
-        except OSError as error:
-            raise ToolError(
-                f"cannot write to {cleanup.SHARED_MEMORY} and to the temporary folder, as"
-                f" Triton must: {error}."
-            ) from None
-        variables[instance_status.VARIABLE] = str(folder.status)
-        try:
             triton_installation.populate_backends(self._triton, folder.backends)
+            options = {
+                "model-repository": self._repository,
+                "backend-directory": folder.backends,
+                "cache-directory": self._triton.caches,
+                # Distinguishes its shared memory from that of other servers.
+                "backend-config": f"python,shm-region-prefix-name={folder.prefix}",
+                _EXIT_OPTION: _EXIT_SECONDS,
+                # A model that does not load must not stop the server.
+                "exit-on-error": "false",
+                "http-address": http,
+                "grpc-address": grpc,
+                "metrics-address": http,
+                **{f"{service}-port": port for service, port in self._ports.items()},
+            }
             # A session of its own: Ctrl-C reaches this process, which then stops the server. A
             # folder of its own: Triton's stub would import a model.py from the current folder.
             self._process = subprocess.Popen(  # noqa: S603  the executable found above
                 [
                     *(sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid())),
                     str(self._triton.executable),
-                    f"--model-repository={self._repository}",
-                    f"--backend-directory={folder.backends}",
-                    f"--cache-directory={self._triton.caches}",
-                    # Distinguishes its shared memory from that of other servers.
-                    f"--backend-config=python,shm-region-prefix-name={folder.prefix}",
-                    f"--{_EXIT_OPTION}={_EXIT_SECONDS}",
-                    # A model that does not load must not stop the server.
-                    "--exit-on-error=false",
-                    *self._bindings(),
+                    *(f"--{name}={value}" for name, value in options.items()),
                     *self._arguments,
                 ],
-                env=variables,
+                env=variables | {instance_status.VARIABLE: str(folder.status)},
                 cwd=folder.path,
                 stdout=self.log,
                 stderr=self.log,
@@ -174,23 +177,12 @@ class Server:
             )
         except BaseException as error:
             self.stop()
-            if isinstance(error, OSError):  # a full disk, or no executable of this machine
-                raise ToolError(f"tritonserver cannot be started: {error}.") from error
+            if isinstance(error, OSError):
+                raise ToolError(
+                    f"tritonserver cannot be started: {error}. It needs a temporary folder and"
+                    f" {cleanup.SHARED_MEMORY} that can be written."
+                ) from error
             raise
-
-    def _bindings(self) -> list[str]:
-        """Return the arguments for the addresses and ports of the services.
-
-        libevent and gRPC write an IPv6 address in their own ways.
-        """
-        http = grpc = self._address
-        if is_ipv6(self._address):
-            http, grpc = f"ipv6:{self._address}", f"[{self._address}]"
-        addresses = {"http": http, "grpc": grpc, "metrics": http}
-        return [
-            *(f"--{service}-address={address}" for service, address in addresses.items()),
-            *(f"--{service}-port={port}" for service, port in self._ports.items()),
-        ]
 
     def _refuse_in_shell(self) -> None:
         """Raise a ToolError if a shell between Triton and its stubs would change their paths."""
@@ -213,20 +205,12 @@ class Server:
             if (code := self.process.poll()) is not None:
                 raise self._failure(f"ended with exit code {code}")
             with contextlib.suppress(OSError):
-                return self.models()
+                return self.client.models()
             if self.client.is_dead():
                 raise self._failure("could not start")
             if time.monotonic() > deadline:
                 raise ToolError(f"tritonserver was not ready within {timeout:g} seconds.")
             time.sleep(_POLL_SECONDS)
-
-    def models(self) -> list[ModelState]:
-        """Return the current states of the models in the repository.
-
-        Raises:
-            OSError: the server does not answer, or not completely.
-        """
-        return self.client.models()
 
     def _failure(self, problem: str) -> ToolError:
         reason = "".join(f": {text}" for text in self._logged(_ERROR))
