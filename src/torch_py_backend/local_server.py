@@ -120,7 +120,7 @@ class LocalServer:
         if self._thread is not None:
             raise ToolError("the server runs already; stop it first.")
         path = remote_repository.local(self.repository, self._cache, _report)
-        serving = Serving(path, _report_event, **self._options)
+        serving = Serving(path, _report, **self._options)
         started: Future[None] = Future()
         self._ended.clear()
         # Not this thread, which may end: tritonserver ends with the one that starts it.
@@ -306,11 +306,7 @@ def _log_folder(server: Server) -> Iterator[None]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _report_event(event: Event) -> None:
-    _report(f"{event.kind:<7} {event.model}" + (f": {event.text}" if event.text else ""))
-
-
-def _report(line: str) -> None:
+def _report(line: str | Event) -> None:
     """Log what happens, and print it on a terminal."""
     _LOGGER.info("%s", line)
     if sys.stderr.isatty():

@@ -115,6 +115,11 @@ def test_install_checks_python(
             "serve models -- --model-control-mode=poll",
             "`serve` loads the models itself; remove it.",
         ),
+        (
+            "serve models -- --http-restricted-api=trace:k=v",
+            "--http-restricted-api was given after --, and `serve` needs the key; use --restrict.",
+        ),
+        ("serve models --restrict=traces", "'traces' is not one of Triton's endpoints: health"),
         ("install --backend-dir=/no/backends", "/no/backends is not a folder; expected the"),
         ("install --backend-dir=/dev/null/x --create", "cannot install into /dev/null/x"),
         ("check /dev/null", "/dev/null is not a folder"),

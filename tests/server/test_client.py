@@ -17,7 +17,6 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from torch_py_backend.server import client as triton
 from torch_py_backend.server.client import Call, ModelState, TritonClient
-from torch_py_backend.server.server_arguments import Keys
 
 # --- loads and unloads -----------------------------------------------------------------------
 
@@ -70,11 +69,11 @@ def _end(call: Call) -> str:
 
 def test_requests_and_errors_of_the_client(service: tuple[_Service, str]) -> None:
     """Triton's own protobuf reads names of any length; Triton's reason is the error's text."""
-    keys = {"triton-grpc-protocol-key": "v"}
+    keys = {"triton-grpc-protocol-admin-key": "v"}
     client = TritonClient(
         "",
         service[1],
-        Keys(grpc=tuple(keys.items())),
+        key="v",
         poll_failure=lambda model: "its config is wrong" if model == "unread" else "",
     )
     names = ["m", "a" * 127, "b" * 128, "grüße" * 40]
@@ -98,7 +97,7 @@ def test_requests_and_errors_of_the_client(service: tuple[_Service, str]) -> Non
 
 def test_names_that_a_shell_changes(service: tuple[_Service, str]) -> None:
     """Triton 24.10 would wait forever for a process that a shell starts with other arguments."""
-    with contextlib.closing(TritonClient("", service[1], Keys(), uses_shell=True)) as client:
+    with contextlib.closing(TritonClient("", service[1], uses_shell=True)) as client:
         for name in ("net copy", "net(1)", "a;b", "a$b", "it's"):
             assert re.search("through a shell, .* Rename it", _end(client.load(name, 30)))
         assert _end(client.load("grüße-1.0_{a}", 30)) == ""
@@ -134,7 +133,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bytes, int]
         def client(body: bytes, length: int) -> TritonClient:
             monkeypatch.setattr(_Answer, "body", body)
             monkeypatch.setattr(_Answer, "length", length)
-            return TritonClient(f"127.0.0.1:{service.server_port}", "", Keys())
+            return TritonClient(f"127.0.0.1:{service.server_port}", "")
 
         yield client
         service.shutdown()

@@ -111,21 +111,6 @@ def test_installations_side_by_side(backends: Path) -> None:
     assert names(backends) == ["pytorch"]
 
 
-def test_link_to_an_installation(backends: Path, tmp_path: Path) -> None:
-    """The link is replaced by a folder, or removed, and its target stays."""
-    elsewhere = installation.install(tmp_path / "elsewhere", NAME)
-    (elsewhere / "model.py").write_text("old")
-    backends.mkdir()
-    (backends / NAME).symlink_to(elsewhere)
-    assert installation.uninstall(backends, NAME) is True
-    assert names(backends) == []
-    (backends / NAME).symlink_to(elsewhere)
-    target = installation.install(backends, NAME)
-    assert not target.is_symlink()
-    assert (target / "model.py").read_text() == installation.SHIM
-    assert (elsewhere / "model.py").read_text() == "old"
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize(
     ("installed", "content", "text"),

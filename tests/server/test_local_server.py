@@ -107,8 +107,8 @@ def test_lines_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What happens to models is printed on a terminal, and nowhere else."""
-    local_server._report_event(Event("READY", "net", "reloaded"))
+    local_server._report(Event("READY", "net", "reloaded"))
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    local_server._report_event(Event("READY", "net", "reloaded"))
+    local_server._report(Event("READY", "net", "reloaded"))
     assert capsys.readouterr().err == "READY   net: reloaded\n"

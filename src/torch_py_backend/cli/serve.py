@@ -8,7 +8,6 @@ import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Annotated, Any, cast
@@ -26,7 +25,6 @@ from torch_py_backend.server.serving import Serving
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _KEY_VARIABLE = "TORCH_PY_BACKEND_ADMIN_KEY"
-_KEY_HEADER = "admin-key"
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _COLOURS = {
     "READY": "green",
@@ -77,7 +75,7 @@ def serve(
         typer.Option(
             metavar="APIS",
             help="Triton's endpoints that require the key in the environment variable"
-            f" {_KEY_VARIABLE}, over HTTP in the header {_KEY_HEADER}: such as"
+            f" {_KEY_VARIABLE}, over HTTP in the header {server_arguments.KEY_HEADER}: such as"
             " model-repository,shared-memory,trace,logging. Without the variable, no client can"
             " use them.",
         ),
@@ -126,12 +124,6 @@ def serve(
 
     # Removed, so that tritonserver and its instances do not inherit the key.
     key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
-    triton_arguments = list(arguments or ())
-    if restrict:
-        triton_arguments = [
-            *server_arguments.restriction_arguments(restrict, _KEY_HEADER, key),
-            *triton_arguments,
-        ]
     triton_installation.find(tritonserver)  # before much is fetched
     serving = Serving(
         remote_repository.local(repository, cache, note),
@@ -139,14 +131,16 @@ def serve(
         ports=(http_port, grpc_port, metrics_port, health_port),
         address=address,
         tritonserver=tritonserver,
-        arguments=triton_arguments,
+        arguments=arguments or (),
+        restrict=restrict,
+        key=key,
         restarts=restarts,
         load_seconds=load_timeout,
         drain=drain,
         allow_empty=allow_empty,
         reload=reload,
     )
-    if exposed := exposure_note(address, triton_arguments):
+    if exposed := exposure_note(address, restrict):
         note(exposed)
     serving.server.log = None if verbose else _open_log(console)
     for number in SIGNALS:
@@ -236,9 +230,9 @@ def _supervise(console: Console, serving: Serving) -> int:
     return code if code >= 0 else 128 - code
 
 
-def exposure_note(address: str, arguments: Sequence[str]) -> str:
+def exposure_note(address: str, restrict: str) -> str:
     """Return a note on the sensitive endpoints that every client can use; empty: there are none."""
-    exposed = server_arguments.unrestricted(arguments)
+    exposed = [api for api in server_arguments.SENSITIVE if api not in restrict]
     if address in _LOCAL or not exposed:
         return ""
     return (
@@ -249,5 +243,5 @@ def exposure_note(address: str, arguments: Sequence[str]) -> str:
 
 def format_event(event: Event) -> str:
     """Return an event as one line with markup of rich."""
-    label = f"[{_COLOURS[event.kind]}]{event.kind:<7}[/]"
-    return f"{label} {escape(event.model)}" + (f": {escape(event.text)}" if event.text else "")
+    label, rest = f"{event.kind:<7}", str(event)[max(7, len(event.kind)) :]
+    return f"[{_COLOURS[event.kind]}]{label}[/]{escape(rest)}"

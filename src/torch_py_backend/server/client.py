@@ -24,8 +24,7 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from torch_py_backend.errors import ToolError, sanitize_line
-from torch_py_backend.server import triton_installation
-from torch_py_backend.server.server_arguments import Keys
+from torch_py_backend.server import server_arguments, triton_installation
 
 _REQUEST_S = 10.0
 _UNLOAD_S = 30.0
@@ -139,7 +138,7 @@ class TritonClient:
     Args:
         http_address: host and port.
         grpc_address: host and port.
-        keys: the keys of restricted endpoints.
+        key: the key of restricted endpoints; empty: there are none.
         uses_shell: whether Triton starts the processes of models through a shell.
         poll_failure: returns why Triton could not read a model's folder; empty: unknown.
     """
@@ -148,12 +147,14 @@ class TritonClient:
         self,
         http_address: str,
         grpc_address: str,
-        keys: Keys,
         *,
+        key: str = "",
         uses_shell: bool = False,
         poll_failure: Callable[[str], str] = lambda _model: "",
     ) -> None:
-        self._http_address, self._keys = http_address, keys
+        self._http_address = http_address
+        self._headers = {server_arguments.KEY_HEADER: key} if key else {}
+        self._metadata = ((server_arguments.KEY_METADATA, key),) if key else ()
         self._uses_shell, self._poll_failure = uses_shell, poll_failure
         self._channel = grpc.insecure_channel(grpc_address)
         self._service = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
@@ -196,7 +197,7 @@ class TritonClient:
 
     def _request(self, path: str, data: bytes | None = None) -> str:
         url = f"http://{self._http_address}/v2/{path}"
-        request = urllib.request.Request(url, data, dict(self._keys.http))
+        request = urllib.request.Request(url, data, self._headers)
         try:
             with urllib.request.urlopen(request, timeout=_REQUEST_S) as response:  # noqa: S310
                 # Names of folders are bytes, which need not be UTF-8.
@@ -231,7 +232,7 @@ class TritonClient:
 
     def _begin(self, method: Any, model: str, request: Any, seconds: float) -> Call:
         future = method.future(
-            request, timeout=seconds, metadata=self._keys.grpc, wait_for_ready=True
+            request, timeout=seconds, metadata=self._metadata, wait_for_ready=True
         )
         return Call(future, explain=functools.partial(self._poll_failure, model))
 

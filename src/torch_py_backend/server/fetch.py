@@ -96,32 +96,26 @@ def _fetch_files(url: str, folder: Path, report: Callable[[str], None]) -> None:
     if not present:
         raise FileNotFoundError("it holds no files")
     for name in present:
-        _check_name(folder, name)
+        path = (folder / name).resolve()
+        if not path.is_relative_to(folder.resolve()) or path == (folder / _FETCHED).resolve():
+            raise ValueError(f"the file {name!r} leads out of the folder")
     before = _fetched(folder)
-    changed = [name for name, facts in present.items() if before.get(name) != facts]
-    if changed:
-        report(f"fetching {len(changed)} files from {url}")
-    for name in changed:
-        part = _part(folder / name)
+    # Complete files get their names last: a fetch that fails leaves the files of the last one.
+    parts = {
+        name: (folder / name).with_name(f".{Path(name).name}.part")
+        for name, facts in present.items()
+        if before.get(name) != facts
+    }
+    if parts:
+        report(f"fetching {len(parts)} files from {url}")
+    for name, part in parts.items():
         part.parent.mkdir(parents=True, exist_ok=True)
         store.get_file(f"{root.rstrip('/')}/{name}", str(part))
-    # Only now: a fetch that fails leaves the files of the last one.
-    for name in changed:
-        _part(folder / name).replace(folder / name)
+    for name, part in parts.items():
+        part.replace(folder / name)
     for name in before.keys() - present.keys():
         (folder / name).unlink(missing_ok=True)
     files.replace(folder / _FETCHED, json.dumps(present).encode())
-
-
-def _check_name(folder: Path, name: str) -> None:
-    """Raise for a name that leads out of the folder, or to a file of this module."""
-    path = (folder / name).resolve()
-    if not path.is_relative_to(folder.resolve()) or path == (folder / _FETCHED).resolve():
-        raise ValueError(f"the file {name!r} leads out of the folder")
-
-
-def _part(path: Path) -> Path:
-    return path.with_name(f".{path.name}.part")
 
 
 def _fetched(folder: Path) -> dict[str, Any]:

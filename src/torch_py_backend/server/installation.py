@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import compileall
-import contextlib
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from torch_py_backend.errors import ToolError
@@ -40,7 +38,7 @@ def install(backends: Path, name: str) -> Path:
         ToolError: the folder holds other files, or cannot be written.
     """
     target = _target(backends, name)
-    with _as_tool_error(f"cannot install into {backends}"):
+    try:
         backends.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=backends) as temporary:
             staged = Path(temporary, name)
@@ -54,8 +52,11 @@ def install(backends: Path, name: str) -> Path:
             # The server may run as another user. The umask of this process must not matter.
             for path in (staged, *staged.rglob("*")):
                 path.chmod(0o755 if path.is_dir() else 0o644)
-            _remove(target)
+            if target.exists():
+                shutil.rmtree(target)
             staged.rename(target)
+    except OSError as error:  # or shutil.Error, which holds a list of errors
+        raise ToolError(f"cannot install into {backends}: {error}") from error
     return target
 
 
@@ -81,10 +82,13 @@ def uninstall(backends: Path, name: str) -> bool:
         ToolError: the folder holds other files, or cannot be removed.
     """
     target = _target(backends, name)
-    exists = target.exists()
-    with _as_tool_error(f"cannot remove {target}"):
-        _remove(target)
-    return exists
+    if not target.exists():
+        return False
+    try:
+        shutil.rmtree(target)
+    except OSError as error:
+        raise ToolError(f"cannot remove {target}: {error}") from error
+    return True
 
 
 def _target(backends: Path, name: str) -> Path:
@@ -109,18 +113,3 @@ def _target(backends: Path, name: str) -> Path:
             " remove it first."
         )
     return target
-
-
-def _remove(target: Path) -> None:
-    if target.is_symlink():
-        target.unlink()
-    elif target.exists():
-        shutil.rmtree(target)
-
-
-@contextlib.contextmanager
-def _as_tool_error(problem: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:  # or shutil.Error, which holds a list of errors
-        raise ToolError(f"{problem}: {error}") from error

@@ -19,6 +19,9 @@ class Event(NamedTuple):
     model: str
     text: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.kind:<7} {self.model}" + (f": {self.text}" if self.text else "")
+
 
 class Phase(Enum):
     LOADING = "is being loaded"

@@ -1,10 +1,9 @@
-"""The command-line arguments of a tritonserver, and the restrictions of endpoints among them."""
+"""The command-line arguments of a tritonserver."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from torch_py_backend.errors import ToolError
 
@@ -12,9 +11,9 @@ from torch_py_backend.errors import ToolError
 SENSITIVE = ("model-repository", "shared-memory", "trace", "logging")
 # The names of Triton 24.10.
 APIS = ("health", "metadata", "inference", "model-config", "statistics", *SENSITIVE)
-_HTTP, _GRPC = "http-restricted-api", "grpc-restricted-protocol"
-# The prefix of the names of keys in gRPC metadata; HTTP headers have none.
-_GRPC_PREFIX = "triton-grpc-protocol-"
+RESTRICTIONS = ("http-restricted-api", "grpc-restricted-protocol")
+KEY_HEADER = "admin-key"
+KEY_METADATA = f"triton-grpc-protocol-{KEY_HEADER}"
 
 
 def values(arguments: Sequence[str], *names: str) -> list[str]:
@@ -44,52 +43,10 @@ def configures(arguments: Sequence[str], service: str) -> bool:
     return bool(values(arguments, *names))
 
 
-# --- restrictions --------------------------------------------------------------------------------
-
-
-class Keys(NamedTuple):
-    """The headers that a client must send to restricted endpoints: pairs of name and value."""
-
-    http: tuple[tuple[str, str], ...] = ()
-    grpc: tuple[tuple[str, str], ...] = ()
-
-
-def required_keys(arguments: Sequence[str]) -> Keys:
-    """Return the keys that a tritonserver with these arguments requires.
-
-    Raises:
-        ToolError: a restriction has no key.
-    """
-    grpc = [(f"{_GRPC_PREFIX}{key}".lower(), secret) for key, secret in _keys(arguments, _GRPC)]
-    return Keys(tuple(_keys(arguments, _HTTP)), tuple(grpc))
-
-
-def _keys(arguments: Sequence[str], name: str) -> list[tuple[str, str]]:
-    keys = []
-    for value in values(arguments, name):
-        key, equals, secret = value.partition(":")[2].partition("=")
-        if not equals:
-            raise ToolError(
-                f"'{value}' restricts no endpoints; expected APIS:KEY=VALUE, such as"
-                " model-repository,shared-memory:admin-key=secret."
-            )
-        keys.append((key, secret))
-    return keys
-
-
-def unrestricted(arguments: Sequence[str]) -> list[str]:
-    """Return the sensitive endpoints that require no key over HTTP or over gRPC."""
-    http, grpc = (
-        ",".join(value.partition(":")[0] for value in values(arguments, name)).split(",")
-        for name in (_HTTP, _GRPC)
-    )
-    return [api for api in SENSITIVE if api not in http or api not in grpc]
-
-
-def restriction_arguments(apis: str, key: str, secret: str) -> list[str]:
+def restriction_arguments(apis: str, key: str) -> list[str]:
     """Return the arguments that restrict endpoints, separated by commas, over both protocols.
 
-    A client must then send the header `key` with the value `secret`.
+    A client must then send the header `KEY_HEADER` with this key, or its metadata `KEY_METADATA`.
 
     Raises:
         ToolError: Triton has no endpoint of such a name.
@@ -98,5 +55,5 @@ def restriction_arguments(apis: str, key: str, secret: str) -> list[str]:
     unknown = [name for name in names if name not in APIS]
     if unknown:
         raise ToolError(f"'{unknown[0]}' is not one of Triton's endpoints: {', '.join(APIS)}.")
-    value = f"{','.join(names)}:{key}={secret}"
-    return [f"--{_HTTP}={value}", f"--{_GRPC}={value}"]
+    value = f"{','.join(names)}:{KEY_HEADER}={key}"
+    return [f"--{option}={value}" for option in RESTRICTIONS]

@@ -22,6 +22,7 @@ _STEP_S = 0.1
 # Arguments for tritonserver that would take from `serve` what it uses, and what to do instead.
 _REFUSED = {
     "model-control-mode": "`serve` loads the models itself; remove it",
+    **dict.fromkeys(server_arguments.RESTRICTIONS, "`serve` needs the key; use --restrict"),
     **dict.fromkeys(("http-port", "allow-http"), "`serve` itself uses HTTP; set --http-port"),
     **dict.fromkeys(("grpc-port", "allow-grpc"), "`serve` itself uses gRPC; set --grpc-port"),
 }
@@ -33,6 +34,7 @@ class Serving:
     Args: as the options of `torch-py-backend serve`, and
         on_event: called with what happens to models, in `step`.
         ports: the ports of HTTP, gRPC, metrics and readiness.
+        key: what clients must send to restricted endpoints.
 
     Attributes:
         server: the server; its log can be set until it runs.
@@ -55,6 +57,8 @@ class Serving:
         address: str = "127.0.0.1",
         tritonserver: Path | None = None,
         arguments: Sequence[str] = (),
+        restrict: str = "",
+        key: str = "",
         restarts: int = 8,
         load_seconds: float = 1800.0,
         drain: float = 0.0,
@@ -69,6 +73,9 @@ class Serving:
         self._names = [name for name in named if name != "*"]
         arguments = server_arguments.without(arguments, "load-model")
         http, grpc, metrics, self._health_port = ports
+        restrictions: list[str] = []
+        if restrict:
+            restrictions = server_arguments.restriction_arguments(restrict, key)
         self.server = Server(
             repository,
             http_port=http,
@@ -76,7 +83,8 @@ class Serving:
             metrics_port=metrics,
             address=address,
             executable=tritonserver,
-            arguments=["--model-control-mode=explicit", *arguments],
+            arguments=["--model-control-mode=explicit", *restrictions, *arguments],
+            key=key if restrict else "",
         )
         if not allow_empty:
             _refuse_empty(repository, self._names, arguments)

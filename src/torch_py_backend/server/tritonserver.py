@@ -60,6 +60,7 @@ class Server:
         metrics_port: the port of the Prometheus metrics.
         executable: the tritonserver to use; None: search for one.
         arguments: more arguments for tritonserver; they override others.
+        key: the key of the endpoints that the arguments restrict.
         log: the file for the server's log; None: the output of this process. The attribute can be
             set until the server is started.
 
@@ -79,6 +80,7 @@ class Server:
         address: str = "127.0.0.1",
         executable: Path | None = None,
         arguments: Sequence[str] = (),
+        key: str = "",
         log: IO[bytes] | IO[str] | None = None,
     ) -> None:
         if not repository.is_dir():
@@ -103,7 +105,7 @@ class Server:
         self.client = TritonClient(
             self.http_address,
             self.grpc_address,
-            server_arguments.required_keys(arguments),
+            key=key,
             uses_shell=self._triton.uses_shell,
             poll_failure=self._poll_failure,
         )
