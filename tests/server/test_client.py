@@ -68,7 +68,7 @@ def _end(call: Call) -> str:
 
 
 def test_requests_and_errors_of_the_client(service: tuple[_Service, str]) -> None:
-    """Triton's own protobuf reads names of any length; Triton's reason is the error's text."""
+    """Requests have the key and the config; Triton's reason is the error's text."""
     keys = {"triton-grpc-protocol-admin-key": "v"}
     client = TritonClient(
         "",
@@ -76,15 +76,12 @@ def test_requests_and_errors_of_the_client(service: tuple[_Service, str]) -> Non
         key="v",
         poll_failure=lambda model: "its config is wrong" if model == "unread" else "",
     )
-    names = ["m", "a" * 127, "b" * 128, "grüße" * 40]
-    for name in names:
-        assert _end(client.load(name, 30)) == ""
-        assert _end(client.unload(name)) == ""
-    text = " " * 20_000
-    assert _end(client.load("m", 30, {"name": text})) == ""
+    assert _end(client.load("m", 30)) == _end(client.unload("grüße")) == ""
+    assert _end(client.load("m", 30, {"name": "n"})) == ""
     assert service[0].requests == [
-        *((act, name, keys) for name in names for act in ("load", "unload")),
-        ("load", "m", {**keys, "config": f'{{"name": "{text}"}}'}),
+        ("load", "m", keys),
+        ("unload", "grüße", keys),
+        ("load", "m", {**keys, "config": '{"name": "n"}'}),
     ]
     broken, endless = client.load("broken", 30), client.load("endless", 30)
     assert (_end(broken), broken.timed_out()) == ("load failed", False)

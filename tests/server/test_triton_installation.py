@@ -53,20 +53,6 @@ def test_a_server_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         triton_installation.find()
 
 
-def test_the_backend_directory_holds_both_backends(tmp_path: Path) -> None:
-    """Files are copied: Triton refuses a library whose real path is elsewhere."""
-    triton_installation.populate_backends(triton_installation.find(), tmp_path)
-    for name in (
-        "python/libtriton_python.so",
-        "python/triton_python_backend_utils.py",
-        "python/triton_python_backend_stub",
-        "pytorch_py/model.py",
-        "pytorch_py/torch_py_backend/adapter/__init__.py",
-    ):
-        assert (tmp_path / name).is_file()
-        assert not (tmp_path / name).is_symlink()
-
-
 def test_environment_leads_to_this_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's stub runs the first python3 on PATH: a Python without one beside it is refused."""
     monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")

@@ -1,4 +1,1 @@
-"""Child processes, private files and locks, instance status, orphan cleanup.
-
-Imports no torch.
-"""
+"""Child processes, private files and locks, instance status. Imports no torch."""
