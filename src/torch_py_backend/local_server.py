@@ -152,23 +152,20 @@ class LocalServer:
     def _run(self, serving: Serving, started: Future[None]) -> None:
         """Run the server until `stop`; set the result when every model is READY."""
         server, deadline = serving.server, time.monotonic() + self._timeout
+
+        def announce() -> None:
+            _check_ready(serving.supervisor.snapshot.models)
+            started.set_result(None)
+
+        def is_over() -> bool:
+            if not started.done() and time.monotonic() > deadline:
+                raise ToolError(f"the models were not loaded within {self._timeout:g} seconds.")
+            return self._ended.is_set()
+
         try:
-            with _log_folder(server), serving.running():
-                while not self._ended.is_set():
-                    serving.step()
-                    if server.process.poll() is not None:
-                        raise ToolError(
-                            f"tritonserver has ended; its log says why{server.log_name}."
-                        )
-                    if started.done():
-                        continue
-                    if serving.supervisor.initial_loads_done:
-                        _check_ready(serving.supervisor.snapshot.models)
-                        started.set_result(None)
-                    elif time.monotonic() > deadline:
-                        raise ToolError(
-                            f"the models were not loaded within {self._timeout:g} seconds."
-                        )
+            with _log_folder(server):
+                if serving.run(announce, is_over) is not None:
+                    raise ToolError(f"tritonserver has ended; its log says why{server.log_name}.")
         except Exception as error:
             if started.done():
                 _LOGGER.exception("the server has ended.")

@@ -145,13 +145,16 @@ def serve(
     serving.server.log = None if verbose else _open_log(console)
     for number in SIGNALS:
         signal.signal(number, _stop)
-    code = 0
     try:
-        with serving.running():
-            code = _supervise(console, serving)
+        code = serving.run(lambda: _announce(console, serving), lambda: _is_over(serving))
     except Stopped:
         console.print("stopped")
-    raise typer.Exit(code)
+        return
+    if code is not None:
+        how = f"with exit code {code}" if code >= 0 else f"by {procfs.signal_name(-code)}"
+        log = escape(serving.server.log_name)
+        console.print(f"[red]tritonserver ended {how}[/]; its log says why{log}.")
+        raise typer.Exit(code if code >= 0 else 128 - code)
 
 
 class Stopped(KeyboardInterrupt):
@@ -201,33 +204,27 @@ def _open_log(console: Console) -> IO[bytes]:
     return file
 
 
-def _supervise(console: Console, serving: Serving) -> int:
-    """Keep the models serving until the server ends; return the exit code.
+def _announce(console: Console, serving: Serving) -> None:
+    server, models = serving.server, serving.supervisor.snapshot.models
+    none_serves = bool(models) and all(models.values())
+    state = "[red]no model serves[/]; listening" if none_serves else "serving"
+    console.print(
+        f"{state} on http://{server.http_address} and grpc://{server.grpc_address};"
+        f" metrics on http://{server.metrics_address}/metrics,"
+        f" readiness on http://{serving.health_address}/ready; Ctrl-C stops"
+    )
 
-    Raises:
-        Stopped: a signal was received. This includes signals whose exception was lost: Python
-            drops exceptions in destructors, and while another one propagates.
+
+def _is_over(serving: Serving) -> bool:
+    """Raise Stopped if a signal was received.
+
+    This includes signals whose exception was lost: Python drops exceptions in destructors, and
+    while another one propagates.
     """
-    server, announced = serving.server, False
-    while server.process.poll() is None:
-        if signal.getsignal(signal.SIGTERM) is _ignore:
-            raise Stopped
-        serving.step()
-        cleanup.reap_orphans(server.process.pid)
-        if serving.supervisor.initial_loads_done and not announced:
-            announced = True
-            models = serving.supervisor.snapshot.models
-            none_serves = bool(models) and all(models.values())
-            state = "[red]no model serves[/]; listening" if none_serves else "serving"
-            console.print(
-                f"{state} on http://{server.http_address} and grpc://{server.grpc_address};"
-                f" metrics on http://{server.metrics_address}/metrics,"
-                f" readiness on http://{serving.health_address}/ready; Ctrl-C stops"
-            )
-    code: int = server.process.returncode
-    how = f"with exit code {code}" if code >= 0 else f"by {procfs.signal_name(-code)}"
-    console.print(f"[red]tritonserver ended {how}[/]; its log says why{escape(server.log_name)}.")
-    return code if code >= 0 else 128 - code
+    if signal.getsignal(signal.SIGTERM) is _ignore:
+        raise Stopped
+    cleanup.reap_orphans(serving.server.process.pid)
+    return False
 
 
 def exposure_note(address: str, restrict: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from torch_py_backend.config import repository as repositories
@@ -29,10 +29,10 @@ _REFUSED = {
 
 
 class Serving:
-    """A supervised server, for `with serving.running()`; `step` is called in a loop meanwhile.
+    """A supervised server.
 
     Args: as the options of `torch-py-backend serve`, and
-        on_event: called with what happens to models, in `step`.
+        on_event: called with what happens to models.
         ports: the ports of HTTP, gRPC, metrics and readiness.
         key: what clients must send to restricted endpoints.
 
@@ -93,9 +93,15 @@ class Serving:
         self._reload = reload
         self._reloader: Reloader | None = None
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Start the server and begin to load its models; stop it at the end of the block.
+    def run(self, on_loaded: Callable[[], None], is_over: Callable[[], bool]) -> int | None:
+        """Run the server, and keep its models serving, in a thread that lives as long.
+
+        Args:
+            on_loaded: called when the first load of every model has succeeded or failed.
+            is_over: called several times a second; the server ends if it returns True or raises.
+
+        Returns:
+            The exit code of a tritonserver that has ended by itself; None: `is_over`.
 
         Raises:
             ToolError: the server cannot start.
@@ -112,28 +118,36 @@ class Serving:
             )
             with Page(listener, lambda: supervisor.snapshot) as page:
                 try:
-                    states = server.wait_loaded()
-                    supervisor.load(self._names or sorted(state.name for state in states))
-                    if self._reload:
-                        self._reloader = Reloader(
-                            self._repository,
-                            self._names,
-                            server.client.load,
-                            self._on_event,
-                            self._load_seconds,
-                        )
-                    yield
+                    self._begin(server)
+                    is_loaded = False
+                    while (code := server.process.poll()) is None and not is_over():
+                        self._step()
+                        if supervisor.initial_loads_done and not is_loaded:
+                            is_loaded = True
+                            on_loaded()
+                    return code
                 finally:
                     # In this order, both the requests that a load balancer still sends and those in
                     # progress when Triton stops are answered.
                     page.stopping = True
                     deadline = time.monotonic() + self._drain
                     while server.process.poll() is None and time.monotonic() < deadline:
-                        self.step()
+                        self._step()
                     server.stop()
 
-    def step(self) -> None:
-        """Wait shortly, then process what has happened."""
+    def _begin(self, server: Server) -> None:
+        states = server.wait_loaded()
+        self.supervisor.load(self._names or sorted(state.name for state in states))
+        if self._reload:
+            self._reloader = Reloader(
+                self._repository,
+                self._names,
+                server.client.load,
+                self._on_event,
+                self._load_seconds,
+            )
+
+    def _step(self) -> None:
         time.sleep(_STEP_S)
         self.supervisor.step()
         if self._reloader is not None:
