@@ -129,15 +129,6 @@ def test_folder_problems(folder: Path, text: bytes, says: list[str]) -> None:
     assert all(part in note for note in notes for part in says)
 
 
-def test_names_beyond_ascii(folder: Path) -> None:
-    """Files that Python in an older stub cannot open are noted."""
-    (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n')
-    (folder / "1" / "données").mkdir(parents=True)
-    (folder / "1" / "слова.txt").touch()
-    (note,) = preflight.folder_problems(folder)
-    assert note.startswith("digits: 1/données, 1/слова.txt: Python in the stub of Triton 24.10")
-
-
 def test_closed_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder that this user cannot read is one note, and nothing in it is opened."""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_py_backend.config import execution_env, pbtxt
-from torch_py_backend.errors import BackendError, ConfigError, ToolError, join_names
+from torch_py_backend.errors import BackendError, ConfigError, ToolError
 from torch_py_backend.server import triton_installation
 from torch_py_backend.server.triton_installation import TritonInstallation
 
@@ -99,12 +99,6 @@ def folder_problems(path: Path) -> Iterator[str]:
     if not os.access(path, os.R_OK | os.X_OK):
         yield f"{path} cannot be read by this user."
         return
-    paths = sorted(str(file.relative_to(path)) for file in path.rglob("*"))
-    if names := [name for name in paths if not name.isascii()]:
-        yield (
-            f"{path.name}: {join_names(names)}: Python in the stub of Triton 24.10 and older opens"
-            " files by ASCII names only; rename them if the model's code opens them."
-        )
     try:
         document = pbtxt.read(path)
     except BackendError:
