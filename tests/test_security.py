@@ -20,7 +20,7 @@ import torch
 from torch._inductor import config as inductor
 
 from torch_py_backend.config import options, threads
-from torch_py_backend.engine import compile_cache, load
+from torch_py_backend.engine import compilation, load
 from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, PlatformError
 from torch_py_backend.loading import discovery, example_inputs
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
@@ -216,7 +216,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def _start(folder: Path, **options: Any) -> Path:
     """Compile a model, and return the folder of inductor's cache."""
-    with compile_cache.used(build.config(folder, **options)):
+    with compilation.cached(build.config(folder, **options)):
         cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         (cache / "fxgraph").mkdir(exist_ok=True)
         (cache / "fxgraph" / "kernel.so").write_bytes(b"code")
@@ -267,7 +267,7 @@ def test_compiled_code_that_others_could_have_written(
     change(_start(tmp_path))
     before = sorted((tmp_path / "compile_cache").rglob("*"))
     cache = home / "torch-py-backend" / "compile_cache" / build.MODEL
-    with compile_cache.used(build.config(tmp_path)):
+    with compilation.cached(build.config(tmp_path)):
         assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache)
         assert not (cache / "fxgraph").exists()
     assert f"{tmp_path / 'compile_cache'} cannot be used" in caplog.text

@@ -16,7 +16,7 @@ import build
 import models
 import pytest
 
-from torch_py_backend.engine import compile_cache
+from torch_py_backend.engine import compilation
 from torch_py_backend.processes import private_files
 
 
@@ -30,7 +30,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def used(folder: Path, **options: Any) -> Path:
     """Return the folder that inductor uses while a model is compiled."""
-    with compile_cache.used(build.config(folder, **options)):
+    with compilation.cached(build.config(folder, **options)):
         cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         (cache / "fxgraph").mkdir(exist_ok=True)
     return cache
@@ -81,7 +81,7 @@ def test_cache_in_an_image(
 
 def _compile(folder: Path, start: Any, others: Any, compiled: Any) -> None:
     start.wait()
-    with compile_cache.used(build.config(folder)):
+    with compilation.cached(build.config(folder)):
         graphs = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "fxgraph"
         if not graphs.exists():
             with compiled.get_lock():

@@ -11,7 +11,7 @@ import torch
 
 from torch_py_backend import values
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine import build, compilation, compile_cache, runtime, sharing
+from torch_py_backend.engine import build, compilation, runtime, sharing
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.hooks import Hooks
@@ -136,7 +136,7 @@ class Engine:
             yield
         else:
             before = compilation.progress()
-            with compile_cache.used(self.config):
+            with compilation.cached(self.config):
                 yield
             graphs, hits, misses = (
                 after - number for after, number in zip(compilation.progress(), before, strict=True)
