@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.engine import row_check
+from torch_py_backend.engine import warmup
 from torch_py_backend.errors import ConfigError, ForwardError
 from torch_py_backend.values import Item, Outcome
 
@@ -71,10 +71,10 @@ def test_rows_that_depend_on_each_other(
     (tmp_path / "config.pbtxt").write_text(_GAPS)
     config = build.config(tmp_path, dynamic_batching=dynamic)
     with pytest.raises(ConfigError, match=r"'y' for a row alone .* auto-completion has chosen"):
-        row_check.check(config, _call(_DEPENDENT[name]), {}, 7)
+        warmup.check_rows(config, _call(_DEPENDENT[name]), {}, 7)
     (tmp_path / "config.pbtxt").write_text(_WRITTEN)
     caplog.clear()
-    row_check.check(config, _call(_DEPENDENT[name]), {}, 7)
+    warmup.check_rows(config, _call(_DEPENDENT[name]), {}, 7)
     assert ["Triton batches those of all clients" in text for text in caplog.messages] == (
         [True] if dynamic else []
     )
@@ -86,7 +86,7 @@ def test_rows_that_may_be_batched(
 ) -> None:
     """Rounding, random outputs, other sizes and integers are no dependence."""
     (tmp_path / "config.pbtxt").write_text(_GAPS)
-    row_check.check(build.config(tmp_path), _call(_INDEPENDENT[name]), {}, 7)
+    warmup.check_rows(build.config(tmp_path), _call(_INDEPENDENT[name]), {}, 7)
     assert not caplog.messages
 
 
@@ -95,7 +95,7 @@ def test_values_that_may_jump(tmp_path: Path) -> None:
     (tmp_path / "config.pbtxt").write_text(_GAPS)
     config = build.config(tmp_path, inputs=(build.spec("x", dims=(1000,)),))
     call = _call(lambda x: (x + 1e-3 * x.shape[0] > 0.5).float())
-    row_check.check(config, call, {}, 7)
+    warmup.check_rows(config, call, {}, 7)
 
 
 def test_a_row_that_fails_alone(tmp_path: Path) -> None:
@@ -108,10 +108,10 @@ def test_a_row_that_fails_alone(tmp_path: Path) -> None:
             raise IndexError
         return x - x.mean(0)
 
-    row_check.check(build.config(tmp_path), _call(forward), {}, 7)
+    warmup.check_rows(build.config(tmp_path), _call(forward), {}, 7)
 
 
 def test_inputs_that_a_call_changes(tmp_path: Path) -> None:
     """A model that writes into its inputs does not change those of the next call."""
     (tmp_path / "config.pbtxt").write_text(_GAPS)
-    row_check.check(build.config(tmp_path), _call(lambda x: x.add_(1)), {}, 7)
+    warmup.check_rows(build.config(tmp_path), _call(lambda x: x.add_(1)), {}, 7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import re
@@ -10,18 +11,21 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from torch_py_backend.config import pbtxt
 from torch_py_backend.config.model_config import ModelConfig, Origin
-from torch_py_backend.engine import compilation, model_state, row_check, sharing, streams
+from torch_py_backend.engine import compilation, model_state, sharing, streams
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
     CallError,
+    ConfigError,
     ForwardError,
     InputError,
     LoadError,
     join_names,
 )
 from torch_py_backend.loading import example_inputs
+from torch_py_backend.pipeline import differences
 from torch_py_backend.pipeline.batches import powers_of_two
 from torch_py_backend.values import Item, Outcome, Value, to_column
 
@@ -84,7 +88,7 @@ def run(
                 first = first or failure
             if not row_counts:
                 counts = [count for count in _few_row_counts(engine) if count and count > 1]
-                row_check.check(engine.config, call, _example(engine), min(counts, default=0))
+                check_rows(engine.config, call, _example(engine), min(counts, default=0))
         except CallError as error:
             log.warning("the warm-up is skipped: the model calls another model. %s", error)
         changed = state.put_back()
@@ -268,3 +272,74 @@ def _row_counts(engine: Engine) -> Sequence[int | None]:
     if engine.config.options.static_shapes:
         return range(largest, 0, -1)
     return sorted({*powers_of_two(largest), min(largest, 3)}, reverse=True)
+
+
+# --- rows that depend on each other -------------------------------------------------------------
+
+
+def check_rows(
+    config: ModelConfig,
+    call: Callable[[Sequence[Item]], Sequence[Outcome]],
+    example: Item,
+    rows: int,
+) -> None:
+    """Compare rows that are computed alone with those in a batch, which Triton forms of requests.
+
+    If they differ, that is an error where auto-completion has chosen the batch, else a warning.
+    Outputs that are not floating point are not compared, nor random ones.
+
+    Args:
+        config: the config of the model.
+        call: computes the outputs of items.
+        example: valid values of inputs; others are made up.
+        rows: the number of rows of the batch; below 2 nothing is compared.
+
+    Raises:
+        ConfigError: rows depend on each other, and auto-completion has chosen the batch.
+    """
+    completed = rows > 1 and pbtxt.leaves_out_batch_size(config.folder)
+    forms_batches = rows > 1 and (completed or config.dynamic_batching)
+    if not forms_batches or config.sequencing or config.decoupled or config.concatenates:
+        return
+    item = {
+        name: example_inputs.distinct_rows(value) if isinstance(value, Tensor) else value
+        for name, value in example_inputs.item(config, rows, example=example).items()
+    }
+
+    def outputs(begin: int, end: int) -> dict[str, Tensor]:
+        """Return the first and the last of some rows: all may take much memory."""
+        # Copied, because forward() may write into them.
+        part = {name: copy.deepcopy(value[begin:end]) for name, value in item.items()}
+        (outcome,) = call([part])
+        if isinstance(outcome, BackendError):
+            return {}
+        ends = sorted({0, end - begin - 1})
+        return {
+            name: value[ends].cpu()
+            for name, value in outcome.items()
+            if isinstance(value, Tensor)
+            and value.is_floating_point()
+            and value.shape[:1] == (end - begin,)
+        }
+
+    batch, again = outputs(0, rows), outputs(0, rows)
+    reproducible = {
+        name: value
+        for name, value in batch.items()
+        if name in again and not differences.differs(again[name], value)
+    }
+    first, last = outputs(0, 1), outputs(rows - 1, rows)
+    name = differences.dependent_output(reproducible, first, last)
+    if name is None:
+        return
+    source = "which auto-completion has chosen" if completed else "with dynamic_batching"
+    problem = ConfigError(
+        f"output '{name}' for a row alone is another than for that row in a batch of {rows}, and"
+        f" max_batch_size is {config.max_batch_size}, {source}",
+        expected="rows that do not depend on each other: Triton batches those of all clients",
+        cure="Write the inputs and outputs with all their dims, and max_batch_size: 0, into"
+        f" config.pbtxt, or {'the max_batch_size' if completed else 'remove dynamic_batching'}.",
+    )
+    if completed:
+        raise problem
+    log.warning("%s", problem)
