@@ -60,7 +60,7 @@ def test_wheel(built: Built) -> None:
     metadata = email.message_from_bytes(files[f"{_NAME}.dist-info/METADATA"])
     assert metadata["Version"] == _VERSION
     assert metadata["Requires-Python"] == ">=3.10"
-    assert {"server", "tune", "tracing"} <= set(metadata.get_all("Provides-Extra") or ())
+    assert {"serve", "server", "tracing"} <= set(metadata.get_all("Provides-Extra") or ())
 
 
 def test_sdist(built: Built) -> None:
