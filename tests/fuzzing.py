@@ -133,10 +133,7 @@ def _archived() -> bytes:
     return buffer.getvalue()
 
 
-_JSON = {
-    "machines": {"here": {"chosen": {"parameters": {"OPTIMIZE": "freeze"}}, "rows": [1, 2.5]}},
-    "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "../b.safetensors"},
-}
+_JSON = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "../b.safetensors"}}
 _HEADER = json.dumps({"w": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
 SEEDS: tuple[bytes, ...] = (
     b"",
