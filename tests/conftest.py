@@ -52,8 +52,6 @@ def server_of_its_own() -> Iterator[None]:
     name = private_files.server_name
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(private_files, "server_name", lambda _parent: f"{name(os.getpid())}-itself")
-        # Models run in this process, whose parent is not a server.
-        patch.setattr("torch_py_backend.adapter.logs.end_with_server", lambda: None)
         yield
 
 

@@ -217,6 +217,8 @@ class TritonPythonModel:
             return self._answer(requests)
         finally:
             self._status.idle()
+            # The stub reports to the server that it has deleted the requests.
+            logs.end_if_orphaned()
 
     def _is_ready(self) -> bool:
         return self._engine.failures.fatal is None

@@ -1,24 +1,21 @@
 """What reaches the server: log records; and whether there is a server.
 
-An instance whose tritonserver has ended without stopping it, as after kill -9, ends by itself,
-unless it is waiting for an answer of the server: a message to a server that has ended, be it a
-metric, a log or the deletion of a request, holds a mutex for ever that the stub needs to end. From
-some seconds after its load on, the kernel kills it.
+An instance whose tritonserver has ended without stopping it, as after kill -9, ends by itself: a
+thread looks each second. A message to a server that has ended, be it a metric, a log or the
+deletion of a request, would hold the GIL, or a mutex that the stub needs to end, for ever. The
+kernel's signal at the death of a parent is no way: it is sent when the thread that has loaded the
+model ends.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import logging
 import os
-import signal
 import sys
 
 import triton_python_backend_utils as pb_utils
 
 _SERVER = os.getppid()
-_PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
 
 
 def is_orphaned() -> bool:
@@ -30,17 +27,6 @@ def end_if_orphaned() -> None:
     """End this process at once if the server has ended. Not for code that forked processes run."""
     if is_orphaned():
         os._exit(os.EX_UNAVAILABLE)
-
-
-@functools.cache
-def end_with_server() -> None:
-    """Let the kernel kill this process when the server ends, whatever it is doing then.
-
-    Not while it is loaded, nor soon after it: the signal is sent when the thread of the server ends
-    that started this process. When a thread that loads models has ended, that is the main thread.
-    """
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    end_if_orphaned()
 
 
 class LogHandler(logging.Handler):

@@ -29,8 +29,6 @@ from torch_py_backend.processes.instance_status import InstanceStatus
 log = logging.getLogger(__name__)
 
 _SECONDS = 1.0
-# By then, the thread of the server that has loaded the model has ended.
-_LOADED_S = 3.0
 # The error of Triton's core if it was built without metrics.
 _WITHOUT_METRICS = "metrics not supported"
 
@@ -143,10 +141,8 @@ class Publisher:
         self.try_publish()
 
     def _run(self) -> None:
-        began = time.monotonic()
         while not self._closed.wait(_SECONDS):
-            if time.monotonic() > began + _LOADED_S:
-                logs.end_with_server()
+            logs.end_if_orphaned()
             if self._sources.sequences is not None:
                 self._sources.sequences.sweep()
             self._publishes = self._publishes and self.try_publish()

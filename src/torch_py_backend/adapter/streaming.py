@@ -13,7 +13,7 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from torch_py_backend import values
-from torch_py_backend.adapter import messages
+from torch_py_backend.adapter import logs, messages
 from torch_py_backend.adapter.messages import Request
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
@@ -192,10 +192,12 @@ class _Client:
 
         After the final response, the query would read memory that Triton has freed: 24.10 dies.
         """
+        logs.end_if_orphaned()
         return not self.ended and self._sender.is_cancelled()
 
     def send(self, outcome: dict[str, Value], *, last: bool) -> None:
         """Send a response."""
+        logs.end_if_orphaned()
         try:
             response = messages.write(outcome, self._engine.config.name)
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL * last)
@@ -208,6 +210,7 @@ class _Client:
 
     def end(self, error: BackendError | None) -> None:
         """End the stream for the client; log the error."""
+        logs.end_if_orphaned()
         self.ended = True
         send = self._sender.send
         if error is not None:
