@@ -39,20 +39,10 @@ def forward(x):
         time.sleep(0.005)
         yield x
 """
-_SAME = "def forward(x):\n    return x\n"
-_SAMPLE = """
-model_warmup [{
-  name: "zeros"
-  inputs { key: "x" value { data_type: TYPE_FP32 dims: [ 4 ] zero_data: true } }
-}]
-"""
 _TABLE = (
     Scenario("hangs", scenarios.text(_HANGS), scenarios.x_to_y(4, WARMUP="false")),
     Scenario("endless", scenarios.text(_ENDLESS), streamed.config({"x": "FP32"}, {"y": "FP32"})),
-    # Triton runs the sample in the thread that loads the model.
-    Scenario(
-        "idle", scenarios.text("def forward(x):\n    return x\n"), scenarios.x_to_y(4) + _SAMPLE
-    ),
+    Scenario("idle", scenarios.text(_HANGS), scenarios.x_to_y(4, WARMUP="false")),
 )
 
 
