@@ -221,6 +221,7 @@ def _padded(case: Any, module: nn.Module, inputs: Sequence[Tensor], output: Tens
             {output.name: answer[output.name][:, : output.dim - short]}
             for answer, short in zip(answers, missing, strict=True)
         ]
+    cuts = [output.name] if is_as_long else []
     padded: Case = case(
         "PAD",
         inputs=[Tensor(tensor.name, -1, more="allow_ragged_batch: true") for tensor in inputs],
@@ -230,7 +231,7 @@ def _padded(case: Any, module: nn.Module, inputs: Sequence[Tensor], output: Tens
             "PAD": json.dumps(
                 {
                     tensor.name: {"multiple_of": tensor.dim, "outputs": cut}
-                    for tensor, cut in zip(inputs, ([output.name], []), strict=False)
+                    for tensor, cut in zip(inputs, (cuts, []), strict=False)
                 }
             )
         },
