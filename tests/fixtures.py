@@ -69,7 +69,8 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
     fake_triton.MetricFamily.made.clear()
     fake_triton.MetricFamily.kinds.clear()
     # What a test has made may be collected after it; to look at all objects takes 0.1 s a load.
-    idle = types.SimpleNamespace(collect=lambda: None, freeze=lambda: None)
+    names = ("collect", "freeze", "disable", "enable")
+    idle = types.SimpleNamespace(**dict.fromkeys(names, lambda: None))
     monkeypatch.setattr(adapter, "gc", idle)
     # torch takes this call once in a process; every test is one.
     interop = {"threads": torch.get_num_interop_threads()}

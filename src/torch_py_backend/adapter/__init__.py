@@ -111,9 +111,11 @@ class TritonPythonModel:
         share = threads.budget(settings)
         threads.set_environment(share)
         # Import torch only now: it reads its environment variables when it is imported.
+        gc.disable()  # collections would take a tenth of that time
         from torch_py_backend.adapter import calling, messages, metrics, streaming
         from torch_py_backend.engine import load, profiling, runtime, tracing, warmup
 
+        gc.enable()
         _check_numpy()
         self._settings = settings
         self._build(share)

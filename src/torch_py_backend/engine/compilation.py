@@ -26,11 +26,6 @@ from torch_py_backend.values import Call, Tree
 log = logging.getLogger(__name__)
 
 
-def requested(config: ModelConfig) -> bool:
-    """Return whether the config requests a compiled model."""
-    return config.options.compilation is not None
-
-
 def captures(config: ModelConfig) -> bool:
     """Return whether torch.compile records a CUDA graph for each shape."""
     if config.kind == "CPU":
@@ -64,7 +59,7 @@ def apply(
     Raises:
         ConfigError: torch.compile does not accept the parameters.
     """
-    if not requested(config):
+    if config.options.compilation is None:
         return None
     if kind in (ArtifactType.TORCHSCRIPT, ArtifactType.AOTI):
         log.warning(
