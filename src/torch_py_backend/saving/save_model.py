@@ -184,7 +184,7 @@ def _is_pretrained(module: object) -> bool:
 
 
 def _template(module: object, processor: object, hooks: type | None, *, pretrained: bool) -> str:
-    """Return the file with the hooks for a processor; empty: there is none, or the user's hooks."""
+    """Return the processor's file of hooks; empty for no processor or the user's own hooks."""
     kinds = {"pad_token": _TEXT, "image_mean": _IMAGE}
     files = [file for attribute, file in kinds.items() if hasattr(processor, attribute)]
     fits = bool(files) if hooks is None else hasattr(processor, "save_pretrained")
