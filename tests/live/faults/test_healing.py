@@ -530,7 +530,9 @@ def test_a_load_that_triton_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
     # Here, nothing but Triton notices that the process was stopped.
     monkeypatch.setattr(instances, "_STOPPED_S", math.inf)
     monkeypatch.setattr(supervisors, "_ACCEPTED_S", 2.0)
-    _model("slow", built="time.sleep(3)").lay_out(tmp_path / "repository")
+    # Only then: the process that completes the config has ended.
+    built = f"open(f'{tmp_path}/{{os.getpid()}}.loading', 'x'); time.sleep(3)"
+    _model("slow", built=built).lay_out(tmp_path / "repository")
     events: list[Event] = []
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(serving.running(tmp_path, "--model-control-mode=explicit"))
@@ -545,8 +547,8 @@ def test_a_load_that_triton_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
                 supervisor.step()
 
         supervisor.load(["slow"])
-        step_until(monitor.is_loading)
-        (process,) = map(psutil.Process, monitor.live_processes("slow"))
+        step_until(lambda: any(tmp_path.glob("*.loading")))
+        process = psutil.Process(int(next(tmp_path.glob("*.loading")).stem))
         process.suspend()
         # Triton expects a sign of life each second.
         time.sleep(3)
