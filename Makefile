@@ -10,6 +10,7 @@ WORKERS ?= 3
 GPU_PYTHON ?= 3.12
 GPU_ARGS ?=
 BIN := $(VENV)/bin
+GPU_RUN = PYTHONPATH=$(CURDIR):$(CURDIR)/src:$(CURDIR)/tests:$(CURDIR)/examples gpu-site.venv/bin/python3 -m
 
 # Where it is set, each of the thousands of processes that tests start would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -56,16 +57,17 @@ test: lint types
 test-deploy: $(VENV)/installed
 	$(BIN)/pytest --numprocesses $(WORKERS) tests/deploy
 
-# The tests for a GPU, on a machine with torch and pytest and perhaps without a network: make gpu-site
-# beforehand, and take the archive there. Not with the settings of pyproject.toml, which need plugins.
+# The tests for a GPU, then the throughput beside a model by hand, on a machine with torch and pytest and
+# perhaps without a network: make gpu-site beforehand, and take the archive there. Not with the settings of
+# pyproject.toml, which need plugins.
 gpu:
 	if [ -f gpu-site-$(GPU_PYTHON).tar.xz ]; then mkdir -p gpu-site && tar -xJf gpu-site-$(GPU_PYTHON).tar.xz -C gpu-site; fi
 	$(PYTHON) -m venv --clear --without-pip gpu-site.venv
 	$(PYTHON) -c 'import site; print("$(CURDIR)/gpu-site", *site.getsitepackages(), sep="\n")' \
 		> $$(echo gpu-site.venv/lib/python3*/site-packages)/gpu-site.pth
-	PYTHONPATH=$(CURDIR):$(CURDIR)/src:$(CURDIR)/tests:$(CURDIR)/examples gpu-site.venv/bin/python3 \
-		-m pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode=importlib -p no:cacheprovider \
-		$(GPU_ARGS) tests/gpu
+	$(GPU_RUN) pytest -c /dev/null --rootdir . --confcutdir tests/gpu --import-mode=importlib \
+		-p no:cacheprovider $(GPU_ARGS) tests/gpu
+	$(GPU_RUN) benchmarks.serving --device cuda --against floor,plain --seconds 1 --pairs 3
 
 # What that machine may lack, a tritonserver among it, for the version of its Python.
 gpu-site:

@@ -25,17 +25,17 @@ input [
 output [
 {output}
 ]
-instance_group [{{ kind: KIND_CPU count: 1 }}]
+instance_group [{{ kind: {kind} count: 1 }}]
 """
 _PARAMETER = 'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
 
 
-def write(name: str, repository: Path) -> None:
+def write(name: str, repository: Path, kind: str = "KIND_CPU") -> None:
     """Write a model of the comparison for our backend, under its own name."""
     version = _version(repository / name)
     shutil.copy(models.__file__, version / "model.py")
     chosen = _parameter("MODEL_CLASS", _fill(name, version))
-    (repository / name / "config.pbtxt").write_text(_config("pytorch_py", name) + chosen)
+    (repository / name / "config.pbtxt").write_text(_config("pytorch_py", name, kind) + chosen)
 
 
 def write_package(name: str, repository: Path) -> str:
@@ -72,24 +72,25 @@ def _write_answer(name: str, repository: Path, source: str) -> str:
     return served
 
 
-def write_plain(name: str, repository: Path) -> str:
+def write_plain(name: str, repository: Path, kind: str = "KIND_CPU") -> str:
     """Write a backend made by hand for this model; return its name on the server."""
     served = f"{name}_plain"
     version = _version(repository / served)
     shutil.copy(_SERVED / "plain.py", version / "model.py")
     shutil.copy(models.__file__, version / "network.py")
     chosen = _parameter("MODEL_CLASS", _fill(name, version))
-    (repository / served / "config.pbtxt").write_text(_config("python", name) + chosen)
+    (repository / served / "config.pbtxt").write_text(_config("python", name, kind) + chosen)
     return served
 
 
-def write_runtime(name: str, repository: Path, runtime: Path) -> str:
+def write_runtime(name: str, repository: Path, runtime: Path, kind: str = "KIND_CPU") -> str:
     """Write the model for Triton's own Python runtime; return its name on the server.
 
     Args:
         name: the model.
         repository: the model repository.
         runtime: src/model.py of triton-inference-server/pytorch_backend.
+        kind: the kind of the instance group.
     """
     served = f"{name}_runtime"
     version = _version(repository / served)
@@ -102,22 +103,24 @@ def write_runtime(name: str, repository: Path, runtime: Path) -> str:
     source += f"from networks import {type(module).__name__}\n"
     (version / "network.py").write_text(source)
     torch.save(module.state_dict(), version / "network.pt")
-    (repository / served / "config.pbtxt").write_text(_config("python", name))
+    (repository / served / "config.pbtxt").write_text(_config("python", name, kind))
     return served
 
 
-def write_libtorch(name: str, repository: Path, threads: int) -> str:
+def write_libtorch(name: str, repository: Path, threads: int, kind: str = "KIND_CPU") -> str:
     """Write the model as TorchScript for Triton's LibTorch backend; return its name on the server.
 
     Args:
         name: the model.
         repository: the model repository.
         threads: the threads of an operator.
+        kind: the kind of the instance group.
     """
     served = f"{name}_libtorch"
     model = MODELS[name]
     torch.jit.script(model.build()).save(_version(repository / served) / "model.pt")
-    config = _config("pytorch", name).replace('backend: "pytorch"', 'platform: "pytorch_libtorch"')
+    config = _config("pytorch", name, kind)
+    config = config.replace('backend: "pytorch"', 'platform: "pytorch_libtorch"')
     config = config.replace(f'"{model.output.name}"', f'"{libtorch_output(name)}"')
     threads_of_an_operator = _parameter("INTRA_OP_THREAD_COUNT", str(threads))
     (repository / served / "config.pbtxt").write_text(config + threads_of_an_operator)
@@ -147,10 +150,11 @@ def _version(folder: Path) -> Path:
     return version
 
 
-def _config(backend: str, name: str) -> str:
+def _config(backend: str, name: str, kind: str = "KIND_CPU") -> str:
     model = MODELS[name]
     return _CONFIG.format(
         backend=backend,
+        kind=kind,
         max_batch_size=MAX_BATCH_SIZE,
         inputs=_tensors(model.inputs),
         output=_tensors([model.output]),

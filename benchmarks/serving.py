@@ -2,15 +2,16 @@
 
     python -m benchmarks.serving --output docs/benchmarks.md
         [--models add,mlp] [--against floor,pytriton] [--concurrency 1,8,32]
-        [--seconds 5] [--pairs 5] [--threads 1] [--protocol grpc]
+        [--seconds 5] [--pairs 5] [--threads 1] [--protocol grpc] [--device cuda]
         [--runtime model.py] [--libtorch FOLDER] [--client perf_analyzer]
 
 Outputs are compared with eager PyTorch; then both servers are loaded in turn. The packages of a
 peer are installed at first use. Ctrl-C ends the run and keeps its measurements.
 
-`--runtime` names src/model.py of triton-inference-server/pytorch_backend, `--libtorch` a backend
-directory with Triton's LibTorch backend (in NVIDIA's containers /opt/tritonserver/backends), and
-`--client` NVIDIA's perf_analyzer, which then loads what tritonservers serve (see perf_analyzer.py).
+With `--device cuda`, the tritonservers run the models on a GPU. `--runtime` names src/model.py of
+triton-inference-server/pytorch_backend, `--libtorch` a backend directory with Triton's LibTorch
+backend (in NVIDIA's containers /opt/tritonserver/backends), and `--client` NVIDIA's perf_analyzer,
+which then loads what tritonservers serve (see perf_analyzer.py).
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+import torch
 from rich.console import Console
 from rich.progress import Progress
 
+import torch_py_backend
 from benchmarks import (
     clients,
     contenders,
@@ -53,6 +56,8 @@ from torch_py_backend.errors import BackendError, ToolError
 
 # Triton's Python runtime compiles for each number of requests that it meets in a batch.
 _COMPILATION_SECONDS = 45
+# On a GPU: cuDNN convolves in TF32.
+_TOLERANCES = {"cpu": 0.0, "cuda": 1e-2}
 _AGAINST = (FLOOR, TRANSFER, PLAIN, HTTP, RUNTIME, LIBTORCH, *PEERS)
 
 
@@ -67,10 +72,16 @@ class Settings:
     pairs: int
     threads: int
     protocol: str
+    device: str
     runtime: Path | None
     libtorch: Path | None
     client: Path | None
     output: Path | None
+
+    @property
+    def kind(self) -> str:
+        """The kind of the instance groups."""
+        return "KIND_GPU" if self.device == "cuda" else "KIND_CPU"
 
 
 @dataclass(frozen=True)
@@ -127,14 +138,16 @@ def _serving(model: str, settings: Settings) -> Iterator[Ours]:
     protocol = settings.protocol
     with harness.scratch() as scratch:
         repository = Path(scratch) / "repository"
-        repositories.write(model, repository)
+        repositories.write(model, repository, settings.kind)
         others = {
             FLOOR: repositories.write_floor(model, repository),
             TRANSFER: repositories.write_transfer(model, repository),
-            PLAIN: repositories.write_plain(model, repository),
+            PLAIN: repositories.write_plain(model, repository, settings.kind),
         }
         if RUNTIME in settings.against and settings.runtime is not None:
-            others[RUNTIME] = repositories.write_runtime(model, repository, settings.runtime)
+            others[RUNTIME] = repositories.write_runtime(
+                model, repository, settings.runtime, settings.kind
+            )
         with harness.served(repository) as server:
             addresses = {"grpc": server.grpc_address, "http": server.http_address}
             ours = Ours(
@@ -149,7 +162,7 @@ def _serving(model: str, settings: Settings) -> Iterator[Ours]:
                 _triton_version(server.http_address),
             )
             for endpoint in (ours.endpoint, *ours.others.values()):
-                contenders.check(endpoint)
+                contenders.check(endpoint, _TOLERANCES[settings.device])
             yield ours
 
 
@@ -187,12 +200,12 @@ def _serving_libtorch(model: str, settings: Settings, backends: Path) -> Iterato
     """Serve the model by the LibTorch backend in a backend directory, and check its answer."""
     with harness.scratch() as scratch:
         repository = Path(scratch) / "repository"
-        name = repositories.write_libtorch(model, repository, settings.threads)
+        name = repositories.write_libtorch(model, repository, settings.threads, settings.kind)
         with harness.served(repository, f"--backend-directory={backends.absolute()}") as server:
             address = server.grpc_address if settings.protocol == "grpc" else server.http_address
             output = repositories.libtorch_output(model)
             endpoint = Endpoint(model, settings.protocol, address, name, output, counts=True)
-            contenders.check(endpoint)
+            contenders.check(endpoint, _TOLERANCES[settings.device])
             yield endpoint
 
 
@@ -228,14 +241,17 @@ def _facts(settings: Settings) -> dict[str, str]:
     memory = psutil.virtual_memory().total / 2**30
     versions = {
         name: importlib.metadata.version(name)
-        for name in ("torch-py-backend", "torch", "numpy", "tritonclient", "aiohttp")
+        for name in ("torch", "numpy", "tritonclient", "aiohttp")
     }
+    device = torch.cuda.get_device_name() if settings.device == "cuda" else "CPU"
     return {
         "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
         "machine": f"{_processor()}, {psutil.cpu_count()} cores, {memory:.0f} GiB",
         "load before the run": f"{os.getloadavg()[0]:.1f}",
         "system": f"{platform.system()} {platform.release().partition('-')[0]}",
+        "device": device,
         "Python": platform.python_version(),
+        "torch-py-backend": torch_py_backend.__version__,
         **versions,
         "OMP_NUM_THREADS": str(settings.threads),
         "our protocol": settings.protocol,
@@ -275,6 +291,7 @@ def _settings(words: Sequence[str]) -> Settings:
     add("--pairs", type=_count, default=5, help="turns of each side")
     add("--threads", type=_count, default=1, help="OMP_NUM_THREADS of every server")
     add("--protocol", choices=("grpc", "http"), default="grpc", help="of our server")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of the models")
     add("--runtime", type=_source, help="Triton's Python runtime, a model.py")
     add("--libtorch", type=_folder, help="a backend directory with Triton's LibTorch backend")
     add("--client", type=_program, help="perf_analyzer; unset: an asyncio client")
@@ -286,6 +303,8 @@ def _settings(words: Sequence[str]) -> Settings:
     for name, value in ((RUNTIME, "model.py"), (LIBTORCH, "FOLDER")):
         if name in given.against and getattr(given, name) is None:
             parser.error(f"--against {name} needs --{name} {value}")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda needs a GPU that torch can use")
     return Settings(**vars(given))
 
 

@@ -32,6 +32,9 @@ class TritonPythonModel:
         weights = _FOLDER / "model.safetensors"
         if weights.exists():
             safetensors.torch.load_model(self._module, str(weights))
+        on_gpu = args["model_instance_kind"] == "GPU"
+        self._device = f"cuda:{args['model_instance_device_id']}" if on_gpu else "cpu"
+        self._module.to(self._device)
         self._inputs = [entry["name"] for entry in config["input"]]
         self._output = config["output"][0]["name"]
 
@@ -46,10 +49,10 @@ class TritonPythonModel:
                         )
                         for request in requests
                     ]
-                )
+                ).to(self._device)
                 for name in self._inputs
             ]
-            rows = self._module(*columns).split(1)
+            rows = self._module(*columns).cpu().split(1)
         return [
             pb_utils.InferenceResponse([pb_utils.Tensor(self._output, row.numpy())]) for row in rows
         ]
