@@ -1,6 +1,6 @@
 """What sequences cost: steps of an LSTM with state, against the same model without one.
 
-    python -m benchmarks.sequences [--sequences 1000] [--steps 100] [--pairs 3]
+    python -m benchmarks.sequences [--sequences 1000] [--steps 100] [--pairs 3] [--against CHECKOUT]
 
 All sequences run at the same time over a few gRPC connections; the next step of a sequence is sent
 when the last one is answered. (Streams crash tritonserver 24.10 now and then, with any backend: a
@@ -8,7 +8,8 @@ race when requests are released.) The values of all steps are compared with eage
 three models are measured in turn, A B C A B C …: the model with state, "scheduled" and "stateless".
 The last two get zeros as state each time; "scheduled" has the same sequence_batching, so that the
 cost of Triton's scheduler is separate from that of states; "stateless" has dynamic_batching. All
-compute the same and batch as many rows.
+compute the same and batch as many rows. `--against` adds a model with state that is served by the
+backend of another checkout.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from benchmarks import harness, load_generator
+from benchmarks import harness, load_generator, stubs
 from benchmarks.tables import markdown, spread
 
 _WIDTH = 128
@@ -50,7 +51,7 @@ class Step(nn.Module):
         return {"y": hidden, "new_hidden": hidden, "new_cell": cell}
 """
 _CONFIG = """\
-backend: "pytorch_py"
+backend: "{backend}"
 max_batch_size: 64
 input [{{ name: "x" data_type: TYPE_FP32 dims: [{width}] }}]
 output [{{ name: "y" data_type: TYPE_FP32 dims: [{width}] }}]
@@ -64,11 +65,12 @@ _OLDEST = "oldest {{ max_candidate_sequences: {0} }} max_sequence_idle_microseco
 _STATEFUL = "state"
 _SCHEDULED = "scheduled"
 _STATELESS = "stateless"
+_OTHER = "other"
 _CONNECTIONS = 4
 _LONGEST_S = 600
 _COLUMNS = (
     "model", "steps/s", "mean batch", "µs a step in the backend", "time ÷ scheduled",
-    "time ÷ stateless",
+    "time ÷ stateless", "÷ other",
 )  # fmt: skip
 
 
@@ -102,7 +104,8 @@ def scheduler(way: str, sequences: int) -> str:
 
 def write(repository: Path, way: str, sequences: int) -> None:
     """Write a model; all have the same weights."""
-    config = _CONFIG.format(width=_WIDTH, scheduler=scheduler(way, sequences))
+    backend = "other" if way == _OTHER else "this"
+    config = _CONFIG.format(backend=backend, width=_WIDTH, scheduler=scheduler(way, sequences))
     version = harness.write_model(repository / way, config, {"model.py": _MODULE})
     state = {f"cell.{name}": value for name, value in _cell().state_dict().items()}
     safetensors.torch.save_file(state, version / "model.safetensors")
@@ -193,26 +196,30 @@ def main(words: list[str]) -> None:
     parser.add_argument("--sequences", type=int, default=1000)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--against", type=Path, help="another checkout")
     settings = parser.parse_args(words)
     sent = inputs(settings.sequences, settings.steps)
-    models = (_STATEFUL, _SCHEDULED, _STATELESS)
+    models, checkouts = [_STATEFUL, _SCHEDULED, _STATELESS], {"this": stubs.ROOT}
+    if settings.against is not None:
+        models.append(_OTHER)
+        checkouts["other"] = settings.against.absolute()
     with harness.scratch() as scratch:
         repository = Path(scratch) / "repository"
         for way in models:
             write(repository, way, settings.sequences)
-        with harness.served(repository) as server:
+        with stubs.served(repository, checkouts) as server:
 
             def send(model: str) -> Turn:
-                return asyncio.run(send_all(server.grpc_address, model, sent))
+                return asyncio.run(send_all(server.grpc, model, sent))
 
             for model in models:
-                expected = eager(sent, stateful=model == _STATEFUL)
+                expected = eager(sent, stateful=model in (_STATEFUL, _OTHER))
                 np.testing.assert_allclose(send(model).values, expected, rtol=1e-4, atol=1e-5)
             turns = [[send(model) for model in models] for _ in range(settings.pairs)]
     print(f"{settings.sequences} sequences of {settings.steps} steps, LSTM of {_WIDTH}")
     print(f"torch {torch.__version__}\n")
     count = settings.sequences * settings.steps
-    stateful, scheduled, stateless = zip(*turns, strict=True)
+    stateful, scheduled, stateless, *others = zip(*turns, strict=True)
     rows = [
         (
             model,
@@ -221,10 +228,11 @@ def main(words: list[str]) -> None:
             f"{1e6 * spread([turn.inside for turn in measured]).median:.1f}",
             _ratio(measured, scheduled) if measured is stateful else "",
             _ratio(measured, stateless) if measured is not stateless else "",
+            *(_ratio(measured, other) if measured is stateful else "" for other in others),
         )
-        for model, measured in zip(models, (stateful, scheduled, stateless), strict=True)
+        for model, measured in zip(models, (stateful, scheduled, stateless, *others), strict=True)
     ]
-    print(markdown(_COLUMNS, rows))
+    print(markdown(_COLUMNS[: 6 + len(others)], rows))
 
 
 def _ratio(turns: Sequence[Turn], others: Sequence[Turn]) -> str:
