@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,10 +16,7 @@ from torch.fx import GraphModule
 from torch.jit import ScriptModule
 
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import join_names
 from torch_py_backend.pipeline import failures
-
-log = logging.getLogger(__name__)
 
 # Buffers of more bytes than this in total may be weights, as in quantized modules.
 _COPIED_BYTES = 256 << 20
@@ -37,62 +33,57 @@ _OBJECTS = ("ClassType", "InterfaceType", "FunctionType")
 # Attributes of an nn.Module that are not compared: buffers are by themselves.
 _REGISTERED = ("_parameters", "_buffers", "_non_persistent_buffers_set")
 
-_Modules: TypeAlias = "Sequence[tuple[str, nn.Module]]"
 # The hash of each object that was read, by its id, with the object, so that it keeps its id.
 _Memo: TypeAlias = "dict[int, tuple[object, int]]"
+
+
+class _Buffer(NamedTuple):
+    """A buffer before the warm-up; `copy` is None if it may be a weight."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    tensor: Tensor
+    version: object
+    copy: Tensor | None
 
 
 class ModelState:
     """The state of a model before the warm-up.
 
-    Buffers and TorchScript attributes are copied. Attributes of Python objects are only compared,
-    because what they refer to cannot always be copied. Global variables are not observed.
+    Buffers are copied. Attributes of Python objects and of TorchScript are only compared, because
+    what they refer to cannot always be copied. Global variables are not observed.
     """
 
     def __init__(self, engine: Engine) -> None:
-        modules = list(_modules(engine))
-        python = [module for _, module in modules if not isinstance(module, ScriptModule)]
-        self._buffers = [(module._buffers, set(module._buffers)) for module in python]
-        self._slots: list[_Slot] = []
+        self._modules = dict(_modules(engine))
+        self._buffers: list[_Buffer] = []
         left = _COPIED_BYTES
-        for name, get, put in _values(modules):
-            value = get()
-            left -= value.nbytes if isinstance(value, Tensor) else 0
-            # A deep copy of a view would contain all of its memory.
-            duplicate = Tensor.clone if isinstance(value, Tensor) else copy.deepcopy
-            copied = None if left < 0 else duplicate(value)
-            self._slots.append(_Slot(name, get, put, value, _version(value), copied))
-        self._objects = dict(_objects(engine, modules))
+        for name, module, attribute, tensor in _buffers(self._modules):
+            left -= tensor.nbytes
+            copied = tensor.clone() if left >= 0 else None
+            version = failures.version(tensor)
+            self._buffers.append(_Buffer(name, module, attribute, tensor, version, copied))
+        self._objects = dict(_objects(engine, self._modules))
         self._memo: _Memo = {}
         self._contents = _contents(self._objects, self._memo)
 
     def put_back(self) -> list[str]:
-        """Put back what the warm-up has changed; return the names of what cannot be put back."""
-        names, remaining = [], []
-        for slot in self._slots:
-            if _version(slot.get()) == slot.version:
+        """Put buffers back; return the names of everything else that the warm-up has changed."""
+        names = {name for name, *_ in _buffers(self._modules)}
+        changed = [*names.difference(buffer.name for buffer in self._buffers)]
+        for buffer in self._buffers:
+            present = getattr(buffer.module, buffer.attribute, None)
+            if present is not None and failures.version(present) == buffer.version:
                 continue
-            if slot.copy is None and slot.value is not None:
-                remaining.append(slot.name)
+            if buffer.copy is None or buffer.copy.shape != buffer.tensor.shape:
+                changed.append(buffer.name)
                 continue
-            value = slot.copy
-            if isinstance(value, Tensor) and value.shape == slot.value.shape:
-                with torch.no_grad():  # into the same memory: graphs read it there
-                    value = slot.value.copy_(value)
-            slot.put(value)
-            names.append(slot.name)
-        for buffers, before in self._buffers:
-            created = buffers.keys() - before
-            names += created
-            for name in created:
-                del buffers[name]
-        if names:
-            log.info(
-                "the warm-up has changed %s of the model, which is put back.",
-                join_names(names),
-            )
+            with torch.no_grad():  # into the same memory: graphs read it there
+                buffer.tensor.copy_(buffer.copy)
+            setattr(buffer.module, buffer.attribute, buffer.tensor)
         then, now = self._contents, _contents(self._objects, {})
-        return remaining + [name for name in then | now if then.get(name) != now.get(name)]
+        return changed + [name for name in then | now if then.get(name) != now.get(name)]
 
 
 def _modules(engine: Engine) -> Iterator[tuple[str, nn.Module]]:
@@ -107,58 +98,20 @@ def _modules(engine: Engine) -> Iterator[tuple[str, nn.Module]]:
             yield from torch.jit._recursive.wrap_cpp_module(script).named_modules()
 
 
-# --- buffers and TorchScript attributes --------------------------------------------------------
+def _buffers(modules: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
+    """Yield the path of each buffer, and its module, name and tensor."""
+    for path, module in modules.items():
+        for name, tensor in module.named_buffers(recurse=False):
+            yield f"{path}.{name}".lstrip("."), module, name, tensor
 
 
-class _Slot(NamedTuple):
-    """A buffer or a TorchScript attribute before the warm-up; `copy` is None if there is none."""
-
-    name: str
-    get: Callable[[], Any]
-    put: Callable[[Any], object]
-    value: Any
-    version: object
-    copy: Any
+# --- attributes ----------------------------------------------------------------------------------
 
 
-def _values(
-    modules: _Modules,
-) -> Iterator[tuple[str, Callable[[], Any], Callable[[Any], object]]]:
-    """Yield the name of each value, and the functions that return and replace it."""
-    for path, module in modules:
-        if isinstance(module, ScriptModule):
-            kinds: Any = torch._C.ConcreteModuleType.from_jit_type(module._c._type())
-            attributes = kinds.get_attributes().items()
-            names = [
-                name
-                for name, (kind, is_parameter) in attributes
-                if not is_parameter and not _has_objects(kind)
-            ]
-            get, put = module._c.getattr, module._c.setattr
-        else:
-            names = list(module._buffers)
-            get, put = module._buffers.get, module._buffers.__setitem__
-        for name in names:
-            yield f"{path}.{name}".lstrip("."), partial(get, name), partial(put, name)
-
-
-def _version(value: object) -> object:
-    if isinstance(value, Tensor):
-        return id(value), failures.version(value)
-    return _content(value, {})
-
-
-def _has_objects(kind: Any) -> bool:
-    return kind.kind() in _OBJECTS or any(map(_has_objects, kind.containedTypes()))
-
-
-# --- attributes of Python objects --------------------------------------------------------------
-
-
-def _objects(engine: Engine, modules: _Modules) -> Iterator[tuple[str, object]]:
+def _objects(engine: Engine, modules: dict[str, nn.Module]) -> Iterator[tuple[str, object]]:
     """Yield the objects of the model's code with their paths."""
-    for path, module in modules:
-        if not isinstance(module, ScriptModule | GraphModule):
+    for path, module in modules.items():
+        if not isinstance(module, GraphModule):
             yield path, module
     if engine.loaded.owner is None:
         served = getattr(engine.loaded.module, "__self__", engine.loaded.module)
@@ -186,14 +139,33 @@ def _contents(objects: dict[str, object], memo: _Memo) -> dict[str, int]:
     return {
         f"{path}.{name}".lstrip("."): _content(value, memo)
         for path, part in objects.items()
-        for name, value in _fields(part).items()
-        if not (isinstance(part, nn.Module) and name in (*_REGISTERED, *_computed(part)))
+        for name, value in _attributes(part).items()
     }
 
 
-def _computed(module: nn.Module) -> list[object]:
+def _attributes(part: object) -> dict[str, object]:
+    """Return an object's attributes, without a module's parameters and buffers."""
+    if isinstance(part, ScriptModule):
+        kinds: Any = torch._C.ConcreteModuleType.from_jit_type(part._c._type())
+        return {
+            name: part._c.getattr(name)
+            for name, (kind, is_parameter) in kinds.get_attributes().items()
+            if not is_parameter and name not in part._buffers and not _has_objects(kind)
+        }
+    fields = _fields(part)
+    if isinstance(part, nn.Module):
+        for name in (*_REGISTERED, *_computed(part)):
+            fields.pop(name, None)
+    return fields
+
+
+def _has_objects(kind: Any) -> bool:
+    return kind.kind() in _OBJECTS or any(map(_has_objects, kind.containedTypes()))
+
+
+def _computed(module: nn.Module) -> list[str]:
     """Return the attributes that torch's first weight_norm and spectral_norm set in each call."""
-    return [getattr(hook, "name", None) for hook in module._forward_pre_hooks.values()]
+    return [getattr(hook, "name", "") for hook in module._forward_pre_hooks.values()]
 
 
 def _content(value: object, memo: _Memo, depth: int = 0) -> int:
