@@ -1259,8 +1259,6 @@ def refused(name: str, write: Writer, text: str, *says: str) -> Scenario:
 _NOTHING: Writer = lambda folder: None  # noqa: E731
 _SCRIPTED = torch.jit.script(models.Negate())
 
-_CORRECT = "Correct the model's code."
-
 LOAD_ERRORS = (
     refused(
         "batch_input_with_pad",
@@ -1463,15 +1461,6 @@ LOAD_ERRORS = (
     *(
         refused(f"{name}_error", text(f"def f(x):\n    {body}\n"), _X_TO_Y, says, cure)
         for name, body, says, cure in (
-            ("attribute", "return x.missing", "AttributeError: 'Tensor' object has", _CORRECT),
-            ("name", "return y", "NameError: name 'y' is not defined", _CORRECT),
-            ("import", "import no_such_package", "ModuleNotFoundError: No module", _CORRECT),
-            (
-                "dtype",
-                "import torch\n    return x @ torch.ones(4, 4).double()",
-                "RuntimeError: expected m1 and m2 to have the same dtype",
-                "x is TYPE_FP32. Write the types that the model takes",
-            ),
             ("nothing", "return None", "output 'y' is a NoneType", "expected a torch.Tensor or an"),
             (
                 "list",
@@ -1481,13 +1470,6 @@ LOAD_ERRORS = (
             ),
             ("fewer_rows", "return x[:1]", "1 row for a batch of 8", "max_batch_size: 0"),
         )
-    ),
-    refused(
-        "type_without_kernels",
-        text("def f(x):\n    return x + 1\n"),
-        _X_TO_Y.replace("FP32", "UINT32"),
-        "not implemented for 'UInt32'",
-        "x is TYPE_UINT32. Write the types that the model takes",
     ),
     refused(
         "lfs_pointer",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -34,18 +33,8 @@ log = logging.getLogger(__name__)
 # The most calls with a sample: TorchScript's profiling executor optimizes at the third call of a
 # shape, and CUDA graphs are recorded at the second.
 _REPEATS = 3
-# Errors that other values of the inputs would not avoid: of the code, and of types. The excepted
-# types are those of decoded values, such as JSON's.
-_OF_CODE = re.compile(
-    r"\(\) raised (NameError|ImportError|ModuleNotFoundError"
-    r"|AttributeError: (?!'(NoneType|str|bytes|bool|int|float|list|dict)' object))"
-)
-_OF_TYPES = re.compile(
-    r"(?<!infer )dtype|scalar type|not implemented for '|Promotion for |Input type \(|result type "
-    r"|floating point or complex"
-)
-
-_OF_MODEL = ForwardError | InputError
+# Errors that made-up values of the inputs may cause.
+_OF_VALUES = ForwardError | InputError
 
 _Call: TypeAlias = "Callable[[Sequence[Item]], Sequence[Outcome]]"
 
@@ -59,8 +48,7 @@ def run(
 
     Args:
         engine: the model.
-        serving: whether the model is served next. Then a made-up sample that fails is a warning,
-            where `_may_fail` allows it.
+        serving: whether the model is served next. Then a made-up sample that fails is a warning.
         row_counts: the only row counts that are going to be called; empty: any.
 
     Raises:
@@ -75,19 +63,18 @@ def run(
     with engine.preparing():
         try:
             for sample in batches(engine, row_counts):
-                failed = _run_sample(engine, call, sample)
-                if failed is None:
+                error = _run_sample(engine, call, sample)
+                if error is None:
                     continue
-                item, error = failed
-                failure = error if isinstance(error, LoadError) else _failure(engine, item, error)
+                failure = error if isinstance(error, LoadError) else _failure(sample, error)
                 failure.traceback = error.traceback
-                if not (serving and _may_fail(engine, error)):
+                if not (serving and isinstance(error, _OF_VALUES) and _may_fail(engine)):
                     if error.reported:
                         log.error("%s\n%s", error, error.traceback)
                     raise failure
                 first = first or failure
             if not row_counts:
-                counts = [count for count in _few_row_counts(engine) if count and count > 1]
+                counts = [count for count in _row_counts(engine) if count and count > 1]
                 check_rows(engine.config, call, _example(engine), min(counts, default=0))
         except CallError as error:
             log.warning("the warm-up is skipped: the model calls another model. %s", error)
@@ -120,14 +107,10 @@ def warn_of_changes(config: ModelConfig, changed: Sequence[str]) -> None:
     )
 
 
-def _shapes(item: Item) -> str:
-    return ", ".join(f"{name} {list(value.shape)}" for name, value in item.items())
-
-
-def _run_sample(engine: Engine, call: _Call, sample: Item) -> tuple[Item, BackendError] | None:
+def _run_sample(engine: Engine, call: _Call, sample: Item) -> BackendError | None:
     """Call the engine with a sample until a request of this kind costs no first call.
 
-    Return a request that failed, and its error.
+    Return the error of a request that failed.
 
     Raises:
         CallError: the model calls another model.
@@ -141,11 +124,11 @@ def _run_sample(engine: Engine, call: _Call, sample: Item) -> tuple[Item, Backen
         graphs = compilation.graph_count() if compiled else 0  # it imports the compiler
         results: list[dict[str, Value]] = []
         copies = [{**item, **_copied_tensors(item)} for item in items]  # forward() may write
-        for item, outcome in zip(items, call(copies), strict=True):
+        for outcome in call(copies):
             if isinstance(outcome, CallError):
                 raise outcome
             if isinstance(outcome, BackendError):
-                return item, outcome
+                return outcome
             results.append(outcome)
         settled = compiled and compilation.graph_count() == graphs
         if settled:
@@ -164,46 +147,26 @@ def _copied_tensors(item: Item) -> dict[str, Value]:
     return {name: value.clone() for name, value in columns.items() if isinstance(value, Tensor)}
 
 
-def _failure(engine: Engine, item: Item, error: BackendError) -> LoadError:
+def _failure(sample: Item, error: BackendError) -> LoadError:
     cure = ""  # the error has its own
-    if isinstance(error, _OF_MODEL):
-        cure = _certain_cure(engine.config, error) or (
+    if isinstance(error, _OF_VALUES):
+        cure = (
             "Correct the model or its config. If it cannot take made-up values (ones, random"
             ' numbers below 1, the string "text"), put valid ones beside it'
             f' ({example_inputs.NAME}.safetensors), or set the parameter WARMUP to "false".'
         )
-    found = f"the warm-up with {_shapes(item)} failed: {error}"
-    return LoadError(found, cure=cure)
+    shapes = ", ".join(f"{name} {list(value.shape)}" for name, value in sample.items())
+    return LoadError(f"the warm-up with {shapes} failed: {error}", cure=cure)
 
 
-def _certain_cure(config: ModelConfig, error: BackendError) -> str:
-    """Return what to do about an error that any values would cause; empty: others may not."""
-    strings = any(spec.dtype.torch is None for spec in config.inputs)
-    if strings and f"'{example_inputs.TEXT}'" in str(error):  # it may name a method, for example
-        return ""
-    if _OF_CODE.search(str(error)):
-        return "Correct the model's code."
-    if isinstance(error, ForwardError) and not strings and _OF_TYPES.search(str(error)):
-        types = join_names(f"{spec.name} is {spec.dtype.config}" for spec in config.inputs)
-        return (
-            f"In config.pbtxt, {types}. Write the types that the model takes, or convert the inputs"
-            " in forward()."
-        )
-    return ""
-
-
-def _may_fail(engine: Engine, error: BackendError) -> bool:
-    """Return whether the model is served although a sample failed with this error.
+def _may_fail(engine: Engine) -> bool:
+    """Return whether the model is served although a sample failed.
 
     It is if made-up values can be the cause, and if the config does not depend on a successful
     warm-up.
     """
-    options = engine.config.options
     return (
-        isinstance(error, _OF_MODEL)
-        and not _certain_cure(engine.config, error)
-        and options.warmup is None
-        and engine.failures.fatal is None
+        engine.config.options.warmup is None
         # Other instances read the same memory: the warm-up must show that the model does not write.
         and not sharing.requested(engine.config)
         and not example_inputs.find(engine.config, engine.loaded.artifact)
@@ -232,15 +195,10 @@ def batches(engine: Engine, row_counts: Sequence[int | None] = ()) -> Iterator[I
 def _example(engine: Engine) -> Item:
     """Return the example values that fit the config."""
     config = engine.config
-    example = example_inputs.find(config, engine.loaded.artifact) or {}
-    fitting = {}
+    example = dict(example_inputs.find(config, engine.loaded.artifact) or {})
     for spec in config.inputs:
         value = example.get(spec.name)
-        if value is None:
-            continue
-        if example_inputs.fits(config, spec, value):
-            fitting[spec.name] = value
-        else:
+        if value is not None and not example_inputs.fits(config, spec, value):
             log.warning(
                 "the example of input '%s' is %s %s, and config.pbtxt has %s; the"
                 " warm-up uses made-up values instead.",
@@ -249,32 +207,27 @@ def _example(engine: Engine) -> Item:
                 list(value.shape),
                 spec,
             )
-    return fitting
+            del example[spec.name]
+    return example
 
 
-def _few_row_counts(engine: Engine) -> Sequence[int | None]:
-    """Return the row counts that every model is called with."""
+def _row_counts(engine: Engine) -> Sequence[int | None]:
+    """Return the row counts whose first call may be slow."""
     largest = engine.config.max_batch_size
     if largest == 0:
         return [None]
     if engine.rows.buckets:
         return engine.rows.buckets[::-1]
-    # TorchScript compiles for two exact shapes, then for others of the same size.
-    smaller = largest - 1 if engine.loaded.signature.torchscript else 2
-    return sorted({largest, min(largest, max(1, smaller)), 1}, reverse=True)
-
-
-def _row_counts(engine: Engine) -> Sequence[int | None]:
-    """Return the row counts whose first call may be slow: a compiled model may have more graphs.
-
-    Guards of graphs compare the rows with powers of two, or ask whether they are even.
-    """
-    few, largest = _few_row_counts(engine), engine.config.max_batch_size
-    if not engine.compiles or engine.rows.buckets or not largest:
-        return few
-    if engine.config.options.static_shapes:
+    if engine.compiles and engine.config.options.static_shapes:
         return range(largest, 0, -1)
-    return sorted({*powers_of_two(largest), min(largest, 3)}, reverse=True)
+    counts = {largest, min(largest, 2), 1}
+    if engine.compiles:
+        # Guards of graphs compare the rows with powers of two, or ask whether they are even.
+        counts.update(powers_of_two(largest), [min(largest, 3)])
+    elif engine.loaded.signature.torchscript:
+        # TorchScript compiles for two exact shapes, then for others of the same size.
+        counts = {largest, max(1, largest - 1), 1}
+    return sorted(counts, reverse=True)
 
 
 # --- rows that depend on each other -------------------------------------------------------------
