@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import pickle
 import types
-from collections import deque
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -22,19 +22,12 @@ from torch_py_backend.pipeline import failures
 _COPIED_BYTES = 256 << 20
 # An attribute's tensor of more bytes than this is not read.
 _READ_BYTES = 64 << 20
-# How far the references of an attribute are followed, and how many objects are read.
-_DEPTH, _READ_OBJECTS = 16, 1 << 18
-_CONTAINERS = (dict, list, tuple, deque, set, frozenset)
-_PLAIN = (str, bytes, int, float, complex, types.NoneType, torch.dtype, torch.device)
-# Compared by identity: they hold no state, or refer to all objects of the process.
+# Compared by identity: they hold no state.
 _OPAQUE = (type, types.ModuleType, types.FunctionType, logging.Logger)
 # TorchScript attributes that are not observed: the weights of quantized modules are objects.
 _OBJECTS = ("ClassType", "InterfaceType", "FunctionType")
 # Attributes of an nn.Module that are not compared: buffers are by themselves.
 _REGISTERED = ("_parameters", "_buffers", "_non_persistent_buffers_set")
-
-# The hash of each object that was read, by its id, with the object, so that it keeps its id.
-_Memo: TypeAlias = "dict[int, tuple[object, int]]"
 
 
 class _Buffer(NamedTuple):
@@ -52,7 +45,8 @@ class ModelState:
     """The state of a model before the warm-up.
 
     Buffers are copied. Attributes of Python objects and of TorchScript are only compared, because
-    what they refer to cannot always be copied. Global variables are not observed.
+    what they refer to cannot always be copied. An attribute that pickle does not accept is compared
+    by identity. Global variables are not observed.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -65,8 +59,8 @@ class ModelState:
             version = failures.version(tensor)
             self._buffers.append(_Buffer(name, module, attribute, tensor, version, copied))
         self._objects = dict(_objects(engine, self._modules))
-        self._memo: _Memo = {}
-        self._contents = _contents(self._objects, self._memo)
+        self._attributes = self._read()  # which keep their identities
+        self._contents = self._hashes(self._attributes)
 
     def put_back(self) -> list[str]:
         """Put buffers back; return the names of everything else that the warm-up has changed."""
@@ -82,8 +76,20 @@ class ModelState:
             with torch.no_grad():  # into the same memory: graphs read it there
                 buffer.tensor.copy_(buffer.copy)
             setattr(buffer.module, buffer.attribute, buffer.tensor)
-        then, now = self._contents, _contents(self._objects, {})
+        then, now = self._contents, self._hashes(self._read())
         return changed + [name for name in then | now if then.get(name) != now.get(name)]
+
+    def _read(self) -> dict[str, object]:
+        """Return the attributes of all objects by their paths."""
+        attributes = {}
+        for path, part in self._objects.items():
+            for name, value in _attributes(part).items():
+                attributes[f"{path}.{name}".lstrip(".")] = value
+        return attributes
+
+    def _hashes(self, attributes: dict[str, object]) -> dict[str, int]:
+        known = set(map(id, self._objects.values()))
+        return {name: _content(value, known) for name, value in attributes.items()}
 
 
 def _modules(engine: Engine) -> Iterator[tuple[str, nn.Module]]:
@@ -113,34 +119,11 @@ def _objects(engine: Engine, modules: dict[str, nn.Module]) -> Iterator[tuple[st
     for path, module in modules.items():
         if not isinstance(module, GraphModule):
             yield path, module
-    if engine.loaded.owner is None:
-        served = getattr(engine.loaded.module, "__self__", engine.loaded.module)
-        yield from () if isinstance(served, types.FunctionType) else [("", served)]
+    served = getattr(engine.loaded.module, "__self__", engine.loaded.module)
+    if engine.loaded.owner is None and not isinstance(served, types.FunctionType):
+        yield "", served
     for hook in engine.hooks.defined if engine.hooks is not None else ():
         yield "hooks", getattr(hook.method, "__self__", None)
-
-
-def _fields(part: object) -> dict[str, object]:
-    """Return an object's attributes, without cached properties: they are computed from others."""
-    kind = type(part)
-    slots = [name for base in kind.__mro__ for name in vars(base).get("__slots__", ())]
-    fields = {name: getattr(part, name) for name in slots if hasattr(part, name)}
-    fields |= getattr(part, "__dict__", {})
-    return {
-        name: value
-        for name, value in fields.items()
-        if not isinstance(getattr(kind, name, None), cached_property)
-    }
-
-
-def _contents(objects: dict[str, object], memo: _Memo) -> dict[str, int]:
-    """Return a hash of what each attribute contains; parameters and buffers are not read."""
-    memo.update({id(part): (part, id(part)) for part in objects.values()})
-    return {
-        f"{path}.{name}".lstrip("."): _content(value, memo)
-        for path, part in objects.items()
-        for name, value in _attributes(part).items()
-    }
 
 
 def _attributes(part: object) -> dict[str, object]:
@@ -152,10 +135,16 @@ def _attributes(part: object) -> dict[str, object]:
             for name, (kind, is_parameter) in kinds.get_attributes().items()
             if not is_parameter and name not in part._buffers and not _has_objects(kind)
         }
-    fields = _fields(part)
+    fields = dict(getattr(part, "__dict__", {}))
+    computed = [
+        name for name in fields if isinstance(getattr(type(part), name, None), cached_property)
+    ]
     if isinstance(part, nn.Module):
-        for name in (*_REGISTERED, *_computed(part)):
-            fields.pop(name, None)
+        computed += _REGISTERED
+        # torch's first weight_norm and spectral_norm set these attributes in each call.
+        computed += [getattr(hook, "name", "") for hook in part._forward_pre_hooks.values()]
+    for name in computed:
+        fields.pop(name, None)
     return fields
 
 
@@ -163,33 +152,29 @@ def _has_objects(kind: Any) -> bool:
     return kind.kind() in _OBJECTS or any(map(_has_objects, kind.containedTypes()))
 
 
-def _computed(module: nn.Module) -> list[str]:
-    """Return the attributes that torch's first weight_norm and spectral_norm set in each call."""
-    return [getattr(hook, "name", "") for hook in module._forward_pre_hooks.values()]
+class _Pickler(pickle.Pickler):
+    """Writes what a value contains: hashes of tensors, IDs of code and of the model's objects."""
+
+    def __init__(self, stream: io.BytesIO, known: set[int]) -> None:
+        super().__init__(stream)
+        self._known = known
+
+    def persistent_id(self, value: object) -> object:
+        if isinstance(value, Tensor):
+            return _tensor_content(value)
+        if isinstance(value, _OPAQUE) or id(value) in self._known:
+            return id(value)
+        return None
 
 
-def _content(value: object, memo: _Memo, depth: int = 0) -> int:
+def _content(value: object, known: set[int]) -> int:
     """Return a hash of a value and of what it refers to."""
-    if isinstance(value, _PLAIN):
-        return hash(repr(value))  # NaN does not equal itself
-    if isinstance(value, Tensor):
-        return _tensor_content(value)
-    if isinstance(value, np.ndarray):
-        return hash((value.dtype.str, value.shape, value.tobytes()))
-    if id(value) in memo:
-        return memo[id(value)][1]
-    memo[id(value)] = value, id(value)  # also for objects that refer to themselves
-    parts: list[object] = []
-    if not isinstance(value, _OPAQUE) and depth < _DEPTH and len(memo) < _READ_OBJECTS:
-        parts = [part for pair in _fields(value).items() for part in pair]
-        parts += list(value) if isinstance(value, _CONTAINERS) else []
-        parts += dict.values(value) if isinstance(value, dict) else []
-    if parts or isinstance(value, _CONTAINERS):
-        hashes = [_content(part, memo, depth + 1) for part in parts]
-        if isinstance(value, set | frozenset):
-            hashes.sort()
-        memo[id(value)] = value, hash((type(value).__name__, *hashes))
-    return memo[id(value)][1]
+    stream = io.BytesIO()
+    try:
+        _Pickler(stream, known).dump(value)
+    except Exception:  # it has a lock or a file, or is too deep
+        return id(value)
+    return hash(stream.getvalue())
 
 
 def _tensor_content(tensor: Tensor) -> int:
