@@ -87,12 +87,9 @@ def describe(arguments: Mapping[str, str], *, finds_batch: bool = False) -> Json
 
 
 def signature(arguments: Mapping[str, str]) -> Signature:
-    """Return the signature of the function that takes a model's inputs. It is not called."""
+    """Return the signature of a model, which is not called."""
     config = model_config.parse(arguments, complete=False)
     artifact = discovery.find(config)
-    hooks = user_hooks.load(dataclasses.replace(config, max_batch_size=1), artifact)
-    if hooks is not None and hooks.first is not None:
-        return hooks.first.signature()
     return registry.load(artifact, config, _device(artifact)).signature
 
 
@@ -130,7 +127,8 @@ def _infer(
             expected=f"{example_inputs.NAME}.safetensors in the version folder, or a function"
             f" {example_inputs.NAME}() in model.py or hooks.py that returns a dict of tensors by"
             " input name",
-            cure="Add one of them, or write the inputs and outputs into config.pbtxt.",
+            cure="Add one of them, or write the inputs and outputs into config.pbtxt. `init` takes"
+            " them as --example FILE, or --input NAME:TYPE:DIMS for each.",
         )
     trial = _Trial(config, loaded, hooks, runtime.create(config.options, _device(artifact), ()))
     try:

@@ -44,7 +44,7 @@ def check(
             status.update(f"trying {escape(folder.name)} ({number} of {len(folders)})")
             reports.append(_check_model(folder, timeout, traceback=traceback))
             if not as_json:
-                _print_model(console, reports[-1])
+                print_model(console, reports[-1])
     problems = list(preflight.machine_problems())
     if not folders:
         problems.append(f"{path} holds no models; expected folders with a config.pbtxt.")
@@ -99,7 +99,8 @@ def _print_outcome(console: Console, outcome: str, text: str) -> None:
     console.print(f"[{_COLORS[outcome]}]{outcome:7}[/] {escape(text)}")
 
 
-def _print_model(console: Console, report: Mapping[str, Any]) -> None:
+def print_model(console: Console, report: Mapping[str, Any]) -> None:
+    """Print what `check` reports of a model; markup is on in the console."""
     outcome, lines = _outcome(report), dict[str, Any]()
     if outcome == "SKIPPED":
         text = f"{report['model']}: served by {report['skipped']}"

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from torch_py_backend.cli.check import print_model
 from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.errors import ToolError, about
 from torch_py_backend.model_folders import archive, artifact_files, creation
-from torch_py_backend.model_folders.creation import FolderReport
 
 # NAME:TYPE:DIMS; DIMS are numbers separated by x.
 _INPUT = re.compile(r"(?P<name>.+):(?:TYPE_)?(?P<type>\w+):(?P<dims>(?:-1|\d+)(?:x(?:-1|\d+))*)?")
@@ -57,7 +55,7 @@ def init(
         bool, typer.Option("--force", help="Replace the model folder that is there.")
     ] = False,
 ) -> None:
-    """Make a model folder from an artifact. The exit code is 0 if the model loads and runs."""
+    """Make a model folder from an artifact, if the model loads and runs."""
     if not model_file.exists():
         raise ToolError(f"{model_file} is not there; expected the model's file or folder.")
     if example is not None and not example.is_file():
@@ -77,16 +75,11 @@ def init(
         if not creation.NAME.fullmatch(name):
             raise ToolError(f"--name is '{name}'; expected letters, digits, _, -, . and blanks.")
         report = creation.create(target, artifact, entries, settings=settings, force=force)
-    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
-    console.print(f"made {target}")
-    for line in report.lines:
-        console.print(f"  {line}")
-    if report.loads:
-        console.print(f"next: {shlex.join(['torch-py-backend', 'serve', str(parent)])}")
-        return
-    for line in _next_steps(report, parent / name):
-        console.print(line)
-    raise typer.Exit(1)
+    console = Console(soft_wrap=True, highlight=False, emoji=False)
+    console.print(f"made {target}", markup=False)
+    print_model(console, {"model": name, "version": "1", **report})
+    serve = shlex.join(["torch-py-backend", "serve", str(parent)])
+    console.print(f"next: {serve}", markup=False)
 
 
 def _parse_input(text: str) -> dict[str, Any]:
@@ -103,19 +96,3 @@ def _parse_input(text: str) -> dict[str, Any]:
     dims = [int(size) for size in match["dims"].split("x")] if match["dims"] else []
     dtype = by_name[data_type]
     return {"name": match["name"], "data_type": dtype.config, **pbtxt.dims_entry(dims)}
-
-
-def _next_steps(report: FolderReport, folder: Path) -> Iterator[str]:
-    """Yield the steps after which a model may load."""
-    options = [] if "--force" in sys.argv else ["--force"]
-    for name in report.missing:
-        options += ["--input", f"{name}:FP32:3x224x224"]
-    again = shlex.join(["torch-py-backend", *sys.argv[1:], *options])
-    if report.missing:
-        yield f"next: {again}"
-        yield "      (types and sizes are examples; without the batch dimension; or --example FILE)"
-    else:
-        yield "next: correct this"
-        yield f"then: {again}"
-    check = shlex.join(["torch-py-backend", "check", str(folder)])
-    yield f"or:   edit {folder / 'config.pbtxt'}, then {check}"

@@ -22,7 +22,6 @@ _SERVED_NAMES = {
     ArtifactType.AOTI: "model.pt2",
 }
 _WEIGHTS = (discovery.STATE_DICT, discovery.SAFETENSORS)
-_SOURCE = "Python source and weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +29,11 @@ class ArtifactFiles:
     """The files of one model.
 
     Attributes:
-        description: the type of the artifact, for people.
-        title: the name of the file or folder that the artifact comes from.
         files: source paths by their names in the version folder; the model file comes first.
         parameters: the options that the model needs in config.pbtxt.
         pretrained_config: the contents of config.json of transformers; empty for other artifacts.
     """
 
-    description: str
-    title: str
     files: Mapping[str, Path]
     parameters: Mapping[str, str] = field(default_factory=dict)
     pretrained_config: Mapping[str, Any] = field(default_factory=dict)
@@ -59,12 +54,11 @@ def find(path: Path, example: Path | None) -> ArtifactFiles:
     if hooks.is_file() and b"Hooks" in hooks.read_bytes():
         extra |= source_dependencies.modules(hooks.parent, (hooks.stem,))
     if path.suffix == ".py":
-        return ArtifactFiles(_SOURCE, path.name, source_dependencies.find(path) | extra)
+        return ArtifactFiles(source_dependencies.find(path) | extra)
     content = discovery.file_type(path)
     source = path.with_suffix(".py")
     if content in _WEIGHTS and source.is_file():
-        files = source_dependencies.find(source, path)
-        return ArtifactFiles(_SOURCE, source.name, files | extra)
+        return ArtifactFiles(source_dependencies.find(source, path) | extra)
     if not isinstance(content, ArtifactType):
         raise ArtifactError(
             f"{path.name} is {content.value}",
@@ -75,7 +69,7 @@ def find(path: Path, example: Path | None) -> ArtifactFiles:
     if source.is_file() and not discovery.defines_module(source):
         files = source_dependencies.find(source, path)
         extra = {name: file for name, file in files.items() if file != path} | extra
-    return ArtifactFiles(content.value, path.name, {_SERVED_NAMES[content]: path} | extra)
+    return ArtifactFiles({_SERVED_NAMES[content]: path} | extra)
 
 
 def _pretrained(folder: Path, extra: Mapping[str, Path]) -> ArtifactFiles:
@@ -93,13 +87,8 @@ def _pretrained(folder: Path, extra: Mapping[str, Path]) -> ArtifactFiles:
         ) from None
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
     files = {name: folder / name for name in discovery.pretrained_files(names)}
-    return ArtifactFiles(
-        f"a Hugging Face folder of {architecture}",
-        folder.name,
-        {**files, **extra},
-        {"MODEL_FACTORY": f"transformers:{architecture}"},
-        config,
-    )
+    factory = {"MODEL_FACTORY": f"transformers:{architecture}"}
+    return ArtifactFiles({**files, **extra}, factory, config)
 
 
 def pretrained_kwargs(arguments: Iterable[str]) -> dict[str, Any]:

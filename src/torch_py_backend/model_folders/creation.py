@@ -1,4 +1,4 @@
-"""Write a model folder for `init` and `save_model`, and complete its config from the model.
+"""Write a model folder for `init` and `save_model`, whose model loads and runs.
 
 Imports no torch: the model's code runs in child processes.
 """
@@ -12,32 +12,19 @@ import shutil
 import tempfile
 import types
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch_py_backend.autocomplete import completion
-from torch_py_backend.config import model_config, pbtxt, repository
+from torch_py_backend.config import pbtxt, repository
 from torch_py_backend.config.pbtxt import Document, JsonObject
-from torch_py_backend.errors import LoadError, ToolError, join_names
+from torch_py_backend.errors import ToolError
 from torch_py_backend.loading import discovery
 from torch_py_backend.model_folders import config_text
-from torch_py_backend.model_folders.artifact_files import EXAMPLE, ArtifactFiles
+from torch_py_backend.model_folders.artifact_files import ArtifactFiles
 from torch_py_backend.processes import child_process
 
 NAME = re.compile(r"[\w-][\w.\- ]*")
 """Names that a model folder may have."""
-
-
-@dataclass(slots=True)
-class FolderReport:
-    """The model in a folder that was written: its description, and whether it loads and runs.
-
-    `missing` are the arguments whose types and sizes are unknown; `--input` can give them.
-    """
-
-    lines: list[str]
-    loads: bool = False
-    missing: Sequence[str] = ()
 
 
 def create(
@@ -48,8 +35,8 @@ def create(
     settings: Document = types.MappingProxyType({}),
     *,
     force: bool = False,
-) -> FolderReport:
-    """Write a model folder, complete its config from the model, and load the model once.
+) -> JsonObject:
+    """Write a model folder with a config that the model completes.
 
     Args:
         target: the model folder.
@@ -58,6 +45,12 @@ def create(
         transfer: copies or links a file to a path.
         settings: entries of config.pbtxt for a model with a batch dimension.
         force: replace a model folder that is there, as `new_folder` does.
+
+    Returns:
+        The report of `inspection.inspect`.
+
+    Raises:
+        LoadError: the model does not load and run, and nothing is written.
     """
     with new_folder(target, force=force) as folder:
         for name, source in artifact.files.items():
@@ -67,7 +60,19 @@ def create(
         document = pbtxt.read(folder)
         document["input"] = list(inputs)
         document["parameters"] = pbtxt.parameters(artifact.parameters)
-        return _configure(folder, artifact, document, settings)
+        if discovery.is_cuda_package(folder / "1" / next(iter(artifact.files))):
+            document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]
+        report: JsonObject = child_process.run(
+            "torch_py_backend.model_folders.inspection:configure",
+            {
+                "arguments": pbtxt.arguments(folder, "1", document),
+                "pretrained": artifact.pretrained_config,
+                "settings": dict(settings),  # a mappingproxy is no JSON
+            },
+            completion.LIMIT_S,
+        )
+        config_text.write(folder, report)
+    return report
 
 
 @contextlib.contextmanager
@@ -116,64 +121,3 @@ def _refuse(target: Path, *, force: bool) -> None:
             f"{target} is not a model folder with the version 1 alone, and no other is replaced;"
             " choose another name."
         )
-
-
-def _configure(
-    folder: Path, artifact: ArtifactFiles, document: JsonObject, settings: Document
-) -> FolderReport:
-    """Write config.pbtxt, as complete as the model allows, and load the model with it."""
-    report = FolderReport([f"{artifact.title} is {artifact.description}"])
-    lines = report.lines
-    if not artifact.pretrained_config and (others := list(artifact.files)[1:]):
-        lines.append(f"with {join_names(others)}")
-    result: JsonObject = {"config": document}
-    try:
-        result = child_process.run(
-            "torch_py_backend.model_folders.inspection:configure",
-            {
-                "arguments": pbtxt.arguments(folder, "1", document),
-                "pretrained": artifact.pretrained_config,
-                "settings": dict(settings),  # a mappingproxy is no JSON
-            },
-            completion.LIMIT_S,
-        )
-    except LoadError as error:
-        result["refusal"] = str(error)
-    document = result["config"]
-    if discovery.is_cuda_package(folder / "1" / next(iter(artifact.files))):
-        document["instance_group"] = [{"kind": "KIND_GPU", "count": 1}]
-    signature, required = result.get("signature", ""), result.get("required", ())
-    config_text.write(folder, document, artifact.description, signature, required)
-    if not completion.is_incomplete(document):
-        lines += _description(folder, document)
-    if "gap" in result:
-        lines.append(f"takes    {signature}")
-        gap = result["gap"]
-        if not document["input"] and not _has_example(folder / "1"):
-            report.missing = required
-            gap = f"the types and sizes of {join_names(required)} are not known"
-        lines.append(f"not complete: {gap}")
-    elif "refusal" in result:
-        lines.append(f"does not load: {result['refusal']}")
-    else:
-        lines += [f"note     {warning}" for warning in result["warnings"]]
-        lines.append("loads and runs")
-        report.loads = True
-    return report
-
-
-def _description(folder: Path, document: Document) -> list[str]:
-    """Return the lines on a complete config, in the format of `check`."""
-    config = model_config.parse(pbtxt.arguments(folder, "1", document))
-    rows = config.max_batch_size
-    return [
-        f"inputs   {', '.join(map(str, config.inputs))}",
-        f"outputs  {', '.join(map(str, config.outputs))}",
-        f"batch    {f'at most {rows}' if rows else 'none; each request is one call'}",
-    ]
-
-
-def _has_example(version: Path) -> bool:
-    return (version / EXAMPLE).exists() or any(
-        b"def example_inputs" in source.read_bytes() for source in version.glob("*.py")
-    )

@@ -23,6 +23,7 @@ from torch_py_backend.engine import load, runtime, warmup
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, LoadError, OutputError
 from torch_py_backend.loading import example_inputs
+from torch_py_backend.loading.discovery import HOOKS
 from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.model_folders.artifact_files import EXAMPLE
 from torch_py_backend.pipeline import batches
@@ -83,49 +84,30 @@ def inspect(arguments: Mapping[str, str], reference: str | None = None) -> JsonO
 
 
 def configure(arguments: Mapping[str, str], pretrained: Document, settings: Document) -> JsonObject:
-    """Complete the config of a new model folder as far as possible, and try its model.
+    """Complete the config of a new model folder, and return the report of `inspect`.
 
     Args:
         arguments: Triton's arguments; the config may list inputs, and has no batch size.
         pretrained: the contents of config.json of transformers; empty for other models.
         settings: entries of config.pbtxt for a model with a batch dimension.
-
-    Returns:
-        As JSON: `config`; `gap`, why it is incomplete, with the `signature` and the `required`
-        arguments of the model; `refusal`, why the model does not load; `warnings` of the load.
     """
     document = json.loads(arguments["model_config"])
-    listed = document["input"]
-    try:
-        if pretrained:
-            names = schema.signature(arguments).named
-            if kwargs := artifact_files.pretrained_kwargs(names):
-                document["parameters"] |= pbtxt.parameters({"MODEL_KWARGS": json.dumps(kwargs)})
-            example = Path(arguments["model_repository"], "1", EXAMPLE)
-            if not listed and not example.exists():
-                document["input"] = artifact_files.pretrained_inputs(pretrained, names)
-            arguments = {**arguments, "model_config": json.dumps(document)}
-        inferred = schema.describe(arguments, finds_batch=True)
-        document["max_batch_size"] = inferred["max_batch_size"]
-        completion.fill(document, inferred)
-    except BackendError as error:
-        signature = schema.signature(arguments)
-        named = [argument for argument in signature.arguments if argument.named]
-        required = [argument.name for argument in named if argument.required]
-        return {
-            # Inputs that are known of `pretrained` are not what the model takes.
-            "config": {**document, "input": listed},
-            "gap": str(error),
-            "signature": str(signature),
-            "required": required or signature.named,
-        }
+    if pretrained:
+        names = schema.signature(arguments).named
+        if kwargs := artifact_files.pretrained_kwargs(names):
+            document["parameters"] |= pbtxt.parameters({"MODEL_KWARGS": json.dumps(kwargs)})
+        version = Path(arguments["model_repository"], "1")
+        if not document["input"] and not any(
+            (version / name).exists() for name in (EXAMPLE, HOOKS)
+        ):
+            document["input"] = artifact_files.pretrained_inputs(pretrained, names)
+        arguments = {**arguments, "model_config": json.dumps(document)}
+    inferred = schema.describe(arguments, finds_batch=True)
+    document["max_batch_size"] = inferred["max_batch_size"]
+    completion.fill(document, inferred)
     if document["max_batch_size"]:
         document |= {"dynamic_batching": {}, **settings}
-    try:
-        report = inspect({**arguments, "model_config": json.dumps(document)})
-    except BackendError as error:
-        return {"config": document, "refusal": str(error)}
-    return {"config": document, "warnings": report["warnings"]}
+    return inspect({**arguments, "model_config": json.dumps(document)})
 
 
 def _described(spec: TensorSpec) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torch_py_backend.config import repository as repositories
-from torch_py_backend.errors import ToolError
+from torch_py_backend.errors import LoadError, ToolError
 from torch_py_backend.model_folders import artifact_files, creation
 from torch_py_backend.server import fetch
 
@@ -47,10 +47,11 @@ def _with_model_folder(files: Path, url: str) -> Path:
     repository = files.with_name("models")
     shutil.rmtree(repository, ignore_errors=True)
     artifact = artifact_files.find(files, None)
-    report = creation.create(repository / files.name, artifact, [], transfer=os.link)
-    if not report.loads:
+    try:
+        creation.create(repository / files.name, artifact, [], transfer=os.link)
+    except LoadError as error:
         raise ToolError(
-            f"{url} is no model repository, and no model that is served as it is:"
-            f" {report.lines[-1]}. Make a model folder of it with `torch-py-backend init`."
-        )
+            f"{url} is no model repository, and no model that is served as it is: {error} Make a"
+            " model folder of it with `torch-py-backend init`."
+        ) from error
     return repository

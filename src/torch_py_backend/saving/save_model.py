@@ -168,7 +168,7 @@ def _write_format(folder: Path, files: ModuleFiles, kind: Format, document: Docu
         reference = folder.with_name("reference.pt")
         torch.save(files.example.outputs, reference)
     report = trial.inspect(folder, "1", config, reference)
-    config_text.write(folder, report["config"], report["artifact"].partition(": ")[2])
+    config_text.write(folder, report)
     warnings: list[str] = report["warnings"]
     return warnings
 
