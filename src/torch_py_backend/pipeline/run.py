@@ -207,12 +207,11 @@ def build(
         entries, groups = group_entries(entries)
         results: Sequence[Result] = entries
         for number, group in enumerate(groups, 1):
-            if failures.fatal is not None:
-                results = _refused(results, groups[number - 1 :], failures.fatal)
-                break
             failure = None
             failures.calls_before = composition.calls
             try:
+                if failures.fatal is not None:
+                    raise failures.fatal
                 outcomes = run_group(group, number < len(groups))
             except KeyboardInterrupt:  # of `check` or `tune`
                 raise
@@ -237,12 +236,3 @@ def _placed(
     for place, outcome in zip(places, outcomes, strict=True):
         changed[place] = outcome
     return changed
-
-
-def _refused(
-    results: Sequence[Result], groups: Sequence[Group], error: BackendError
-) -> Sequence[Result]:
-    """Return results with an error in the places of some groups."""
-    for group in groups:
-        results = _placed(results, group.places, [error] * len(group.items))
-    return results
