@@ -137,7 +137,7 @@ class Inputs:
 
     def _may_share(self, items: Sequence[Item]) -> bool:
         """Return whether items are on one device, with masks as long as their inputs."""
-        if self._padding is not None and not self._padding.masks_fit(items):
+        if self._padding is not None and any(map(self._padding.mismatch, items)):
             return False
         return not self._any_device or self._on_one_device(items)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -59,6 +60,14 @@ class Pad:
     def key(self, value: Value) -> tuple[int, ...]:
         """Return the part of a shape that must be equal for values to share a batch."""
         return tuple([value.shape[axis] for axis in self.others])
+
+    def length_class(self, value: Value) -> list[int]:
+        """Return numbers that are equal for lengths of about the same size.
+
+        With one axis to pad, such lengths differ by less than a factor of 4; with more, of 2.
+        """
+        lengths = [self.rounded(value.shape[axis]) for axis in self.axes]
+        return [length.bit_length() * len(lengths) // 2 for length in lengths]
 
     def rows(self, values: Sequence[Value]) -> list[int] | None:
         """Return the rows of each value; None: they cannot share a batch, or with much padding."""
@@ -149,11 +158,7 @@ class Padding:
             raise _refusal(f"'{name}', whose dims are fixed", "inputs with dims of -1")
         value = setting.get("value", 0)
         dtype: torch.dtype = getattr(torch, spec.dtype.torch)
-        try:  # at load, before any batch needs the value
-            held = torch.full((), value, dtype=dtype).item()
-        except (RuntimeError, OverflowError):
-            held = None
-        if held is None or (held != value and not dtype.is_floating_point):
+        if not dtype.is_floating_point and torch.tensor(value).to(dtype).item() != value:
             raise _refusal(
                 f"the value {value} for '{name}'", f"one that {spec.dtype.triton} can hold"
             )
@@ -212,10 +217,6 @@ class Padding:
                 item = item | {mask: torch.ones(shape, dtype=dtype, device=device)}
         return item
 
-    def masks_fit(self, items: Sequence[Item]) -> bool:
-        """Return whether no item has a mask of another size than its input."""
-        return not self._masked or all(self.mismatch(item) is None for item in items)
-
     def mismatch(self, item: Item) -> InputError | None:
         """Return the error of a request that sent a mask and its input in different sizes.
 
@@ -234,33 +235,15 @@ class Padding:
         return None
 
     def split(self, items: Sequence[tuple[int, Item]]) -> list[list[tuple[int, Item]]]:
-        """Split the items of one group into parts whose padding stays within MOST_GROWTH.
-
-        The parts keep the order of the items.
-        """
-        names = [name for name in self.pads if name in items[0][1]]
-        if not names:
+        """Split the items of one group by their lengths if they would be padded too much."""
+        pads = [(name, pad) for name, pad in self.pads.items() if name in items[0][1]]
+        if all(pad.rows([item[name] for _, item in items]) is not None for name, pad in pads):
             return [list(items)]
-        shapes = [
-            [self.pads[name].padded_shape([item[name].shape]) for name in names]
-            for _, item in items
-        ]
-        rows = [item_shapes[0][0] for item_shapes in shapes]
-        values = [_count_values(item_shapes) for item_shapes in shapes]
-        if _count_values(_batch_shapes(shapes)) <= MOST_GROWTH * sum(values):
-            return [list(items)]
-        parts: list[list[int]] = []
-        part_shapes, part_values = shapes[0], 0
-        # From the shortest rows to the longest; an item too long for a part begins the next one.
-        for index in sorted(range(len(items)), key=lambda at: values[at] / max(rows[at], 1)):
-            together = _batch_shapes([part_shapes, shapes[index]])
-            if parts and _count_values(together) <= MOST_GROWTH * (part_values + values[index]):
-                parts[-1].append(index)
-                part_shapes, part_values = together, part_values + values[index]
-            else:
-                parts.append([index])
-                part_shapes, part_values = shapes[index], values[index]
-        return [[items[index] for index in sorted(part)] for part in parts]
+        parts: dict[tuple[int, ...], list[tuple[int, Item]]] = {}
+        for place, item in items:
+            lengths = [pad.length_class(item[name]) for name, pad in pads]
+            parts.setdefault(tuple(itertools.chain(*lengths)), []).append((place, item))
+        return list(parts.values())
 
     def cut(self, outcomes: Sequence[dict[str, Value]], items: Sequence[Item]) -> None:
         """Cut outputs to the lengths of the items of a batch."""
@@ -281,21 +264,6 @@ class Padding:
                 else:
                     kept = (slice(None),) * cut.axis + (slice(start, start + size),)
                     outcome[cut.output] = value[kept]
-
-
-def _count_values(shapes: Sequence[Sequence[int]]) -> int:
-    return sum(map(math.prod, shapes))
-
-
-def _batch_shapes(items: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """Return the shape of each padded input in a batch of these items."""
-    return [
-        [
-            sum(sizes) if axis == 0 else max(sizes)
-            for axis, sizes in enumerate(zip(*shapes, strict=True))
-        ]
-        for shapes in zip(*items, strict=True)
-    ]
 
 
 def _free_axes(spec: TensorSpec) -> Iterator[int]:
