@@ -18,7 +18,6 @@ from torch_py_backend.config.batch_io import BatchInput, BatchInputKind, BatchOu
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
-    BindingError,
     ForwardError,
     OutputError,
 )
@@ -119,14 +118,3 @@ def test_casts_leave_counts_alone() -> None:
     model = create_engine(forward, cast_inputs="BF16", batch_inputs=(batch_input(dtype="FP32"),))
     sent = [item(1, 1, 4097)]
     assert check(sent, model.run(sent), ForwardError) == []
-
-
-def test_an_argument_that_takes_a_number() -> None:
-    """A batch input has a value for each request, so no scalar argument can take it."""
-
-    def forward(x: Tensor, n: int) -> Tensor:
-        return x * n
-
-    with pytest.raises(BindingError) as raised:
-        create_engine(forward)
-    assert "batch_input makes 'n' a tensor, and forward() takes an int" in str(raised.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import logging
 from pathlib import Path
@@ -117,8 +116,7 @@ def _signature(program: ExportedProgram, module: nn.Module) -> Signature:
         if hasattr(argument, "value")
     }
     names = list(inspect.signature(module.forward).parameters)
-    types = tuple(getattr(value, "dtype", None) for value in _input_values(program))
-    return dataclasses.replace(introspection.from_tree(in_spec, constants, names), dtypes=types)
+    return introspection.from_tree(in_spec, constants, names)
 
 
 def _user_inputs(program: ExportedProgram) -> list[Any]:

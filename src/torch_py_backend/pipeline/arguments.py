@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.errors import BindingError
 from torch_py_backend.signature.arguments import ArgumentType, Signature
@@ -18,6 +17,7 @@ from torch_py_backend.values import Strings, Value
 
 # Why a request's value is refused: what was found, and what was expected.
 Refusal: TypeAlias = "tuple[str, str]"
+_Refuse: TypeAlias = "Callable[[Value], Refusal | None]"
 
 
 class Argument(NamedTuple):
@@ -30,7 +30,7 @@ class Argument(NamedTuple):
         convert: makes the argument of a column.
     """
 
-    refuse: Callable[[Value], Refusal | None] | None = None
+    refuse: _Refuse | None = None
     key: Callable[[Value], Hashable] | None = None
     convert: Callable[[Any], object] | None = None
 
@@ -56,9 +56,9 @@ def choose(
     # A TorchScript string holds bytes of any encoding.
     any_bytes = takes.raw or signature.torchscript
     if takes.scalar:
-        check = _check_text if strings and not any_bytes else None
+        refuse = _refuse_bytes if strings and not any_bytes else None
         return Argument(
-            partial(_refuse_scalar, f"{signature.name}() takes {takes.value}", check),
+            partial(_refuse_scalar, f"{signature.name}() takes {takes.value}", refuse),
             _first,
             lambda column: _SCALARS[takes](
                 _decode(_first(column)) if strings and not takes.raw else _first(column)
@@ -106,18 +106,13 @@ _LISTS: Mapping[ArgumentType, Callable[[Strings], list[object]]] = {
 }
 
 
-def _check_text(texts: Sequence[Any]) -> UnicodeDecodeError | None:
-    """Return why strings are not UTF-8; states are decoded already."""
-    try:  # all at once, apart from each other
-        b"\n".join([text for text in texts if isinstance(text, bytes)]).decode()
-    except UnicodeDecodeError as error:
-        return error
-    return None
-
-
 def _refuse_bytes(value: Value) -> Refusal | None:
-    error = _check_text(_flat(value))
-    return None if error is None else (f"is not UTF-8: {error.reason}", "")
+    """Refuse strings that are not UTF-8; states are decoded already."""
+    try:  # all at once, apart from each other
+        b"\n".join([text for text in _flat(value) if isinstance(text, bytes)]).decode()
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8: {error.reason}", ""
+    return None
 
 
 def _decode(text: Any) -> str | bytes:
@@ -148,22 +143,18 @@ _SCALARS: Mapping[ArgumentType, Callable[[Any], object]] = {
     ArgumentType.RAW: lambda value: value if isinstance(value, bytes) else value.encode(),
     ArgumentType.VALUE: lambda value: value,
 }
-_CheckText = Callable[[Sequence[Any]], UnicodeDecodeError | None]
 
 
-def _refuse_scalar(expected: str, check: _CheckText | None, value: Value) -> Refusal | None:
-    values = _flat(value)
-    if check is not None and (error := check(values)) is not None:
-        return f"is not UTF-8: {error.reason}", ""
-    if len(values) == 1:
-        return None
-    distinct = set(map(repr, values))  # repr, because NaN does not equal itself
+def _refuse_scalar(expected: str, refuse: _Refuse | None, value: Value) -> Refusal | None:
+    if refuse is not None and (refusal := refuse(value)) is not None:
+        return refusal
+    distinct = set(map(repr, _flat(value)))  # repr, because NaN does not equal itself
     if len(distinct) == 1:
         return None
     return f"holds {len(distinct)} values", f"one value for all rows: {expected}"
 
 
-def _refuse_rows(refuse: Callable[[Value], Refusal | None], value: Value) -> Refusal | None:
+def _refuse_rows(refuse: _Refuse, value: Value) -> Refusal | None:
     refusals = (refuse(value[row, ...]) for row in range(value.shape[0]))
     return next((refusal for refusal in refusals if refusal is not None), None)
 
@@ -198,32 +189,6 @@ def check(config: ModelConfig, signature: Signature, takes: Mapping[str, Argumen
             raise BindingError(
                 f"input '{spec.name}' is {spec.dtype.triton}, and {function}() takes {kind.value}",
                 expected=f"{' or '.join(accepted)} in config.pbtxt",
-            )
-    for batch_input in config.batch_inputs:
-        name = batch_input.name
-        if name in special:
-            raise BindingError(
-                f"batch_input makes '{name}' a tensor, and {function}() takes"
-                f" {special[name].value}",
-                expected="an argument that takes a tensor",
-            )
-
-
-def check_leaves(
-    config: ModelConfig, signature: Signature, names: Sequence[str], cast: torch.dtype | None
-) -> None:
-    """Check the types of inputs against those that the artifact was exported with."""
-    exported = dict(zip(names, signature.dtypes, strict=False))
-    for spec in config.inputs:
-        dtype: torch.dtype | None = getattr(torch, spec.dtype.torch or "", None)
-        if cast is not None and dtype is not None and dtype.is_floating_point:
-            dtype = cast
-        expected = exported.get(spec.name, dtype)
-        if expected is not dtype:
-            raise BindingError(
-                f"input '{spec.name}' is {spec.dtype.config}",
-                expected=f"{dtypes.config_name(expected)}, with which the program was exported",
-                cure="Write that type into config.pbtxt, or export the program with the other one.",
             )
 
 

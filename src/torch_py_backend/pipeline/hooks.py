@@ -7,6 +7,7 @@ batch of prepared rows, or rows of equal shapes are stacked.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
@@ -61,7 +62,9 @@ class HookedPipeline:
         dtype = config.options.weights_dtype
         self._dtype = getattr(torch, dtype) if dtype else None
         # Names from hooks are argument names; names from the config may be bound in order.
-        self._ordered = not (hooks.preprocess or hooks.preprocess_batch or hooks.collate)
+        ordered = not (hooks.preprocess or hooks.preprocess_batch or hooks.collate)
+        bind = partial(bind_inputs, signature=signature, ordered=ordered)
+        self._bound = functools.lru_cache(MAX_SETS)(bind)
         self.by_row = hooks.preprocess is not None or hooks.collate is not None
         first, taken = hooks.preprocess or hooks.preprocess_batch, signature
         if first is not None:
@@ -70,7 +73,6 @@ class HookedPipeline:
             taken = row_signature(config)
         self.inputs = Inputs(config, taken, by_row=self.by_row)
         self._group_inputs = self.inputs.stage(lambda binding: partial(self._rows, binding))
-        self._bound: dict[tuple[str, ...], InputBinding] = {}
 
     # --- rows ----------------------------------------------------------------------------------
 
@@ -227,12 +229,7 @@ class HookedPipeline:
         else:
             parts = batch if isinstance(batch, tuple) else (batch,)
             named = {f"{_NUMBERED}{number}": value for number, value in enumerate(parts)}
-        names = tuple(named)
-        inputs = self._bound.get(names)
-        if inputs is None:
-            inputs = bind_inputs(names, self._signature, ordered=self._ordered)
-            if len(self._bound) < MAX_SETS:  # hooks may pass only what a client has sent
-                self._bound[names] = inputs
+        inputs = self._bound(tuple(named))  # hooks may pass only what a client has sent
         return inputs.call(module, [named[name] for name in inputs.names])
 
     # --- after the module ----------------------------------------------------------------------

@@ -6,6 +6,7 @@ become a column (`Shape`), and what forward() gets of the column (`arguments`).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from operator import itemgetter
@@ -24,7 +25,7 @@ from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.signature.binding import InputBinding, bind_inputs
 from torch_py_backend.values import Call, Item, Tree, Value, clone
 
-# The most sets of optional inputs that requests may leave out: n inputs have 2^n sets.
+# For how many sets of names bindings are kept: n optional inputs have 2^n sets.
 MAX_SETS = 64
 # Returns the function that calls the model with the arguments of a binding, in its order.
 Caller: TypeAlias = "Callable[[InputBinding], Call]"
@@ -66,14 +67,13 @@ class Inputs:
         self._kept = frozenset(
             spec.name for spec in config.inputs if spec.origin is not Origin.CLIENT
         )
-        self._bindings: dict[frozenset[str], InputBinding] = {}
-        self.binding = self._bind(frozenset())
+        self._bound = functools.lru_cache(MAX_SETS)(self._bind)
+        self.binding = self._bound(frozenset())
         takes = dict(zip(self.binding.names, self.binding.types, strict=True))
         arguments.check(config, signature, takes)
         if config.options.cast_inputs:
             cast = dtypes.from_triton(config.options.cast_inputs).torch
         to = getattr(torch, cast) if cast else None
-        arguments.check_leaves(config, signature, self.binding.names, to)
         pads = padding.pads if padding is not None else {}
         self._shapes = {
             spec.name: _choose_shape(config, spec, pads.get(spec.name)) for spec in config.inputs
@@ -98,10 +98,10 @@ class Inputs:
         optional = frozenset(self._specs).difference(
             self._required, padding.masks if padding else ()
         )
-        # Other sets are bound by the first request that leaves them out, or refuse it.
+        # Other sets are bound by a request that leaves them out, or refuse it.
         self.patterns = (frozenset(), optional) if optional else (frozenset(),)
         for pattern in self.patterns[1:]:
-            self._bind(pattern)
+            self._bound(pattern)
         # Of each input: how its values and arguments are compared, in as few frames as possible.
         self._compared = [
             (itemgetter(name), self._shapes[name].rows, argument.refuse)
@@ -160,7 +160,7 @@ class Inputs:
             item = self._padding.fill(item)
         if len(item) < len(self._specs):
             try:
-                self._bind(self._left_out(item))
+                self._bound(self._left_out(item))
             except BindingError as error:
                 return InputError(f"the request lacks inputs: {error}")
         for name, value in item.items():
@@ -199,15 +199,13 @@ class Inputs:
         Args:
             caller: makes the calls of the groups.
         """
-        calls: dict[tuple[str, ...], tuple[Gather, Call]] = {}
 
-        def call_of(binding: InputBinding) -> tuple[Gather, Call]:
-            if binding.names not in calls:
-                call = self._converting(binding, caller(binding))
-                calls[binding.names] = self._gather(binding), call
-            return calls[binding.names]
+        @functools.lru_cache(MAX_SETS)
+        def call_of(left_out: frozenset[str]) -> tuple[Gather, Call]:
+            binding = self._bound(left_out)
+            return self._gather(binding), self._converting(binding, caller(binding))
 
-        gather, call = call_of(self.binding)
+        gather, call = call_of(frozenset())
 
         def group(entries: Sequence[Entry]) -> tuple[Sequence[Entry], Sequence[Group]]:
             if self.alike(entries):
@@ -218,8 +216,7 @@ class Inputs:
             groups = []
             for members in self._members(admitted):
                 places, items = zip(*members, strict=True)
-                binding = self._bind(self._left_out(items[0]))
-                groups.append(Group(*call_of(binding), items, places))
+                groups.append(Group(*call_of(self._left_out(items[0])), items, places))
             return admitted, groups
 
         return group
@@ -253,21 +250,10 @@ class Inputs:
         """Return how items without these inputs are passed.
 
         Raises:
-            BindingError: the signature requires one of them, or there are too many such sets.
+            BindingError: the signature requires one of them.
         """
-        if left_out not in self._bindings:
-            if len(self._bindings) > MAX_SETS:
-                raise BindingError(
-                    f"earlier requests left out {MAX_SETS} other sets of optional inputs",
-                    cure="Send all optional inputs, or none.",
-                )
-            self._bindings[left_out] = bind_inputs(
-                [*self._specs, *self._made],
-                self._signature,
-                left_out,
-                sequence_inputs=self._kept,
-            )
-        return self._bindings[left_out]
+        names = [*self._specs, *self._made]
+        return bind_inputs(names, self._signature, left_out, sequence_inputs=self._kept)
 
     # --- columns -------------------------------------------------------------------------------
 

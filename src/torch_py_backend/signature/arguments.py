@@ -123,7 +123,6 @@ class Signature:
         leaves: for an artifact that contains its own call tree: the paths of its tensors, in its
             order. None: the call tree follows from the inputs.
         unflatten: a function that builds (args, kwargs) of such a tree from its leaves.
-        dtypes: the torch.dtypes of the leaves; empty: they are unknown.
         name: the name of the function, for messages.
         torchscript: it is TorchScript: names follow LibTorch's rule, strings may be any bytes.
         settings: names that `**` takes as values, not as tensors.
@@ -134,7 +133,6 @@ class Signature:
     unflatten: Unflatten | None = None
     name: str = "forward"
     torchscript: bool = False
-    dtypes: tuple[object, ...] = ()
     settings: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
