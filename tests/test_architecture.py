@@ -83,7 +83,7 @@ def test_public_names_without_the_extras() -> None:
 
 
 # The compiler, and what only the command line and optional features need.
-_NOT_NEEDED = ("torch._dynamo", "sympy", "psutil", "grpc", "rich", "typer", "PIL")
+_NOT_NEEDED = ("torch._dynamo", "sympy", "psutil", "grpc", "uvicorn", "rich", "typer", "PIL")
 
 
 def test_what_an_eager_model_does_not_import(tmp_path: Path) -> None:

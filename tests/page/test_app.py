@@ -16,7 +16,6 @@ from torch_py_backend.page import app
 from torch_py_backend.page.app import Page, Snapshot
 
 _UNKNOWN = "the parameter X is unknown and ignored"
-_READY = {"ready": False, "reason": "models do not serve", "models": {"b": "is down: died"}}
 _PATHS = {"error": "expected /live, /ready or /ready/MODEL"}
 _MODELS = {"a": "", "\udcff": "", "b": "is down: died", "grüße": ""}
 _WARNINGS = {"a": [_UNKNOWN, "/srv/m/w.pt is unused"]}
@@ -60,7 +59,7 @@ def probed() -> Iterator[Probed]:
     ("path", "status", "body"),
     [
         ("/live", 200, {"live": True}),
-        ("/ready?verbose", 503, _READY),
+        ("/ready?verbose", 503, {"ready": False, "models": {"b": "is down: died"}}),
         ("/ready/a", 200, {"ready": True, "warnings": [_UNKNOWN, "w.pt is unused"]}),
         ("/ready/gr%C3%BC%C3%9Fe", 200, {"ready": True}),
         ("/ready/b", 503, {"ready": False, "reason": "is down: died"}),

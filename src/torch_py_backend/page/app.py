@@ -5,24 +5,31 @@ GET /ready          200 if every model that should serve does; else 503
 GET /ready/MODEL    the same for one model, with the warnings of its load; 404 if it should not
                     serve
 
-Slow or hostile clients delay neither probes nor the supervisor: the endpoints have threads of their
-own, and connections are limited in number, size and time.
+Slow or hostile clients delay neither probes nor the supervisor: the endpoints have a thread of
+their own, and connections are limited in number, size and time.
 """
 
 from __future__ import annotations
 
+import asyncio
 import collections
-import contextlib
+import functools
 import json
+import logging
 import socket
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from torch_py_backend.errors import sanitize_line
 
@@ -36,7 +43,11 @@ _CONNECTION_S = 10.0
 _MAX_CONNECTIONS = 64
 # Connections that the kernel keeps until they are accepted, all of them at once.
 _BACKLOG = 512
-_POLL_S = 0.1
+_MAX_REQUEST_BYTES = 16 << 10
+_UNKNOWN_PATH: dict[str, object] = {"error": "expected /live, /ready or /ready/MODEL"}
+# Requests that are no HTTP are not worth a line.
+_SILENT = logging.getLogger(f"{__name__}.connections")
+_SILENT.disabled = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +67,7 @@ class Snapshot:
     warnings: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
-class Page(ThreadingHTTPServer):
+class Page:
     """The HTTP server of these endpoints, as a context manager.
 
     Args:
@@ -67,18 +78,35 @@ class Page(ThreadingHTTPServer):
         stopping: whether the endpoints report that nothing is ready, since the server is stopped.
     """
 
-    daemon_threads = True
-
     def __init__(self, listener: socket.socket, snapshot: Callable[[], Snapshot]) -> None:
-        super().__init__(("", 0), _Connection, bind_and_activate=False)
-        self.socket.close()
-        self.socket = listener
-        listener.listen(_BACKLOG)
-        self.stopping, self._snapshot = False, snapshot
-        # The connections and their starts, in the order of their arrival.
-        self._opened: collections.deque[tuple[float, socket.socket]] = collections.deque()
+        self.stopping = False
+        self._snapshot = snapshot
+        routes = [
+            Route("/live", self._live),
+            Route("/ready", self._ready),
+            Route("/ready/{model}", self._model_ready),
+            Route("/{path:path}", _unknown),
+        ]
+        # The connections of this page, in the order of their arrival.
+        opened: collections.deque[_Connection] = collections.deque()
+        connect: Any = functools.partial(_Connection, opened)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                Starlette(routes=routes),
+                http=connect,
+                loop="asyncio",
+                ws="none",
+                lifespan="off",
+                log_config=None,  # that of this process stays as it is
+                access_log=False,
+                server_header=False,
+                headers=[("Connection", "close")],
+                backlog=_BACKLOG,
+                h11_max_incomplete_event_size=_MAX_REQUEST_BYTES,
+            )
+        )
         self._thread = threading.Thread(
-            target=self.serve_forever, args=(_POLL_S,), name="page", daemon=True
+            target=self._server.run, args=([listener],), name="page", daemon=True
         )
 
     def __enter__(self) -> Self:
@@ -86,78 +114,67 @@ class Page(ThreadingHTTPServer):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.shutdown()
-        self.server_close()
+        self._server.should_exit = self._server.force_exit = True
         self._thread.join()
 
-    def answer(self, path: str) -> tuple[HTTPStatus, dict[str, object]]:
-        """Return the status and the JSON for a path."""
+    # --- endpoints -------------------------------------------------------------------------------
+
+    async def _live(self, _request: Request) -> Response:
+        return _response("live", self._server_problem(self._snapshot()))
+
+    async def _ready(self, _request: Request) -> Response:
         snapshot = self._snapshot()
+        problem = self._problem(snapshot)
+        reasons = {name: reason for name, reason in snapshot.models.items() if reason}
+        if not problem and not reasons:
+            return _json({"ready": True}, HTTPStatus.OK)
+        body = {"ready": False, "models": reasons} | ({"reason": problem} if problem else {})
+        return _json(body, HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def _model_ready(self, request: Request) -> Response:
+        snapshot, model = self._snapshot(), request.path_params["model"]
+        problem = self._problem(snapshot)
+        if not problem and model not in snapshot.models:
+            body = {"ready": False, "reason": "no such model should serve"}
+            return _json(body, HTTPStatus.NOT_FOUND)
+        warnings = [sanitize_line(text) for text in snapshot.warnings.get(model, ())]
+        more = {"warnings": warnings} if warnings else {}
+        return _response("ready", problem or snapshot.models[model], more)
+
+    def _problem(self, snapshot: Snapshot) -> str:
+        return "the server is being stopped" if self.stopping else self._server_problem(snapshot)
+
+    def _server_problem(self, snapshot: Snapshot) -> str:
         is_stale = snapshot.at and time.monotonic() - snapshot.at > _STALE_S
-        problem = snapshot.problem or ("the models are no longer monitored" if is_stale else "")
-        _, *parts = map(urllib.parse.unquote, path.partition("?")[0].split("/"))
-        if parts == ["live"]:
-            return _answer("live", problem)
-        if self.stopping:
-            problem = "the server is being stopped"
-        match parts:
-            case ["ready"]:
-                reasons = {name: reason for name, reason in snapshot.models.items() if reason}
-                problem = problem or ("models do not serve" if reasons else "")
-                return _answer("ready", problem, {"models": reasons})
-            case ["ready", model] if problem or model in snapshot.models:
-                warnings = [sanitize_line(text) for text in snapshot.warnings.get(model, ())]
-                return _answer("ready", problem or snapshot.models[model], {"warnings": warnings})
-            case ["ready", _]:
-                body = {"ready": False, "reason": "no such model should serve"}
-                return HTTPStatus.NOT_FOUND, body
-        return HTTPStatus.NOT_FOUND, {"error": "expected /live, /ready or /ready/MODEL"}
-
-    # --- connections -----------------------------------------------------------------------------
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a connection in a thread."""
-        self._opened.append((time.monotonic(), request))
-        super().process_request(request, client_address)
-
-    def service_actions(self) -> None:
-        """End connections that are too old or too many; called several times a second."""
-        oldest = time.monotonic() - _CONNECTION_S
-        while self._opened and (
-            len(self._opened) > _MAX_CONNECTIONS or self._opened[0][0] < oldest
-        ):
-            with contextlib.suppress(OSError):  # it has ended
-                self._opened.popleft()[1].shutdown(socket.SHUT_RDWR)
-
-    def handle_error(self, *_: object) -> None:
-        """Log nothing: a client has left."""
+        return snapshot.problem or ("the models are no longer monitored" if is_stale else "")
 
 
-def _answer(
-    key: str, reason: str, more: Mapping[str, object] | None = None
-) -> tuple[HTTPStatus, dict[str, object]]:
-    """Return 200 without a reason, else 503; empty values are left out."""
-    status = HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK
-    details = {"reason": reason, **(more or {})}
-    return status, {key: not reason, **{name: value for name, value in details.items() if value}}
+async def _unknown(_request: Request) -> Response:
+    return _json(_UNKNOWN_PATH, HTTPStatus.NOT_FOUND)
 
 
-class _Connection(BaseHTTPRequestHandler):
-    server: Page
-    server_version, sys_version = "torch-py-backend", ""
+def _response(key: str, reason: str, more: dict[str, list[str]] | None = None) -> Response:
+    """Return 200 without a reason, else 503."""
+    body = {key: not reason, **({"reason": reason} if reason else {}), **(more or {})}
+    return _json(body, HTTPStatus.SERVICE_UNAVAILABLE if reason else HTTPStatus.OK)
 
-    def do_GET(self) -> None:
-        status, document = self.server.answer(self.path)
-        # In ASCII: a name given on the command line need not be UTF-8.
-        body = json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(body)
 
-    do_HEAD = do_GET  # noqa: N815  http.server's name
+def _json(body: dict[str, object], status: HTTPStatus) -> Response:
+    # In ASCII: a name given on the command line need not be UTF-8.
+    return Response(json.dumps(body), status, media_type="application/json")
 
-    def log_message(self, *_: object) -> None:
-        """Log nothing: a probe comes each second."""
+
+class _Connection(H11Protocol):
+    """A connection of a client, which is closed when it takes too long, or when there are many."""
+
+    def __init__(self, opened: collections.deque[_Connection], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.logger = _SILENT
+        self._opened = opened
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(_CONNECTION_S, transport.abort)
+        self._opened.append(self)
+        if len(self._opened) > _MAX_CONNECTIONS:
+            self._opened.popleft().transport.abort()
