@@ -1266,18 +1266,6 @@ LOAD_ERRORS = (
         ragged(_ragged_input("x", [-1]), {"y": [1]}, _ENDS, PAD='{"x": {}}'),
         "PAD is set, and config.pbtxt has batch_input. Remove one",
     ),
-    refused(
-        "batch_input_named_twice",
-        python(models.LastSums),
-        ragged(_ragged_input("x", [-1]), {"y": [1]}, batch_input("ACCUMULATED_ELEMENT_COUNT", "x")),
-        "makes 'x', which is an input or a batch_input already",
-    ),
-    refused(
-        "batch_output_too_deep",
-        python(models.Centered),
-        ragged(_ragged_input("x", [-1]), {"y": [1, -1]}, _SIZES + batch_output("y")),
-        "batch_output gives 'y' of dims [1, -1] the shape of 'x' of dims [-1]",
-    ),
     *(
         refused(name, python(models.Negate), x_to_y(4, **options), *says)
         for name, options, *says in (
@@ -1527,12 +1515,7 @@ LOAD_ERRORS = (
                 "the output sum FP64 [4] is a state, too",
                 "expected sum FP32 [4]",
             ),
-            (
-                "state_twice_named",
-                [state(), state(("total", "y"))],
-                "",
-                "the input 'total' is defined twice",
-            ),
+            ("state_of_a_listed_input", [state(("x", "sum"))], "", "x, x carry the same name"),
             ("state_file_missing", [state(initial='data_file: "begins"')], "", "begins"),
         )
     ),

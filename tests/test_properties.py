@@ -118,7 +118,7 @@ _BATCH_INPUTS = st.fixed_dictionaries(
         "kind": st.sampled_from([kind.value for kind in BatchInputKind]),
         "data_type": _TYPES,
         "target_name": st.lists(_NAMES, max_size=2),
-        "source_input": st.lists(_NAMES, max_size=2),
+        "source_input": st.lists(_NAMES, min_size=1, max_size=1),
     }
 )
 _DOCUMENTS = st.fixed_dictionaries(

@@ -123,17 +123,6 @@ def test_accepted_combination(kind: str, settings: str) -> None:
     assert _named(settings, kind).kind == kind
 
 
-def _batch_input(**changes: Any) -> dict[str, Any]:
-    return {"batch_input": [_COUNT | changes]}
-
-
-def _batch_output(**changes: Any) -> dict[str, Any]:
-    return {"batch_output": [_SCATTER | changes]}
-
-
-_CONTROL: dict[str, Any] = {"name": "x", "control": [{"int32_false_true": [0, 1]}]}
-
-
 @pytest.mark.parametrize(
     ("document", "message"),
     [
@@ -141,25 +130,12 @@ _CONTROL: dict[str, Any] = {"name": "x", "control": [{"int32_false_true": [0, 1]
         ({"output": []}, "config.pbtxt lists no output; expected at least one"),
         ({"input": [_X | {"data_type": "TYPE_BYTES"}]}, "'x' has data_type TYPE_BYTES; expected"),
         ({"cc_model_filenames": {"8.0": "a.pt"}}, "cc_model_filenames is set; expected default"),
-        # batch_input and batch_output
-        (_batch_input(source_input=["z"]), "the source_input z; expected one of x, inputs that"),
-        (_batch_output(source_input=[]), "the source_input none; expected one of x, inputs that"),
-        (_batch_output(target_name=["a"]), "'a', which is no output; expected one of y, w"),
-        # sequence_batching
-        (_state({"input_name": ""}), "called '' as input and 'g' as output"),
-        (_state({"output_name": ""}), "expected input_name and output_name"),
         (_state({"data_type": "TYPE_INVALID"}), "'h' has data_type TYPE_INVALID"),
-        (_sequences(control_input=[_CONTROL]), "the input 'x' is defined twice"),
-        (_state({}, {"input_name": "other"}), "output 'g' is defined twice"),
         (_sequences(control_input=[{"name": "c"}]), "the control input 'c' has data_type TYPE_INV"),
     ],
 )
 def test_invalid_setting(document: dict[str, Any], message: str) -> None:
     """An invalid setting is refused; the message has its name, its value and what is expected."""
-    tensors = {
-        "input": [_X, _X | {"name": "z", "optional": True}],
-        "output": [_X | {"name": "y", "dims": [-1]}, _X | {"name": "w", "dims": [2, -1]}],
-    }
     with pytest.raises(ConfigError) as raised:
-        model_config.parse(build.arguments(**tensors | document))
+        model_config.parse(build.arguments(**document))
     assert message in str(raised.value)

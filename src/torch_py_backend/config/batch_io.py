@@ -5,11 +5,9 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from torch_py_backend.config import dtypes, pbtxt
-from torch_py_backend.config.conflicts import refuse
+from torch_py_backend.config import dtypes
 from torch_py_backend.config.dtypes import DType
 from torch_py_backend.config.pbtxt import Document
-from torch_py_backend.errors import join_names
 
 
 class BatchInputKind(enum.Enum):
@@ -50,48 +48,19 @@ class BatchOutput:
 
 
 def parse_inputs(document: Document) -> tuple[BatchInput, ...]:
-    """Return the batch inputs of a config, one for each target; raise ConfigError for others."""
-    names = {entry["name"] for entry in document.get("input", ())}
+    """Return the batch inputs of a config, one for each target; Triton has checked them."""
     parsed = []
     for entry in document.get("batch_input", ()):
-        kind, source = BatchInputKind(entry["kind"]), _source(entry, document)
+        kind, (source,) = BatchInputKind(entry["kind"]), entry["source_input"]
         dtype = dtypes.parse(f"batch_input {kind.value}", entry["data_type"])
-        for name in entry["target_name"]:
-            problem = f"batch_input makes '{name}', which is an input or a batch_input already"
-            refuse(name in names, problem, "another target_name, as in the model")
-            names.add(name)
-            parsed.append(BatchInput(name, kind, dtype, source))
+        parsed += [BatchInput(name, kind, dtype, source) for name in entry["target_name"]]
     return tuple(parsed)
 
 
 def parse_outputs(document: Document) -> tuple[BatchOutput, ...]:
-    """Return the batch outputs of a config, one for each target; raise ConfigError for others."""
-    dims = {entry["name"]: pbtxt.model_dims(entry) for entry in document.get("output", ())}
-    shapes = {entry["name"]: pbtxt.model_dims(entry) for entry in document.get("input", ())}
+    """Return the batch outputs of a config, one for each target; Triton has checked them."""
     parsed = []
     for entry in document.get("batch_output", ()):
-        source = _source(entry, document)
-        shape = shapes[source]
-        for name in entry["target_name"]:
-            found = f"batch_output names '{name}', which is no output"
-            refuse(name not in dims, found, f"one of {join_names(dims)}")
-            refuse(
-                -1 in dims[name][len(shape) :],
-                f"batch_output gives '{name}' of dims {dims[name]} the shape of '{source}' of dims"
-                f" {shape}",
-                "for each dim of -1 one of the input at the same place",
-            )
-            parsed.append(BatchOutput(name, source))
+        (source,) = entry["source_input"]
+        parsed += [BatchOutput(name, source) for name in entry["target_name"]]
     return tuple(parsed)
-
-
-def _source(entry: Document, document: Document) -> str:
-    """Return the only source_input of an entry, which each request must have."""
-    sources = entry["source_input"]
-    required = [tensor["name"] for tensor in document["input"] if not tensor.get("optional")]
-    refuse(
-        len(sources) != 1 or sources[0] not in required,
-        f"a batch_input or batch_output has the source_input {join_names(sources) or 'none'}",
-        f"one of {join_names(required)}, inputs that are not optional",
-    )
-    return str(sources[0])

@@ -81,15 +81,13 @@ def parse(document: Document) -> SequenceConfig | None:
         problem = f"sequence_batching contains {key}, which no Python-based backend supports"
         refuse(bool(batching.get(key)), problem, "a config without it")
     oldest = batching.get("oldest") or {}
-    sequencing = SequenceConfig(
+    return SequenceConfig(
         idle_s=int(batching.get("max_sequence_idle_microseconds") or _IDLE_MICROSECONDS) / 1e6,
         controls=tuple(_parse_control(entry) for entry in batching.get("control_input", ())),
         states=tuple(_parse_state(entry) for entry in batching.get("state", ())),
         direct=batching.get("oldest") is None,
         most=oldest.get("max_candidate_sequences") or max(1, document["max_batch_size"]),
     )
-    _check_names(document, sequencing)
-    return sequencing
 
 
 def _parse_control(entry: Document) -> ControlInput:
@@ -107,13 +105,9 @@ def _parse_control(entry: Document) -> ControlInput:
 def _parse_state(entry: Document) -> State:
     """Return a state with its shape and its file in the first step.
 
-    Triton has checked that the initial state fits the state.
+    Triton has checked that the initial state fits the state, and that names differ.
     """
     names = entry["input_name"], entry["output_name"]
-    problem = (
-        f"a state of sequence_batching is called '{names[0]}' as input and '{names[1]}' as output"
-    )
-    refuse(not all(names), problem, "input_name and output_name")
     dtype = dtypes.parse(f"the state '{names[0]}'", entry["data_type"])
     dims = _dims(entry)
     for initial in entry.get("initial_state", ()):
@@ -124,18 +118,3 @@ def _parse_state(entry: Document) -> State:
 
 def _dims(entry: Document) -> tuple[int, ...]:
     return tuple(int(size) for size in entry["dims"])  # protobuf's JSON has int64 as strings
-
-
-def _check_names(document: Document, sequencing: SequenceConfig) -> None:
-    """Raise if two inputs, or two state outputs, have the same name.
-
-    The output of a state may also be listed as an output of the model.
-    """
-    inputs = [entry["name"] for entry in document.get("input", ())]
-    inputs += [control.name for control in sequencing.controls]
-    inputs += [state.input for state in sequencing.states]
-    outputs = [state.output for state in sequencing.states]
-    for role, names in (("input", inputs), ("state output", outputs)):
-        twice = next((name for name in names if names.count(name) > 1), None)
-        problem = f"the {role} '{twice}' is defined twice among inputs, controls and states"
-        refuse(twice is not None, problem, "unique names")

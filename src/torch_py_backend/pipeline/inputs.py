@@ -61,7 +61,8 @@ class Inputs:
         self._signature, self._padding = signature, padding
         self._batched = config.max_batch_size > 0
         self._specs = {spec.name: spec for spec in config.inputs}
-        self._made = [batch_input.name for batch_input in config.batch_inputs]
+        # With names that are given twice, which binding refuses.
+        self._names = [entry.name for entry in (*config.inputs, *config.batch_inputs)]
         self._required = [spec.name for spec in config.inputs if not spec.optional]
         # States and controls of sequences are bound by name only.
         self._kept = frozenset(
@@ -252,8 +253,7 @@ class Inputs:
         Raises:
             BindingError: the signature requires one of them.
         """
-        names = [*self._specs, *self._made]
-        return bind_inputs(names, self._signature, left_out, sequence_inputs=self._kept)
+        return bind_inputs(self._names, self._signature, left_out, sequence_inputs=self._kept)
 
     # --- columns -------------------------------------------------------------------------------
 
