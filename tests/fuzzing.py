@@ -32,7 +32,7 @@ def artifact(folder: Path, data: bytes) -> None:
     with contextlib.suppress(LoadError):
         discovery.find(build.config(folder))
     discovery.aoti_metadata(path)
-    discovery.mmap_obstacle(path)
+    discovery.can_be_mapped(path)
 
 
 def index(folder: Path, data: bytes) -> None:

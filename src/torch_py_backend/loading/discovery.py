@@ -254,18 +254,6 @@ def shard_files(weights: Path) -> dict[str, Path]:
         return {}
 
 
-def mapping_obstacle(config: ModelConfig, artifact: Artifact) -> str:
-    """Return why the weights are copied when they are loaded; empty: they are mapped.
-
-    Afterwards, moving the model to a device or converting it copies mapped weights as well.
-    """
-    if config.options.enable_weight_sharing is False:
-        return "ENABLE_WEIGHT_SHARING is false"
-    if artifact.weightless:
-        return "the module computes them when it is built (WEIGHTS is 'none')"
-    return "" if artifact.weights is None else mmap_obstacle(artifact.weights)
-
-
 # --- types of files ---------------------------------------------------------------------------
 
 _HEAD_BYTES = 64
@@ -306,20 +294,13 @@ def file_type(path: Path) -> ArtifactType | Misfit:
     return UNKNOWN
 
 
-def mmap_obstacle(weights: Path) -> str:
-    """Return why a weights file cannot be mapped into memory; empty: it can."""
-    if weights.suffix in (".safetensors", ".json"):
-        return ""
+def can_be_mapped(weights: Path) -> bool:
+    """Return whether torch.load can map a file: compressed entries would be read as values."""
     try:
-        with weights.open("rb") as file:
-            if file.read(2) != b"PK":
-                return f"{weights.name} is not a zip archive: torch older than 1.6 wrote it"
-            with zipfile.ZipFile(file) as archive:
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                    return f"the entries of {weights.name} are compressed"
-    except Exception:  # damaged or unreadable, which loading it reports
-        return f"{weights.name} cannot be read"
-    return ""
+        with zipfile.ZipFile(weights) as archive:
+            return all(entry.compress_type == zipfile.ZIP_STORED for entry in archive.infolist())
+    except Exception:  # written by torch older than 1.6, or damaged, which loading it reports
+        return False
 
 
 def aoti_metadata(path: Path) -> dict[str, str]:

@@ -59,7 +59,7 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
     for key, value in own.items():
         if key not in state and id(value) in present:
             state[key] = present[id(value)]
-    copied = discovery.mapping_obstacle(config, artifact)
+    copied = config.options.enable_weight_sharing is False
     try:
         with contextlib.nullcontext() if copied else mapped_files.AliasOnCopy(state.values()):
             module.load_state_dict(state)
@@ -106,8 +106,7 @@ def _read(config: ModelConfig, path: Path) -> object:
     if path.suffix == ".safetensors":
         return safetensors.torch.load_file(path)
     if path.suffix != ".json":
-        # Compressed entries cannot be mapped: their compressed bytes would be read as values.
-        mmap = not discovery.mmap_obstacle(path)
+        mmap = discovery.can_be_mapped(path)
         return torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     weight_map = discovery.weight_map(path)
     state: dict[str, Tensor] = {}
