@@ -1412,9 +1412,7 @@ LOAD_ERRORS = (
         "output_key_misspelt",
         python(models.Tokens),
         config({"ids": [4], "mask": [4]}, {"cuont": [1]}),
-        "the outputs cuont do not fit what forward() returns, dict with y, count",
-        "expected names among y, count",
-        "Did you mean count?",
+        "the outputs cuont do not fit what forward() returns, a dict; expected names among y, count",
     ),
     refused(
         "input_missing",
@@ -1426,7 +1424,7 @@ LOAD_ERRORS = (
         "outputs_do_not_match",
         python(models.Negate),
         config({"x": [4]}, {"y": [4], "z": [4]}),
-        "the outputs y, z do not fit what forward() returns, one Tensor",
+        "the outputs y, z do not fit what forward() returns, a Tensor",
     ),
     refused(
         "output_contradicts",
@@ -1454,7 +1452,7 @@ LOAD_ERRORS = (
                 "list",
                 "return {'y': (x * 2).tolist()}",
                 "the outputs y do not fit",
-                "Return a torch.Tensor as y",
+                "no list of numbers",
             ),
             ("fewer_rows", "return x[:1]", "1 row for a batch of 8", "max_batch_size: 0"),
         )

@@ -381,7 +381,7 @@ def test_outputs_go_to_where_the_request_was(on_gpu: bool, monkeypatch: pytest.M
         ([True], "FP32", "output 'y' is bool [1]"),
         ([[1.0], [1.0, 2.0]], "FP32", "a list for output 'y'"),
         (torch.ones(2), "FP32", "output 'y' is float32 [2]; expected float32 [1]"),
-        ({"z": torch.ones(1)}, "FP32", "not fit what postprocess() returns, dict with z; expected"),
+        ({"z": torch.ones(1)}, "FP32", "not fit what postprocess() returns, a dict; expected"),
         ([1], "BYTES", "expected strings [1]"),
         ("text", "FP32", "output 'y' is a str"),
     ],

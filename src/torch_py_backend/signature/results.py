@@ -9,29 +9,20 @@ in Triton's LibTorch backend, also if only some names are numbers.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-from torch_py_backend.errors import BindingError, join_names
-from torch_py_backend.signature.arguments import is_path, ordinal
+from torch_py_backend.errors import BindingError, a_type, join_names
+from torch_py_backend.signature.arguments import is_path, ordinal, path_text
 
 log = logging.getLogger(__name__)
 
 # A function from the result of forward() to the outputs, in the config's order.
 OutputBinding: TypeAlias = Callable[[object], Sequence[object]]
-Getter: TypeAlias = Callable[[Any], Any]
-
-
-class _Leaf(NamedTuple):
-    """A leaf of a result: its path, its key or field at the top level, and how to get it."""
-
-    path: str
-    name: str | None
-    get: Getter
+# Keys, indices and fields from the result down to a leaf.
+Keys: TypeAlias = tuple[Any, ...]
 
 
 def bind_outputs(
@@ -55,10 +46,10 @@ def bind_outputs(
         BindingError: a name matches no leaf, or there are more names than leaves.
     """
     leaves = list(_leaves(result))
-    fields = [name for _, name, _ in _parts(result) or () if name is not None]
-    aliases = {leaf.name: index for index, leaf in enumerate(leaves) if leaf.name is not None}
-    for index, leaf in enumerate(leaves):
-        aliases.setdefault(leaf.path, index)
+    fields = list(_labels(result).values())
+    aliases = {name: index for index, name in enumerate(leaf_names(result)) if name in fields}
+    for index, keys in enumerate(leaves):
+        aliases.setdefault(path_text("RESULT", keys), index)
     indices = [aliases.get(name, ordinal(name)) for name in names]
     unknown = indices.count(None)
     if fields:
@@ -77,19 +68,19 @@ def bind_outputs(
     if len(bound) < len(names):
         valid = [*aliases, *(f"OUTPUT__{index}" for index in range(len(leaves)))]
         raise BindingError(
-            f"the outputs {join_names(names)} do not fit what {of} returns,"
-            f" {_describe(result, fields)}",
+            f"the outputs {join_names(names)} do not fit what {of} returns, {a_type(result)}",
             expected=f"names among {join_names(valid)}",
-            cure=_cure([name for name in names if name not in aliases], fields),
+            cure="An output is a torch.Tensor or a list of strings, no list of numbers.",
         )
-    count, paths = len(bound), [leaf.path for leaf in bound.values()]
-    if paths == ["RESULT"]:
+    selected = list(bound.values())
+    if selected == [()]:
         return lambda result: (result,)
-    items = [f"RESULT[{index}]" for index in range(count)]
-    if isinstance(result, tuple | list) and len(result) == count and paths == items:
-        return partial(_whole, count)
-    getters = [leaf.get for leaf in bound.values()]
-    return lambda result: [get(result) for get in getters]
+    if isinstance(result, tuple | list) and selected == [(index,) for index in range(len(result))]:
+        return partial(_whole, len(result))
+    if isinstance(result, Mapping) and all(len(keys) == 1 for keys in selected):
+        top = [key for (key,) in selected]
+        return lambda result: [result[key] for key in top]
+    return lambda result: [_part(result, keys) for keys in selected]
 
 
 def _whole(count: int, result: object) -> Sequence[object]:
@@ -101,52 +92,47 @@ def _whole(count: int, result: object) -> Sequence[object]:
 
 def leaf_names(result: object) -> list[str]:
     """Return a name for each leaf of a result: its key or field, else `OUTPUT__<number>`."""
-    return [leaf.name or f"OUTPUT__{number}" for number, leaf in enumerate(_leaves(result))]
+    tops = {(key,): label for key, label in _labels(result).items()}
+    return [tops.get(keys, f"OUTPUT__{number}") for number, keys in enumerate(_leaves(result))]
 
 
-def _leaves(
-    value: object,
-    path: str = "RESULT",
-    name: str | None = None,
-    get: Getter = lambda result: result,
-) -> Iterator[_Leaf]:
-    """Yield the leaves in the result's order; a list of strings is one leaf."""
-    parts = _parts(value)
-    if parts is None:
-        yield _Leaf(path, name, get)
+def _labels(result: object) -> dict[Any, str]:
+    """Return the keys or fields of a result as names, by what selects them."""
+    if isinstance(result, tuple | list):
+        # The fields of a named tuple, or of a return type such as that of torch.max.
+        return dict(enumerate(getattr(result, "_fields", getattr(result, "__match_args__", ()))))
+    return {key: str(key) for key in _keys(result) or ()}
+
+
+def _leaves(value: object, path: Keys = ()) -> Iterator[Keys]:
+    """Yield the keys of each leaf in the result's order; a list of strings is one leaf."""
+    keys = _keys(value)
+    if keys is None:
+        yield path
         return
-    for key, label, step in parts:
-        if path == "RESULT":
-            yield from _leaves(step(value), f"{path}[{key}]", label, step)
-        else:
-            yield from _leaves(step(value), f"{path}[{key}]", None, _then(get, step))
+    for key in keys:
+        yield from _leaves(_part(value, (key,)), (*path, key))
 
 
-def _then(get: Getter, step: Getter) -> Getter:
-    return lambda result: step(get(result))
-
-
-def _parts(value: object) -> list[tuple[object, str | None, Getter]] | None:
-    """Return index or key, name if it has one, and getter of each part; None: a leaf."""
+def _keys(value: object) -> list[Any] | None:
+    """Return the keys, fields or indices of the parts of a value; None: it is a leaf."""
     if isinstance(value, Mapping):
-        return [(key, str(key), operator.itemgetter(key)) for key in value]
+        return list(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        return [(name, name, operator.attrgetter(name)) for name in names]
-    if not isinstance(value, tuple | list) or _is_strings(value):
-        return None
-    # The fields of a named tuple, or of a return type such as that of torch.max.
-    fields = getattr(value, "_fields", getattr(value, "__match_args__", ()))
-    return [(i, name, _item(i)) for i, name in enumerate(fields or [None] * len(value))]
+        return [field.name for field in dataclasses.fields(value)]
+    if isinstance(value, tuple | list) and not _is_strings(value):
+        return list(range(len(value)))
+    return None
 
 
-def _item(index: int) -> Getter:
-    def get(value: object) -> object:
-        if not isinstance(value, tuple | list):  # a tensor can be indexed, too
-            raise TypeError(type(value).__name__)
-        return value[index]
-
-    return get
+def _part(value: Any, path: Keys) -> object:
+    """Return a leaf of a result that may have another structure than the sample."""
+    for key in path:
+        if isinstance(value, Mapping | tuple | list):  # not a tensor, which can be indexed, too
+            value = value[key]
+        else:
+            value = getattr(value, key)
+    return value
 
 
 def _is_strings(value: Sequence[object]) -> bool:
@@ -156,20 +142,3 @@ def _is_strings(value: Sequence[object]) -> bool:
         isinstance(item, str | bytes) or (nested and isinstance(item, list) and _is_strings(item))
         for item in value
     )
-
-
-def _cure(misspelt: Sequence[str], fields: Sequence[str]) -> str:
-    containers = [name for name in misspelt if name in fields]  # a list or a dict is there
-    if containers:
-        return f"Return a torch.Tensor as {join_names(containers)}, or name its parts."
-    meant = [key for name in misspelt for key in difflib.get_close_matches(name, fields, n=1)]
-    return f"Did you mean {join_names(meant)}?" if meant else ""
-
-
-def _describe(result: object, fields: Sequence[str]) -> str:
-    kind = type(result).__name__
-    if fields:
-        return f"{kind} with {join_names(fields)}"
-    if isinstance(result, tuple | list) and not _is_strings(result):
-        return f"{kind} of {len(result)}"
-    return f"one {kind}"
