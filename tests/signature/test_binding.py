@@ -168,21 +168,23 @@ def test_each_argument_gets_its_tensor(parameters: str, names: str, arguments: s
         ("x: list[Tensor]", "a, b?, c", "a, c leave gaps in a list"),
         ("x, y=None, *xs", "i__0, i__1?, i__2", "* of forward(x, y=None, *xs) leave a gap"),
         ("x, y=None, z=None, /", "x, z", "leave a gap"),
-        ("x, t: tuple = ()", "x, ARGS[1][0], ARGS[1][1]?", "ARGS[1][1] are left out of it"),
         # TorchScript
         (SCRIPT, "i__0, i__2", "has no i__2; expected names among INPUT0"),
         (SCRIPT, "a__0, b__0", "a__0, b__0 feed the same argument"),
         (SCRIPT, "a, b, c", ") cannot take 3 inputs"),
         (SCRIPT, "ARGS[0], mask", "has no mask"),
         # a program, each of whose tensors needs one input
-        (TWO, "x", "x do not feed each tensor of forward(x, y) once; expected 2 inputs with names"),
-        (TWO, "x, mask", "names among ARGS[0], ARGS[1], INPUT__0, INPUT__1."),
-        (tree((0,)), "a, b", "expected 1 input with names"),
-        (TWO, "a__0, b__0", "a__0, b__0"),
-        (TWO, "x, a__0, y", "x, a__0, y do not feed each tensor"),
-        (tree((0, 0), constants={1: 3}), "arg0, ARGS[1]", "names among ARGS[0], INPUT__0."),
-        (TREE, "x, a, z, scale, i__3", "forward(x, extra, *, scale)"),
-        (TWO, "x, y?", "input y is optional, and forward(x, y) has no defaults. Remove `optional`"),
+        (TWO, "x", "no input feeds forward()'s argument y; expected inputs for forward(x, y)"),
+        (TWO, "x, mask", "no mask; expected names among x, y, INPUT__0, INPUT__1, ARGS[0], ARGS["),
+        (tree((0,)), "a, b", "cannot take 2 inputs"),
+        (TWO, "x, a__0, y", "feed the same argument"),
+        (tree((0, 0), constants={1: 3}), "arg0, ARGS[1]", "names among arg0, INPUT__0, ARGS[0]."),
+        (
+            TREE,
+            "x, a, z, scale, i__3",
+            "forward(x, z, ARGS[1][a][0], ARGS[1][a][1], scale) has no a",
+        ),
+        (TWO, "x, y?", "argument y; y cannot be optional"),
     ],
 )
 def test_invalid_inputs(signature: str | Signature, names: str, message: str) -> None:
@@ -269,6 +271,7 @@ def test_scripted_arguments_get_their_tensors_by_one_rule(
     ("signature", "names", "arguments"),
     [
         (tree((0,)), "anything", "(anything) {}"),
+        (TREE, "e, d, c, b, a", "(e, {z: d, a: [c, b]}) {scale: a}"),
         (TWO, "y, x", "(x, y) {}"),
         (TWO, "i__1, i__0", "(i__0, i__1) {}"),
         (tree((0,), {"b": 0, "a": 0}, ["x"]), "a, KWARGS[b], x", "(x) {b: KWARGS[b], a: a}"),
@@ -307,19 +310,11 @@ def test_program_gets_its_own_tree(signature: Signature, names: str, arguments: 
     )
     assert str(called).replace("'", "") == arguments
     assert set(inputs.types) == {ArgumentType.TENSOR}
-    assert inputs.places == signature.leaves
+    assert list(inputs.places) == signature.named
 
 
-@pytest.mark.parametrize(
-    ("signature", "names"),
-    [
-        (TREE, ["x", "z", "ARGS[1][a][0]", "ARGS[1][a][1]", "scale"]),
-        (tree((0, 0)), ["arg0", "arg1"]),
-        (tree(({"b": 0}, {"b": 0})), ["ARGS[0][b]", "ARGS[1][b]"]),
-    ],
-)
-def test_leaf_has_a_shortest_name(signature: Signature, names: list[str]) -> None:
-    """leaf_name() returns the shortest name, which binds to the same leaf."""
-    shortest = [binding.leaf_name(number, signature) for number in range(len(names))]
-    assert shortest == names
-    assert binding.bind_inputs(shortest, signature).names == tuple(names)
+def test_tensors_of_a_program_have_names() -> None:
+    """A tensor is named after its argument or its key, else by its path."""
+    assert TREE.named == ["x", "z", "ARGS[1][a][0]", "ARGS[1][a][1]", "scale"]
+    assert tree((0, 0)).named == ["arg0", "arg1"]
+    assert tree(({"b": 0}, {"b": 0})).named == ["ARGS[0][b]", "ARGS[1][b]"]

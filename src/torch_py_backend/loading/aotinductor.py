@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import platform
@@ -76,9 +77,8 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         with reading(path, artifact.kind), _temporary_folder(folder):
             package = torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
             in_spec, out_spec = (pytree.treespec_loads(text) for text in package.get_call_spec())
-        tree = introspection.from_tree(in_spec, {})
-        # The leaves are the arguments: a tree would only be built to be flattened again.
-        signature = Signature(tree.arguments, tree.leaves, lambda columns: (columns, {}))
+        # A tree would only be built to be flattened again.
+        signature = dataclasses.replace(introspection.from_tree(in_spec, {}), unflatten=None)
         rows, call = _checked(config, signature, package.run, device)
         if rows.least > 1:  # torch has printed its refusal of one row
             log.info(

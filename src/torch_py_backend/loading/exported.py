@@ -18,7 +18,7 @@ from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded, reading
-from torch_py_backend.signature import binding, introspection, results
+from torch_py_backend.signature import introspection, results
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.values import ANY_ROWS, Rows
 
@@ -73,8 +73,8 @@ def describe(path: Path) -> tuple[Values, Values, Rows]:
     out_spec: Any = program.call_spec.out_spec
     names = results.leaf_names(pytree.tree_unflatten(list(range(len(output_nodes))), out_spec))
     inputs = {
-        binding.leaf_name(index, signature): value
-        for index, value in enumerate(_input_values(program))
+        argument.name: value
+        for argument, value in zip(signature.arguments, _input_values(program), strict=True)
     }
     outputs = {
         name: values[node]

@@ -120,9 +120,10 @@ class Signature:
     """The signature of a loaded artifact.
 
     Attributes:
-        leaves: for an artifact that contains its own call tree: the paths of its tensors, in its
-            order. None: the call tree follows from the inputs.
-        unflatten: a function that builds (args, kwargs) of such a tree from its leaves.
+        leaves: for an artifact that contains its own call tree: the paths of its tensors, each of
+            which is an argument here. None: the call tree follows from the inputs.
+        unflatten: a function that builds (args, kwargs) of such a tree from its leaves; None: they
+            are its arguments.
         name: the name of the function, for messages.
         torchscript: it is TorchScript: names follow LibTorch's rule, strings may be any bytes.
         settings: names that `**` takes as values, not as tensors.
@@ -174,11 +175,12 @@ class Signature:
 
     def place(self, name: str, slots: Sequence[str]) -> Place | None:
         """Return the leaf that a name stands for, whatever the other names are; None: no leaf."""
-        if self.leaves is not None:
-            (index,) = self.leaf_indices([name])
-            return None if index is None else (self.leaves[index], ())
         if name in self.named:
             return name, ()
+        if self.leaves is not None:
+            return numbered(
+                self.leaves.index(name) if name in self.leaves else ordinal(name), slots
+            )
         any_keyword = self.has(Passing.VAR_KEYWORD)
         if not is_path(name):
             by_name = (name, ()) if any_keyword else None
@@ -192,22 +194,3 @@ class Signature:
             return slots[int(first)], path
         is_keyword = any_keyword or first in self.named
         return (first, path) if root == "KWARGS" and is_keyword else None
-
-    def leaf_aliases(self) -> dict[str, int]:
-        """Return the names of each leaf: its path, its argument, its last key; not its number."""
-        leaves = self.leaves or ()
-        aliases = {leaf: index for index, leaf in enumerate(leaves)}
-        for index, argument in enumerate(self.arguments):
-            if f"ARGS[{index}]" in aliases and argument.positional:
-                aliases.setdefault(argument.name, aliases[f"ARGS[{index}]"])
-        keys = [leaf.rpartition("[")[2].rstrip("]") for leaf in leaves]
-        for index, key in enumerate(keys):
-            if not key.isdecimal() and keys.count(key) == 1:
-                aliases.setdefault(key, index)
-        return aliases
-
-    def leaf_indices(self, names: Sequence[str]) -> list[int | None]:
-        """Return the leaf of each name; None for a name that no leaf has."""
-        aliases, count = self.leaf_aliases(), len(self.leaves or ())
-        indices = [aliases.get(name, ordinal(name)) for name in names]
-        return [index if index is not None and index < count else None for index in indices]

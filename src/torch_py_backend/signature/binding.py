@@ -16,6 +16,7 @@ import logging
 import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
@@ -27,6 +28,7 @@ from torch_py_backend.signature.arguments import (
     Path,
     Place,
     Signature,
+    Unflatten,
     is_path,
     numbered,
     ordinal,
@@ -36,8 +38,6 @@ from torch_py_backend.signature.arguments import (
 log = logging.getLogger(__name__)
 
 Forward: TypeAlias = Callable[..., object]
-# Names that any signature with positional arguments has.
-_NUMBERED = (("INPUT__", ""), ("ARGS[", "]"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,6 @@ def bind_inputs(
     """
     if len(set(names)) < len(names):
         raise BindingError(f"the inputs {join_names(names)} carry the same name twice")
-    if signature.leaves is not None:
-        return _bind_leaves(names, signature, left_out)
     container = signature.container_argument(names)
     if container is None:
         warns = not left_out  # clients choose what is left out
@@ -113,41 +111,6 @@ def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
         if takes_all or signature.place(control.name, slots) is not None
     ]
     return dataclasses.replace(config, inputs=(*config.inputs, *specs))
-
-
-def leaf_name(number: int, signature: Signature) -> str:
-    """Return the shortest name of a leaf: its argument, its key, else its path."""
-    aliases = signature.leaf_aliases()
-    return min((name for name, index in aliases.items() if index == number), key=len)
-
-
-def _bind_leaves(
-    names: Sequence[str], signature: Signature, left_out: Collection[str]
-) -> InputBinding:
-    """Bind names to the leaves of an artifact with its own call tree."""
-    leaves, unflatten = signature.leaves or (), signature.unflatten
-    indices = signature.leaf_indices(names)
-    if indices == [None]:
-        indices = [0]  # unambiguous, if there is one leaf
-    chosen = dict(zip(indices, names, strict=True))
-    if len(names) != len(leaves) or chosen.keys() != set(range(len(leaves))) or unflatten is None:
-        valid = [*leaves, *(f"INPUT__{index}" for index in range(len(leaves)))]
-        raise BindingError(
-            f"the inputs {join_names(names)} do not feed each tensor of {signature} once",
-            expected=f"{counted(len(leaves), 'input')} with names among {join_names(valid)}",
-        )
-    if left_out:
-        raise BindingError(
-            f"input {join_names(left_out)} is optional, and {signature} has no defaults",
-            cure="Remove `optional` from config.pbtxt.",
-        )
-
-    def call(module: Forward, columns: Sequence[object]) -> object:
-        args, kwargs = unflatten(columns)
-        return module(*args, **kwargs)
-
-    in_order = tuple(chosen[index] for index in range(len(leaves)))
-    return InputBinding(in_order, (ArgumentType.TENSOR,) * len(leaves), call, leaves)
 
 
 def _places(
@@ -193,10 +156,11 @@ def _places(
             )
     missing = [name for name, place in places.items() if place is None]
     if missing:
-        valid = [f"{kind}{index}{end}" for kind, end in _NUMBERED for index in range(len(slots))]
+        paths = signature.leaves or [f"ARGS[{index}]" for index in range(len(slots))]
+        valid = [*signature.named, *(f"INPUT__{index}" for index in range(len(slots))), *paths]
         raise BindingError(
             f"{signature} has no {join_names(missing)}",
-            expected=f"names among {join_names([*signature.named, *valid])}",
+            expected=f"names among {join_names(valid)}",
         )
     return {name: place for name, place in places.items() if place is not None}
 
@@ -234,15 +198,22 @@ def _bind_places(
     def call_positional(module: Forward, columns: Sequence[object]) -> object:
         return module(*columns)
 
+    if signature.unflatten is not None:
+        call = partial(_call_tree, signature.unflatten)
     # Without containers and keywords, columns are in the order of the arguments.
     in_order = not trailing and all(() in feeds[slot] for slot in leading)
     types |= dict.fromkeys(signature.settings, ArgumentType.VALUE)
     return InputBinding(
         tuple(names),
         tuple(_column_type(types, *places[name]) for name in names),
-        call_positional if in_order else call,
+        call_positional if in_order and signature.unflatten is None else call,
         tuple(path_text(*places[name]) for name in names),
     )
+
+
+def _call_tree(unflatten: Unflatten, module: Forward, columns: Sequence[object]) -> object:
+    args, kwargs = unflatten(columns)
+    return module(*args, **kwargs)
 
 
 def _column_type(types: Mapping[str, ArgumentType], slot: str, path: Path) -> ArgumentType:
@@ -255,20 +226,12 @@ def _check_argument(
     argument: Argument, parts: Sequence[str], left_out: Collection[str], signature: Signature
 ) -> None:
     """Raise if the inputs of an argument in this batch do not make it up; `parts` are all."""
-    missing = [name for name in parts if name in left_out]
-    optional = argument.nullable or not argument.required
-    if len(missing) == len(parts) and not optional:
+    if argument.required and not argument.nullable and set(parts) <= set(left_out):
         reason = f"; {join_names(left_out)} cannot be optional" if left_out else ""
         raise BindingError(
             f"no input feeds {signature.name}()'s argument {argument.name}{reason}",
             expected=f"inputs for {signature}",
             cure="Add them to config.pbtxt, or give the arguments defaults.",
-        )
-    if optional and argument.type is ArgumentType.TUPLE and 0 < len(missing) < len(parts):
-        raise BindingError(
-            f"{argument.name} of {signature} is a tuple, and {join_names(missing)} are left out"
-            " of it",
-            expected=f"all of {join_names(parts)}, or none of them",
         )
 
 

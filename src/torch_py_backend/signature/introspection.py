@@ -6,6 +6,7 @@ import collections.abc
 import functools
 import inspect
 import types
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -54,9 +55,7 @@ def from_function(function: Callable[..., object]) -> Signature:
     settings: frozenset[str] = frozenset()
     for name, parameter in inspect.signature(function).parameters.items():
         variadic = parameter.kind in (Passing.VAR_POSITIONAL, Passing.VAR_KEYWORD)
-        kinds = [*_alternatives(_resolved(parameter.annotation, scope))]
-        others = [kind for kind in kinds if kind is not types.NoneType]
-        only = others[0] if others and all(kind == others[0] for kind in others) else Any
+        only, nullable = _only_type(_resolved(parameter.annotation, scope))
         if isinstance(only, type) and only.__name__ == "GenerationConfig":
             settings = frozenset(vars(only()))  # of generate() of transformers, by `**`
         argument = Argument(
@@ -65,7 +64,7 @@ def from_function(function: Callable[..., object]) -> Signature:
             passing=parameter.kind,
             type=ArgumentType.TENSOR if variadic else _argument_type(only),
             text=str(parameter),
-            nullable=len(others) < len(kinds),
+            nullable=nullable,
         )
         arguments.append(argument)
     return Signature(tuple(arguments), settings=settings)
@@ -89,6 +88,14 @@ def _resolved(annotation: object, scope: dict[str, object]) -> object:
         except Exception:  # for example names that only a type checker imports
             break
     return annotation
+
+
+def _only_type(annotation: object) -> tuple[object, bool]:
+    """Return the type that an annotation allows, Any if it allows several, and whether None."""
+    kinds = [*_alternatives(annotation)]
+    others = [kind for kind in kinds if kind is not types.NoneType]
+    only = others[0] if others and all(kind == others[0] for kind in others) else Any
+    return only, len(others) < len(kinds)
 
 
 def _alternatives(annotation: object) -> Iterator[object]:
@@ -129,15 +136,11 @@ def _argument_type(annotation: object) -> ArgumentType:
 
 # --- TorchScript -----------------------------------------------------------------------------
 
-_SCHEMA_TYPES = {
-    "Tensor[]": ArgumentType.LIST,
-    "Tensor?[]": ArgumentType.LIST,
-    "int": ArgumentType.INT,
-    "float": ArgumentType.FLOAT,
-    "bool": ArgumentType.BOOL,
-    "str": ArgumentType.STR,
-    "str[]": ArgumentType.STRINGS,
-    "str[][]": ArgumentType.NESTED_STRINGS,
+# The names in TorchScript's annotations.
+_SCRIPT_SCOPE: dict[str, object] = {
+    **vars(typing),
+    "__builtins__": {kind.__name__: kind for kind in (int, float, bool, str)},
+    "Tensor": torch.Tensor,
 }
 
 
@@ -145,18 +148,14 @@ def from_schema(schema: torch._C.FunctionSchema) -> Signature:
     """Return the signature of a TorchScript method from its schema, without self."""
     arguments = []
     for entry in schema.arguments[1:]:
-        declared: str = entry.type.str()  # type: ignore[attr-defined]  # missing in torch's stubs
-        schema_type = declared.removesuffix("?")
-        argument_type = _SCHEMA_TYPES.get(schema_type, ArgumentType.TENSOR)
-        if schema_type.startswith("Dict("):
-            argument_type = ArgumentType.DICT
-        elif schema_type.startswith("("):  # the schema's syntax for a tuple
-            argument_type = ArgumentType.TUPLE
+        kind: Any = entry.type
+        declared: str = kind.str()
+        only, _ = _only_type(_resolved(kind.annotation_str, _SCRIPT_SCOPE))
         argument = Argument(
             name=entry.name,
             required=not entry.has_default_value(),
             passing=Passing.KEYWORD_ONLY if entry.kwarg_only else Passing.POSITIONAL_OR_KEYWORD,
-            type=argument_type,
+            type=_argument_type(only),
             text=f"{declared} {entry.name}",
             nullable=declared.endswith("?"),
         )
@@ -179,18 +178,22 @@ def from_tree(
     """
     numbers = range(spec.num_leaves)
     args, kwargs = pytree.tree_unflatten(list(numbers), spec)
-    positional = [*names[: len(args)], *(f"arg{i}" for i in range(len(names), len(args)))]
-    passing = [(name, Passing.POSITIONAL_OR_KEYWORD) for name in positional]
-    passing += [(name, Passing.KEYWORD_ONLY) for name in kwargs]
-    arguments = tuple(
-        Argument(name, required=True, passing=kind, type=ArgumentType.TENSOR, text=name)
-        for name, kind in passing
-    )
     paths, _ = pytree.tree_flatten_with_path((args, kwargs))
-    tensor_paths = (map(_key, path) for path, number in paths if number not in constants)
-    leaves = tuple(
-        path_text("ARGS" if root == 0 else "KWARGS", tuple(keys)) for root, *keys in tensor_paths
-    )
+    tensors = [list(map(_key, path)) for path, number in paths if number not in constants]
+    leaves = [path_text("KWARGS" if root else "ARGS", tuple(keys)) for root, *keys in tensors]
+    positional = [*names, *(f"arg{number}" for number in range(len(names), len(args)))]
+    own = {f"ARGS[{number}]": name for number, name in enumerate(positional)}
+    own = {leaf: name for leaf, name in own.items() if leaf in leaves}
+    keys = [str(path[-1]) for path in tensors]
+    arguments = []
+    for leaf, key in zip(leaves, keys, strict=True):
+        # A tensor in a container has the name of its key, if that is not ambiguous.
+        is_name = keys.count(key) == 1 and not key.isdecimal() and key not in own.values()
+        name = own.get(leaf, key if is_name else leaf)
+        kind = Passing.POSITIONAL_ONLY
+        arguments.append(
+            Argument(name, required=True, passing=kind, type=ArgumentType.TENSOR, text=name)
+        )
 
     def unflatten(columns: Sequence[object]) -> tuple[Sequence[object], Mapping[str, object]]:
         remaining = iter(columns)
@@ -198,11 +201,8 @@ def from_tree(
         args, kwargs = pytree.tree_unflatten(values, spec)
         return args, kwargs
 
-    def flat(columns: Sequence[object]) -> tuple[Sequence[object], Mapping[str, object]]:
-        return columns, {}
-
     is_flat = not constants and not kwargs and list(args) == list(numbers)
-    return Signature(arguments, leaves, flat if is_flat else unflatten)
+    return Signature(tuple(arguments), tuple(leaves), None if is_flat else unflatten)
 
 
 def _key(key: object) -> int | str:

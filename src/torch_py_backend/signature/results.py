@@ -78,8 +78,7 @@ def bind_outputs(
     if isinstance(result, tuple | list) and selected == [(index,) for index in range(len(result))]:
         return partial(_whole, len(result))
     if isinstance(result, Mapping) and all(len(keys) == 1 for keys in selected):
-        top = [key for (key,) in selected]
-        return lambda result: [result[key] for key in top]
+        return partial(_values, tuple(key for (key,) in selected))
     return lambda result: [_part(result, keys) for keys in selected]
 
 
@@ -88,6 +87,10 @@ def _whole(count: int, result: object) -> Sequence[object]:
     if not isinstance(result, tuple | list) or len(result) != count:
         raise TypeError(type(result).__name__)
     return result
+
+
+def _values(keys: Keys, result: Mapping[Any, object]) -> Sequence[object]:
+    return [result[key] for key in keys]
 
 
 def leaf_names(result: object) -> list[str]:
@@ -128,10 +131,9 @@ def _keys(value: object) -> list[Any] | None:
 def _part(value: Any, path: Keys) -> object:
     """Return a leaf of a result that may have another structure than the sample."""
     for key in path:
-        if isinstance(value, Mapping | tuple | list):  # not a tensor, which can be indexed, too
-            value = value[key]
-        else:
-            value = getattr(value, key)
+        # A tensor can be indexed, too, but has no parts.
+        has_items = isinstance(value, Mapping | tuple | list)
+        value = value[key] if has_items else getattr(value, key)
     return value
 
 
