@@ -9,15 +9,14 @@ requests until the model is loaded again.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import itertools
 import logging
 import os
-import socket
-import struct
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from multiprocessing.connection import Connection
+from collections.abc import Iterable, Mapping
+from multiprocessing.connection import Client, Listener
 from pathlib import Path
 
 import torch
@@ -25,7 +24,7 @@ import torch.multiprocessing  # registers how tensors are sent to other processe
 from torch import Tensor, nn
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ConfigError, join_names, summarize
+from torch_py_backend.errors import ConfigError, summarize
 from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.discovery import ArtifactType
 from torch_py_backend.loading.loaded import Loaded
@@ -36,6 +35,8 @@ log = logging.getLogger(__name__)
 
 # Seconds between two looks at mapped files.
 _PERIOD_S = 1.0
+# Seconds to wait for the weights of an owner.
+_ANSWER_S = 60.0
 
 
 def mapped(config: ModelConfig, loaded: Loaded) -> Mapped:
@@ -136,8 +137,10 @@ class SharedWeights:
             raise not_shared_error("freezing makes them constants of each instance's own graph")
         self._config, self._device = config, device
         key = f"{config.version_folder.resolve()} {device}"
-        self._socket = private_files.server_path(config.name, key)
-        self._offered: os.stat_result | None = None
+        path = private_files.server_path(config.name, key)
+        # The address of a socket has 107 characters at most.
+        self._socket = path.with_name(hashlib.sha256(path.name.encode()).hexdigest()[:16])
+        self._listener: Listener | None = None
         self._owner: tuple[int, str] | None = None  # its process ID and the start of the process
         self._weights: Mapping[str, Tensor] = {}
         self._connect()
@@ -150,77 +153,56 @@ class SharedWeights:
         """Share the weights of a module from now on; those of a sharer may still be on the CPU.
 
         Raises:
-            ConfigError: the weights cannot be shared.
+            ConfigError: the module has none.
         """
         if module is None or not named(module):
             raise not_shared_error("the model exposes none")
         if self.owns:
-            self._offer(
-                {
-                    name: weight.detach()
-                    for name, weight in named(module).items()
-                    if weight.device == self._device
-                }
-            )
-        else:
-            self._place(module)
+            self._offer(module)
+            return
+        for name, tensor in named(module).items():
+            # In place, as Module.to() does it, which would copy the weights of RNNs once more.
+            mapped = self._weights.get(name)
+            tensor.data = tensor.to(self._device) if mapped is None else mapped
 
     def lost(self) -> bool:
         """Return whether the owner of the weights has ended."""
         return self._owner is not None and procfs.start_time(self._owner[0]) != self._owner[1]
 
     def close(self) -> None:
-        """Withdraw the offer, unless a later load has replaced it. May be called twice."""
-        if self._offered is not None and private_files.is_same(self._socket, self._offered):
-            self._socket.unlink()
+        """Withdraw the offer. May be called twice."""
+        if self._listener is not None:
+            self._listener.close()
 
     # --- exchange ---
 
-    @contextlib.contextmanager
-    def _address(self) -> Iterator[str]:
-        """Yield the socket's address: its path may be too long for one."""
-        folder = os.open(self._socket.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            yield f"/proc/self/fd/{folder}/{self._socket.name}"
-        finally:
-            os.close(folder)
-
     def _connect(self) -> None:
         """Get the tensors of the owner; without an owner, this instance becomes it."""
-        client = socket.socket(socket.AF_UNIX)
         try:
-            with self._address() as address:
-                client.connect(address)
-        except OSError:  # no instance owns the weights, or the owner has ended
-            client.close()
-            return
-        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        pid, _, _ = struct.unpack("3i", credentials)
-        started = procfs.start_time(pid)
-        with Connection(client.detach()) as owner:
-            # None: a process that the owner forked, before it ended, has kept the socket open.
-            if started is None:
-                return
-            owner.send(self._config.instance)
-            try:
+            with Client(str(self._socket)) as owner:
+                owner.send(self._config.instance)
+                # A process that the owner forked, before it ended, may keep the socket open.
+                if not owner.poll(_ANSWER_S):
+                    return
                 received = owner.recv()
-            except EOFError:  # the owner has ended, or belongs to an earlier load
-                return
+        except (OSError, EOFError):  # no instance owns the weights, or one of an earlier load
+            return
         if isinstance(received, str):
             raise not_shared_error(received)
-        self._owner, self._weights = (pid, started), received
+        self._owner, self._weights = received
 
-    def _offer(self, weights: Mapping[str, Tensor]) -> None:
+    def _offer(self, module: nn.Module) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._socket.unlink(missing_ok=True)  # of an owner that has ended
-        listening = socket.socket(socket.AF_UNIX)
-        with self._address() as address:
-            listening.bind(address)
-        listening.listen()
-        self._offered = self._socket.lstat()
+        self._socket.unlink(
+            missing_ok=True
+        )  # of an owner of an earlier load, or one that has ended
+        try:
+            self._listener = Listener(str(self._socket))
+        except OSError as error:
+            raise not_shared_error(summarize(error)) from error
         threading.Thread(
-            target=self._serve, args=(listening, weights), name="weights", daemon=True
+            target=self._serve, args=(self._listener, module), name="weights", daemon=True
         ).start()
         log.info("'%s' owns the weights.", self._config.instance)
         if instance_status.VARIABLE not in os.environ:
@@ -230,40 +212,30 @@ class SharedWeights:
                 self._config.instance,
             )
 
-    def _serve(self, listening: socket.socket, weights: Mapping[str, Tensor]) -> None:
+    def _serve(self, listener: Listener, module: nn.Module) -> None:
         """Send the weights to each other instance of this load, as long as this process lives.
 
         Names of instances that were served belong to a later load, which gets an owner of its own.
         """
+        identity = os.getpid(), procfs.start_time(os.getpid())
+        weights = {
+            name: weight.detach()
+            for name, weight in named(module).items()
+            if weight.device == self._device
+        }
         served = {self._config.instance}
-        while True:
-            accepted, _ = listening.accept()
-            with contextlib.suppress(OSError, EOFError), Connection(accepted.detach()) as sharer:
-                name = sharer.recv()
-                if name in served:
-                    continue
-                try:
-                    sharer.send(weights)
-                    served.add(name)
-                except Exception as error:  # such as memory that the driver does not export
-                    sharer.send(summarize(error))
-
-    def _place(self, module: nn.Module) -> None:
-        """Give the module the owner's tensors, and move what the owner did not send."""
-        own, weights = named(module), self._weights
-        kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in own.items()}
-        differing = [
-            name
-            for name, tensor in weights.items()
-            if kinds.get(name) != (tensor.shape, tensor.dtype)
-        ]
-        if differing:
-            reason = f"the owner and '{self._config.instance}' disagree about "
-            raise not_shared_error(reason + join_names(sorted(differing)))
-        for name, tensor in own.items():
-            # In place, as Module.to() does it, which would copy the weights of RNNs once more.
-            tensor.data = weights[name] if name in weights else tensor.to(self._device)
-        log.info("'%s' maps the weights.", self._config.instance)
+        with contextlib.suppress(OSError):  # the offer is withdrawn
+            while True:
+                sharer = listener.accept()
+                with contextlib.suppress(OSError, EOFError), sharer:
+                    name = sharer.recv()
+                    if name in served:
+                        continue
+                    try:
+                        sharer.send((identity, weights))
+                        served.add(name)
+                    except Exception as error:  # such as memory that the driver does not export
+                        sharer.send(summarize(error))
 
 
 def named(module: nn.Module) -> dict[str, Tensor]:
