@@ -130,7 +130,7 @@ def _compare(engine: Engine, reference: str) -> None:
             wanted = value[:count] if batched else value
             if count < rows and outputs[name].shape != wanted.shape:
                 continue
-            error = difference(name, outputs[name], wanted)
+            error = difference(outputs[name], wanted)
             limit = MAX_ERROR_REDUCED if reduced else tolerance(wanted)
             if not error <= limit:
                 place = "for a batch of one row" if count < rows else "of the saved model"

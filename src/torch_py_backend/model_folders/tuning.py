@@ -143,7 +143,7 @@ def measure(arguments: Mapping[str, str], configured: Mapping[str, str]) -> dict
         for sample in samples:
             for _ in range(_FIRST_CALLS):
                 outputs, references = (run(engine, sample) for engine in engines)
-            errors += [difference(name, outputs[name], references[name]) for name in references]
+            errors += [difference(outputs[name], references[name]) for name in references]
         for turn in range(_ROUNDS):
             for number in (0, 1) if turn % 2 else (1, 0):
                 for size, sample in enumerate(samples):
