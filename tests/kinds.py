@@ -427,7 +427,7 @@ COMPLETED = (
         "complete_crashes",
         scenarios.text("import ctypes\n\nctypes.string_at(0)\n"),
         _BARE,
-        "trying the model ended with SIGSEGV",
+        "trying the model ended the process with SIGSEGV",
     ),
     scenarios.refused(
         "complete_exits",

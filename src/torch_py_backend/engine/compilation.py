@@ -224,7 +224,7 @@ def _choose(config: ModelConfig, folder: Path) -> Path:
         home = home.expanduser()
     replacement = home / "torch-py-backend" / _FOLDER / config.name
     if not home.is_absolute() or _obstacle(replacement):
-        replacement = private_files.user_folder() / _FOLDER / config.name
+        replacement = private_files.shared_folder() / _FOLDER / config.name
         replacement.mkdir(parents=True, exist_ok=True)
     log.warning(
         "compiled code is kept in %s, because %s cannot be used: %s.",

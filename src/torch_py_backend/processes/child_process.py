@@ -31,8 +31,6 @@ _START = (
     " from torch_py_backend.processes import child_process; child_process.main()"
 )
 _PR_SET_PDEATHSIG = 1  # from <linux/prctl.h>
-# The longest time limit that the system takes.
-_LONGEST_S = 1e6
 _CURE = "The server's log may say more."
 _SLOW = f"If config.pbtxt lacks inputs or outputs, write them there. {_CURE}"
 
@@ -52,33 +50,33 @@ def run(task: str, arguments: Mapping[str, object], seconds: float, *, quiet: bo
         LoadError: the function raised, the child died, or it took too long.
     """
     output = subprocess.DEVNULL if quiet else 2  # not the command's own output
-    with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
-        answer = Path(folder) / "answer.json"
+    # The child reads its arguments from this file, and replaces them by its answer. It has no name:
+    # nothing is left of it, however this process ends.
+    with tempfile.TemporaryFile() as file:
+        file.write(json.dumps(arguments).encode())
+        file.seek(0)
         process = subprocess.Popen(  # noqa: S603  this Python, this package
-            [sys.executable, "-c", _START, str(Path(__file__).parents[2]), task, str(answer)],
-            stdin=subprocess.PIPE,
+            [sys.executable, "-c", _START, str(Path(__file__).parents[2]), task],
+            stdin=file,
             stdout=output,
             stderr=output,
             start_new_session=True,
         )
         try:
-            process.communicate(json.dumps(arguments).encode(), min(seconds, _LONGEST_S))
+            process.wait(seconds)
         except subprocess.TimeoutExpired:
             reason = f"trying the model took longer than {seconds:g} seconds"
             raise LoadError(reason, cure=_SLOW) from None
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()  # closes the pipe
-        if not answer.is_file():
-            code = process.returncode
-            end = (
-                f"with {procfs.signal_name(-code)}"
-                if code < 0
-                else f"the process with exit code {code}"
-            )
-            raise LoadError(f"trying the model ended {end}", cure=_CURE)
-        outcome = json.loads(answer.read_bytes())
+            process.wait()
+        file.seek(0)
+        answer, code = file.read(), process.returncode
+    if code or not answer:
+        how = procfs.signal_name(-code) if code < 0 else f"exit code {code}"
+        raise LoadError(f"trying the model ended the process with {how}", cure=_CURE)
+    outcome = json.loads(answer)
     if "error" in outcome:
         error = LoadError(outcome["error"])
         error.traceback = outcome["traceback"]
@@ -91,12 +89,15 @@ def run(task: str, arguments: Mapping[str, object], seconds: float, *, quiet: bo
 
 def main() -> None:
     """Run the task that the command line names, and write its answer."""
-    _, _, task, path = sys.argv
+    _, _, task = sys.argv
     child = os.getpid()
     # A model's call may not return: the kernel kills this process when its parent dies.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     use_utf8()
-    arguments = json.loads(sys.stdin.buffer.read())
+    file = os.fdopen(os.dup(0), "r+b")  # the model may close the stream
+    arguments = json.load(file)
+    file.seek(0)
+    file.truncate()
     module, _, function = task.partition(":")
     outcome: dict[str, object]
     closed = ValueError, OSError, AttributeError  # the model may have closed the streams
@@ -113,9 +114,8 @@ def main() -> None:
         with contextlib.suppress(*closed):
             stream.flush()
     if os.getpid() == child:  # not a process that the model forked
-        temporary = Path(f"{path}.part")
-        temporary.write_text(json.dumps(outcome), encoding="utf-8")
-        temporary.rename(path)
+        file.write(json.dumps(outcome).encode())
+        file.flush()
     # Threads of the model must not delay the exit.
     os._exit(0)
 

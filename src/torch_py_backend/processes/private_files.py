@@ -69,31 +69,20 @@ def shared_folder() -> Path:
     Raises:
         PlatformError: the folder cannot be created, or other users can write to it.
     """
+    name = f"torch-py-backend-{os.geteuid()}"
     try:
-        folder = Path(tempfile.gettempdir()) / f"torch-py-backend-{os.geteuid()}"
+        folder = Path(tempfile.gettempdir()) / name
         folder.mkdir(mode=0o700, exist_ok=True)
         reason = "it is a link" if folder.is_symlink() else risk(folder.stat())
-    except OSError as error:
-        raise PlatformError(
-            f"the temporary folder cannot be used: {summarize(error)}",
-            cure="Set TMPDIR to a folder that can be written.",
-        ) from error
+    except OSError as error:  # also without a temporary folder
+        reason = summarize(error)
     if reason:
         raise PlatformError(
-            f"{folder} cannot be used: {reason}",
+            f"{name} in the temporary folder cannot be used: {reason}",
             expected=f"a folder of user {os.geteuid()} with mode 0700",
             cure="Remove it, or set TMPDIR to a folder of the user that the server runs as.",
         )
     return folder
-
-
-def user_folder() -> Path:
-    """Return the shared folder, or a new temporary folder if the shared one cannot be used."""
-    try:
-        return shared_folder()
-    except PlatformError as error:
-        log.warning("%s", error)
-        return Path(tempfile.mkdtemp(prefix="torch-py-backend-"))
 
 
 # --- between the instances of a server ---------------------------------------------------------
@@ -122,10 +111,8 @@ def turn(model: str) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(locked(server_path(model, "turn")))
-        except PlatformError as error:
-            log.warning("%s Its instances load at the same time.", error)
-        except OSError as error:  # such as a full disk
-            log.warning("its instances load at the same time: %s.", summarize(error))
+        except (PlatformError, OSError) as error:  # such as a full disk
+            log.warning("its instances load at the same time: %s", summarize(error))
         yield
 
 
