@@ -545,9 +545,9 @@ _BAD = {
     "script": _bad(
         torch.jit.script(models.Affine()), "module is TorchScript; .* `torch-py-backend init`"
     ),
-    "removed format": _bad(
+    "format": _bad(
         models.Affine(),
-        "format is 'torchscript'; expected one of module, export, aoti. Use format=",
+        "format is 'torchscript'; expected one of module, export, aoti.",
         format="torchscript",
     ),
     "module": _bad(lambda x: x, "module is a function; expected a torch.nn.Module"),
