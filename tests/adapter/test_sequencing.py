@@ -18,7 +18,6 @@ from scenarios import Scenario
 from torch import Tensor, nn
 
 from torch_py_backend.adapter import metrics
-from torch_py_backend.pipeline.sequences import GRACE_S
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -114,16 +113,12 @@ def _live() -> float:
 
 
 def test_metrics_of_sequences(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The metrics' thread publishes them, and frees idle sequences."""
+    """The metrics' thread publishes the number of live sequences."""
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     loaded = Loaded(tmp_path)
     loaded.send(loaded.request(1, "s"))
     until(lambda: _live() == 1)
     loaded.send(loaded.request(1, "e"))
-    until(lambda: _live() == 0)
-    loaded.send(loaded.request(1, "s"))
-    until(lambda: _live() == 1)
-    monkeypatch.setattr(loaded.model._publisher._sources.sequences, "_idle", -GRACE_S)
     until(lambda: _live() == 0)
 
 

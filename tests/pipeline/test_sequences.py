@@ -354,10 +354,9 @@ def test_idle_sequences_are_freed() -> None:
     served = accumulating()
     served.send(step(1, 1, "s"), step(2, 1, "s"))
     served.now += IDLE_S + GRACE_S
-    served.states.sweep()
     assert served.send(step(1, 1)) == [2]
-    served.now += 0.5
-    served.states.sweep()
+    served.now += GRACE_S + 0.5
+    assert served.send(step(1, 1)) == [3]
     assert served.states._live.keys() == {1}
     assert isinstance(served.send(step(2, 1))[0], InputError)
 
@@ -378,18 +377,12 @@ def test_a_new_sequence_takes_the_place_of_the_oldest() -> None:
     assert served.states._live.keys() == {2, 3, 4}
 
 
-def test_a_sweep_during_a_batch_keeps_its_sequences() -> None:
-    """The queue is not regarded as empty while a batch runs for long."""
-
-    def slow(x: Tensor, total: Tensor) -> dict[str, Tensor]:
-        served.now += 10 * _FORGOTTEN_S
-        served.states.sweep()
-        return {"y": total + x, "sum": total + x}
-
-    served = Served(config(make_state()), slow)
-    assert served.send(step(1, 1, "s"), step(2, 1, "s")) == [1, 1]
-    assert served.send(step(1, 1)) == [2]
-    assert served.send(step(2, 1)) == [2]
+def test_steps_of_a_late_batch_keep_their_states() -> None:
+    """What was queued while a batch ran for long is not idle."""
+    served = accumulating()
+    served.send(step(1, 1, "s"), step(2, 1, "s"))
+    served.now += 10 * _FORGOTTEN_S
+    assert served.send(step(1, 1), step(2, 1)) == [2, 2]
 
 
 # --- random order ------------------------------------------------------------------------------
@@ -402,9 +395,7 @@ _STEPS = st.builds(
     st.sampled_from(["", "", "", "s", "s", "e", "se"]),
 )
 _EVENTS = st.lists(
-    st.lists(_STEPS, min_size=1, max_size=6, unique_by=lambda sent: sent.step.id)
-    | st.just("wait")
-    | st.just("sweep"),
+    st.lists(_STEPS, min_size=1, max_size=6, unique_by=lambda sent: sent.step.id) | st.just("wait"),
     max_size=20,
 )
 
@@ -416,19 +407,15 @@ def test_no_state_leaks(events: list[list[RequestItem] | str]) -> None:
     totals: dict[int | str, float] = {}
     used: dict[int | str, float] = {}
     for event in events:
-        if isinstance(event, list):
-            for item, outcome in zip(event, served.send(*event), strict=True):
-                _compare(totals, item, outcome)
-                used[item.step.id] = served.now
-        elif event == "wait":
+        if not isinstance(event, list):
             served.now += _FORGOTTEN_S
-        else:
-            served.states.sweep()
-            totals = {
-                name: total
-                for name, total in totals.items()
-                if served.now - used[name] < _FORGOTTEN_S
-            }
+            continue
+        for item, outcome in zip(event, served.send(*event), strict=True):
+            _compare(totals, item, outcome)
+            used[item.step.id] = served.now
+        totals = {
+            name: total for name, total in totals.items() if served.now - used[name] < _FORGOTTEN_S
+        }
         assert served.states._live.keys() == totals.keys()
 
 

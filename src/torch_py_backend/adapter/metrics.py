@@ -143,8 +143,6 @@ class Publisher:
     def _run(self) -> None:
         while not self._closed.wait(_SECONDS):
             logs.end_if_orphaned()
-            if self._sources.sequences is not None:
-                self._sources.sequences.sweep()
             self._publishes = self._publishes and self.try_publish()
 
     def try_publish(self) -> bool:

@@ -7,7 +7,6 @@ state, so it may be retried.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,9 +68,7 @@ class Sequences:
         assert sequencing is not None  # noqa: S101  only sequences have states
         self._idle, self._most = sequencing.idle_s, sequencing.most
         self._live: dict[int | str, _Sequence] = {}
-        self._runs = False
-        # Another thread calls `sweep`.
-        self._lock = threading.Lock()
+        self._swept = clock()
         # Takes the place of a request that only fills a slot: it is not run.
         self._unsent = InternalError()
 
@@ -81,12 +78,15 @@ class Sequences:
 
     def attach(self, entries: Sequence[Entry]) -> Sequence[Entry]:
         """Return the items with the states of their sequences; end those of last steps."""
-        with self._lock:
-            self._runs, now = True, self._clock()
-            return [
-                entry if isinstance(entry, BackendError) else self._attached(entry, now)
-                for entry in entries
-            ]
+        now = self._clock()
+        attached = [
+            entry if isinstance(entry, BackendError) else self._attached(entry, now)
+            for entry in entries
+        ]
+        if now > self._swept + GRACE_S:
+            self._swept = now
+            self._sweep(now)
+        return attached
 
     def _attached(self, item: Item, now: float) -> Entry:
         step = values.step(item)
@@ -119,17 +119,14 @@ class Sequences:
 
     def skip(self, step: Step) -> None:
         """Begin and end the sequence of a step that cannot be run."""
-        with self._lock:
-            self._begin(step)
+        self._begin(step)
 
     def keep(self, results: Sequence[Result], entries: Sequence[Entry]) -> Sequence[Result]:
         """Keep the new states of steps that succeeded; return the results for clients."""
-        with self._lock:
-            self._runs, now = False, self._clock()
-            return [
-                self._kept(result, entry, now)
-                for result, entry in zip(results, entries, strict=True)
-            ]
+        now = self._clock()
+        return [
+            self._kept(result, entry, now) for result, entry in zip(results, entries, strict=True)
+        ]
 
     def _kept(self, result: Result, entry: Entry, now: float) -> Result:
         if entry is self._unsent:
@@ -146,16 +143,13 @@ class Sequences:
             del result[output]
         return result
 
-    def sweep(self) -> None:
-        """Free idle sequences, which Triton has forgotten, unless a batch is running."""
-        with self._lock:
-            now = self._clock()
-            if not self._runs:
-                self._live = {
-                    name: sequence
-                    for name, sequence in self._live.items()
-                    if now - sequence.used <= self._idle + GRACE_S
-                }
+    def _sweep(self, now: float) -> None:
+        """Free idle sequences, which Triton has forgotten."""
+        self._live = {
+            name: sequence
+            for name, sequence in self._live.items()
+            if now - sequence.used <= self._idle + GRACE_S
+        }
 
 
 class Slots:
