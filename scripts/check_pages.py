@@ -1,7 +1,7 @@
 """Check README.md, CONTRIBUTING.md, docs/ and examples/: part of `make lint`.
 
 Links to files and headings lead somewhere, on GitHub and on the site. Code spans and code blocks
-name no option that was removed. docs/troubleshooting.md names each class of
+name no option, command, flag or value that was removed. docs/troubleshooting.md names each class of
 the error tree, and messages that the code has.
 """
 
@@ -35,10 +35,20 @@ _VALUE = re.compile(r"…(?: is )?|(?:; |^)expected ")
 # The page for those who come from an older repository may name what is gone.
 _MAY_NAME_REMOVED = {"CHANGELOG.md", "migrate.md"}
 _MARKDOWN = MarkdownIt().enable("table")
+_REMOVED_OPTIONS = sorted(removed_names.OPTIONS.keys() - {row.key for row in options.TABLE})
+_REMOVED_VALUES = sorted(removed_names.OPTIMIZE.keys() - {*options.OPTIMIZATIONS})
+# Options and flags are words of their own; values of OPTIMIZE and commands occur in other senses,
+# and count only in a context.
 _REMOVED = re.compile(
     "|".join(
-        rf"['\"]{name}['\"]" if name == "STATE" else rf"(?<!\w){name}\b"
-        for name in sorted(removed_names.OPTIONS.keys() - {row.key for row in options.TABLE})
+        [
+            *(rf"(?<!\w){name}\b" for name in _REMOVED_OPTIONS if name != "STATE"),
+            *(rf"['\"]{name}['\"]" for name in _REMOVED_OPTIONS if name == "STATE"),
+            *(rf"(?<!\S){flag}\b" for flag in removed_names.FLAGS),
+            *(rf"torch-py-backend {command}\b" for command in removed_names.COMMANDS),
+            *(rf"\b{value}\b" for value in _REMOVED_VALUES if "_" in value),
+            *(rf"format=['\"]{name}['\"]" for name in removed_names.FORMATS),
+        ]
     )
 )
 

@@ -126,6 +126,9 @@ def test_install_checks_python(
         ("check /no/[extra]/[/x]", "/no/[extra]/[/x] is not a folder"),
         ("init /no/such/model.pt", "/no/such/model.pt is not there"),
         ("init /", "/ is a folder without a config.json of transformers"),
+        # names of earlier versions
+        ("bench models net", "the command bench was removed. Use perf_analyzer"),
+        ("serve models --poll=5", "the flag --poll was removed. "),
     ],
 )
 def test_an_error_is_one_line_and_exit_code_1(command: str, text: str, tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ def test_rejected_text(key: str, texts: list[str]) -> None:
         ("WARMUP", {}, "the parameter WARMUP is ''"),
         ("WARMUP", "true", "expected a string_value with true, on, 1, false, off"),
         ("WARMUP", {"string_value": True}, "expected a string_value with true, on, 1, false, off"),
+        # names of earlier versions
         ("STATE", {"string_value": "h"}, "STATE was removed. Declare the states in config.pbtxt"),
+        ("OPTIMIZE", {"string_value": "freeze,auto"}, "auto was removed. `torch-py-backend tune`"),
     ],
 )
 def test_rejected_entry(key: str, entry: object, message: str) -> None:

@@ -545,9 +545,9 @@ _BAD = {
     "script": _bad(
         torch.jit.script(models.Affine()), "module is TorchScript; .* `torch-py-backend init`"
     ),
-    "format": _bad(
+    "removed format": _bad(
         models.Affine(),
-        "format is 'torchscript'; expected one of module, export, aoti.",
+        "format is 'torchscript'; expected one of module, export, aoti. Use format=",
         format="torchscript",
     ),
     "module": _bad(lambda x: x, "module is a function; expected a torch.nn.Module"),

@@ -16,7 +16,8 @@ from torch_py_backend.cli.init import init
 from torch_py_backend.cli.install import install
 from torch_py_backend.cli.serve import serve
 from torch_py_backend.cli.tune import tune
-from torch_py_backend.errors import BackendError
+from torch_py_backend.config import removed_names
+from torch_py_backend.errors import BackendError, ToolError
 
 commands = typer.Typer(
     name="torch-py-backend",
@@ -49,12 +50,19 @@ for _command in (serve, init, check, tune, install):
     commands.command()(_command)
 
 
+def _refuse_removed_names() -> None:
+    advice = removed_names.advice_for_command(sys.argv[1:])
+    if advice:
+        raise ToolError(advice)
+
+
 def app() -> None:
     """Run the command line; print a BackendError as one line, with exit code 1."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of models in any encoding
     try:
+        _refuse_removed_names()
         commands()
     except BackendError as error:
         Console(stderr=True, soft_wrap=True, emoji=False).print(

@@ -256,10 +256,13 @@ def _ignore(key: str) -> None:
     log.warning("the parameter %s %s", key, problem)
 
 
-def refusal(key: str, value: str, accepted: str) -> ConfigError:
+def refusal(key: str, value: str, accepted: str, cure: str = "") -> ConfigError:
     """Return the error of a parameter whose value is not accepted."""
-    found, cure = f"the parameter {key} is '{value}'", "Correct it in config.pbtxt."
-    return ConfigError(found, expected=accepted, cure=cure)
+    return ConfigError(
+        f"the parameter {key} is '{value}'",
+        expected=accepted,
+        cure=cure or "Correct it in config.pbtxt.",
+    )
 
 
 def _parse_value(key: str, parser: Parser, entry: object) -> object:
@@ -272,4 +275,4 @@ def _parse_value(key: str, parser: Parser, entry: object) -> object:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         is_json = isinstance(error, json.JSONDecodeError)
         accepted = parser.accepted + (f" (JSON says: {error})" if is_json else "")
-        raise refusal(key, text, accepted) from None
+        raise refusal(key, text, accepted, removed_names.advice_for_value(key, text)) from None

@@ -15,7 +15,7 @@ from typing import Any, get_args
 import torch
 from torch import nn
 
-from torch_py_backend.config import pbtxt
+from torch_py_backend.config import pbtxt, removed_names
 from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import LoadError, SaveError, a_type, about
 from torch_py_backend.model_folders import artifact_files, config_text, creation, trial
@@ -213,6 +213,7 @@ def _check(
         cure = "Use torch.jit.save and `torch-py-backend init`."
     elif kind not in (None, *get_args(Format)):
         found, expected = f"format is {kind!r}", f"one of {', '.join(get_args(Format))}"
+        cure = removed_names.FORMATS.get(str(kind), "")
     elif max_batch_size is not None and max_batch_size < 0:
         found, expected = f"max_batch_size is {max_batch_size}", "a number of rows, or 0"
     elif instances < 1:
