@@ -146,7 +146,7 @@ def _refused(name: str, save: _Save, source: str | None, *says: str) -> Scenario
     return Scenario(name, write(name, save, source), _X_TO_Y, load_error=says)
 
 
-_IMPORT = "Import the package that registers it in model.py"
+_IMPORT = "import its package in model.py"
 _NESTED = ("KWARGS[scale]", "ARGS[1][a][0]", "ARGS[0]", "ARGS[1][z]")
 _DOUBLED = Call({"x": _X}, {"y": 2 * _X + 1})
 
@@ -170,7 +170,7 @@ TABLE = (
         "unknown_operator_of_package",
         write("operator_and_class_of_package", _compile, None),
         _X_TO_Y,
-        load_error=("::double, ", _IMPORT),
+        load_error=("::double. ", _IMPORT),
     ),
     _served(
         "operator_and_class_of_package",
@@ -201,17 +201,17 @@ TABLE = (
         "unknown_operator_of_torchscript",
         _trace,
         None,
-        "operator_of_torchscript::double, ",
+        "operator_of_torchscript::double. ",
         _IMPORT,
     ),
     _refused(
         "unknown_operator_of_program",
         _export,
         "import torch\n",
-        "unknown_operator_of_program.double, ",
+        "check the warnings above",
         _IMPORT,
     ),
-    _refused("unknown_class", _export_classes, None, "unknown_class.Pair, ", _IMPORT),
+    _refused("unknown_class", _export_classes, None, "No module named 'unknown_class'", _IMPORT),
     # Where the artifact can be loaded, a file that fails may have nothing to do with it.
     Scenario(
         "failing_import_of_another",

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import exported
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded
@@ -24,11 +23,6 @@ CPU = torch.device("cpu")
 class Power(nn.Module):
     def forward(self, x: Tensor, n: int, y: Tensor) -> Tensor:
         return x**n + y
-
-
-class Times(nn.Module):
-    def forward(self, x: Tensor, n: int) -> Tensor:
-        return x * n
 
 
 class Total(nn.Module):
@@ -87,13 +81,3 @@ def test_programs_without_limits(tmp_path: Path) -> None:
     assert loaded(tmp_path, rows=0).rows == ANY_ROWS
     save_program(tmp_path, Total(), torch.rand(4, 2), torch.rand(3))
     assert loaded(tmp_path).rows == ANY_ROWS
-
-
-def test_symbolic_number(tmp_path: Path) -> None:
-    """A number that was exported as dynamic is served, or refused with an error."""
-    dims = (dynamic(), torch.export.Dim.DYNAMIC)
-    save_program(tmp_path, Times(), torch.rand(4, 2), 3, dims=dims)
-    try:
-        assert loaded(tmp_path).signature.leaves == ("ARGS[0]", "ARGS[1]")
-    except ArtifactError as error:
-        assert "ARGS[1]" in str(error)  # noqa: PT017

@@ -14,16 +14,12 @@ from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.discovery import Artifact, ArtifactType
 from torch_py_backend.loading.loaded import Loaded, reading
 from torch_py_backend.signature import introspection, results
 from torch_py_backend.signature.arguments import Signature
 from torch_py_backend.values import ANY_ROWS, Rows
-
-# The second is named here, because an import of that module imports the compiler.
-_LOGGERS = ("torch.export", "torch._export.serde.serialize")
 
 # Fake tensors by name. A size of them that is not fixed is no int.
 Values: TypeAlias = "dict[str, Tensor]"
@@ -33,7 +29,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     """Load a program and move it to the device.
 
     Raises:
-        ArtifactError: this torch cannot load it, or it takes a number that is not a constant.
+        ArtifactError: this torch cannot load it.
     """
     path = artifact.path
     program = _read(path)
@@ -49,13 +45,6 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         program = move_to_device_pass(program, device)
     module = program.module()
     signature = _signature(program, module)
-    for leaf, value in zip(signature.leaves or (), _input_values(program), strict=False):
-        if not isinstance(value, Tensor):  # a number that was exported as dynamic
-            raise ArtifactError(
-                f"{path.name} takes a number at {leaf}",
-                expected="tensors",
-                cure="Export it with that number as a constant, or as a tensor.",
-            )
     rows = _rows(program) if config.max_batch_size else ANY_ROWS
     return Loaded(artifact, module, signature, module, rows)
 
@@ -85,27 +74,10 @@ def describe(path: Path) -> tuple[Values, Values, Rows]:
 
 
 def _read(path: Path) -> ExportedProgram:
-    """Return a program; torch logs the cause of an error, instead of raising it."""
-    causes: list[BaseException] = []
-
-    def collect(record: logging.LogRecord) -> bool:
-        cause = record.exc_info[1] if record.exc_info else None
-        causes.extend([cause] if cause else ())
-        return cause is None
-
-    for name in _LOGGERS:
-        logging.getLogger(name).addFilter(collect)
-    try:
-        with reading(path, ArtifactType.EXPORTED):
-            try:
-                return torch.export.load(path)
-            except Exception as error:
-                if causes and "warnings above" in str(error):
-                    raise causes[-1] from error
-                raise
-    finally:
-        for name in _LOGGERS:
-            logging.getLogger(name).removeFilter(collect)
+    # torch 2.13 has an invalid format string for its warning about a class, as of a named tuple.
+    logging.getLogger("torch._export.serde.serialize").setLevel(logging.ERROR)
+    with reading(path, ArtifactType.EXPORTED):
+        return torch.export.load(path)
 
 
 def _signature(program: ExportedProgram, module: nn.Module) -> Signature:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +21,6 @@ Forward: TypeAlias = "Callable[..., Any]"
 # The forward() of modules that define none, such as ModuleList.
 NO_FORWARD = nn.Module.forward
 
-# What torch writes about an unregistered operator or class; those of torch itself do not count.
-_UNREGISTERED = re.compile(
-    r"Unknown builtin op: (?!aten::|prim::)([\w:.]+)"  # torch.jit.load
-    r"|Unknown type name '__torch__\.(torch\.classes\.[\w.]+)'"
-    r"|failed to resolve torch\.ops\.(?!aten\.|prim\.)(\w+\.\w+)"  # torch.export.load
-    r"|GLOBAL ([\w.]+) was not an allowed global"
-    r"|Could not find schema for (?!aten::|prim::)([\w:.]+)"  # AOTInductor
-    r"|Deserializing ([\w.<>]+) in pytree is not registered"
-    r"|namedtuple class ([\w.<>]+) because"
-)
 _WRITERS = {
     ArtifactType.TORCHSCRIPT: "torch.jit.save",
     ArtifactType.EXPORTED: "torch.export.save",
@@ -81,24 +70,13 @@ class Loaded:
 
 @contextlib.contextmanager
 def reading(path: Path, kind: ArtifactType) -> Iterator[None]:
-    """Raise an ArtifactError for a file that torch cannot read in the context.
-
-    It names an operator or class that is not registered, if that is the reason.
-    """
+    """Raise an ArtifactError for a file that torch cannot read in the context."""
     try:
         yield
     except Exception as error:  # a damaged file, or one of another torch, raises nearly anything
-        cause: BaseException | None = error
-        while cause is not None:
-            if match := _UNREGISTERED.search(str(cause)):
-                name = match[match.lastindex or 0].rstrip(".")
-                raise ArtifactError(
-                    f"{path.name} is {kind.value} with {name}, which is not registered",
-                    cure="Import the package that registers it in model.py, beside the artifact.",
-                ) from error
-            cause = cause.__cause__ or cause.__context__
         raise ArtifactError(
             f"{path.name} is {kind.value} that torch {torch.__version__} cannot load:"
             f" {summarize(error)}",
-            cure=f"Write it again with {_WRITERS[kind]} under this version of torch.",
+            cure="If an operator or a class is missing, import its package in model.py beside the"
+            f" artifact; else write it again with {_WRITERS[kind]} under this version of torch.",
         ) from error
