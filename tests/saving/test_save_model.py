@@ -155,7 +155,7 @@ _CASES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], _DIMS, _DIMS, i
     "nested": (
         Nested,
         {"example_inputs": (_X, {"bias": _X}, (_X, _X))},
-        {"x": [4], "ARGS[1][bias]": [4], "ARGS[2][0]": [4], "ARGS[2][1]": [4]},
+        {"x": [4], "KWARGS[extra][bias]": [4], "KWARGS[pair][0]": [4], "KWARGS[pair][1]": [4]},
         {"y": [4]},
         8,
     ),
@@ -516,7 +516,7 @@ _BAD = {
     ),
     "number": _bad(
         Nested(),
-        r"the value of 'ARGS\[1\]\[bias\]' in example_inputs is a float; expected a tensor",
+        r"the value of 'KWARGS\[extra\]\[bias\]' in example_inputs is a float; expected a tensor",
         example_inputs=(_X, {"bias": 1.0}, (_X, _X)),
     ),
     "type": _bad(

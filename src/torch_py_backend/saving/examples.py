@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._pytree import TreeSpec
 
 from torch_py_backend.autocomplete import schema
 from torch_py_backend.config.pbtxt import Document, JsonObject
@@ -19,23 +20,13 @@ from torch_py_backend.loading.example_inputs import distinct_rows
 from torch_py_backend.model_folders import artifact_files
 from torch_py_backend.pipeline import differences
 from torch_py_backend.signature import introspection
-from torch_py_backend.signature.arguments import Passing, Signature, path_text
+from torch_py_backend.signature.arguments import path_text
 from torch_py_backend.signature.results import bind_outputs, leaf_names
 from torch_py_backend.values import Item, Value
 
-_KINDS = "a tensor, a tuple of positional arguments, or a dict of arguments by name"
+_KINDS = "a tensor, a tuple of arguments, or a dict of arguments by name"
 
-
-class Arguments(NamedTuple):
-    """The arguments of one call of forward()."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> Arguments:
-        """Return the arguments with a function applied to each tensor."""
-        args, kwargs = pytree.tree_map_only(Tensor, function, tuple(self))
-        return Arguments(args, kwargs)
+_Call: TypeAlias = "Callable[[Mapping[str, Tensor]], dict[str, Tensor]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,41 +37,42 @@ class Example:
         item: the inputs of a request by name; strings are arrays of objects.
         entries: the inputs in config.pbtxt.
         max_batch_size: that of config.pbtxt.
-        arguments: those of forward(); None: hooks make them from the item.
+        arguments: the tree of forward()'s arguments by name, whose leaves are those of the item;
+            None: hooks make them from the item.
         outputs: those of the module, on the CPU; empty with hooks.
     """
 
     item: Item
     entries: list[JsonObject]
     max_batch_size: int
-    arguments: Arguments | None = None
+    arguments: TreeSpec | None = None
     outputs: dict[str, Tensor] = field(default_factory=dict)
 
 
 def from_arguments(
-    module: nn.Module,
-    example_inputs: object,
-    max_batch_size: int | None,
-    dynamic_shapes: Any,
-    *,
-    by_name: bool,
+    module: nn.Module, example_inputs: object, max_batch_size: int | None, dynamic_shapes: Any
 ) -> Example:
-    """Return the example of a module without hooks, from the arguments of `save_model`.
-
-    With `by_name`, all arguments are passed by name where forward() allows it.
-    """
-    signature = introspection.from_function(module.forward)
-    call = _call(signature, example_inputs, by_name=by_name)
-    outputs = _run(module, call)
+    """Return the example of a module without hooks, from the arguments of `save_model`."""
+    arguments = _by_name(module, example_inputs)
+    if isinstance(dynamic_shapes, Sequence):
+        dynamic_shapes = dict(zip(arguments, dynamic_shapes, strict=False))
+    leaves, tree = pytree.tree_flatten_with_path(arguments)
     item: dict[str, Tensor] = {}
     dynamic = {}
-    for name, value, shape in _leaves(signature, call, dynamic_shapes):
+    for path, value in leaves:
+        keys = [introspection.path_key(key) for key in path]
+        name = _leaf_name(module, arguments, keys)
         if not isinstance(value, Tensor):
             raise _unsupported(name, value, "a tensor")
-        item[name], dynamic[name] = value, _dynamic_dims(shape)
+        item[name], dynamic[name] = value, _dynamic_dims(dynamic_shapes, keys)
     if not item:
         raise SaveError("example_inputs has no tensors", expected=_KINDS)
-    batched = max_batch_size != 0 and _is_batch(module, call, item, outputs)
+
+    def call(item: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return _run(module, tree, item)
+
+    outputs = call(item)
+    batched = max_batch_size != 0 and _is_batch(call, item, outputs)
     if max_batch_size and not batched:
         raise SaveError(
             f"max_batch_size is {max_batch_size}, and the example's outputs are none of a batch:"
@@ -90,11 +82,10 @@ def from_arguments(
             cure="Set max_batch_size to 0, or correct the example.",
         )
     if not batched:  # Triton has no tensors without dimensions
-        call = call.map(_with_dims)
         item = {name: _with_dims(value) for name, value in item.items()}
         outputs = {name: _with_dims(value) for name, value in outputs.items()}
     size = _batch_size(item, max_batch_size) if batched else 0
-    return Example({**item}, _entries(item, dynamic, size), size, call, outputs)
+    return Example({**item}, _entries(item, dynamic, size), size, tree, outputs)
 
 
 def _with_dims(value: Tensor) -> Tensor:
@@ -161,42 +152,42 @@ def _unsupported(name: str, value: object, expected: str) -> SaveError:
     )
 
 
-# --- calls -----------------------------------------------------------------------------------
+# --- arguments -------------------------------------------------------------------------------
 
 
-def _declaration(signature: Signature) -> str:
-    return f"forward({join_names(signature.named)})"
+def _declaration(module: nn.Module) -> str:
+    return f"forward({join_names(introspection.from_function(module.forward).named)})"
 
 
-def _call(signature: Signature, example: object, *, by_name: bool) -> Arguments:
-    """Return the arguments in an example."""
+def _by_name(module: nn.Module, example: object) -> dict[str, Any]:
+    """Return the arguments in an example by name."""
     if isinstance(example, Mapping) and example:
-        return Arguments((), {str(name): value for name, value in example.items()})
+        return {str(name): value for name, value in example.items()}
     if not isinstance(example, Tensor | tuple):
         raise SaveError(
             f"example_inputs is {describe_type(example)}",
-            expected=f"valid arguments of {_declaration(signature)}: {_KINDS}",
+            expected=f"valid arguments of {_declaration(module)}: {_KINDS}",
         )
     args = example if isinstance(example, tuple) else (example,)
-    arguments = signature.arguments[: len(args)]
-    passed = {entry.passing for entry in arguments}
-    if by_name and len(arguments) == len(args) and passed <= {Passing.POSITIONAL_OR_KEYWORD}:
-        names = (entry.name for entry in arguments)
-        return Arguments((), dict(zip(names, args, strict=True)))
-    return Arguments(args, {})
-
-
-def _run(module: nn.Module, call: Arguments) -> dict[str, Tensor]:
-    """Call a module and return its outputs that are tensors by name, on the CPU."""
-    args, kwargs = call.map(torch.clone)  # forward() may change them in place
     try:
-        result = module(*args, **kwargs)
+        return inspect.signature(module.forward).bind(*args).arguments
+    except TypeError as error:
+        raise _unfit(module, error) from None
+
+
+def _unfit(module: nn.Module, error: Exception) -> SaveError:
+    return SaveError(
+        f"example_inputs does not fit {_declaration(module)}: {summarize(error)}", expected=_KINDS
+    )
+
+
+def _run(module: nn.Module, tree: TreeSpec, item: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Call a module and return its outputs that are tensors by name, on the CPU."""
+    copies = [value.clone() for value in item.values()]  # forward() may change them in place
+    try:
+        result = module(**pytree.tree_unflatten(copies, tree))
     except Exception as error:  # the module's own code
-        declaration = _declaration(introspection.from_function(module.forward))
-        raise SaveError(
-            f"example_inputs does not fit {declaration}: {summarize(error)}",
-            expected=_KINDS,
-        ) from error
+        raise _unfit(module, error) from error
     names = leaf_names(result)
     values = bind_outputs(names, result)(result)
     outputs = {
@@ -210,9 +201,7 @@ def _run(module: nn.Module, call: Arguments) -> dict[str, Tensor]:
     return outputs
 
 
-def _is_batch(
-    module: nn.Module, call: Arguments, item: Mapping[str, Tensor], outputs: Mapping[str, Tensor]
-) -> bool:
+def _is_batch(call: _Call, item: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> bool:
     """Return whether dimension 0 is that of a batch, whose rows do not depend on each other.
 
     With twice the rows, dimension 0 of every output doubles, and no other. The outputs of the first
@@ -221,14 +210,14 @@ def _is_batch(
     sizes = {tuple(value.shape[:1]) for value in item.values()}
     if len(sizes) != 1 or sizes in ({()}, {(0,)}):
         return False
+    # An example may have one row, or repeat it.
+    batch = {name: distinct_rows(torch.cat([value, value])) for name, value in item.items()}
+    parts = slice(None), slice(0, 1), slice(-1, None)
     try:
-        # An example may have one row, or repeat it.
-        batch = call.map(lambda value: distinct_rows(torch.cat([value, value])))
         together, first, last = (
-            _run(module, batch.map(itemgetter(rows)))
-            for rows in (slice(None), slice(0, 1), slice(-1, None))
+            call({name: value[rows] for name, value in batch.items()}) for rows in parts
         )
-    except (SaveError, RuntimeError):  # forward() takes no other number of rows
+    except SaveError:  # forward() takes no other number of rows
         return False
     ((rows,),) = sizes
     twice = {name: (2 * rows, *value.shape[1:]) for name, value in outputs.items()}
@@ -238,53 +227,30 @@ def _is_batch(
     )
 
 
-# --- names and sizes of leaves ---------------------------------------------------------------
+def _leaf_name(module: nn.Module, arguments: Mapping[str, Any], keys: Sequence[int | str]) -> str:
+    """Return the input's name of a leaf of the arguments: an argument, a key or a path."""
+    argument, *path = keys
+    if not path:
+        return str(argument)
+    (value, *others) = arguments.values()
+    if not others and isinstance(value, Mapping):
+        signature = introspection.from_function(module.forward)
+        if signature.container_argument([*map(str, value)]):
+            return path_text(str(path[0]), tuple(path[1:]))
+    return path_text("KWARGS", tuple(keys))
 
 
-def _leaves(
-    signature: Signature, call: Arguments, shapes: Any
-) -> Iterator[tuple[str, object, Any]]:
-    """Yield the input's name, the value and the part of `dynamic_shapes` of each leaf of a call."""
-    slots = signature.slots(len(call.args))
-    values = {**dict(zip(slots, call.args, strict=False)), **call.kwargs}
-    if isinstance(shapes, Sequence):
-        shapes = dict(zip(values, shapes, strict=False))
-    for number, (place, value) in enumerate(values.items()):
-        shape = _part(shapes, place)
-        if not isinstance(value, Mapping | list | tuple) and not place.startswith("*"):
-            yield place, value, shape
-        elif (
-            len(values) == 1
-            and isinstance(value, Mapping)
-            and signature.container_argument([*value])
-        ):
-            for key, part in value.items():
-                yield from _parts(str(key), part, _part(shape, key))
-        else:
-            positional = number < len(call.args)
-            path = f"ARGS[{number}]" if positional else f"KWARGS[{place}]"
-            yield from _parts(path, value, shape)
+def _dynamic_dims(shapes: Any, keys: Sequence[int | str]) -> set[int]:
+    """Return the dimensions of one tensor that `dynamic_shapes` does not fix."""
+    for key in keys:
+        shapes = _part(shapes, key)
+    sizes = shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes or ())
+    fixed = (None, torch.export.Dim.STATIC)
+    return {dim for dim, size in sizes if size not in fixed and type(size) is not int}
 
 
-def _parts(name: str, value: object, shape: Any) -> Iterator[tuple[str, object, Any]]:
-    """Yield what `_leaves` does for the leaves of a value with this name."""
-    if isinstance(value, Mapping | list | tuple):
-        items = value.items() if isinstance(value, Mapping) else enumerate(value)
-        for key, part in items:
-            yield from _parts(path_text(name, (key,)), part, _part(shape, key))
-    else:
-        yield name, value, shape
-
-
-def _part(shapes: Any, key: Any) -> Any:
+def _part(shapes: Any, key: int | str) -> Any:
     """Return the part of `dynamic_shapes` for one argument, or one part of an argument."""
     if isinstance(shapes, Mapping):
         return shapes.get(key)
-    return shapes[key] if isinstance(shapes, Sequence) and key < len(shapes) else None
-
-
-def _dynamic_dims(shape: Any) -> set[int]:
-    """Return the dimensions that `dynamic_shapes` does not fix, of one tensor."""
-    sizes = shape.items() if isinstance(shape, Mapping) else enumerate(shape or ())
-    fixed = (None, torch.export.Dim.STATIC)
-    return {dim for dim, size in sizes if size not in fixed and type(size) is not int}
+    return shapes[key] if isinstance(shapes, Sequence) and isinstance(key, int) else None

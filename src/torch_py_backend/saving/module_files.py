@@ -110,22 +110,21 @@ class ModuleFiles:
                 cure="Put the class into a .py file, or save it without hooks and write hooks.py"
                 " beside the program.",
             )
-        # torch.export takes one tensor in two places for one input.
-        call = example.arguments.map(torch.clone)
-        if example.max_batch_size and next(iter(example.item.values())).shape[0] == 1:
+        # Copied: torch.export takes one tensor in two places for one input.
+        tensors = [torch.as_tensor(value).clone() for value in example.item.values()]
+        if example.max_batch_size and tensors[0].shape[0] == 1:
             # torch.export takes a size of 1 for a constant.
-            call = call.map(lambda tensor: torch.cat([tensor, tensor]))
+            tensors = [torch.cat([tensor, tensor]) for tensor in tensors]
         batch_alone = example.max_batch_size > 0 and shapes is None
         if batch_alone:
             shapes, batch = torch.export.ShapesCollection(), torch.export.Dim("batch", min=1)
-            for tensor in pytree.tree_leaves(tuple(call)):
+            for tensor in tensors:
                 shapes[tensor] = {0: batch}
+        kwargs = pytree.tree_unflatten(tensors, example.arguments)
         failed = f"torch.export cannot export {name}"
         try:
             with _quiet_torch():
-                program = torch.export.export(
-                    self.module, call.args, call.kwargs, dynamic_shapes=shapes
-                )
+                program = torch.export.export(self.module, (), kwargs, dynamic_shapes=shapes)
                 if not compiled:
                     torch.export.save(program, path)
                     return

@@ -107,7 +107,7 @@ def save_model(
                 example = examples.from_requests(inputs, max_batch_size)
             else:
                 example = examples.from_arguments(
-                    module, example_inputs, max_batch_size, dynamic_shapes, by_name=format == "aoti"
+                    module, example_inputs, max_batch_size, dynamic_shapes
                 )
             kwargs = dict(model_kwargs or {})
             if pretrained:

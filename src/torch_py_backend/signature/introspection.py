@@ -179,7 +179,7 @@ def from_tree(
     numbers = range(spec.num_leaves)
     args, kwargs = pytree.tree_unflatten(list(numbers), spec)
     paths, _ = pytree.tree_flatten_with_path((args, kwargs))
-    tensors = [list(map(_key, path)) for path, number in paths if number not in constants]
+    tensors = [list(map(path_key, path)) for path, number in paths if number not in constants]
     leaves = [path_text("KWARGS" if root else "ARGS", tuple(keys)) for root, *keys in tensors]
     positional = [*names, *(f"arg{number}" for number in range(len(names), len(args)))]
     own = {f"ARGS[{number}]": name for number, name in enumerate(positional)}
@@ -205,7 +205,7 @@ def from_tree(
     return Signature(tuple(arguments), tuple(leaves), None if is_flat else unflatten)
 
 
-def _key(key: object) -> int | str:
+def path_key(key: object) -> int | str:
     """Return a step of a pytree path as an index or a key."""
     if isinstance(key, pytree.SequenceKey):
         return key.idx
