@@ -314,7 +314,7 @@ _NO_CLASS = "net is a folder without a config.json of transformers"
         ({}, ["--input=x:FP32:3", "--example=net.py"], "give one of them"),
         ({}, ["--example=none"], "--example is none; expected a file of safetensors"),
         ({}, ["--repository=/dev/null/models"], "/dev/null"),
-        *(({}, [f"--name={name}"], f"--name is '{name}'") for name in _BAD_NAMES),
+        *(({}, [f"--name={name}"], f"the model's name is '{name}'") for name in _BAD_NAMES),
         ({"w.safetensors": _WEIGHTS}, [], "is safetensors: weights without code"),
         ({"a.pt": b"<!DOCTYPE html>"}, ["--repository=new/models"], "a.pt is not a PyTorch file"),
         ({"a [red] b.pt": b"PNG"}, ["--repository=new"], "a [red] b.pt is not a PyTorch file"),

@@ -72,8 +72,7 @@ def init(
         if absolute.suffix == ".mar":
             absolute, settings = archive.unpack(absolute, Path(scratch))
         artifact = artifact_files.find(absolute, example)
-        if not creation.NAME.fullmatch(name):
-            raise ToolError(f"--name is '{name}'; expected letters, digits, _, -, . and blanks.")
+        creation.check_name(name)
         report = creation.create(target, artifact, entries, settings=settings, force=force)
     console = Console(soft_wrap=True, highlight=False, emoji=False)
     console.print(f"made {target}", markup=False)

@@ -23,8 +23,14 @@ from torch_py_backend.model_folders import config_text
 from torch_py_backend.model_folders.artifact_files import ArtifactFiles
 from torch_py_backend.processes import child_process
 
-NAME = re.compile(r"[\w-][\w.\- ]*")
-"""Names that a model folder may have."""
+
+def check_name(name: str) -> None:
+    """Raise ToolError for a name that a model folder may not have."""
+    if not re.fullmatch(r"[\w-][\w.\- ]*", name):
+        raise ToolError(
+            f"the model's name is '{name}'; expected letters, digits, _, -, . and blanks, not first"
+            " a . or a blank."
+        )
 
 
 def create(

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import io
 import json
-import logging
 import shutil
-import textwrap
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -20,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.errors import SaveError, join_names, summarize
-from torch_py_backend.loading import weights
+from torch_py_backend.errors import SaveError, summarize
 from torch_py_backend.loading.discovery import HOOKS
 from torch_py_backend.model_folders.artifact_files import EXAMPLE
 from torch_py_backend.saving import source_files
@@ -86,7 +79,6 @@ class ModuleFiles:
                 ) from None
         if not self.pretrained:
             source_files.write(folder, "model", type(self.module), name)
-            _check_class(self.module, self.kwargs)
             _write_weights(self.module, folder / "model.safetensors")
             return parameters | {"MODEL_CLASS": name}
         parts: list[Any] = [self.module, self.processor]
@@ -123,21 +115,20 @@ class ModuleFiles:
         kwargs = pytree.tree_unflatten(tensors, example.arguments)
         failed = f"torch.export cannot export {name}"
         try:
-            with _quiet_torch():
-                program = torch.export.export(self.module, (), kwargs, dynamic_shapes=shapes)
-                if not compiled:
-                    torch.export.save(program, path)
-                    return
-                failed = f"AOTInductor cannot compile {name}"
-                from torch._inductor import aoti_compile_and_package, config  # noqa: PLC0415  slow
+            program = torch.export.export(self.module, (), kwargs, dynamic_shapes=shapes)
+            if not compiled:
+                torch.export.save(program, path)
+                return
+            failed = f"AOTInductor cannot compile {name}"
+            from torch._inductor import aoti_compile_and_package, config  # noqa: PLC0415  slow
 
-                # By default, a package takes at least 2 rows.
-                unchecked = batch_alone and _CHECK in config.get_config_copy()
-                aoti_compile_and_package(
-                    program,
-                    package_path=str(path),
-                    inductor_configs={_CHECK: False} if unchecked else {},
-                )
+            # By default, a package takes at least 2 rows.
+            unchecked = batch_alone and _CHECK in config.get_config_copy()
+            aoti_compile_and_package(
+                program,
+                package_path=str(path),
+                inductor_configs={_CHECK: False} if unchecked else {},
+            )
         except Exception as error:  # of the module's own code, or the compiler's
             raise SaveError(f"{failed}: {summarize(error)}", cure=_CURE) from error
 
@@ -161,28 +152,6 @@ def _write_example(folder: Path, item: Item) -> None:
         file.write("\n".join([*lines, "    }", ""]))
 
 
-def _check_class(module: nn.Module, kwargs: Mapping[str, object]) -> None:
-    """Raise SaveError if the class does not build a module that takes the same weights."""
-    built, own = type(module), module.state_dict()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            again = weights.build_uninitialized(lambda: built(**kwargs), lambda: own)
-        again.load_state_dict(own, assign=True)
-    except Exception as error:  # of the module's own code
-        keywords = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
-        lines = (summarize(error), *str(error).splitlines()[1:])  # torch's reasons
-        passed = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-        parameters = inspect.signature(built).parameters
-        names = [name for name in parameters if parameters[name].kind in passed]
-        raise SaveError(
-            f"{built.__name__}({keywords}) does not make this module again:"
-            f" {textwrap.shorten(' '.join(lines), 300)}",
-            cure=f"Pass its arguments, {join_names(names)}, as model_kwargs."
-            if names
-            else "Let its constructor make the whole module.",
-        ) from error
-
-
 def _write_weights(module: nn.Module, path: Path) -> None:
     """Write the state_dict as safetensors, unless it is empty; tied weights once."""
     own = module.state_dict(keep_vars=True)
@@ -202,17 +171,3 @@ def _write_weights(module: nn.Module, path: Path) -> None:
             f"its weights cannot be written as safetensors: {summarize(error)}",
             cure=_CURE,
         ) from error
-
-
-@contextlib.contextmanager
-def _quiet_torch() -> Iterator[None]:
-    """Leave out what torch writes to standard error about a failure, such as the graph."""
-    logger = logging.getLogger("torch")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)

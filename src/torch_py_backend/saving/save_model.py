@@ -71,8 +71,8 @@ def save_model(
             twice the rows in every output, and rows alone the same values; else 0.
         format: `module`: Python source and weights in safetensors; `export`: a torch.export
             program; `aoti`: a package of AOTInductor. By default `module` if the class can be
-            imported and its constructor makes the same module; else `export`, unless
-            `model_kwargs` is given.
+            imported, is not torch's own, and its constructor makes the same module; else
+            `export`, unless `model_kwargs` is given.
         dynamic_shapes: as of `torch.export.export`; such dimensions are -1 in all formats.
         model_kwargs: keyword arguments of the class for the format `module`, as JSON allows them.
         hooks: a class with methods that run before and after `forward()`; the answers are not
@@ -93,12 +93,15 @@ def save_model(
         ToolError: the folder exists, or cannot be written.
     """
     target = Path(path).absolute()
+    creation.check_name(target.name)
     with about(target.name):
-        _check(target.name, module, format, max_batch_size, instances)
+        _check(module, format)
         pretrained = format in (None, "module") and _is_pretrained(module)
         formats: tuple[Format, ...] = (format,) if format else ("module", "export")
         if processor is not None or model_kwargs or pretrained:
             formats = (format or "module",)
+        elif type(module).__module__.startswith("torch."):  # such as nn.Sequential
+            formats = (format or "export",)
         template = _template(module, processor, hooks, pretrained=pretrained)
         new_folder = creation.new_folder(target, force=overwrite)
         with _evaluating(module), torch.no_grad(), new_folder as folder:
@@ -154,8 +157,6 @@ def _write(
             f" ({program.found})",
             cure=f"{source.cure} Or change forward() so that torch.export supports it.".lstrip(),
         ) from program
-    if type(files.module).__module__.startswith("torch."):
-        return warnings
     return [f"saved as a torch.export program: {source.found}", *warnings]
 
 
@@ -198,28 +199,25 @@ def _template(module: object, processor: object, hooks: type | None, *, pretrain
     return "" if hooks is not None or not files else files[0]
 
 
-def _check(
-    name: str, module: object, kind: object, max_batch_size: int | None, instances: int
-) -> None:
-    """Raise SaveError for arguments that are wrong whatever the module is."""
-    found = expected = cure = ""
-    if not creation.NAME.fullmatch(name):
-        found = f"the name of the folder is '{name}'"
-        expected = "letters, digits, _, -, . and blanks, not first a . or a blank"
-    elif not isinstance(module, nn.Module):
-        found, expected = f"module is {examples.describe_type(module)}", "a torch.nn.Module"
-    elif isinstance(module, torch.jit.ScriptModule):
-        found, expected = "module is TorchScript", "a torch.nn.Module"
-        cure = "Use torch.jit.save and `torch-py-backend init`."
-    elif kind not in (None, *get_args(Format)):
-        found, expected = f"format is {kind!r}", f"one of {', '.join(get_args(Format))}"
-        cure = removed_names.FORMATS.get(str(kind), "")
-    elif max_batch_size is not None and max_batch_size < 0:
-        found, expected = f"max_batch_size is {max_batch_size}", "a number of rows, or 0"
-    elif instances < 1:
-        found, expected = f"instances is {instances}", "at least 1"
-    if found:
-        raise SaveError(found, expected=expected, cure=cure)
+def _check(module: object, kind: object) -> None:
+    """Raise SaveError for a module or a format that cannot be saved."""
+    if not isinstance(module, nn.Module):
+        raise SaveError(
+            f"module is {examples.describe_type(module)}",
+            expected="a torch.nn.Module",
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise SaveError(
+            "module is TorchScript",
+            expected="a torch.nn.Module",
+            cure="Use torch.jit.save and `torch-py-backend init`.",
+        )
+    if kind not in (None, *get_args(Format)):
+        raise SaveError(
+            f"format is {kind!r}",
+            expected=f"one of {', '.join(get_args(Format))}",
+            cure=removed_names.FORMATS.get(str(kind), ""),
+        )
 
 
 @contextlib.contextmanager
