@@ -7,6 +7,7 @@ tritonserver over gRPC.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,7 @@ from torch_py_backend.config.options import Options
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.streams import Streams
-from torch_py_backend.errors import BackendError, CancelledError
+from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 from torch_py_backend.values import Value
@@ -55,15 +56,20 @@ class Recorder:
     leaves_after: int | None = None
     values: list[list[list[float]]] = field(default_factory=list)
     error: BackendError | None = None
-    refusal: BackendError | None = None
+
+    async def receive(self, streams: Streams, item: dict[str, Value]) -> None:
+        try:
+            async with contextlib.aclosing(streams.outcomes(item)) as outcomes:
+                async for outcome, last in outcomes:
+                    if outcome is not None:
+                        self.send(outcome, last=last)
+                    if len(self.values) == self.leaves_after:
+                        break
+        except BaseException as error:
+            self.error = streams.error(error)
 
     def send(self, outcome: dict[str, Value], *, last: bool) -> None:
         self.values.append(torch.as_tensor(outcome["y"]).tolist())
-        if len(self.values) == self.leaves_after:
-            self.refusal = CancelledError("in mid-stream")
-            task = asyncio.current_task()
-            assert task is not None
-            task.cancel()
 
     @property
     def text(self) -> str:
@@ -75,9 +81,8 @@ def run(model: Engine, *pairs: tuple[dict[str, Value], Recorder]) -> Streams:
     streams = Streams(model)
 
     async def together() -> None:
-        ends = await asyncio.gather(*(streams.run(*pair) for pair in pairs))
-        for (_, recorder), error in zip(pairs, ends, strict=True):
-            recorder.error = error
+        with model.guard():
+            await asyncio.gather(*(client.receive(streams, item) for item, client in pairs))
 
     asyncio.run(together())
     assert streams.live == 0

@@ -211,7 +211,8 @@ def write(result: Any, model: str) -> Response:
     if isinstance(result, dict):
         return pb_utils.InferenceResponse(list(map(write_tensor, result, result.values())))
     if isinstance(result, BackendError):
-        code = getattr(pb_utils.TritonError, result.code)
+        # The code of a model's own CallError may be any.
+        code = getattr(pb_utils.TritonError, result.code, pb_utils.TritonError.INTERNAL)
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(named(model, result), code))
     return result
 

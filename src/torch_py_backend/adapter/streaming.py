@@ -8,6 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import triton_python_backend_utils as pb_utils
@@ -23,7 +24,6 @@ from torch_py_backend.engine.tracing import TraceContexts
 from torch_py_backend.errors import (
     BackendError,
     CancelledError,
-    InternalError,
     OutputError,
     UnavailableError,
     summarize,
@@ -36,11 +36,8 @@ log = logging.getLogger(__name__)
 
 # How long `close` waits for the thread.
 _SECONDS_TO_END = 10.0
-# The interval of polls for clients that have gone.
+# The interval of polls for clients that have gone, which take 26 microseconds for each.
 _POLL_S = 0.1
-# A query takes 26 microseconds. At this interval for each live stream, all take a twentieth of the
-# time.
-_POLL_OF_EACH_S = 20 * 26e-6
 
 
 class Streaming:
@@ -75,7 +72,8 @@ class Streaming:
         # While `start` waits for it, Triton queues requests or sends them to other instances.
         self._slots = threading.BoundedSemaphore(engine.config.options.max_streams)
         self.streams = Streams(engine, on_idle, profiler)
-        self._tasks: dict[_Client, asyncio.Task[None]] = {}
+        self._tasks: dict[_Client, Any] = {}
+        self._closed = False
         self._loop = asyncio.new_event_loop()
         # The thread count is thread-local: a new thread starts with torch's default.
         self._thread = threading.Thread(
@@ -92,14 +90,13 @@ class Streaming:
             except Exception as error:  # from Triton's utilities, or because of a lost device
                 self._loop.call_soon_threadsafe(self._refuse, error, client)
                 continue
-            if not self._slots.acquire(blocking=False):
-                self._slots.acquire()
-                if client.has_left():  # during the wait
-                    client.refusal = CancelledError()
-            self._loop.call_soon_threadsafe(self._launch, item, client)
+            self._slots.acquire()
+            with values.trace_context((item,)):  # which the stream's task keeps
+                asyncio.run_coroutine_threadsafe(self._serve(item, client), self._loop)
 
     def close(self) -> None:
         """End the live streams with an error, in bounded time. May be called twice."""
+        self._closed = True
         if self._thread.is_alive():
             with contextlib.suppress(RuntimeError):  # the loop is closing already
                 self._loop.call_soon_threadsafe(self._loop.stop)
@@ -112,52 +109,44 @@ class Streaming:
         torch.set_num_threads(threads)
         runtime.make_current(self.engine.device)
         profiled = self._profiler.running() if self._profiler else contextlib.nullcontext()
-        with runtime.mode(self.engine.config.options), profiled:
-            closed = False
-            while not closed:
-                try:
+        with runtime.mode(self.engine.config.options), self.engine.guard(), profiled:
+            polling = self._loop.create_task(self._poll())
+            while not self._closed:
+                # asyncio lets them through, from a task that the model has started.
+                with contextlib.suppress(KeyboardInterrupt, SystemExit):
                     self._loop.run_forever()
-                    closed = True
-                except (KeyboardInterrupt, SystemExit) as error:  # which asyncio lets through
-                    log.warning(
-                        "a task or a callback that the model has started raised %s.",
-                        summarize(error),
-                    )
+            polling.cancel()
             self._loop.run_until_complete(self._finish())
         self._loop.close()
 
     def _refuse(self, error: Exception, client: _Client) -> None:
         client.end(self.engine.failures.unreadable(error))
 
-    def _launch(self, item: Item, client: _Client) -> None:
-        with values.trace_context((item,)):  # a context that the task keeps
-            self._tasks[client] = self._loop.create_task(self._serve(item, client))
-
     async def _serve(self, item: Item, client: _Client) -> None:
-        self._schedule_poll(client)
-        error = await self.streams.run(item, client)
+        self._tasks[client] = asyncio.current_task()
+        error: BackendError | None = None
+        try:
+            async with contextlib.aclosing(self.streams.outcomes(item)) as outcomes:
+                async for outcome, last in outcomes:
+                    if client.refusal is not None:  # the model may have swallowed the cancellation
+                        break
+                    if outcome is not None:
+                        client.send(outcome, last=last)
+        except BaseException as raised:
+            error = self.streams.error(raised)
         del self._tasks[client]
         self._slots.release()
-        if client.ended:
-            return
-        try:
-            client.end(error)
-        except Exception as unexpected:  # such as an error with a code that Triton does not have
-            failure = self.engine.failures.classify(unexpected)
-            client.end(reported(InternalError(), failure.text))
+        if not client.ended:
+            client.end(client.refusal or error)
 
-    def _schedule_poll(self, client: _Client) -> None:
-        delay = max(_POLL_S, _POLL_OF_EACH_S * len(self._tasks))
-        self._loop.call_later(delay, self._poll, client)
-
-    def _poll(self, client: _Client) -> None:
-        """Cancel the stream of a client that has gone."""
-        if client.ended or client.refusal is not None:
-            return
-        self._schedule_poll(client)  # first: an exception below must not end the polling
-        if client.has_left():
-            client.refusal = CancelledError("in mid-stream")
-            self._tasks[client].cancel()
+    async def _poll(self) -> None:
+        """Cancel the streams of clients that have gone."""
+        while True:
+            await asyncio.sleep(_POLL_S)
+            for client in list(self._tasks):
+                if client.has_left():
+                    client.refusal = CancelledError("in mid-stream")
+                    self._tasks[client].cancel()
 
     async def _finish(self) -> None:
         """End the streams, and the tasks that the model has started."""
@@ -193,7 +182,9 @@ class _Client:
         After the final response, the query would read memory that Triton has freed: 24.10 dies.
         """
         logs.end_if_orphaned()
-        return not self.ended and self._sender.is_cancelled()
+        if self.ended or self.refusal is not None:
+            return False
+        return bool(self._sender.is_cancelled())
 
     def send(self, outcome: dict[str, Value], *, last: bool) -> None:
         """Send a response."""
@@ -216,13 +207,8 @@ class _Client:
         if error is not None:
             send = partial(send, messages.write(error, self._engine.config.name))
         self._engine.counts.count_requests(OK if error is None else error.code)
-        try:
+        with contextlib.suppress(Exception):  # Triton has closed its side
             send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-        except Exception as failed:  # Triton has closed its side
-            log.warning(
-                "the end of a stream cannot be sent: %s.",
-                summarize(failed),
-            )
         if error is not None and error.reported:
             request = f" (request {self._name})" if self._name else ""
             text = f"\n{error.traceback}" if error.traceback else ""

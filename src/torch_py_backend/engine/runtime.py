@@ -57,9 +57,14 @@ class Runtime:
         ]
 
 
-def thread_state(device: torch.device) -> tuple[bool, int]:
-    """Return thread state that a model may leave changed: autocast, and the torch.device stack."""
-    return torch.is_autocast_enabled(device.type), torch._C._len_torch_function_stack()
+def thread_state(device: torch.device) -> tuple[object, ...]:
+    """Return thread state that a model may leave changed, such as the stack of torch.device."""
+    return (
+        torch.is_autocast_enabled(device.type),
+        torch._C._len_torch_function_stack(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+    )
 
 
 def make_current(device: torch.device) -> None:

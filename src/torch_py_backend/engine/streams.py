@@ -20,9 +20,8 @@ import logging
 import time
 import types
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -30,14 +29,7 @@ from torch_py_backend import composition, values
 from torch_py_backend.engine import runtime
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.profiling import Profiler
-from torch_py_backend.errors import (
-    BackendError,
-    CancelledError,
-    OutputError,
-    a_type,
-    counted,
-    summarize,
-)
+from torch_py_backend.errors import BackendError, OutputError, a_type, counted, summarize
 from torch_py_backend.pipeline import failures
 from torch_py_backend.pipeline.run import attempt
 from torch_py_backend.values import Item, Outcome, Value
@@ -54,14 +46,6 @@ _END = object()
 _TRIAL_RESPONSES = 3
 
 
-class Client(Protocol):
-    """Receives the responses of one stream. `refusal` says why its task was cancelled."""
-
-    refusal: BackendError | None
-
-    def send(self, outcome: dict[str, Value], *, last: bool) -> None: ...
-
-
 class _Waiting(NamedTuple):
     """A stream that waits for its next step."""
 
@@ -72,7 +56,7 @@ class _Waiting(NamedTuple):
 
 
 class Streams:
-    """The streams of one model. Used within one event loop.
+    """The streams of one model. Used within one event loop, and the context of the model's calls.
 
     Attributes:
         live: number of streams that have begun and not ended.
@@ -104,43 +88,36 @@ class Streams:
         )
         self._begin_group = attempt(begins, engine.counts)
 
-    async def run(self, item: Item, client: Client) -> BackendError | None:
-        """Run one stream to its end; return the error that ended it."""
-        self.live += 1
-        error = None
-        try:
-            await self._respond(item, client)
-        except BaseException as raised:
-            error = self._error(raised, client)
-        finally:
-            self.live -= 1
-        return self._engine.failures.fatal or error
+    async def outcomes(
+        self, item: Item
+    ) -> AsyncGenerator[tuple[dict[str, Value] | None, bool], None]:
+        """Run one stream: yield its outcomes, and whether it is the last; see also `error`.
 
-    async def _respond(self, item: Item, client: Client) -> None:
+        The outcome is None for a step without one. Other streams run between two of them.
+        """
+        self.live += 1
         try:
-            self._check(client)
-            async with contextlib.aclosing(self._outcomes(*self._begin(item))) as outcomes:
-                async for outcome, last in outcomes:
+            self._check()
+            result, extract = self._begin(item)
+            async with contextlib.aclosing(self._results(result, extract)) as results:
+                del result
+                async for outcome, last in results:
                     if isinstance(outcome, BackendError):
                         raise outcome
-                    self._check(client)  # the model may have swallowed the cancellation
-                    if outcome is not None:
-                        client.send(outcome, last=last)
+                    self._check()
+                    yield outcome, last
         finally:
+            self.live -= 1
             self._engine.clean()
 
-    def _check(self, client: Client) -> None:
-        """Raise the fatal error of the process, which another stream may have met; or cancel."""
+    def _check(self) -> None:
+        """Raise the fatal error of the process, which another stream may have met."""
         if self._engine.failures.fatal is not None:
             raise self._engine.failures.fatal
-        if client.refusal is not None:
-            raise asyncio.CancelledError
 
-    def _error(self, raised: BaseException, client: Client) -> BackendError:
+    def error(self, raised: BaseException) -> BackendError:
         """Return the error for an exception that ended a stream, and clear its frames."""
         try:
-            if isinstance(raised, asyncio.CancelledError) and client.refusal is not None:
-                return client.refusal
             if isinstance(raised, BackendError) and raised.reported:  # of a step
                 return raised
             return self._engine.failures.refusal(self._engine.failures.classify(raised))
@@ -153,31 +130,25 @@ class Streams:
 
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
-        """Enter the context of a call of the model."""
-        profiled = self._profiler.batch() if self._profiler else contextlib.nullcontext()
-        self._engine.failures.on_call()
-        try:
-            with profiled, self._engine.guard():
-                yield
-        finally:
-            self._on_idle()
-
-    @contextlib.contextmanager
-    def _advancing(self) -> Iterator[None]:
-        """Enter the context of a call that resumes the model until its next response or await.
+        """Enter a call of the model's code, until its next response or await.
 
         Raises:
             OutputError: the model leaves a context open, which would affect all streams.
         """
-        with self._calling():
-            before = runtime.thread_state(self._engine.device)
-            yield
-            if runtime.thread_state(self._engine.device) != before:
-                raise OutputError(
-                    "the model yields within torch.autocast or a torch.device, or awaits there:"
-                    " other streams would then run in it",
-                    expected="such contexts closed before each yield and await",
-                )
+        profiled = self._profiler.batch() if self._profiler else contextlib.nullcontext()
+        before = runtime.thread_state(self._engine.device)
+        self._engine.failures.on_call()
+        try:
+            with profiled:
+                yield
+        finally:
+            self._on_idle()
+        if runtime.thread_state(self._engine.device) != before:
+            raise OutputError(
+                "the model yields within torch.autocast or a torch.device, or awaits there:"
+                " other streams would then run in it",
+                expected="such contexts closed before each yield and await",
+            )
 
     def _timed(self, call: Callable[[], _R]) -> _R:
         began = time.perf_counter()
@@ -220,32 +191,22 @@ class Streams:
         refusal = None if outputs.finite is None else outputs.finite.refusal(outcome)
         return outcome if refusal is None else refusal
 
-    async def _outcomes(
+    async def _results(
         self, result: object, extract: _Extract
     ) -> AsyncGenerator[tuple[Outcome | None, bool], None]:
-        """Yield the outcomes of a stream, None for a step without one, and whether it is the last.
-
-        Other streams run between two of them.
-        """
         if self.stepped is not None:
             while result is not None:  # a stream keeps its present state only
                 result, outcome = await self._next(result, extract)
                 yield outcome, result is None
         elif isinstance(result, AsyncIterator | Iterator):
+            if isinstance(result, Iterator):
+                result = _asynchronous(result)
             try:
                 while True:
                     await asyncio.sleep(0)  # an asynchronous model may never await
-                    if isinstance(result, AsyncIterator):
-                        value = await self._sliced(anext(result, _END), self._advancing)
-                        with self._calling():
-                            outcome = None if value is _END else extract(value)
-                    else:
-                        with self._advancing():
-                            value = self._timed(partial(next, result, _END))
-                            outcome = None if value is _END else extract(value)
-                    if outcome is None:
+                    outcome = await self._sliced(anext(result, _END), extract)
+                    if outcome is _END:
                         return
-                    del value  # before the next one is computed
                     yield outcome, False
             finally:
                 await self._close(result)
@@ -254,39 +215,39 @@ class Streams:
                 outcome = extract(result)
             yield outcome, True
 
-    async def _close(self, result: object) -> None:
+    async def _close(self, result: AsyncIterator[object]) -> None:
         """Close a stream of the model, whose code may keep something for it."""
-        try:
-            if isinstance(result, Generator):
-                with self._calling():
-                    result.close()
-            elif hasattr(result, "aclose"):
-                await self._sliced(result.aclose(), self._calling)
-        except BaseException as error:
-            log.warning("closing a stream raised %s.", summarize(error))
+        if isinstance(result, AsyncGenerator):
+            try:
+                await self._sliced(result.aclose())
+            except BaseException as error:
+                log.warning("closing a stream raised %s.", summarize(error))
 
     @types.coroutine
     def _sliced(
-        self, awaitable: Any, calling: Callable[[], AbstractContextManager[None]]
+        self, awaitable: Any, extract: Callable[[object], object] = lambda value: value
     ) -> Generator[Any, Any, Any]:
-        """Await an awaitable of the model as one call of it for each slice between two awaits."""
+        """Await an awaitable of the model as one call of it for each slice between two awaits.
+
+        Return what is extracted of its value, or _END.
+        """
         slices = awaitable.__await__()
         resume: Callable[[], object] = slices.__next__
         while True:
             try:
-                with calling():
+                with self._calling():
                     try:
                         awaited = self._timed(resume)
                     except StopIteration as end:
-                        return end.value
+                        return _END if end.value is _END else extract(end.value)
             except OutputError:  # close the contexts in which it awaits
-                with self._calling(), contextlib.suppress(BaseException):
+                with contextlib.suppress(BaseException):
                     slices.throw(asyncio.CancelledError())
                 raise
             try:
                 yield awaited
                 resume = slices.__next__
-            except BaseException as error:  # thrown in by the event loop: the task is cancelled
+            except BaseException as error:  # of the event loop: the task is cancelled
                 resume = partial(slices.throw, error)
 
     # --- shared steps --------------------------------------------------------------------------
@@ -298,34 +259,36 @@ class Streams:
             BackendError: the step failed.
         """
         loop = asyncio.get_running_loop()
-        result: asyncio.Future[_StepResult] = loop.create_future()
         if not self._waiting:
             # After the streams that got results in this iteration of the loop have sent them.
             loop.call_soon(loop.call_soon, self._share_step)
+        result: asyncio.Future[_StepResult] = loop.create_future()
         self._waiting.append(_Waiting(state, extract, result, contextvars.copy_context()))
         return await result
 
     def _share_step(self) -> None:
+        """Step all streams; if that fails, halves of them, until only failing streams end."""
         # A result that is done has been cancelled: the stream's client has left.
         batch = [stream for stream in self._waiting if not stream.result.done()]
         self._waiting = []
-        for stream, result in zip(batch, self._results(batch) if batch else (), strict=True):
+        if not batch:
+            return
+        failures, called = self._engine.failures, self._engine.loaded.returns
+        failures.calls_before = composition.calls
+        results: Sequence[_StepResult | BackendError] = ()
+        try:
+            results = self._step(batch)
+        except BaseException as error:  # the streams wait for a result, whatever was raised
+            failure = failures.classify(error, called)
+        if not results:
+            if isinstance(failure.error, OutputError):  # with fewer streams, it may look right
+                failure = dataclasses.replace(failure, final=True)
+            results = failures.halve(batch, self._retry, failure, called)
+        for stream, result in zip(batch, results, strict=True):
             if isinstance(result, BackendError):
                 stream.result.set_exception(result)
             else:
                 stream.result.set_result(result)
-
-    def _results(self, batch: Sequence[_Waiting]) -> Sequence[_StepResult | BackendError]:
-        """Step all streams; if that fails, halves of them, until only failing streams end."""
-        failures, called = self._engine.failures, self._engine.loaded.returns
-        failures.calls_before = composition.calls
-        try:
-            return self._step(batch)
-        except BaseException as error:  # the streams wait for a result, whatever was raised
-            failure = failures.classify(error, called)
-        if isinstance(failure.error, OutputError):  # with fewer streams, it may look right
-            failure = dataclasses.replace(failure, final=True)
-        return failures.halve(batch, self._retry, failure, called)
 
     def _retry(self, batch: Sequence[_Waiting]) -> Sequence[_StepResult]:
         self._engine.counts.retried_rows += len(batch)
@@ -350,10 +313,9 @@ def _pairs(returned: object, count: int) -> Sequence[tuple[object, object]]:
     Raises:
         OutputError: step() has returned something else.
     """
-    if isinstance(returned, list | tuple):
-        pairs = [pair for pair in returned if isinstance(pair, tuple) and len(pair) == 2]  # noqa: PLR2004
-        if len(pairs) == len(returned) == count:
-            return pairs
+    pairs = returned if isinstance(returned, list | tuple) else ()
+    if len(pairs) == count and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):  # noqa: PLR2004
+        return pairs
     items = f"a list of {len(returned)}" if isinstance(returned, list) else a_type(returned)
     raise OutputError(
         f"step() returned {items} for {counted(count, 'stream')}",
@@ -361,23 +323,18 @@ def _pairs(returned: object, count: int) -> Sequence[tuple[object, object]]:
     )
 
 
+async def _asynchronous(results: Iterator[object]) -> AsyncGenerator[object, None]:
+    """Yield what an iterator yields."""
+    try:
+        for result in results:
+            yield result
+            del result
+    finally:
+        if isinstance(results, Generator):
+            results.close()
+
+
 # --- before READY ------------------------------------------------------------------------------
-
-
-class _Trial:
-    """A client that keeps the last of the first responses of a stream, and leaves then."""
-
-    def __init__(self) -> None:
-        self.refusal: BackendError | None = None
-        self.outcome: Outcome = {}
-        self._responses = 0
-
-    def send(self, outcome: dict[str, Value], *, last: bool) -> None:  # noqa: ARG002  a Client's
-        self.outcome = outcome
-        self._responses += 1
-        if self._responses == _TRIAL_RESPONSES:
-            self.refusal = CancelledError()
-            raise asyncio.CancelledError
 
 
 def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
@@ -386,15 +343,29 @@ def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
     Its outcomes are the last of these responses of each stream, or the first error of all streams.
     """
 
+    async def run_one(streams: Streams, item: Item) -> Outcome:
+        last: Outcome = {}
+        responses = 0
+        try:
+            async with contextlib.aclosing(streams.outcomes(item)) as outcomes:
+                async for outcome, _ in outcomes:
+                    last = last if outcome is None else outcome
+                    responses += outcome is not None
+                    if responses == _TRIAL_RESPONSES:
+                        break
+        except BaseException as error:
+            return streams.error(error)
+        return last
+
     async def run(items: Sequence[Item]) -> Sequence[Outcome]:
         streams = Streams(engine)
         # With step(), each item is run twice: a step of one stream differs from one of several.
         twice = items if streams.stepped is None else [*items, *items]
-        clients = [_Trial() for _ in twice]
-        ends = await asyncio.gather(*map(streams.run, twice, clients))
-        for client, end in zip(clients, ends, strict=True):
-            if end is not None and end is not client.refusal:
-                return [end] * len(items)
-        return [client.outcome for client in clients[: len(items)]]
+        with engine.guard():
+            outcomes = await asyncio.gather(*(run_one(streams, item) for item in twice))
+        for outcome in outcomes:
+            if isinstance(outcome, BackendError):
+                return [outcome] * len(items)
+        return outcomes[: len(items)]
 
     return lambda items: asyncio.run(run(items))
