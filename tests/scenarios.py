@@ -761,7 +761,7 @@ _POISONS = (
     _judged(-3, "RuntimeError: bad ?? character"),
     _judged(-4, "output 'y' has 0 rows for a batch of 1"),
     _judged(-5, "the request does not fit in memory", status=503),
-    _judged(-6, "output 'y' is a tensor on the device meta"),
+    _judged(-6, "output 'y' is a nested, sparse or empty tensor"),
     _judged(-7, "output 'y' is float64 [1, 4]", "expected float32 [-1, 4]"),
     _judged(-8, "output 'y' is float32 [1, 2]", "expected float32 [-1, 4]"),
     _judged(-9, "output 'y' has 2 rows for a batch of 1"),

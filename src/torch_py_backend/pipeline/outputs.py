@@ -237,18 +237,18 @@ class _Tensor(_Output):
             )
         if type(part) is not Tensor:
             part = _without_operators(part)
+        if part.is_nested or part.layout is not torch.strided or part.is_meta:
+            raise self.mismatch(
+                f"a nested, sparse or empty tensor: {part.layout} on {part.device}",
+                "a dense tensor with values",
+            )
         if part.dtype is not self.dtype:
-            castable = self.cast and part.is_floating_point() and not part.is_nested
-            if not castable or part.layout is not torch.strided:
+            if not (self.cast and part.is_floating_point()):
                 raise self.mismatch(_form(part), _short(self.dtype), self._cure(part, rows))
             part = part.to(self.dtype)
-        if part.layout is not torch.strided or part.is_meta:
-            raise self.mismatch(_form(part), "a dense tensor with values")
         return part.reshape(-1) if self.flat else part
 
     def _cure(self, part: Tensor, rows: int) -> str:
-        if part.is_nested or part.layout is not torch.strided:
-            return ""
         try:
             dtype = dtypes.from_torch(part.dtype)
         except KeyError:  # Triton has no such type
@@ -258,16 +258,11 @@ class _Tensor(_Output):
 
 def _form(part: Tensor) -> str:
     """Describe a tensor in a message."""
-    if part.is_nested:  # has no shape
-        return f"a nested tensor of {_short(part.dtype)}"
-    kind = f"{_short(part.dtype)} {list(part.shape)}"
-    if part.layout is not torch.strided:
-        return f"a tensor of layout {_short(part.layout)}, {kind}"
-    return f"a tensor on the device meta, {kind}" if part.is_meta else kind
+    return f"{_short(part.dtype)} {list(part.shape)}"
 
 
-def _short(of: torch.dtype | torch.layout) -> str:
-    return str(of).removeprefix("torch.")
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class _Strings(_Output):
