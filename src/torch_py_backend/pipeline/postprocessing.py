@@ -53,20 +53,21 @@ class Postprocessing:
             else self._guarded(entry, self._rows, result, entry)
             for result, entry in zip(results, entries, strict=True)
         ]
-        succeeded = [rows for rows in outcomes if not isinstance(rows, BackendError)]
+        succeeded = [
+            place for place, rows in enumerate(outcomes) if not isinstance(rows, BackendError)
+        ]
         try:
-            stacked = self._stack(succeeded)
+            stacked = self._stack([outcomes[place] for place in succeeded])
         except OutputError:  # found by stacking those of each request
-            return [
-                rows
-                if isinstance(rows, BackendError)
-                else self._guarded(entry, self._stack_one, rows)
-                for rows, entry in zip(outcomes, entries, strict=True)
+            stacked = [
+                self._guarded(entries[place], self._stack_one, outcomes[place])
+                for place in succeeded
             ]
-        if len(succeeded) == len(outcomes):
+        if len(stacked) == len(outcomes):
             return stacked
-        left = iter(stacked)
-        return [rows if isinstance(rows, BackendError) else next(left) for rows in outcomes]
+        for place, outputs in zip(succeeded, stacked, strict=True):
+            outcomes[place] = outputs
+        return outcomes
 
     def _rows(self, result: Mapping[str, Value], item: Item) -> list[list[Value]]:
         """Return the outputs of each row of a request."""
@@ -128,11 +129,10 @@ class Postprocessing:
         """Convert a list or a number to the output's type without loss."""
         if isinstance(part, np.generic):
             part = part.item()
-        is_list = isinstance(part, list | tuple)
-        if not is_list and (spec.dtype.torch is None or not isinstance(part, int | float)):
-            return part
         if spec.dtype.torch is None:
-            return np.array(part, dtype=np.object_)
+            return np.array(part, dtype=np.object_) if isinstance(part, list | tuple) else part
+        if not isinstance(part, list | tuple | int | float):
+            return part
         dtype: torch.dtype = getattr(torch, spec.dtype.torch)
         try:
             tensor, converted = torch.as_tensor(part), torch.tensor(part, dtype=dtype)
@@ -141,10 +141,6 @@ class Postprocessing:
                 f"postprocess() gives {a_type(part)} for output '{spec.name}': {summarize(error)}",
                 expected=str(spec),
             ) from None
-        if is_list and not part:
+        if dtype.is_floating_point or torch.equal(converted.to(tensor.dtype), tensor):
             return converted
-        both_bool = (tensor.dtype is torch.bool) is (dtype is torch.bool)
-        lossless = both_bool and torch.can_cast(tensor.dtype, dtype)
-        if lossless and not dtype.is_floating_point:  # torch makes 255 of -1
-            lossless = torch.equal(converted.to(tensor.dtype), tensor)
-        return converted if lossless else tensor  # of another type, which the extractor refuses
+        return tensor  # of another type, which the extractor refuses: torch makes 255 of -1
