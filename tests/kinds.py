@@ -239,7 +239,7 @@ CASES = {
         script_calls=(
             Call(
                 {"texts": np.array([[b"\xff"], ["é"]], dtype=np.object_)},
-                Refused(500, ("can return only UTF-8 strings",)),
+                Refused(500, ("forward() raised UnicodeDecodeError",)),
             ),
             Call(
                 {"texts": np.array([["z"]], dtype=np.object_)},

@@ -1275,11 +1275,6 @@ LOAD_ERRORS = (
                 "the parameter CUDA_MEMORY_FRACTION is '1.5'; expected a number above 0, at most 1",
             ),
             (
-                "bucket_above_batch",
-                {"BATCH_BUCKETS": "4,16"},
-                "BATCH_BUCKETS holds 16, and max_batch_size is 8",
-            ),
-            (
                 "freeze_eager",
                 {"OPTIMIZE": "freeze"},
                 "OPTIMIZE asks for freeze",
@@ -1505,13 +1500,6 @@ LOAD_ERRORS = (
                 "",
                 "output 'sum' is float32 [8, 4]",
                 "expected float32 [-1, 1]",
-            ),
-            (
-                "state_and_output_differ",
-                [state()],
-                tensor("output", "sum", [4], "FP64"),
-                "the output sum FP64 [4] is a state, too",
-                "expected sum FP32 [4]",
             ),
             ("state_of_a_listed_input", [state(("x", "sum"))], "", "x, x carry the same name"),
             ("state_file_missing", [state(initial='data_file: "begins"')], "", "begins"),

@@ -1,7 +1,6 @@
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -9,7 +8,6 @@ import torch
 from torch_py_backend import errors
 from torch_py_backend.errors import (
     BackendError,
-    ForwardError,
     ModelError,
     join_names,
     summarize,
@@ -60,33 +58,6 @@ def test_message(found: str, expected: str, cure: str, message: str) -> None:
 def test_no_name(error: BackendError) -> None:
     """An error about no model, or about a called one, does not get the model's name."""
     assert errors.named("digits", error) == str(error)
-
-
-def _differentiate(x: torch.Tensor) -> torch.Tensor:
-    return torch.autograd.grad(x.requires_grad_().sum(), x)[0]
-
-
-def _save_for_backward(x: torch.Tensor) -> torch.Tensor:
-    with torch.inference_mode(False), torch.enable_grad():
-        return _differentiate(x * torch.ones(1, requires_grad=True))
-
-
-def _retain(x: torch.Tensor) -> None:
-    (x + 1).retain_grad()
-
-
-@pytest.mark.parametrize("forward", [_differentiate, _save_for_backward, _retain])
-@pytest.mark.parametrize("scripted", [False, True])
-def test_gradients(forward: Callable[[torch.Tensor], object], scripted: bool) -> None:
-    """Where torch refuses gradients, the error says what they need."""
-    with torch.inference_mode(), pytest.raises(RuntimeError) as raised:
-        forward(torch.ones(2))
-    error: Exception = raised.value
-    if scripted:
-        error = RuntimeError(f"… the TorchScript interpreter.\nRuntimeError: {error}")
-    needs = 'need the parameter INFERENCE_MODE "false", and torch.enable_grad() in forward().'
-    assert str(ForwardError(error)).endswith(f". Gradients {needs}")
-    assert str(ForwardError(ValueError("no"))) == "forward() raised ValueError: no."
 
 
 @pytest.mark.parametrize(

@@ -70,23 +70,11 @@ class InputError(ModelError):
     code = "INVALID_ARG"
 
 
-# What torch says where gradients are not recorded.
-_NO_GRADIENTS = re.compile("does not require grad|requires_grad=(True|False)|saved for backward")
-
-
 class ForwardError(ModelError):
     """The model's own code, or a hook, raised in the function `called`."""
 
     def __init__(self, error: BaseException, called: str = "forward") -> None:
-        summary, cure = summarize(error), ""
-        if isinstance(error, UnicodeDecodeError):  # of torch, for a string in a result
-            cure = "TorchScript can return only UTF-8 strings; return other bytes as a tensor."
-        elif _NO_GRADIENTS.search(summary):
-            cure = (
-                'Gradients need the parameter INFERENCE_MODE "false", and torch.enable_grad() in'
-                f" {called}()."
-            )
-        super().__init__(f"{called}() raised {summary}", cure=cure)
+        super().__init__(f"{called}() raised {summarize(error)}")
 
 
 class CallError(ModelError):

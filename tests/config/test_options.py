@@ -100,7 +100,7 @@ def test_accepted_text(key: str, values: dict[str, Any]) -> None:
             "TORCH_COMPILE_OPTIONAL_PARAMETERS",
             ["[3]", '{"model": null}', '{"Mode": "x"}', '{"options": "x"}', '{"disable": "false"}'],
         ),
-        ("OPTIMIZE", ["fast", "freeze bf16", "none,freeze", "true"]),
+        ("OPTIMIZE", ["fast", "freeze bf16", "none,freeze", "bf16,fp16"]),
         ("BATCH_BUCKETS", ["0", "-1", "1,,2", "1.5", "[1, 2]", "auto,4", "many"]),
         ("PAD", ["[]", '{"ids": []}', '{"ids": {"fill": 0}}', '{"ids": {"value": "0"}}']),
         ("PAD", ['{"ids": {"side": "top"}}', '{"ids": {"side": []}}', '{"ids": {"mask": 1}}']),
@@ -118,23 +118,19 @@ def test_rejected_text(key: str, texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "entry", "message"),
+    ("key", "text", "message"),
     [
-        ("MODEL_KWARGS", {"string_value": '{"a": 3'}, "object (JSON says: Expecting ',' del"),
-        ("INTRA_OP_THREAD_COUNT", {"string_value": "1.5"}, "expected an integer; 0 or less leaves"),
-        # without a value it is empty
-        ("WARMUP", {}, "the parameter WARMUP is ''"),
-        ("WARMUP", "true", "expected a string_value with true, on, 1, false, off"),
-        ("WARMUP", {"string_value": True}, "expected a string_value with true, on, 1, false, off"),
+        ("MODEL_KWARGS", '{"a": 3', "object (JSON says: Expecting ',' del"),
+        ("INTRA_OP_THREAD_COUNT", "1.5", "expected an integer; 0 or less leaves"),
         # names of earlier versions
-        ("STATE", {"string_value": "h"}, "STATE was removed. Declare the states in config.pbtxt"),
-        ("OPTIMIZE", {"string_value": "freeze,auto"}, "auto was removed. `torch-py-backend tune`"),
+        ("STATE", "h", "STATE was removed. Declare the states in config.pbtxt"),
+        ("OPTIMIZE", "freeze,auto", "auto was removed. `torch-py-backend tune`"),
     ],
 )
-def test_rejected_entry(key: str, entry: object, message: str) -> None:
-    """An entry without a valid string, or with a removed name, is rejected with its cause."""
+def test_rejected_entry(key: str, text: str, message: str) -> None:
+    """An entry with an invalid text, or with a removed name, is rejected with its cause."""
     with pytest.raises(ConfigError) as raised:
-        options.parse({key: entry})
+        parsed(**{key: text})
     assert message in str(raised.value)
 
 

@@ -20,12 +20,7 @@ _OPTIONS: dict[str, dict[str, str]] = {
     "graphs": {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"mode": "reduce-overhead"}'},
     "shared": {"ENABLE_WEIGHT_SHARING": "true"},
     "freeze": {"OPTIMIZE": "freeze"},
-    "fp16": {"OPTIMIZE": "fp16"},
-    "both": {"OPTIMIZE": "bf16,fp16"},
-    "cast": {"CAST_INPUTS": "BF16"},
     "class and factory": {"MODEL_CLASS": "Net", "MODEL_FACTORY": "make"},
-    "relative": {"PROFILE_DIR": "traces"},
-    "absolute": {"PROFILE_DIR": "/traces"},
 }
 _X: dict[str, Any] = {"name": "x", "data_type": "TYPE_FP32", "dims": [4]}
 _STATE = {"input_name": "h", "output_name": "g", "data_type": "TYPE_FP32", "dims": [2, -1]}
@@ -77,11 +72,8 @@ _EARLY = {
 }
 _LATE = {
     "pad + state": "PAD is set, and a state of sequence_batching has dims of -1",
-    "both": "OPTIMIZE asks for bf16, and OPTIMIZE asks for fp16",
-    "fp16 + cast": "CAST_INPUTS is set, and OPTIMIZE asks for fp16",
     "buckets + unbatched": "BATCH_BUCKETS is set, and max_batch_size is 0",
     "pad + unbatched": "PAD is set, and max_batch_size is 0",
-    "relative": "PROFILE_DIR is 'traces'. Give an absolute path",
     "pad + stream": "PAD is set, and the model is decoupled",
     "buckets + stream": "BATCH_BUCKETS is set, and the model is decoupled",
     "compiled + stream": "OPTIONAL_PARAMETERS is set, and the model is decoupled",
@@ -113,7 +105,6 @@ def test_conflict(settings: str, message: str) -> None:
     [
         ("GPU", "graphs + buckets"),
         ("CPU", "pad + state y"),
-        ("CPU", "absolute"),
         ("CPU", "not compiled + shared + stream"),
         ("CPU", "compiled + batch_input"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch_py_backend.config.pbtxt import Document
@@ -13,7 +12,6 @@ if TYPE_CHECKING:
     from torch_py_backend.config.model_config import ModelConfig
 
 _OF_BATCHES = ("PAD is set", "BATCH_BUCKETS is set")
-_REDUCED = ("OPTIMIZE asks for bf16", "OPTIMIZE asks for fp16")
 _STATIC = "TORCH_COMPILE_OPTIONAL_PARAMETERS has dynamic: false"
 _STREAMS = "the model is decoupled"
 _EXCLUDED_BY_STREAMS = (
@@ -42,8 +40,6 @@ _EXCLUSIONS = (
         ("a state of sequence_batching has dims of -1",),
         "Padding in a state cannot be recognized: give it fixed dims, or remove PAD.",
     ),
-    (_REDUCED[:1], _REDUCED[1:], "They exclude each other; keep one."),
-    (("CAST_INPUTS is set",), _REDUCED, "That converts inputs, too: remove CAST_INPUTS."),
     (
         _OF_BATCHES,
         ("max_batch_size is 0",),
@@ -65,10 +61,9 @@ def _settings(config: ModelConfig) -> dict[str, bool]:
     return {
         "PAD is set": bool(options.pad),
         "BATCH_BUCKETS is set": bool(options.batch_buckets),
-        "CAST_INPUTS is set": options.cast_inputs is not None,
         "MODEL_CLASS is set": options.model_class is not None,
         "MODEL_FACTORY is set": options.model_factory is not None,
-        **{f"OPTIMIZE asks for {name}": True for name in options.optimize},
+        "OPTIMIZE asks for freeze": "freeze" in options.optimize,
         "TORCH_COMPILE_OPTIONAL_PARAMETERS is set": options.compilation is not None,
         _STATIC: options.static_shapes,
         "ENABLE_WEIGHT_SHARING shares the weights on the GPU": bool(options.enable_weight_sharing)
@@ -92,18 +87,6 @@ def check(config: ModelConfig, *, complete: bool = True) -> None:
         for pair in product(first, second):
             if all(map(settings.get, pair)):
                 raise ConfigError(", and ".join(pair), cure=cure)
-    largest = max(config.options.batch_buckets or (0,))
-    if complete and largest > config.max_batch_size:
-        raise ConfigError(
-            f"BATCH_BUCKETS holds {largest}, and max_batch_size is {config.max_batch_size}",
-            cure="Raise max_batch_size, or remove the bucket.",
-        )
-    traces = config.options.profile_dir
-    if complete and traces is not None and not Path(traces).is_absolute():
-        raise ConfigError(
-            f"PROFILE_DIR is '{traces}'",
-            cure="Give an absolute path: Triton chooses the working directory of an instance.",
-        )
 
 
 def refuse(applies: bool, found: str, expected: str) -> None:  # noqa: FBT001

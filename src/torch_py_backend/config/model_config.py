@@ -128,16 +128,11 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     inputs, outputs = [], []
     if complete:
         inputs, outputs = _specs("input", document), _specs("output", document)
-    listed = {spec.name: str(spec) for spec in outputs}
+    listed = {spec.name for spec in outputs}
     for state in states if complete else ():
         inputs.append(TensorSpec(state.input, state.dtype, state.dims, origin=Origin.STATE))
-        output = TensorSpec(state.output, state.dtype, state.dims, origin=Origin.STATE)
-        if output.name not in listed:
-            outputs.append(output)
-            continue
-        found = f"the output {listed[output.name]} is a state, too"
-        expected = f"{output}, as in sequence_batching"
-        refuse(listed[output.name] != str(output), found, expected)
+        if state.output not in listed:
+            outputs.append(TensorSpec(state.output, state.dtype, state.dims, origin=Origin.STATE))
     # The count of a group is per GPU.
     groups = document.get("instance_group", ())
     instances = [int(group["count"]) * max(1, len(group.get("gpus", ()))) for group in groups]

@@ -117,9 +117,9 @@ def _parse_optimizations(text: str) -> tuple[str, ...]:
 
 
 optimizations = _checked(
-    f"none, or some of {', '.join(OPTIMIZATIONS)}",
+    f"none, or some of {', '.join(OPTIMIZATIONS)}, not both of the last two",
     _parse_optimizations,
-    lambda names: set(names) <= set(OPTIMIZATIONS),
+    lambda names: set(names) <= set(OPTIMIZATIONS) and not {"bf16", "fp16"} <= set(names),
 )
 
 
@@ -220,7 +220,7 @@ _ROWS = {key: row for row in TABLE for key in (row.key, *row.aliases)}
 _LIBTORCH_PARSERS = {"INTRA_OP_THREAD_COUNT": count, "INTER_OP_THREAD_COUNT": count}
 
 
-def parse(parameters: Mapping[str, object]) -> Options:
+def parse(parameters: Mapping[str, Mapping[str, str]]) -> Options:
     """Parse Triton's `parameters`; log a warning for each unknown key.
 
     Raises:
@@ -233,7 +233,8 @@ def parse(parameters: Mapping[str, object]) -> Options:
         if row is None:
             _ignore(key)
             continue
-        value = _parse_value(key, _LIBTORCH_PARSERS.get(key, row.parser), entry)
+        parser = _LIBTORCH_PARSERS.get(key, row.parser)
+        value = _parse_value(key, parser, entry["string_value"])
         if value is None:
             continue
         if values.setdefault(row.key, value) != value:
@@ -265,11 +266,7 @@ def refusal(key: str, value: str, accepted: str, cure: str = "") -> ConfigError:
     )
 
 
-def _parse_value(key: str, parser: Parser, entry: object) -> object:
-    # Triton's entries are always strings; entries of other files may be anything.
-    text = entry.get("string_value", "") if isinstance(entry, Mapping) else entry
-    if not isinstance(text, str) or text is entry:
-        raise refusal(key, str(entry), f"a string_value with {parser.accepted}")
+def _parse_value(key: str, parser: Parser, text: str) -> object:
     try:
         return parser.parse(text)
     except (ValueError, KeyError, TypeError, RecursionError) as error:

@@ -305,10 +305,7 @@ def release(error: BaseException) -> None:
 def _is_shortage(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    try:
-        return isinstance(error, RuntimeError) and _SHORTAGE.search(str(error)) is not None
-    except Exception:  # an argument whose __str__ fails
-        return False
+    return isinstance(error, RuntimeError) and _SHORTAGE.search(str(error)) is not None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

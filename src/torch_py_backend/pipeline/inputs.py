@@ -62,7 +62,8 @@ class Inputs:
         self._batched = config.max_batch_size > 0
         self._specs = {spec.name: spec for spec in config.inputs}
         # With names that are given twice, which binding refuses.
-        self._names = [entry.name for entry in (*config.inputs, *config.batch_inputs)]
+        self._names = [spec.name for spec in config.inputs]
+        self._names += [made.name for made in config.batch_inputs]
         self._required = [spec.name for spec in config.inputs if not spec.optional]
         # States and controls of sequences are bound by name only.
         self._kept = frozenset(
